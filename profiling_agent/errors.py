@@ -1,0 +1,41 @@
+"""Everything that can go wrong, on one screen."""
+
+
+class ProfilingAgentError(Exception):
+    """Root of the errors we raise on purpose; the message is one line a user can act on."""
+
+
+class RequestError(ProfilingAgentError):
+    """The request can't be carried out as it stands: what was wrong, what was seen, what to change."""
+
+
+class AcquisitionError(RequestError):
+    """The model or the data set can't be had, or isn't what the job needs."""
+
+
+class ShapeUnresolvedError(RequestError):
+    """No rule gave an input shape that the model accepts."""
+
+
+class PlanError(RequestError):
+    """A plan names layers that don't exist, can't be pruned, or asks for an impossible ratio."""
+
+
+class RunError(RequestError):
+    """The run folder is missing, taken, locked, or written by another schema version."""
+
+
+class ArtifactError(ProfilingAgentError):
+    """A saved model is damaged, or doesn't compute what it did when it was saved."""
+
+
+class PruningError(ProfilingAgentError):
+    """A prune failed one of its gates; the candidate is discarded."""
+
+
+class QuantizationError(ProfilingAgentError):
+    """A model could not be quantized as asked; the candidate is discarded."""
+
+
+class JobError(ProfilingAgentError):
+    """A child process crashed, hung, or used more memory than it was given."""

@@ -1,0 +1,112 @@
+"""All that a user may ask for, validated once, at the edge.
+
+`Request` is flat, so that Python, the command line and Studio's form ask for the same things by the same names.
+"""
+
+import re
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+from profiling_agent.records import Goal
+
+RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+def _run_id(value: str | None) -> str | None:
+    if value is not None and not RUN_ID.fullmatch(value):
+        raise ValueError(f"{value!r} is no run id: use letters, digits, '.', '_' and '-', at most 100")
+    return value
+
+
+class Request(BaseModel):
+    """A model, a labelled data set and a contract."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    model: str = Field(
+        default="reference:vit",
+        min_length=1,
+        description="Hub id or local folder of an image classifier, or reference:vit|deit|swin|resnet",
+    )
+    revision: str | None = Field(default=None, description="branch, tag or commit of the model on the Hub")
+    dataset: str = Field(
+        default="reference:digits",
+        min_length=1,
+        description="Hub id or local folder of a labelled image data set, or reference:digits",
+    )
+    dataset_config: str | None = Field(default=None, description="configuration of the data set, where it has several")
+    dataset_revision: str | None = Field(default=None, description="branch, tag or commit of the data set on the Hub")
+    split: str | None = Field(
+        default=None, description="split to measure on; by default one the model was not trained on"
+    )
+    image_column: str | None = Field(default=None, description="column of images; found by type when not named")
+    label_column: str | None = Field(default=None, description="column of labels; found by type when not named")
+    max_accuracy_drop: float = Field(
+        default=0.01, ge=0, lt=1, description="top-1 that may be lost, as a fraction: 0.01 is one point"
+    )
+    min_speedup: float = Field(default=1.0, gt=0, le=1000, description="times faster than the baseline")
+    max_size_ratio: float = Field(default=0.5, gt=0, description="bytes on disk, as a fraction of the baseline's")
+    selection: Literal["contract", "paper"] = Field(
+        default="contract",
+        description="contract: the cheapest that keeps the accuracy; paper: fp32, then accuracy, params, latency",
+    )
+    iterate: bool = Field(default=True, description="plan again after the first evaluation")
+    max_iterations: int = Field(default=5, ge=1, le=100, description="plans to measure, the first one included")
+    plan: str | None = Field(default=None, description="JSON file with a plan of your own, used instead of analysis")
+    quantize_layers: str = Field(
+        default="all", min_length=1, max_length=300, description="layers to quantize where no plan says: all, or RE2"
+    )
+    quantize_dtype: Literal["qint8", "float16", "none"] = Field(
+        default="qint8", description="type to quantize to where no plan says"
+    )
+    num_samples: int | None = Field(
+        default=None,
+        ge=50,
+        le=1_000_000,
+        description="images to search on, with up to four times as many held out; "
+        "by default half of the split, at most 2000",
+    )
+    batch_size: int = Field(default=32, ge=1, le=4096, description="the batch size you deploy; all is measured at it")
+    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="where to measure")
+    seed: int = Field(default=0, ge=0, lt=2**32, description="draws the images and everything else that is random")
+    run_id: Annotated[str | None, AfterValidator(_run_id)] = Field(
+        default=None, description="name of the run folder; by default one is made up"
+    )
+    output: str = Field(default="runs", min_length=1, description="folder that holds the run folders")
+
+    @model_validator(mode="after")
+    def _no_contradictions(self) -> Self:
+        if self.max_size_ratio > 1:
+            raise ValueError(
+                f"max_size_ratio is {self.max_size_ratio}: a result is never larger than the baseline; use 1 or less"
+            )
+        if (
+            self.plan is None
+            and not self.iterate
+            and self.max_iterations > 1
+            and "max_iterations" in self.model_fields_set
+        ):
+            raise ValueError(f"iterate is off but max_iterations is {self.max_iterations}: drop one of the two")
+        if self.selection == "paper" and "max_size_ratio" in self.model_fields_set and self.max_size_ratio < 0.5:
+            raise ValueError(
+                f"selection 'paper' returns fp32 models, which can't reach max_size_ratio {self.max_size_ratio}: "
+                "use selection 'contract', or a ratio of 0.5 or more"
+            )
+        return self
+
+    @property
+    def goal(self) -> Goal:
+        """Return the contract that the stages see."""
+        return Goal(
+            max_accuracy_drop=self.max_accuracy_drop,
+            min_speedup=self.min_speedup,
+            max_size_ratio=self.max_size_ratio,
+            selection=self.selection,
+        )
+
+    @property
+    def output_dir(self) -> Path:
+        """Return the folder that holds the run folders."""
+        return Path(self.output).expanduser()
