@@ -1,0 +1,1 @@
+"""One Markdown prompt per agent."""

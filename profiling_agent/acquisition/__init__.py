@@ -1,0 +1,1 @@
+"""Request -> model, processor and three disjoint splits."""

@@ -1,0 +1,1 @@
+"""The LangGraph nodes: thin, one file each."""

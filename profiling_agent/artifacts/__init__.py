@@ -1,0 +1,1 @@
+"""Save and load any model we produce, without pickle."""

@@ -1,0 +1,1 @@
+"""Accuracy, latency and size, each with its interval."""

@@ -1,0 +1,1 @@
+"""Goal and journal -> the next plan, or why to stop."""

@@ -1,0 +1,1 @@
+"""Expensive work in child processes, with limits."""

@@ -1,0 +1,1 @@
+"""Model -> where its time, memory and parameters are."""

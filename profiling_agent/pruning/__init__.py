@@ -1,0 +1,1 @@
+"""Unpruned model and plan -> pruned model that passed its gates."""

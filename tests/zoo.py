@@ -1,0 +1,94 @@
+"""Tiny real models, one per family, with every norm, bias and table randomised so that equivalence checks bite."""
+
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import (
+    DeiTConfig,
+    DeiTForImageClassification,
+    ResNetConfig,
+    ResNetForImageClassification,
+    SwinConfig,
+    SwinForImageClassification,
+    ViTConfig,
+    ViTForImageClassification,
+    ViTImageProcessor,
+)
+
+from profiling_agent.records import InputSpec
+
+SPEC = InputSpec(channels=3, height=32, width=32, source="zoo")
+LABELS = {index: f"class {index}" for index in range(5)}
+
+
+def randomised(model: nn.Module, seed: int = 0) -> nn.Module:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for tensor in model.parameters():
+            if tensor.dim() == 1:
+                tensor.add_(torch.rand(tensor.shape, generator=generator) * 0.3)
+            else:
+                tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.08)
+        for name, buffer in model.named_buffers():
+            if name.endswith(("running_mean", "running_var")):
+                buffer.add_(torch.rand(buffer.shape, generator=generator))
+    return model.eval()
+
+
+def vit() -> nn.Module:
+    config = ViTConfig(
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=256,
+        image_size=32,
+        patch_size=8,
+        id2label=LABELS,
+    )
+    return randomised(ViTForImageClassification(config))
+
+
+def deit() -> nn.Module:
+    config = DeiTConfig(
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=256,
+        image_size=32,
+        patch_size=8,
+        id2label=LABELS,
+    )
+    return randomised(DeiTForImageClassification(config))
+
+
+def swin() -> nn.Module:
+    config = SwinConfig(
+        image_size=32, patch_size=2, embed_dim=32, depths=[2, 2], num_heads=[2, 4], window_size=4, id2label=LABELS
+    )
+    return randomised(SwinForImageClassification(config))
+
+
+def resnet(layer_type: str = "bottleneck") -> nn.Module:
+    config = ResNetConfig(
+        embedding_size=32,
+        hidden_sizes=[128, 256],
+        depths=[2, 2],
+        layer_type=layer_type,
+        id2label=LABELS,
+    )
+    return randomised(ResNetForImageClassification(config))
+
+
+FAMILIES = {"vit": vit, "deit": deit, "swin": swin, "resnet": resnet}
+
+
+def processor() -> ViTImageProcessor:
+    return ViTImageProcessor(size={"height": 32, "width": 32}, image_mean=[0.5] * 3, image_std=[0.5] * 3)
+
+
+def save(model: nn.Module, folder: Path) -> Path:
+    """Write an ordinary local Hugging Face folder."""
+    model.save_pretrained(folder)
+    processor().save_pretrained(folder)
+    return folder
