@@ -11,5 +11,5 @@ class Progress(Protocol):
         ...
 
 
-def silent(message: str, done: int, total: int) -> None:  # noqa: ARG001
+def silent(message: str, done: int, total: int) -> None:
     """Say nothing."""

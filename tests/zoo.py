@@ -13,7 +13,7 @@ from transformers import (
     SwinForImageClassification,
     ViTConfig,
     ViTForImageClassification,
-    ViTImageProcessor,
+    ViTImageProcessorPil,
 )
 
 from profiling_agent.records import InputSpec
@@ -83,8 +83,8 @@ def resnet(layer_type: str = "bottleneck") -> nn.Module:
 FAMILIES = {"vit": vit, "deit": deit, "swin": swin, "resnet": resnet}
 
 
-def processor() -> ViTImageProcessor:
-    return ViTImageProcessor(size={"height": 32, "width": 32}, image_mean=[0.5] * 3, image_std=[0.5] * 3)
+def processor() -> ViTImageProcessorPil:
+    return ViTImageProcessorPil(size={"height": 32, "width": 32}, image_mean=[0.5] * 3, image_std=[0.5] * 3)
 
 
 def save(model: nn.Module, folder: Path) -> Path:
