@@ -66,11 +66,19 @@ class SplitInfo(Record):
     file: ArtifactRef
 
 
-class Acquired(Record):
-    """What acquisition found: the baseline as an artifact, three disjoint splits, and the label mapping."""
+class ModelSource(Record):
+    """Where the model comes from; `revision` is the commit that was read, where there is one."""
 
-    baseline: ArtifactRef
+    name: str
+    revision: str | None = None
     architecture: str
+    device: str
+
+
+class Acquired(Record):
+    """What acquisition found: the model, three disjoint sets of images, and how their labels became its classes."""
+
+    source: ModelSource
     calibration: SplitInfo
     search: SplitInfo
     heldout: SplitInfo

@@ -1,0 +1,99 @@
+"""The child process: reads orders from standard input until it closes, and dies with whoever holds the other end."""
+
+import os
+import queue
+import shutil
+import sys
+import threading
+import traceback
+import warnings
+from pathlib import Path
+from typing import TextIO
+
+from pydantic import ValidationError
+
+from profiling_agent.errors import ProfilingAgentError
+from profiling_agent.jobs.desk import Desk
+from profiling_agent.jobs.fresh import FRESH
+from profiling_agent.jobs.wire import TASKS, Message, Order
+from profiling_agent.records import Record
+from profiling_agent.workspace import TEMPORARY, write_atomically
+
+
+def _private_stdout() -> TextIO:
+    """Keep standard output for messages; what libraries print goes to standard error."""
+    channel = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1)
+    os.dup2(2, 1)
+    return channel
+
+
+def _listen(orders: "queue.SimpleQueue[str]") -> None:
+    """Pass orders on; the parent's end closing, however it died, ends this process at once."""
+    for line in sys.stdin:
+        orders.put(line)
+    os._exit(1)
+
+
+def _compute(order: Order, desk: Desk) -> Record:
+    kind = TASKS[order.kind]
+    task = kind.model_validate(order.task)
+    if kind in FRESH:
+        return FRESH[kind](task, desk)
+    from profiling_agent.jobs.catalogue import CATALOGUE
+
+    return CATALOGUE[kind](task, desk)
+
+
+def _carry_out(order: Order, channel: TextIO) -> None:
+    """Do one job in a temporary folder and rename it; a job is either whole or not there."""
+    import torch
+
+    def progress(message: str, done: int, total: int) -> None:
+        said = Message(kind="progress", text=message, done=done, total=total)
+        channel.write(said.model_dump_json() + "\n")
+
+    root, final = Path(order.root), f"jobs/{order.key}"
+    folder = root / "jobs" / f"{TEMPORARY}{order.key}-{os.getpid()}"
+    folder.mkdir(parents=True)
+    try:
+        torch.manual_seed(0)
+        result = _compute(order, Desk(root=root, folder=folder, final=final, progress=progress))
+        write_atomically(folder / "result.json", result.model_dump_json(indent=1))
+        folder.rename(root / final)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _answer(order: Order, channel: TextIO) -> Message:
+    try:
+        _carry_out(order, channel)
+    except ProfilingAgentError as error:
+        return Message(kind="failed", error=type(error).__name__, text=str(error))
+    except MemoryError:
+        return Message(kind="failed", error="JobError", text="out of memory: lower batch_size or num_samples")
+    except ValidationError as error:
+        traceback.print_exc()
+        return Message(kind="failed", error="JobError", text=f"a stage returned a broken record: {error}")
+    except Exception as error:  # noqa: BLE001 - the boundary: whatever a stage or library raises is a job's result
+        traceback.print_exc()
+        return Message(kind="failed", error="JobError", text=f"{type(error).__name__}: {error}")
+    return Message(kind="done")
+
+
+def main() -> None:
+    """Serve orders one after another."""
+    channel = _private_stdout()
+    # Warnings are for us, not for the user's screen; they stay in the worker's log.
+    warnings.simplefilter("default")
+    orders: queue.SimpleQueue[str] = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(orders,), daemon=True).start()
+    from profiling_agent.runtimes.eager import pin_threads
+
+    pin_threads()
+    while True:
+        order = Order.model_validate_json(orders.get())
+        channel.write(_answer(order, channel).model_dump_json() + "\n")
+
+
+if __name__ == "__main__":
+    main()

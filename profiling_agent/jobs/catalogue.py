@@ -1,0 +1,191 @@
+"""How each job turns artifact references into one stage call and the result back into artifacts.
+
+Imported by the warm worker only: this is where torch and the stages come in.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from profiling_agent.acquisition.batches import iter_batches
+from profiling_agent.acquisition.device import resolve_device
+from profiling_agent.acquisition.models import load_model
+from profiling_agent.acquisition.query import DataQuery
+from profiling_agent.acquisition.splits import DrawnSplit, draw_splits
+from profiling_agent.artifacts.load import load, load_processor, load_recipe, load_skeleton
+from profiling_agent.artifacts.save import save_model
+from profiling_agent.evaluation.accuracy import predict
+from profiling_agent.evaluation.footprint import folder_bytes, parameter_bytes
+from profiling_agent.evaluation.predictions import write_predictions
+from profiling_agent.jobs import tasks
+from profiling_agent.jobs.desk import Desk
+from profiling_agent.profiling.complexity import count_complexity
+from profiling_agent.profiling.profile import profile_model
+from profiling_agent.pruning.prune import prune_model
+from profiling_agent.quantization.quantize import quantize_model
+from profiling_agent.records import (
+    Acquired,
+    Footprint,
+    ModelSource,
+    Predictions,
+    PrunedModel,
+    QuantizedModel,
+    Record,
+    SplitInfo,
+)
+from profiling_agent.shapes.resolve import resolve_input_shape
+
+NUM_GATE_IMAGES = 8
+
+
+def acquire(task: tasks.AcquireTask, desk: Desk) -> Acquired:
+    """Check the model, draw the images."""
+    loaded = load_model(task.model, revision=task.revision, device=resolve_device(task.device), progress=desk.progress)
+    shared = task.model_dump(include=set(DataQuery.model_fields))
+    drawn = draw_splits(
+        DataQuery(**shared), id2label=loaded.model.config.id2label, folder=desk.folder, progress=desk.progress
+    )
+
+    def info(name: Any, split: DrawnSplit) -> SplitInfo:
+        return SplitInfo(
+            name=name,
+            source_split=split.source_split,
+            num_images=split.num_images,
+            num_skipped=split.num_skipped,
+            file=desk.ref(split.path, "split"),
+        )
+
+    return Acquired(
+        source=ModelSource(
+            name=task.model,
+            revision=loaded.revision,
+            architecture=loaded.architecture,
+            device=resolve_device(task.device),
+        ),
+        calibration=info("calibration", drawn.calibration),
+        search=info("search", drawn.search),
+        heldout=info("heldout", drawn.heldout),
+        labels=drawn.labels,
+        notes=drawn.notes,
+    )
+
+
+def resolve_shape(task: tasks.ResolveShapeTask, desk: Desk) -> tasks.Resolved:
+    """Find the input shape; save the baseline with it."""
+    loaded = load_model(task.model, revision=task.revision, device=task.device, progress=desk.progress)
+    spec = resolve_input_shape(loaded.model, loaded.processor)
+    folder = desk.folder / "model"
+    save_model(
+        loaded.model.cpu(),
+        folder,
+        spec=spec,
+        processor=loaded.processor,
+        base_model=task.model,
+        base_revision=loaded.revision,
+    )
+    return tasks.Resolved(input=spec, baseline=desk.ref(folder, "model"))
+
+
+def profile(task: tasks.ProfileTask, desk: Desk) -> tasks.Profiled:
+    """Profile the model; write profile.json and the chrome trace."""
+    path = desk.path(task.model)
+    recipe = load_recipe(path)
+    trace = desk.folder / "trace.json.gz"
+    measured = profile_model(
+        load(path).to(task.device),
+        recipe.input,
+        batch_size=task.batch_size,
+        device=task.device,
+        headline=task.headline,
+        size_bytes=folder_bytes(path),
+        architecture=recipe.architecture,
+        skeleton=load_skeleton(path),
+        trace_path=trace,
+        progress=desk.progress,
+    )
+    complete = measured.model_copy(update={"trace": desk.ref(trace, "trace")})
+    out = desk.folder / "profile.json"
+    out.write_text(complete.model_dump_json(indent=1), encoding="utf-8")
+    return tasks.Profiled(
+        profile=desk.ref(out, "profile"),
+        params=complete.params,
+        macs=complete.macs,
+        latency_ms=complete.headline.latency.median_ms,
+        peak_memory_bytes=complete.headline.peak_memory_bytes,
+        forward_passes=complete.forward_passes,
+    )
+
+
+def prune(task: tasks.PruneTask, desk: Desk) -> PrunedModel:
+    """Cut the units, pass the gates, save the candidate."""
+    path = desk.path(task.baseline)
+    recipe, processor = load_recipe(path), load_processor(path)
+    images, _ = next(iter_batches(desk.path(task.calibration.file), processor, batch_size=NUM_GATE_IMAGES))
+    pruned = prune_model(load(path), task.cuts, spec=recipe.input, seed=task.seed, images=images)
+    folder = desk.folder / "model"
+    save_model(
+        pruned.model,
+        folder,
+        spec=recipe.input,
+        processor=processor,
+        base_model=recipe.base_model,
+        base_revision=recipe.base_revision,
+        cuts=task.cuts,
+    )
+    return PrunedModel(model=desk.ref(folder, "model"), cuts=task.cuts, mask_error=pruned.mask_error)
+
+
+def quantize(task: tasks.QuantizeTask, desk: Desk) -> QuantizedModel:
+    """Quantize and save the candidate."""
+    path = desk.path(task.model)
+    recipe = load_recipe(path)
+    quantized = quantize_model(load(path), task.recommendations)
+    folder = desk.folder / "model"
+    save_model(
+        quantized.model,
+        folder,
+        spec=recipe.input,
+        processor=load_processor(path),
+        base_model=recipe.base_model,
+        base_revision=recipe.base_revision,
+        cuts=recipe.cuts,
+    )
+    return QuantizedModel(model=desk.ref(folder, "model"), layers=quantized.layers)
+
+
+def evaluate(task: tasks.EvaluateTask, desk: Desk) -> tasks.Measured:
+    """Run the model over the split; count what it takes."""
+    path = desk.path(task.model)
+    model = load(path)
+    rows = count_complexity(load_skeleton(path), load_recipe(path).input).values()
+    footprint = Footprint(
+        params=sum(row.params for row in rows),
+        macs=sum(row.macs for row in rows),
+        parameter_bytes=parameter_bytes(model),
+        size_bytes=folder_bytes(path),
+    )
+    predicted, true = predict(
+        model.to(task.device),
+        iter_batches(desk.path(task.split.file), load_processor(path), batch_size=task.batch_size),
+        device=task.device,
+        progress=desk.progress,
+        num_images=task.split.num_images,
+    )
+    out = desk.folder / "predictions.safetensors"
+    write_predictions(out, predicted, true)
+    predictions = Predictions(
+        split=task.split.name,
+        num_images=len(true),
+        num_correct=int((predicted == true).sum()),
+        file=desk.ref(out, "predictions"),
+    )
+    return tasks.Measured(footprint=footprint, predictions=predictions)
+
+
+CATALOGUE: dict[type[tasks.Task[Any]], Callable[[Any, Desk], Record]] = {
+    tasks.AcquireTask: acquire,
+    tasks.ResolveShapeTask: resolve_shape,
+    tasks.ProfileTask: profile,
+    tasks.PruneTask: prune,
+    tasks.QuantizeTask: quantize,
+    tasks.EvaluateTask: evaluate,
+}

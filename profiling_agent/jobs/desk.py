@@ -1,0 +1,33 @@
+"""What a job's function is given besides its task."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from profiling_agent.progress import Progress
+from profiling_agent.records import ArtifactRef
+from profiling_agent.workspace import file_sha256
+
+
+@dataclass(frozen=True)
+class Desk:
+    """Where one job works: it writes under `folder`, which becomes `final` (relative to `root`) when it is done."""
+
+    root: Path
+    folder: Path
+    final: str
+    progress: Progress
+
+    def path(self, ref: ArtifactRef) -> Path:
+        """Return where an artifact of an earlier job lies."""
+        return self.root / ref.path
+
+    def ref(self, path: Path, kind: Literal["model", "profile", "trace", "predictions", "split"]) -> ArtifactRef:
+        """Return the reference that `path`, under this job's folder, will have."""
+        files = [file for file in path.rglob("*") if file.is_file()] if path.is_dir() else [path]
+        return ArtifactRef(
+            path=f"{self.final}/{path.relative_to(self.folder).as_posix()}",
+            sha256=file_sha256(path / "recipe.json" if path.is_dir() else path),
+            size_bytes=sum(file.stat().st_size for file in files),
+            kind=kind,
+        )

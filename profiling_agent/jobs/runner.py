@@ -1,0 +1,70 @@
+"""Jobs as the parent sees them: a task in, its record out, done at most once in a run."""
+
+import hashlib
+import json
+from typing import TypeVar
+
+from profiling_agent.jobs.child import Child
+from profiling_agent.jobs.tasks import Task
+from profiling_agent.jobs.wire import Order, result_of
+from profiling_agent.progress import Progress, silent
+from profiling_agent.records import Record
+from profiling_agent.reproducibility import environment
+from profiling_agent.workspace import Workspace
+
+ResultT = TypeVar("ResultT", bound=Record)
+
+
+def job_key(task: Task[ResultT]) -> str:
+    """Return the name of a job: its kind and a hash over its inputs, our code, the libraries and the machine."""
+    inputs = {"task": task.model_dump(mode="json"), "environment": environment().model_dump(mode="json")}
+    digest = hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
+    return f"{type(task).__name__.removesuffix('Task').lower()}-{digest[:20]}"
+
+
+class Jobs:
+    """Runs the jobs of one run folder: most in one warm worker, `fresh` ones in a process of their own."""
+
+    def __init__(self, workspace: Workspace, progress: Progress = silent) -> None:
+        """Use `workspace`; nothing is started before the first job."""
+        self.workspace = workspace
+        self.progress = progress
+        self._worker: Child | None = None
+
+    def run(self, task: Task[ResultT]) -> ResultT:
+        """Return the task's result, from disk where this run has it; raises what the stage raised, or JobError."""
+        key = job_key(task)
+        result = self.workspace.jobs / key / "result.json"
+        if not result.exists():
+            self._carry_out(task, key)
+        return result_of(task, result.read_text(encoding="utf-8"))
+
+    def _carry_out(self, task: Task[ResultT], key: str) -> None:
+        order = Order(
+            root=str(self.workspace.root.resolve()),
+            key=key,
+            kind=type(task).__name__,
+            task=task.model_dump(mode="json"),
+        )
+        child = self._start() if task.fresh else self._warm()
+        try:
+            child.carry_out(order, timeout_s=task.timeout_s, progress=self.progress)
+        finally:
+            if task.fresh:
+                child.end()
+            # A killed or crashed child leaves its folder; nobody else writes here while this run is locked.
+            self.workspace.sweep()
+
+    def _start(self) -> Child:
+        return Child(self.workspace.root / "worker.log")
+
+    def _warm(self) -> Child:
+        if self._worker is None or not self._worker.is_alive:
+            self._worker = self._start()
+        return self._worker
+
+    def close(self) -> None:
+        """End the worker."""
+        if self._worker is not None:
+            self._worker.end()
+            self._worker = None

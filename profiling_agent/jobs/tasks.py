@@ -1,0 +1,143 @@
+"""What can be asked of a child process: a record and artifact references in, a record out. No torch here."""
+
+from typing import ClassVar, Generic, Literal, TypeVar
+
+from profiling_agent.records import (
+    Acquired,
+    ArtifactRef,
+    Cut,
+    Footprint,
+    Headline,
+    InputSpec,
+    Predictions,
+    PrunedModel,
+    QuantizationRecommendation,
+    QuantizedModel,
+    Race,
+    Record,
+    SplitInfo,
+    Variant,
+)
+
+ResultT = TypeVar("ResultT", bound=Record)
+Device = Literal["auto", "cpu", "cuda"]
+
+
+class Task(Record, Generic[ResultT]):
+    """One job; `fresh` ones get a process of their own, so that nothing else shares their memory or caches."""
+
+    result: ClassVar[type[Record]]
+    fresh: ClassVar[bool] = False
+    timeout_s: ClassVar[float] = 4 * 3600.0
+
+
+class AcquireTask(Task[Acquired]):
+    """Check that the model can be had, and draw the images."""
+
+    result: ClassVar[type[Record]] = Acquired
+    model: str
+    revision: str | None = None
+    device: Device = "auto"
+    dataset: str
+    dataset_config: str | None = None
+    dataset_revision: str | None = None
+    split: str | None = None
+    image_column: str | None = None
+    label_column: str | None = None
+    num_samples: int | None = None
+    seed: int = 0
+
+
+class Resolved(Record):
+    """The model's input shape, verified by a forward pass, and the baseline saved as an artifact of ours."""
+
+    input: InputSpec
+    baseline: ArtifactRef
+
+
+class ResolveShapeTask(Task[Resolved]):
+    """Find the input shape of a model and save the model with it."""
+
+    result: ClassVar[type[Record]] = Resolved
+    model: str
+    revision: str | None = None
+    device: str
+
+
+class HeadlineTask(Task[Headline]):
+    """Time a model and its memory in a process that does nothing else."""
+
+    result: ClassVar[type[Record]] = Headline
+    fresh: ClassVar[bool] = True
+    timeout_s: ClassVar[float] = 1800.0
+    model: ArtifactRef
+    batch_size: int
+    device: str
+
+
+class Profiled(Record):
+    """Where the full profile lies, and its totals."""
+
+    profile: ArtifactRef
+    params: int
+    macs: int
+    latency_ms: float
+    peak_memory_bytes: int
+    forward_passes: int
+
+
+class ProfileTask(Task[Profiled]):
+    """Profile a model."""
+
+    result: ClassVar[type[Record]] = Profiled
+    model: ArtifactRef
+    batch_size: int
+    device: str
+    headline: Headline
+
+
+class PruneTask(Task[PrunedModel]):
+    """Cut units of the unpruned model."""
+
+    result: ClassVar[type[Record]] = PrunedModel
+    baseline: ArtifactRef
+    cuts: tuple[Cut, ...]
+    calibration: SplitInfo
+    seed: int
+
+
+class QuantizeTask(Task[QuantizedModel]):
+    """Quantize a model."""
+
+    result: ClassVar[type[Record]] = QuantizedModel
+    model: ArtifactRef
+    recommendations: tuple[QuantizationRecommendation, ...]
+
+
+class Measured(Record):
+    """A model's answers and what it takes."""
+
+    footprint: Footprint
+    predictions: Predictions
+
+
+class EvaluateTask(Task[Measured]):
+    """Run a model over a split."""
+
+    result: ClassVar[type[Record]] = Measured
+    model: ArtifactRef
+    split: SplitInfo
+    batch_size: int
+    device: str
+
+
+class RaceTask(Task[Race]):
+    """Let models take turns; the first is the baseline."""
+
+    result: ClassVar[type[Record]] = Race
+    fresh: ClassVar[bool] = True
+    timeout_s: ClassVar[float] = 3600.0
+    entries: tuple[tuple[Variant, ArtifactRef], ...]
+    batch_size: int
+    device: str
+    seed: int

@@ -1,0 +1,73 @@
+"""What a number depends on besides its inputs: code, libraries and machine."""
+
+import hashlib
+import os
+import platform
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+
+from profiling_agent.records import Record
+
+LIBRARIES = (
+    "datasets",
+    "google-re2",
+    "langgraph",
+    "numpy",
+    "pillow",
+    "ptflops",
+    "pydantic",
+    "safetensors",
+    "scipy",
+    "torch",
+    "torch-pruning",
+    "transformers",
+)
+CPU_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx_vnni", "amx_int8", "amx_bf16")
+
+
+class Environment(Record):
+    """The machine and the software that the measurements were taken with."""
+
+    cpu: str
+    cpu_flags: tuple[str, ...]
+    num_threads: int
+    memory_bytes: int
+    system: str
+    python: str
+    libraries: dict[str, str]
+    code_version: str
+
+
+def _cpuinfo(field: str) -> str:
+    """Return the first value of `field` in /proc/cpuinfo, or nothing where there is no such file."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(field)), "")
+
+
+@cache
+def code_version() -> str:
+    """Return a hash over the package's own source, so that a changed stage never answers from an old job."""
+    digest = hashlib.sha256()
+    root = Path(__file__).parent
+    for path in sorted(root.rglob("*.py")):
+        digest.update(path.relative_to(root).as_posix().encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+@cache
+def environment() -> Environment:
+    """Return the fingerprint of this machine and installation."""
+    flags = set(_cpuinfo("flags").split())
+    return Environment(
+        cpu=_cpuinfo("model name") or platform.processor() or platform.machine(),
+        cpu_flags=tuple(flag for flag in CPU_FLAGS if flag in flags),
+        num_threads=len(os.sched_getaffinity(0)),
+        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        system=f"{platform.system()} {platform.machine()}",
+        python=platform.python_version(),
+        libraries={name: metadata.version(name) for name in LIBRARIES},
+        code_version=code_version(),
+    )

@@ -1,0 +1,143 @@
+"""The run folder: where everything large lies, and the only code that knows its layout.
+
+runs/<id>/request.json         what was asked, and the schema version
+          jobs/<key>/          one finished job: result.json and its artifacts, never overwritten
+          checkpoints.sqlite   the graph's checkpoints
+          best -> jobs/…       the model to deploy, replaced atomically
+          report.json report.md
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+from pydantic import ValidationError
+
+from profiling_agent.errors import RequestError, RunError
+from profiling_agent.records import ArtifactRef, Record
+from profiling_agent.request import Request
+
+SCHEMA_VERSION = 1
+TEMPORARY = ".tmp-"
+
+
+class Manifest(Record):
+    """What `request.json` holds."""
+
+    schema_version: int
+    request: Request
+
+
+def file_sha256(path: Path) -> str:
+    """Return the hex sha256 of a file's bytes."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write `text` so that a reader, or a crash, sees the old file or the new one and nothing between."""
+    temporary = path.with_name(f"{TEMPORARY}{path.name}-{os.getpid()}")
+    with temporary.open("w", encoding="utf-8") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+    temporary.replace(path)
+
+
+@dataclass(frozen=True, slots=True)
+class Workspace:
+    """One run's folder."""
+
+    root: Path
+
+    @property
+    def jobs(self) -> Path:
+        """Return the folder of finished jobs."""
+        return self.root / "jobs"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Return the file of the graph's checkpoints."""
+        return self.root / "checkpoints.sqlite"
+
+    @property
+    def best(self) -> Path:
+        """Return the pointer to the model to deploy."""
+        return self.root / "best"
+
+    def path(self, ref: ArtifactRef) -> Path:
+        """Return where an artifact lies."""
+        return self.root / ref.path
+
+    def lock(self) -> FileLock:
+        """Take the run for this process until the lock is released or the process ends; RunError if it is taken."""
+        lock = FileLock(self.root / "run.lock", thread_local=False)
+        try:
+            lock.acquire(timeout=0)
+        except Timeout as error:
+            raise RunError(f"run {self.root.name!r} is in use by another process: wait for it, or end it") from error
+        return lock
+
+    def point_best(self, ref: ArtifactRef) -> None:
+        """Make `best` name this artifact."""
+        temporary = self.root / f"{TEMPORARY}best-{os.getpid()}"
+        temporary.unlink(missing_ok=True)
+        temporary.symlink_to(ref.path, target_is_directory=True)
+        temporary.replace(self.best)
+
+    def sweep(self) -> None:
+        """Remove what a killed process left half-written; only the holder of the lock may call this."""
+        for folder in (self.root, self.jobs):
+            for leftover in folder.glob(f"{TEMPORARY}*"):
+                if leftover.is_dir() and not leftover.is_symlink():
+                    shutil.rmtree(leftover)
+                else:
+                    leftover.unlink()
+
+
+def read_manifest(root: Path) -> Manifest:
+    """Return what a run folder was asked to do; RunError where it is no run of ours."""
+    path = root / "request.json"
+    if not path.is_file():
+        raise RunError(f"{str(root)!r} is no run folder: it has no request.json; give a folder under the output folder")
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+        version = raw["schema_version"]
+    except (ValueError, TypeError, KeyError) as error:
+        raise RunError(f"{str(path)!r} is damaged and can't be read: start a new run") from error
+    if version != SCHEMA_VERSION:
+        raise RunError(
+            f"{str(root)!r} was written with schema version {version!r}, this version reads {SCHEMA_VERSION}: "
+            "resume it with the version that wrote it, or start a new run"
+        )
+    try:
+        return Manifest.model_validate(raw)
+    except ValidationError as error:
+        raise RunError(f"{str(path)!r} holds no valid request: start a new run") from error
+
+
+def open_workspace(request: Request, run_id: str) -> Workspace:
+    """Create the run folder, or open the one that this very request has begun; RunError where it is another's."""
+    root = request.output_dir / run_id
+    asked = request.model_copy(update={"run_id": run_id})
+    if (root / "request.json").exists():
+        begun = read_manifest(root).request
+        changed = [name for name in Request.model_fields if getattr(begun, name) != getattr(asked, name)]
+        if changed and changed != ["output"]:
+            was, now = getattr(begun, changed[0]), getattr(asked, changed[0])
+            raise RunError(
+                f"run {run_id!r} was begun with another request ({changed[0]} was {was!r}, is now {now!r}): "
+                "choose another run_id, or ask for the same"
+            )
+        return Workspace(root)
+    try:
+        (root / "jobs").mkdir(parents=True, exist_ok=True)
+        manifest = Manifest(schema_version=SCHEMA_VERSION, request=asked)
+        write_atomically(root / "request.json", manifest.model_dump_json(indent=2))
+    except OSError as error:
+        raise RequestError(f"output {request.output!r} can't be written ({error.strerror}): choose another") from error
+    return Workspace(root)
