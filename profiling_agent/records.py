@@ -356,6 +356,7 @@ class Attempt(Record):
     number: int
     plan: Plan
     dry_run: DryRun | None = None
+    pruned_model: ArtifactRef | None = Field(default=None, description="fp32, before quantization")
     pruned: Evaluation | None = Field(default=None, description="fp32, where it was measured")
     deployed: Evaluation | None = Field(default=None, description="in the form it would be deployed")
     accepted: bool
@@ -368,7 +369,7 @@ class StopReason(StrEnum):
     SINGLE_PASS = "iteration is off: one plan was asked for"
     BUDGET_SPENT = "every iteration that was asked for has been used"
     CONVERGED = "no further aligned width lies between the best accepted and the mildest refused plan"
-    NOTHING_TO_PRUNE = "the model has no unit that can be pruned"
+    NOTHING_TO_PRUNE = "the first plan prunes nothing, so there is nothing to do more or less of"
 
 
 class Journal(Record):
@@ -398,6 +399,14 @@ class Term(Record):
     required: float
     measured: float
     holds: bool
+
+
+class Finalist(Record):
+    """A candidate that may be returned: which attempt made it, and how it did on the search images."""
+
+    variant: Variant
+    attempt: int | None = Field(default=None, description="number of the attempt; None where nothing was pruned")
+    evaluation: Evaluation
 
 
 class Verdict(Record):

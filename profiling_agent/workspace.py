@@ -1,10 +1,8 @@
 """The run folder: where everything large lies, and the only code that knows its layout.
 
-runs/<id>/request.json         what was asked, and the schema version
-          jobs/<key>/          one finished job: result.json and its artifacts, never overwritten
-          checkpoints.sqlite   the graph's checkpoints
-          best -> jobs/…       the model to deploy, replaced atomically
-          report.json report.md
+`request.json` is what was asked; `jobs/<key>/` one finished job each, its `result.json` and artifacts, never
+overwritten; `checkpoints.sqlite` the graph's checkpoints; `best` a pointer to the model to deploy, replaced
+atomically; `report.json` and `report.md` the answer.
 """
 
 import hashlib

@@ -1,0 +1,37 @@
+"""What travels between the agents: the request's own fields, and one typed record for each result.
+
+Everything large is on disk; the state holds records and references, so any moment can be checkpointed.
+"""
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from profiling_agent.iteration.attempt import Candidate
+from profiling_agent.jobs.tasks import Profiled, Resolved
+from profiling_agent.records import Acquired, Journal, Plan, StopReason, Verdict
+from profiling_agent.reporting.report import RunReport
+from profiling_agent.request import Request
+from profiling_agent.workspace import SCHEMA_VERSION
+
+
+class RunState(Request):
+    """The state of a run. Acquisition resets everything below; no field needs a reducer."""
+
+    schema_version: int = SCHEMA_VERSION
+    acquired: Acquired | None = None
+    resolved: Resolved | None = None
+    profiled: Profiled | None = None
+    proposal: Plan | None = Field(default=None, description="the plan to measure next")
+    candidate: Candidate | None = None
+    journal: Journal | None = None
+    stopped: StopReason | None = None
+    report: RunReport | None = None
+
+
+class RunResult(BaseModel):
+    """What `invoke` returns."""
+
+    model_config = ConfigDict(frozen=True)
+
+    verdict: Verdict
+    report: RunReport
+    run_dir: str

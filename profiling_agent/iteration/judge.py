@@ -1,0 +1,42 @@
+"""Is an attempt good enough to be deployed? The answer comes with its reason."""
+
+from profiling_agent.evaluation.intervals import one_sided_bound
+from profiling_agent.records import Evaluation, Goal, Record
+
+# Decisions rest on the search images, the verdict on others. A candidate whose point estimate just meets the floor
+# here would miss it there about every second time, so the loop asks for a bound of the drop instead.
+SEARCH_CONFIDENCE = 0.9
+
+
+class Judgement(Record):
+    """Accepted or not, and why."""
+
+    accepted: bool
+    reason: str
+
+
+def keeps_accuracy(candidate: Evaluation, goal: Goal) -> bool:
+    """Return whether the candidate's drop is inside the contract with the confidence that the search asks for."""
+    assert candidate.drop is not None, "a candidate is always compared with the baseline"
+    # The paper's own rule has no floor: it takes the point estimate and prefers higher accuracy.
+    if goal.selection == "paper":
+        return candidate.drop.drop <= goal.max_accuracy_drop
+    return one_sided_bound(candidate.drop, SEARCH_CONFIDENCE) <= goal.max_accuracy_drop
+
+
+def judge(candidate: Evaluation, baseline: Evaluation, goal: Goal) -> Judgement:
+    """Accept a candidate that keeps the accuracy and is no larger than the baseline in anything that is counted."""
+    assert candidate.drop is not None, "a candidate is always compared with the baseline"
+    for name in ("size_bytes", "params", "macs"):
+        was, now = getattr(baseline.footprint, name), getattr(candidate.footprint, name)
+        if now > was:
+            return Judgement(accepted=False, reason=f"{name} went up from {was:,} to {now:,}")
+    drop = candidate.drop
+    measured = f"top-1 fell by {drop.drop:.4f} ({drop.num_lost} images lost, {drop.num_gained} gained)"
+    if keeps_accuracy(candidate, goal):
+        return Judgement(accepted=True, reason=f"{measured}, inside the contract's {goal.max_accuracy_drop}")
+    bound = one_sided_bound(drop, SEARCH_CONFIDENCE)
+    return Judgement(
+        accepted=False,
+        reason=f"{measured}, {SEARCH_CONFIDENCE:.0%} bound {bound:.4f}: outside the contract's {goal.max_accuracy_drop}",
+    )

@@ -1,0 +1,83 @@
+"""The next plan, or why there is none: a pure question about the journal.
+
+Every plan is the first one at another strength: all its ratios times one factor. The loop halves the gap between the
+strongest accepted and the mildest refused factor, doubling while nothing was refused.
+"""
+
+from collections.abc import Iterator
+
+from profiling_agent.errors import PlanError
+from profiling_agent.pruning.patterns import dry_run
+from profiling_agent.records import Attempt, Goal, Journal, ModelProfile, Plan, StopReason
+
+MAX_RATIO = 0.75
+# The paper's loop answers to the last evaluation alone; these are its steps.
+MILDER, STRONGER = 0.5, 1.5
+
+
+def scaled(plan: Plan, factor: float) -> Plan:
+    """Return `plan` with every pruning ratio times `factor`, at most MAX_RATIO."""
+    cuts = tuple(
+        rec.model_copy(update={"pruning_ratio": min(rec.pruning_ratio * factor, MAX_RATIO)}) for rec in plan.pruning
+    )
+    return plan.model_copy(update={"pruning": cuts})
+
+
+def _strength(plan: Plan, first: Plan) -> float:
+    """Return the factor by which `plan` is the first one scaled (capped ratios aside)."""
+    pairs = zip(plan.pruning, first.pruning, strict=True)
+    return min(now.pruning_ratio / was.pruning_ratio for now, was in pairs)
+
+
+def _bracket(journal: Journal) -> tuple[float, float | None]:
+    first = journal.attempts[0].plan
+    accepted = [_strength(a.plan, first) for a in journal.attempts if a.accepted]
+    low = max(accepted, default=0.0)
+    refused = [s for a in journal.attempts if not a.accepted and (s := _strength(a.plan, first)) > low]
+    return low, min(refused, default=None)
+
+
+def _by_bisection(journal: Journal) -> Iterator[float]:
+    """Give strengths to try, the most informative first."""
+    low, high = _bracket(journal)
+    strongest = max(MAX_RATIO / rec.pruning_ratio for rec in journal.attempts[0].plan.pruning)
+    if high is None:
+        yield min(low * 2, strongest)
+        high = strongest
+    # Widths are aligned, so the exact middle may be a plan that was measured already; its neighbours may not be.
+    yield from (low + (high - low) * share for share in (1 / 2, 3 / 4, 1 / 4, 7 / 8, 1 / 8))
+
+
+def _as_the_paper(last: Attempt, journal: Journal) -> Iterator[float]:
+    """Give the paper's next strength: from the last plan and the last evaluation, nothing older."""
+    strength = _strength(last.plan, journal.attempts[0].plan)
+    yield strength * (STRONGER if last.accepted else MILDER)
+
+
+def propose(goal: Goal, profile: ModelProfile, journal: Journal, *, max_iterations: int) -> Plan | StopReason:
+    """Return the next plan to measure, or the reason to stop.
+
+    Nothing that was timed decides here, so a resumed run proposes what an undisturbed one does.
+    """
+    first = journal.attempts[0].plan
+    if not first.pruning:
+        return StopReason.NOTHING_TO_PRUNE
+    if len(journal.attempts) >= max_iterations:
+        return StopReason.BUDGET_SPENT
+    is_paper = goal.selection == "paper"
+    strengths = _as_the_paper(journal.attempts[-1], journal) if is_paper else _by_bisection(journal)
+    tried = {_widths(attempt.plan, profile) for attempt in journal.attempts}
+    for strength in strengths:
+        plan = scaled(first, strength)
+        widths = _widths(plan, profile)
+        if is_paper or (widths and widths not in tried):
+            return plan
+    return StopReason.CONVERGED
+
+
+def _widths(plan: Plan, profile: ModelProfile) -> tuple[tuple[str, int], ...]:
+    """Return what a plan comes to after alignment; nothing where no unit would change or the plan can't be read."""
+    try:
+        return tuple((cut.unit.name, cut.keep) for cut in dry_run(plan, profile).cuts)
+    except PlanError:
+        return ()

@@ -1,0 +1,56 @@
+"""Who may win, best first. Only counts and search accuracy decide, so the order repeats."""
+
+from profiling_agent.iteration.judge import judge
+from profiling_agent.records import Evaluation, Finalist, Goal, Journal, Variant
+
+
+def _finalists(journal: Journal) -> list[Finalist]:
+    found: list[Finalist] = []
+    if journal.quantized is not None:
+        found.append(Finalist(variant=Variant.QUANTIZED, evaluation=journal.quantized))
+    for attempt in journal.attempts:
+        forms = {e.variant: e for e in (attempt.pruned, attempt.deployed) if e is not None}
+        found += [
+            Finalist(variant=variant, attempt=attempt.number, evaluation=evaluation)
+            for variant, evaluation in forms.items()
+            if variant in (Variant.PRUNED, Variant.BOTH)
+        ]
+    return found
+
+
+def size_ratio(candidate: Evaluation, baseline: Evaluation) -> float:
+    """Return the candidate's bytes on disk as a fraction of the baseline's."""
+    return candidate.footprint.size_bytes / baseline.footprint.size_bytes
+
+
+def _by_contract(journal: Journal, goal: Goal) -> list[Finalist]:
+    """Return those that keep the accuracy, the cheapest first: small enough, then fewest MACs, then fewest bytes."""
+    passed = [f for f in _finalists(journal) if judge(f.evaluation, journal.baseline, goal).accepted]
+    return sorted(
+        passed,
+        key=lambda f: (
+            size_ratio(f.evaluation, journal.baseline) > goal.max_size_ratio,
+            f.evaluation.footprint.macs,
+            f.evaluation.footprint.size_bytes,
+        ),
+    )
+
+
+def _by_paper(journal: Journal) -> list[Finalist]:
+    """Return fp32 pruned models by accuracy, then params, then latency, as far as they beat the baseline (Algorithm 1).
+
+    MACs stand in for latency: two plans with equal accuracy and params differ by less than timing can tell.
+    """
+
+    def rank(evaluation: Evaluation) -> tuple[float, int, int]:
+        return -evaluation.top1, evaluation.footprint.params, evaluation.footprint.macs
+
+    pruned = [f for f in _finalists(journal) if f.variant is Variant.PRUNED]
+    better = [f for f in pruned if rank(f.evaluation) < rank(journal.baseline)]
+    return sorted(better, key=lambda f: rank(f.evaluation))
+
+
+def ranked(journal: Journal, goal: Goal) -> tuple[Finalist, ...]:
+    """Return the candidates that may be returned, best first; the baseline, always one of them, comes last."""
+    found = _by_paper(journal) if goal.selection == "paper" else _by_contract(journal, goal)
+    return (*found, Finalist(variant=Variant.BASELINE, evaluation=journal.baseline))

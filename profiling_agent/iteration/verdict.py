@@ -1,0 +1,83 @@
+"""The contract against what was measured: met, nearly met, or shown to be out of reach."""
+
+from profiling_agent.evaluation.intervals import images_to_certify, one_sided_bound
+from profiling_agent.records import AccuracyDrop, Goal, Lap, Outcome, Record, Term, Verdict
+
+CONFIDENCE = 0.95
+
+
+class Facts(Record):
+    """What the verdict rests on: the winner on the held-out images, in the race and on disk."""
+
+    drop: AccuracyDrop | None = None
+    lap: Lap | None = None
+    size_ratio: float
+    refused: str | None = None
+
+
+class Limit(Record):
+    """The cheapest model that any plan can make here, whatever its accuracy."""
+
+    size_ratio: float
+    speedup_high: float | None = None
+
+
+def _terms(facts: Facts, goal: Goal) -> tuple[Term, ...]:
+    drop = facts.drop.drop if facts.drop else 0.0
+    speedup = facts.lap.speedup if facts.lap else 1.0
+    return (
+        Term(name="accuracy", required=goal.max_accuracy_drop, measured=drop, holds=drop <= goal.max_accuracy_drop),
+        Term(name="speed", required=goal.min_speedup, measured=speedup, holds=speedup >= goal.min_speedup),
+        Term(
+            name="size",
+            required=goal.max_size_ratio,
+            measured=facts.size_ratio,
+            holds=facts.size_ratio <= goal.max_size_ratio,
+        ),
+    )
+
+
+def out_of_reach(limit: Limit, goal: Goal) -> str | None:
+    """Return the term that even the cheapest model misses, or None."""
+    if limit.size_ratio > goal.max_size_ratio:
+        return "size"
+    if limit.speedup_high is not None and limit.speedup_high < goal.min_speedup:
+        return "speed"
+    return None
+
+
+def _met(facts: Facts, goal: Goal, terms: tuple[Term, ...]) -> Verdict:
+    is_fast = goal.min_speedup <= (facts.lap.speedup_low if facts.lap else 1.0)
+    bound = one_sided_bound(facts.drop, CONFIDENCE) if facts.drop else 0.0
+    certified = is_fast and bound <= goal.max_accuracy_drop
+    needed = images_to_certify(facts.drop, goal.max_accuracy_drop) if facts.drop and not certified else None
+    said = "the 95% bounds meet it too" if certified else "the 95% bounds do not"
+    return Verdict(
+        outcome=Outcome.MET,
+        certified=certified,
+        terms=terms,
+        images_to_certify=needed,
+        explanation=f"the contract is met on held-out images; {said}",
+    )
+
+
+def decide(facts: Facts, goal: Goal, limit: Limit | None = None) -> Verdict:
+    """Return the verdict; `limit` is needed to call a missed contract infeasible, and is only measured then."""
+    terms = _terms(facts, goal)
+    missed = [term for term in terms if not term.holds]
+    if not missed and facts.refused is None:
+        return _met(facts, goal, terms)
+    unreachable = out_of_reach(limit, goal) if limit else None
+    if unreachable is not None:
+        return Verdict(
+            outcome=Outcome.INFEASIBLE,
+            certified=False,
+            terms=terms,
+            binding=unreachable,
+            explanation=f"even the cheapest plan, whatever its accuracy, misses the {unreachable} term",
+        )
+    binding = "accuracy" if facts.refused else missed[0].name
+    explanation = facts.refused or f"no candidate that keeps the accuracy meets the {binding} term"
+    return Verdict(
+        outcome=Outcome.NEAREST_MISS, certified=False, terms=terms, binding=binding, explanation=explanation
+    )

@@ -1,0 +1,171 @@
+"""The report as a record: everything a reader may ask for, gathered from the journal and the measurements."""
+
+import re
+from collections import defaultdict
+
+from pydantic import Field
+
+from profiling_agent.iteration.settle import Settlement
+from profiling_agent.jobs.tasks import Profiled
+from profiling_agent.records import (
+    Acquired,
+    Attempt,
+    Evaluation,
+    Goal,
+    InputSpec,
+    Lap,
+    ModelProfile,
+    Record,
+    StopReason,
+    Variant,
+    Verdict,
+)
+from profiling_agent.reproducibility import Environment, environment
+from profiling_agent.request import Request
+from profiling_agent.workspace import SCHEMA_VERSION
+
+INDEX = re.compile(r"\d+")
+
+
+class Summary(Record):
+    """One model in one line; `top1` is that of the held-out images."""
+
+    variant: Variant
+    attempt: int | None = None
+    top1: float
+    num_images: int
+    latency_ms: float
+    params: int
+    macs: int
+    size_bytes: int
+    parameter_bytes: int
+    peak_memory_bytes: int
+
+
+class VariantRow(Record):
+    """One corner of pruning and quantization: the search images and the race."""
+
+    evaluation: Evaluation
+    lap: Lap | None = None
+
+
+class LayerGroup(Record):
+    """Layers that repeat, before and after, summed; milliseconds are those of the profiling pass."""
+
+    name: str
+    params: int
+    params_after: int
+    macs: int
+    macs_after: int
+    latency_ms: float
+    latency_after_ms: float
+
+
+class RunReport(Record):
+    """What `report.json` holds."""
+
+    schema_version: int = SCHEMA_VERSION
+    run_id: str
+    verdict: Verdict
+    goal: Goal
+    stopped: StopReason
+    baseline: Summary
+    best: Summary
+    heldout: Evaluation = Field(description="the returned model on the held-out images")
+    variants: tuple[VariantRow, ...]
+    attempts: tuple[Attempt, ...]
+    kept_beside: str | None = Field(default=None, description="a candidate that failed on the held-out images")
+    notes: tuple[str, ...]
+    acquired: Acquired
+    input: InputSpec
+    profiles: dict[str, Profiled]
+    layers: tuple[LayerGroup, ...]
+    artifacts: dict[str, str]
+    request: Request
+    environment: Environment
+
+
+def compare_layers(before: ModelProfile, after: ModelProfile) -> tuple[LayerGroup, ...]:
+    """Return the layers of both profiles, folded where only their index differs; most MACs first."""
+    totals: defaultdict[str, list[float]] = defaultdict(lambda: [0.0] * 6)
+    for offset, profile in enumerate((before, after)):
+        for row in profile.layers:
+            sums = totals[INDEX.sub("#", row.name)]
+            for position, value in enumerate((row.params, row.macs, row.latency_ms)):
+                sums[2 * position + offset] += value
+    groups = [
+        LayerGroup(
+            name=name,
+            params=int(sums[0]),
+            params_after=int(sums[1]),
+            macs=int(sums[2]),
+            macs_after=int(sums[3]),
+            latency_ms=sums[4],
+            latency_after_ms=sums[5],
+        )
+        for name, sums in totals.items()
+    ]
+    return tuple(sorted(groups, key=lambda group: (-group.macs, group.name)))
+
+
+def summarise(evaluation: Evaluation, profiled: Profiled, *, attempt: int | None, lap: Lap | None) -> Summary:
+    """Return a model's line; the race's latency where it was raced, its own process's otherwise."""
+    return Summary(
+        variant=evaluation.variant,
+        attempt=attempt,
+        top1=evaluation.top1,
+        num_images=evaluation.predictions.num_images,
+        latency_ms=lap.latency.median_ms if lap else profiled.latency_ms,
+        peak_memory_bytes=profiled.peak_memory_bytes,
+        **evaluation.footprint.model_dump(),
+    )
+
+
+def build_report(
+    request: Request,
+    settlement: Settlement,
+    *,
+    acquired: Acquired,
+    spec: InputSpec,
+    attempts: tuple[Attempt, ...],
+    stopped: StopReason,
+    profiles: dict[str, tuple[Profiled, ModelProfile]],
+) -> RunReport:
+    """Gather the report; `profiles` has `baseline` and, where another model won, `best`."""
+    race, winner = settlement.race, settlement.winner
+    baseline, best = profiles["baseline"], profiles.get("best", profiles["baseline"])
+    laps = {lap.model.sha256: lap for lap in race.laps} if race else {}
+    kept = settlement.kept_beside.evaluation.model.path if settlement.kept_beside else None
+    artifacts = {"best": "best", "report": "report.md", "json": "report.json"}
+    artifacts |= {f"{name} profile": profiled.profile.path for name, (profiled, _) in profiles.items()}
+    artifacts |= {f"{row.variant} model": row.model.path for row in settlement.corners}
+    return RunReport(
+        run_id=request.run_id or "",
+        verdict=settlement.verdict,
+        goal=request.goal,
+        stopped=stopped,
+        baseline=summarise(
+            settlement.heldout_baseline,
+            baseline[0],
+            attempt=None,
+            lap=laps.get(settlement.heldout_baseline.model.sha256),
+        ),
+        best=summarise(
+            settlement.heldout_winner,
+            best[0],
+            attempt=winner.attempt,
+            lap=laps.get(settlement.heldout_winner.model.sha256),
+        ),
+        heldout=settlement.heldout_winner,
+        variants=tuple(VariantRow(evaluation=row, lap=laps.get(row.model.sha256)) for row in settlement.corners),
+        attempts=attempts,
+        kept_beside=kept,
+        notes=(*acquired.notes, *settlement.notes),
+        acquired=acquired,
+        input=spec,
+        profiles={name: profiled for name, (profiled, _) in profiles.items()},
+        layers=compare_layers(baseline[1], best[1]),
+        artifacts=artifacts,
+        request=request,
+        environment=environment(),
+    )
