@@ -17,6 +17,7 @@ class RunState(Request):
     """The state of a run. Acquisition resets everything below; no field needs a reducer."""
 
     schema_version: int = SCHEMA_VERSION
+    run_dir: str = ""
     acquired: Acquired | None = None
     resolved: Resolved | None = None
     profiled: Profiled | None = None
@@ -24,7 +25,16 @@ class RunState(Request):
     candidate: Candidate | None = None
     journal: Journal | None = None
     stopped: StopReason | None = None
+    verdict: Verdict | None = None
     report: RunReport | None = None
+
+    @property
+    def request(self) -> Request:
+        """Return the request alone."""
+        return Request.model_validate({name: getattr(self, name) for name in Request.model_fields})
+
+
+RESULTS = tuple(name for name in RunState.model_fields if name not in Request.model_fields)
 
 
 class RunResult(BaseModel):

@@ -51,9 +51,15 @@ def recommend_quantization(profile: ModelProfile, *, layers: str, dtype: str) ->
     return (QuantizationRecommendation.model_validate({"layer": layers, "dtype": dtype, "justification": reason}),)
 
 
+def with_quantization(plan: Plan, profile: ModelProfile, *, quantize_layers: str, quantize_dtype: str) -> Plan:
+    """Return `plan`, with the user's choice of quantization where it says nothing about that."""
+    if plan.quantization:
+        return plan
+    chosen = recommend_quantization(profile, layers=quantize_layers, dtype=quantize_dtype)
+    return plan.model_copy(update={"quantization": chosen})
+
+
 def analyse(profile: ModelProfile, *, quantize_layers: str = "all", quantize_dtype: str = "qint8") -> Plan:
     """Return the rules' plan for a profiled model."""
-    return Plan(
-        pruning=recommend_pruning(profile),
-        quantization=recommend_quantization(profile, layers=quantize_layers, dtype=quantize_dtype),
-    )
+    plan = Plan(pruning=recommend_pruning(profile))
+    return with_quantization(plan, profile, quantize_layers=quantize_layers, quantize_dtype=quantize_dtype)

@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from profiling_agent.errors import JobError, PlanError, PruningError, QuantizationError
 from profiling_agent.evaluation.intervals import compare
 from profiling_agent.evaluation.predictions import read_predictions
@@ -73,7 +76,7 @@ class Bench:
         device = self.acquired.source.device
         return self.jobs.run(RaceTask(entries=entries, batch_size=self.batch_size, device=device, seed=self.seed))
 
-    def _correct(self, predictions: Predictions):
+    def _correct(self, predictions: Predictions) -> npt.NDArray[np.bool_]:
         predicted, true = read_predictions(self.jobs.workspace.path(predictions.file))
         return predicted == true
 
@@ -82,16 +85,18 @@ def prune_candidate(bench: Bench, plan: Plan) -> Candidate:
     """Apply the plan's pruning to the unpruned model; a refused prune is a candidate with a failure."""
     if not plan.pruning:
         return Candidate(plan=plan)
-    dry = None
     try:
         dry = dry_run(plan, bench.profile)
-        if not dry.cuts:
-            raise PruningError(f"nothing is cut: {'; '.join(dry.notes[:3]) or 'no aligned width is near'}")
+    except PlanError as error:
+        return Candidate(plan=plan, failure=str(error))
+    if not dry.cuts:
+        return Candidate(plan=plan, dry_run=dry, failure=f"nothing is cut: {'; '.join(dry.notes[:3])}")
+    try:
         task = PruneTask(
             baseline=bench.baseline, cuts=dry.cuts, calibration=bench.acquired.calibration, seed=bench.seed
         )
         return Candidate(plan=plan, dry_run=dry, pruned=bench.jobs.run(task))
-    except (PlanError, PruningError, JobError) as error:
+    except (PruningError, JobError) as error:
         return Candidate(plan=plan, dry_run=dry, failure=str(error))
 
 

@@ -90,9 +90,7 @@ def _cheapest(bench: Bench, plan: Plan) -> ArtifactRef:
     cuts = [cut for cut in cuts if cut.keep < cut.unit.width]
     model = bench.baseline
     if cuts:
-        task = PruneTask(
-            baseline=model, cuts=tuple(cuts), calibration=bench.acquired.calibration, seed=bench.seed
-        )
+        task = PruneTask(baseline=model, cuts=tuple(cuts), calibration=bench.acquired.calibration, seed=bench.seed)
         model = bench.jobs.run(task).model
     return model if bench.goal.selection == "paper" else bench.quantize(model, plan)
 
@@ -125,7 +123,9 @@ def settle(bench: Bench, journal: Journal) -> Settlement:
     if held.drop is not None and held.drop.drop > bench.goal.max_accuracy_drop:
         kept, winner, held = winner, Finalist(variant=Variant.BASELINE, evaluation=journal.baseline), baseline
         said = f"the best candidate lost {facts.drop.drop:.4f} of top-1 on the held-out images" if facts.drop else ""
-        facts = facts.model_copy(update={"refused": f"{said}; the baseline is returned and the candidate kept beside it"})
+        facts = facts.model_copy(
+            update={"refused": f"{said}; the baseline is returned and the candidate kept beside it"}
+        )
     verdict = decide(facts, bench.goal)
     if verdict.binding in ("speed", "size"):
         verdict = decide(facts, bench.goal, _limit(bench, journal, facts))

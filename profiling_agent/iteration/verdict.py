@@ -78,6 +78,4 @@ def decide(facts: Facts, goal: Goal, limit: Limit | None = None) -> Verdict:
         )
     binding = "accuracy" if facts.refused else missed[0].name
     explanation = facts.refused or f"no candidate that keeps the accuracy meets the {binding} term"
-    return Verdict(
-        outcome=Outcome.NEAREST_MISS, certified=False, terms=terms, binding=binding, explanation=explanation
-    )
+    return Verdict(outcome=Outcome.NEAREST_MISS, certified=False, terms=terms, binding=binding, explanation=explanation)

@@ -121,18 +121,19 @@ def summarise(evaluation: Evaluation, profiled: Profiled, *, attempt: int | None
     )
 
 
-def build_report(
-    request: Request,
-    settlement: Settlement,
-    *,
-    acquired: Acquired,
-    spec: InputSpec,
-    attempts: tuple[Attempt, ...],
-    stopped: StopReason,
-    profiles: dict[str, tuple[Profiled, ModelProfile]],
-) -> RunReport:
-    """Gather the report; `profiles` has `baseline` and, where another model won, `best`."""
-    race, winner = settlement.race, settlement.winner
+class Sources(Record):
+    """What the report is gathered from besides the settlement; `profiles` has `baseline` and, if another won, `best`."""
+
+    acquired: Acquired
+    input: InputSpec
+    attempts: tuple[Attempt, ...]
+    stopped: StopReason
+    profiles: dict[str, tuple[Profiled, ModelProfile]]
+
+
+def build_report(request: Request, settlement: Settlement, sources: Sources) -> RunReport:
+    """Gather the report."""
+    race, winner, acquired, profiles = settlement.race, settlement.winner, sources.acquired, sources.profiles
     baseline, best = profiles["baseline"], profiles.get("best", profiles["baseline"])
     laps = {lap.model.sha256: lap for lap in race.laps} if race else {}
     kept = settlement.kept_beside.evaluation.model.path if settlement.kept_beside else None
@@ -143,7 +144,7 @@ def build_report(
         run_id=request.run_id or "",
         verdict=settlement.verdict,
         goal=request.goal,
-        stopped=stopped,
+        stopped=sources.stopped,
         baseline=summarise(
             settlement.heldout_baseline,
             baseline[0],
@@ -158,11 +159,11 @@ def build_report(
         ),
         heldout=settlement.heldout_winner,
         variants=tuple(VariantRow(evaluation=row, lap=laps.get(row.model.sha256)) for row in settlement.corners),
-        attempts=attempts,
+        attempts=sources.attempts,
         kept_beside=kept,
         notes=(*acquired.notes, *settlement.notes),
         acquired=acquired,
-        input=spec,
+        input=sources.input,
         profiles={name: profiled for name, (profiled, _) in profiles.items()},
         layers=compare_layers(baseline[1], best[1]),
         artifacts=artifacts,

@@ -1,0 +1,68 @@
+"""The story: a model and a contract go in, measurements and plans go round, a verdict comes out.
+
+    acquisition -> input_shape_resolver -> profiling -> analysis -> pruning -> quantization -> evaluation
+                                                                       ^                          |
+                                                                       +--- iterative_pruning <---+
+                                                                                   |
+                                                                                 report
+
+Every agent is one thin file in `profiling_agent/agents/`; this one only wires them.
+"""
+
+from typing import Literal
+
+from langgraph.checkpoint.base import BaseCheckpointSaver
+from langgraph.graph import END, START, StateGraph
+from langgraph.graph.state import CompiledStateGraph
+
+from profiling_agent.agents.acquisition import acquisition
+from profiling_agent.agents.analysis import analysis
+from profiling_agent.agents.evaluation import evaluation
+from profiling_agent.agents.input_shape_resolver import input_shape_resolver
+from profiling_agent.agents.iterative_pruning import iterative_pruning
+from profiling_agent.agents.profiling import profiling
+from profiling_agent.agents.pruning import pruning
+from profiling_agent.agents.quantization import quantization
+from profiling_agent.agents.report import report
+from profiling_agent.agents.state import RunResult, RunState
+from profiling_agent.request import Request
+
+
+def route_after_iterative_pruning(state: RunState) -> Literal["pruning", "report"]:
+    """Go round again with the next plan, or settle."""
+    return "pruning" if state.stopped is None else "report"
+
+
+def build_graph(
+    checkpointer: BaseCheckpointSaver[str] | None = None,
+) -> CompiledStateGraph[RunState, None, Request, RunResult]:
+    """Return the compiled graph; `invoke(Request(...))` gives the verdict, the report and the run folder.
+
+    Without a checkpointer, invoking the same request again reuses the jobs that its run has finished. With one, the
+    thread's id is the run's id, and `invoke(None, config)` goes on where the run was cut.
+    """
+    graph = StateGraph(RunState, input_schema=Request, output_schema=RunResult)
+    graph.add_node("acquisition", acquisition)
+    graph.add_node("input_shape_resolver", input_shape_resolver)
+    graph.add_node("profiling", profiling)
+    graph.add_node("analysis", analysis)
+    graph.add_node("pruning", pruning)
+    graph.add_node("quantization", quantization)
+    graph.add_node("evaluation", evaluation)
+    graph.add_node("iterative_pruning", iterative_pruning)
+    graph.add_node("report", report)
+
+    graph.add_edge(START, "acquisition")
+    graph.add_edge("acquisition", "input_shape_resolver")
+    graph.add_edge("input_shape_resolver", "profiling")
+    graph.add_edge("profiling", "analysis")
+    graph.add_edge("analysis", "pruning")
+    graph.add_edge("pruning", "quantization")
+    graph.add_edge("quantization", "evaluation")
+    graph.add_edge("evaluation", "iterative_pruning")
+    graph.add_conditional_edges("iterative_pruning", route_after_iterative_pruning)
+    graph.add_edge("report", END)
+    return graph.compile(checkpointer=checkpointer, name="profiling_agent")
+
+
+graph = build_graph()

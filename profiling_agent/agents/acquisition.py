@@ -1,0 +1,25 @@
+"""Acquisition agent: opens the run, fetches the model, draws the images."""
+
+from langchain_core.runnables import RunnableConfig
+from langgraph.runtime import Runtime
+
+from profiling_agent.agents.node import Update, attend
+from profiling_agent.agents.session import Session, begin
+from profiling_agent.agents.state import RESULTS, RunState
+from profiling_agent.jobs.tasks import AcquireTask
+from profiling_agent.request import Request
+
+
+def acquire(request: Request, session: Session) -> Update:
+    """Reset every result of an earlier turn of this thread, and record what was acquired."""
+    asked = request.model_dump(include=set(AcquireTask.model_fields))
+    acquired = session.jobs.run(AcquireTask.model_validate(asked))
+    blank = {name: RunState.model_fields[name].get_default() for name in RESULTS}
+    root = session.workspace.root
+    return blank | {"run_id": root.name, "run_dir": str(root), "acquired": acquired}
+
+
+def acquisition(state: Request, config: RunnableConfig, runtime: Runtime[None]) -> Update:
+    """Validate the request and fetch what it names; the only node that reads a request and not a state."""
+    session = begin(state, config)
+    return attend(session, "acquisition", runtime, lambda: acquire(state, session))

@@ -1,0 +1,19 @@
+"""Iterative pruning agent: the next plan, or the reason to stop (the paper's Algorithm 1)."""
+
+from profiling_agent.agents.node import Update, agent
+from profiling_agent.agents.session import Session
+from profiling_agent.agents.state import RunState
+from profiling_agent.iteration.propose import propose
+from profiling_agent.records import StopReason
+
+
+@agent
+def iterative_pruning(state: RunState, session: Session) -> Update:
+    """Ask the journal."""
+    assert state.journal is not None, "evaluation comes first"
+    if not state.iterate:
+        return {"stopped": StopReason.SINGLE_PASS}
+    choice = propose(state.goal, session.profile(state), state.journal, max_iterations=state.max_iterations)
+    if isinstance(choice, StopReason):
+        return {"stopped": choice}
+    return {"proposal": choice}

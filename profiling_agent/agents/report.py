@@ -1,0 +1,45 @@
+"""Report agent: races the finalists, opens the held-out images, gives the verdict and writes it down."""
+
+from profiling_agent.agents.node import Update, agent
+from profiling_agent.agents.session import Session
+from profiling_agent.agents.state import RunState
+from profiling_agent.iteration.settle import settle
+from profiling_agent.profiling.job import profile_artifact
+from profiling_agent.records import ModelProfile
+from profiling_agent.reporting.report import Sources, build_report
+from profiling_agent.reporting.write import write_report
+
+
+@agent
+def report(state: RunState, session: Session) -> Update:
+    """Settle the run, profile the winner as the baseline was, and write the report."""
+    assert state.acquired is not None, "acquisition comes first"
+    assert state.resolved is not None, "the input shape resolver comes first"
+    assert state.profiled is not None, "profiling comes first"
+    assert state.journal is not None, "evaluation comes first"
+    assert state.stopped is not None, "the loop says why it stopped"
+    bench, workspace = session.bench(state), session.workspace
+    settlement = settle(bench, state.journal)
+    best = settlement.winner.evaluation.model
+    profiles = {"baseline": (state.profiled, bench.profile)}
+    if best != state.resolved.baseline:
+        profiled = profile_artifact(
+            session.jobs, best, batch_size=state.batch_size, device=state.acquired.source.device
+        )
+        text = workspace.path(profiled.profile).read_text(encoding="utf-8")
+        profiles["best"] = (profiled, ModelProfile.model_validate_json(text))
+    written = build_report(
+        state.request,
+        settlement,
+        Sources(
+            acquired=state.acquired,
+            input=state.resolved.input,
+            attempts=state.journal.attempts,
+            stopped=state.stopped,
+            profiles=profiles,
+        ),
+    )
+    workspace.point_best(best)
+    write_report(written, workspace.root)
+    session.close()
+    return {"verdict": written.verdict, "report": written}

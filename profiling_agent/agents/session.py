@@ -1,0 +1,115 @@
+"""What the agents of one run share in one process: its folder, the lock on it, and the warm worker."""
+
+import hashlib
+import shutil
+from pathlib import Path
+from typing import Any
+
+from filelock import BaseFileLock
+from langchain_core.runnables import RunnableConfig
+
+from profiling_agent.agents.state import RunState
+from profiling_agent.errors import RunError
+from profiling_agent.iteration.attempt import Bench
+from profiling_agent.jobs.runner import Jobs
+from profiling_agent.records import ModelProfile
+from profiling_agent.request import RUN_ID, Request
+from profiling_agent.workspace import SCHEMA_VERSION, Workspace, open_workspace, read_manifest
+
+
+class Session:
+    """One run in this process; closed when the run ends, fails, or the process does."""
+
+    def __init__(self, workspace: Workspace, lock: BaseFileLock, *, created: bool) -> None:
+        """Take over the lock; clear what a killed process left."""
+        self.workspace = workspace
+        self.jobs = Jobs(workspace)
+        self._lock = lock
+        self._created = created
+        workspace.sweep()
+
+    def profile(self, state: RunState) -> ModelProfile:
+        """Return the baseline's full profile."""
+        assert state.profiled is not None, "profiling comes first"
+        path = self.workspace.path(state.profiled.profile)
+        return ModelProfile.model_validate_json(path.read_text(encoding="utf-8"))
+
+    def bench(self, state: RunState) -> Bench:
+        """Return what attempts are measured with."""
+        assert state.acquired is not None, "acquisition comes first"
+        assert state.resolved is not None, "the input shape resolver comes first"
+        return Bench(
+            jobs=self.jobs,
+            acquired=state.acquired,
+            baseline=state.resolved.baseline,
+            profile=self.profile(state),
+            goal=state.goal,
+            batch_size=state.batch_size,
+            seed=state.seed,
+        )
+
+    def close(self) -> None:
+        """End the worker and give the run free."""
+        SESSIONS.pop(self.workspace.root.resolve(), None)
+        self.jobs.close()
+        self._lock.release()
+
+    def discard(self) -> None:
+        """Close; where this session created the run folder, take its contents away again."""
+        self.close()
+        root = self.workspace.root
+        if not self._created:
+            return
+        shutil.rmtree(self.workspace.jobs, ignore_errors=True)
+        for name in ("request.json", "worker.log", "run.lock"):
+            (root / name).unlink(missing_ok=True)
+        # A checkpointer's file may lie here, and it is the checkpointer's to remove.
+        if not any(root.iterdir()):
+            root.rmdir()
+
+
+SESSIONS: dict[Path, Session] = {}
+
+
+def choose_run_id(request: Request, config: RunnableConfig) -> str:
+    """Return the run's name: the request's, the thread's, or one made from the request itself."""
+    thread: Any = config.get("configurable", {}).get("thread_id")
+    if thread is not None and request.run_id not in (None, str(thread)):
+        raise RunError(
+            f"run_id is {request.run_id!r} but the checkpointer's thread_id is {thread!r}: "
+            "a run's id is its thread's, so leave one out"
+        )
+    made_up = hashlib.sha256(request.model_dump_json().encode()).hexdigest()[:12]
+    run_id = request.run_id or (str(thread) if thread is not None else f"run-{made_up}")
+    if not RUN_ID.fullmatch(run_id):
+        raise RunError(f"thread_id {run_id!r} can't name a folder: use letters, digits, '.', '_' and '-', at most 100")
+    return run_id
+
+
+def begin(request: Request, config: RunnableConfig) -> Session:
+    """Start, or start again, the run that the request asks for."""
+    run_id = choose_run_id(request, config)
+    root = request.output_dir / run_id
+    created = not (root / "request.json").exists()
+    return _enter(open_workspace(request, run_id), created=created)
+
+
+def rejoin(state: RunState) -> Session:
+    """Return the session of a run that is under way, opening it where this process has none yet."""
+    root = Path(state.run_dir)
+    if state.schema_version != SCHEMA_VERSION:
+        raise RunError(
+            f"run {root.name!r} was checkpointed with schema version {state.schema_version}, this version reads "
+            f"{SCHEMA_VERSION}: resume it with the version that wrote it"
+        )
+    if (known := SESSIONS.get(root.resolve())) is not None:
+        return known
+    read_manifest(root)
+    return _enter(Workspace(root), created=False)
+
+
+def _enter(workspace: Workspace, *, created: bool) -> Session:
+    key = workspace.root.resolve()
+    if key not in SESSIONS:
+        SESSIONS[key] = Session(workspace, workspace.lock(), created=created)
+    return SESSIONS[key]
