@@ -4,7 +4,7 @@
                                                                        ^                          |
                                                                        +--- iterative_pruning <---+
                                                                                    |
-                                                                                 report
+                                                                                report
 
 Every agent is one thin file in `profiling_agent/agents/`; this one only wires them.
 """
@@ -26,6 +26,11 @@ from profiling_agent.agents.quantization import quantization
 from profiling_agent.agents.report import report
 from profiling_agent.agents.state import RunResult, RunState
 from profiling_agent.request import Request
+
+
+def route_after_evaluation(state: RunState) -> Literal["iterative_pruning", "report"]:
+    """Iterate, unless one pass was asked for."""
+    return "iterative_pruning" if state.stopped is None else "report"
 
 
 def route_after_iterative_pruning(state: RunState) -> Literal["pruning", "report"]:
@@ -59,7 +64,7 @@ def build_graph(
     graph.add_edge("analysis", "pruning")
     graph.add_edge("pruning", "quantization")
     graph.add_edge("quantization", "evaluation")
-    graph.add_edge("evaluation", "iterative_pruning")
+    graph.add_conditional_edges("evaluation", route_after_evaluation)
     graph.add_conditional_edges("iterative_pruning", route_after_iterative_pruning)
     graph.add_edge("report", END)
     return graph.compile(checkpointer=checkpointer, name="profiling_agent")

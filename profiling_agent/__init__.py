@@ -1,1 +1,37 @@
-"""Agents that measure, prune and quantize a vision model until a contract is met."""
+"""Agents that measure, prune and quantize a vision model until a contract is met.
+
+A request goes through acquisition, input_shape_resolver, profiling and analysis; then pruning, quantization and
+evaluation go round with iterative_pruning until the loop has nothing more to try; report gives the verdict.
+
+    from profiling_agent import Request, build_graph
+    result = build_graph().invoke(Request(model="microsoft/resnet-101", dataset="frgfm/imagenette"))
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from profiling_agent.errors import ProfilingAgentError
+from profiling_agent.records import Goal, Plan
+from profiling_agent.request import Request
+
+if TYPE_CHECKING:
+    from profiling_agent.artifacts.load import load
+    from profiling_agent.graphs.optimization import build_graph
+    from profiling_agent.optimize import optimize, resume
+
+__all__ = ["Goal", "Plan", "ProfilingAgentError", "Request", "build_graph", "load", "optimize", "resume"]
+
+# torch takes seconds to import and LangGraph one: neither is loaded before it is needed.
+_LAZY = {
+    "build_graph": "profiling_agent.graphs.optimization",
+    "load": "profiling_agent.artifacts.load",
+    "optimize": "profiling_agent.optimize",
+    "resume": "profiling_agent.optimize",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_LAZY[name]), name)

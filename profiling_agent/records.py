@@ -72,7 +72,7 @@ class ModelSource(Record):
     name: str
     revision: str | None = None
     architecture: str
-    device: str
+    device: Literal["cpu", "cuda"]
 
 
 class Acquired(Record):

@@ -4,6 +4,7 @@ from profiling_agent.agents.node import Update, agent
 from profiling_agent.agents.session import Session
 from profiling_agent.agents.state import RunState
 from profiling_agent.iteration.attempt import measure_attempt, open_journal
+from profiling_agent.records import StopReason
 
 
 @agent
@@ -12,4 +13,5 @@ def evaluation(state: RunState, session: Session) -> Update:
     assert state.candidate is not None, "pruning and quantization come first"
     bench = session.bench(state)
     journal = state.journal or open_journal(bench, state.candidate.plan)
-    return {"journal": journal.with_attempt(measure_attempt(bench, state.candidate, journal))}
+    measured = journal.with_attempt(measure_attempt(bench, state.candidate, journal))
+    return {"journal": measured, "stopped": None if state.iterate else StopReason.SINGLE_PASS}

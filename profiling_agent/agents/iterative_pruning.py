@@ -11,8 +11,6 @@ from profiling_agent.records import StopReason
 def iterative_pruning(state: RunState, session: Session) -> Update:
     """Ask the journal."""
     assert state.journal is not None, "evaluation comes first"
-    if not state.iterate:
-        return {"stopped": StopReason.SINGLE_PASS}
     choice = propose(state.goal, session.profile(state), state.journal, max_iterations=state.max_iterations)
     if isinstance(choice, StopReason):
         return {"stopped": choice}

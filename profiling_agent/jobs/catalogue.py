@@ -71,7 +71,8 @@ def acquire(task: tasks.AcquireTask, desk: Desk) -> Acquired:
 
 def resolve_shape(task: tasks.ResolveShapeTask, desk: Desk) -> tasks.Resolved:
     """Find the input shape; save the baseline with it."""
-    loaded = load_model(task.model, revision=task.revision, device=task.device, progress=desk.progress)
+    device = resolve_device(task.device)
+    loaded = load_model(task.model, revision=task.revision, device=device, progress=desk.progress)
     spec = resolve_input_shape(loaded.model, loaded.processor)
     folder = desk.folder / "model"
     save_model(
@@ -82,7 +83,7 @@ def resolve_shape(task: tasks.ResolveShapeTask, desk: Desk) -> tasks.Resolved:
         base_model=task.model,
         base_revision=loaded.revision,
     )
-    return tasks.Resolved(input=spec, baseline=desk.ref(folder, "model"))
+    return tasks.Resolved(input=spec, baseline=desk.ref(folder, "model"), device=device)
 
 
 def profile(task: tasks.ProfileTask, desk: Desk) -> tasks.Profiled:

@@ -53,6 +53,7 @@ class Resolved(Record):
 
     input: InputSpec
     baseline: ArtifactRef
+    device: str
 
 
 class ResolveShapeTask(Task[Resolved]):
@@ -61,7 +62,7 @@ class ResolveShapeTask(Task[Resolved]):
     result: ClassVar[type[Record]] = Resolved
     model: str
     revision: str | None = None
-    device: str
+    device: Device = "auto"
 
 
 class HeadlineTask(Task[Headline]):

@@ -1,0 +1,174 @@
+"""Where checkpoints live: each thread's own file inside its run folder, read by the command line and Studio alike."""
+
+import asyncio
+import enum
+import os
+import sqlite3
+import threading
+from collections.abc import AsyncIterator, Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from langchain_core.runnables import RunnableConfig
+from langgraph.checkpoint.base import (
+    BaseCheckpointSaver,
+    ChannelVersions,
+    Checkpoint,
+    CheckpointMetadata,
+    CheckpointTuple,
+)
+from langgraph.checkpoint.serde.jsonplus import JsonPlusSerializer
+from langgraph.checkpoint.sqlite import SqliteSaver
+from pydantic import BaseModel
+
+from profiling_agent import records, reproducibility, request
+from profiling_agent.agents import state
+from profiling_agent.errors import RunError
+from profiling_agent.iteration import attempt
+from profiling_agent.jobs import tasks
+from profiling_agent.reporting import report
+from profiling_agent.request import RUN_ID
+from profiling_agent.workspace import Workspace
+
+MODULES: tuple[ModuleType, ...] = (records, reproducibility, request, attempt, tasks, report, state)
+RUNS_VARIABLE = "PROFILING_AGENT_RUNS"
+
+
+def checkpointed_types() -> tuple[type[BaseModel] | type[enum.Enum], ...]:
+    """Return every record and enum that a checkpoint may hold: all of those that our modules define."""
+    return tuple(
+        value
+        for module in MODULES
+        for value in vars(module).values()
+        if isinstance(value, type) and issubclass(value, (BaseModel, enum.Enum)) and value.__module__ == module.__name__
+    )
+
+
+def strict_serde() -> JsonPlusSerializer:
+    """Return a serializer that rebuilds our own records and nothing else; never a pickle."""
+    allowed = [(kind.__module__, kind.__name__) for kind in checkpointed_types()]
+    return JsonPlusSerializer(allowed_msgpack_modules=allowed)
+
+
+class RunSaver(BaseCheckpointSaver[str]):
+    """Keeps the checkpoints of thread `<id>` in `<runs>/<id>/checkpoints.sqlite`, sync and async."""
+
+    def __init__(self, runs: str | Path = "runs") -> None:
+        """Use the folder that holds the run folders."""
+        super().__init__(serde=strict_serde())
+        self._runs = Path(runs).expanduser()
+        self._savers: dict[str, SqliteSaver] = {}
+        self._lock = threading.Lock()
+
+    def _saver(self, config: RunnableConfig | None, *, create: bool = False) -> SqliteSaver | None:
+        """Return the thread's own saver; None where it has no file and none is to be made."""
+        thread = str((config or {}).get("configurable", {}).get("thread_id", ""))
+        if not RUN_ID.fullmatch(thread):
+            raise RunError(f"thread_id {thread!r} can't name a folder: use letters, digits, '.', '_' and '-'")
+        path = Workspace(self._runs / thread).checkpoints
+        with self._lock:
+            if thread not in self._savers and (create or path.exists()):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                connection = sqlite3.connect(path, check_same_thread=False)
+                self._savers[thread] = SqliteSaver(connection, serde=self.serde)
+            return self._savers.get(thread)
+
+    def close(self) -> None:
+        """Close every file."""
+        with self._lock:
+            for saver in self._savers.values():
+                saver.conn.close()
+            self._savers.clear()
+
+    def get_tuple(self, config: RunnableConfig) -> CheckpointTuple | None:
+        """Return the checkpoint that `config` names, or the thread's newest."""
+        saver = self._saver(config)
+        return saver.get_tuple(config) if saver else None
+
+    def list(
+        self,
+        config: RunnableConfig | None,
+        *,
+        filter: dict[str, Any] | None = None,
+        before: RunnableConfig | None = None,
+        limit: int | None = None,
+    ) -> Iterator[CheckpointTuple]:
+        """Give the thread's checkpoints, newest first."""
+        saver = self._saver(config)
+        yield from saver.list(config, filter=filter, before=before, limit=limit) if saver else ()
+
+    def put(
+        self,
+        config: RunnableConfig,
+        checkpoint: Checkpoint,
+        metadata: CheckpointMetadata,
+        new_versions: ChannelVersions,
+    ) -> RunnableConfig:
+        """Store a checkpoint."""
+        saver = self._saver(config, create=True)
+        assert saver is not None, "asked to create"
+        return saver.put(config, checkpoint, metadata, new_versions)
+
+    def put_writes(
+        self, config: RunnableConfig, writes: Sequence[tuple[str, Any]], task_id: str, task_path: str = ""
+    ) -> None:
+        """Store what a node wrote before the step was complete."""
+        saver = self._saver(config, create=True)
+        assert saver is not None, "asked to create"
+        saver.put_writes(config, writes, task_id, task_path)
+
+    def delete_thread(self, thread_id: str) -> None:
+        """Forget a thread's checkpoints; its run folder stays."""
+        saver = self._saver({"configurable": {"thread_id": thread_id}})
+        if saver:
+            saver.delete_thread(thread_id)
+
+    def get_next_version(self, current: str | None, channel: None) -> str:  # noqa: ARG002 - LangGraph's signature
+        """Return a version that sorts after `current`."""
+        return f"{int(current.split('.')[0]) + 1 if current else 1:032}"
+
+    async def aget_tuple(self, config: RunnableConfig) -> CheckpointTuple | None:
+        """Return what `get_tuple` does."""
+        return await asyncio.to_thread(self.get_tuple, config)
+
+    async def alist(
+        self,
+        config: RunnableConfig | None,
+        *,
+        filter: dict[str, Any] | None = None,
+        before: RunnableConfig | None = None,
+        limit: int | None = None,
+    ) -> AsyncIterator[CheckpointTuple]:
+        """Give what `list` does."""
+
+        def read() -> Sequence[CheckpointTuple]:
+            return tuple(self.list(config, filter=filter, before=before, limit=limit))
+
+        for item in await asyncio.to_thread(read):
+            yield item
+
+    async def aput(
+        self,
+        config: RunnableConfig,
+        checkpoint: Checkpoint,
+        metadata: CheckpointMetadata,
+        new_versions: ChannelVersions,
+    ) -> RunnableConfig:
+        """Do what `put` does."""
+        return await asyncio.to_thread(self.put, config, checkpoint, metadata, new_versions)
+
+    async def aput_writes(
+        self, config: RunnableConfig, writes: Sequence[tuple[str, Any]], task_id: str, task_path: str = ""
+    ) -> None:
+        """Do what `put_writes` does."""
+        await asyncio.to_thread(self.put_writes, config, writes, task_id, task_path)
+
+    async def adelete_thread(self, thread_id: str) -> None:
+        """Do what `delete_thread` does."""
+        await asyncio.to_thread(self.delete_thread, thread_id)
+
+
+def studio_saver() -> RunSaver:
+    """Return the saver that `langgraph.json` names: the same runs as the command line's."""
+    return RunSaver(os.environ.get(RUNS_VARIABLE, "runs"))

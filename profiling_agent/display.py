@@ -1,0 +1,139 @@
+"""What the terminal shows: progress while a run works, tables when it is done."""
+
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console, Group
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from profiling_agent.agents.node import ProgressEvent
+from profiling_agent.progress import Progress as ProgressCallback
+from profiling_agent.records import ModelProfile
+from profiling_agent.reporting.markdown import FILTERS
+from profiling_agent.reporting.report import RunReport
+
+percent, count, size, ms = (FILTERS[name] for name in ("percent", "count", "size", "ms"))
+
+
+class ProgressDisplay:
+    """One line for each stage on a terminal; elsewhere a plain line when a stage begins."""
+
+    def __init__(self, console: Console) -> None:
+        """Show on `console`."""
+        self._console = console
+        self._tasks: dict[str, TaskID] = {}
+        self._bars = Progress(
+            SpinnerColumn(finished_text="✓"),
+            TextColumn("{task.fields[stage]:<22}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.description}", markup=False),
+            console=console,
+        )
+
+    def __enter__(self) -> Self:
+        """Start."""
+        if self._console.is_terminal:
+            self._bars.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Leave the lines standing."""
+        self._complete(kind is None)
+        if self._console.is_terminal:
+            self._bars.stop()
+
+    def _complete(self, is_done: bool) -> None:  # noqa: FBT001 - two states of one line
+        if is_done and self._tasks:
+            self._bars.update(list(self._tasks.values())[-1], total=1, completed=1)
+
+    def hear(self, event: ProgressEvent) -> None:
+        """Show an event."""
+        is_new = event.message == "started"
+        if is_new and not self._console.is_terminal:
+            self._console.print(event.stage, markup=False)
+        if is_new or event.stage not in self._tasks:
+            self._complete(is_done=True)
+            # A stage that comes round again gets the bottom line again.
+            if event.stage in self._tasks:
+                self._bars.remove_task(self._tasks.pop(event.stage))
+            self._tasks[event.stage] = self._bars.add_task("", total=None, stage=event.stage)
+        if not is_new:
+            self._bars.update(
+                self._tasks[event.stage],
+                description=event.message,
+                completed=event.done,
+                total=event.total or None,
+            )
+
+    def stage(self, name: str) -> ProgressCallback:
+        """Return a callback that shows under one stage's name."""
+
+        def progress(message: str, done: int, total: int) -> None:
+            self.hear(ProgressEvent(stage=name, message=message, done=done, total=total))
+
+        return progress
+
+
+def verdict_table(report: RunReport, root: Path) -> Group:
+    """Return the verdict, the contract, before and after, the attempts and the files."""
+    verdict = report.verdict
+    head = f"{verdict.outcome}{' (certified)' if verdict.certified else ''}: {verdict.explanation}"
+    terms = Table("term", "asked", "measured", "holds", title="contract", title_justify="left")
+    for term in verdict.terms:
+        terms.add_row(term.name, FILTERS["asked"](term), FILTERS["measured"](term), "yes" if term.holds else "no")
+    sides = Table("", "baseline", f"best ({report.best.variant})", title="before and after", title_justify="left")
+    base, best = report.baseline, report.best
+    for name, text in (("top1", percent), ("latency_ms", ms), ("params", count), ("macs", count), ("size_bytes", size)):
+        sides.add_row(name, text(getattr(base, name)), text(getattr(best, name)))
+    tries = Table("attempt", "accepted", "params", "search top-1", "reason", title="attempts", title_justify="left")
+    for attempt in report.attempts:
+        measured = attempt.deployed
+        tries.add_row(
+            str(attempt.number),
+            "yes" if attempt.accepted else "no",
+            count(measured.footprint.params) if measured else "",
+            percent(measured.top1) if measured else "",
+            Text(attempt.reason),
+        )
+    files = "\n".join(f"{name}: {root / path}" for name, path in report.artifacts.items())
+    return Group(Text(head, style="bold"), terms, sides, tries, Text(f"stopped: {report.stopped}"), Text(files))
+
+
+def profile_tables(profile: ModelProfile) -> tuple[Table, ...]:
+    """Return the totals, the dearest layers and operators, and the units that can be pruned."""
+    totals = Table("", "", title=profile.architecture, title_justify="left", show_header=False)
+    latency = profile.headline.latency
+    for name, value in (
+        ("params", count(profile.params)),
+        ("macs of one image", count(profile.macs)),
+        ("on disk", size(profile.size_bytes)),
+        ("in memory", size(profile.parameter_bytes)),
+        (
+            f"latency of a batch of {profile.batch_size}",
+            f"{ms(latency.median_ms)} [{ms(latency.low_ms)}, {ms(latency.high_ms)}]",
+        ),
+        ("peak memory of the process", size(profile.headline.peak_memory_bytes)),
+        ("forward passes that this took", str(profile.forward_passes)),
+    ):
+        totals.add_row(name, value)
+    layers = Table(
+        "layer", "kind", "params", "macs", "time", "activations", title="dearest layers", title_justify="left"
+    )
+    for row in sorted(profile.layers, key=lambda layer: -layer.latency_ms)[:15]:
+        layers.add_row(
+            Text(row.name), row.kind, count(row.params), count(row.macs), ms(row.latency_ms), size(row.activation_bytes)
+        )
+    operators = Table("operator", "calls", "time", "memory", "shapes", title="dearest operators", title_justify="left")
+    for row in profile.operators[:10]:
+        operators.add_row(row.name, str(row.calls), ms(row.cpu_time_ms), size(row.memory_bytes), Text(row.input_shapes))
+    units = Table("unit", "kind", "width", "step", "params each", title="what can be pruned", title_justify="left")
+    for unit in profile.units:
+        units.add_row(Text(unit.name), unit.kind, str(unit.width), str(unit.step), count(unit.params_per_channel))
+    return totals, layers, operators, units

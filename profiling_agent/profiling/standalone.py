@@ -1,0 +1,25 @@
+"""Profile a model that is named, without a data set or a run."""
+
+from pathlib import Path
+
+from profiling_agent.jobs.runner import Jobs
+from profiling_agent.jobs.tasks import ResolveShapeTask
+from profiling_agent.profiling.job import profile_artifact
+from profiling_agent.progress import Progress, silent
+from profiling_agent.records import ModelProfile
+from profiling_agent.request import Request
+from profiling_agent.workspace import Workspace
+
+
+def profile_source(request: Request, folder: Path, *, batch_size: int, progress: Progress = silent) -> ModelProfile:
+    """Return the profile of the request's model; `folder` takes the work files and is the caller's to remove."""
+    workspace = Workspace(folder)
+    workspace.jobs.mkdir(parents=True)
+    jobs = Jobs(workspace, progress)
+    try:
+        task = ResolveShapeTask(model=request.model, revision=request.revision, device=request.device)
+        resolved = jobs.run(task)
+        profiled = profile_artifact(jobs, resolved.baseline, batch_size=batch_size, device=resolved.device)
+        return ModelProfile.model_validate_json(workspace.path(profiled.profile).read_text(encoding="utf-8"))
+    finally:
+        jobs.close()
