@@ -1,0 +1,93 @@
+"""What torch.profiler sees below the modules: operators, their shapes, memory and stacks, and a chrome trace."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+from profiling_agent.records import OperatorProfile
+
+STACK_DEPTH = 8
+# The frame that calls every module's forward; it says nothing.
+CALLING_FRAME = "torch/nn/modules/module.py"
+# Where the model is called, in this file; the frames beyond are the caller's.
+OUTERMOST_FRAME = "): _profiled"
+
+Key = tuple[str, str]
+
+
+def profile_operators(
+    model: nn.Module, batch: Tensor, *, passes: int, trace_path: Path | None = None
+) -> tuple[OperatorProfile, ...]:
+    """Return every operator and input shape of a forward pass of `batch`, the one with most time of its own first.
+
+    Times come from `passes` passes without stacks, which would slow them; one more pass gives each operator the
+    stack of its first call (innermost frame first), and the chrome trace at `trace_path`, gzipped if it ends in .gz.
+    Memory is what an operator allocates less what it frees. With a CUDA batch the CUDA times are there as well.
+    """
+    timed = _profiled(model, batch, passes=passes, with_stack=False)
+    stacked = _profiled(model, batch, passes=1, with_stack=True)
+    if trace_path is not None:
+        stacked.export_chrome_trace(str(trace_path))
+    stacks = _first_stacks(stacked)
+    rows = [
+        _row(event, passes, stacks, on_cuda=batch.is_cuda)
+        for event in timed.key_averages(group_by_input_shape=True)
+        if _is_operator(event)
+    ]
+    rows.sort(key=lambda row: -(row.cuda_time_ms or 0.0) - row.cpu_time_ms)
+    return tuple(rows)
+
+
+def _profiled(model: nn.Module, batch: Tensor, *, passes: int, with_stack: bool) -> profile:
+    # Otherwise its tracer prints two lines a session to the user's terminal.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if batch.is_cuda else [])]
+    with (
+        torch.inference_mode(),
+        profile(activities=activities, record_shapes=True, profile_memory=True, with_stack=with_stack) as session,
+    ):
+        for _ in range(passes):
+            model(pixel_values=batch)
+        if batch.is_cuda:
+            torch.cuda.synchronize(batch.device)
+    return session
+
+
+def _is_operator(event: Any) -> bool:
+    """Tell torch's operators (`aten::linear`) from Python frames, CUDA calls and kernels."""
+    return "::" in event.key and not event.is_user_annotation and event.device_type.name == "CPU"
+
+
+def _row(event: Any, passes: int, stacks: dict[Key, tuple[str, ...]], *, on_cuda: bool) -> OperatorProfile:
+    shapes = str(event.input_shapes)
+    memory = event.self_device_memory_usage if on_cuda else event.self_cpu_memory_usage
+    return OperatorProfile(
+        name=event.key,
+        calls=event.count // passes,
+        cpu_time_ms=event.self_cpu_time_total / passes / 1e3,
+        cuda_time_ms=event.self_device_time_total / passes / 1e3 if on_cuda else None,
+        memory_bytes=memory // passes,
+        input_shapes=shapes,
+        stack=stacks.get((event.key, shapes), ()),
+    )
+
+
+def _first_stacks(session: profile) -> dict[Key, tuple[str, ...]]:
+    stacks: dict[Key, tuple[str, ...]] = {}
+    for event in sorted(session.events() or (), key=lambda event: event.time_range.start):
+        key = (event.name, str(event.input_shapes))
+        if "::" in event.name and key not in stacks:
+            stacks[key] = tuple(frame for frame, _ in zip(_frames(event), range(STACK_DEPTH), strict=False))
+    return stacks
+
+
+def _frames(event: Any) -> Iterator[str]:
+    """Yield the Python frames from `event` out to the model, as `file(line): function`."""
+    while (event := event.cpu_parent) is not None and not event.name.endswith(OUTERMOST_FRAME):
+        if "): " in event.name and not event.name.startswith(CALLING_FRAME):
+            yield event.name

@@ -1,0 +1,110 @@
+"""A model and its input to a ModelProfile: counted once, then timed layer by layer and operator by operator."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from profiling_agent.evaluation.footprint import parameter_bytes
+from profiling_agent.profiling.complexity import Complexity, count_complexity
+from profiling_agent.profiling.hooks import counted_passes
+from profiling_agent.profiling.layers import activation_bytes, layer_latency
+from profiling_agent.profiling.operators import profile_operators
+from profiling_agent.progress import Progress, silent
+from profiling_agent.pruning.units import find_units
+from profiling_agent.records import Headline, InputSpec, LayerProfile, ModelProfile
+from profiling_agent.runtimes.eager import random_batch
+from profiling_agent.shapes.verify import left_as_found
+
+# Time for the passes with layer hooks and for those under the profiler, and the passes that no more time improves.
+LAYERS_MS, OPERATORS_MS = 15_000, 5_000
+MAX_LAYER_PASSES, MAX_OPERATOR_PASSES = 10, 3
+NUM_STEPS = 4
+
+
+def profile_model(  # noqa: PLR0913 (what a profile says of its model has to come from somewhere)
+    model: nn.Module,
+    spec: InputSpec,
+    *,
+    batch_size: int,
+    device: str = "cpu",
+    headline: Headline,
+    size_bytes: int,
+    architecture: str,
+    skeleton: nn.Module | None = None,
+    trace_path: Path | None = None,
+    progress: Progress = silent,
+) -> ModelProfile:
+    """Return the profile of `model`, which lies on `device`, and leave the model as it was found.
+
+    `skeleton` is an fp32 model of the same architecture and widths, given where `model` is quantized: parameters,
+    MACs and units are counted on it, because quantized operators have no formulas; times and activations are those
+    of `model`. There is a row for every module that owns parameters, multiplies, or runs, named as in `model`. The
+    chrome trace is written to `trace_path`; the profile's own `trace` stays None. At most 60 forward passes, those
+    of `headline` included; fewer where `headline` says that a pass is slow.
+
+    Raises:
+        RequestError: the model doesn't run on `spec`.
+    """
+    counted = skeleton if skeleton is not None else model
+    batch = random_batch(spec, batch_size).to(torch.device(device))
+    pass_ms = headline.latency.median_ms
+    with left_as_found(model), left_as_found(counted), counted_passes(model, counted) as num_passes:
+        model.eval()
+        counted.eval()
+        progress("counting parameters, multiply-accumulates and units", 0, NUM_STEPS)
+        complexity = count_complexity(counted, spec)
+        found = find_units(counted, spec, {name: row.macs for name, row in complexity.items()})
+        progress("measuring activations", 1, NUM_STEPS)
+        activations = activation_bytes(model, batch)
+        progress("timing layers", 2, NUM_STEPS)
+        latencies = layer_latency(model, batch, passes=_num_passes(LAYERS_MS, pass_ms, MAX_LAYER_PASSES))
+        progress("profiling operators", 3, NUM_STEPS)
+        operators = profile_operators(
+            model, batch, passes=_num_passes(OPERATORS_MS, pass_ms, MAX_OPERATOR_PASSES), trace_path=trace_path
+        )
+        forward_passes = headline.forward_passes + num_passes()
+    progress("profiled", NUM_STEPS, NUM_STEPS)
+    return ModelProfile(
+        architecture=architecture,
+        input=spec,
+        batch_size=batch_size,
+        device=device,
+        params=sum(row.params for row in complexity.values()),
+        macs=sum(row.macs for row in complexity.values()),
+        parameter_bytes=parameter_bytes(model),
+        size_bytes=size_bytes,
+        headline=headline,
+        layers=_rows(model, complexity, latencies, activations),
+        operators=operators,
+        units=found.units,
+        refusals=found.refusals,
+        forward_passes=forward_passes,
+    )
+
+
+def _num_passes(budget_ms: float, pass_ms: float, most: int) -> int:
+    return max(1, min(most, int(budget_ms / pass_ms)))
+
+
+def _rows(
+    model: nn.Module,
+    complexity: Mapping[str, Complexity],
+    latencies: Mapping[str, float],
+    activations: Mapping[str, int],
+) -> tuple[LayerProfile, ...]:
+    """Join what was counted and what was measured, in the order of the model's modules."""
+    nothing = Complexity(kind="", params=0, macs=0)
+    return tuple(
+        LayerProfile(
+            name=name,
+            kind=type(module).__name__,
+            params=complexity.get(name, nothing).params,
+            macs=complexity.get(name, nothing).macs,
+            latency_ms=latencies.get(name, 0.0),
+            activation_bytes=activations.get(name, 0),
+        )
+        for name, module in model.named_modules()
+        if name in complexity or name in latencies
+    )

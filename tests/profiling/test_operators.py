@@ -1,0 +1,62 @@
+import gzip
+import json
+
+import pytest
+import zoo
+
+from profiling_agent.profiling.operators import profile_operators
+from profiling_agent.runtimes.eager import random_batch
+
+
+def without_times(rows):
+    return {(row.name, row.input_shapes, row.calls, row.memory_bytes, row.stack) for row in rows}
+
+
+@pytest.fixture(scope="module")
+def profiled(tmp_path_factory):
+    trace = tmp_path_factory.mktemp("trace") / "trace.json.gz"
+    return profile_operators(zoo.vit(), random_batch(zoo.SPEC, 2), passes=3, trace_path=trace), trace
+
+
+def test_calls_are_those_of_one_pass(profiled):
+    rows, _ = profiled
+    calls = {(row.name, row.input_shapes): row.calls for row in rows}
+
+    assert calls["aten::linear", "[[2, 17, 64], [64, 64], [64]]"] == 2 * 4
+    assert calls["aten::linear", "[[2, 17, 64], [256, 64], [256]]"] == 2
+    assert sum(row.calls for row in rows if row.name == "aten::scaled_dot_product_attention") == 2
+
+
+def test_memory_is_what_one_pass_allocates(profiled):
+    rows, _ = profiled
+
+    (gelu,) = [row for row in rows if row.name == "aten::gelu"]
+    assert gelu.memory_bytes == 2 * (2 * 17 * 256 * 4)
+
+
+def test_rows_are_sorted_by_their_own_time(profiled):
+    times_ms = [row.cpu_time_ms for row in profiled[0]]
+
+    assert times_ms == sorted(times_ms, reverse=True)
+    assert all(row.cuda_time_ms is None for row in profiled[0])
+
+
+def test_a_stack_leads_from_the_operator_to_the_model(profiled):
+    (gelu,) = [row for row in profiled[0] if row.name == "aten::gelu"]
+
+    assert "activations.py" in gelu.stack[0]
+    assert any("modeling_vit.py" in frame for frame in gelu.stack)
+    assert not any("profiling_agent" in frame for row in profiled[0] for frame in row.stack)
+
+
+def test_the_trace_is_one_pass_that_a_browser_can_open(profiled):
+    events = json.loads(gzip.decompress(profiled[1].read_bytes()))["traceEvents"]
+
+    assert sum(event["name"] == "aten::gelu" for event in events) == 2
+    assert profiled[1].stat().st_size < 200_000
+
+
+def test_profiling_twice_differs_in_times_alone(profiled):
+    again = profile_operators(zoo.vit(), random_batch(zoo.SPEC, 2), passes=1)
+
+    assert without_times(again) == without_times(profiled[0])

@@ -1,0 +1,89 @@
+import pytest
+import zoo
+from transformers import ViTImageProcessorPil
+
+from profiling_agent.errors import ShapeUnresolvedError
+from profiling_agent.records import InputSpec
+from profiling_agent.shapes.resolve import resolve_input_shape
+from profiling_agent.shapes.rules import from_config, from_processor
+
+
+def processor(side):
+    return ViTImageProcessorPil(size={"height": side, "width": side})
+
+
+@pytest.mark.parametrize("family", zoo.FAMILIES)
+def test_the_processor_is_believed_first(family):
+    spec = resolve_input_shape(zoo.FAMILIES[family](), zoo.processor())
+
+    assert (spec.channels, spec.height, spec.width) == (3, 32, 32)
+    assert spec.source == "image processor"
+
+
+def test_the_config_answers_where_there_is_no_processor():
+    spec = resolve_input_shape(zoo.vit(), None)
+
+    assert (spec.batch(2), spec.source) == ((2, 3, 32, 32), "model config")
+
+
+def test_a_resnet_alone_is_given_the_usual_size():
+    spec = resolve_input_shape(zoo.resnet(), None)
+
+    assert spec.batch(1) == (1, 3, 224, 224)
+    assert spec.source.startswith("first convolution")
+
+
+def test_an_answer_that_the_model_refuses_gives_way_to_the_next_and_is_noted():
+    spec = resolve_input_shape(zoo.vit(), processor(48))
+
+    assert spec.batch(1) == (1, 3, 32, 32)
+    assert spec.source.startswith("model config; from_processor: ")
+    assert "3x48x48" in spec.source
+    assert "doesn't match model" in spec.source
+
+
+def test_a_disagreement_that_the_model_can_live_with_is_noted():
+    spec = resolve_input_shape(zoo.swin(), processor(64))
+
+    assert spec.batch(1) == (1, 3, 64, 64)
+    assert spec.source == "image processor; model config says 3x32x32"
+
+
+def test_no_answer_left_lists_every_answer_and_complaint():
+    model = zoo.vit()
+    model.config.image_size = 40
+
+    with pytest.raises(ShapeUnresolvedError) as unresolved:
+        resolve_input_shape(model, processor(48))
+
+    message = str(unresolved.value)
+    assert all(part in message for part in ("3x48x48", "3x40x40", "3x224x224", "doesn't match model", "set image_size"))
+    assert "\n" not in message
+
+
+def test_silence_from_every_rule_names_the_rules():
+    with pytest.raises(ShapeUnresolvedError, match="no answer from 'from_processor, from_config'"):
+        resolve_input_shape(zoo.resnet(), None, rules=(from_processor, from_config))
+
+
+def test_an_impossible_size_in_the_config_is_a_refused_answer():
+    model = zoo.resnet()
+    model.config.image_size = 0
+
+    spec = resolve_input_shape(model, None)
+
+    assert "from_config: it says height = 0" in spec.source
+    assert resolve_input_shape(model, zoo.processor()).source == "image processor; from_config: it says height = 0"
+
+
+def test_a_rule_of_ones_own_is_asked_only_when_the_others_fail():
+    asked = []
+
+    def ask_someone(model, processor):
+        asked.append(model)
+        return InputSpec(channels=3, height=32, width=32, source="someone")
+
+    assert resolve_input_shape(zoo.vit(), None, rules=(from_config, ask_someone)).source == "model config"
+    assert not asked
+    assert resolve_input_shape(zoo.resnet(), None, rules=(from_config, ask_someone)).source == "someone"
+    assert len(asked) == 1
