@@ -46,7 +46,7 @@ class Request(BaseModel):
     max_accuracy_drop: float = Field(
         default=0.01, ge=0, lt=1, description="top-1 that may be lost, as a fraction: 0.01 is one point"
     )
-    min_speedup: float = Field(default=1.0, gt=0, le=1000, description="times faster than the baseline")
+    min_speedup: float = Field(default=1.0, ge=1, le=1000, description="times faster than the baseline")
     max_size_ratio: float = Field(default=0.5, gt=0, description="bytes on disk, as a fraction of the baseline's")
     selection: Literal["contract", "paper"] = Field(
         default="contract",
@@ -82,17 +82,20 @@ class Request(BaseModel):
             raise ValueError(
                 f"max_size_ratio is {self.max_size_ratio}: a result is never larger than the baseline; use 1 or less"
             )
-        if (
-            self.plan is None
-            and not self.iterate
-            and self.max_iterations > 1
-            and "max_iterations" in self.model_fields_set
+        for what, name, refinements in (
+            ("reference models have no revision", self.model, {"revision": self.revision}),
+            (
+                "the reference data has no configuration and no revision",
+                self.dataset,
+                {"dataset_config": self.dataset_config, "dataset_revision": self.dataset_revision},
+            ),
         ):
-            raise ValueError(f"iterate is off but max_iterations is {self.max_iterations}: drop one of the two")
-        if self.selection == "paper" and "max_size_ratio" in self.model_fields_set and self.max_size_ratio < 0.5:
+            given = next((key for key, value in refinements.items() if value is not None), None)
+            if given and name.startswith("reference:"):
+                raise ValueError(f"{what}: drop {given}, or name another than {name!r}")
+        if self.quantize_dtype == "none" and self.quantize_layers != "all":
             raise ValueError(
-                f"selection 'paper' returns fp32 models, which can't reach max_size_ratio {self.max_size_ratio}: "
-                "use selection 'contract', or a ratio of 0.5 or more"
+                f"quantize_dtype is 'none' but quantize_layers is {self.quantize_layers!r}: drop one of them"
             )
         return self
 

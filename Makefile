@@ -1,0 +1,49 @@
+# One command per intention; each does its own set-up. VENV and PYTHON can be given: make test VENV=/tmp/venv
+PYTHON ?= python3.11
+VENV ?= .venv
+BIN = $(VENV)/bin
+PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+.PHONY: run install test test-slow test-all check lint types format clean
+
+run: $(VENV)/.installed
+	$(BIN)/profiling-agent run
+
+install: $(VENV)/.installed
+
+test: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest --cov --cov-report=term:skip-covered -q
+
+test-slow: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -q -m "slow and not gpu"
+
+test-all: test test-slow
+
+check: lint types
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.installed-dev
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+format: $(VENV)/.installed-dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# torch comes first and pinned: a looser requirement would bring gigabytes of CUDA packages.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@echo "setting up $(VENV) (once, a minute or two)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) --upgrade pip
+	$(PIP) torch
+	$(PIP) --editable .
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(PIP) --editable ".[dev,all]"
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .coverage

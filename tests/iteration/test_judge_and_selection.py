@@ -1,0 +1,65 @@
+import pytest
+from made import BASELINE, GOAL, attempt, evaluation, journal
+
+from profiling_agent.iteration.judge import judge
+from profiling_agent.iteration.selection import ranked
+from profiling_agent.records import Variant
+
+PAPER = GOAL.model_copy(update={"selection": "paper"})
+SMALL = {"macs": 900, "params": 900, "size_bytes": 1000}
+
+
+def test_a_candidate_that_loses_nothing_is_accepted():
+    assert judge(evaluation("q", Variant.QUANTIZED, size_bytes=1000), BASELINE, GOAL).accepted
+
+
+def test_a_candidate_just_inside_the_floor_is_refused_because_the_search_asks_for_a_bound():
+    judgement = judge(evaluation("both", Variant.BOTH, correct=891), BASELINE, GOAL)
+
+    assert not judgement.accepted
+    assert "0.0090" in judgement.reason
+    assert "outside" in judgement.reason
+
+
+@pytest.mark.parametrize("grown", [{"size_bytes": 4001}, {"macs": 1001}, {"params": 1001}])
+def test_a_candidate_that_is_larger_than_the_baseline_is_refused(grown: dict[str, int]):
+    judgement = judge(evaluation("both", Variant.BOTH, correct=950, **grown), BASELINE, GOAL)
+
+    assert not judgement.accepted
+    assert next(iter(grown)) in judgement.reason
+
+
+def test_the_baseline_is_always_a_candidate_and_comes_last():
+    order = ranked(journal(), GOAL)
+
+    assert [finalist.variant for finalist in order] == [Variant.BASELINE]
+
+
+def test_best_is_not_the_last_attempt():
+    seen = journal(
+        attempt(1, 0.1, accepted=True, **SMALL),
+        attempt(2, 0.3, accepted=False, correct=800, macs=700, params=700, size_bytes=800),
+        attempt(3, 0.2, accepted=True, macs=800, params=800, size_bytes=900),
+        attempt(4, 0.15, accepted=True, macs=850, params=850, size_bytes=950),
+    )
+
+    assert [finalist.attempt for finalist in ranked(seen, GOAL)] == [3, 4, 1, None]
+
+
+def test_a_candidate_that_is_small_enough_comes_before_a_cheaper_one_that_is_not():
+    quantized = evaluation("q", Variant.QUANTIZED, size_bytes=1500)
+    seen = journal(attempt(1, 0.1, accepted=True, macs=900, size_bytes=3900), quantized=quantized)
+
+    assert [f.variant for f in ranked(seen, GOAL)] == [Variant.QUANTIZED, Variant.BOTH, Variant.BASELINE]
+
+
+def test_the_papers_rule_prefers_accuracy_then_params_and_keeps_the_baseline_where_nothing_beats_it():
+    def pruned(number: int, **measured: int):
+        made = evaluation(f"p{number}", Variant.PRUNED, **measured)
+        return attempt(number, 0.1, accepted=True).model_copy(update={"pruned": made, "deployed": made})
+
+    seen = journal(
+        pruned(1, correct=905, params=950), pruned(2, correct=905, params=900), pruned(3, correct=899, params=100)
+    )
+
+    assert [finalist.attempt for finalist in ranked(seen, PAPER)] == [2, 1, None]

@@ -1,0 +1,59 @@
+import pytest
+from made import GOAL, drop, lap
+
+from profiling_agent.iteration.verdict import Facts, Limit, decide
+from profiling_agent.records import Outcome
+
+FAST = lap("best", 1.5, 1.4, 1.6)
+GOOD = Facts(drop=drop(5, 3, 8000), lap=FAST, size_ratio=0.3)
+
+
+def test_a_contract_that_the_bounds_meet_too_is_certified():
+    verdict = decide(GOOD, GOAL)
+
+    assert (verdict.outcome, verdict.certified, verdict.binding) == (Outcome.MET, True, None)
+
+
+def test_met_by_the_point_estimate_alone_is_not_certified_and_says_how_many_images_it_takes():
+    verdict = decide(GOOD.model_copy(update={"drop": drop(30, 24, 1000)}), GOAL)
+
+    assert verdict.outcome is Outcome.MET
+    assert not verdict.certified
+    assert verdict.images_to_certify is not None
+    assert verdict.images_to_certify > 1000
+
+
+@pytest.mark.parametrize(
+    ("facts", "binding"),
+    [
+        (GOOD.model_copy(update={"size_ratio": 0.6}), "size"),
+        (GOOD.model_copy(update={"lap": lap("best", 0.99, 0.95, 1.03)}), "speed"),
+        (GOOD.model_copy(update={"drop": drop(200, 10, 8000)}), "accuracy"),
+    ],
+)
+def test_a_near_miss_names_the_term_that_binds(facts: Facts, binding: str):
+    verdict = decide(facts, GOAL)
+
+    assert (verdict.outcome, verdict.binding) == (Outcome.NEAREST_MISS, binding)
+
+
+def test_a_candidate_refused_on_the_held_out_images_is_a_near_miss_of_accuracy():
+    verdict = decide(Facts(size_ratio=1.0, refused="it lost too much there"), GOAL)
+
+    assert (verdict.outcome, verdict.binding) == (Outcome.NEAREST_MISS, "accuracy")
+
+
+@pytest.mark.parametrize(
+    ("limit", "outcome"),
+    [
+        (Limit(size_ratio=0.55), Outcome.INFEASIBLE),
+        (Limit(size_ratio=0.2), Outcome.NEAREST_MISS),
+        (Limit(size_ratio=0.2, speedup_high=0.9), Outcome.INFEASIBLE),
+    ],
+)
+def test_only_a_limit_that_misses_too_makes_a_contract_infeasible(limit: Limit, outcome: Outcome):
+    assert decide(GOOD.model_copy(update={"size_ratio": 0.6}), GOAL, limit).outcome is outcome
+
+
+def test_the_baseline_misses_a_contract_that_asks_for_less_size():
+    assert decide(Facts(size_ratio=1.0), GOAL).binding == "size"

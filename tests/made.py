@@ -1,0 +1,138 @@
+"""Records made by hand, small enough to check in the head."""
+
+from profiling_agent.records import (
+    AccuracyDrop,
+    ArtifactRef,
+    Attempt,
+    Evaluation,
+    Footprint,
+    Goal,
+    Headline,
+    InputSpec,
+    Journal,
+    Lap,
+    LatencyStats,
+    LayerProfile,
+    ModelProfile,
+    Plan,
+    Predictions,
+    PruningRecommendation,
+    QuantizationRecommendation,
+    Unit,
+    UnitKind,
+    Variant,
+)
+
+GOAL = Goal(max_accuracy_drop=0.01, min_speedup=1.0, max_size_ratio=0.5, selection="contract")
+STATS = LatencyStats(batch_size=4, median_ms=2.0, low_ms=1.9, high_ms=2.1, samples_ms=(1.9, 2.0, 2.1))
+MLP = "vit.layers.{}.mlp"
+
+
+def ref(name: str, kind="model", size_bytes: int = 1000) -> ArtifactRef:
+    return ArtifactRef(path=f"jobs/{name}", sha256=name, size_bytes=size_bytes, kind=kind)
+
+
+def drop(lost: int, gained: int, num_images: int = 1000) -> AccuracyDrop:
+    difference = (lost - gained) / num_images
+    return AccuracyDrop(
+        drop=difference,
+        low=difference - 0.01,
+        high=difference + 0.01,
+        p_value=1.0,
+        num_lost=lost,
+        num_gained=gained,
+        num_images=num_images,
+    )
+
+
+def evaluation(
+    name: str,
+    variant: Variant,
+    *,
+    correct: int = 900,
+    against: int | None = 900,
+    macs: int = 1000,
+    params: int = 1000,
+    size_bytes: int = 4000,
+) -> Evaluation:
+    return Evaluation(
+        variant=variant,
+        model=ref(name, size_bytes=size_bytes),
+        footprint=Footprint(params=params, macs=macs, parameter_bytes=size_bytes, size_bytes=size_bytes),
+        predictions=Predictions(
+            split="search", num_images=1000, num_correct=correct, file=ref(f"{name}/predictions", "predictions")
+        ),
+        drop=None if against is None else drop(max(against - correct, 0), max(correct - against, 0)),
+    )
+
+
+BASELINE = evaluation("m0", Variant.BASELINE, against=None)
+
+
+def lap(name: str, speedup: float, low: float, high: float, variant: Variant = Variant.BOTH) -> Lap:
+    return Lap(variant=variant, model=ref(name), latency=STATS, speedup=speedup, speedup_low=low, speedup_high=high)
+
+
+def plan(ratio: float, layer: str = r"mlp\.fc1") -> Plan:
+    return Plan(
+        pruning=(PruningRecommendation(layer=layer, pruning_type="structured", pruning_ratio=ratio),),
+        quantization=(QuantizationRecommendation(layer="all", dtype="qint8"),),
+    )
+
+
+def attempt(number: int, ratio: float, *, accepted: bool, **measured) -> Attempt:
+    deployed = evaluation(f"both{number}", Variant.BOTH, **measured) if measured else None
+    return Attempt(
+        number=number, plan=plan(ratio), deployed=deployed, accepted=accepted, reason="made", pruned_model=None
+    )
+
+
+def journal(*attempts: Attempt, quantized: Evaluation | None = None) -> Journal:
+    return Journal(baseline=BASELINE, quantized=quantized, attempts=attempts)
+
+
+def unit(index: int, width: int = 512) -> Unit:
+    holder = MLP.format(index)
+    return Unit(
+        name=holder,
+        kind=UnitKind.MLP,
+        producers=(f"{holder}.fc1",),
+        consumer=f"{holder}.fc2",
+        width=width,
+        step=32,
+        params_per_channel=10,
+        macs_per_channel=20,
+    )
+
+
+def profile(num_layers: int = 2, width: int = 512) -> ModelProfile:
+    """A transformer whose MLP channels own 10 params and 20 MACs each, half of them on either side."""
+    rows = [LayerProfile(name="vit.norm", kind="LayerNorm", params=64, macs=0, latency_ms=1.0, activation_bytes=8)]
+    rows += [
+        LayerProfile(
+            name=f"{MLP.format(index)}.{side}",
+            kind="Linear",
+            params=5 * width,
+            macs=10 * width,
+            latency_ms=2.0,
+            activation_bytes=4 * width,
+        )
+        for index in range(num_layers)
+        for side in ("fc1", "fc2")
+    ]
+    return ModelProfile(
+        architecture="ViTForImageClassification",
+        input=InputSpec(channels=3, height=32, width=32, source="made"),
+        batch_size=4,
+        device="cpu",
+        params=sum(row.params for row in rows),
+        macs=sum(row.macs for row in rows),
+        parameter_bytes=4000,
+        size_bytes=4100,
+        headline=Headline(latency=STATS, peak_memory_bytes=10**8, forward_passes=10),
+        layers=tuple(rows),
+        operators=(),
+        units=tuple(unit(index, width) for index in range(num_layers)),
+        refusals={"classifier": "classifier: its outputs are the labels"},
+        forward_passes=30,
+    )

@@ -1,0 +1,42 @@
+import pytest
+from pydantic import ValidationError
+
+from profiling_agent.request import Request
+
+
+def test_every_field_has_a_default_and_a_description():
+    assert Request().model == "reference:vit"
+    assert all(field.description for field in Request.model_fields.values())
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        ({"max_accuracy_drop": -0.1}, "greater than or equal to 0"),
+        ({"max_accuracy_drop": float("nan")}, "finite"),
+        ({"min_speedup": 0.5}, "greater than or equal to 1"),
+        ({"max_size_ratio": 0}, "greater than 0"),
+        ({"max_size_ratio": 1.5}, "never larger than the baseline"),
+        ({"max_iterations": 0}, "greater than or equal to 1"),
+        ({"run_id": "../elsewhere"}, "is no run id"),
+        ({"device": "tpu"}, "'auto', 'cpu' or 'cuda'"),
+        ({"unknown": 1}, "Extra inputs"),
+        ({"revision": "main"}, "reference models have no revision"),
+        ({"dataset_config": "full_size"}, "has no configuration"),
+        ({"quantize_dtype": "none", "quantize_layers": "fc1"}, "quantize_dtype is 'none'"),
+    ],
+)
+def test_what_can_not_be_carried_out_is_refused_and_named(asked: dict[str, object], says: str):
+    with pytest.raises(ValidationError, match=says):
+        Request.model_validate(asked)
+
+
+def test_the_goal_is_the_contract_alone():
+    goal = Request(max_accuracy_drop=0.02, min_speedup=1.5, max_size_ratio=0.4).goal
+
+    assert goal.model_dump() == {
+        "max_accuracy_drop": 0.02,
+        "min_speedup": 1.5,
+        "max_size_ratio": 0.4,
+        "selection": "contract",
+    }

@@ -1,0 +1,108 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from made import ref
+
+from profiling_agent.errors import RequestError, RunError
+from profiling_agent.request import Request
+from profiling_agent.workspace import Workspace, file_sha256, open_workspace, read_manifest, write_atomically
+
+
+def request(folder: Path, **asked) -> Request:
+    return Request(output=str(folder), **asked)
+
+
+def test_the_same_request_opens_its_run_again(tmp_path: Path):
+    first = open_workspace(request(tmp_path), "a")
+
+    assert open_workspace(request(tmp_path), "a") == first
+    assert read_manifest(first.root).request.run_id == "a"
+
+
+def test_another_request_for_the_same_run_is_refused_and_says_what_differs(tmp_path: Path):
+    open_workspace(request(tmp_path), "a")
+
+    with pytest.raises(RunError, match="max_iterations was 5, is now 3"):
+        open_workspace(request(tmp_path, max_iterations=3), "a")
+
+
+def test_a_run_of_another_schema_version_is_refused(tmp_path: Path):
+    root = open_workspace(request(tmp_path), "a").root
+    manifest = json.loads((root / "request.json").read_text())
+    (root / "request.json").write_text(json.dumps(manifest | {"schema_version": 99}))
+
+    with pytest.raises(RunError, match="schema version 99"):
+        read_manifest(root)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema_version": 1}', '{"schema_version": 1, "request": 3}'])
+def test_a_damaged_manifest_is_refused(tmp_path: Path, text: str):
+    (tmp_path / "request.json").write_text(text)
+
+    with pytest.raises(RunError):
+        read_manifest(tmp_path)
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Path):
+    with pytest.raises(RunError, match="no run folder"):
+        read_manifest(tmp_path / "nowhere")
+
+
+def test_an_output_that_can_not_be_written_is_the_requests_fault(tmp_path: Path):
+    (tmp_path / "file").write_text("in the way")
+
+    with pytest.raises(RequestError, match="can't be written"):
+        open_workspace(request(tmp_path / "file"), "a")
+
+
+def test_best_is_replaced_and_never_missing(tmp_path: Path):
+    workspace = open_workspace(request(tmp_path), "a")
+    for name in ("one", "two"):
+        (workspace.jobs / name).mkdir()
+        workspace.point_best(ref(name))
+
+        assert workspace.best.resolve() == (workspace.jobs / name).resolve()
+
+
+def test_a_sweep_takes_what_is_half_written_and_nothing_else(tmp_path: Path):
+    workspace = open_workspace(request(tmp_path), "a")
+    (workspace.jobs / "done").mkdir()
+    (workspace.jobs / ".tmp-cut-1").mkdir()
+    (workspace.jobs / ".tmp-cut-1" / "model.safetensors").write_text("half")
+    (workspace.root / ".tmp-report.json-1").write_text("half")
+
+    workspace.sweep()
+
+    assert [path.name for path in workspace.jobs.iterdir()] == ["done"]
+    assert not list(workspace.root.glob(".tmp-*"))
+
+
+def test_a_second_process_can_not_take_the_run(tmp_path: Path):
+    workspace = open_workspace(request(tmp_path), "a")
+    lock = workspace.lock()
+    code = (
+        "import sys, pathlib; from profiling_agent.workspace import Workspace\n"
+        "from profiling_agent.errors import RunError\n"
+        f"try: Workspace(pathlib.Path({str(workspace.root)!r})).lock()\n"
+        "except RunError as error: print(error)"
+    )
+
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    lock.release()
+
+    assert "in use by another process" in said
+
+
+def test_a_file_is_written_whole(tmp_path: Path):
+    write_atomically(tmp_path / "file", "text")
+
+    assert (tmp_path / "file").read_text() == "text"
+    assert file_sha256(tmp_path / "file") == "982d9e3eb996f559e633f4d194def3761d909f5a3b647d1a851fead67c32c9d1"
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_workspace_knows_where_an_artifact_lies(tmp_path: Path):
+    assert Workspace(tmp_path).path(ref("x")) == tmp_path / "jobs" / "x"
