@@ -1,0 +1,76 @@
+"""The gate that every prune passes: the pruned model computes what the masked original computes, with less."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from profiling_agent.errors import PruningError
+from profiling_agent.profiling.complexity import count_complexity
+from profiling_agent.pruning.tracing import without_weights
+from profiling_agent.records import Cut, InputSpec, Unit
+from profiling_agent.shapes.verify import left_as_found
+
+# Correct surgery differs by the order of fp32 sums, 1e-7 to 1e-6; a wrong index or a scrambled head by 1e-2 and more.
+MAX_MASK_ERROR = 1e-4
+
+
+def mask_error(
+    original: nn.Module, pruned: nn.Module, cuts: Sequence[Cut], keep: Mapping[str, list[int]], images: Tensor
+) -> float:
+    """Return how far the logits of `pruned` are from those of `original` with the cut channels masked.
+
+    Masked: the input columns of each consumer that read a cut channel are zero. The result is the largest difference
+    of a logit over the norm of the image's logits, the worst of `images` (batch, channels, height, width), nan where
+    a logit isn't finite. Both models run in eval mode and are left as they were found.
+    """
+    masked = {f"{cut.unit.consumer}.weight": _masked(original, cut.unit, keep[cut.unit.name]) for cut in cuts}
+    with left_as_found(original), left_as_found(pruned), torch.inference_mode():
+        expected = functional_call(original.eval(), masked, (), {"pixel_values": images}).logits.float()
+        logits = pruned.eval()(pixel_values=images).logits.float()
+    norms = expected.norm(dim=1).clamp_min(torch.finfo(torch.float32).tiny)
+    # An infinite logit in both makes nan, and amax lets nan through.
+    return float(((logits - expected).abs().amax(dim=1) / norms).amax())
+
+
+def _masked(original: nn.Module, unit: Unit, kept: Sequence[int]) -> Tensor:
+    weight = original.get_submodule(unit.consumer).get_parameter("weight").detach()
+    mask = torch.zeros(unit.width, dtype=weight.dtype, device=weight.device)
+    mask[list(kept)] = 1
+    # A head reads as many consecutive columns as it has channels.
+    columns = mask.repeat_interleave(weight.shape[1] // unit.width)
+    return weight * columns.view(1, -1, *(1 for _ in weight.shape[2:]))
+
+
+def check_mask_error(error: float) -> None:
+    """Refuse a prune whose logits differ from the masked original's, or aren't finite.
+
+    Raises:
+        PruningError: `error` is above 1e-4, or nan.
+    """
+    if not math.isfinite(error):
+        raise PruningError("the pruned model or the masked original gives logits that aren't finite; check the weights")
+    if error > MAX_MASK_ERROR:
+        raise PruningError(
+            f"the pruned model doesn't compute what the masked original does: its logits differ by {error!r} of "
+            f"their norm, at most {MAX_MASK_ERROR:g} is allowed; leave these units alone"
+        )
+
+
+def check_saving(original: nn.Module, pruned: nn.Module, spec: InputSpec) -> None:
+    """Refuse a prune that saved nothing.
+
+    Raises:
+        PruningError: params or MACs did not go down.
+    """
+    before, after = (_totals(model, spec) for model in (original, pruned))
+    for name, old, new in zip(("params", "macs"), before, after, strict=True):
+        if new >= old:
+            raise PruningError(f"the prune saves no {name}: {new!r} after, {old!r} before; cut more")
+
+
+def _totals(model: nn.Module, spec: InputSpec) -> tuple[int, int]:
+    rows = count_complexity(without_weights(model), spec).values()
+    return sum(row.params for row in rows), sum(row.macs for row in rows)

@@ -1,0 +1,87 @@
+"""An unpruned model and cuts to a pruned model that passed its gates."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from profiling_agent.errors import PruningError, RequestError
+from profiling_agent.pruning.chains import LAYERS
+from profiling_agent.pruning.gate import check_mask_error, check_saving, mask_error
+from profiling_agent.pruning.importance import IMPORTANCE, keep_indices, score
+from profiling_agent.pruning.surgery import cut_units
+from profiling_agent.records import Cut, InputSpec, Unit
+from profiling_agent.runtimes.eager import random_batch
+from profiling_agent.shapes.verify import device_of
+
+DEFAULT_IMPORTANCE = "group_l2"
+NUM_GATE_IMAGES = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pruned:
+    """A pruned model, how far it is from the masked original, and the kept channels or heads of each unit by name."""
+
+    model: nn.Module
+    mask_error: float
+    keep: dict[str, list[int]]
+
+
+def prune_model(
+    model: nn.Module,
+    cuts: Sequence[Cut],
+    *,
+    spec: InputSpec,
+    importance: str = DEFAULT_IMPORTANCE,
+    seed: int = 0,
+    images: Tensor | None = None,
+) -> Pruned:
+    """Return a pruned copy of `model`, which is left as it was found.
+
+    `images` (batch, channels, height, width) go through the gate; noise of the model's shape where none are given.
+
+    Raises:
+        PruningError: the cuts don't fit the model, the surgery failed, or the result didn't pass a gate.
+        RequestError: there is no such importance.
+    """
+    if importance not in IMPORTANCE:
+        raise RequestError(f"there is no importance {importance!r}; choose one of {', '.join(IMPORTANCE)}")
+    _check_fit(model, cuts)
+    keep = {cut.unit.name: keep_indices(score(model, cut.unit, importance, seed=seed), cut.keep) for cut in cuts}
+    batch = random_batch(spec, NUM_GATE_IMAGES, seed=seed) if images is None else images
+    try:
+        pruned = cut_units(model, cuts, keep, spec)
+        error = mask_error(model, pruned, cuts, keep, batch.to(device_of(model)))
+    # Torch-Pruning and a model that it left half cut raise whatever the first broken line raises.
+    except Exception as failure:
+        reason = " ".join(str(failure).split())[:200]
+        raise PruningError(
+            f"cutting {len(cuts)} units failed with {type(failure).__name__} ({reason!r}); leave some of them alone"
+        ) from failure
+    check_mask_error(error)
+    check_saving(model, pruned, spec)
+    return Pruned(model=pruned, mask_error=error, keep=keep)
+
+
+def _check_fit(model: nn.Module, cuts: Sequence[Cut]) -> None:
+    """Refuse cuts that were made for another model, would cut a unit twice, or would leave nothing of one."""
+    names = [cut.unit.name for cut in cuts]
+    if not cuts or len(set(names)) < len(names):
+        raise PruningError(f"the cuts {names!r} have to name at least one unit, and each once")
+    modules = dict(model.named_modules())
+    for cut in cuts:
+        unit = cut.unit
+        if not 0 < cut.keep < unit.width:
+            raise PruningError(
+                f"{unit.name!r} can't keep {cut.keep!r} of {unit.width}; keep at least 1 and fewer than all"
+            )
+        if not _has(modules, unit):
+            raise PruningError(
+                f"the model has no unit {unit.name!r} of width {unit.width}; profile the model that is to be pruned"
+            )
+
+
+def _has(modules: Mapping[str, nn.Module], unit: Unit) -> bool:
+    layers = [modules.get(name) for name in (*unit.producers, unit.consumer)]
+    *rows, columns = [layer.weight.shape if isinstance(layer, LAYERS) else (0, 0) for layer in layers]
+    return columns[1] > 0 and columns[1] % unit.width == 0 and all(row[0] == columns[1] for row in rows)
