@@ -75,7 +75,8 @@ class DynamicLinear(nn.Module):
             return cls.from_tensors(tensors | {"weight": weight.half()}, reduce_range=reduce_range)
         # A channel of zeros has any scale; this is the smallest torch's observer gives, and never divides by zero.
         scale = (weight.abs().amax(dim=1) / STEPS).clamp_min(torch.finfo(torch.float32).eps)
-        steps = (weight / scale[:, None]).round().clamp(-128, 127).to(torch.int8)
+        # The product with the reciprocal is what torch's quantizer rounds; a division lands on other steps now and then.
+        steps = (weight * scale.reciprocal()[:, None]).round().clamp(-128, 127).to(torch.int8)
         return cls.from_tensors(tensors | {"weight": steps, "scale": scale}, reduce_range=reduce_range)
 
     @classmethod

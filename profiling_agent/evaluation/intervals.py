@@ -1,0 +1,84 @@
+"""How much accuracy was lost, and how sure that is. numpy and scipy, no torch.
+
+Two models answer the same images, so only the discordant ones (right for one model alone) carry information. The
+interval is the adjusted Wald interval for a difference of paired proportions: one image is added to each discordant
+cell before the usual formula (D. G. Bonett and R. M. Price, Journal of Educational and Behavioral Statistics 37, 2012,
+479-488). Unlike a bootstrap or the plain Wald interval it keeps a width where no image is discordant.
+"""
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import stats
+
+from profiling_agent.records import AccuracyDrop
+
+CONFIDENCE = 0.95
+
+
+def _centre_and_error(num_lost: float, num_gained: float, num_images: float) -> tuple[float, float]:
+    """Return the adjusted difference and its standard error."""
+    lost, gained = ((num + 1) / (num_images + 2) for num in (num_lost, num_gained))
+    variance = (lost + gained - (lost - gained) ** 2) / (num_images + 2)
+    return lost - gained, math.sqrt(variance)
+
+
+def _normal_quantile(probability: float) -> float:
+    return float(stats.norm.ppf(probability))
+
+
+def compare(baseline_correct: NDArray[np.bool_], candidate_correct: NDArray[np.bool_]) -> AccuracyDrop:
+    """Return baseline minus candidate top-1 on the same images, in the same order, with its paired 95% interval.
+
+    The p-value is the exact McNemar test's: a two-sided binomial test of the discordant images against one half.
+    """
+    if baseline_correct.shape != candidate_correct.shape or baseline_correct.size == 0:
+        raise ValueError(
+            f"{baseline_correct.shape!r} answers of the baseline and {candidate_correct.shape!r} of the candidate "
+            "can't be paired: evaluate both on the same images"
+        )
+    num_lost = int(np.sum(baseline_correct & ~candidate_correct))
+    num_gained = int(np.sum(~baseline_correct & candidate_correct))
+    num_images, discordant = len(baseline_correct), num_lost + num_gained
+    centre, error = _centre_and_error(num_lost, num_gained, num_images)
+    reach = _normal_quantile(0.5 + CONFIDENCE / 2) * error
+    return AccuracyDrop(
+        drop=(num_lost - num_gained) / num_images,
+        low=max(centre - reach, -1.0),
+        high=min(centre + reach, 1.0),
+        p_value=float(stats.binomtest(num_lost, discordant).pvalue) if discordant else 1.0,
+        num_lost=num_lost,
+        num_gained=num_gained,
+        num_images=num_images,
+    )
+
+
+def one_sided_bound(drop: AccuracyDrop, confidence: float) -> float:
+    """Return the value that the true drop stays below with this confidence, by the same method as the interval."""
+    centre, error = _centre_and_error(drop.num_lost, drop.num_gained, drop.num_images)
+    return min(centre + _normal_quantile(confidence) * error, 1.0)
+
+
+def images_to_certify(drop: AccuracyDrop, max_drop: float) -> int | None:
+    """Return how many images would bring the one-sided 95% bound down to `max_drop`, at the discordance seen.
+
+    None where the drop that was seen isn't below `max_drop`: then no number of images would.
+    """
+    if drop.drop >= max_drop:
+        return None
+    lost, gained = drop.num_lost / drop.num_images, drop.num_gained / drop.num_images
+    quantile = _normal_quantile(CONFIDENCE)
+
+    def suffices(num_images: int) -> bool:
+        centre, error = _centre_and_error(lost * num_images, gained * num_images, num_images)
+        return centre + quantile * error <= max_drop
+
+    enough = 1
+    while not suffices(enough):
+        enough *= 2
+    too_few = enough // 2
+    while enough - too_few > 1:
+        middle = (enough + too_few) // 2
+        too_few, enough = (too_few, middle) if suffices(middle) else (middle, enough)
+    return enough
