@@ -27,10 +27,11 @@ def profile_operators(
 
     Times come from `passes` passes without stacks, which would slow them; one more pass gives each operator the
     stack of its first call (innermost frame first), and the chrome trace at `trace_path`, gzipped if it ends in .gz.
+    With `passes` 1, for models so slow that stacks hardly matter, that pass is the only one and gives the times too.
     Memory is what an operator allocates less what it frees. With a CUDA batch the CUDA times are there as well.
     """
-    timed = _profiled(model, batch, passes=passes, with_stack=False)
     stacked = _profiled(model, batch, passes=1, with_stack=True)
+    timed = stacked if passes == 1 else _profiled(model, batch, passes=passes, with_stack=False)
     if trace_path is not None:
         stacked.export_chrome_trace(str(trace_path))
     stacks = _first_stacks(stacked)
