@@ -1,6 +1,7 @@
 """A model and its input to a ModelProfile: counted once, then timed layer by layer and operator by operator."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -13,7 +14,7 @@ from profiling_agent.profiling.layers import activation_bytes, layer_latency
 from profiling_agent.profiling.operators import profile_operators
 from profiling_agent.progress import Progress, silent
 from profiling_agent.pruning.units import find_units
-from profiling_agent.records import Headline, InputSpec, LayerProfile, ModelProfile
+from profiling_agent.records import Headline, InputSpec, LayerProfile, ModelProfile, OperatorProfile
 from profiling_agent.runtimes.eager import random_batch
 from profiling_agent.shapes.verify import left_as_found
 
@@ -48,24 +49,13 @@ def profile_model(  # noqa: PLR0913 (what a profile says of its model has to com
         RequestError: the model doesn't run on `spec`.
     """
     counted = skeleton if skeleton is not None else model
-    batch = random_batch(spec, batch_size).to(torch.device(device))
-    pass_ms = headline.latency.median_ms
     with left_as_found(model), left_as_found(counted), counted_passes(model, counted) as num_passes:
-        model.eval()
-        counted.eval()
         progress("counting parameters, multiply-accumulates and units", 0, NUM_STEPS)
         complexity = count_complexity(counted, spec)
-        found = find_units(counted, spec, {name: row.macs for name, row in complexity.items()})
-        progress("measuring activations", 1, NUM_STEPS)
-        activations = activation_bytes(model, batch)
-        progress("timing layers", 2, NUM_STEPS)
-        latencies = layer_latency(model, batch, passes=_num_passes(LAYERS_MS, pass_ms, MAX_LAYER_PASSES))
-        progress("profiling operators", 3, NUM_STEPS)
-        operators = profile_operators(
-            model, batch, passes=_num_passes(OPERATORS_MS, pass_ms, MAX_OPERATOR_PASSES), trace_path=trace_path
-        )
+        found = find_units(counted.eval(), spec, {name: row.macs for name, row in complexity.items()})
+        batch = random_batch(spec, batch_size).to(torch.device(device))
+        measured = _measure(model.eval(), batch, headline.latency.median_ms, trace_path, progress)
         forward_passes = headline.forward_passes + num_passes()
-    progress("profiled", NUM_STEPS, NUM_STEPS)
     return ModelProfile(
         architecture=architecture,
         input=spec,
@@ -76,24 +66,41 @@ def profile_model(  # noqa: PLR0913 (what a profile says of its model has to com
         parameter_bytes=parameter_bytes(model),
         size_bytes=size_bytes,
         headline=headline,
-        layers=_rows(model, complexity, latencies, activations),
-        operators=operators,
+        layers=_rows(model, complexity, measured),
+        operators=measured.operators,
         units=found.units,
         refusals=found.refusals,
         forward_passes=forward_passes,
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Measured:
+    activations: Mapping[str, int]
+    latencies_ms: Mapping[str, float]
+    operators: tuple[OperatorProfile, ...]
+
+
+def _measure(
+    model: nn.Module, batch: torch.Tensor, pass_ms: float, trace_path: Path | None, progress: Progress
+) -> _Measured:
+    """Watch `model` in three kinds of passes; the one for activations comes first and warms up the others."""
+    progress("measuring activations", 1, NUM_STEPS)
+    activations = activation_bytes(model, batch)
+    progress("timing layers", 2, NUM_STEPS)
+    latencies_ms = layer_latency(model, batch, passes=_num_passes(LAYERS_MS, pass_ms, MAX_LAYER_PASSES))
+    progress("profiling operators", 3, NUM_STEPS)
+    passes = _num_passes(OPERATORS_MS, pass_ms, MAX_OPERATOR_PASSES)
+    operators = profile_operators(model, batch, passes=passes, trace_path=trace_path)
+    progress("profiled", NUM_STEPS, NUM_STEPS)
+    return _Measured(activations=activations, latencies_ms=latencies_ms, operators=operators)
+
+
 def _num_passes(budget_ms: float, pass_ms: float, most: int) -> int:
     return max(1, min(most, int(budget_ms / pass_ms)))
 
 
-def _rows(
-    model: nn.Module,
-    complexity: Mapping[str, Complexity],
-    latencies: Mapping[str, float],
-    activations: Mapping[str, int],
-) -> tuple[LayerProfile, ...]:
+def _rows(model: nn.Module, complexity: Mapping[str, Complexity], measured: _Measured) -> tuple[LayerProfile, ...]:
     """Join what was counted and what was measured, in the order of the model's modules."""
     nothing = Complexity(kind="", params=0, macs=0)
     return tuple(
@@ -102,9 +109,9 @@ def _rows(
             kind=type(module).__name__,
             params=complexity.get(name, nothing).params,
             macs=complexity.get(name, nothing).macs,
-            latency_ms=latencies.get(name, 0.0),
-            activation_bytes=activations.get(name, 0),
+            latency_ms=measured.latencies_ms.get(name, 0.0),
+            activation_bytes=measured.activations.get(name, 0),
         )
         for name, module in model.named_modules()
-        if name in complexity or name in latencies
+        if name in complexity or name in measured.latencies_ms
     )
