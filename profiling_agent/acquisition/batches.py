@@ -1,0 +1,65 @@
+"""The drawn images, as stored and as a model takes them."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+
+from profiling_agent.acquisition.images import decode_rgb
+from profiling_agent.errors import ArtifactError
+
+
+@dataclass(frozen=True, slots=True)
+class SplitImages:
+    """A drawn split: `labels` are the model's class ids, images are decoded when asked for."""
+
+    labels: NDArray[np.int64]
+    encoded: pa.ChunkedArray
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def image(self, index: int) -> Image.Image:
+        """Return one image as 8-bit RGB."""
+        return decode_rgb(self.encoded[index].as_py())
+
+
+def write_split(path: Path, images: list[bytes], labels: list[int]) -> None:
+    """Write encoded images and their class ids, in this order."""
+    columns = {"image": pa.array(images, pa.binary()), "label": pa.array(labels, pa.int64())}
+    pq.write_table(pa.table(columns), path, row_group_size=256)
+
+
+def read_split(path: Path) -> SplitImages:
+    """Return the split that was written to `path`.
+
+    Raises:
+        ArtifactError: the file is missing, damaged, or no split of ours.
+    """
+    try:
+        table = pq.read_table(path, columns=["image", "label"])
+        return SplitImages(labels=np.asarray(table["label"], dtype=np.int64), encoded=table["image"])
+    except (OSError, pa.ArrowException, KeyError) as error:
+        raise ArtifactError(f"split {str(path)!r} can't be read ({type(error).__name__}): run again") from error
+
+
+def iter_batches(
+    path: Path, processor: Any, *, batch_size: int, limit: int | None = None
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield pixel_values, float32 (b, c, h, w), and labels, int64 (b,), in the split's order; the last may be short.
+
+    With `limit`, only the first so many images, which hold the classes in the split's proportions.
+    """
+    split = read_split(path)
+    end = len(split) if limit is None else min(limit, len(split))
+    for start in range(0, end, batch_size):
+        rows = range(start, min(start + batch_size, end))
+        pixels = processor(images=[split.image(row) for row in rows], return_tensors="pt")["pixel_values"]
+        yield pixels.to(torch.float32), torch.from_numpy(split.labels[rows.start : rows.stop].copy())

@@ -1,0 +1,105 @@
+"""The labelled images of one split that can be drawn from: all rows of a local one, an excerpt of a stream."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import fsspec
+import numpy as np
+from numpy.typing import NDArray
+
+from profiling_agent.acquisition.columns import Columns
+from profiling_agent.acquisition.data import OpenedData, reading
+from profiling_agent.acquisition.sampling import ClassQuotas
+from profiling_agent.progress import Progress
+
+UNMAPPED = -1
+
+
+class Pool(Protocol):
+    """Rows that can be drawn, by number."""
+
+    @property
+    def labels(self) -> NDArray[np.int64]:
+        """Return the model's class of each row, or UNMAPPED."""
+        ...
+
+    def fetch(self, rows: Sequence[int], progress: Progress) -> list[bytes | None]:
+        """Return the encoded images of `rows`, in their order; None where there are no bytes."""
+        ...
+
+
+def _encoded(cell: Any) -> bytes | None:
+    """Return an image cell's bytes, from the cell or from the file it names."""
+    if isinstance(cell, dict):
+        if cell.get("bytes") is None and cell.get("path"):
+            opened: Any = fsspec.open(cell["path"], "rb")
+            with opened as stream:
+                return stream.read()
+        return cell.get("bytes")
+    return cell if isinstance(cell, bytes) else None
+
+
+@dataclass(frozen=True, slots=True)
+class LocalPool:
+    """Every row of a split on this machine: labels are read first, images only when drawn."""
+
+    labels: NDArray[np.int64]
+    data: OpenedData
+    split: str
+    image_column: str
+
+    def fetch(self, rows: Sequence[int], progress: Progress) -> list[bytes | None]:
+        """Read the split's image column once, up to the last row that is wanted."""
+        wanted = np.unique(np.asarray(rows, dtype=np.int64))
+        cells: dict[int, Any] = {}
+        start = 0
+        for table in self.data.tables(self.split, [self.image_column]):
+            hits = wanted[(wanted >= start) & (wanted < start + len(table))]
+            picked = table[self.image_column].take(hits - start).to_pylist()
+            cells.update(zip(hits.tolist(), picked, strict=True))
+            start += len(table)
+            progress(f"reading images of {self.split}", len(cells), len(wanted))
+            if len(cells) == len(wanted):
+                break
+        with reading(self.data.query.dataset):
+            return [_encoded(cells[row]) for row in rows]
+
+
+@dataclass(frozen=True, slots=True)
+class StreamedPool:
+    """What was kept of a shuffled stream; row numbers count the images in the order they were kept."""
+
+    labels: NDArray[np.int64]
+    images: list[bytes | None]
+
+    def fetch(self, rows: Sequence[int], progress: Progress) -> list[bytes | None]:  # noqa: ARG002  all is here
+        """Return what is already in memory."""
+        return [self.images[row] for row in rows]
+
+
+def _stream_pool(data: OpenedData, split: str, columns: Columns, target: int, progress: Progress) -> StreamedPool:
+    quotas = ClassQuotas(target, len(set(columns.class_of.values())))
+    kept: dict[int, tuple[Any, int]] = {}
+    for key, (cell, raw) in enumerate(data.stream(split, columns.image, columns.label, data.query.seed)):
+        if (label := columns.class_of.get(raw)) is None:
+            continue
+        kept[key] = (cell, label)
+        for dropped in quotas.offer(key, label):
+            del kept[dropped]
+        progress(f"streaming images of {split}", min(len(kept), target), target)
+        if quotas.is_full:
+            break
+    drawn = [kept[key] for key in quotas.drawn()]
+    with reading(data.query.dataset):
+        images = [_encoded(cell) for cell, _ in drawn]
+    return StreamedPool(labels=np.asarray([label for _, label in drawn], dtype=np.int64), images=images)
+
+
+def open_pool(data: OpenedData, split: str, columns: Columns, *, target: int, progress: Progress) -> Pool:
+    """Return what can be drawn from a split: all of a local one, about `target` images of one on the Hub."""
+    if not data.is_local:
+        return _stream_pool(data, split, columns, target, progress)
+    progress(f"reading labels of {split}", 0, 0)
+    labels = [columns.class_of.get(raw, UNMAPPED) for raw in data.labels(split, columns.label)]
+    return LocalPool(np.asarray(labels, dtype=np.int64), data, split, columns.image)

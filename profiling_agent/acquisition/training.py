@@ -1,0 +1,84 @@
+"""How a small classifier learns from a few hundred images in half a minute."""
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from profiling_agent.acquisition.recipes import Recipe
+from profiling_agent.progress import Progress
+
+# About fifty steps of memory: smooths the last steps of a run of several hundred.
+EMA_DECAY = 0.98
+MAX_GRADIENT_NORM = 1.0
+
+
+def distort(images: Tensor, recipe: Recipe, generator: torch.Generator) -> Tensor:
+    """Return each image (b, c, h, w) shifted, scaled and rotated at random, its border repeated outwards."""
+
+    def spread(width: float) -> Tensor:
+        return (torch.rand(len(images), generator=generator) * 2 - 1) * width
+
+    angle, size = spread(math.radians(recipe.rotation)), 1 + spread(recipe.scale)
+    # The grid spans [-1, 1], so a fraction of the image is twice as much there.
+    across, down = spread(2 * recipe.shift), spread(2 * recipe.shift)
+    cosine, sine = size * angle.cos(), size * angle.sin()
+    rows = torch.stack([torch.stack([cosine, -sine, across], 1), torch.stack([sine, cosine, down], 1)], 1)
+    grid = F.affine_grid(rows, list(images.shape), align_corners=False)
+    return F.grid_sample(images, grid, align_corners=False, padding_mode="border")
+
+
+def _optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
+    """Return AdamW that decays matrices and leaves biases and norms alone."""
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+    vectors = [parameter for parameter in model.parameters() if parameter.dim() <= 1]
+    groups = [{"params": matrices, "weight_decay": recipe.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=recipe.learning_rate)
+
+
+def _fit(model: Any, recipe: Recipe, images: Tensor, labels: Tensor, progress: Progress) -> nn.Module:
+    generator = torch.Generator().manual_seed(recipe.seed)
+    optimizer = _optimizer(model, recipe)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, recipe.learning_rate, total_steps=recipe.num_steps, pct_start=recipe.warmup, cycle_momentum=False
+    )
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(EMA_DECAY), use_buffers=True)
+    queue = torch.empty(0, dtype=torch.int64)
+    for step in range(recipe.num_steps):
+        if len(queue) < recipe.batch_size:
+            queue = torch.cat([queue, torch.randperm(len(images), generator=generator)])
+        rows, queue = queue[: recipe.batch_size], queue[recipe.batch_size :]
+        logits = model(pixel_values=distort(images[rows], recipe, generator)).logits
+        loss = F.cross_entropy(logits, labels[rows], label_smoothing=recipe.label_smoothing)
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), MAX_GRADIENT_NORM)
+        optimizer.step()
+        schedule.step()
+        average.update_parameters(model)
+        progress(f"training reference:{recipe.family} (once)", step + 1, recipe.num_steps)
+    return average.module
+
+
+def train(recipe: Recipe, images: Tensor, labels: Tensor, progress: Progress) -> nn.Module:
+    """Return the trained classifier in eval mode: the running average of its weights.
+
+    Args:
+        recipe: what to build and how to train it.
+        images: pixel values as the model takes them, float32 (n, 3, h, w).
+        labels: class ids, int64 (n,).
+        progress: told of every step.
+    """
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        torch.manual_seed(recipe.seed)
+        return _fit(recipe.build().train(), recipe, images, labels, progress).eval()
+
+
+def accuracy(model: Any, images: Tensor, labels: Tensor) -> float:
+    """Return the fraction of images that the model gets right."""
+    with torch.inference_mode():
+        answers = torch.cat([model(pixel_values=batch).logits.argmax(1) for batch in images.split(128)])
+    return float((answers == labels).float().mean())
