@@ -1,1 +1,42 @@
-"""Shared fixtures."""
+"""Shared fixtures. The world and the run through it are made once a session, on first use."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import world as made_world
+
+from profiling_agent import Request
+
+# The models are so small that a second thread costs more than it gives.
+torch.set_num_threads(1)
+
+
+@dataclass(frozen=True)
+class World:
+    """A trained tiny model and its data, as local folders."""
+
+    model: Path
+    data: Path
+
+    def request(self, output: Path, **asked) -> Request:
+        """Return a request that is quick to carry out; the size asked for is what int8 alone does not reach."""
+        quick = {"batch_size": 16, "max_iterations": 3, "run_id": "quick"}
+        return Request(model=str(self.model), dataset=str(self.data), output=str(output), **(quick | asked))
+
+
+@pytest.fixture(scope="session")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    folder = tmp_path_factory.mktemp("world")
+    return World(model=made_world.write_model(folder / "model"), data=made_world.write_data(folder / "data"))
+
+
+@pytest.fixture(scope="session")
+def finished(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a run that `optimize` carried to its verdict."""
+    from profiling_agent import optimize
+
+    output = tmp_path_factory.mktemp("runs")
+    optimize(world.request(output))
+    return output / "quick"

@@ -1,0 +1,102 @@
+"""The main job on real models: a verdict for each, under the default contract, from measurements alone.
+
+    python benchmarks/verdicts.py [--models DIR…] [--data DIR] [--quick] [--json FILE]
+
+Calibration images come from the train split; 2,000 search and 8,000 held-out images from the test split, which the
+models were not trained on. The paper's Table 4 (ImageNet-1K, other models and hardware) is printed beside our rows as
+the bar it set: what it gave up in accuracy for what it saved.
+"""
+
+import argparse
+import tempfile
+from pathlib import Path
+
+from checks import Check, finish
+
+from profiling_agent import Request, optimize
+from profiling_agent.reporting.report import RunReport
+
+SHARED = Path(__file__).resolve().parents[2] / "shared"
+# Table 4 of the paper: top-1 points lost, fraction of params saved, speed-up; pruning, then quantization.
+PAPER = {
+    "ViT-B/16": ((0.8, 0.033, 1.02), (0.1, 0.0, 1.74)),
+    "ResNet-101": ((2.7, 0.029, 0.97), (0.2, 0.0, 1.01)),
+    "Swin-B": ((0.6, 0.019, 1.02), (0.2, 0.0, 1.59)),
+    "DeiT-B/16": ((0.8, 0.020, 0.98), (1.2, 0.0, 1.73)),
+}
+TRANSFORMERS = ("vit", "deit", "swin")
+MIN_PRUNED = 0.05
+
+
+def row_of(name: str, report: RunReport) -> dict[str, object]:
+    """Return one model's line of the table."""
+    base, best, drop = report.baseline, report.best, report.heldout.drop
+    lap = next((row.lap for row in report.variants if row.evaluation.model == report.heldout.model), None)
+    return {
+        "model": name,
+        "verdict": report.verdict.outcome + (" certified" if report.verdict.certified else ""),
+        "binds": report.verdict.binding or "",
+        "best": str(best.variant),
+        "top1 before": f"{base.top1:.4f}",
+        "points lost": f"{drop.drop * 100:+.2f} [{drop.low * 100:+.2f}, {drop.high * 100:+.2f}]" if drop else "0",
+        "params saved": f"{1 - best.params / base.params:.1%}",
+        "bytes": f"{best.size_bytes / base.size_bytes:.1%}",
+        "times as fast": f"{lap.speedup:.2f} [{lap.speedup_low:.2f}, {lap.speedup_high:.2f}]" if lap else "1",
+        "attempts": len(report.attempts),
+        "deepest measured prune": f"{deepest(report):.1%}",
+    }
+
+
+def deepest(report: RunReport) -> float:
+    """Return the largest share of params that a measured attempt removed."""
+    saved = [1 - a.deployed.footprint.params / report.baseline.params for a in report.attempts if a.deployed]
+    return max(saved, default=0.0)
+
+
+def checks_of(name: str, report: RunReport) -> list[Check]:
+    """Return what must hold for one model."""
+    lap = next((row.lap for row in report.variants if row.evaluation.model == report.heldout.model), None)
+    drop = report.heldout.drop
+    checks = [
+        Check.at_most(f"{name}: points lost on held-out images", drop.drop * 100 if drop else 0.0, 1.0),
+        Check.at_least(f"{name}: upper bound of the speed-up", lap.speedup_high if lap else 1.0, 1.0),
+        Check.at_most(f"{name}: bytes, of the baseline's", report.best.size_bytes / report.baseline.size_bytes, 1.0),
+        Check.at_least(f"{name}: params removed by the deepest measured attempt", deepest(report), MIN_PRUNED),
+    ]
+    if name.startswith(TRANSFORMERS):
+        made = float(report.best.variant != "baseline")
+        checks.append(Check.at_least(f"{name}: best is a model we made", made, 1.0))
+    return checks
+
+
+def main() -> int:
+    """Run every model; return 1 where a check does not hold."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = ("vit", "deit", "swin", "resnet")
+    parser.add_argument("--models", nargs="+", type=Path, default=[SHARED / "models" / f"{n}-cifar10" for n in names])
+    parser.add_argument("--data", type=Path, default=SHARED / "data" / "cifar10")
+    parser.add_argument("--quick", action="store_true", help="400 search images")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--output", help="keep the run folders here")
+    asked = parser.parse_args()
+    rows, checks = [], []
+    with tempfile.TemporaryDirectory() as scratch:
+        for model in asked.models:
+            request = Request(
+                model=str(model),
+                dataset=str(asked.data),
+                output=asked.output or scratch,
+                num_samples=400 if asked.quick else None,
+            )
+            report = optimize(request)
+            rows.append(row_of(model.name, report))
+            checks += checks_of(model.name, report)
+            print(rows[-1], flush=True)
+    print("\nThe paper (Table 4, ImageNet-1K): points lost, params saved, times as fast")
+    for name, (pruned, quantized) in PAPER.items():
+        print(f"  {name}: pruning {pruned}, quantization {quantized}")
+    return finish(checks, rows, asked.json)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,92 @@
+import json
+from pathlib import Path
+
+import pytest
+import re2
+from made import profile
+
+from profiling_agent.analysis.groups import group_units, pattern_for
+from profiling_agent.analysis.plan_file import read_plan
+from profiling_agent.analysis.rules import MIN_PARAMS_SAVED, analyse, recommend_quantization
+from profiling_agent.errors import PlanError
+from profiling_agent.pruning.patterns import dry_run
+
+
+def test_repeated_units_are_one_group_whose_shares_add_up():
+    (group,) = group_units(profile(num_layers=2, width=512))
+
+    # Two layers of fc1 and fc2 with 5 x 512 params each, beside a norm of 64; the norm does no MACs.
+    assert len(group.units) == 2
+    assert group.params_share == pytest.approx(10240 / 10304)
+    assert group.macs_share == 1.0
+    assert group.latency_share == pytest.approx(8 / 9)
+
+
+def test_a_groups_pattern_hits_its_members_and_nothing_else():
+    pattern = pattern_for(["a.0.b.1.c", "a.2.b.1.c"])
+
+    assert re2.search(pattern, "a.2.b.1.c")
+    assert not re2.search(pattern, "a.1.b.1.c")
+    assert not re2.search(pattern, "a.2.b.10.c")
+
+
+def test_the_first_plan_saves_enough_to_be_worth_an_evaluation_and_cites_the_profile():
+    measured = profile()
+
+    plan = analyse(measured)
+
+    assert dry_run(plan, measured).params <= measured.params * (1 - MIN_PARAMS_SAVED)
+    assert "99.4% of the params" in plan.pruning[0].justification
+    assert plan.quantization[0].layer == "all"
+
+
+def test_no_quantization_is_recommended_where_the_user_wants_none():
+    assert recommend_quantization(profile(), layers="all", dtype="none") == ()
+
+
+def test_a_model_without_units_gets_a_plan_that_prunes_nothing():
+    assert analyse(profile().model_copy(update={"units": ()})).pruning == ()
+
+
+def test_a_plan_file_in_the_papers_form_is_read(tmp_path: Path):
+    paper = {
+        "pruning_recommendations": [
+            {"layer": "fc1", "pruning_type": "structured", "pruning_ratio": 0.2, "justification": "wide"}
+        ],
+        "quantization_recommendations": [
+            {"layer": "all", "quantization_type": "dynamic", "dtype": "qint8", "justification": "linear"}
+        ],
+    }
+    (tmp_path / "plan.json").write_text(json.dumps(paper))
+
+    plan = read_plan(str(tmp_path / "plan.json"))
+
+    assert plan.pruning[0].pruning_ratio == 0.2
+    assert plan.quantization[0].dtype == "qint8"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{", "no valid plan"),
+        ("[]", "no valid plan"),
+        ('{"pruning": [{"layer": "x", "pruning_type": "structured", "pruning_ratio": 1}]}', "less than 1"),
+        ('{"pruning": [{"layer": "x", "pruning_type": "structured", "pruning_ratio": NaN}]}', "no valid plan"),
+        ('{"pruning": [{"layer": "x", "pruning_type": "magic", "pruning_ratio": 0.1}]}', "'structured' or 'head'"),
+        ('{"prune": []}', "Extra inputs"),
+        ("\x00\xff", "no valid plan"),
+    ],
+)
+def test_a_plan_file_that_is_none_is_refused_in_one_line(tmp_path: Path, text: str, says: str):
+    path = tmp_path / "plan.json"
+    path.write_text(text)
+
+    with pytest.raises(PlanError, match=says) as refused:
+        read_plan(str(path))
+
+    assert "\n" not in str(refused.value)
+
+
+def test_a_plan_file_that_is_not_there_is_named():
+    with pytest.raises(PlanError, match=r"'nowhere\.json' can't be read"):
+        read_plan("nowhere.json")

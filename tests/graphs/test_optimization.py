@@ -1,0 +1,144 @@
+import json
+from pathlib import Path
+
+import pytest
+import zoo
+from conftest import World
+
+from profiling_agent import Request, build_graph, load
+from profiling_agent.agents.session import SESSIONS, Session
+from profiling_agent.agents.state import RunState
+from profiling_agent.analysis.rules import analyse
+from profiling_agent.iteration.attempt import measure_attempt, open_journal, prune_candidate, quantize_candidate
+from profiling_agent.iteration.propose import propose
+from profiling_agent.records import Outcome, Plan
+from profiling_agent.reporting.report import RunReport
+from profiling_agent.runtimes.eager import random_batch
+from profiling_agent.workspace import Workspace, read_manifest
+
+
+def report_of(run: Path) -> RunReport:
+    return RunReport.model_validate_json((run / "report.json").read_text())
+
+
+def job_names(run: Path) -> set[str]:
+    return {path.name for path in (run / "jobs").iterdir()}
+
+
+def test_a_run_ends_with_a_verdict_on_images_that_no_decision_saw(finished: Path):
+    report = report_of(finished)
+
+    assert report.verdict.outcome in set(Outcome)
+    assert {term.name for term in report.verdict.terms} == {"accuracy", "speed", "size"}
+    assert report.heldout.predictions.split == "heldout"
+    assert all(row.evaluation.predictions.split == "search" for row in report.variants)
+    assert report.baseline.num_images + report.acquired.search.num_images == 400
+
+
+def test_the_journal_holds_measured_and_judged_attempts(finished: Path):
+    attempts = report_of(finished).attempts
+
+    assert attempts
+    assert [attempt.number for attempt in attempts] == list(range(1, len(attempts) + 1))
+    assert all(attempt.reason for attempt in attempts)
+    first = attempts[0]
+    assert first.dry_run is not None
+    assert first.pruned is not None
+    assert first.pruned.footprint.params == first.dry_run.params
+    assert first.pruned.footprint.macs == first.dry_run.macs
+
+
+def test_the_returned_model_loads_and_is_no_larger_than_the_baseline(finished: Path):
+    report = report_of(finished)
+
+    model = load(finished / "best")
+
+    assert model(pixel_values=random_batch(zoo.SPEC, 2)).logits.shape == (2, 5)
+    assert report.best.size_bytes <= report.baseline.size_bytes
+    assert report.best.params <= report.baseline.params
+
+
+def test_the_graph_and_a_plain_loop_yield_the_same_journal(finished: Path):
+    report = report_of(finished)
+    request = read_manifest(finished).request
+    workspace = Workspace(finished)
+    session = Session(workspace, workspace.lock(), created=False)
+    state = RunState(
+        **request.model_dump(),
+        run_dir=str(finished),
+        acquired=report.acquired,
+        resolved={
+            "input": report.input,
+            "baseline": report.variants[0].evaluation.model,
+            "device": report.acquired.source.device,
+        },
+        profiled=report.profiles["baseline"],
+    )
+    bench, before = session.bench(state), job_names(finished)
+
+    plan, journal = analyse(bench.profile), None
+    while isinstance(plan, Plan):
+        candidate = quantize_candidate(bench, prune_candidate(bench, plan))
+        journal = journal or open_journal(bench, plan)
+        journal = journal.with_attempt(measure_attempt(bench, candidate, journal))
+        plan = propose(bench.goal, bench.profile, journal, max_iterations=request.max_iterations)
+    session.close()
+
+    assert journal is not None
+    assert journal.attempts == report.attempts
+    assert plan is report.stopped
+    assert job_names(finished) == before
+
+
+def test_invoking_the_same_request_again_repeats_no_job(world: World, tmp_path: Path):
+    request = world.request(tmp_path, run_id=None, iterate=False)
+
+    first = build_graph().invoke(request)
+    done = {path: path.stat().st_mtime_ns for path in Path(first["run_dir"]).glob("jobs/*/result.json")}
+    again = build_graph().invoke(request)
+
+    assert set(first) == {"verdict", "report", "run_dir"}
+    assert again["run_dir"] == first["run_dir"]
+    assert again["report"] == first["report"]
+    assert {path: path.stat().st_mtime_ns for path in Path(first["run_dir"]).glob("jobs/*/result.json")} == done
+    assert len(again["report"].attempts) == 1
+    assert not SESSIONS
+
+
+def test_a_request_that_can_not_be_carried_out_leaves_nothing_behind(tmp_path: Path):
+    from profiling_agent.errors import AcquisitionError
+
+    with pytest.raises(AcquisitionError):
+        build_graph().invoke(Request(model=str(tmp_path / "nowhere"), output=str(tmp_path / "runs")))
+
+    assert not list((tmp_path / "runs").iterdir())
+    assert not SESSIONS
+
+
+def test_langgraph_json_names_a_graph_without_a_checkpointer_and_our_saver():
+    from profiling_agent.agents.checkpoints import RunSaver, studio_saver
+    from profiling_agent.graphs.optimization import graph
+
+    config = json.loads((Path(__file__).parents[2] / "langgraph.json").read_text())
+
+    assert config["graphs"]["profiling_agent"]["path"] == "./graphs/optimization.py:graph"
+    assert config["checkpointer"]["path"] == "./profiling_agent/agents/checkpoints.py:studio_saver"
+    assert graph.checkpointer is None
+    assert isinstance(studio_saver(), RunSaver)
+
+
+def test_the_form_that_studio_shows_is_the_requests():
+    from profiling_agent.graphs.optimization import graph
+
+    schema = graph.get_input_jsonschema()
+
+    assert set(schema["properties"]) == set(Request.model_fields)
+    assert schema["properties"]["max_accuracy_drop"]["default"] == 0.01
+
+
+def test_readme_shows_the_graph_as_it_is():
+    from profiling_agent.graphs.optimization import graph
+
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+
+    assert graph.get_graph().draw_mermaid().strip() in readme

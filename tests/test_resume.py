@@ -1,0 +1,117 @@
+"""A run that is killed, resumed and compared with one that was left alone."""
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+from conftest import World
+
+from profiling_agent import Request, optimize, resume
+from profiling_agent.errors import RunError
+from profiling_agent.reporting.report import RunReport
+
+# Kills itself, as `kill -9` would, when the given stage has said something `after` times.
+CUT = """
+import os, signal, sys
+from profiling_agent import Request, optimize
+stage, after = sys.argv[2], int(sys.argv[3])
+heard = 0
+def listen(event):
+    global heard
+    heard += event.stage == stage
+    if heard >= after:
+        os.kill(os.getpid(), signal.SIGKILL)
+optimize(Request.model_validate_json(sys.argv[1]), listen)
+"""
+
+
+def kill_at(request: Request, stage: str, after: int) -> None:
+    ended = subprocess.run([sys.executable, "-c", CUT, request.model_dump_json(), stage, str(after)], check=False)
+    assert ended.returncode == -signal.SIGKILL
+
+
+def children_of(run: Path) -> list[psutil.Process]:
+    """Return the processes of ours that still write into a run folder."""
+    found = []
+    for process in psutil.process_iter(["cmdline", "open_files"]):
+        command = " ".join(process.info["cmdline"] or ())
+        is_ours = "profiling_agent.jobs" in command or "profiling_agent.runtimes" in command
+        if is_ours and any(str(run) in file.path for file in process.info["open_files"] or ()):
+            found.append(process)
+    return found
+
+
+def decisions(report: RunReport) -> dict[str, object]:
+    """Return all of a report that must not depend on being interrupted: everything but what was timed."""
+    return {
+        "outcome": report.verdict.outcome,
+        "binding": report.verdict.binding,
+        "stopped": report.stopped,
+        "best": (report.best.variant, report.best.attempt, report.best.top1, report.best.params, report.best.macs),
+        "heldout": report.heldout.drop,
+        "attempts": [
+            (a.plan.model_dump(exclude={"pruning": {"__all__": {"justification"}}}), a.dry_run, a.accepted, a.reason)
+            for a in report.attempts
+        ],
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "after"), [("profiling", 1), ("evaluation", 2), ("report", 3)])
+def test_a_killed_run_resumes_to_the_same_decisions(world: World, finished: Path, tmp_path: Path, stage, after):
+    run = tmp_path / "quick"
+    kill_at(world.request(tmp_path), stage, after)
+    psutil.wait_procs(children_of(run), timeout=20)
+    assert not children_of(run), "a killed parent leaves no child behind"
+    done = {path.parent.name for path in run.glob("jobs/*/result.json")}
+    written = {name: (run / "jobs" / name / "result.json").stat().st_mtime_ns for name in done}
+
+    report = resume(run)
+
+    undisturbed = RunReport.model_validate_json((finished / "report.json").read_text())
+    assert decisions(report) == decisions(undisturbed)
+    assert {name: (run / "jobs" / name / "result.json").stat().st_mtime_ns for name in done} == written
+    assert not list(run.rglob(".tmp-*"))
+    assert not children_of(run)
+
+
+def test_a_finished_run_gives_its_report_again(finished: Path):
+    assert resume(finished) == RunReport.model_validate_json((finished / "report.json").read_text())
+
+
+def test_an_existing_run_id_is_refused_and_left_alone(world: World, finished: Path):
+    before = (finished / "report.json").read_bytes()
+
+    with pytest.raises(RunError, match="exists in"):
+        optimize(world.request(finished.parent))
+
+    assert (finished / "report.json").read_bytes() == before
+
+
+def test_a_folder_that_is_no_run_can_not_be_resumed(tmp_path: Path):
+    with pytest.raises(RunError, match="no run folder"):
+        resume(tmp_path)
+
+
+def test_a_run_in_use_is_not_resumed_by_another_process(finished: Path):
+    from profiling_agent.workspace import Workspace
+
+    # Drop the checkpoints' last word by asking for a run that has none: the lock is taken before anything else.
+    lock = Workspace(finished).lock()
+    code = "import sys; from profiling_agent import resume; resume(sys.argv[1])"
+    hidden = finished / "checkpoints.sqlite"
+    hidden.rename(finished / "hidden")
+    try:
+        ended = subprocess.run([sys.executable, "-c", code, str(finished)], capture_output=True, text=True, check=False)
+    finally:
+        for leftover in finished.glob("checkpoints.sqlite*"):
+            leftover.unlink()
+        (finished / "hidden").rename(hidden)
+        lock.release()
+
+    assert ended.returncode != 0
+    assert "in use by another process" in ended.stderr
+    assert (finished / "report.json").exists()
