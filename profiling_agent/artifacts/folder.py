@@ -1,0 +1,65 @@
+"""Folders that appear complete or not at all, and are read only if nothing in them is foreign."""
+
+import os
+import shutil
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from uuid import uuid4
+
+from profiling_agent.artifacts.recipe import RECIPE, Recipe, read_recipe
+from profiling_agent.errors import ArtifactError
+from profiling_agent.workspace import TEMPORARY, file_sha256
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def appearing(folder: Path) -> Generator[Path]:
+    """Give a temporary sibling to write to; it becomes `folder` when the block ends, and vanishes if it raises.
+
+    Raises:
+        ArtifactError: `folder` exists.
+    """
+    if folder.exists() or folder.is_symlink():
+        raise ArtifactError(f"{str(folder)!r} exists already: artifacts are never overwritten, choose another folder")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = folder.parent / f"{TEMPORARY}{folder.name}-{uuid4().hex}"
+    temporary.mkdir()
+    try:
+        yield temporary
+        for path in (*temporary.iterdir(), temporary):
+            _sync(path)
+        temporary.rename(folder)
+        _sync(folder.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def open_folder(folder: Path, *, verify: bool) -> Recipe:
+    """Return the recipe of a folder in which nothing is missing and nothing foreign; `verify` compares every hash.
+
+    Raises:
+        ArtifactError: names the file that is missing, foreign, a link, or not the one that was saved.
+    """
+    recipe = read_recipe(folder)
+    for path in sorted(folder.iterdir()):
+        if path.is_symlink():
+            raise ArtifactError(f"{str(path)!r} is a symbolic link: a saved model holds plain files alone; remove it")
+        if path.name != RECIPE and path.name not in recipe.files:
+            raise ArtifactError(f"{str(path)!r} isn't in the recipe: remove it, or save the model again")
+    for name, sha256 in recipe.files.items():
+        path = folder / name
+        if not path.is_file():
+            raise ArtifactError(f"{str(path)!r} is missing: save the model again")
+        if verify and file_sha256(path) != sha256:
+            raise ArtifactError(
+                f"{str(path)!r} isn't the file that was saved (its sha256 differs): save the model again"
+            )
+    return recipe

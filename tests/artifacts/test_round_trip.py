@@ -1,0 +1,247 @@
+"""Everything we save comes back in a fresh process and says the same."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import zoo
+from safetensors.torch import load_file
+from torch import nn
+
+from profiling_agent.artifacts.load import load, load_processor, load_recipe, load_skeleton
+from profiling_agent.artifacts.save import save_model
+from profiling_agent.evaluation.footprint import parameter_bytes
+from profiling_agent.quantization.linear import DynamicLinear
+from profiling_agent.quantization.quantize import quantize_model
+from profiling_agent.records import Cut, QuantizationRecommendation, Unit, UnitKind
+from profiling_agent.runtimes.eager import random_batch
+
+EVERYTHING = QuantizationRecommendation(layer="all", dtype="qint8")
+ASK = """
+import json, sys, torch
+from profiling_agent.artifacts.load import load
+from profiling_agent.records import InputSpec
+from profiling_agent.runtimes.eager import random_batch
+batch = random_batch(InputSpec(channels=3, height=32, width=32, source="zoo"), 3, seed=7)
+before = torch.random.get_rng_state()
+for folder in sys.argv[1:]:
+    model = load(folder)
+    assert not model.training
+    with torch.inference_mode():
+        print(json.dumps(model(pixel_values=batch).logits.tolist()))
+assert torch.equal(before, torch.random.get_rng_state()), "loading moved the seed"
+"""
+
+
+def keep_out(layer: nn.Module, num: int) -> None:
+    """Keep the first `num` outputs of a linear or convolution, by hand."""
+    layer.weight = nn.Parameter(layer.weight.detach()[:num].clone())
+    if layer.bias is not None:
+        layer.bias = nn.Parameter(layer.bias.detach()[:num].clone())
+    setattr(layer, "out_features" if isinstance(layer, nn.Linear) else "out_channels", num)
+
+
+def keep_in(layer: nn.Module, num: int) -> None:
+    layer.weight = nn.Parameter(layer.weight.detach()[:, :num].clone())
+    setattr(layer, "in_features" if isinstance(layer, nn.Linear) else "in_channels", num)
+
+
+def keep_norm(norm: nn.BatchNorm2d, num: int) -> None:
+    for name in ("weight", "bias"):
+        setattr(norm, name, nn.Parameter(getattr(norm, name).detach()[:num].clone()))
+    norm.running_mean, norm.running_var = norm.running_mean[:num].clone(), norm.running_var[:num].clone()
+    norm.num_features = num
+
+
+def cut_mlp(model: nn.Module) -> None:
+    mlp = next(module for name, module in model.named_modules() if name.endswith("mlp"))
+    keep_out(mlp.fc1, 24)
+    keep_in(mlp.fc2, 24)
+
+
+def cut_heads(attention: nn.Module, heads: int) -> None:
+    width = heads * attention.head_dim
+    for name in ("q_proj", "k_proj", "v_proj"):
+        keep_out(getattr(attention, name), width)
+    keep_in(attention.o_proj, width)
+    attention.num_attention_heads = heads
+    if hasattr(attention, "relative_position_bias"):
+        table = attention.relative_position_bias.relative_position_bias_table
+        attention.relative_position_bias.relative_position_bias_table = nn.Parameter(table.detach()[:, :heads].clone())
+
+
+def cut_resnet(model: nn.Module) -> None:
+    block = model.resnet.encoder.stages[0].layers[0].layer
+    keep_out(block[0].convolution, 8)
+    keep_norm(block[0].normalization, 8)
+    keep_in(block[1].convolution, 8)
+
+
+def pruned(family: str) -> tuple[nn.Module, tuple[Cut, ...]]:
+    model = zoo.FAMILIES[family]()
+    if family == "resnet":
+        cut_resnet(model)
+        return model, ()
+    cut_mlp(model)
+    name, attention = next((n, m) for n, m in model.named_modules() if hasattr(m, "q_proj"))
+    unit = Unit(
+        name=name,
+        kind=UnitKind.HEADS,
+        producers=(f"{name}.q_proj", f"{name}.k_proj", f"{name}.v_proj"),
+        consumer=f"{name}.o_proj",
+        width=attention.num_attention_heads,
+        step=1,
+        params_per_channel=1,
+        macs_per_channel=1,
+    )
+    cut_heads(attention, 1)
+    return model, (Cut(unit=unit, keep=1, requested_ratio=0.5),)
+
+
+def save(model: nn.Module, folder: Path, cuts: tuple[Cut, ...] = ()) -> Path:
+    save_model(model, folder, spec=zoo.SPEC, processor=zoo.processor(), base_model="zoo", cuts=cuts)
+    return folder
+
+
+def say(model: nn.Module) -> torch.Tensor:
+    with torch.inference_mode():
+        return model(pixel_values=random_batch(zoo.SPEC, 3, seed=7)).logits
+
+
+def variants(family: str) -> dict[str, tuple[nn.Module, tuple[Cut, ...]]]:
+    small, cuts = pruned(family)
+    return {
+        "plain": (zoo.FAMILIES[family](), ()),
+        "pruned": (small, cuts),
+        "quantized": (quantize_model(zoo.FAMILIES[family](), [EVERYTHING]).model, ()),
+        "both": (quantize_model(small, [EVERYTHING]).model, cuts),
+    }
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], tuple[torch.Tensor, torch.Tensor]]:
+    """What each model of each family said when it was saved, and what a process that loaded it says."""
+    root = tmp_path_factory.mktemp("saved")
+    said = {}
+    for family in zoo.FAMILIES:
+        for name, (model, cuts) in variants(family).items():
+            said[family, name] = say(model)
+            save(model, root / f"{family}-{name}", cuts)
+    folders = [str(root / f"{family}-{name}") for family, name in said]
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", ASK, *folders], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    heard = [torch.tensor(json.loads(line)) for line in done.stdout.splitlines()]
+    return {key: (logits, answer) for (key, logits), answer in zip(said.items(), heard, strict=True)}
+
+
+@pytest.mark.parametrize("variant", ["plain", "pruned", "quantized", "both"])
+@pytest.mark.parametrize("family", list(zoo.FAMILIES))
+def test_a_fresh_process_computes_what_was_saved(answers, family: str, variant: str):
+    said, heard = answers[family, variant]
+
+    torch.testing.assert_close(heard, said, rtol=1e-5, atol=1e-5)
+
+
+def test_a_loaded_model_states_its_widths_and_heads(tmp_path: Path):
+    model, cuts = pruned("swin")
+
+    loaded = load(save(model, tmp_path / "model", cuts))
+
+    attention = loaded.get_submodule(cuts[0].unit.name)
+    assert attention.num_attention_heads == 1
+    assert (attention.q_proj.out_features, attention.o_proj.in_features) == (16, 16)
+    assert next(m.out_features for n, m in loaded.named_modules() if n.endswith("mlp.fc1")) == 24
+    assert torch.equal(say(loaded), say(model))
+
+
+def test_a_cut_batch_norm_states_its_width(tmp_path: Path):
+    block = load(save(pruned("resnet")[0], tmp_path / "model")).resnet.encoder.stages[0].layers[0].layer
+
+    assert block[0].normalization.num_features == 8
+    assert (block[0].convolution.out_channels, block[1].convolution.in_channels) == (8, 8)
+
+
+def test_quantized_weights_are_stored_as_int8_under_their_live_names(tmp_path: Path):
+    folder = save(quantize_model(zoo.vit(), [EVERYTHING]).model, tmp_path / "model")
+
+    tensors = load_file(folder / "model.safetensors")
+
+    assert tensors["vit.layers.0.mlp.fc1.weight"].dtype == torch.int8
+    assert tensors["vit.layers.0.mlp.fc1.scale"].shape == (256,)
+    assert {layer.name for layer in load_recipe(folder).quantized} >= {"classifier", "vit.layers.0.mlp.fc1"}
+    assert isinstance(load(folder).classifier, DynamicLinear)
+
+
+def test_half_precision_layers_come_back_equal(tmp_path: Path):
+    half = QuantizationRecommendation(layer="mlp", dtype="float16")
+    model = quantize_model(zoo.vit(), [EVERYTHING, half]).model
+
+    loaded = load(save(model, tmp_path / "model"))
+
+    assert torch.equal(say(loaded), say(model))
+    assert (loaded.vit.layers[0].mlp.fc1.dtype, loaded.classifier.dtype) == ("float16", "qint8")
+
+
+def test_the_skeleton_of_a_quantized_model_is_plain_float32(tmp_path: Path):
+    small, cuts = pruned("vit")
+    folder = save(quantize_model(small, [EVERYTHING]).model, tmp_path / "model", cuts)
+
+    skeleton = load_skeleton(folder)
+
+    assert {name: tensor.shape for name, tensor in skeleton.state_dict().items()} == {
+        name: tensor.shape for name, tensor in small.state_dict().items()
+    }
+    assert parameter_bytes(skeleton) == parameter_bytes(small)
+    torch.testing.assert_close(say(skeleton), say(small), rtol=0.1, atol=0.1)
+
+
+def test_tied_parameters_are_stored_once_and_stay_tied(tmp_path: Path):
+    model = zoo.vit()
+    model.vit.layers[1].mlp.fc1.weight = model.vit.layers[0].mlp.fc1.weight
+    folder = save(model, tmp_path / "model")
+
+    loaded = load(folder)
+
+    assert loaded.vit.layers[1].mlp.fc1.weight is loaded.vit.layers[0].mlp.fc1.weight
+    assert "vit.layers.1.mlp.fc1.weight" not in load_file(folder / "model.safetensors")
+    assert parameter_bytes(loaded) == parameter_bytes(model)
+    assert torch.equal(say(loaded), say(model))
+
+
+def test_views_of_one_tensor_survive(tmp_path: Path):
+    model = zoo.vit()
+    whole = torch.randn(128, 64)
+    for index, layer in enumerate(model.vit.layers):
+        layer.attention.q_proj.weight = nn.Parameter(whole[64 * index : 64 * (index + 1)])
+
+    assert torch.equal(say(load(save(model, tmp_path / "model"))), say(model))
+
+
+def test_a_model_can_be_saved_again_after_loading(tmp_path: Path):
+    small, cuts = pruned("deit")
+    first = save(quantize_model(small, [EVERYTHING]).model, tmp_path / "first", cuts)
+
+    second = save(load(first), tmp_path / "second", load_recipe(first).cuts)
+
+    assert load_recipe(second) == load_recipe(first)
+
+
+def test_the_processor_is_saved_with_the_model(tmp_path: Path):
+    processor = load_processor(save(zoo.vit(), tmp_path / "model"))
+
+    assert processor.size["height"] == 32
+    assert list(processor.image_mean) == [0.5, 0.5, 0.5]
+
+
+def test_saving_leaves_the_mode_of_the_model(tmp_path: Path):
+    model = zoo.vit().train()
+
+    save(model, tmp_path / "model")
+
+    assert model.training
+    assert not load(tmp_path / "model").training
