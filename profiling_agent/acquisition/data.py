@@ -108,7 +108,9 @@ def _from_disk(folder: Path, name: str) -> Mapping[str, Any] | None:
         return None
     with reading(name):
         loaded: Any = datasets.load_from_disk(str(folder))
-    return dict(loaded) if isinstance(loaded, datasets.DatasetDict) else {str(loaded.split or "train"): loaded}
+    if isinstance(loaded, datasets.DatasetDict):
+        return {str(split): rows for split, rows in loaded.items()}
+    return {str(loaded.split or "train"): loaded}
 
 
 def _explain_config(query: DataQuery, path: str, revision: str | None) -> None:

@@ -1,0 +1,56 @@
+"""A drawn split, read back."""
+
+import io
+
+import numpy as np
+import pytest
+import torch
+import zoo
+from PIL import Image
+
+from profiling_agent.acquisition.batches import iter_batches, read_split, write_split
+from profiling_agent.errors import ArtifactError
+
+
+def gray(value):
+    stream = io.BytesIO()
+    Image.new("L", (8, 8), value).save(stream, "PNG")
+    return stream.getvalue()
+
+
+@pytest.fixture
+def path(tmp_path):
+    write_split(tmp_path / "search.parquet", [gray(51 * shade) for shade in range(5)], [4, 3, 2, 1, 0])
+    return tmp_path / "search.parquet"
+
+
+def test_a_split_comes_back_in_order(path):
+    split = read_split(path)
+    assert split.labels.dtype == np.int64
+    assert split.labels.tolist() == [4, 3, 2, 1, 0]
+    assert [split.image(row).getpixel((0, 0)) for row in range(len(split))] == [(51 * shade,) * 3 for shade in range(5)]
+
+
+def test_batches_hold_what_the_model_takes_and_the_last_is_short(path):
+    batches = list(iter_batches(path, zoo.processor(), batch_size=2))
+    assert [tuple(pixels.shape) for pixels, _ in batches] == [(2, 3, 32, 32), (2, 3, 32, 32), (1, 3, 32, 32)]
+    assert {pixels.dtype for pixels, _ in batches} == {torch.float32}
+    assert torch.equal(torch.cat([labels for _, labels in batches]), torch.tensor([4, 3, 2, 1, 0]))
+    # 51 is a fifth of white: normalised with mean and deviation one half, that is -0.6.
+    assert batches[0][0][1].mean().item() == pytest.approx(-0.6, abs=1e-6)
+
+
+@pytest.mark.parametrize(("limit", "sizes"), [(3, [2, 1]), (2, [2]), (99, [2, 2, 1]), (0, [])])
+def test_a_limit_stops_early(path, limit, sizes):
+    assert [len(labels) for _, labels in iter_batches(path, zoo.processor(), batch_size=2, limit=limit)] == sizes
+
+
+def test_a_file_that_is_no_split_is_an_error(tmp_path):
+    (tmp_path / "x.parquet").write_bytes(b"PAR1")
+    with pytest.raises(ArtifactError, match="can't be read"):
+        read_split(tmp_path / "x.parquet")
+
+
+def test_a_split_that_is_gone_is_an_error(tmp_path):
+    with pytest.raises(ArtifactError, match="can't be read"):
+        read_split(tmp_path / "gone.parquet")

@@ -1,0 +1,79 @@
+"""Every kind of image becomes 8-bit RGB, and damaged ones are told apart."""
+
+import io
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from profiling_agent.acquisition.images import UNREADABLE, decode_rgb
+
+
+def encoded(image, kind="PNG", **options):
+    stream = io.BytesIO()
+    image.save(stream, kind, **options)
+    return stream.getvalue()
+
+
+def ramp(dtype, top):
+    return np.linspace(0, top, 16).reshape(4, 4).astype(dtype)
+
+
+def test_sixteen_bit_gray_keeps_its_shades():
+    decoded = decode_rgb(encoded(Image.fromarray(ramp(np.uint16, 65535))))
+    assert decoded.mode == "RGB"
+    red = np.asarray(decoded)[..., 0].ravel()
+    assert np.abs(red.astype(int) - np.linspace(0, 255, 16)).max() <= 1
+
+
+def test_float_gray_between_zero_and_one_keeps_its_shades():
+    red = np.asarray(decode_rgb(encoded(Image.fromarray(ramp(np.float32, 1.0)), "TIFF")))[..., 0].ravel()
+    assert np.abs(red.astype(int) - np.linspace(0, 255, 16)).max() <= 1
+
+
+@pytest.mark.parametrize("mode", ["L", "1", "LA", "RGBA", "P"])
+def test_other_modes_become_rgb(mode):
+    assert decode_rgb(encoded(Image.new("RGB", (4, 6), (200, 200, 200)).convert(mode))).mode == "RGB"
+
+
+def test_a_palette_keeps_its_colours_and_its_transparency_raises_no_warning():
+    palette = Image.new("P", (4, 4), 1)
+    palette.putpalette([0, 0, 0, 10, 200, 30])
+    decoded = decode_rgb(encoded(palette, transparency=b"\xff\x80"))
+    assert decoded.getpixel((0, 0)) == (10, 200, 30)
+
+
+def test_cmyk_is_turned_to_rgb():
+    decoded = decode_rgb(encoded(Image.new("CMYK", (8, 8), (0, 255, 255, 0)), "JPEG"))
+    red, green, blue = decoded.getpixel((4, 4))
+    assert red > 200
+    assert max(green, blue) < 60
+
+
+def test_an_image_that_was_stored_turned_stands_upright():
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    decoded = decode_rgb(encoded(Image.new("RGB", (10, 4)), "JPEG", exif=exif))
+    assert decoded.size == (4, 10)
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "GIF", "BMP", "TIFF", "WEBP"])
+def test_damaged_images_raise_one_of_the_known_errors(kind):
+    pixels = np.random.default_rng(0).integers(0, 256, (32, 32, 3), dtype=np.uint8)
+    whole = encoded(Image.fromarray(pixels), kind)
+    with pytest.raises(UNREADABLE):
+        decode_rgb(whole[: len(whole) // 8])
+    rng = np.random.default_rng(1)
+    for _ in range(150):
+        damaged = bytearray(whole)
+        for place in rng.integers(0, len(whole), 8):
+            damaged[place] = rng.integers(0, 256)
+        try:
+            assert decode_rgb(bytes(damaged)).mode == "RGB"
+        except UNREADABLE:
+            continue
+
+
+def test_nothing_is_no_image():
+    with pytest.raises(UNREADABLE):
+        decode_rgb(b"")

@@ -1,0 +1,93 @@
+"""Labels of a data set against classes of a model."""
+
+import pytest
+
+from profiling_agent.acquisition.labels import match_labels
+from profiling_agent.errors import AcquisitionError
+
+ANIMALS = {0: "cat", 1: "dog", 2: "bird"}
+
+
+def ids(matches):
+    return [match.model_id for match in matches]
+
+
+def rules(matches):
+    return [match.rule for match in matches]
+
+
+def test_equal_names_at_every_id_map_by_id():
+    matches = match_labels(["cat", "Dog", "BIRD"], ANIMALS)
+    assert ids(matches) == [0, 1, 2]
+    assert rules(matches) == ["id"] * 3
+
+
+def test_imagenet_cranes_are_told_apart_by_their_ids():
+    cranes = {0: "crane", 1: "tench, Tinca tinca", 2: "crane"}
+    assert ids(match_labels(["crane", "tench", "crane "], cranes)) == [0, 1, 2]
+
+
+def test_an_ambiguous_name_stays_unmapped_where_ids_do_not_agree():
+    cranes = {0: "crane", 1: "tench", 2: "crane"}
+    assert ids(match_labels(["tench", "crane"], cranes)) == [1, None]
+
+
+def test_the_same_names_in_another_order_map_by_name_and_not_by_id():
+    matches = match_labels(["dog", "bird", "cat"], ANIMALS)
+    assert ids(matches) == [1, 2, 0]
+    assert rules(matches) == ["name"] * 3
+
+
+@pytest.mark.parametrize("generic", [["LABEL_0", "LABEL_1", "LABEL_2"], ["0", "1", "2"], ["class 0", "class 1", "class 2"]])
+def test_numbers_for_names_map_by_id_where_the_counts_agree(generic):
+    assert ids(match_labels(generic, ANIMALS)) == [0, 1, 2]
+    assert ids(match_labels(["cat", "dog", "bird"], dict(enumerate(generic)))) == [0, 1, 2]
+
+
+def test_numbers_that_were_sorted_as_text_mean_their_own_number():
+    names = [str(number) for number in range(11)]
+    assert sorted(names)[2] == "10"
+    matches = match_labels(sorted(names), {index: f"thing {index} of a kind" for index in range(11)})
+    assert ids(matches) == [0, 1, 10, 2, 3, 4, 5, 6, 7, 8, 9]
+
+
+def test_numbers_do_not_map_where_the_counts_differ():
+    with pytest.raises(AcquisitionError, match="no label of the data set"):
+        match_labels(["0", "1"], ANIMALS)
+
+
+def test_found_strings_without_an_order_never_map_to_numbers():
+    with pytest.raises(AcquisitionError, match="LABEL_0"):
+        match_labels(["bird", "cat", "dog"], {0: "LABEL_0", 1: "LABEL_1", 2: "LABEL_2"}, ordered=False)
+
+
+def test_case_spaces_underscores_and_hyphens_do_not_matter():
+    matches = match_labels(["Golden_Retriever", "tabby-cat"], {5: "tabby cat", 7: "golden retriever", 9: "dog"})
+    assert ids(matches) == [7, 5]
+    assert rules(matches) == ["normalised name"] * 2
+
+
+def test_every_synonym_of_an_imagenet_label_counts():
+    classes = {0: "tench, Tinca tinca", 217: "English springer, English springer spaniel", 701: "parachute, chute"}
+    matches = match_labels(["English springer", "Tinca_tinca", "chute", "gas pump"], classes)
+    assert ids(matches) == [217, 0, 701, None]
+    assert matches[3].rule == "unmapped"
+
+
+def test_substrings_match_whole_words_only_and_only_where_names_fail():
+    matches = match_labels(["retriever", "cat", "dog"], {0: "golden retriever", 1: "catamaran", 2: "dog"})
+    assert ids(matches) == [0, None, 2]
+    assert rules(matches) == ["substring", "unmapped", "name"]
+
+
+def test_a_substring_with_two_candidates_stays_unmapped():
+    assert ids(match_labels(["cat", "dog"], {0: "tabby cat", 1: "tiger cat", 2: "dog"})) == [None, 2]
+
+
+def test_a_substring_never_takes_a_class_that_another_label_names():
+    assert ids(match_labels(["fire truck", "truck"], {0: "truck", 1: "car", 2: "ship"})) == [None, 0]
+
+
+def test_no_match_at_all_shows_labels_of_both_sides():
+    with pytest.raises(AcquisitionError, match=r"'apple', 'pear'.*'cat', 'dog', 'bird'"):
+        match_labels(["apple", "pear"], ANIMALS)

@@ -1,0 +1,152 @@
+"""Loading models, and the one line each kind of wrong model gets."""
+
+import json
+
+import pytest
+import torch
+import zoo
+from safetensors.torch import load_file, save_file
+
+from profiling_agent.acquisition.device import resolve_device
+from profiling_agent.acquisition.models import load_model
+from profiling_agent.errors import AcquisitionError, RequestError
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return zoo.save(zoo.vit(), tmp_path / "vit")
+
+
+def refusal(name):
+    with pytest.raises(AcquisitionError) as caught:
+        load_model(str(name))
+    message = str(caught.value)
+    assert "\n" not in message
+    assert message[0].islower()
+    return message
+
+
+def rewrite_config(folder, **changes):
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+@pytest.mark.parametrize("family", zoo.FAMILIES)
+def test_each_family_loads_with_the_weights_it_was_saved_with(family, tmp_path):
+    saved = zoo.FAMILIES[family]()
+    loaded = load_model(str(zoo.save(saved, tmp_path / family)))
+    assert loaded.architecture == type(saved).__name__
+    assert loaded.revision is None
+    assert not loaded.model.training
+    images = torch.rand(zoo.SPEC.batch(2))
+    with torch.inference_mode():
+        assert torch.equal(loaded.model(pixel_values=images).logits, saved(pixel_values=images).logits)
+    assert loaded.model.config.id2label == zoo.LABELS
+    assert type(loaded.processor).__name__ == "ViTImageProcessorPil"
+
+
+def test_half_precision_weights_are_loaded_as_float32(tmp_path):
+    loaded = load_model(str(zoo.save(zoo.vit().half(), tmp_path / "half")))
+    assert {tensor.dtype for tensor in loaded.model.parameters()} == {torch.float32}
+
+
+def test_a_path_that_is_not_there_is_named(tmp_path):
+    assert "does not exist" in refusal(tmp_path / "nowhere")
+
+
+def test_a_file_is_no_model(tmp_path):
+    (tmp_path / "file").write_text("")
+    assert "is a file" in refusal(tmp_path / "file")
+
+
+def test_a_folder_without_a_config_is_refused(tmp_path):
+    assert "no config.json" in refusal(tmp_path)
+
+
+def test_a_damaged_config_is_refused(folder):
+    (folder / "config.json").write_text("{")
+    assert "damaged" in refusal(folder)
+
+
+def test_a_language_model_is_no_image_classifier(folder):
+    rewrite_config(folder, model_type="bert", architectures=["BertForMaskedLM"])
+    assert "no image classifier (BertForMaskedLM)" in refusal(folder)
+
+
+def test_a_model_with_code_of_its_own_is_refused(folder):
+    rewrite_config(folder, model_type="mine", auto_map={"AutoModelForImageClassification": "mine.Mine"})
+    assert "never run" in refusal(folder)
+
+
+def test_a_backbone_without_a_classifier_is_refused(folder):
+    weights = load_file(folder / "model.safetensors")
+    kept = {name: tensor for name, tensor in weights.items() if not name.startswith("classifier")}
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    message = refusal(folder)
+    assert "'classifier.bias'" in message
+    assert "1 more" in message
+
+
+def test_weights_as_pickle_alone_are_refused_and_not_opened(folder):
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"this would crash an unpickler")
+    assert "only as pickle ('pytorch_model.bin')" in refusal(folder)
+
+
+def test_a_folder_without_weights_is_refused(folder):
+    (folder / "model.safetensors").unlink()
+    assert "no weights" in refusal(folder)
+
+
+def test_a_cut_weights_file_is_refused(folder):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:1000])
+    assert "can't be loaded" in refusal(folder)
+
+
+def test_weights_of_another_shape_are_refused(folder):
+    rewrite_config(folder, intermediate_size=128)
+    assert "can't be loaded" in refusal(folder)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_named(folder, value):
+    weights = load_file(folder / "model.safetensors")
+    name = next(name for name in weights if name.endswith("fc1.weight") or name.endswith("intermediate.dense.weight"))
+    weights[name][0, 0] = value
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    assert "NaN or infinite" in refusal(folder)
+
+
+def test_a_missing_image_processor_is_named(folder):
+    (folder / "preprocessor_config.json").unlink()
+    assert "preprocessor_config.json is missing" in refusal(folder)
+
+
+def test_an_unknown_reference_lists_the_known_ones():
+    assert "reference:vit, reference:deit, reference:swin, reference:resnet" in refusal("reference:vgg")
+
+
+def test_no_hub_id_may_have_spaces():
+    assert "valid Hub id" in refusal("not a model")
+
+
+def test_nothing_is_printed_while_loading(folder, capfd):
+    load_model(str(folder))
+    assert capfd.readouterr() == ("", "")
+
+
+def test_the_device_is_what_was_asked_for():
+    assert resolve_device("cpu") == "cpu"
+    assert resolve_device("auto") == ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
+def test_cuda_that_is_not_there_is_an_error():
+    with pytest.raises(RequestError, match="no CUDA device"):
+        resolve_device("cuda")
+
+
+def test_another_device_is_an_error():
+    with pytest.raises(RequestError, match="'tpu'"):
+        resolve_device("tpu")
