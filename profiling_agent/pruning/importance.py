@@ -47,7 +47,7 @@ IMPORTANCE: Mapping[str, Callable[[UnitWeights, torch.Generator], Tensor]] = {
 
 
 def score(model: nn.Module, unit: Unit, importance: str, *, seed: int = 0) -> Tensor:
-    """Return one score for each channel or head of `unit`: (width,), float32 or wider.
+    """Return one score for each channel or head of `unit`: (width,), float32.
 
     `random` draws by seed and unit name, so a unit's order doesn't depend on which others are cut.
     """

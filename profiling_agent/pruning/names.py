@@ -15,7 +15,6 @@ MIN_SIMILARITY = 0.3
 # What transformers 4 called the layers, in the order in which the replacements have to be made.
 OLD_NAMES = (
     (".encoder.layer.", ".layers."),
-    (".encoder.layers.", ".layers."),
     ("attention.attention.", "attention."),
     ("attention.self.", "attention."),
     ("attention.output.dense", "attention.o_proj"),
@@ -42,19 +41,23 @@ def matching_names(pattern: str, names: Collection[str]) -> list[str]:
         regex = re2.compile(pattern, options)
         return [name for name in names if regex.search(name)]
     except re2.error as error:
-        reason = error.args[0].decode() if isinstance(error.args[0], bytes) else error.args[0]
+        reason = error.args[0].decode() if isinstance(error.args[0], bytes) else str(error)
         raise PlanError(
-            f"the layer pattern {pattern!r} is no RE2 expression ({reason}); "
-            "use one without backreferences or lookarounds"
+            f"the layer pattern {pattern!r} is no RE2 expression of a sane size ({reason[:80]!r}); "
+            "use one without backreferences, lookarounds and large repetitions"
         ) from error
 
 
 def near_names(pattern: str, names: Collection[str]) -> list[str]:
-    """Return up to three of `names` that `pattern` may have meant, transformers-4 names translated, nearest first."""
+    """Return up to three of `names` that `pattern` may have meant, nearest first, or the first three if none is near.
+
+    Names of transformers 4 are translated.
+    """
     literal = _as_name(pattern)
     for old, new in OLD_NAMES:
         literal = literal.replace(old, new)
-    return difflib.get_close_matches(literal, names, n=NUM_NEAR_NAMES, cutoff=MIN_SIMILARITY)
+    near = difflib.get_close_matches(literal, names, n=NUM_NEAR_NAMES, cutoff=MIN_SIMILARITY)
+    return near or list(names)[:NUM_NEAR_NAMES]
 
 
 def _as_name(pattern: str) -> str:

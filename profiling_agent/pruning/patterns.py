@@ -56,8 +56,7 @@ def _hits(recommendation: PruningRecommendation, owners: Mapping[str, Unit], ref
     names = matching_names(pattern, [*owners, *refusals])
     if not names:
         near = near_names(pattern, [*owners, *refusals])
-        advice = f"near names: {', '.join(map(repr, near))}" if near else "no layer has a name like it"
-        raise PlanError(f"the layer pattern {pattern!r} matches no layer; {advice}")
+        raise PlanError(f"the layer pattern {pattern!r} matches no layer; use names like {', '.join(map(repr, near))}")
     hits = list({owners[name].name: owners[name] for name in names if name in owners}.values())
     if not hits:
         raise PlanError(
