@@ -1,46 +1,43 @@
 """Small data sets on disk in the shapes that data sets come in."""
 
 import io
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
 import numpy as np
 import pytest
 from PIL import Image
 
+from profiling_agent.acquisition.query import DataQuery
+from profiling_agent.acquisition.splits import draw_splits
 
-def png(seed: int, mode: str = "RGB", side: int = 8) -> bytes:
+
+def png(seed, side=8):
     """Return a small image that no other seed makes."""
-    channels = () if mode == "L" else (len(mode),)
-    pixels = np.random.default_rng(seed).integers(0, 256, (side, side, *channels), dtype=np.uint8)
+    pixels = np.random.default_rng(seed).integers(0, 256, (side, side, 3), dtype=np.uint8)
     stream = io.BytesIO()
-    Image.fromarray(pixels, mode).save(stream, "PNG") if mode == "L" else Image.fromarray(pixels).save(stream, "PNG")
+    Image.fromarray(pixels).save(stream, "PNG")
     return stream.getvalue()
 
 
-def table(
-    labels: Sequence[object],
-    kind: object,
-    *,
-    image: str = "image",
-    label: str = "label",
-    first: int = 0,
-    broken: Sequence[int] = (),
-) -> datasets.Dataset:
+def table(labels, kind, *, image="image", label="label", first=0, broken=()):
     """Return a data set whose image number i is made from the seed `first` + i."""
-    cells = [
-        {"bytes": b"no image" if row in broken else png(first + row), "path": None} for row in range(len(labels))
-    ]
+    cells = [{"bytes": b"damaged" if row in broken else png(first + row), "path": None} for row in range(len(labels))]
     features = datasets.Features({image: datasets.Image(), label: kind})
     return datasets.Dataset.from_dict({image: cells, label: list(labels)}, features=features)
 
 
 @pytest.fixture
-def parquet(tmp_path: Path) -> Callable[..., Path]:
+def make():
+    """Return the makers of images and tables."""
+    return SimpleNamespace(png=png, table=table)
+
+
+@pytest.fixture
+def parquet(tmp_path):
     """Return a function that writes splits as a local parquet data set and returns its folder."""
 
-    def write(name: str = "set", config: str = "data", **splits: datasets.Dataset) -> Path:
+    def write(name="set", config="data", **splits):
         folder = tmp_path / name
         (folder / config).mkdir(parents=True)
         for split, rows in splits.items():
@@ -48,6 +45,19 @@ def parquet(tmp_path: Path) -> Callable[..., Path]:
         return folder
 
     return write
+
+
+@pytest.fixture
+def draw(tmp_path):
+    """Return a function that draws from a folder into an empty one, for a model with these class names."""
+    taken = iter(range(100))
+
+    def call(folder, names, **query):
+        out = tmp_path / f"drawn-{next(taken)}"
+        out.mkdir()
+        return draw_splits(DataQuery(dataset=str(folder), **query), id2label=dict(enumerate(names)), folder=out)
+
+    return call
 
 
 @pytest.fixture(autouse=True)

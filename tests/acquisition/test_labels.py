@@ -38,7 +38,9 @@ def test_the_same_names_in_another_order_map_by_name_and_not_by_id():
     assert rules(matches) == ["name"] * 3
 
 
-@pytest.mark.parametrize("generic", [["LABEL_0", "LABEL_1", "LABEL_2"], ["0", "1", "2"], ["class 0", "class 1", "class 2"]])
+@pytest.mark.parametrize(
+    "generic", [["LABEL_0", "LABEL_1", "LABEL_2"], ["0", "1", "2"], ["class 0", "class 1", "class 2"]]
+)
 def test_numbers_for_names_map_by_id_where_the_counts_agree(generic):
     assert ids(match_labels(generic, ANIMALS)) == [0, 1, 2]
     assert ids(match_labels(["cat", "dog", "bird"], dict(enumerate(generic)))) == [0, 1, 2]

@@ -112,7 +112,7 @@ def test_weights_of_another_shape_are_refused(folder):
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_weights_that_are_not_finite_are_named(folder, value):
     weights = load_file(folder / "model.safetensors")
-    name = next(name for name in weights if name.endswith("fc1.weight") or name.endswith("intermediate.dense.weight"))
+    name = next(name for name in weights if name.endswith(("fc1.weight", "intermediate.dense.weight")))
     weights[name][0, 0] = value
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     assert "NaN or infinite" in refusal(folder)

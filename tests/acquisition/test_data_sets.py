@@ -1,0 +1,222 @@
+"""Data sets in the shapes of the paper's, and the one line each kind of wrong data set gets."""
+
+import io
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from datasets import ClassLabel, Value
+from PIL import Image
+
+from profiling_agent.acquisition.batches import read_split
+from profiling_agent.errors import AcquisitionError
+
+CIFAR10 = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
+IMAGENETTE = ["tench", "English springer", "cassette player"]
+IMAGENET = [
+    "tench, Tinca tinca",
+    "goldfish, Carassius auratus",
+    "cassette player",
+    "English springer, English springer spaniel",
+]
+
+
+def test_cifar10_with_its_img_column(parquet, make, draw):
+    kind = ClassLabel(names=CIFAR10)
+    rows = [make.table(np.arange(100) % 10, kind, image="img", first=first) for first in (0, 500)]
+    drawn = draw(parquet(train=rows[0], test=rows[1]), CIFAR10)
+    assert drawn.search.num_images == 50
+    assert {match.rule for match in drawn.labels} == {"id"}
+
+
+def cifar100(make, rows, first):
+    fine = make.table(
+        np.arange(rows) % 4, ClassLabel(names=["apple", "pear", "trout", "shark"]), label="fine_label", first=first
+    )
+    coarse = datasets.Dataset.from_dict(
+        {"coarse_label": [row % 4 // 2 for row in range(rows)]},
+        features=datasets.Features({"coarse_label": ClassLabel(names=["fruit", "fish"])}),
+    )
+    return datasets.concatenate_datasets([fine, coarse], axis=1)
+
+
+def test_cifar100_is_read_by_the_labels_that_map_best(parquet, make, draw):
+    folder = parquet(train=cifar100(make, 80, 0), test=cifar100(make, 40, 500))
+    fine = draw(folder, ["apple", "pear", "shark", "trout"])
+    assert [match.model_id for match in fine.labels] == [0, 1, 3, 2]
+    assert any("'fine_label'" in note and "not used: 'coarse_label'" in note for note in fine.notes)
+    coarse = draw(folder, ["fish", "fruit"])
+    assert [match.dataset_label for match in coarse.labels] == ["fruit", "fish"]
+    assert any("'coarse_label', which maps best" in note for note in coarse.notes)
+
+
+def test_a_named_label_column_is_used_even_where_another_maps_better(parquet, make, draw):
+    folder = parquet(train=cifar100(make, 80, 0), test=cifar100(make, 40, 500))
+    drawn = draw(folder, ["apple", "pear", "shark", "fish"], label_column="coarse_label")
+    assert [match.model_id for match in drawn.labels] == [None, 3]
+
+
+@pytest.fixture
+def imagenette(parquet, make, tmp_path):
+    kind = ClassLabel(names=IMAGENETTE)
+    for index, config in enumerate(("160px", "320px")):
+        rows = [make.table(np.arange(60) % 3, kind, first=1000 * index + first) for first in (0, 500)]
+        parquet(f"set-{config}", config, train=rows[0], validation=rows[1])
+        (tmp_path / "imagenette").mkdir(exist_ok=True)
+        (tmp_path / f"set-{config}" / config).rename(tmp_path / "imagenette" / config)
+    card = "".join(f"- config_name: {name}\n  data_dir: {name}\n" for name in ("160px", "320px"))
+    (tmp_path / "imagenette" / "README.md").write_text(f"---\nconfigs:\n{card}---\n")
+    return tmp_path / "imagenette"
+
+
+def test_imagenette_needs_a_config_and_lists_them(imagenette, draw):
+    with pytest.raises(AcquisitionError, match="several configs, 160px, 320px: name one with dataset_config"):
+        draw(imagenette, IMAGENET)
+    with pytest.raises(AcquisitionError, match="no config '32px': use one of 160px, 320px"):
+        draw(imagenette, IMAGENET, dataset_config="32px")
+
+
+def test_imagenette_maps_to_imagenets_synonyms(imagenette, draw):
+    drawn = draw(imagenette, IMAGENET, dataset_config="320px")
+    assert drawn.search.source_split == "validation"
+    assert [match.model_id for match in drawn.labels] == [0, 3, 2]
+
+
+def test_a_local_copy_of_imagenet_is_evaluated_on_validation(parquet, make, draw):
+    kind = ClassLabel(names=[name.split(",")[0] for name in IMAGENET])
+    rows = [make.table(np.arange(80) % 4, kind, first=first) for first in (0, 500)]
+    hidden = make.table([-1] * 40, kind, first=900)
+    drawn = draw(parquet(train=rows[0], validation=rows[1], test=hidden), IMAGENET)
+    assert drawn.search.source_split == "validation"
+    assert {match.rule for match in drawn.labels} == {"id"}
+
+
+@pytest.mark.parametrize("inside", ["set.py", "other.py"])
+def test_a_data_set_that_needs_a_script_is_refused_and_not_run(tmp_path, draw, inside):
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / inside).write_text("raise SystemExit('ran')")
+    with pytest.raises(AcquisitionError, match=r"needs a Python script .*, which is never run"):
+        draw(tmp_path / "set", CIFAR10)
+
+
+def test_strings_are_labels_too(parquet, make, draw):
+    names = np.array(["cat", "dog", "ant eater"])
+    rows = [make.table(names[np.arange(60) % 3], Value("string"), first=first) for first in (0, 500)]
+    drawn = draw(parquet(train=rows[0], test=rows[1]), ["dog", "Ant_Eater", "cat"])
+    assert {match.dataset_label: match.model_id for match in drawn.labels} == {"ant eater": 1, "cat": 2, "dog": 0}
+
+
+def test_plain_integers_are_class_ids_where_the_counts_agree(parquet, make, draw):
+    rows = [make.table(np.arange(60) % 3, Value("int64"), first=first) for first in (0, 500)]
+    folder = parquet(train=rows[0], test=rows[1])
+    assert [match.model_id for match in draw(folder, ["a", "b", "c"]).labels] == [0, 1, 2]
+    with pytest.raises(AcquisitionError, match="no label of the data set"):
+        draw(folder, ["a", "b", "c", "d"])
+
+
+def test_parquet_that_datasets_did_not_write_is_read(tmp_path, make, draw):
+    (tmp_path / "plain").mkdir()
+    for split, first in (("train", 0), ("test", 100)):
+        cells = [{"bytes": make.png(first + row), "path": ""} for row in range(60)]
+        pq.write_table(
+            pa.table({"image": cells, "label": [row % 3 for row in range(60)]}), tmp_path / f"plain/{split}.parquet"
+        )
+    assert draw(tmp_path / "plain", ["a", "b", "c"]).search.num_images == 30
+
+
+def test_image_folders_are_read_with_their_folders_as_labels(tmp_path, make, draw):
+    for split, first in (("train", 0), ("test", 500)):
+        for index, name in enumerate(("cat", "dog")):
+            (tmp_path / "set" / split / name).mkdir(parents=True)
+            for row in range(20):
+                (tmp_path / "set" / split / name / f"{row}.png").write_bytes(make.png(first + 100 * index + row))
+    drawn = draw(tmp_path / "set", ["dog", "cat"])
+    split = read_split(drawn.search.path)
+    assert np.bincount(split.labels).tolist() == [10, 10]
+    assert split.encoded[0].as_py().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_what_save_to_disk_wrote_is_read_in_place(tmp_path, make, draw, together):
+    kind = ClassLabel(names=["cat", "dog"])
+    rows = {split: make.table([0, 1] * 30, kind, first=first) for split, first in (("train", 0), ("test", 500))}
+    saved = datasets.DatasetDict(rows) if together else rows["test"]
+    saved.save_to_disk(tmp_path / "arrow")
+    before = sorted(path.name for path in (tmp_path / "arrow").rglob("*"))
+    drawn = draw(tmp_path / "arrow", ["cat", "dog"], split="test" if together else "train")
+    assert drawn.search.num_images >= 20
+    assert sorted(path.name for path in (tmp_path / "arrow").rglob("*")) == before
+
+
+def test_sixteen_bit_and_palette_images_are_drawn_as_they_are(tmp_path, draw):
+    (tmp_path / "set").mkdir()
+    for split in ("train", "test"):
+        cells = []
+        for row in range(20):
+            pixels = np.full((8, 8), 3000 * row, dtype=np.uint16)
+            image = Image.fromarray(pixels) if row % 2 else Image.fromarray((pixels >> 8).astype(np.uint8)).convert("P")
+            stream = io.BytesIO()
+            image.save(stream, "PNG")
+            cells.append({"bytes": stream.getvalue(), "path": None})
+        features = datasets.Features({"image": datasets.Image(), "label": ClassLabel(names=["cat", "dog"])})
+        rows = datasets.Dataset.from_dict({"image": cells, "label": [0, 1] * 10}, features=features)
+        rows.to_parquet(tmp_path / "set" / f"{split}.parquet")
+    drawn = draw(tmp_path / "set", ["cat", "dog"])
+    split = read_split(drawn.heldout.path)
+    assert {split.image(row).mode for row in range(len(split))} == {"RGB"}
+
+
+def test_a_data_set_without_images_lists_its_columns(tmp_path, draw):
+    (tmp_path / "set").mkdir()
+    pq.write_table(pa.table({"text": ["a"], "label": [0]}), tmp_path / "set/test.parquet")
+    with pytest.raises(AcquisitionError, match=r"no image column: its columns are text \(string\), label \(int64\)"):
+        draw(tmp_path / "set", CIFAR10)
+
+
+def test_a_data_set_without_labels_lists_its_columns(parquet, make, draw):
+    with pytest.raises(AcquisitionError, match=r"no label column: its columns are .*width"):
+        draw(parquet(test=make.table([3, 4], Value("int64"), label="width")), CIFAR10)
+
+
+@pytest.mark.parametrize("option", ["image_column", "label_column"])
+def test_a_named_column_that_is_not_there_is_an_error(parquet, make, draw, option):
+    folder = parquet(
+        train=make.table([0, 1] * 30, ClassLabel(names=["cat", "dog"])),
+        test=make.table([0, 1] * 30, ClassLabel(names=["cat", "dog"])),
+    )
+    with pytest.raises(AcquisitionError, match=f"{option} is 'picture', but the data set's columns are image"):
+        draw(folder, ["cat", "dog"], **{option: "picture"})
+
+
+def test_a_named_image_column_must_hold_images(parquet, make, draw):
+    folder = parquet(test=make.table([0, 1] * 30, ClassLabel(names=["cat", "dog"])))
+    with pytest.raises(AcquisitionError, match="'label' holds no images"):
+        draw(folder, ["cat", "dog"], image_column="label")
+
+
+def test_labels_of_another_kind_show_both_sides(parquet, make, draw):
+    folder = parquet(test=make.table([0, 1] * 30, ClassLabel(names=["rose", "tulip"])))
+    with pytest.raises(AcquisitionError, match=r"'rose', 'tulip'.*'airplane', 'automobile'"):
+        draw(folder, CIFAR10)
+
+
+def test_an_empty_folder_is_an_error(tmp_path, draw):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(AcquisitionError, match="can't be read"):
+        draw(tmp_path / "empty", CIFAR10)
+
+
+def test_a_folder_that_is_not_there_is_an_error(tmp_path, draw):
+    with pytest.raises(AcquisitionError, match="does not exist"):
+        draw(tmp_path / "nowhere", CIFAR10)
+
+
+def test_a_cut_parquet_file_is_one_line(parquet, make, draw):
+    folder = parquet(test=make.table([0, 1] * 30, ClassLabel(names=["cat", "dog"])))
+    path = next(folder.rglob("*.parquet"))
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(AcquisitionError, match="can't be read") as caught:
+        draw(folder, ["cat", "dog"])
+    assert "\n" not in str(caught.value)
