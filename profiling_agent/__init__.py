@@ -15,7 +15,7 @@ from profiling_agent.request import Request
 
 if TYPE_CHECKING:
     from profiling_agent.artifacts.load import load
-    from profiling_agent.graphs.optimization import build_graph
+    from profiling_agent.graphs.optimization import build_graph  # pyright: ignore[reportMissingImports] - mapped on install
     from profiling_agent.optimize import optimize, resume
 
 __all__ = ["Goal", "Plan", "ProfilingAgentError", "Request", "build_graph", "load", "optimize", "resume"]

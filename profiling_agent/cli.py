@@ -69,8 +69,9 @@ def with_request_flags(command: Callable[[Request], None]) -> Callable[..., None
             _refuse(first_problem(error))
         command(request)
 
-    wrapper.__signature__ = inspect.Signature([_option(name) for name in Request.model_fields])  # pyright: ignore[reportFunctionMemberAccess]
-    wrapper.__annotations__ = {p.name: p.annotation for p in wrapper.__signature__.parameters.values()}  # pyright: ignore[reportFunctionMemberAccess]
+    flags = [_option(name) for name in Request.model_fields]
+    wrapper.__signature__ = inspect.Signature(flags)  # pyright: ignore[reportFunctionMemberAccess] - what typer reads
+    wrapper.__annotations__ = {flag.name: flag.annotation for flag in flags}
     wrapper.__name__, wrapper.__doc__ = command.__name__, command.__doc__
     return wrapper
 
@@ -182,3 +183,7 @@ def profile(
 def main() -> None:
     """Run the command line; a usage error ends with code 2 like every other bad request."""
     sys.exit(app())
+
+
+if __name__ == "__main__":
+    main()

@@ -12,10 +12,8 @@ from rich.text import Text
 from profiling_agent.agents.node import ProgressEvent
 from profiling_agent.progress import Progress as ProgressCallback
 from profiling_agent.records import ModelProfile
-from profiling_agent.reporting.markdown import FILTERS
 from profiling_agent.reporting.report import RunReport
-
-percent, count, size, ms = (FILTERS[name] for name in ("percent", "count", "size", "ms"))
+from profiling_agent.reporting.units import asked, count, measured, ms, percent, size
 
 
 class ProgressDisplay:
@@ -81,25 +79,34 @@ class ProgressDisplay:
         return progress
 
 
+def _table(title: str, first: str, *others: str) -> Table:
+    """Return a table whose first column, a name, is folded and never cut."""
+    table = Table(title=title, title_justify="left")
+    table.add_column(first, overflow="fold")
+    for name in others:
+        table.add_column(name, overflow="fold")
+    return table
+
+
 def verdict_table(report: RunReport, root: Path) -> Group:
     """Return the verdict, the contract, before and after, the attempts and the files."""
     verdict = report.verdict
     head = f"{verdict.outcome}{' (certified)' if verdict.certified else ''}: {verdict.explanation}"
-    terms = Table("term", "asked", "measured", "holds", title="contract", title_justify="left")
+    terms = _table("contract", "term", "asked", "measured", "holds")
     for term in verdict.terms:
-        terms.add_row(term.name, FILTERS["asked"](term), FILTERS["measured"](term), "yes" if term.holds else "no")
-    sides = Table("", "baseline", f"best ({report.best.variant})", title="before and after", title_justify="left")
+        terms.add_row(term.name, asked(term), measured(term), "yes" if term.holds else "no")
+    sides = _table("before and after", "", "baseline", f"best ({report.best.variant})")
     base, best = report.baseline, report.best
     for name, text in (("top1", percent), ("latency_ms", ms), ("params", count), ("macs", count), ("size_bytes", size)):
         sides.add_row(name, text(getattr(base, name)), text(getattr(best, name)))
-    tries = Table("attempt", "accepted", "params", "search top-1", "reason", title="attempts", title_justify="left")
+    tries = _table("attempts", "attempt", "accepted", "params", "search top-1", "reason")
     for attempt in report.attempts:
-        measured = attempt.deployed
+        deployed = attempt.deployed
         tries.add_row(
             str(attempt.number),
             "yes" if attempt.accepted else "no",
-            count(measured.footprint.params) if measured else "",
-            percent(measured.top1) if measured else "",
+            count(deployed.footprint.params) if deployed else "",
+            percent(deployed.top1) if deployed else "",
             Text(attempt.reason),
         )
     files = "\n".join(f"{name}: {root / path}" for name, path in report.artifacts.items())
@@ -130,10 +137,10 @@ def profile_tables(profile: ModelProfile) -> tuple[Table, ...]:
         layers.add_row(
             Text(row.name), row.kind, count(row.params), count(row.macs), ms(row.latency_ms), size(row.activation_bytes)
         )
-    operators = Table("operator", "calls", "time", "memory", "shapes", title="dearest operators", title_justify="left")
+    operators = _table("dearest operators", "operator", "calls", "time", "memory", "shapes")
     for row in profile.operators[:10]:
         operators.add_row(row.name, str(row.calls), ms(row.cpu_time_ms), size(row.memory_bytes), Text(row.input_shapes))
-    units = Table("unit", "kind", "width", "step", "params each", title="what can be pruned", title_justify="left")
+    units = _table("what can be pruned", "unit", "kind", "width", "step", "params each")
     for unit in profile.units:
         units.add_row(Text(unit.name), unit.kind, str(unit.width), str(unit.step), count(unit.params_per_channel))
     return totals, layers, operators, units

@@ -13,7 +13,7 @@ from profiling_agent.agents.checkpoints import RunSaver
 from profiling_agent.agents.node import ProgressEvent
 from profiling_agent.agents.session import SESSIONS
 from profiling_agent.errors import RequestError, RunError
-from profiling_agent.graphs.optimization import build_graph
+from profiling_agent.graphs.optimization import build_graph  # pyright: ignore[reportMissingImports] - mapped on install
 from profiling_agent.reporting.report import RunReport
 from profiling_agent.request import Request
 from profiling_agent.workspace import Workspace, read_manifest

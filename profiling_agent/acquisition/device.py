@@ -1,11 +1,13 @@
 """Where the model runs."""
 
+from typing import Literal
+
 import torch
 
 from profiling_agent.errors import RequestError
 
 
-def resolve_device(name: str) -> str:
+def resolve_device(name: str) -> Literal["cpu", "cuda"]:
     """Return `cpu` or `cuda` for `auto`, `cpu` or `cuda`.
 
     Raises:

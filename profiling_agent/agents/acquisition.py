@@ -1,6 +1,5 @@
 """Acquisition agent: opens the run, fetches the model, draws the images."""
 
-from langchain_core.runnables import RunnableConfig
 from langgraph.runtime import Runtime
 
 from profiling_agent.agents.node import Update, attend
@@ -19,7 +18,8 @@ def acquire(request: Request, session: Session) -> Update:
     return blank | {"run_id": root.name, "run_dir": str(root), "acquired": acquired}
 
 
-def acquisition(state: Request, config: RunnableConfig, runtime: Runtime[None]) -> Update:
+def acquisition(state: Request, *, runtime: Runtime[None]) -> Update:
     """Validate the request and fetch what it names; the only node that reads a request and not a state."""
-    session = begin(state, config)
+    info = runtime.execution_info
+    session = begin(state, info.thread_id if info else None)
     return attend(session, "acquisition", runtime, lambda: acquire(state, session))

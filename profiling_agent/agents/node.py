@@ -1,9 +1,8 @@
 """The one way an agent becomes a LangGraph node."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
-from langchain_core.runnables import RunnableConfig
 from langgraph.runtime import Runtime
 
 from profiling_agent.agents.session import Session, rejoin
@@ -12,7 +11,14 @@ from profiling_agent.errors import RequestError
 from profiling_agent.records import Record
 
 Update = dict[str, Any]
-Node = Callable[[RunState, RunnableConfig, Runtime[None]], Update]
+
+
+class Node(Protocol):
+    """What LangGraph calls."""
+
+    def __call__(self, state: RunState, *, runtime: Runtime[None]) -> Update:
+        """Return what changes in the state."""
+        ...
 
 
 class ProgressEvent(Record):
@@ -46,7 +52,7 @@ def agent(work: Callable[[RunState, Session], Update]) -> Node:
     """Make a node of an agent: a function of the state and the run's session that returns what it changed."""
     name = work.__module__.rsplit(".", 1)[-1]
 
-    def node(state: RunState, config: RunnableConfig, runtime: Runtime[None]) -> Update:  # noqa: ARG001
+    def node(state: RunState, *, runtime: Runtime[None]) -> Update:
         session = rejoin(state)
         return attend(session, name, runtime, lambda: work(state, session))
 

@@ -3,10 +3,8 @@
 import hashlib
 import shutil
 from pathlib import Path
-from typing import Any
 
 from filelock import BaseFileLock
-from langchain_core.runnables import RunnableConfig
 
 from profiling_agent.agents.state import RunState
 from profiling_agent.errors import RunError
@@ -71,24 +69,23 @@ class Session:
 SESSIONS: dict[Path, Session] = {}
 
 
-def choose_run_id(request: Request, config: RunnableConfig) -> str:
-    """Return the run's name: the request's, the thread's, or one made from the request itself."""
-    thread: Any = config.get("configurable", {}).get("thread_id")
-    if thread is not None and request.run_id not in (None, str(thread)):
+def choose_run_id(request: Request, thread: str | None) -> str:
+    """Return the run's name: the request's, the checkpointer's thread's, or one made from the request itself."""
+    if thread is not None and request.run_id not in (None, thread):
         raise RunError(
             f"run_id is {request.run_id!r} but the checkpointer's thread_id is {thread!r}: "
             "a run's id is its thread's, so leave one out"
         )
     made_up = hashlib.sha256(request.model_dump_json().encode()).hexdigest()[:12]
-    run_id = request.run_id or (str(thread) if thread is not None else f"run-{made_up}")
+    run_id = request.run_id or thread or f"run-{made_up}"
     if not RUN_ID.fullmatch(run_id):
         raise RunError(f"thread_id {run_id!r} can't name a folder: use letters, digits, '.', '_' and '-', at most 100")
     return run_id
 
 
-def begin(request: Request, config: RunnableConfig) -> Session:
+def begin(request: Request, thread: str | None) -> Session:
     """Start, or start again, the run that the request asks for."""
-    run_id = choose_run_id(request, config)
+    run_id = choose_run_id(request, thread)
     root = request.output_dir / run_id
     created = not (root / "request.json").exists()
     return _enter(open_workspace(request, run_id), created=created)

@@ -6,7 +6,8 @@ from collections.abc import Iterable
 
 from profiling_agent.records import ModelProfile, Record, Unit, UnitKind
 
-INDEX = re.compile(r"\d+")
+# A whole segment of a name: `layers.3`, but not `fc1`.
+INDEX = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
 class Group(Record):

@@ -39,11 +39,11 @@ NUM_GATE_IMAGES = 8
 
 def acquire(task: tasks.AcquireTask, desk: Desk) -> Acquired:
     """Check the model, draw the images."""
-    loaded = load_model(task.model, revision=task.revision, device=resolve_device(task.device), progress=desk.progress)
+    device = resolve_device(task.device)
+    loaded = load_model(task.model, revision=task.revision, device=device, progress=desk.progress)
     shared = task.model_dump(include=set(DataQuery.model_fields))
-    drawn = draw_splits(
-        DataQuery(**shared), id2label=loaded.model.config.id2label, folder=desk.folder, progress=desk.progress
-    )
+    config: Any = loaded.model.config
+    drawn = draw_splits(DataQuery(**shared), id2label=config.id2label, folder=desk.folder, progress=desk.progress)
 
     def info(name: Any, split: DrawnSplit) -> SplitInfo:
         return SplitInfo(
@@ -59,7 +59,7 @@ def acquire(task: tasks.AcquireTask, desk: Desk) -> Acquired:
             name=task.model,
             revision=loaded.revision,
             architecture=loaded.architecture,
-            device=resolve_device(task.device),
+            device=device,
         ),
         calibration=info("calibration", drawn.calibration),
         search=info("search", drawn.search),

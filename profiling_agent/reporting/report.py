@@ -24,7 +24,8 @@ from profiling_agent.reproducibility import Environment, environment
 from profiling_agent.request import Request
 from profiling_agent.workspace import SCHEMA_VERSION
 
-INDEX = re.compile(r"\d+")
+# A whole segment of a name: `layers.3`, but not `fc1`.
+INDEX = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
 class Summary(Record):
@@ -90,7 +91,7 @@ def compare_layers(before: ModelProfile, after: ModelProfile) -> tuple[LayerGrou
     totals: defaultdict[str, list[float]] = defaultdict(lambda: [0.0] * 6)
     for offset, profile in enumerate((before, after)):
         for row in profile.layers:
-            sums = totals[INDEX.sub("#", row.name)]
+            sums = totals[INDEX.sub("#", row.name) or "(the model itself)"]
             for position, value in enumerate((row.params, row.macs, row.latency_ms)):
                 sums[2 * position + offset] += value
     groups = [
@@ -105,7 +106,7 @@ def compare_layers(before: ModelProfile, after: ModelProfile) -> tuple[LayerGrou
         )
         for name, sums in totals.items()
     ]
-    return tuple(sorted(groups, key=lambda group: (-group.macs, group.name)))
+    return tuple(sorted(groups, key=lambda group: (-group.macs, -group.latency_ms)))
 
 
 def summarise(evaluation: Evaluation, profiled: Profiled, *, attempt: int | None, lap: Lap | None) -> Summary:

@@ -1,0 +1,62 @@
+"""Numbers as people read them: the only place where fractions become percent."""
+
+from profiling_agent.records import AccuracyDrop, Lap, Term
+
+
+def percent(fraction: float) -> str:
+    """Return a fraction as percent."""
+    return f"{fraction:.2%}"
+
+
+def _scaled(value: float, units: tuple[str, ...], factor: float) -> str:
+    index = 0
+    while value >= factor and index < len(units) - 1:
+        value, index = value / factor, index + 1
+    return f"{value:.4g} {units[index]}".rstrip()
+
+
+def count(number: float) -> str:
+    """Return a number of parameters or MACs."""
+    return _scaled(number, ("", "K", "M", "G", "T"), 1000)
+
+
+def size(num_bytes: float) -> str:
+    """Return a number of bytes."""
+    return _scaled(num_bytes, ("B", "KB", "MB", "GB"), 1000)
+
+
+def ms(milliseconds: float) -> str:
+    """Return a time."""
+    return f"{milliseconds:.3g} ms" if milliseconds < 1000 else f"{milliseconds / 1000:.3g} s"
+
+
+def drop(drop: AccuracyDrop) -> str:
+    """Return an accuracy drop in points, with its 95% interval and test."""
+    return (
+        f"{drop.drop * 100:+.2f} points [{drop.low * 100:+.2f}, {drop.high * 100:+.2f}]"
+        f" (McNemar p = {drop.p_value:.2g})"
+    )
+
+
+def speedup(lap: Lap) -> str:
+    """Return a speed-up with its 95% interval, and say where it is inside the noise."""
+    inside = " (inside the noise)" if lap.speedup_low <= 1 <= lap.speedup_high and lap.speedup != 1 else ""
+    return f"{lap.speedup:.2f} [{lap.speedup_low:.2f}, {lap.speedup_high:.2f}]{inside}"
+
+
+def asked(term: Term) -> str:
+    """Return what the contract asks of a term."""
+    return {
+        "accuracy": f"lose at most {term.required * 100:.2f} points",
+        "speed": f"at least {term.required:.2f} times as fast",
+        "size": f"at most {term.required:.0%} of the bytes",
+    }[term.name]
+
+
+def measured(term: Term) -> str:
+    """Return what was measured of a term."""
+    return {
+        "accuracy": f"{term.measured * 100:+.2f} points",
+        "speed": f"{term.measured:.2f} times",
+        "size": percent(term.measured),
+    }[term.name]
