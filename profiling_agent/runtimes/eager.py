@@ -3,12 +3,11 @@
 import os
 import time
 
-import numpy as np
 import torch
-from scipy import stats
 from torch import nn
 
-from profiling_agent.records import InputSpec, LatencyStats
+from profiling_agent.records import InputSpec
+from profiling_agent.runtimes.latency import latency_stats as latency_stats
 
 
 def pin_threads(num_threads: int | None = None) -> int:
@@ -36,16 +35,3 @@ def time_forward(model: nn.Module, batch: torch.Tensor, *, runs: int, warmup: in
             if index >= warmup:
                 samples.append((time.perf_counter() - started) * 1e3)
     return samples
-
-
-def latency_stats(samples_ms: list[float], batch_size: int) -> LatencyStats:
-    """Return the median of `samples_ms` with its distribution-free 95% interval (binomial order statistics)."""
-    ordered = np.sort(np.asarray(samples_ms))
-    low, high = stats.binom.interval(0.95, len(ordered), 0.5)
-    return LatencyStats(
-        batch_size=batch_size,
-        median_ms=float(np.median(ordered)),
-        low_ms=float(ordered[max(int(low) - 1, 0)]),
-        high_ms=float(ordered[min(int(high), len(ordered) - 1)]),
-        samples_ms=tuple(samples_ms),
-    )
