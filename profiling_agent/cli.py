@@ -70,7 +70,7 @@ def with_request_flags(command: Callable[[Request], None]) -> Callable[..., None
         command(request)
 
     flags = [_option(name) for name in Request.model_fields]
-    wrapper.__signature__ = inspect.Signature(flags)  # pyright: ignore[reportFunctionMemberAccess] - what typer reads
+    wrapper.__signature__ = inspect.Signature(flags)
     wrapper.__annotations__ = {flag.name: flag.annotation for flag in flags}
     wrapper.__name__, wrapper.__doc__ = command.__name__, command.__doc__
     return wrapper

@@ -1,5 +1,6 @@
 """A child process of ours, seen from the parent: started, spoken to, limited, ended."""
 
+import contextlib
 import os
 import queue
 import subprocess
@@ -43,7 +44,8 @@ class Child:
                 encoding="utf-8",
             )
         self._messages: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
-        threading.Thread(target=self._read, daemon=True).start()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
 
     def _read(self) -> None:
         assert self._process.stdout is not None, "the pipe was asked for"
@@ -96,6 +98,11 @@ class Child:
         return f"the child process died with exit status {code}: {' | '.join(tail) or 'it said nothing'}"
 
     def end(self) -> None:
-        """Kill the process, if it still runs, and wait until it is gone."""
+        """Kill the process, if it still runs, wait until it is gone, and close its pipes."""
         self._process.kill()
         self._process.wait()
+        self._reader.join()
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None, "the pipes were asked for"
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()

@@ -59,8 +59,9 @@ class Jobs:
         return Child(self.workspace.root / "worker.log")
 
     def _warm(self) -> Child:
-        if self._worker is None or not self._worker.is_alive:
-            self._worker = self._start()
+        if self._worker is not None and not self._worker.is_alive:
+            self.close()
+        self._worker = self._worker or self._start()
         return self._worker
 
     def close(self) -> None:

@@ -1,0 +1,130 @@
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+import zoo
+
+from profiling_agent.artifacts.save import save_model
+from profiling_agent.errors import JobError, PlanError
+from profiling_agent.jobs.child import Child
+from profiling_agent.jobs.runner import Jobs, job_key
+from profiling_agent.jobs.tasks import ProfileTask, QuantizeTask
+from profiling_agent.jobs.wire import Order
+from profiling_agent.progress import silent
+from profiling_agent.records import ArtifactRef, Headline, LatencyStats, QuantizationRecommendation
+from profiling_agent.workspace import Workspace, file_sha256
+
+ALL = QuantizationRecommendation(layer="all", dtype="qint8")
+
+
+@pytest.fixture(scope="module")
+def baseline(tmp_path_factory: pytest.TempPathFactory) -> tuple[Workspace, ArtifactRef]:
+    workspace = Workspace(tmp_path_factory.mktemp("run"))
+    folder = workspace.jobs / "made" / "model"
+    folder.parent.mkdir(parents=True)
+    save_model(zoo.vit(), folder, spec=zoo.SPEC, processor=zoo.processor(), base_model="zoo")
+    sha256 = file_sha256(folder / "recipe.json")
+    return workspace, ArtifactRef(path="jobs/made/model", sha256=sha256, size_bytes=1, kind="model")
+
+
+@pytest.fixture
+def jobs(baseline: tuple[Workspace, ArtifactRef]):
+    runner = Jobs(baseline[0])
+    yield runner
+    runner.close()
+
+
+def test_a_job_is_done_once_and_leaves_a_whole_folder(jobs: Jobs, baseline: tuple[Workspace, ArtifactRef]):
+    workspace, model = baseline
+    task = QuantizeTask(model=model, recommendations=(ALL,))
+
+    first = jobs.run(task)
+    result = workspace.jobs / job_key(task) / "result.json"
+    written = result.stat().st_mtime_ns
+    again = jobs.run(task)
+
+    assert again == first
+    assert len(first.layers) == 13
+    assert workspace.path(first.model).is_dir()
+    assert result.stat().st_mtime_ns == written
+    assert not list(workspace.jobs.glob(".tmp-*"))
+
+
+def test_what_a_stage_refuses_is_raised_here_and_the_worker_goes_on(
+    jobs: Jobs, baseline: tuple[Workspace, ArtifactRef]
+):
+    workspace, model = baseline
+    wrong = ALL.model_copy(update={"layer": "no_such_layer"})
+
+    with pytest.raises(PlanError, match="no_such_layer"):
+        jobs.run(QuantizeTask(model=model, recommendations=(wrong,)))
+
+    assert jobs.run(QuantizeTask(model=model, recommendations=(ALL,))).layers
+    assert not list(workspace.jobs.glob(".tmp-*"))
+
+
+def test_a_crash_is_a_jobs_result_and_the_next_job_gets_a_new_worker(
+    jobs: Jobs, baseline: tuple[Workspace, ArtifactRef]
+):
+    workspace, model = baseline
+    stats = LatencyStats(batch_size=1, median_ms=1.0, low_ms=1.0, high_ms=1.0, samples_ms=(1.0,))
+    headline = Headline(latency=stats, peak_memory_bytes=1, forward_passes=1)
+
+    def kill(message: str, done: int, total: int) -> None:
+        for child in psutil.Process().children():
+            child.kill()
+
+    jobs.progress = kill
+    with pytest.raises(JobError, match="died with exit status -9"):
+        jobs.run(ProfileTask(model=model, batch_size=1, device="cpu", headline=headline))
+    jobs.progress = silent
+
+    assert not list(workspace.jobs.glob(".tmp-*"))
+    assert jobs.run(QuantizeTask(model=model, recommendations=(ALL.model_copy(update={"dtype": "float16"}),))).layers
+
+
+def test_a_job_that_takes_too_long_is_ended(baseline: tuple[Workspace, ArtifactRef], tmp_path: Path):
+    workspace, model = baseline
+    child = Child(tmp_path / "log")
+    task = QuantizeTask(model=model, recommendations=(ALL,))
+    order = Order(root=str(workspace.root), key="late", kind="QuantizeTask", task=task.model_dump(mode="json"))
+
+    with pytest.raises(JobError, match="longer than 0 s"):
+        child.carry_out(order, timeout_s=0.01, progress=silent)
+
+    assert not child.is_alive
+    workspace.sweep()
+
+
+def test_a_key_covers_every_input(baseline: tuple[Workspace, ArtifactRef]):
+    model = baseline[1]
+    keys = {
+        job_key(QuantizeTask(model=changed, recommendations=recommendations))
+        for changed in (model, model.model_copy(update={"sha256": "other"}))
+        for recommendations in ((), (ALL,))
+    }
+
+    assert len(keys) == 4
+
+
+def test_children_die_with_a_parent_that_is_killed(tmp_path: Path):
+    code = (
+        "import pathlib, sys, time\n"
+        "from profiling_agent.jobs.child import Child\n"
+        f"child = Child(pathlib.Path({str(tmp_path / 'log')!r}))\n"
+        "print(child._process.pid, flush=True)\n"
+        "time.sleep(60)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    child = psutil.Process(int(parent.stdout.readline()))
+
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    parent.stdout.close()
+
+    psutil.wait_procs([child], timeout=20)
+    assert not child.is_running()
