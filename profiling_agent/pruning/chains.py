@@ -41,8 +41,12 @@ def follow(graph: Any, layer: nn.Linear | nn.Conv2d, names: Mapping[nn.Module, s
         return "unused: the forward pass doesn't reach it"
     if isinstance(layer, nn.Conv2d) and layer.groups > 1:
         return f"grouped: its channels are tied together in {layer.groups} groups"
-    members = _members(graph, layer)
-    return _refusal(members, names) or _one_block(layer, members, names)
+    # Groups of the residual stream are large, and one channel shows them as well as all; what passes is small.
+    for channels in ([0], list(range(len(layer.weight)))):
+        members = _members(graph, layer, channels)
+        if reason := _refusal(members, names):
+            return reason
+    return _one_block(layer, members, names)
 
 
 def _refusal(members: _Members, names: Mapping[nn.Module, str]) -> str | None:
@@ -68,9 +72,9 @@ def _one_block(layer: nn.Linear | nn.Conv2d, members: _Members, names: Mapping[n
     return Chain(consumer=consumer, norms=tuple(members.norms))
 
 
-def _members(graph: Any, layer: nn.Linear | nn.Conv2d) -> _Members:
+def _members(graph: Any, layer: nn.Linear | nn.Conv2d, channels: list[int]) -> _Members:
     members = _Members()
-    for dependency, _ in channel_group(graph, layer, list(range(len(layer.weight)))).items[1:]:
+    for dependency, _ in channel_group(graph, layer, channels).items[1:]:
         module, kind = dependency.target.module, dependency.target.type
         if kind == ops.OPTYPE.BN:
             members.norms.append(module)

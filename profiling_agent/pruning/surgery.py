@@ -10,8 +10,8 @@ from torch import nn
 
 from profiling_agent.pruning.attention import Attention, read_attention
 from profiling_agent.pruning.chains import channel_group
-from profiling_agent.pruning.tracing import dependency_graph
-from profiling_agent.records import Cut, InputSpec, Unit, UnitKind
+from profiling_agent.pruning.tracing import dependency_graph, without_weights
+from profiling_agent.records import Cut, InputSpec, UnitKind
 
 # Torch-Pruning types these by all layers that its functions of this name take.
 CUT_ROWS: Any = tp.prune_linear_out_channels
@@ -30,10 +30,12 @@ def cut_units(model: nn.Module, cuts: Sequence[Cut], keep: Mapping[str, list[int
         if cut.unit.kind is UnitKind.HEADS:
             cut_heads_(pruned.get_submodule(cut.unit.name), dropped[cut.unit.name])
     if chains := [cut.unit for cut in cuts if cut.unit.kind is not UnitKind.HEADS]:
-        with dependency_graph(pruned, spec) as graph:
+        # Traced without weights: that takes no arithmetic, and the uncut trace keeps every index in `model`'s space.
+        skeleton = without_weights(model)
+        with dependency_graph(skeleton, spec) as graph:
             for unit in chains:
-                _cut_chain_(graph, pruned, unit, dropped[unit.name])
-    _restore_(pruned, model)
+                _cut_chain_(pruned, graph, skeleton, unit.producers[0], dropped[unit.name])
+    _freeze_as_(pruned, model)
     return pruned
 
 
@@ -41,9 +43,14 @@ def _others(kept: Iterable[int], width: int) -> list[int]:
     return sorted(set(range(width)) - set(kept))
 
 
-def _cut_chain_(graph: Any, model: nn.Module, unit: Unit, dropped: list[int]) -> None:
-    producer: Any = model.get_submodule(unit.producers[0])
-    channel_group(graph, producer, dropped).prune()
+def _cut_chain_(model: nn.Module, graph: Any, skeleton: nn.Module, producer: str, dropped: list[int]) -> None:
+    """Cut in `model` what hangs on the producer's channels in the traced `skeleton`."""
+    names = {module: name for name, module in skeleton.named_modules()}
+    root: Any = skeleton.get_submodule(producer)
+    for dependency, channels in channel_group(graph, root, dropped).items:
+        # Members without a name are operations of the trace, which hold no weights.
+        if (name := names.get(dependency.target.module)) is not None:
+            dependency.handler(model.get_submodule(name), channels)
 
 
 def cut_heads_(holder: nn.Module, dropped: Sequence[int]) -> None:
@@ -65,10 +72,8 @@ def cut_heads_(holder: nn.Module, dropped: Sequence[int]) -> None:
             setattr(holder, attribute, value)
 
 
-def _restore_(pruned: nn.Module, model: nn.Module) -> None:
-    """Give the copy the mode of each module and the frozen parameters of `model`, which tracing and cutting reset."""
-    for copied, module in zip(pruned.modules(), model.modules(), strict=True):
-        copied.training = module.training
-    frozen = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+def _freeze_as_(pruned: nn.Module, model: nn.Module) -> None:
+    """Freeze the parameters that are frozen in `model`; a parameter that was cut is a new one."""
+    trained = {name: parameter.requires_grad for name, parameter in model.named_parameters(remove_duplicate=False)}
     for name, parameter in pruned.named_parameters():
-        parameter.requires_grad_(frozen[name])
+        parameter.requires_grad_(trained[name])

@@ -1,4 +1,4 @@
-"""Trace a model with Torch-Pruning, on a copy without weights where weights don't matter."""
+"""Trace a model with Torch-Pruning, on a copy without weights."""
 
 import copy
 from collections.abc import Generator
@@ -11,7 +11,7 @@ import torch_pruning as tp
 from torch import nn
 
 from profiling_agent.records import InputSpec
-from profiling_agent.shapes.verify import device_of, left_as_found
+from profiling_agent.shapes.verify import device_of
 
 
 def without_weights(model: nn.Module) -> nn.Module:
@@ -25,23 +25,22 @@ def without_weights(model: nn.Module) -> nn.Module:
 
 
 @contextmanager
-def dependency_graph(model: nn.Module, spec: InputSpec) -> Generator[Any]:
-    """Trace `model` and give its Torch-Pruning dependency graph; every parameter requires gradients afterwards.
+def dependency_graph(skeleton: nn.Module, spec: InputSpec) -> Generator[Any]:
+    """Trace `skeleton`, a copy made for it, and give its Torch-Pruning dependency graph.
 
-    Torch-Pruning raises nearly anything on a model that it can't trace, and then leaves its hooks on it: give it a copy.
+    Torch-Pruning raises nearly anything on a model that it can't trace, and leaves its hooks there; either way the
+    copy is in eval mode, its parameters require gradients, and it may have changed itself as it ran.
     """
-    image = torch.zeros(spec.batch(1), device=device_of(model))
+    image = torch.zeros(spec.batch(1), device=device_of(skeleton))
     graph = tp.DependencyGraph()
-    with left_as_found(model), torch.enable_grad():
+    with torch.enable_grad():
         # The trace is read off autograd, so frozen parameters would be invisible to it.
-        model.requires_grad_(requires_grad=True)
-        graph.build_dependency(
-            model.eval(), {"pixel_values": image}, output_transform=attrgetter("logits"), verbose=False
-        )
+        skeleton.requires_grad_(requires_grad=True)
+        graph.build_dependency(skeleton, {"pixel_values": image}, output_transform=attrgetter("logits"), verbose=False)
     try:
         yield graph
     finally:
-        # Its nodes refer to each other and to autograd's, which keep the model and its activations alive.
+        # Its nodes refer to each other and to autograd's, which keep the copy and its activations alive.
         for node in graph.module2node.values():
             vars(node).update(inputs=[], outputs=[], dependencies=[], grad_fn=None)
         graph.module2node.clear()
