@@ -34,7 +34,7 @@ from profiling_agent.records import (
 )
 from profiling_agent.shapes.resolve import resolve_input_shape
 
-NUM_GATE_IMAGES = 8
+NUM_GATE_IMAGES = 4
 
 
 def acquire(task: tasks.AcquireTask, desk: Desk) -> Acquired:
