@@ -131,10 +131,10 @@ def load_model(
     Raises:
         AcquisitionError: the model can't be had, is no image classifier, or its weights are incomplete or not finite.
     """
-    folder, commit = _locate(name, revision, progress)
-    _check_files(folder, name, commit)
-    progress(f"loading {name}", 0, 0)
     with quiet():
+        folder, commit = _locate(name, revision, progress)
+        _check_files(folder, name, commit)
+        progress(f"loading {name}", 0, 0)
         config = _read_config(folder, name)
         model = _read_weights(folder, name, config)
         processor = _read_processor(folder, name)

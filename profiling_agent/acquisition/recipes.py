@@ -38,14 +38,14 @@ class Recipe:
     config: dict[str, Any] = field(default_factory=dict)
     image_size: int
     num_steps: int
-    batch_size: int
+    batch_size: int = 32
     learning_rate: float
     weight_decay: float = 0.05
     label_smoothing: float = 0.1
     warmup: float = 0.1
-    shift: float = 0.12
-    scale: float = 0.12
-    rotation: float = 12.0
+    shift: float = 0.08
+    scale: float = 0.08
+    rotation: float = 10.0
     seed: int = 0
 
     @property
@@ -65,24 +65,28 @@ class Recipe:
 TRANSFORMER = {"hidden_size": 128, "num_hidden_layers": 6, "num_attention_heads": 4, "intermediate_size": 512,
                "image_size": 16, "patch_size": 4, "initializer_range": 0.08}  # fmt: skip
 RECIPES = {
-    "vit": Recipe(family="vit", config=TRANSFORMER, image_size=16, num_steps=600, batch_size=32, learning_rate=1e-3),
-    "deit": Recipe(family="deit", config=TRANSFORMER, image_size=16, num_steps=600, batch_size=32, learning_rate=1e-3),
+    "vit": Recipe(family="vit", config=TRANSFORMER, image_size=16, num_steps=450, learning_rate=1e-3),
+    "deit": Recipe(
+        family="deit",
+        config=TRANSFORMER | {"initializer_range": 0.06},
+        image_size=16,
+        num_steps=450,
+        learning_rate=1e-3,
+    ),
     "swin": Recipe(
         family="swin",
         config={"image_size": 16, "patch_size": 2, "embed_dim": 48, "depths": [2, 4], "num_heads": [3, 6],
                 "window_size": 4, "drop_path_rate": 0.0, "initializer_range": 0.08},
         image_size=16,
-        num_steps=600,
-        batch_size=32,
-        learning_rate=1e-3,
+        num_steps=450,
+        learning_rate=2e-3,
     ),
     "resnet": Recipe(
         family="resnet",
         config={"embedding_size": 32, "hidden_sizes": [64, 128, 256, 512], "depths": [2, 2, 2, 2],
                 "layer_type": "bottleneck"},
         image_size=32,
-        num_steps=340,
-        batch_size=64,
-        learning_rate=1e-3,
+        num_steps=400,
+        learning_rate=2e-3,
     ),
 }  # fmt: skip

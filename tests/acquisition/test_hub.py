@@ -1,0 +1,143 @@
+"""The Hub's answers, from a server on the loopback that speaks enough of its protocol."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pytest
+import zoo
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+# Runs in a process of its own: the libraries read HF_ENDPOINT once, when they are imported.
+ASK = """
+import json, sys, tempfile
+from pathlib import Path
+from profiling_agent.acquisition.models import load_model
+from profiling_agent.acquisition.query import DataQuery
+from profiling_agent.acquisition.splits import draw_splits
+from profiling_agent.errors import AcquisitionError
+
+def model(name, **options):
+    return load_model(name, **options).revision
+
+def data(dataset, **options):
+    with tempfile.TemporaryDirectory() as folder:
+        drawn = draw_splits(DataQuery(dataset=dataset, **options), id2label={0: "ant", 1: "bee"}, folder=Path(folder))
+    sizes = [part.num_images for part in (drawn.calibration, drawn.search, drawn.heldout)]
+    return {"sizes": sizes, "notes": drawn.notes}
+
+answers = []
+for kind, name, options in json.loads(sys.argv[1]):
+    try:
+        answers.append({"model": model, "data": data}[kind](name, **options))
+    except AcquisitionError as error:
+        answers.append(str(error))
+print(json.dumps(answers))
+"""
+
+
+def load_sibling(name):
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def ask(endpoint, home, *questions):
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))}
+    environment |= {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_HUB_DISABLE_TELEMETRY": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", ASK, json.dumps(questions)],
+        env=environment, capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    assert done.stderr == ""
+    return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory):
+    """Return what a few questions were answered by a Hub that is there, and then by one that is gone."""
+    root, home = tmp_path_factory.mktemp("hub"), tmp_path_factory.mktemp("home")
+    for name in ("vit", "gated-vit", "pickle"):
+        zoo.save(zoo.vit(), root / "models/acme" / name)
+    (root / "models/acme/pickle/model.safetensors").rename(root / "models/acme/pickle/pytorch_model.bin")
+    table = load_sibling("conftest").table
+    for name in ("insects", "gated-imagenet"):
+        (root / "datasets/acme" / name / "data").mkdir(parents=True)
+        for split, first in (("train", 0), ("test", 1000)):
+            rows = table(np.arange(400) % 2, datasets.ClassLabel(names=["ant", "bee"]), first=first)
+            rows.to_parquet(root / "datasets/acme" / name / f"data/{split}-00000-of-00001.parquet")
+    (root / "datasets/acme/scripted").mkdir()
+    (root / "datasets/acme/scripted/scripted.py").write_text("raise SystemExit('ran')")
+    with load_sibling("hub_server").serve(root) as endpoint:
+        online = ask(
+            endpoint, home,
+            ["model", "acme/vit", {}],
+            ["model", "acme/gated-vit", {}],
+            ["model", "acme/pickle", {}],
+            ["model", "acme/nothing", {}],
+            ["model", "acme/vit", {"revision": "v9"}],
+            ["data", "acme/gated-imagenet", {}],
+            ["data", "acme/nothing", {}],
+            ["data", "acme/scripted", {}],
+            ["data", "acme/insects", {"dataset_revision": "v9"}],
+            ["data", "acme/insects", {"num_samples": 30}],
+            ["data", "acme/insects", {"split": "dev"}],
+        )  # fmt: skip
+    offline = ask(endpoint, home, ["model", "acme/vit", {}], ["model", "acme/other", {}], ["data", "acme/insects", {}])
+    names = ("model", "gated model", "pickle", "no model", "no revision", "gated data", "no data", "script",
+             "no data revision", "stream", "no split", "cached model", "unreachable model", "unreachable data")  # fmt: skip
+    return dict(zip(names, [*online, *offline], strict=True))
+
+
+def test_a_model_comes_with_the_commit_that_was_read(answers):
+    assert answers["model"] == COMMIT
+
+
+@pytest.mark.parametrize("what", ["gated model", "gated data"])
+def test_what_is_gated_names_the_page_and_the_token(answers, what):
+    assert "is gated: accept its terms at http://127.0.0.1" in answers[what]
+    assert "HF_TOKEN" in answers[what]
+    assert "hf auth login" in answers[what]
+
+
+@pytest.mark.parametrize("what", ["no model", "no data"])
+def test_what_is_nowhere_says_where_was_looked(answers, what):
+    assert "'acme/nothing' is neither a local folder nor a public Hub id" in answers[what]
+
+
+@pytest.mark.parametrize("what", ["no revision", "no data revision"])
+def test_a_revision_that_is_not_there_is_named(answers, what):
+    assert "has no revision 'v9'" in answers[what]
+
+
+def test_a_model_on_the_hub_with_pickle_alone_is_refused(answers):
+    assert "only as pickle ('pytorch_model.bin')" in answers["pickle"]
+
+
+def test_a_script_on_the_hub_is_refused_and_not_run(answers):
+    assert "needs its Python script 'scripted.py', which is never run" in answers["script"]
+
+
+def test_a_stream_fills_its_quotas(answers):
+    assert answers["stream"]["sizes"] == [256, 30, 120]
+    assert answers["stream"]["notes"] == ["images were streamed and drawn in equal numbers per class"]
+
+
+def test_a_split_that_the_hub_does_not_have_lists_those_it_has(answers):
+    assert "no split 'dev': use one of train, test" in answers["no split"]
+
+
+def test_a_model_that_was_fetched_before_needs_no_network(answers):
+    assert answers["cached model"] == COMMIT
+
+
+@pytest.mark.parametrize("what", ["unreachable model", "unreachable data"])
+def test_no_network_is_said_to_be_the_trouble(answers, what):
+    assert "can't be reached" in answers[what]
+    assert "check the network" in answers[what]

@@ -1,0 +1,161 @@
+"""The embedded digits and the classifiers trained on them."""
+
+import threading
+from dataclasses import replace
+
+import pytest
+import torch
+from PIL import Image
+from sklearn.datasets import load_digits
+
+from profiling_agent.acquisition.batches import read_split
+from profiling_agent.acquisition.cache import cache_folder, cached
+from profiling_agent.acquisition.models import load_model
+from profiling_agent.acquisition.recipes import RECIPES
+from profiling_agent.acquisition.reference import reference_dataset, reference_model
+from profiling_agent.acquisition.training import accuracy, distort, train
+from profiling_agent.errors import AcquisitionError
+from profiling_agent.progress import silent
+
+DIGITS = [str(digit) for digit in range(10)]
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("PROFILING_AGENT_CACHE", str(tmp_path / "cache"))
+
+
+def noise(num_images, size=16):
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(num_images, 3, size, size, generator=generator), torch.arange(num_images) % 10
+
+
+def test_the_digits_are_drawn_from_like_any_data_set(draw):
+    drawn = draw("reference:digits", DIGITS)
+    assert [part.num_images for part in (drawn.calibration, drawn.search, drawn.heldout)] == [256, 500, 500]
+    assert {match.rule for match in drawn.labels} == {"id"}
+    assert drawn.notes == ()
+
+
+def test_the_digits_are_scikit_learns_and_no_image_is_lost(draw):
+    drawn = draw("reference:digits", DIGITS)
+    split = read_split(drawn.search.path)
+    darkest = {tuple(image.astype(int).ravel()) for image in load_digits().images}
+    for row in range(20):
+        image = split.image(row)
+        assert image.size == (8, 8)
+        assert tuple(round(pixel * 16 / 255) for pixel in image.convert("L").tobytes()) in darkest
+
+
+def test_the_digits_are_written_once():
+    first = reference_dataset()
+    written = {path: path.stat().st_mtime_ns for path in first.rglob("*.parquet")}
+    assert reference_dataset() == first
+    assert {path: path.stat().st_mtime_ns for path in first.rglob("*.parquet")} == written
+    assert len(written) == 2
+
+
+def test_training_is_seeded_and_leaves_the_global_seed_alone():
+    recipe = replace(RECIPES["swin"], num_steps=3)
+    images, labels = noise(40)
+    torch.manual_seed(5)
+    expected = torch.rand(1)
+    torch.manual_seed(5)
+    first = train(recipe, images, labels, silent)
+    assert torch.equal(torch.rand(1), expected)
+    again = train(recipe, images, labels, silent)
+    assert not first.training
+    assert all(torch.equal(here, there) for here, there in zip(first.parameters(), again.parameters(), strict=True))
+
+
+def test_training_learns_what_it_is_shown():
+    images, labels = noise(10)
+    recipe = replace(RECIPES["vit"], num_steps=60, shift=0.0, scale=0.0, rotation=0.0, batch_size=10)
+    seen = []
+    model = train(recipe, images, labels, lambda message, done, total: seen.append((done, total)))
+    assert accuracy(model, images, labels) == 1.0
+    assert seen == [(step, 60) for step in range(1, 61)]
+
+
+def test_distortion_without_strength_changes_nothing():
+    images, _ = noise(4)
+    still = replace(RECIPES["vit"], shift=0.0, scale=0.0, rotation=0.0)
+    assert torch.allclose(distort(images, still, torch.Generator()), images, atol=1e-5)
+
+
+def test_distortion_shifts_by_at_most_the_fraction_asked_for():
+    images = torch.zeros(64, 1, 20, 20)
+    images[:, :, 10, 10] = 1.0
+    moved = distort(
+        images, replace(RECIPES["vit"], shift=0.1, scale=0.0, rotation=0.0), torch.Generator().manual_seed(0)
+    )
+    rows, columns = moved.sum((1, 3)).argmax(1), moved.sum((1, 2)).argmax(1)
+    assert (rows - 10).abs().max() == 2
+    assert (columns - 10).abs().max() == 2
+
+
+@pytest.mark.parametrize("family", RECIPES)
+def test_each_reference_is_small_and_its_inner_widths_can_be_pruned(family):
+    model = RECIPES[family].build()
+    assert 300_000 <= sum(parameter.numel() for parameter in model.parameters()) <= 1_300_000
+    assert model.config.id2label == dict(enumerate(DIGITS))
+
+
+def test_the_resnets_inner_convolutions_are_16_to_128_wide():
+    model = RECIPES["resnet"].build()
+    inner = [layer.out_channels for layer in model.modules() if getattr(layer, "kernel_size", None) == (3, 3)]
+    assert inner == [16, 16, 32, 32, 64, 64, 128, 128]
+
+
+def test_another_recipe_has_another_key():
+    recipe = RECIPES["vit"]
+    assert recipe.key == replace(recipe).key
+    assert len({recipe.key, replace(recipe, seed=1).key, replace(recipe, num_steps=9).key, RECIPES["deit"].key}) == 4
+
+
+def test_a_half_built_folder_is_never_seen():
+    def fail(folder):
+        (folder / "half").write_text("")
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        cached("thing", fail)
+    assert [path.name for path in cache_folder().iterdir() if path.is_dir()] == []
+    assert cached("thing", lambda folder: (folder / "whole").touch()).joinpath("whole").exists()
+
+
+def test_two_that_ask_at_once_build_once():
+    built = []
+    barrier = threading.Barrier(2)
+
+    def ask():
+        barrier.wait()
+        cached("thing", lambda folder: built.append(folder))
+
+    threads = [threading.Thread(target=ask) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(built) == 1
+
+
+def test_a_cache_that_can_not_be_written_is_named(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("PROFILING_AGENT_CACHE", str(tmp_path / "file"))
+    with pytest.raises(AcquisitionError, match=r"cache folder .* can't be written .* PROFILING_AGENT_CACHE"):
+        reference_dataset()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", RECIPES)
+def test_each_reference_reaches_95_percent_and_loads_like_any_model(family):
+    folder = reference_model(f"reference:{family}")
+    loaded = load_model(f"reference:{family}")
+    image = Image.new("RGB", (8, 8))
+    pixels = loaded.processor(images=[image], return_tensors="pt")["pixel_values"]
+    with torch.inference_mode():
+        assert loaded.model(pixel_values=pixels).logits.shape == (1, 10)
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "config.json", "model.safetensors", "preprocessor_config.json",
+    ]  # fmt: skip
