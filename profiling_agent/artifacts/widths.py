@@ -47,5 +47,7 @@ def say_heads_(model: nn.Module, cuts: Iterable[Cut]) -> None:
         if cut.unit.kind is not UnitKind.HEADS:
             continue
         attention = model.get_submodule(cut.unit.producers[0].rpartition(".")[0])
-        if hasattr(attention, "num_attention_heads"):
-            attention.num_attention_heads = cut.keep  # pyright: ignore[reportArgumentType]
+        stated = {"num_attention_heads": cut.keep, "all_head_size": model.get_submodule(cut.unit.consumer).in_features}
+        for name, value in stated.items():
+            if hasattr(attention, name):
+                setattr(attention, name, value)

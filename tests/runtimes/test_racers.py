@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 import zoo
+from transformers import ViTForImageClassification
 
 from profiling_agent.artifacts.save import save_model
 from profiling_agent.errors import JobError
@@ -69,6 +70,20 @@ def test_laps_come_back_in_the_order_of_the_entries(root: Path):
     assert 0 < second.speedup_low <= second.speedup <= second.speedup_high
     assert all(lap.latency.batch_size == 2 and len(lap.latency.samples_ms) >= 3 for lap in result.laps)
     assert not psutil.Process().children(recursive=True)
+
+
+@pytest.mark.slow
+def test_a_much_larger_model_is_shown_slower(root: Path):
+    config = zoo.vit().config
+    config.num_hidden_layers, config.intermediate_size = 12, 1024
+    large = zoo.randomised(ViTForImageClassification(config))
+    save_model(large, root / "large", spec=zoo.SPEC, processor=zoo.processor(), base_model="zoo")
+    entries = [(Variant.BASELINE, ref(root / "baseline")), (Variant.PRUNED, ref(root / "large"))]
+
+    result = race(entries, root=root, batch_size=8, num_threads=1)
+
+    assert result.num_races == 3
+    assert result.laps[1].speedup_high < 1
 
 
 def test_a_racer_that_can_not_load_says_why(root: Path, tmp_path: Path):
