@@ -2,7 +2,6 @@
 
 import asyncio
 import enum
-import os
 import sqlite3
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -28,11 +27,10 @@ from profiling_agent.errors import RunError
 from profiling_agent.iteration import attempt
 from profiling_agent.jobs import tasks
 from profiling_agent.reporting import report
-from profiling_agent.request import RUN_ID
+from profiling_agent.request import RUN_ID, Request
 from profiling_agent.workspace import Workspace
 
 MODULES: tuple[ModuleType, ...] = (records, reproducibility, request, attempt, tasks, report, state)
-RUNS_VARIABLE = "PROFILING_AGENT_RUNS"
 
 
 def checkpointed_types() -> tuple[type[BaseModel] | type[enum.Enum], ...]:
@@ -170,5 +168,5 @@ class RunSaver(BaseCheckpointSaver[str]):
 
 
 def studio_saver() -> RunSaver:
-    """Return the saver that `langgraph.json` names: the same runs as the command line's."""
-    return RunSaver(os.environ.get(RUNS_VARIABLE, "runs"))
+    """Return the saver that `langgraph.json` names: the runs of the default output folder, as the command line's."""
+    return RunSaver(Request().output_dir)

@@ -41,9 +41,12 @@ def recommend_pruning(profile: ModelProfile) -> tuple[PruningRecommendation, ...
 
 
 def recommend_quantization(profile: ModelProfile, *, layers: str, dtype: str) -> tuple[QuantizationRecommendation, ...]:
-    """Return the quantization of the user's choice for the `nn.Linear` layers; empty where there are none."""
+    """Return the quantization of the user's choice for the `nn.Linear` layers; empty where there are none.
+
+    Dynamic quantization computes on the CPU alone, so on another device nothing is recommended.
+    """
     linear = [row for row in profile.layers if row.kind == "Linear"]
-    if dtype == "none" or not linear:
+    if dtype == "none" or profile.device != "cpu" or not linear:
         return ()
     params = sum(row.params for row in linear) / profile.params
     macs = sum(row.macs for row in linear) / max(profile.macs, 1)

@@ -40,8 +40,9 @@ def test_the_first_plan_saves_enough_to_be_worth_an_evaluation_and_cites_the_pro
     assert plan.quantization[0].layer == "all"
 
 
-def test_no_quantization_is_recommended_where_the_user_wants_none():
+def test_no_quantization_is_recommended_where_the_user_wants_none_or_the_device_has_none():
     assert recommend_quantization(profile(), layers="all", dtype="none") == ()
+    assert recommend_quantization(profile().model_copy(update={"device": "cuda"}), layers="all", dtype="qint8") == ()
 
 
 def test_a_model_without_units_gets_a_plan_that_prunes_nothing():
