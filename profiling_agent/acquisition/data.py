@@ -14,7 +14,7 @@ from datasets.packaged_modules.parquet.parquet import Parquet
 
 from profiling_agent.acquisition.hub import hub_errors, is_local, local_folder, resolve_dataset
 from profiling_agent.acquisition.query import DataQuery
-from profiling_agent.acquisition.reference import DIGITS, reference_dataset
+from profiling_agent.acquisition.reference import DIGITS, PREFIX, reference_dataset
 from profiling_agent.errors import AcquisitionError
 from profiling_agent.progress import Progress
 
@@ -137,6 +137,8 @@ def open_data(query: DataQuery, *, cache: Path, progress: Progress) -> OpenedDat
     path, revision, kept = query.dataset, None, None
     if query.dataset == DIGITS:
         path, kept = str(reference_dataset(progress)), cache
+    elif query.dataset.startswith(PREFIX):
+        raise AcquisitionError(f"there is no reference data set {query.dataset!r}: use {DIGITS}")
     elif is_local(query.dataset):
         folder = local_folder(query.dataset, "dataset")
         _refuse_scripts(folder, query.dataset)

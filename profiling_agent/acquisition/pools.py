@@ -14,6 +14,7 @@ from profiling_agent.acquisition.sampling import ClassQuotas
 from profiling_agent.progress import Progress
 
 UNMAPPED = -1
+PROGRESS_EVERY = 50
 
 
 class Pool(Protocol):
@@ -87,7 +88,8 @@ def _stream_pool(data: OpenedData, split: str, columns: Columns, target: int, pr
         kept[key] = (cell, label)
         for dropped in quotas.offer(key, label):
             del kept[dropped]
-        progress(f"streaming images of {split}", min(len(kept), target), target)
+        if key % PROGRESS_EVERY == 0:
+            progress(f"streaming images of {split}", min(len(kept), target), target)
         if quotas.is_full:
             break
     drawn = [kept[key] for key in quotas.drawn()]

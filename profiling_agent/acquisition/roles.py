@@ -36,10 +36,15 @@ def choose_evaluation_split(data: OpenedData) -> str:
         if not _is_labelled(data, named):
             raise AcquisitionError(f"split {named!r} of {name!r} has no labels (missing or -1): use another of {there}")
         return named
-    for split in EVALUATION:
-        if split in data.splits and _is_labelled(data, split):
-            return split
-    raise AcquisitionError(
+    refusal: AcquisitionError | None = None
+    for split in (split for split in EVALUATION if split in data.splits):
+        try:
+            if _is_labelled(data, split):
+                return split
+        except AcquisitionError as error:
+            # A test split may come without the label column that the others have.
+            refusal = refusal or error
+    raise refusal or AcquisitionError(
         f"dataset {name!r} has no labelled test or validation split (it has {there}): name one with split; "
         "accuracies on images that the model was trained on are optimistic"
     )

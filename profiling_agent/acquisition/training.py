@@ -1,6 +1,8 @@
 """How a small classifier learns from a few hundred images in half a minute."""
 
 import math
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,6 +16,8 @@ from profiling_agent.progress import Progress
 # About fifty steps of memory: smooths the last steps of a run of several hundred.
 EMA_DECAY = 0.98
 MAX_GRADIENT_NORM = 1.0
+# The usual 0.999 remembers longer than these runs last.
+BETAS = (0.9, 0.95)
 
 
 def distort(images: Tensor, recipe: Recipe, generator: torch.Generator) -> Tensor:
@@ -36,7 +40,7 @@ def _optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
     matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
     vectors = [parameter for parameter in model.parameters() if parameter.dim() <= 1]
     groups = [{"params": matrices, "weight_decay": recipe.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=recipe.learning_rate)
+    return torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=BETAS)
 
 
 def _fit(model: Any, recipe: Recipe, images: Tensor, labels: Tensor, progress: Progress) -> nn.Module:
@@ -63,6 +67,21 @@ def _fit(model: Any, recipe: Recipe, images: Tensor, labels: Tensor, progress: P
     return average.module
 
 
+@contextmanager
+def _one_thread() -> Generator[None]:
+    """Compute on one thread: sums that don't depend on the number of cores, and no waiting for one that is taken.
+
+    At these sizes a second thread saves a quarter of the time on an idle machine, and costs several times that
+    where another program uses the core.
+    """
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
+
+
 def train(recipe: Recipe, images: Tensor, labels: Tensor, progress: Progress) -> nn.Module:
     """Return the trained classifier in eval mode: the running average of its weights.
 
@@ -72,7 +91,7 @@ def train(recipe: Recipe, images: Tensor, labels: Tensor, progress: Progress) ->
         labels: class ids, int64 (n,).
         progress: told of every step.
     """
-    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+    with _one_thread(), torch.random.fork_rng(devices=[]), torch.enable_grad():
         torch.manual_seed(recipe.seed)
         return _fit(recipe.build().train(), recipe, images, labels, progress).eval()
 

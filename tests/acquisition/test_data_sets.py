@@ -220,3 +220,8 @@ def test_a_cut_parquet_file_is_one_line(parquet, make, draw):
     with pytest.raises(AcquisitionError, match="can't be read") as caught:
         draw(folder, ["cat", "dog"])
     assert "\n" not in str(caught.value)
+
+
+def test_an_unknown_reference_data_set_names_the_known_one(draw):
+    with pytest.raises(AcquisitionError, match="no reference data set 'reference:mnist': use reference:digits"):
+        draw("reference:mnist", CIFAR10)

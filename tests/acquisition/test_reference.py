@@ -58,6 +58,7 @@ def test_the_digits_are_written_once():
 def test_training_is_seeded_and_leaves_the_global_seed_alone():
     recipe = replace(RECIPES["swin"], num_steps=3)
     images, labels = noise(40)
+    threads = torch.get_num_threads()
     torch.manual_seed(5)
     expected = torch.rand(1)
     torch.manual_seed(5)
@@ -65,6 +66,7 @@ def test_training_is_seeded_and_leaves_the_global_seed_alone():
     assert torch.equal(torch.rand(1), expected)
     again = train(recipe, images, labels, silent)
     assert not first.training
+    assert torch.get_num_threads() == threads
     assert all(torch.equal(here, there) for here, there in zip(first.parameters(), again.parameters(), strict=True))
 
 

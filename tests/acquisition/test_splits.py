@@ -4,7 +4,7 @@ import hashlib
 
 import numpy as np
 import pytest
-from datasets import ClassLabel
+from datasets import ClassLabel, DatasetDict
 
 from profiling_agent.acquisition.batches import read_split
 from profiling_agent.errors import AcquisitionError
@@ -91,6 +91,18 @@ def test_an_unlabelled_test_split_is_passed_over(parquet, make, draw):
     rows = [make.table([0, 1, 2] * 90, KIND, first=300 * i) for i in range(2)]
     hidden = make.table([-1] * 100, KIND, first=900)
     assert draw(parquet(train=rows[0], validation=rows[1], test=hidden), NAMES).search.source_split == "validation"
+
+
+@pytest.mark.parametrize("on_disk", ["parquet", "arrow"])
+def test_a_test_split_without_the_label_column_is_passed_over(parquet, make, draw, tmp_path, on_disk):
+    rows = {name: make.table([0, 1, 2] * 90, KIND, first=300 * i) for i, name in enumerate(("train", "dev", "test"))}
+    rows["test"] = rows["test"].remove_columns("label")
+    if on_disk == "parquet":
+        folder = parquet(**rows)
+    else:
+        folder = tmp_path / "arrow"
+        DatasetDict(rows).save_to_disk(folder)
+    assert draw(folder, NAMES).search.source_split == "dev"
 
 
 def test_an_unlabelled_split_that_was_named_is_an_error(parquet, make, draw):
