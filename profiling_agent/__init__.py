@@ -16,7 +16,7 @@ from profiling_agent.request import Request
 if TYPE_CHECKING:
     from profiling_agent.artifacts.load import load
     from profiling_agent.graphs.optimization import build_graph  # pyright: ignore[reportMissingImports] - mapped on install
-    from profiling_agent.optimize import optimize, resume
+    from profiling_agent.lifecycle import optimize, resume
 
 __all__ = ["Goal", "Plan", "ProfilingAgentError", "Request", "build_graph", "load", "optimize", "resume"]
 
@@ -24,8 +24,8 @@ __all__ = ["Goal", "Plan", "ProfilingAgentError", "Request", "build_graph", "loa
 _LAZY = {
     "build_graph": "profiling_agent.graphs.optimization",
     "load": "profiling_agent.artifacts.load",
-    "optimize": "profiling_agent.optimize",
-    "resume": "profiling_agent.optimize",
+    "optimize": "profiling_agent.lifecycle",
+    "resume": "profiling_agent.lifecycle",
 }
 
 

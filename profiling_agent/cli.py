@@ -100,7 +100,7 @@ def run(request: Request) -> None:
 
     Writes the run folder under the output folder: report.md, report.json and the model to deploy in best/.
     """
-    from profiling_agent.optimize import make_run_id, optimize
+    from profiling_agent.lifecycle import make_run_id, optimize
 
     named = request.model_copy(update={"run_id": request.run_id or make_run_id()})
     root = named.output_dir / str(named.run_id)
@@ -115,7 +115,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="one JSON document on s
 @app.command()
 def resume(run: RunArgument) -> None:
     """Go on with a run that was cut, from its last checkpoint."""
-    from profiling_agent.optimize import resume as go_on
+    from profiling_agent.lifecycle import resume as go_on
 
     _watch(lambda listener: go_on(run, listener), run)
 

@@ -29,7 +29,7 @@ class Pace:
 
     seconds_per_turn: float = 0.25
     min_rounds: int = 12
-    max_seconds: float = 45.0
+    max_seconds: float = 30.0
 
 
 class Runner(Protocol):
