@@ -71,15 +71,17 @@ class Recipe:
 TRANSFORMER = {"hidden_size": 128, "num_hidden_layers": 6, "num_attention_heads": 4, "intermediate_size": 512,
                "image_size": 16, "patch_size": 4, "initializer_range": 0.08}  # fmt: skip
 RECIPES = {
-    "vit": Recipe(family="vit", config=TRANSFORMER, image_size=16, num_steps=450, learning_rate=1e-3),
-    "deit": Recipe(family="deit", config=TRANSFORMER, image_size=16, num_steps=450, learning_rate=1e-3),
+    "vit": Recipe(family="vit", config=TRANSFORMER, image_size=16, num_steps=400, learning_rate=1e-3),
+    "deit": Recipe(family="deit", config=TRANSFORMER, image_size=16, num_steps=400, learning_rate=1e-3),
     "swin": Recipe(
         family="swin",
         config={"image_size": 16, "patch_size": 2, "embed_dim": 48, "depths": [2, 4], "num_heads": [3, 6],
                 "window_size": 4, "drop_path_rate": 0.0, "initializer_range": 0.08},
         image_size=16,
-        num_steps=450,
+        num_steps=500,
         learning_rate=2e-3,
+        shift=0.06,
+        rotation=8.0,
     ),
     "resnet": Recipe(
         family="resnet",
