@@ -1,7 +1,7 @@
 """Is an attempt good enough to be deployed? The answer comes with its reason."""
 
 from profiling_agent.evaluation.intervals import one_sided_bound
-from profiling_agent.records import Evaluation, Goal, Record
+from profiling_agent.records import AccuracyDrop, Evaluation, Goal, Record
 
 # Decisions rest on the search images, the verdict on others. A candidate whose point estimate just meets the floor
 # here would miss it there about every second time, so the loop asks for a bound of the drop instead.
@@ -15,11 +15,20 @@ class Judgement(Record):
     reason: str
 
 
+def _can_be_bounded(drop: AccuracyDrop, goal: Goal) -> bool:
+    """Return whether so many images could show the contract kept, if not one of them were answered differently."""
+    perfect = drop.model_copy(update={"drop": 0.0, "num_lost": 0, "num_gained": 0})
+    return one_sided_bound(perfect, SEARCH_CONFIDENCE) <= goal.max_accuracy_drop
+
+
 def keeps_accuracy(candidate: Evaluation, goal: Goal) -> bool:
-    """Return whether the candidate's drop is inside the contract with the confidence that the search asks for."""
+    """Return whether the drop is inside the contract with the confidence that the search asks for.
+
+    The point estimate decides for the paper's selection, which knows no interval, and where the contract is too
+    strict for any answer on so few images to be bounded.
+    """
     assert candidate.drop is not None, "a candidate is always compared with the baseline"
-    # The paper's own rule has no floor: it takes the point estimate and prefers higher accuracy.
-    if goal.selection == "paper":
+    if goal.selection == "paper" or not _can_be_bounded(candidate.drop, goal):
         return candidate.drop.drop <= goal.max_accuracy_drop
     return one_sided_bound(candidate.drop, SEARCH_CONFIDENCE) <= goal.max_accuracy_drop
 

@@ -21,6 +21,13 @@ def test_a_candidate_just_inside_the_floor_is_refused_because_the_search_asks_fo
     assert "outside" in judgement.reason
 
 
+@pytest.mark.parametrize(("correct", "accepted"), [(900, True), (901, True), (899, False)])
+def test_a_contract_too_strict_to_be_bounded_is_judged_by_the_point_estimate(correct: int, accepted: bool):
+    strict = GOAL.model_copy(update={"max_accuracy_drop": 0.0})
+
+    assert judge(evaluation("q", Variant.QUANTIZED, correct=correct), BASELINE, strict).accepted is accepted
+
+
 @pytest.mark.parametrize("grown", [{"size_bytes": 4001}, {"macs": 1001}, {"params": 1001}])
 def test_a_candidate_that_is_larger_than_the_baseline_is_refused(grown: dict[str, int]):
     judgement = judge(evaluation("both", Variant.BOTH, correct=950, **grown), BASELINE, GOAL)
