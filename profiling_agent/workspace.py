@@ -118,6 +118,35 @@ def read_manifest(root: Path) -> Manifest:
         raise RunError(f"{str(path)!r} holds no valid request: start a new run") from error
 
 
+def _unwritable(request: Request, error: OSError) -> RequestError:
+    return RequestError(f"output {request.output!r} can't be written ({error.strerror}): choose another")
+
+
+def _write_manifest(root: Path, request: Request) -> None:
+    (root / "jobs").mkdir(parents=True, exist_ok=True)
+    manifest = Manifest(schema_version=SCHEMA_VERSION, request=request)
+    write_atomically(root / "request.json", manifest.model_dump_json(indent=2))
+
+
+def create_workspace(request: Request, run_id: str) -> Workspace:
+    """Create a run folder, whole or not at all; RunError where there is one of that name, whatever is in it."""
+    root = request.output_dir / run_id
+    temporary = root.with_name(f"{TEMPORARY}{run_id}-{os.getpid()}")
+    try:
+        if root.exists():
+            raise FileExistsError
+        _write_manifest(temporary, request.model_copy(update={"run_id": run_id}))
+        temporary.rename(root)
+    except OSError as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        if root.exists():
+            raise RunError(
+                f"run {run_id!r} exists in {request.output!r}: resume it, or choose another run_id"
+            ) from error
+        raise _unwritable(request, error) from error
+    return Workspace(root)
+
+
 def open_workspace(request: Request, run_id: str) -> Workspace:
     """Create the run folder, or open the one that this very request has begun; RunError where it is another's."""
     root = request.output_dir / run_id
@@ -133,9 +162,7 @@ def open_workspace(request: Request, run_id: str) -> Workspace:
             )
         return Workspace(root)
     try:
-        (root / "jobs").mkdir(parents=True, exist_ok=True)
-        manifest = Manifest(schema_version=SCHEMA_VERSION, request=asked)
-        write_atomically(root / "request.json", manifest.model_dump_json(indent=2))
+        _write_manifest(root, asked)
     except OSError as error:
-        raise RequestError(f"output {request.output!r} can't be written ({error.strerror}): choose another") from error
+        raise _unwritable(request, error) from error
     return Workspace(root)

@@ -48,7 +48,7 @@ class Session:
 
     def close(self) -> None:
         """End the worker and give the run free."""
-        SESSIONS.pop(self.workspace.root.resolve(), None)
+        SESSIONS.pop(self.workspace.root.name, None)
         self.jobs.close()
         self._lock.release()
 
@@ -66,7 +66,18 @@ class Session:
             root.rmdir()
 
 
-SESSIONS: dict[Path, Session] = {}
+# By run id. Whoever drives a run from outside the graph opens its session first; otherwise its first node does.
+SESSIONS: dict[str, Session] = {}
+
+
+def open_session(workspace: Workspace, *, created: bool = False) -> Session:
+    """Take the run for this process; RunError where another process has it, or this one has its namesake."""
+    known = SESSIONS.get(workspace.root.name)
+    if known is None:
+        known = SESSIONS[workspace.root.name] = Session(workspace, workspace.lock(), created=created)
+    if known.workspace.root.resolve() != workspace.root.resolve():
+        raise RunError(f"a run called {workspace.root.name!r} is under way in this process: choose another run_id")
+    return known
 
 
 def choose_run_id(request: Request, thread: str | None) -> str:
@@ -86,9 +97,10 @@ def choose_run_id(request: Request, thread: str | None) -> str:
 def begin(request: Request, thread: str | None) -> Session:
     """Start, or start again, the run that the request asks for."""
     run_id = choose_run_id(request, thread)
-    root = request.output_dir / run_id
-    created = not (root / "request.json").exists()
-    return _enter(open_workspace(request, run_id), created=created)
+    if (known := SESSIONS.get(run_id)) is not None:
+        return known
+    created = not (request.output_dir / run_id / "request.json").exists()
+    return open_session(open_workspace(request, run_id), created=created)
 
 
 def rejoin(state: RunState) -> Session:
@@ -99,14 +111,7 @@ def rejoin(state: RunState) -> Session:
             f"run {root.name!r} was checkpointed with schema version {state.schema_version}, this version reads "
             f"{SCHEMA_VERSION}: resume it with the version that wrote it"
         )
-    if (known := SESSIONS.get(root.resolve())) is not None:
+    if (known := SESSIONS.get(root.name)) is not None:
         return known
     read_manifest(root)
-    return _enter(Workspace(root), created=False)
-
-
-def _enter(workspace: Workspace, *, created: bool) -> Session:
-    key = workspace.root.resolve()
-    if key not in SESSIONS:
-        SESSIONS[key] = Session(workspace, workspace.lock(), created=created)
-    return SESSIONS[key]
+    return open_session(Workspace(root))

@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import World
 from typer.testing import CliRunner
 
@@ -11,6 +12,12 @@ from profiling_agent.cli import app
 from profiling_agent.request import Request
 
 runner = CliRunner()
+
+
+def run_world(world: World, output: Path, *arguments: str):
+    command = [sys.executable, "-m", "profiling_agent.cli", "run", "--model", str(world.model)]
+    command += ["--dataset", str(world.data), "--batch-size", "4", "--output", str(output), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 def call(*arguments: str):
@@ -46,6 +53,46 @@ def test_a_bad_request_is_one_clear_line_and_exit_code_2(tmp_path: Path, argumen
     assert says in ended.stderr
     assert "Traceback" not in ended.stderr
     assert not output.exists() or not list(output.iterdir())
+
+
+def test_cuda_that_is_not_there_is_refused(tmp_path: Path, world: World):
+    if torch.cuda.is_available():
+        pytest.skip("this machine has CUDA")
+    ended = run_world(world, tmp_path / "runs", "--device", "cuda")
+
+    assert ended.returncode == 2
+    assert "no CUDA device" in ended.stderr
+    assert not list((tmp_path / "runs").iterdir())
+
+
+def test_an_output_that_can_not_be_written_is_refused(tmp_path: Path, world: World):
+    (tmp_path / "file").write_text("in the way")
+
+    ended = run_world(world, tmp_path / "file")
+
+    assert ended.returncode == 2
+    assert "can't be written" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("layer", "ratio", "says"),
+    [
+        ("vit.encoder.layer.0.intermediate.dense", 0.2, "matches no layer"),
+        ("(?=mlp)fc1", 0.2, "(?=mlp)fc1"),
+        ("classifier", 0.2, "can't be pruned"),
+        ("fc1", 1, "less than 1"),
+    ],
+)
+def test_a_plan_that_does_not_fit_is_refused_and_leaves_nothing(tmp_path: Path, world: World, layer, ratio, says):
+    wrong = {"pruning": [{"layer": layer, "pruning_type": "structured", "pruning_ratio": ratio}]}
+    (tmp_path / "plan.json").write_text(json.dumps(wrong))
+
+    ended = run_world(world, tmp_path / "runs", "--plan", str(tmp_path / "plan.json"))
+
+    assert ended.returncode == 2
+    assert says in ended.stderr
+    assert len(ended.stderr.strip().splitlines()) == 1
+    assert not list((tmp_path / "runs").iterdir())
 
 
 def test_show_prints_one_json_document(finished: Path):
