@@ -3,7 +3,6 @@
 from profiling_agent.agents.node import Update, agent
 from profiling_agent.agents.session import Session
 from profiling_agent.agents.state import RunState
-from profiling_agent.analysis.plan_file import read_plan
 from profiling_agent.analysis.rules import analyse, with_quantization
 from profiling_agent.pruning.patterns import dry_run
 
@@ -13,8 +12,7 @@ def analysis(state: RunState, session: Session) -> Update:
     """Plan by the built-in rules, or take the user's own plan once it is known to fit the model."""
     profile = session.profile(state)
     chosen = {"quantize_layers": state.quantize_layers, "quantize_dtype": state.quantize_dtype}
-    if state.plan is None:
+    if state.proposal is None:
         return {"proposal": analyse(profile, **chosen)}
-    plan = read_plan(state.plan)
-    dry_run(plan, profile)
-    return {"proposal": with_quantization(plan, profile, **chosen)}
+    dry_run(state.proposal, profile)
+    return {"proposal": with_quantization(state.proposal, profile, **chosen)}
