@@ -50,7 +50,7 @@ def recommend_quantization(profile: ModelProfile, *, layers: str, dtype: str) ->
         return ()
     params = sum(row.params for row in linear) / profile.params
     macs = sum(row.macs for row in linear) / max(profile.macs, 1)
-    reason = f"{len(linear)} linear layers hold {params:.1%} of the params and do {macs:.1%} of the MACs"
+    reason = f"the linear layers ({len(linear)}) hold {params:.1%} of the params and do {macs:.1%} of the MACs"
     return (QuantizationRecommendation.model_validate({"layer": layers, "dtype": dtype, "justification": reason}),)
 
 
