@@ -36,30 +36,23 @@ def randomised(model: nn.Module, seed: int = 0) -> nn.Module:
     return model.eval()
 
 
+PLAIN = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 256,
+    "image_size": 32,
+    "patch_size": 8,
+    "id2label": LABELS,
+}
+
+
 def vit() -> nn.Module:
-    config = ViTConfig(
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=256,
-        image_size=32,
-        patch_size=8,
-        id2label=LABELS,
-    )
-    return randomised(ViTForImageClassification(config))
+    return randomised(ViTForImageClassification(ViTConfig(**PLAIN)))
 
 
 def deit() -> nn.Module:
-    config = DeiTConfig(
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=256,
-        image_size=32,
-        patch_size=8,
-        id2label=LABELS,
-    )
-    return randomised(DeiTForImageClassification(config))
+    return randomised(DeiTForImageClassification(DeiTConfig(**PLAIN)))
 
 
 def swin() -> nn.Module:

@@ -21,16 +21,30 @@ from langgraph.checkpoint.serde.jsonplus import JsonPlusSerializer
 from langgraph.checkpoint.sqlite import SqliteSaver
 from pydantic import BaseModel
 
-from profiling_agent import records, reproducibility, request
+from profiling_agent import reproducibility, request
 from profiling_agent.agents import state
 from profiling_agent.errors import RunError
 from profiling_agent.iteration import attempt
 from profiling_agent.jobs import tasks
+from profiling_agent.records import data, loop, measurement, plan, profile, record
 from profiling_agent.reporting import report
 from profiling_agent.request import RUN_ID, Request
 from profiling_agent.workspace import Workspace
 
-MODULES: tuple[ModuleType, ...] = (records, reproducibility, request, attempt, tasks, report, state)
+MODULES: tuple[ModuleType, ...] = (
+    record,
+    data,
+    profile,
+    plan,
+    measurement,
+    loop,
+    reproducibility,
+    request,
+    attempt,
+    tasks,
+    report,
+    state,
+)
 
 
 def checkpointed_types() -> tuple[type[BaseModel] | type[enum.Enum], ...]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from profiling_agent.acquisition.batches import iter_batches
 from profiling_agent.acquisition.device import resolve_device
+from profiling_agent.acquisition.hub import is_local, local_folder
 from profiling_agent.acquisition.models import load_model
 from profiling_agent.acquisition.query import DataQuery
 from profiling_agent.acquisition.splits import DrawnSplit, draw_splits
@@ -56,7 +57,8 @@ def acquire(task: tasks.AcquireTask, desk: Desk) -> Acquired:
 
     return Acquired(
         source=ModelSource(
-            name=task.model,
+            # A path is made absolute, so that a run resumes from any working folder.
+            name=str(local_folder(task.model, "model")) if is_local(task.model) else task.model,
             revision=loaded.revision,
             architecture=loaded.architecture,
             device=device,

@@ -1,0 +1,60 @@
+"""The model's input and the images it is measured on."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from profiling_agent.records.record import ArtifactRef, Record
+
+
+class InputSpec(Record):
+    """The shape of one image as the model takes it, and who said so."""
+
+    channels: int = Field(gt=0, le=64)
+    height: int = Field(gt=0, le=8192)
+    width: int = Field(gt=0, le=8192)
+    dtype: Literal["float32"] = "float32"
+    source: str
+
+    def batch(self, size: int) -> tuple[int, int, int, int]:
+        """Return the shape of a batch of `size` images."""
+        return (size, self.channels, self.height, self.width)
+
+
+class LabelMatch(Record):
+    """How one label of the data set became a class of the model; `model_id` is None where it did not."""
+
+    dataset_label: str
+    model_id: int | None
+    model_label: str | None
+    rule: Literal["id", "name", "normalised name", "substring", "unmapped"]
+
+
+class SplitInfo(Record):
+    """A fixed set of images on disk, drawn once with the run's seed."""
+
+    name: Literal["calibration", "search", "heldout"]
+    source_split: str
+    num_images: int
+    num_skipped: int = Field(default=0, description="images that could not be decoded")
+    file: ArtifactRef
+
+
+class ModelSource(Record):
+    """Where the model comes from; `revision` is the commit that was read, where there is one."""
+
+    name: str
+    revision: str | None = None
+    architecture: str
+    device: Literal["cpu", "cuda"]
+
+
+class Acquired(Record):
+    """What acquisition found: the model, three disjoint sets of images, and how their labels became its classes."""
+
+    source: ModelSource
+    calibration: SplitInfo
+    search: SplitInfo
+    heldout: SplitInfo
+    labels: tuple[LabelMatch, ...]
+    notes: tuple[str, ...] = ()

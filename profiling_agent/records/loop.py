@@ -1,0 +1,89 @@
+"""The contract, the attempts to meet it, and the answer."""
+
+from enum import StrEnum
+from typing import Literal
+
+from pydantic import Field
+
+from profiling_agent.records.measurement import Evaluation, Variant
+from profiling_agent.records.plan import DryRun, Plan
+from profiling_agent.records.record import ArtifactRef, Record
+
+
+class Goal(Record):
+    """The contract, and how the winner is chosen."""
+
+    max_accuracy_drop: float
+    min_speedup: float
+    max_size_ratio: float
+    selection: Literal["contract", "paper"]
+
+
+class Attempt(Record):
+    """One turn of the loop: a plan, what it was expected to do, what it did, and what we made of it."""
+
+    number: int
+    plan: Plan
+    dry_run: DryRun | None = None
+    pruned_model: ArtifactRef | None = Field(default=None, description="fp32, before quantization")
+    pruned: Evaluation | None = Field(default=None, description="fp32, where it was measured")
+    deployed: Evaluation | None = Field(default=None, description="in the form it would be deployed")
+    accepted: bool
+    reason: str
+
+
+class StopReason(StrEnum):
+    """Why the loop ended; the value is the sentence a reader sees."""
+
+    SINGLE_PASS = "iteration is off: one plan was asked for"
+    BUDGET_SPENT = "every iteration that was asked for has been used"
+    CONVERGED = "no further aligned width lies between the best accepted and the mildest refused plan"
+    NOTHING_TO_PRUNE = "the first plan prunes nothing, so there is nothing to do more or less of"
+
+
+class Journal(Record):
+    """Everything the loop has seen; decisions, the report and the language model read the same one."""
+
+    baseline: Evaluation
+    quantized: Evaluation | None = None
+    attempts: tuple[Attempt, ...] = ()
+
+    def with_attempt(self, attempt: Attempt) -> "Journal":
+        """Return a journal with `attempt` at its end."""
+        return self.model_copy(update={"attempts": (*self.attempts, attempt)})
+
+
+class Finalist(Record):
+    """A candidate that may be returned: which attempt made it, and how it did on the search images."""
+
+    variant: Variant
+    attempt: int | None = Field(default=None, description="number of the attempt; None where nothing was pruned")
+    evaluation: Evaluation
+
+
+class Outcome(StrEnum):
+    """How a run ended; DESIGN.md, "The flow", defines the three."""
+
+    MET = "MET"
+    NEAREST_MISS = "NEAREST_MISS"
+    INFEASIBLE = "INFEASIBLE"
+
+
+class Term(Record):
+    """One clause of the contract against what was measured."""
+
+    name: Literal["accuracy", "speed", "size"]
+    required: float
+    measured: float
+    holds: bool
+
+
+class Verdict(Record):
+    """The answer, with the reason it was given."""
+
+    outcome: Outcome
+    certified: bool = Field(description="the 95% bounds meet the contract, not the point estimates alone")
+    terms: tuple[Term, ...]
+    binding: str | None = Field(default=None, description="the term that keeps the contract from being met")
+    images_to_certify: int | None = None
+    explanation: str

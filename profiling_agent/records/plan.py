@@ -1,0 +1,79 @@
+"""What is to be done to the unpruned model, and what came of it."""
+
+from typing import Literal
+
+from pydantic import AliasChoices, Field
+
+from profiling_agent.records.profile import Unit
+from profiling_agent.records.record import ArtifactRef, Record
+
+
+class PruningRecommendation(Record):
+    """Cut a fraction of the original width of every unit that the pattern hits (paper, Figure 4)."""
+
+    layer: str = Field(min_length=1, max_length=300, description="RE2 pattern searched for in live module names")
+    pruning_type: Literal["structured", "head"]
+    pruning_ratio: float = Field(gt=0, lt=1)
+    justification: str = Field(default="", max_length=2000)
+
+
+class QuantizationRecommendation(Record):
+    """Quantize the `nn.Linear` layers that the pattern hits, or `all` of them."""
+
+    layer: str = Field(min_length=1, max_length=300)
+    quantization_type: Literal["dynamic"] = "dynamic"
+    dtype: Literal["qint8", "float16"]
+    justification: str = Field(default="", max_length=2000)
+
+
+class Plan(Record):
+    """What is to be done to the unpruned model. The paper's own key names are accepted as well."""
+
+    pruning: tuple[PruningRecommendation, ...] = Field(
+        default=(), max_length=200, validation_alias=AliasChoices("pruning", "pruning_recommendations")
+    )
+    quantization: tuple[QuantizationRecommendation, ...] = Field(
+        default=(), max_length=200, validation_alias=AliasChoices("quantization", "quantization_recommendations")
+    )
+
+
+class Cut(Record):
+    """A plan resolved for one unit: `keep` of `unit.width` channels or heads stay."""
+
+    unit: Unit
+    keep: int
+    requested_ratio: float
+
+    @property
+    def params_saved(self) -> int:
+        """Return the parameters that this cut removes."""
+        return (self.unit.width - self.keep) * self.unit.params_per_channel
+
+    @property
+    def macs_saved(self) -> int:
+        """Return the multiply-accumulates of one image that this cut removes."""
+        return (self.unit.width - self.keep) * self.unit.macs_per_channel
+
+
+class DryRun(Record):
+    """What a plan would do, before it is done."""
+
+    cuts: tuple[Cut, ...]
+    params: int
+    macs: int
+    notes: tuple[str, ...] = Field(default=(), description="hits that were left alone, each with the reason")
+
+
+class PrunedModel(Record):
+    """A pruned model that passed its gates, and the widths it was cut to."""
+
+    model: ArtifactRef
+    cuts: tuple[Cut, ...]
+    mask_error: float = Field(description="largest logit difference to the masked original, relative to its norm")
+
+
+class QuantizedModel(Record):
+    """A quantized model and the layers that were quantized."""
+
+    model: ArtifactRef
+    layers: tuple[str, ...]

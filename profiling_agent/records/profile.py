@@ -1,0 +1,99 @@
+"""Where a model spends its time, memory and parameters, and what of it can be cut."""
+
+from enum import StrEnum
+from typing import Self
+
+from pydantic import Field, model_validator
+
+from profiling_agent.records.data import InputSpec
+from profiling_agent.records.record import ArtifactRef, Record
+
+
+class LatencyStats(Record):
+    """Milliseconds of one forward pass of a batch: the median, its 95% interval, and every sample."""
+
+    batch_size: int
+    median_ms: float
+    low_ms: float
+    high_ms: float
+    samples_ms: tuple[float, ...]
+
+
+class Headline(Record):
+    """Latency and peak resident memory of a fresh process that only loads and runs the model."""
+
+    latency: LatencyStats
+    peak_memory_bytes: int
+    forward_passes: int
+
+
+class LayerProfile(Record):
+    """What one module itself owns and does; children are rows of their own, so rows add up to the model."""
+
+    name: str
+    kind: str
+    params: int
+    macs: int
+    latency_ms: float
+    activation_bytes: int
+
+
+class OperatorProfile(Record):
+    """One operator and input shape as torch.profiler saw it, summed over its calls in one forward pass."""
+
+    name: str
+    calls: int
+    cpu_time_ms: float
+    cuda_time_ms: float | None = None
+    memory_bytes: int
+    input_shapes: str
+    stack: tuple[str, ...] = ()
+
+
+class UnitKind(StrEnum):
+    """What can be cut as a whole."""
+
+    MLP = "mlp"
+    HEADS = "heads"
+    CONV_INNER = "conv_inner"
+
+
+class Unit(Record):
+    """Coupled layers that are pruned together: channels (or heads) of the producers and inputs of the consumer."""
+
+    name: str
+    kind: UnitKind
+    producers: tuple[str, ...]
+    consumer: str
+    width: int = Field(gt=0, description="channels, or heads, of the unpruned unit")
+    step: int = Field(gt=0, description="kept widths are multiples of this")
+    params_per_channel: int
+    macs_per_channel: int
+
+
+class ModelProfile(Record):
+    """Everything measured about one model in one state; `params` and `macs` equal the sums over `layers`."""
+
+    architecture: str
+    input: InputSpec
+    batch_size: int
+    device: str
+    params: int
+    macs: int
+    parameter_bytes: int = Field(description="parameters and buffers as held in memory, packed int8 counted")
+    size_bytes: int = Field(description="bytes on disk")
+    headline: Headline
+    layers: tuple[LayerProfile, ...]
+    operators: tuple[OperatorProfile, ...]
+    units: tuple[Unit, ...]
+    refusals: dict[str, str] = Field(description="layers that can't be pruned, each with the reason")
+    trace: ArtifactRef | None = None
+    forward_passes: int
+
+    @model_validator(mode="after")
+    def _rows_add_up(self) -> Self:
+        for name in ("params", "macs"):
+            total, rows = getattr(self, name), sum(getattr(row, name) for row in self.layers)
+            if total != rows:
+                raise ValueError(f"{name}: total {total} is not the sum of the layers, {rows}")
+        return self

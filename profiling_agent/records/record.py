@@ -1,0 +1,23 @@
+"""What every record is, and what points to a file."""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Record(BaseModel):
+    """A value that is compared, stored and passed around, never changed.
+
+    Validation is lax about containers (a list becomes a tuple) because checkpoints turn tuples into lists.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, populate_by_name=True)
+
+
+class ArtifactRef(Record):
+    """A file or folder in the run folder; `sha256` is that of the file, or of a model folder's `recipe.json`."""
+
+    path: str
+    sha256: str
+    size_bytes: int
+    kind: Literal["model", "profile", "trace", "predictions", "split"]
