@@ -23,7 +23,7 @@ def _run_id(value: str | None) -> str | None:
 class Request(BaseModel):
     """A model, a labelled data set and a contract."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     model: str = Field(
         default="reference:vit",

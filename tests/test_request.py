@@ -21,6 +21,8 @@ def test_every_field_has_a_default_and_a_description():
         ({"run_id": "../elsewhere"}, "is no run id"),
         ({"device": "tpu"}, "'auto', 'cpu' or 'cuda'"),
         ({"unknown": 1}, "Extra inputs"),
+        ({"max_iterations": "5"}, "valid integer"),
+        ({"seed": 1.5}, "valid integer"),
         ({"revision": "main"}, "reference models have no revision"),
         ({"dataset_config": "full_size"}, "has no configuration"),
         ({"quantize_dtype": "none", "quantize_layers": "fc1"}, "quantize_dtype is 'none'"),

@@ -16,6 +16,9 @@ from profiling_agent.workspace import SCHEMA_VERSION
 class RunState(Request):
     """The state of a run. Acquisition resets everything below; no field needs a reducer."""
 
+    # A checkpoint gives records back as records, a server as plain JSON; both are read.
+    model_config = ConfigDict(strict=False)
+
     schema_version: int = SCHEMA_VERSION
     run_dir: str = ""
     acquired: Acquired | None = None

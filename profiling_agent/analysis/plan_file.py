@@ -23,7 +23,7 @@ def read_plan(path: str) -> Plan:
     try:
         if file.stat().st_size > MAX_BYTES:
             raise PlanError(f"plan file {path!r} is larger than {MAX_BYTES} bytes: a plan is a short JSON document")
-        return Plan.model_validate_json(file.read_text(encoding="utf-8"))
+        return Plan.model_validate_json(file.read_text(encoding="utf-8"), strict=True)
     except OSError as error:
         raise PlanError(f"plan file {path!r} can't be read ({error.strerror}): check the path") from error
     except UnicodeDecodeError as error:

@@ -74,6 +74,7 @@ def test_a_plan_file_in_the_papers_form_is_read(tmp_path: Path):
         ('{"pruning": [{"layer": "x", "pruning_type": "structured", "pruning_ratio": 1}]}', "less than 1"),
         ('{"pruning": [{"layer": "x", "pruning_type": "structured", "pruning_ratio": NaN}]}', "no valid plan"),
         ('{"pruning": [{"layer": "x", "pruning_type": "magic", "pruning_ratio": 0.1}]}', "'structured' or 'head'"),
+        ('{"pruning": [{"layer": "x", "pruning_type": "head", "pruning_ratio": "0.1"}]}', "valid number"),
         ('{"prune": []}', "Extra inputs"),
         ("\x00\xff", "no valid plan"),
     ],
