@@ -108,7 +108,16 @@ def run(request: Request) -> None:
     _watch(lambda listener: optimize(named, listener), root)
 
 
-RunArgument = Annotated[Path, typer.Argument(help="run folder, such as runs/20260102-030405-ab12")]
+def _run_folder(named: str) -> Path:
+    """Return the folder of a run that is named by its path, or by its id where it lies in the default place."""
+    folder = Path(named).expanduser()
+    default = Request().output_dir / named
+    return default if not folder.exists() and default.exists() else folder
+
+
+RunArgument = Annotated[
+    Path, typer.Argument(parser=_run_folder, metavar="RUN", help="run folder, or the id of one in runs/")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="one JSON document on standard output")]
 
 

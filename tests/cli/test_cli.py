@@ -111,6 +111,16 @@ def test_show_prints_the_verdict_for_people(finished: Path):
     assert json.loads((finished / "report.json").read_text())["verdict"]["outcome"] in shown.output
 
 
+def test_a_run_in_the_default_place_can_be_named_by_its_id(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "runs").symlink_to(finished.parent)
+    monkeypatch.chdir(tmp_path)
+
+    assert call("show", finished.name).exit_code == 0
+    assert call("show", "another").exit_code == 2
+
+
 def test_report_is_written_again(finished: Path):
     before = (finished / "report.md").read_text()
     (finished / "report.md").unlink()
