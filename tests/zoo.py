@@ -47,8 +47,8 @@ PLAIN = {
 }
 
 
-def vit() -> nn.Module:
-    return randomised(ViTForImageClassification(ViTConfig(**PLAIN)))
+def vit(**changes) -> nn.Module:
+    return randomised(ViTForImageClassification(ViTConfig(**(PLAIN | changes))))
 
 
 def deit() -> nn.Module:
