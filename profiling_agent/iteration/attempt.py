@@ -93,7 +93,11 @@ def prune_candidate(bench: Bench, plan: Plan) -> Candidate:
         return Candidate(plan=plan, dry_run=dry, failure=f"nothing is cut: {'; '.join(dry.notes[:3])}")
     try:
         task = PruneTask(
-            baseline=bench.baseline, cuts=dry.cuts, calibration=bench.acquired.calibration, seed=bench.seed
+            baseline=bench.baseline,
+            cuts=dry.cuts,
+            calibration=bench.acquired.calibration,
+            seed=bench.seed,
+            batch_size=bench.batch_size,
         )
         return Candidate(plan=plan, dry_run=dry, pruned=bench.jobs.run(task))
     except (PruningError, JobError) as error:
