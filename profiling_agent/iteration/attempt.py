@@ -93,7 +93,11 @@ def prune_candidate(bench: Bench, plan: Plan) -> Candidate:
         return Candidate(plan=plan, dry_run=dry, failure=f"nothing is cut: {'; '.join(dry.notes[:3])}")
     try:
         task = PruneTask(
-            baseline=bench.baseline, cuts=dry.cuts, calibration=bench.acquired.calibration, seed=bench.seed
+            baseline=bench.baseline,
+            cuts=dry.cuts,
+            calibration=bench.acquired.calibration,
+            seed=bench.seed,
+            batch_size=bench.batch_size,
         )
         return Candidate(plan=plan, dry_run=dry, pruned=bench.jobs.run(task))
     except (PruningError, JobError) as error:
@@ -132,11 +136,15 @@ def _deployed_variant(candidate: Candidate, goal: Goal) -> Variant:
 
 def measure_attempt(bench: Bench, candidate: Candidate, journal: Journal) -> Attempt:
     """Measure and judge a candidate; the first one's fp32 form is measured too, so that all four corners are known."""
-    number = len(journal.attempts) + 1
+    number, made = len(journal.attempts) + 1, candidate.pruned
     failed = Attempt(
         number=number,
         plan=candidate.plan,
         dry_run=candidate.dry_run,
+        pruned_model=made.model if made else None,
+        compensation=made.compensation if made else (),
+        calibration_kl=made.kl if made else None,
+        calibration_kl_uncompensated=made.kl_uncompensated if made else None,
         accepted=False,
         reason=candidate.failure or "",
     )
@@ -158,6 +166,5 @@ def measure_attempt(bench: Bench, candidate: Candidate, journal: Journal) -> Att
             "deployed": deployed,
             "accepted": judgement.accepted,
             "reason": judgement.reason,
-            "pruned_model": candidate.pruned.model if candidate.pruned else None,
         }
     )

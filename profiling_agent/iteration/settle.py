@@ -90,7 +90,14 @@ def _cheapest(bench: Bench, plan: Plan) -> ArtifactRef:
     cuts = [cut for cut in cuts if cut.keep < cut.unit.width]
     model = bench.baseline
     if cuts:
-        task = PruneTask(baseline=model, cuts=tuple(cuts), calibration=bench.acquired.calibration, seed=bench.seed)
+        # Only its size and speed are asked for, and those don't depend on compensation.
+        task = PruneTask(
+            baseline=model,
+            cuts=tuple(cuts),
+            calibration=bench.acquired.calibration,
+            seed=bench.seed,
+            compensate=False,
+        )
         model = bench.jobs.run(task).model
     return model if bench.goal.selection == "paper" else bench.quantize(model, plan)
 

@@ -4,6 +4,7 @@ Imported by the warm worker only: this is where torch and the stages come in.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from profiling_agent.acquisition.batches import iter_batches
@@ -21,6 +22,7 @@ from profiling_agent.jobs import tasks
 from profiling_agent.jobs.desk import Desk
 from profiling_agent.profiling.complexity import count_complexity
 from profiling_agent.profiling.profile import profile_model
+from profiling_agent.pruning.compensation import compensate
 from profiling_agent.pruning.prune import prune_model
 from profiling_agent.quantization.quantize import quantize_model
 from profiling_agent.records import (
@@ -119,14 +121,16 @@ def profile(task: tasks.ProfileTask, desk: Desk) -> tasks.Profiled:
 
 
 def prune(task: tasks.PruneTask, desk: Desk) -> PrunedModel:
-    """Cut the units, pass the gates, save the candidate."""
+    """Cut the units, pass the gates, compensate, save the candidate."""
     path = desk.path(task.baseline)
-    recipe, processor = load_recipe(path), load_processor(path)
-    images, _ = next(iter_batches(desk.path(task.calibration.file), processor, batch_size=NUM_GATE_IMAGES))
-    pruned = prune_model(load(path), task.cuts, spec=recipe.input, seed=task.seed, images=images)
+    model, recipe, processor = load(path), load_recipe(path), load_processor(path)
+    read = partial(iter_batches, desk.path(task.calibration.file), processor, batch_size=task.batch_size)
+    images, _ = next(read(batch_size=NUM_GATE_IMAGES))
+    pruned = prune_model(model, task.cuts, spec=recipe.input, seed=task.seed, images=images)
+    made = compensate(model, pruned.model, task.cuts, pruned.keep, read) if task.compensate else None
     folder = desk.folder / "model"
     save_model(
-        pruned.model,
+        made.model if made else pruned.model,
         folder,
         spec=recipe.input,
         processor=processor,
@@ -134,7 +138,9 @@ def prune(task: tasks.PruneTask, desk: Desk) -> PrunedModel:
         base_revision=recipe.base_revision,
         cuts=task.cuts,
     )
-    return PrunedModel(model=desk.ref(folder, "model"), cuts=task.cuts, mask_error=pruned.mask_error)
+    told = {"kl": made.kl_after, "kl_uncompensated": made.kl_before, "compensation": made.steps} if made else {}
+    saved = PrunedModel(model=desk.ref(folder, "model"), cuts=task.cuts, mask_error=pruned.mask_error)
+    return saved.model_copy(update=told)
 
 
 def quantize(task: tasks.QuantizeTask, desk: Desk) -> QuantizedModel:

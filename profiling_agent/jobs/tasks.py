@@ -98,13 +98,15 @@ class ProfileTask(Task[Profiled]):
 
 
 class PruneTask(Task[PrunedModel]):
-    """Cut units of the unpruned model."""
+    """Cut units of the unpruned model, and make up for it without training unless told not to."""
 
     result: ClassVar[type[Record]] = PrunedModel
     baseline: ArtifactRef
     cuts: tuple[Cut, ...]
     calibration: SplitInfo
     seed: int
+    compensate: bool = True
+    batch_size: int = 32
 
 
 class QuantizeTask(Task[QuantizedModel]):

@@ -26,6 +26,11 @@ class Attempt(Record):
     plan: Plan
     dry_run: DryRun | None = None
     pruned_model: ArtifactRef | None = Field(default=None, description="fp32, before quantization")
+    compensation: tuple[str, ...] = Field(default=(), description="what made up for the cut, without training")
+    calibration_kl: float | None = Field(
+        default=None, description="KL divergence of the fp32 model to the baseline on calibration images, nats"
+    )
+    calibration_kl_uncompensated: float | None = None
     pruned: Evaluation | None = Field(default=None, description="fp32, where it was measured")
     deployed: Evaluation | None = Field(default=None, description="in the form it would be deployed")
     accepted: bool

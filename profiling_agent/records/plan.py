@@ -70,6 +70,11 @@ class PrunedModel(Record):
     model: ArtifactRef
     cuts: tuple[Cut, ...]
     mask_error: float = Field(description="largest logit difference to the masked original, relative to its norm")
+    kl: float | None = Field(
+        default=None, description="KL divergence to the unpruned model on calibration images, nats"
+    )
+    kl_uncompensated: float | None = Field(default=None, description="the same before compensation, nats")
+    compensation: tuple[str, ...] = Field(default=(), description="the steps that lowered it, in their order")
 
 
 class QuantizedModel(Record):

@@ -1,0 +1,80 @@
+"""What the prune job makes of a saved model and a drawn split."""
+
+import io
+
+import numpy as np
+import pytest
+import torch
+import zoo
+from PIL import Image
+
+from profiling_agent.acquisition.batches import iter_batches, write_split
+from profiling_agent.artifacts.load import load, load_recipe
+from profiling_agent.artifacts.save import save_model
+from profiling_agent.jobs.catalogue import prune
+from profiling_agent.jobs.desk import Desk
+from profiling_agent.jobs.tasks import PruneTask
+from profiling_agent.progress import silent
+from profiling_agent.pruning.units import find_units
+from profiling_agent.pruning.widths import snap
+from profiling_agent.records import ArtifactRef, Cut, SplitInfo
+from profiling_agent.workspace import file_sha256
+
+
+def png(rng: np.random.Generator) -> bytes:
+    held = io.BytesIO()
+    Image.fromarray(rng.integers(0, 256, (32, 32, 3), dtype=np.uint8)).save(held, format="PNG")
+    return held.getvalue()
+
+
+@pytest.fixture
+def task(tmp_path) -> PruneTask:
+    model, rng = zoo.vit(), np.random.default_rng(0)
+    save_model(model, tmp_path / "baseline", spec=zoo.SPEC, processor=zoo.processor(), base_model="zoo")
+    write_split(tmp_path / "split.parquet", [png(rng) for _ in range(128)], [0] * 128)
+    sha256 = file_sha256(tmp_path / "baseline" / "recipe.json")
+    units = find_units(model, zoo.SPEC, {}).units
+    return PruneTask(
+        baseline=ArtifactRef(path="baseline", sha256=sha256, size_bytes=1, kind="model"),
+        cuts=tuple(Cut(unit=unit, keep=snap(unit, 0.4), requested_ratio=0.4) for unit in units),
+        calibration=SplitInfo(
+            name="calibration",
+            source_split="train",
+            num_images=128,
+            file=ArtifactRef(
+                path="split.parquet", sha256=file_sha256(tmp_path / "split.parquet"), size_bytes=1, kind="split"
+            ),
+        ),
+        seed=0,
+    )
+
+
+def desk_in(root, name) -> Desk:
+    folder = root / "jobs" / name
+    folder.mkdir(parents=True)
+    return Desk(root, folder, f"jobs/{name}", silent)
+
+
+def logits(path, split):
+    images = torch.cat([images for images, _ in iter_batches(split, zoo.processor(), batch_size=32)])
+    with torch.inference_mode():
+        return load(path)(pixel_values=images).logits
+
+
+def test_the_saved_candidate_is_the_compensated_one(task: PruneTask, tmp_path):
+    desk, plain_desk = desk_in(tmp_path, "on"), desk_in(tmp_path, "off")
+    done = prune(task, desk)
+    plain = prune(task.model_copy(update={"compensate": False}), plain_desk)
+    expected, near, far = (
+        logits(folder, tmp_path / "split.parquet")
+        for folder in (tmp_path / "baseline", desk.folder / "model", plain_desk.folder / "model")
+    )
+
+    assert done.compensation == ("least squares",)
+    assert done.kl is not None
+    assert done.kl_uncompensated is not None
+    assert done.kl < done.kl_uncompensated
+    assert (near - expected).norm() < (far - expected).norm()
+    assert (plain.kl, plain.kl_uncompensated, plain.compensation) == (None, None, ())
+    assert plain.mask_error == done.mask_error
+    assert load_recipe(desk.folder / "model").cuts == task.cuts
