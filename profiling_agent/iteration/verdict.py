@@ -37,6 +37,12 @@ def _terms(facts: Facts, goal: Goal) -> tuple[Term, ...]:
     )
 
 
+def _shortfall(term: Term) -> float:
+    """Return by what part of what was asked a missed term falls short, so that terms can be compared."""
+    gap = term.required - term.measured if term.name == "speed" else term.measured - term.required
+    return gap / term.required if term.required else float("inf")
+
+
 def out_of_reach(limit: Limit, goal: Goal) -> str | None:
     """Return the term that even the cheapest model misses, or None."""
     if limit.size_ratio > goal.max_size_ratio:
@@ -76,6 +82,6 @@ def decide(facts: Facts, goal: Goal, limit: Limit | None = None) -> Verdict:
             binding=unreachable,
             explanation=f"even the cheapest plan, whatever its accuracy, misses the {unreachable} term",
         )
-    binding = "accuracy" if facts.refused else missed[0].name
+    binding = "accuracy" if facts.refused else max(missed, key=_shortfall).name
     explanation = facts.refused or f"no candidate that keeps the accuracy meets the {binding} term"
     return Verdict(outcome=Outcome.NEAREST_MISS, certified=False, terms=terms, binding=binding, explanation=explanation)

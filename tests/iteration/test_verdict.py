@@ -37,6 +37,12 @@ def test_a_near_miss_names_the_term_that_binds(facts: Facts, binding: str):
     assert (verdict.outcome, verdict.binding) == (Outcome.NEAREST_MISS, binding)
 
 
+def test_the_term_that_is_missed_by_most_binds():
+    missed_both = GOOD.model_copy(update={"lap": lap("best", 0.97, 0.94, 1.01), "size_ratio": 0.9})
+
+    assert decide(missed_both, GOAL).binding == "size"
+
+
 def test_a_candidate_refused_on_the_held_out_images_is_a_near_miss_of_accuracy():
     verdict = decide(Facts(size_ratio=1.0, refused="it lost too much there"), GOAL)
 
