@@ -3,6 +3,7 @@
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -44,6 +45,15 @@ def children_of(run: Path) -> list[psutil.Process]:
     return found
 
 
+def is_left_alone(run: Path) -> bool:
+    """Wait for children that were being started when their parent died: they end once they listen to nobody."""
+    for _ in range(300):
+        if not children_of(run):
+            return True
+        time.sleep(0.1)
+    return False
+
+
 def decisions(report: RunReport) -> dict[str, object]:
     """Return all of a report that must not depend on being interrupted: everything but what was timed."""
     return {
@@ -64,8 +74,7 @@ def decisions(report: RunReport) -> dict[str, object]:
 def test_a_killed_run_resumes_to_the_same_decisions(world: World, finished: Path, tmp_path: Path, stage, after):
     run = tmp_path / "quick"
     kill_at(world.request(tmp_path), stage, after)
-    psutil.wait_procs(children_of(run), timeout=20)
-    assert not children_of(run), "a killed parent leaves no child behind"
+    assert is_left_alone(run), "a killed parent leaves no child behind"
     done = {path.parent.name for path in run.glob("jobs/*/result.json")}
     written = {name: (run / "jobs" / name / "result.json").stat().st_mtime_ns for name in done}
 
@@ -75,7 +84,7 @@ def test_a_killed_run_resumes_to_the_same_decisions(world: World, finished: Path
     assert decisions(report) == decisions(undisturbed)
     assert {name: (run / "jobs" / name / "result.json").stat().st_mtime_ns for name in done} == written
     assert not list(run.rglob(".tmp-*"))
-    assert not children_of(run)
+    assert is_left_alone(run)
 
 
 def test_a_finished_run_gives_its_report_again(finished: Path):
