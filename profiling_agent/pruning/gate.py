@@ -23,11 +23,13 @@ def mask_error(
 ) -> float:
     """Return how far the logits of `pruned` are from those of `original` with the cut channels masked.
 
-    Masked: the input columns of each consumer that read a cut channel are zero. The result is the largest difference
+    Masked: see `masked_parameters`. The result is the largest difference
     of a logit over the norm of the image's logits, the worst of `images` (batch, channels, height, width), nan where
     a logit isn't finite. Both models run in eval mode and are left as they were found.
     """
-    masked = {f"{cut.unit.consumer}.weight": _masked(original, cut.unit, keep[cut.unit.name]) for cut in cuts}
+    masked: dict[str, Tensor] = {}
+    for cut in cuts:
+        masked |= masked_parameters(original, cut.unit, keep[cut.unit.name])
     with left_as_found(original), left_as_found(pruned), torch.inference_mode():
         expected = functional_call(original.eval(), masked, (), {"pixel_values": images}).logits.float()
         logits = pruned.eval()(pixel_values=images).logits.float()
@@ -36,13 +38,22 @@ def mask_error(
     return float(((logits - expected).abs().amax(dim=1) / norms).amax())
 
 
-def _masked(original: nn.Module, unit: Unit, kept: Sequence[int]) -> Tensor:
-    weight = original.get_submodule(unit.consumer).get_parameter("weight").detach()
+def masked_parameters(model: nn.Module, unit: Unit, kept: Sequence[int]) -> dict[str, Tensor]:
+    """Return, by parameter name, new weights that make `model` blind to the channels of `unit` that aren't `kept`.
+
+    The columns of the consumer and of every side reader that read a cut channel are zero. `model` is not changed.
+    """
+    readers = (unit.consumer, *unit.side_readers)
+    return {f"{name}.weight": _blind(model.get_submodule(name).get_parameter("weight"), unit, kept) for name in readers}
+
+
+def _blind(weight: Tensor, unit: Unit, kept: Sequence[int]) -> Tensor:
+    """Return a copy of a reader's weight with the columns of cut channels zero."""
     mask = torch.zeros(unit.width, dtype=weight.dtype, device=weight.device)
     mask[list(kept)] = 1
     # A head reads as many consecutive columns as it has channels.
     columns = mask.repeat_interleave(weight.shape[1] // unit.width)
-    return weight * columns.view(1, -1, *(1 for _ in weight.shape[2:]))
+    return weight.detach() * columns.view(1, -1, *(1 for _ in weight.shape[2:]))
 
 
 def check_mask_error(error: float) -> None:

@@ -29,7 +29,7 @@ class Pruned:
     keep: dict[str, list[int]]
 
 
-def prune_model(
+def prune_model(  # noqa: PLR0913 (what chooses the channels, and what goes through the gate)
     model: nn.Module,
     cuts: Sequence[Cut],
     *,
@@ -37,9 +37,11 @@ def prune_model(
     importance: str = DEFAULT_IMPORTANCE,
     seed: int = 0,
     images: Tensor | None = None,
+    keep: Mapping[str, list[int]] | None = None,
 ) -> Pruned:
     """Return a pruned copy of `model`, which is left as it was found.
 
+    `keep` names what each cut unit keeps, by unit name: `cut.keep` ascending indices; without it `importance` chooses.
     `images` (batch, channels, height, width) go through the gate; noise of the model's shape where none are given.
 
     Raises:
@@ -49,11 +51,14 @@ def prune_model(
     if importance not in IMPORTANCE:
         raise RequestError(f"there is no importance {importance!r}; choose one of {', '.join(IMPORTANCE)}")
     _check_fit(model, cuts)
-    keep = {cut.unit.name: keep_indices(score(model, cut.unit, importance, seed=seed), cut.keep) for cut in cuts}
+    if keep is None:
+        kept = {cut.unit.name: keep_indices(score(model, cut.unit, importance, seed=seed), cut.keep) for cut in cuts}
+    else:
+        kept = {cut.unit.name: _checked(keep.get(cut.unit.name), cut) for cut in cuts}
     batch = random_batch(spec, NUM_GATE_IMAGES, seed=seed) if images is None else images
     try:
-        pruned = cut_units(model, cuts, keep, spec)
-        error = mask_error(model, pruned, cuts, keep, batch.to(device_of(model)))
+        pruned = cut_units(model, cuts, kept, spec)
+        error = mask_error(model, pruned, cuts, kept, batch.to(device_of(model)))
     # Torch-Pruning and a model that it left half cut raise whatever the first broken line raises.
     except Exception as failure:
         reason = " ".join(str(failure).split())[:200]
@@ -62,7 +67,18 @@ def prune_model(
         ) from failure
     check_mask_error(error)
     check_saving(model, pruned, spec)
-    return Pruned(model=pruned, mask_error=error, keep=keep)
+    return Pruned(model=pruned, mask_error=error, keep=kept)
+
+
+def _checked(kept: list[int] | None, cut: Cut) -> list[int]:
+    """Return the indices that were chosen for a cut; PruningError where they aren't what it keeps."""
+    name, width = cut.unit.name, cut.unit.width
+    if kept is None or len(kept) != cut.keep or list(kept) != sorted(set(kept) & set(range(width))):
+        raise PruningError(
+            f"{name!r} has to keep {cut.keep} different indices of 0 to {width - 1}, ascending; "
+            f"{str(kept)[:60]!r} was given"
+        )
+    return list(kept)
 
 
 def _check_fit(model: nn.Module, cuts: Sequence[Cut]) -> None:

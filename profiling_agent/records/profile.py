@@ -56,10 +56,15 @@ class UnitKind(StrEnum):
     MLP = "mlp"
     HEADS = "heads"
     CONV_INNER = "conv_inner"
+    INVERTED_RESIDUAL = "inverted_residual"
 
 
 class Unit(Record):
-    """Coupled layers that are pruned together: channels (or heads) of the producers and inputs of the consumer."""
+    """Coupled layers that are pruned together: channels (or heads) of the producers and inputs of the consumer.
+
+    One channel is as many consecutive rows of a producer, and columns of the consumer, as its size over `width`: a row,
+    a head's rows, or those of one group of a grouped convolution.
+    """
 
     name: str
     kind: UnitKind
@@ -69,6 +74,16 @@ class Unit(Record):
     step: int = Field(gt=0, description="kept widths are multiples of this")
     params_per_channel: int
     macs_per_channel: int
+    inner: tuple[str, ...] = Field(
+        default=(), description="modules on the way to the consumer that lose the same channels, as norms"
+    )
+    side_readers: tuple[str, ...] = Field(
+        default=(), description="layers beside the consumer that read the channels, as a squeeze-and-excitation's first"
+    )
+    mask_exact: bool = Field(
+        default=True,
+        description="false where a cut channel, though nobody reads it, changes what a norm makes of others",
+    )
 
 
 class ModelProfile(Record):
