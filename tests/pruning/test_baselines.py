@@ -1,0 +1,158 @@
+import pytest
+import torch
+import zoo
+from transformers import (
+    ResNetConfig,
+    ResNetForImageClassification,
+    SwinConfig,
+    SwinForImageClassification,
+    ViTConfig,
+    ViTForImageClassification,
+)
+
+from profiling_agent.errors import PruningError, RequestError
+from profiling_agent.pruning.baselines import paper_prune, paper_to_params, uniform_prune, uniform_to_params
+from profiling_agent.pruning.units import find_units
+from profiling_agent.records import InputSpec, UnitKind
+from profiling_agent.runtimes.eager import random_batch
+
+SWIN_B = {"embed_dim": 128, "depths": [2, 2, 18, 2], "num_heads": [4, 8, 16, 32]}
+FULL_SIZE = {
+    "vit": lambda: ViTForImageClassification(ViTConfig(num_labels=1000)),
+    "resnet": lambda: ResNetForImageClassification(ResNetConfig(depths=[3, 4, 23, 3], num_labels=1000)),
+    "swin": lambda: SwinForImageClassification(SwinConfig(num_labels=1000, **SWIN_B)),
+}
+# Table 1 of the paper: millions of params where 1, 10 and 20% are cut.
+TABLE_1 = {"vit": (86.0, 80.9, 75.2), "resnet": (40.6, 23.4, 16.6), "swin": (87.2, 82.2, 76.6)}
+
+
+def units_of(model):
+    return find_units(model, zoo.SPEC, {}).units
+
+
+def num_params(model):
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def runs(model):
+    with torch.inference_mode():
+        return bool(model(pixel_values=random_batch(zoo.SPEC, 2)).logits.isfinite().all())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", TABLE_1)
+def test_the_papers_baselines_have_the_params_of_its_table_1(family):
+    model = FULL_SIZE[family]().eval()
+    spec = InputSpec(channels=3, height=224, width=224, source="test")
+
+    counts = [num_params(paper_prune(model, spec, ratio, "l2").model) / 1e6 for ratio in (0.01, 0.1, 0.2)]
+
+    assert tuple(round(count, 1) for count in counts) == TABLE_1[family]
+
+
+def test_the_paper_cuts_the_mlps_of_a_transformer_to_any_width():
+    model = zoo.vit()
+    compared = paper_prune(model, zoo.SPEC, 0.1)
+
+    # A tenth of 256 is 25, each a row of 64, its bias and a column of 64, in two layers.
+    assert num_params(model) - num_params(compared.model) == 2 * 25 * (64 + 1 + 64)
+    assert compared.share == pytest.approx(6450 / num_params(model))
+    assert {cut.keep for cut in compared.cuts} == {231}
+    assert runs(compared.model)
+
+
+def test_the_paper_cuts_a_residual_stream_once_for_each_layer_that_writes_to_it():
+    model = zoo.resnet()
+    compared = paper_prune(model, zoo.SPEC, 0.5)
+    kept = {name: len(channels) for name, channels in compared.keep.items()}
+
+    # The shortcut and the last convolution of both blocks: 128 is halved three times, so is 256.
+    assert {kept[f"resnet.encoder.stages.0.layers.{block}.layer.2.convolution"] for block in (0, 1)} == {16}
+    assert compared.model.get_submodule("classifier.1").weight.shape == (5, 32)
+    # Nothing else writes to what is inside a block: a quarter of 128 halved once.
+    assert kept["resnet.encoder.stages.0.layers.0.layer.0.convolution"] == 16
+    assert runs(compared.model)
+
+
+def test_filters_are_scored_by_what_is_left_of_them():
+    model = zoo.resnet()
+    inner, following = (model.get_submodule(f"resnet.encoder.stages.0.layers.0.layer.{i}.convolution") for i in (0, 1))
+    keep = paper_prune(model, zoo.SPEC, 0.25, "l1").keep
+    names = [f"resnet.encoder.stages.0.layers.0.layer.{i}.convolution" for i in (0, 1)]
+    left = following.weight[:, keep[names[0]]].abs().sum((1, 2, 3))
+
+    assert len(inner.weight) == 32
+    assert keep[names[1]] == sorted(left.topk(24).indices.tolist())
+
+
+@pytest.mark.parametrize("family", zoo.FAMILIES)
+@pytest.mark.parametrize("criterion", ["l1", "random"])
+@pytest.mark.parametrize("ratio", [0.05, 0.75])
+def test_both_methods_leave_a_model_that_runs_and_the_one_they_were_given(family, criterion, ratio):
+    model = zoo.FAMILIES[family]()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    made = [paper_prune(model, zoo.SPEC, ratio, criterion)]
+    made.append(uniform_prune(model, units_of(model), zoo.SPEC, ratio, criterion, aligned=False))
+
+    for compared in made:
+        assert runs(compared.model)
+        assert compared.share == pytest.approx(1 - num_params(compared.model) / num_params(model))
+        assert 0 < compared.share < 1
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_uniform_cuts_each_unit_once_and_to_aligned_widths_if_asked():
+    model = zoo.resnet()
+    aligned, exact = (uniform_prune(model, units_of(model), zoo.SPEC, 0.3, aligned=yes) for yes in (True, False))
+
+    # Inner widths are 32 in the first stage and 64 in the second; 22.4 is nearest to 16, 44.8 to 48.
+    assert {(cut.unit.width, cut.keep) for cut in aligned.cuts} == {(32, 16), (64, 48)}
+    assert {(cut.unit.width, cut.keep) for cut in exact.cuts} == {(32, 23), (64, 45)}
+
+
+def test_kinds_say_which_units_are_cut():
+    model = zoo.vit()
+    compared = uniform_prune(model, units_of(model), zoo.SPEC, 0.25, kinds=(UnitKind.HEADS,))
+
+    assert [(cut.unit.kind, cut.keep) for cut in compared.cuts] == [(UnitKind.HEADS, 3)] * 2
+
+
+@pytest.mark.parametrize("family", ["vit", "resnet"])
+def test_a_share_of_params_is_met_as_nearly_as_one_channel_allows(family):
+    model = zoo.FAMILIES[family]()
+    uniform = uniform_to_params(model, units_of(model), zoo.SPEC, 0.2, aligned=False)
+    paper = paper_to_params(model, zoo.SPEC, 0.2)
+
+    # All units step at once, up to 1.2% of the params of these tiny models.
+    assert uniform.share == pytest.approx(0.2, abs=0.012)
+    assert paper.share == pytest.approx(0.2, abs=0.03)
+
+
+def test_frozen_parameters_stay_frozen():
+    model = zoo.resnet()
+    frozen = "resnet.encoder.stages.0.layers.0.layer.0.convolution.weight"
+    model.get_parameter(frozen).requires_grad_(False)
+    pruned = paper_prune(model, zoo.SPEC, 0.3).model
+
+    assert [name for name, parameter in pruned.named_parameters() if not parameter.requires_grad] == [frozen]
+
+
+def test_chance_is_repeated_by_its_seed():
+    model = zoo.resnet()
+    first, again, other = (paper_prune(model, zoo.SPEC, 0.3, "random", seed=seed).keep for seed in (1, 1, 2))
+
+    assert first == again
+    assert first != other
+
+
+@pytest.mark.parametrize(
+    ("asked", "error", "reason"),
+    [
+        ((0.3, "l0"), RequestError, "'l0'"),
+        ((1.0, "l1"), RequestError, "between 0 and 1"),
+        ((0.001, "l1"), PruningError, "cuts no channel"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused(asked, error, reason):
+    with pytest.raises(error, match=reason):
+        paper_prune(zoo.vit(), zoo.SPEC, *asked)
