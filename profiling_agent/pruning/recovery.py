@@ -1,0 +1,168 @@
+"""Optional recovery: a pruned model learns again what the dense one says, for a few epochs and without labels."""
+
+import copy
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from profiling_agent.errors import PruningError, RequestError
+from profiling_agent.progress import Progress, silent
+from profiling_agent.pruning.compensation import mean_kl
+from profiling_agent.pruning.recovery_state import Reached, fingerprint, read_state, trained_parameters, write_state
+from profiling_agent.shapes.verify import device_of, left_as_found
+
+LEARNING_RATE = 5e-5
+TEMPERATURE = 2.0
+MAX_GRADIENT_NORM = 1.0
+# Epochs without a lower KL after which there is nothing more to hope for.
+PATIENCE = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recovered:
+    """The model of the best epoch, and its KL divergence to the dense model on the judged images, in nats.
+
+    `model` is the pruned model itself where no epoch lowered the KL. `stopped` says why there were no more epochs,
+    `note` why a checkpoint that was there was not gone on from.
+    """
+
+    model: nn.Module
+    epochs_run: int
+    kl_before: float
+    kl_after: float
+    stopped: str
+    note: str | None = None
+
+
+def recover(  # noqa: PLR0913 (all that the result depends on)
+    dense: nn.Module,
+    pruned: nn.Module,
+    batches: Callable[[int], Iterable[Tensor]],
+    judged: Callable[[], Iterable[Tensor]],
+    *,
+    epochs: int,
+    folder: Path,
+    seed: int = 0,
+    learning_rate: float = LEARNING_RATE,
+    progress: Progress = silent,
+) -> Recovered:
+    """Return a copy of `pruned` that was trained to say what `dense` says; both are left as found.
+
+    `batches(epoch)` gives the training images of an epoch from 0 on, `judged()` others that choose the best epoch;
+    both are pixel_values (b, c, h, w) and the same for the same `seed`, which belongs to them. The loss is the KL
+    divergence of logits at temperature 2, times its square (Hinton et al., 2015); AdamW without decay, its rate a
+    cosine over epochs. All is in eval mode: batch norms keep their statistics and nothing is drawn at random, so a
+    recovery that was interrupted goes on after its last whole epoch, kept in `folder`, and ends with the same weights.
+
+    Raises:
+        RequestError: `epochs` isn't positive.
+        PruningError: there are no images, nothing can be trained, or a model gives logits that aren't finite.
+    """
+    if epochs < 1:
+        raise RequestError(f"a recovery of {epochs!r} epochs trains nothing; ask for at least 1")
+    with left_as_found(dense), left_as_found(pruned):
+        dense.eval()
+        student = copy.deepcopy(pruned).eval()
+        expected = _logits(dense, judged())
+        optimizer = torch.optim.AdamW(_trained(student), lr=learning_rate, weight_decay=0.0)
+        kl_before = mean_kl(expected, _logits(student, judged()))
+        if not math.isfinite(kl_before):
+            raise PruningError(f"the KL of the pruned model to the dense one is {kl_before!r}; cut less")
+        key = fingerprint(dense, pruned, {"epochs": epochs, "seed": seed, "learning_rate": learning_rate})
+        reached, note = read_state(folder, key, kl_before, student, optimizer)
+        while (stopped := _reason_to_stop(reached, epochs)) is None:
+            epoch = len(reached.kls)
+            progress("recovering", epoch, epochs)
+            _set_rate(optimizer, learning_rate * (1 + math.cos(math.pi * epoch / epochs)) / 2)
+            kl = math.nan
+            if _train(dense, student, optimizer, batches(epoch)):
+                kl = mean_kl(expected, _logits(student, judged()))
+            if not math.isfinite(kl):
+                stopped = f"in epoch {epoch + 1} the loss or the logits were not finite"
+                break
+            reached = reached.after(kl, student)
+            write_state(folder, key, reached, student, optimizer)
+        progress("recovering", epochs, epochs)
+    return _best(pruned, student, reached, stopped, note)
+
+
+def _reason_to_stop(reached: Reached, epochs: int) -> str | None:
+    if len(reached.kls) - reached.best_epoch >= PATIENCE:
+        return f"the KL did not fall for {PATIENCE} epochs"
+    return f"all of {epochs} epochs were run" if len(reached.kls) >= epochs else None
+
+
+def _trained(student: nn.Module) -> list[nn.Parameter]:
+    if not (trained := trained_parameters(student)):
+        raise PruningError("no parameter of the pruned model requires gradients; there is nothing to train")
+    return list(trained.values())
+
+
+def _set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+
+
+def _train(dense: nn.Module, student: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterable[Tensor]) -> bool:
+    """Train one epoch, and say whether every loss was finite; the first that isn't ends it."""
+    device, count = device_of(student), 0
+    trained = _trained(student)
+    for images in batches:
+        pixel_values = images.to(device, trained[0].dtype)
+        with torch.no_grad():
+            target = dense(pixel_values=pixel_values).logits
+        with torch.enable_grad():
+            loss = distillation(target, student(pixel_values=pixel_values).logits)
+            optimizer.zero_grad()
+            loss.backward()
+        norm = nn.utils.clip_grad_norm_(trained, MAX_GRADIENT_NORM)
+        if not torch.isfinite(loss) or not torch.isfinite(norm):
+            return False
+        optimizer.step()
+        count += len(images)
+    if not count:
+        raise PruningError("there are 0 images to recover with; give training images")
+    return True
+
+
+def distillation(target: Tensor, logits: Tensor, temperature: float = TEMPERATURE) -> Tensor:
+    """Return the mean KL(target || logits), both (images, classes) and divided by `temperature`, times its square.
+
+    The square keeps the gradient's size, which falls with it (Hinton et al., 2015, section 2).
+    """
+    expected, found = (torch.log_softmax(each / temperature, dim=1) for each in (target, logits))
+    return (expected.exp() * (expected - found)).sum(1).mean() * temperature**2
+
+
+def _logits(model: nn.Module, batches: Iterable[Tensor]) -> Tensor:
+    device, dtype = device_of(model), next(model.parameters()).dtype
+    with torch.no_grad():
+        logits = [model(pixel_values=images.to(device, dtype)).logits for images in batches]
+    if not logits:
+        raise PruningError("there are 0 images to judge the recovery by; give some that it isn't trained on")
+    return torch.cat(logits)
+
+
+def _best(pruned: nn.Module, student: nn.Module, reached: Reached, stopped: str, note: str | None) -> Recovered:
+    """Return the best epoch's weights in the modes of `pruned`, or `pruned`."""
+    model = pruned
+    if reached.best_epoch:
+        model = student
+        with torch.no_grad():
+            for name, parameter in trained_parameters(model).items():
+                parameter.copy_(reached.best[name])
+                parameter.grad = None
+        for module, like in zip(model.modules(), pruned.modules(), strict=True):
+            module.training = like.training
+    return Recovered(
+        model=model,
+        epochs_run=len(reached.kls),
+        kl_before=reached.kl_before,
+        kl_after=reached.best_kl,
+        stopped=stopped,
+        note=note,
+    )

@@ -1,0 +1,230 @@
+import copy
+import json
+
+import pytest
+import torch
+import zoo
+from safetensors.torch import load_file, save_file
+
+from profiling_agent.errors import PruningError, RequestError
+from profiling_agent.pruning.baselines import uniform_prune
+from profiling_agent.pruning.compensation import mean_kl
+from profiling_agent.pruning.recovery import distillation, recover
+from profiling_agent.pruning.units import find_units
+from profiling_agent.runtimes.eager import random_batch
+from profiling_agent.workspace import file_sha256
+
+IMAGES, JUDGED = random_batch(zoo.SPEC, 48, seed=1), random_batch(zoo.SPEC, 16, seed=2)
+RATE = 1e-3
+
+
+class InterruptionError(Exception):
+    pass
+
+
+def batches(epoch):
+    order = torch.randperm(len(IMAGES), generator=torch.Generator().manual_seed(epoch))
+    return IMAGES[order].split(16)
+
+
+def judged():
+    return JUDGED.split(8)
+
+
+def made(family="vit"):
+    dense = zoo.FAMILIES[family]()
+    units = find_units(dense, zoo.SPEC, {}).units
+    return dense, uniform_prune(dense, units, zoo.SPEC, 0.5).model
+
+
+def recovered(dense, pruned, folder, images=batches, **asked):
+    return recover(dense, pruned, images, judged, folder=folder, **({"epochs": 3, "learning_rate": RATE} | asked))
+
+
+def same(one, other):
+    first, second = one.state_dict(), other.state_dict()
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def kl_of(dense, model):
+    with torch.inference_mode():
+        return mean_kl(dense(pixel_values=JUDGED).logits, model(pixel_values=JUDGED).logits)
+
+
+@pytest.mark.parametrize("family", ["vit", "resnet"])
+def test_the_kl_falls_and_is_that_of_the_model_given_back(family, tmp_path):
+    dense, pruned = made(family)
+    before = [copy.deepcopy(model) for model in (dense, pruned)]
+    buffers = {name: buffer.clone() for name, buffer in pruned.named_buffers()}
+    result = recovered(dense, pruned, tmp_path)
+
+    assert result.kl_after < 0.8 * result.kl_before
+    assert result.kl_before == pytest.approx(kl_of(dense, pruned), rel=1e-4)
+    assert result.kl_after == pytest.approx(kl_of(dense, result.model), rel=1e-4)
+    assert (result.epochs_run, result.stopped) == (3, "all of 3 epochs were run")
+    assert all(torch.equal(buffer, buffers[name]) for name, buffer in result.model.named_buffers())
+    assert same(dense, before[0])
+    assert same(pruned, before[1])
+
+
+def test_an_interrupted_recovery_ends_with_the_same_weights(tmp_path):
+    dense, pruned = made()
+    seen = []
+
+    def breaking(epoch):
+        if epoch == 2:
+            raise InterruptionError
+        seen.append(epoch)
+        return batches(epoch)
+
+    def counting(epoch):
+        seen.append(epoch)
+        return batches(epoch)
+
+    undisturbed = recovered(dense, pruned, tmp_path / "one", epochs=4)
+    with pytest.raises(InterruptionError):
+        recovered(dense, pruned, tmp_path / "other", breaking, epochs=4)
+    resumed = recovered(dense, pruned, tmp_path / "other", counting, epochs=4)
+
+    assert seen == [0, 1, 2, 3]
+    assert same(resumed.model, undisturbed.model)
+    assert resumed.kl_after == undisturbed.kl_after
+    assert (resumed.epochs_run, resumed.note) == (4, None)
+
+
+def test_a_finished_recovery_is_not_trained_again(tmp_path):
+    dense, pruned = made()
+    first = recovered(dense, pruned, tmp_path)
+
+    def never(_epoch):
+        raise InterruptionError
+
+    assert same(recovered(dense, pruned, tmp_path, never).model, first.model)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["epoch-0003.safetensors", "recovery.json"]
+
+
+def test_a_recovery_that_helps_nothing_gives_the_pruned_model_back(tmp_path):
+    dense, pruned = made()
+    result = recovered(dense, pruned, tmp_path, epochs=9, learning_rate=3.0)
+
+    assert result.model is pruned
+    assert result.kl_after == result.kl_before
+    assert result.stopped == "the KL did not fall for 2 epochs"
+    assert result.epochs_run == 2
+
+
+def test_images_that_break_training_end_it_with_the_best_so_far(tmp_path):
+    dense, pruned = made()
+
+    def breaking(epoch):
+        return [torch.full((4, 3, 32, 32), torch.nan)] if epoch == 1 else batches(epoch)
+
+    result = recovered(dense, pruned, tmp_path, breaking)
+
+    assert result.stopped == "in epoch 2 the loss or the logits were not finite"
+    assert result.epochs_run == 1
+    assert result.kl_after == pytest.approx(kl_of(dense, result.model), rel=1e-4)
+    assert result.kl_after < result.kl_before
+
+
+def spoil_json(folder):
+    (folder / "recovery.json").write_text("{}")
+
+
+def spoil_bytes(folder):
+    path = folder / "epoch-0003.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+
+
+def remove_tensors(folder):
+    (folder / "epoch-0003.safetensors").unlink()
+
+
+def rewrite(folder, change):
+    """Write other tensors with the hash that belongs to them."""
+    path = folder / "epoch-0003.safetensors"
+    save_file(change(load_file(path)), path)
+    state = json.loads((folder / "recovery.json").read_text())
+    (folder / "recovery.json").write_text(json.dumps(state | {"sha256": file_sha256(path)}))
+
+
+def lose_a_tensor(folder):
+    rewrite(folder, lambda tensors: dict(list(tensors.items())[1:]))
+
+
+def infinite(folder):
+    rewrite(folder, lambda tensors: {name: tensor * torch.inf for name, tensor in tensors.items()})
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (spoil_json, "validation error"),
+        (spoil_bytes, "not those that were written"),
+        (remove_tensors, "No such file"),
+        (lose_a_tensor, "not of the pruned model's shapes"),
+        (infinite, "not finite"),
+    ],
+)
+def test_a_damaged_checkpoint_is_not_gone_on_from(tmp_path, spoil, reason):
+    dense, pruned = made()
+    first = recovered(dense, pruned, tmp_path)
+    spoil(tmp_path)
+    again = recovered(dense, pruned, tmp_path)
+
+    assert again.note is not None
+    assert reason in again.note
+    assert same(again.model, first.model)
+
+
+def test_a_checkpoint_of_another_recovery_is_not_gone_on_from(tmp_path):
+    dense, pruned = made()
+    recovered(dense, pruned, tmp_path)
+    other = recovered(dense, pruned, tmp_path, seed=1)
+    fewer = recover(dense, pruned, batches, lambda: [JUDGED[:8]], epochs=3, folder=tmp_path, seed=1, learning_rate=RATE)
+
+    assert other.note is not None
+    assert "other models or settings" in other.note
+    assert fewer.note is not None
+    assert "judged by other images" in fewer.note
+
+
+def test_modes_and_frozen_parameters_are_kept(tmp_path):
+    dense, pruned = made()
+    frozen = pruned.get_submodule("classifier").weight.requires_grad_(False).clone()
+    result = recovered(dense, pruned.train(), tmp_path)
+
+    assert result.model.training
+    assert pruned.training
+    assert not dense.training
+    assert torch.equal(result.model.get_submodule("classifier").weight, frozen)
+    assert result.kl_after < result.kl_before
+
+
+def test_distillation_is_the_kl_divergence_at_a_temperature():
+    # Halved, these logits are log 3 and 0: probabilities 3/4 and 1/4 against 1/2 and 1/2, times 2 * 2.
+    target = torch.tensor([[2 * torch.log(torch.tensor(3.0)), 0.0]])
+    by_hand = 4 * (0.75 * torch.log(torch.tensor(1.5)) + 0.25 * torch.log(torch.tensor(0.5)))
+
+    assert distillation(target, torch.zeros(1, 2), 2.0) == pytest.approx(float(by_hand), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("asked", "images", "error", "reason"),
+    [
+        ({"epochs": 0}, batches, RequestError, "at least 1"),
+        ({}, lambda _epoch: [], PruningError, "0 images to recover with"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(tmp_path, asked, images, error, reason):
+    with pytest.raises(error, match=reason):
+        recovered(*made(), tmp_path, images, **asked)
+
+
+def test_a_model_without_finite_logits_is_refused(tmp_path):
+    dense, pruned = made()
+    with torch.no_grad():
+        pruned.get_submodule("classifier").bias.fill_(torch.nan)
+
+    with pytest.raises(PruningError, match="KL of the pruned model"):
+        recovered(dense, pruned, tmp_path)
