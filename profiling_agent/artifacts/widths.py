@@ -32,8 +32,9 @@ def _say_widths_(module: nn.Module) -> None:
     if isinstance(module, nn.Linear):
         module.out_features, module.in_features = module.weight.shape
     elif isinstance(module, nn.Conv2d):
-        if module.groups == module.in_channels == module.out_channels:
-            module.groups = module.weight.shape[0]
+        if module.groups > 1:
+            # Groups are cut as wholes, so each has as many filters as before.
+            module.groups = module.groups * module.weight.shape[0] // module.out_channels
         module.out_channels, module.in_channels = module.weight.shape[0], module.weight.shape[1] * module.groups
     elif isinstance(module, _BatchNorm):
         module.num_features = module.weight.shape[0]
@@ -47,7 +48,8 @@ def say_heads_(model: nn.Module, cuts: Iterable[Cut]) -> None:
         if cut.unit.kind is not UnitKind.HEADS:
             continue
         attention = model.get_submodule(cut.unit.producers[0].rpartition(".")[0])
-        stated = {"num_attention_heads": cut.keep, "all_head_size": model.get_submodule(cut.unit.consumer).in_features}
+        width = model.get_submodule(cut.unit.consumer).in_features
+        stated = {"num_attention_heads": cut.keep, "num_heads": cut.keep, "all_head_size": width}
         for name, value in stated.items():
             if hasattr(attention, name):
                 setattr(attention, name, value)

@@ -1,48 +1,173 @@
 """Multi-head attention found by its structure: which rows, columns and tables belong to one head."""
 
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
-from torch import Tensor, nn
+from torch import nn
 
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
-# Parameters with one column for each head.
-HEAD_TABLES = ("relative_position_bias_table",)
+PROJECTIONS = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"))
+# The output layer is a child, or lies in a module beside the one that holds the projections.
+OUTPUTS, OUTPUT_BESIDE = ("o_proj", "out_proj"), "output.dense"
+HEAD_COUNTS, HEAD_DIMS = ("num_attention_heads", "num_heads"), ("head_dim", "attention_head_size")
+# Parameters with one entry for each head, and the dimension that it lies in.
+HEAD_TABLES = {"relative_position_bias_table": -1, "logit_scale": 0}
+# A network that makes such a table: one row of its last layer for each head.
+TABLE_NETWORK = "continuous_position_bias_mlp"
+# What these make is read by k and v, whatever the number of heads.
+BEFORE_KEYS = ("sequence_reduction", "layer_norm")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attention:
-    """An attention module whose heads are independent: (heads * head_dim) rows of q, k, v, as many columns of o."""
+    """An attention module whose heads are independent: (heads * head_dim) rows of q, k, v, as many columns of o.
 
-    projections: tuple[nn.Linear, nn.Linear, nn.Linear, nn.Linear]
+    Layers and tables go by their names in the model; a table's dimension is that of the heads.
+    """
+
+    producers: tuple[str, str, str]
+    consumer: str
     num_heads: int
     head_dim: int
-    tables: dict[str, Tensor]
+    tables: dict[str, int]
+
+    @property
+    def projections(self) -> tuple[str, ...]:
+        """Return the names of q, k, v and the output layer."""
+        return (*self.producers, self.consumer)
 
 
-def find_attention(model: nn.Module) -> dict[str, Attention | str]:
-    """Return every attention module by name, or the reason why its heads can't be cut."""
-    found = {name: read_attention(module) for name, module in model.named_modules()}
-    return {name: attention for name, attention in found.items() if attention is not None}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refused:
+    """Attention whose heads can't be cut: its layers, and the reason, a sentence that starts with a code."""
+
+    projections: tuple[str, ...]
+    reason: str
 
 
-def read_attention(module: nn.Module) -> Attention | str | None:
-    """Return `module` as attention, the reason why its heads can't be cut, or None where it isn't attention."""
-    members = (getattr(module, name, None) for name in PROJECTIONS)
-    layers = [layer for layer in members if isinstance(layer, nn.Linear)]
-    if len(layers) < len(PROJECTIONS):
-        return None
-    q, k, v, o = layers
-    head_dim = getattr(module, "head_dim", None)
-    width = q.out_features
-    if not isinstance(head_dim, int) or width % head_dim:
-        return f"unknown_heads: head_dim is {head_dim!r}, which doesn't divide the {width} outputs of q_proj"
-    if {k.out_features, v.out_features, o.in_features} != {width}:
-        return "unequal_heads: q, k, v and o don't have the same heads"
-    num_heads, tables = width // head_dim, {}
-    for name, parameter in module.named_parameters():
-        if name.split(".")[0] in PROJECTIONS:
+def find_attention(model: nn.Module) -> dict[str, Attention | Refused]:
+    """Return every attention module by the name of the module that holds its q, k and v."""
+    holders = {
+        name: children for name, module in model.named_modules() if (children := _projections(module)) is not None
+    }
+    return {name: _read(model, name, children, holders) for name, children in holders.items()}
+
+
+def _projections(module: nn.Module) -> tuple[str, ...] | None:
+    """Return the names of the module's own q, k and v, None where it isn't attention."""
+    for names in PROJECTIONS:
+        if all(isinstance(getattr(module, name, None), nn.Linear) for name in names):
+            return names
+    return None
+
+
+def _read(model: nn.Module, name: str, children: tuple[str, ...], holders: Collection[str]) -> Attention | Refused:
+    holder = model.get_submodule(name)
+    producers = tuple(f"{name}.{child}".lstrip(".") for child in children)
+    consumer = _output(model, name)
+    known = producers if consumer is None else (*producers, consumer)
+    if consumer is None:
+        return Refused(projections=known, reason="unknown_heads: no layer is found that reads what attention makes")
+    q, k, v, o = (_linear(model, layer) for layer in known)
+    heads = _heads(holder, q.out_features)
+    if isinstance(heads, str):
+        return Refused(projections=known, reason=heads)
+    if {k.out_features, v.out_features, o.in_features} != {q.out_features}:
+        return Refused(projections=known, reason="unequal_heads: q, k, v and o don't have the same heads")
+    tables = _tables(model, name, known, heads[0], holders)
+    if isinstance(tables, str):
+        return Refused(projections=known, reason=tables)
+    first, second, third = producers
+    num_heads, head_dim = heads
+    return Attention(
+        producers=(first, second, third), consumer=consumer, num_heads=num_heads, head_dim=head_dim, tables=tables
+    )
+
+
+def _linear(model: nn.Module, name: str) -> nn.Linear:
+    layer = model.get_submodule(name)
+    assert isinstance(layer, nn.Linear)
+    return layer
+
+
+def _output(model: nn.Module, holder: str) -> str | None:
+    """Return the name of the layer that reads the heads: in the module that holds q, k and v, or beside it."""
+    parent = holder.rpartition(".")[0]
+    for name in (*(f"{holder}.{child}" for child in OUTPUTS), f"{parent}.{OUTPUT_BESIDE}"):
+        path = name.lstrip(".")
+        try:
+            if isinstance(model.get_submodule(path), nn.Linear):
+                return path
+        except AttributeError:
             continue
-        if name.split(".")[-1] not in HEAD_TABLES or parameter.shape[-1] != num_heads:
-            return f"unknown_parameter: it is not known which part of {name!r} belongs to a head"
-        tables[name] = parameter
-    return Attention(projections=(q, k, v, o), num_heads=num_heads, head_dim=head_dim, tables=tables)
+    return None
+
+
+def _heads(holder: nn.Module, rows: int) -> tuple[int, int] | str:
+    """Return the number of heads and the rows of one, or why what the module says of them doesn't fit `rows`."""
+    count = _stated(holder, HEAD_COUNTS)
+    size = _stated(holder, HEAD_DIMS)
+    if size is None and count is not None and rows % count == 0:
+        size = rows // count
+    if size is None:
+        return f"unknown_heads: neither the size nor the number of heads is stated for {rows} outputs of q"
+    # Modules that read the number off their tensors may state the one before a cut; those that don't would have failed.
+    return (rows // size, size) if rows % size == 0 else f"unknown_heads: heads of {size} don't divide the {rows} of q"
+
+
+def _stated(holder: nn.Module, names: Collection[str]) -> int | None:
+    values = (getattr(holder, name, None) for name in names)
+    return next((value for value in values if isinstance(value, int) and value > 0), None)
+
+
+def _tables(
+    model: nn.Module, name: str, projections: Collection[str], num_heads: int, holders: Collection[str]
+) -> dict[str, int] | str:
+    """Return the parameters that have an entry for each head, or why it isn't known which part belongs to one."""
+    tables: dict[str, int] = {}
+    for path, is_shared in _candidates(model, name, holders):
+        if path.rpartition(".")[0] in projections:
+            continue
+        dim = _head_dim(model, path, name)
+        if dim is None:
+            continue
+        parameter = model.get_parameter(path)
+        if dim == _UNKNOWN or parameter.shape[dim] != num_heads:
+            return f"unknown_parameter: it is not known which part of {path!r} belongs to a head"
+        if is_shared:
+            return f"shared: the table {path!r} has the heads of more than one attention module"
+        tables[path] = dim
+    return tables
+
+
+_UNKNOWN = -99
+
+
+def _candidates(model: nn.Module, name: str, holders: Collection[str]) -> Iterator[tuple[str, bool]]:
+    """Yield the parameters in attention, and the tables that lie outside but above or beside no nearer attention."""
+    for path, _ in model.named_parameters():
+        if path.startswith(f"{name}.") or not name:
+            yield path, False
+        elif path.rpartition(".")[2] in HEAD_TABLES:
+            scope = path.rpartition(".")[0]
+            while not (served := [holder for holder in holders if _is_in(holder, scope)]):
+                scope = scope.rpartition(".")[0]
+            if name in served:
+                yield path, len(served) > 1
+
+
+def _is_in(name: str, scope: str) -> bool:
+    return not scope or name == scope or name.startswith(f"{scope}.")
+
+
+def _head_dim(model: nn.Module, path: str, holder: str) -> int | None:
+    """Return the dimension of a parameter that has an entry for each head, None where heads don't matter to it."""
+    owner, _, leaf = path.rpartition(".")
+    if leaf in HEAD_TABLES:
+        return HEAD_TABLES[leaf]
+    child, _, rest = path.removeprefix(f"{holder}.").partition(".")
+    if child in BEFORE_KEYS:
+        return None
+    if child == TABLE_NETWORK:
+        last = list(model.get_submodule(f"{holder}.{child}".lstrip(".")).named_children())[-1][0]
+        return 0 if rest == f"{last}.weight" else None
+    return _UNKNOWN

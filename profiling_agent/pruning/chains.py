@@ -1,33 +1,29 @@
-"""One layer, one reader: what Torch-Pruning's groups say about a layer's output channels."""
+"""From one layer to its reader: which layers lose a channel together, and why others can't."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
-from torch_pruning import ops
 
-LAYERS = (nn.Linear, nn.Conv2d)
-# Reshapes are how autograd sees a Linear fold its tokens; one that moved channels would change the reader's width.
-HARMLESS = (ops.OPTYPE.ELEMENTWISE, ops.OPTYPE.RESHAPE)
+from profiling_agent.pruning.following import LAYERS, Trace
+from profiling_agent.pruning.spaces import Space
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chain:
-    """A producer whose channels only `consumer` reads, one by one, through nothing but `norms` and elementwise operations."""
+    """Producers whose channels, `width` that can be cut one by one, reach `consumer` through nothing but `inner`.
 
+    `side_readers` read them too, but only to make weights that multiply them; what makes those is in `inner`.
+    """
+
+    producers: tuple[nn.Linear | nn.Conv2d, ...]
     consumer: nn.Linear | nn.Conv2d
-    norms: tuple[nn.Module, ...]
-
-
-@dataclass(slots=True)
-class _Members:
-    """What hangs on a layer's output channels."""
-
-    writers: list[nn.Module] = field(default_factory=list[nn.Module])
-    readers: list[nn.Linear | nn.Conv2d] = field(default_factory=list[nn.Linear | nn.Conv2d])
-    norms: list[nn.Module] = field(default_factory=list[nn.Module])
-    others: list[str] = field(default_factory=list[str])
+    inner: tuple[nn.Module, ...]
+    side_readers: tuple[nn.Linear | nn.Conv2d, ...]
+    width: int
+    mask_exact: bool
 
 
 def channel_group(graph: Any, layer: nn.Linear | nn.Conv2d, channels: list[int]) -> Any:
@@ -35,56 +31,91 @@ def channel_group(graph: Any, layer: nn.Linear | nn.Conv2d, channels: list[int])
     return graph.get_pruning_group(layer, graph.get_pruner_of_module(layer).prune_out_channels, channels)
 
 
-def follow(graph: Any, layer: nn.Linear | nn.Conv2d, names: Mapping[nn.Module, str]) -> Chain | str:
-    """Return the chain that `layer` begins, or why it begins none: a sentence that starts with a code."""
-    if layer not in graph.module2node:
+def tied_modules(model: nn.Module) -> set[nn.Module]:
+    """Return the modules that have two names, and those that own a parameter which another owns too."""
+    modules = Counter(module for _, module in model.named_modules(remove_duplicate=False))
+    owners = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
+    shared = {id_ for id_, count in owners.items() if count > 1}
+    return {m for m, count in modules.items() if count > 1 or any(id(p) in shared for p in m.parameters(recurse=False))}
+
+
+def chain_of(
+    layer: nn.Linear | nn.Conv2d, trace: Trace, names: Mapping[nn.Module, str], tied: Collection[nn.Module]
+) -> Chain | str:
+    """Return the chain that `layer` is a producer of, or why it is of none: a sentence that starts with a code."""
+    if layer in tied or trace.calls[layer] > 1:
+        return "tied: the layer or its weights are used in more than one place"
+    if layer not in trace.writes:
+        if layer in trace.borrowed:
+            return f"unsupported: {trace.borrowed[layer]} uses its weights in its place"
         return "unused: the forward pass doesn't reach it"
+    space = trace.writes[layer].current()
+    if reason := _refusal(layer, space, trace, names):
+        return reason
+    gates = _gates(space, trace)
+    side = {maker for gate in gates for maker in _makers(gate, space, trace)}
+    consumers = [reader for reader in space.readers if reader not in side]
+    if len(consumers) != 1:
+        return f"shared: {len(consumers)} layers read its outputs"
+    chain = _chain(space, gates, consumers[0], side)
+    return _outside(chain, trace, names, tied) or chain
+
+
+def _refusal(layer: nn.Linear | nn.Conv2d, space: Space, trace: Trace, names: Mapping[nn.Module, str]) -> str | None:
+    if space.is_logits:
+        return "classifier: its outputs are the logits"
+    if (read := trace.reads.get(layer)) is not None and read.current().is_image:
+        return "stem: it reads the image, and its outputs are where all others begin"
     if isinstance(layer, nn.Conv2d) and layer.groups > 1:
         return f"grouped: its channels are tied together in {layer.groups} groups"
-    # Groups of the residual stream are large, and one channel shows them as well as all; what passes is small.
-    for channels in ([0], list(range(len(layer.weight)))):
-        members = _members(graph, layer, channels)
-        if reason := _refusal(members, names):
-            return reason
-    return _one_block(layer, members, names)
-
-
-def _refusal(members: _Members, names: Mapping[nn.Module, str]) -> str | None:
-    if members.writers:
-        # The search goes through a set, whose order changes between runs.
-        first = min(names[writer] for writer in members.writers)
-        return f"residual_writer: its outputs are added to those of {len(members.writers)} more layers, as {first!r}"
-    if members.others:
-        return f"unsupported: its outputs pass through {min(members.others)}"
-    if not members.readers:
-        return "classifier: its outputs are the logits"
-    if len(members.readers) > 1:
-        return f"shared: {len(members.readers)} layers read its outputs"
+    if space.is_added:
+        others = [names[writer] for writer in space.writers if writer is not layer]
+        more = f"those of {len(others)} more layers, as {min(others)!r}" if others else "other activations"
+        return f"residual_writer: its outputs are added to {more}"
+    if space.obstacle:
+        return f"unsupported: its outputs pass through {space.obstacle}"
+    if not space.readers:
+        return "unsupported: no layer reads its outputs"
     return None
 
 
-def _one_block(layer: nn.Linear | nn.Conv2d, members: _Members, names: Mapping[nn.Module, str]) -> Chain | str:
-    consumer = members.readers[0]
-    if not block_of(names[layer], names[consumer]):
-        return f"unsupported: its reader, {names[consumer]!r}, is in another block"
-    if consumer.weight.shape[1] != len(layer.weight):
-        return f"unsupported: its reader, {names[consumer]!r}, takes other channels too"
-    return Chain(consumer=consumer, norms=tuple(members.norms))
+def _gates(space: Space, trace: Trace) -> list[nn.Module]:
+    """Return the writers that compute from the channels what multiplies them, as a squeeze-and-excitation's last layer."""
+    return [writer for writer in space.writers if _makers(writer, space, trace)]
 
 
-def _members(graph: Any, layer: nn.Linear | nn.Conv2d, channels: list[int]) -> _Members:
-    members = _Members()
-    for dependency, _ in channel_group(graph, layer, channels).items[1:]:
-        module, kind = dependency.target.module, dependency.target.type
-        if kind == ops.OPTYPE.BN:
-            members.norms.append(module)
-        elif isinstance(module, LAYERS) and not graph.is_out_channel_pruning_fn(dependency.handler):
-            members.readers.append(module)
-        elif isinstance(module, LAYERS):
-            members.writers.append(module)
-        elif kind not in HARMLESS:
-            members.others.append(kind.name.lower())
-    return members
+def _makers(gate: nn.Module, space: Space, trace: Trace) -> list[nn.Module]:
+    """Return the readers of `space` that make what `gate` reads; a residual is also made by layers that run later."""
+    read = trace.reads.get(gate)
+    order = {layer: position for position, layer in enumerate(trace.calls)}
+    makers = read.current().writers if read is not None else []
+    return [maker for maker in makers if maker in space.readers and order[maker] < order[gate]]
+
+
+def _chain(space: Space, gates: Collection[nn.Module], consumer: Any, side: Collection[Any]) -> Chain:
+    producers: list[Any] = [writer for writer in space.writers if writer not in gates]
+    return Chain(
+        producers=tuple(producers),
+        consumer=consumer,
+        inner=(*space.inner, *gates),
+        side_readers=tuple(reader for reader in space.readers if reader in side),
+        width=space.width,
+        mask_exact=space.mask_exact,
+    )
+
+
+def _outside(
+    chain: Chain, trace: Trace, names: Mapping[nn.Module, str], tied: Collection[nn.Module]
+) -> str | None:
+    """Return why a chain reaches too far: into the stem, into another block, or into a layer that is used twice."""
+    for member in (*chain.producers, *chain.inner, chain.consumer, *chain.side_readers):
+        if member in tied or trace.calls[member] > 1:
+            return f"tied: its channels reach {names[member]!r}, which is used in more than one place"
+    if not chain.producers or any(isinstance(p, nn.Conv2d) and p.groups > 1 for p in chain.producers):
+        return "grouped: a grouped convolution begins it"
+    if not block_of(names[chain.producers[0]], names[chain.consumer]):
+        return f"unsupported: its reader, {names[chain.consumer]!r}, is in another block"
+    return None
 
 
 def block_of(first: str, second: str) -> str:
@@ -95,3 +126,6 @@ def block_of(first: str, second: str) -> str:
             break
         shared.append(one)
     return ".".join(shared)
+
+
+__all__ = ["LAYERS", "Chain", "block_of", "chain_of", "channel_group", "tied_modules"]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from profiling_agent.errors import PruningError, RequestError
-from profiling_agent.pruning.chains import LAYERS
+from profiling_agent.pruning.following import LAYERS
 from profiling_agent.pruning.gate import check_mask_error, check_saving, mask_error
 from profiling_agent.pruning.importance import IMPORTANCE, keep_indices, score
 from profiling_agent.pruning.surgery import cut_units
@@ -57,7 +57,7 @@ def prune_model(  # noqa: PLR0913 (what chooses the channels, and what goes thro
         kept = {cut.unit.name: _checked(keep.get(cut.unit.name), cut) for cut in cuts}
     batch = random_batch(spec, NUM_GATE_IMAGES, seed=seed) if images is None else images
     try:
-        pruned = cut_units(model, cuts, kept, spec)
+        pruned = cut_units(model, cuts, kept)
         error = mask_error(model, pruned, cuts, kept, batch.to(device_of(model)))
     # Torch-Pruning and a model that it left half cut raise whatever the first broken line raises.
     except Exception as failure:
@@ -100,6 +100,9 @@ def _check_fit(model: nn.Module, cuts: Sequence[Cut]) -> None:
 
 
 def _has(modules: Mapping[str, nn.Module], unit: Unit) -> bool:
+    """Say whether all of the unit's layers are there, and have as many rows and columns as it says."""
+    if not all(name in modules for name in (*unit.inner, *unit.side_readers)):
+        return False
     layers = [modules.get(name) for name in (*unit.producers, unit.consumer)]
     *rows, columns = [layer.weight.shape if isinstance(layer, LAYERS) else (0, 0) for layer in layers]
     return columns[1] > 0 and columns[1] % unit.width == 0 and all(row[0] == columns[1] for row in rows)

@@ -7,34 +7,37 @@ from typing import Any
 import torch
 import torch_pruning as tp
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 
-from profiling_agent.pruning.attention import Attention, read_attention
-from profiling_agent.pruning.chains import channel_group
-from profiling_agent.pruning.tracing import dependency_graph, without_weights
-from profiling_agent.records import Cut, InputSpec, UnitKind
+from profiling_agent.artifacts.widths import say_heads_
+from profiling_agent.pruning.attention import Attention, find_attention
+from profiling_agent.records import Cut, Unit, UnitKind
 
 # Torch-Pruning types these by all layers that its functions of this name take.
 CUT_ROWS: Any = tp.prune_linear_out_channels
 CUT_COLUMNS: Any = tp.prune_linear_in_channels
+CUT_FILTERS: Any = tp.prune_conv_out_channels
+CUT_FILTER_COLUMNS: Any = tp.prune_conv_in_channels
+CUT_NORM: Any = tp.prune_batchnorm_out_channels
 
 
-def cut_units(model: nn.Module, cuts: Sequence[Cut], keep: Mapping[str, list[int]], spec: InputSpec) -> nn.Module:
+def cut_units(model: nn.Module, cuts: Sequence[Cut], keep: Mapping[str, list[int]]) -> nn.Module:
     """Return a copy of `model` that keeps the channels or heads `keep[unit.name]` of every cut unit.
 
     Indices are those of `model`, also where one layer ends one unit and begins the next: each dimension of a weight
-    is cut once. `head_dim` and attention's scaling stay. Torch-Pruning raises nearly anything on what it can't cut.
+    is cut once. `head_dim` and attention's scaling stay.
     """
     pruned = copy.deepcopy(model)
-    dropped = {cut.unit.name: _others(keep[cut.unit.name], cut.unit.width) for cut in cuts}
+    attention = find_attention(model)
     for cut in cuts:
-        if cut.unit.kind is UnitKind.HEADS:
-            cut_heads_(pruned.get_submodule(cut.unit.name), dropped[cut.unit.name])
-    if chains := [cut.unit for cut in cuts if cut.unit.kind is not UnitKind.HEADS]:
-        # Traced without weights: that takes no arithmetic, and the uncut trace keeps every index in `model`'s space.
-        skeleton = without_weights(model)
-        with dependency_graph(skeleton, spec) as graph:
-            for unit in chains:
-                _cut_chain_(pruned, graph, skeleton, unit.producers[0], dropped[unit.name])
+        unit, dropped = cut.unit, _others(keep[cut.unit.name], cut.unit.width)
+        _cut_layers_(pruned, unit, dropped)
+        if unit.kind is UnitKind.HEADS:
+            heads = attention[unit.name]
+            assert isinstance(heads, Attention), "find_units refuses attention whose heads can't be cut"
+            _cut_tables_(pruned, heads, dropped)
+    # Some forward passes read the number of heads there; for the others it is for people, exports and other code.
+    say_heads_(pruned, cuts)
     _freeze_as_(pruned, model)
     return pruned
 
@@ -43,33 +46,53 @@ def _others(kept: Iterable[int], width: int) -> list[int]:
     return sorted(set(range(width)) - set(kept))
 
 
-def _cut_chain_(model: nn.Module, graph: Any, skeleton: nn.Module, producer: str, dropped: list[int]) -> None:
-    """Cut in `model` what hangs on the producer's channels in the traced `skeleton`."""
-    names = {module: name for name, module in skeleton.named_modules()}
-    root: Any = skeleton.get_submodule(producer)
-    for dependency, channels in channel_group(graph, root, dropped).items:
-        # Members without a name are operations of the trace, which hold no weights.
-        if (name := names.get(dependency.target.module)) is not None:
-            dependency.handler(model.get_submodule(name), channels)
+def _cut_layers_(model: nn.Module, unit: Unit, dropped: Sequence[int]) -> None:
+    """Cut the rows of producers and of what is on the way, and the columns of all readers."""
+    for name in (*unit.producers, *unit.inner):
+        _cut_rows_(model.get_submodule(name), unit.width, dropped)
+    for name in (unit.consumer, *unit.side_readers):
+        layer: Any = model.get_submodule(name)
+        columns = _spread(dropped, layer.weight.shape[1] // unit.width)
+        (CUT_FILTER_COLUMNS if isinstance(layer, nn.Conv2d) else CUT_COLUMNS)(layer, columns)
 
 
-def cut_heads_(holder: nn.Module, dropped: Sequence[int]) -> None:
-    """Cut whole heads of the attention module `holder`: rows of q, k and v, columns of o and of tables."""
-    attention = read_attention(holder)
-    assert isinstance(attention, Attention), "find_units refuses attention whose heads can't be cut"
-    channels = [head * attention.head_dim + row for head in dropped for row in range(attention.head_dim)]
-    *producers, consumer = attention.projections
-    for layer in producers:
-        CUT_ROWS(layer, channels)
-    CUT_COLUMNS(consumer, channels)
-    kept = torch.tensor(_others(dropped, attention.num_heads))
-    for name, table in attention.tables.items():
-        owner, _, attribute = name.rpartition(".")
-        setattr(holder.get_submodule(owner), attribute, nn.Parameter(table.detach()[..., kept.to(table.device)]))
-    # Forward passes read the number of heads off the tensors; these are for people, exports and other code.
-    for attribute, value in (("num_attention_heads", len(kept)), ("all_head_size", consumer.in_features)):
-        if hasattr(holder, attribute):
-            setattr(holder, attribute, value)
+def _spread(dropped: Sequence[int], size: int) -> list[int]:
+    """Return the consecutive rows or columns of each channel or head."""
+    return [index * size + row for index in dropped for row in range(size)]
+
+
+def _cut_rows_(module: Any, width: int, dropped: Sequence[int]) -> None:
+    """Cut the rows of `dropped` out of `width` channels of a layer or norm."""
+    if isinstance(module, _BatchNorm):
+        CUT_NORM(module, _spread(dropped, module.num_features // width))
+    elif isinstance(module, nn.Linear):
+        CUT_ROWS(module, _spread(dropped, module.out_features // width))
+    elif isinstance(module, nn.Conv2d):
+        groups = module.groups
+        CUT_FILTERS(module, _spread(dropped, module.out_channels // width))
+        if groups > 1:
+            # Whole groups go, so what is left of each filter reads the channels that are left of its own group.
+            module.groups = groups * (width - len(dropped)) // width
+            module.in_channels = module.weight.shape[1] * module.groups
+    else:
+        for leaf, parameter in list(module.named_parameters(recurse=False)):
+            _keep_(module, leaf, -1, _others(_spread(dropped, parameter.shape[-1] // width), parameter.shape[-1]))
+
+
+def _keep_(owner: nn.Module, leaf: str, dim: int, kept: Sequence[int]) -> None:
+    """Replace a parameter by what it has at `kept` of dimension `dim`."""
+    parameter = owner.get_parameter(leaf).detach()
+    index = torch.tensor(kept, device=parameter.device)
+    setattr(owner, leaf, nn.Parameter(parameter.index_select(dim, index)))
+
+
+def _cut_tables_(model: nn.Module, attention: Attention, dropped: Sequence[int]) -> None:
+    """Cut whole heads out of the tables of an attention module; one that a layer makes is cut with that layer's rows."""
+    for name, dim in attention.tables.items():
+        owner_name, _, leaf = name.rpartition(".")
+        owner = model.get_submodule(owner_name)
+        if not isinstance(owner, nn.Linear):
+            _keep_(owner, leaf, dim, _others(dropped, attention.num_heads))
 
 
 def _freeze_as_(pruned: nn.Module, model: nn.Module) -> None:

@@ -1,13 +1,14 @@
-"""What of a model can be cut: units found by structure and traced dependencies, never by the model's class."""
+"""What of a model can be cut: units found by structure and traced channels, never by the model's class."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from profiling_agent.pruning.attention import PROJECTIONS, Attention, find_attention
-from profiling_agent.pruning.chains import LAYERS, Chain, block_of, follow
-from profiling_agent.pruning.tracing import dependency_graph, without_weights
+from profiling_agent.pruning.attention import Attention, find_attention
+from profiling_agent.pruning.chains import Chain, block_of, chain_of, tied_modules
+from profiling_agent.pruning.following import LAYERS, follow_channels
+from profiling_agent.pruning.tracing import without_weights
 from profiling_agent.pruning.widths import aligned_widths, step_for
 from profiling_agent.records import InputSpec, Record, Unit, UnitKind
 from profiling_agent.shapes.verify import REFUSALS
@@ -35,6 +36,14 @@ class _Ledger:
         counted = self.macs.get(self.names[module], 0)
         return counted * params // sum(tensor.numel() for tensor in module.parameters()) if counted else 0
 
+    def cost(self, cut: Iterable[tuple[nn.Module, int]]) -> dict[str, int]:
+        """Return what a unit's channel costs, given its parameters in each module."""
+        parts = list(cut)
+        return {
+            "params_per_channel": sum(params for _, params in parts),
+            "macs_per_channel": sum(self.share(*part) for part in parts),
+        }
+
 
 def find_units(model: nn.Module, spec: InputSpec, macs: Mapping[str, int]) -> FoundUnits:
     """Return the MLPs, attention heads and block-inner convolutions of `model` that can be cut without changing others.
@@ -45,30 +54,51 @@ def find_units(model: nn.Module, spec: InputSpec, macs: Mapping[str, int]) -> Fo
     """
     skeleton = without_weights(model)
     names = {module: name for name, module in skeleton.named_modules()}
-    ledger = _Ledger(names, macs)
+    ledger, tied = _Ledger(names, macs), tied_modules(skeleton)
     found: dict[str, Unit | str] = {}
     for holder, attention in find_attention(skeleton).items():
-        found |= _heads(holder, attention, ledger)
+        unit = attention.reason if not isinstance(attention, Attention) else _heads(skeleton, holder, attention, ledger)
+        if any(skeleton.get_submodule(member) in tied for member in attention.projections):
+            unit = "tied: a projection of this attention, or its weights, are used in more than one place"
+        found |= dict.fromkeys(attention.projections, unit)
     chained = [layer for layer in names if isinstance(layer, LAYERS) and names[layer] not in found]
     try:
-        with dependency_graph(skeleton, spec) as graph:
-            for layer in chained:
-                found[names[layer]] = _chain(layer, follow(graph, layer, names), ledger, spec)
+        trace = follow_channels(skeleton, spec)
     except REFUSALS as error:
         reason = f"untraceable: {' '.join(str(error).split())[:120]}"
-        found |= dict.fromkeys((names[layer] for layer in chained), reason)
-    return _sorted(found, names.values())
+        return _sorted(found | dict.fromkeys((names[layer] for layer in chained), reason), names.values())
+    for layer in chained:
+        chain = chain_of(layer, trace, names, tied)
+        found[names[layer]] = chain if isinstance(chain, str) else _chain(chain, ledger)
+    return _sorted(_apart(found), names.values())
+
+
+def _apart(found: Mapping[str, Unit | str]) -> dict[str, Unit | str]:
+    """Refuse what lies inside another unit: a squeeze-and-excitation's own width, a network that makes a head's table."""
+    units = {unit.producers[0]: unit for unit in found.values() if isinstance(unit, Unit)}.values()
+    inside = {name: unit.name for unit in units for name in (*unit.inner, *unit.side_readers)}
+    apart = dict(found)
+    for name, unit in found.items():
+        if isinstance(unit, Unit) and (unit.consumer in inside or unit.producers[0] in inside):
+            holder = inside.get(unit.consumer) or inside[unit.producers[0]]
+            apart[name] = f"shared: it is cut with the unit {holder!r}, or what reads it is"
+    return apart
 
 
 def _sorted(found: Mapping[str, Unit | str], names: Iterable[str]) -> FoundUnits:
     """Bring units into network order; the reason of a layer that is in a unit after all is dropped."""
     ordered = [(name, found[name]) for name in names if name in found]
     units = {unit.producers[0]: unit for _, unit in ordered if isinstance(unit, Unit)}
-    members = {name for unit in units.values() for name in (*unit.producers, unit.consumer)}
+    members = {name for unit in units.values() for name in members_of(unit)}
     return FoundUnits(
         units=tuple(_named(unit, tuple(units.values())) for unit in units.values()),
         refusals={name: reason for name, reason in ordered if isinstance(reason, str) and name not in members},
     )
+
+
+def members_of(unit: Unit) -> tuple[str, ...]:
+    """Return the names of all modules that a cut of `unit` changes, but for tables of heads."""
+    return (*unit.producers, *unit.inner, unit.consumer, *unit.side_readers)
 
 
 def _named(unit: Unit, units: tuple[Unit, ...]) -> Unit:
@@ -77,62 +107,83 @@ def _named(unit: Unit, units: tuple[Unit, ...]) -> Unit:
     return unit if is_unique else unit.model_copy(update={"name": unit.producers[0]})
 
 
-def _heads(holder: str, attention: Attention | str, ledger: _Ledger) -> dict[str, Unit | str]:
-    """Return the heads of one attention module under the name of each projection, or the reason they stay."""
-    members = tuple(f"{holder}.{name}".lstrip(".") for name in PROJECTIONS)
-    if isinstance(attention, str):
-        return dict.fromkeys(members, attention)
+def _heads(model: nn.Module, holder: str, attention: Attention, ledger: _Ledger) -> Unit | str:
+    """Return the heads of one attention module, or the reason they stay."""
     kind, width = UnitKind.HEADS, attention.num_heads
-    if reason := _too_narrow(kind, width):
-        return dict.fromkeys(members, reason)
-    *producers, consumer = attention.projections
-    rows = [(layer, _rows(layer.weight, layer.bias) * attention.head_dim) for layer in producers]
-    cut = [*rows, (consumer, consumer.weight[:, 0].numel() * attention.head_dim)]
-    tables = sum(table[..., 0].numel() for table in attention.tables.values())
-    unit = Unit(
+    step = step_for(kind, width)
+    if reason := _too_narrow(width, step):
+        return reason
+    cut: list[tuple[nn.Module, int]] = []
+    for name in attention.producers:
+        layer = model.get_submodule(name)
+        cut.append((layer, _rows(*layer.parameters()) * attention.head_dim))
+    consumer = model.get_submodule(attention.consumer)
+    cut.append((consumer, _columns(consumer) * attention.head_dim))
+    for name in attention.tables:
+        cut.append((model.get_submodule(name.rpartition(".")[0]), model.get_parameter(name).numel() // width))
+    cost = ledger.cost(cut)
+    cost["macs_per_channel"] += ledger.macs.get(holder, 0) // width
+    owners = (name.rpartition(".")[0] for name in attention.tables)
+    return Unit(
         name=holder,
         kind=kind,
-        producers=members[:-1],
-        consumer=members[-1],
+        producers=attention.producers,
+        consumer=attention.consumer,
         width=width,
-        step=step_for(kind, width),
-        params_per_channel=sum(params for _, params in cut) + tables,
-        macs_per_channel=sum(ledger.share(*part) for part in cut) + ledger.macs.get(holder, 0) // width,
+        step=step,
+        inner=tuple(name for name in owners if isinstance(model.get_submodule(name), LAYERS)),
+        **cost,
     )
-    return dict.fromkeys(members, unit)
 
 
-def _chain(layer: nn.Linear | nn.Conv2d, chain: Chain | str, ledger: _Ledger, spec: InputSpec) -> Unit | str:
-    """Return the unit that `layer` begins, or why it begins none."""
-    if isinstance(chain, str):
-        is_stem = isinstance(layer, nn.Conv2d) and layer.in_channels == spec.channels
-        return chain.replace("residual_writer", "stem", 1) if is_stem else chain
-    kind = UnitKind.MLP if isinstance(layer, nn.Linear) else UnitKind.CONV_INNER
-    width = len(layer.weight)
-    if reason := _too_narrow(kind, width):
+def _chain(chain: Chain, ledger: _Ledger) -> Unit | str:
+    """Return the unit of one chain of layers, or the reason it stays."""
+    kind, size = _kind(chain), len(chain.producers[0].weight)
+    # Groups are cut as wholes, like heads; a channel of an inverted residual is one of a convolution.
+    aligned = UnitKind.CONV_INNER if kind is UnitKind.INVERTED_RESIDUAL else kind
+    step = step_for(UnitKind.HEADS if chain.width < size else aligned, chain.width)
+    if reason := _too_narrow(chain.width, step):
         return reason
-    cut = [(layer, _rows(layer.weight, layer.bias)), (chain.consumer, chain.consumer.weight[:, 0].numel())]
-    cut += [(norm, _rows(*norm.parameters(recurse=False))) for norm in chain.norms]
-    producer, consumer = ledger.names[layer], ledger.names[chain.consumer]
+    rows = size // chain.width
+    cut: list[tuple[nn.Module, int]] = [
+        (module, sum(parameter.numel() for parameter in module.parameters()) * rows // size)
+        for module in (*chain.producers, *chain.inner)
+    ]
+    cut += [(reader, _columns(reader) * rows) for reader in (chain.consumer, *chain.side_readers)]
+    names = ledger.names
+    first, consumer = names[chain.producers[0]], names[chain.consumer]
     return Unit(
-        name=block_of(producer, consumer) if kind is UnitKind.MLP else producer,
+        name=block_of(first, consumer) if kind is UnitKind.MLP else first,
         kind=kind,
-        producers=(producer,),
+        producers=tuple(names[producer] for producer in chain.producers),
         consumer=consumer,
-        width=width,
-        step=step_for(kind, width),
-        params_per_channel=sum(params for _, params in cut),
-        macs_per_channel=sum(ledger.share(*part) for part in cut),
+        width=chain.width,
+        step=step,
+        inner=tuple(names[module] for module in chain.inner),
+        side_readers=tuple(names[reader] for reader in chain.side_readers),
+        mask_exact=chain.mask_exact,
+        **ledger.cost(cut),
     )
 
 
-def _rows(*tensors: Tensor | None) -> int:
-    """Return the parameters of one channel: a row of each tensor that there is."""
-    return sum(tensor[0].numel() for tensor in tensors if tensor is not None)
+def _kind(chain: Chain) -> UnitKind:
+    if isinstance(chain.producers[0], nn.Linear):
+        return UnitKind.MLP
+    size = len(chain.producers[0].weight)
+    is_depthwise = any(isinstance(module, nn.Conv2d) and module.groups == size for module in chain.inner)
+    return UnitKind.INVERTED_RESIDUAL if is_depthwise else UnitKind.CONV_INNER
 
 
-def _too_narrow(kind: UnitKind, width: int) -> str | None:
-    step = step_for(kind, width)
+def _rows(*tensors: Tensor) -> int:
+    """Return the parameters of one channel: a row of each tensor."""
+    return sum(tensor[0].numel() for tensor in tensors)
+
+
+def _columns(reader: nn.Module) -> int:
+    return reader.get_parameter("weight")[:, 0].numel()
+
+
+def _too_narrow(width: int, step: int) -> str | None:
     if aligned_widths(width, step):
         return None
     return f"too_narrow: of its width, {width}, no smaller multiple of {step} keeps a quarter"

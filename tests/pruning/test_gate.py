@@ -26,7 +26,7 @@ def error_of(model, pruned, cut, kept):
 
 
 def cut_out(model, cut, kept):
-    return cut_units(model, [cut], {cut.unit.name: kept}, zoo.SPEC)
+    return cut_units(model, [cut], {cut.unit.name: kept})
 
 
 @pytest.mark.parametrize(
