@@ -6,7 +6,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from profiling_agent.pruning.chains import channel_group
 from profiling_agent.pruning.importance import keep_indices
 
 # The indices that each function of Torch-Pruning is to remove from a module of this name.
@@ -31,7 +30,8 @@ def compounded(graph: Any, skeleton: nn.Module, model: nn.Module, ratio: float, 
         filters = model.get_submodule(name).get_parameter("weight")[left][:, inputs]
         kept = set(keep_indices(scores(filters), len(left) - int(ratio * len(left))))
         if dropped := [channel for index, channel in enumerate(left) if index not in kept]:
-            for dependency, channels in channel_group(graph, layer, dropped).items:
+            group = graph.get_pruning_group(layer, graph.get_pruner_of_module(layer).prune_out_channels, dropped)
+            for dependency, channels in group.items:
                 # Members without a name are operations of the trace, which hold no weights.
                 if (member := names.get(dependency.target.module)) is not None:
                     removals.setdefault((member, dependency.handler), set()).update(channels)
