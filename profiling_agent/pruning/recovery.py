@@ -15,7 +15,10 @@ from profiling_agent.pruning.compensation import mean_kl
 from profiling_agent.pruning.recovery_state import Reached, fingerprint, read_state, trained_parameters, write_state
 from profiling_agent.shapes.verify import device_of, left_as_found
 
+# The shared ViT, cut by 57% and compensated to a KL of 0.20, comes to 0.14, 0.11 and 0.09 in 3 epochs of 1,000 images at
+# 1e-5, 5e-5 and 2e-4; 1e-3 undoes it, and the ResNet's too. Large pretrained models want the lower ones.
 LEARNING_RATE = 5e-5
+# There 1, 2 and 4 end at 0.095, 0.089 and 0.086 (2e-4), the ResNet's at 0.175, 0.170 and 0.171.
 TEMPERATURE = 2.0
 MAX_GRADIENT_NORM = 1.0
 # Epochs without a lower KL after which there is nothing more to hope for.

@@ -1,0 +1,121 @@
+"""What pruning costs at full size: seconds to find units and to cut them, and memory.
+
+    python benchmarks/pruning_cost.py [--models NAME…] [--quick] [--json FILE]
+
+Times are of the paper's four models with random weights, one after the other. Memory is measured in a process of its
+own for each: the peak while it finds units, cuts the widest one by a quarter and compensates for that, less what was
+resident before the model was there.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from checks import Check, finish
+from full_size import MODELS, SPEC, build, cuts_for_macs, macs_by_module
+from torch import nn
+
+from profiling_agent.profiling.headline import peak_memory_bytes
+from profiling_agent.pruning.compensation import MIN_IMAGES, compensate
+from profiling_agent.pruning.prune import prune_model
+from profiling_agent.pruning.units import find_units
+from profiling_agent.pruning.widths import snap
+from profiling_agent.records import Cut, Unit
+from profiling_agent.runtimes.eager import pin_threads, random_batch
+
+MAX_FIND_S = MAX_CUT_S = 10.0
+SHARE = 0.25
+# The dense model, the pruned one, a candidate of it, and one for all else: activations and copies of single weights.
+NUM_COPIES = 4
+BATCH = 8
+
+
+def seconds(name: str) -> dict[str, float]:
+    """Return how long it takes to find a model's units, and to cut and check them all."""
+    model = build(name)
+    macs = macs_by_module(model)
+    started = time.perf_counter()
+    units = find_units(model, SPEC, macs).units
+    found = time.perf_counter()
+    cuts = cuts_for_macs(model, units, macs, SHARE)
+    planned = time.perf_counter()
+    prune_model(model, cuts, spec=SPEC)
+    return {"find_s": found - started, "cut_s": time.perf_counter() - planned, "num_units": len(units)}
+
+
+def columns_read(model: nn.Module, unit: Unit) -> int:
+    """Return how many columns the unit's consumer reads of it: the side of its Gram matrix."""
+    return model.get_submodule(unit.consumer).get_parameter("weight")[0].numel()
+
+
+def memory(name: str) -> dict[str, int]:
+    """Return the peak of this process while it prunes, beyond what was resident before, and the bytes it is made of."""
+    before = peak_memory_bytes()
+    model = build(name)
+    units = find_units(model, SPEC, {}).units
+    widest = max(units, key=lambda unit: columns_read(model, unit))
+    cuts = [Cut(unit=widest, keep=snap(widest, SHARE), requested_ratio=SHARE)]
+    pruned = prune_model(model, cuts, spec=SPEC)
+    images = random_batch(SPEC, MIN_IMAGES).split(BATCH)
+    labels = torch.zeros(BATCH, dtype=torch.int64)
+    compensate(model, pruned.model, cuts, pruned.keep, lambda: ((part, labels) for part in images))
+    return {
+        "peak_bytes": peak_memory_bytes() - before,
+        "model_bytes": sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values()),
+        "gram_bytes": 8 * columns_read(model, widest) ** 2,
+    }
+
+
+def memory_of_fresh_process(name: str) -> dict[str, int]:
+    """Return what `memory` measures where nothing else has been."""
+    command = [sys.executable, __file__, "--memory-of", name]
+    said = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+    return json.loads(said.splitlines()[-1])
+
+
+def measure(name: str, *, is_quick: bool) -> dict[str, Any]:
+    """Return one model's row."""
+    return {"model": name, **seconds(name), **({} if is_quick else memory_of_fresh_process(name))}
+
+
+def checks_of(row: dict[str, Any]) -> list[Check]:
+    """Return what must hold for one model."""
+    name = row["model"]
+    checks = [
+        Check.at_most(f"{name}: seconds to find {row['num_units']} units", row["find_s"], MAX_FIND_S),
+        Check.at_most(f"{name}: seconds to cut and check them", row["cut_s"], MAX_CUT_S),
+    ]
+    if "peak_bytes" in row:
+        bound = NUM_COPIES * row["model_bytes"] + row["gram_bytes"]
+        checks.append(Check.at_most(f"{name}: peak memory, bytes", row["peak_bytes"], bound))
+    return checks
+
+
+def main() -> int:
+    """Run every model; return 1 where a check does not hold."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=tuple(MODELS), default=list(MODELS), metavar="NAME")
+    parser.add_argument("--quick", action="store_true", help="times alone")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write checks and rows to this file")
+    parser.add_argument("--memory-of", choices=tuple(MODELS), help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    pin_threads()
+    if asked.memory_of:
+        print(json.dumps(memory(asked.memory_of)))
+        return 0
+    rows = []
+    for name in asked.models:
+        rows.append(measure(name, is_quick=asked.quick))
+        print(
+            "  ".join(f"{key} {value if isinstance(value, str) else f'{value:.6g}'}" for key, value in rows[-1].items())
+        )
+    return finish([check for row in rows for check in checks_of(row)], rows, asked.json)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
