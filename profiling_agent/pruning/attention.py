@@ -161,8 +161,7 @@ def _is_in(name: str, scope: str) -> bool:
 
 def _head_dim(model: nn.Module, path: str, holder: str) -> int | None:
     """Return the dimension of a parameter that has an entry for each head, None where heads don't matter to it."""
-    owner, _, leaf = path.rpartition(".")
-    if leaf in HEAD_TABLES:
+    if (leaf := path.rpartition(".")[2]) in HEAD_TABLES:
         return HEAD_TABLES[leaf]
     child, _, rest = path.removeprefix(f"{holder}.").partition(".")
     if child in BEFORE_KEYS:

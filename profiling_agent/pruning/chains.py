@@ -1,7 +1,7 @@
 """From one layer to its reader: which layers lose a channel together, and why others can't."""
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,19 +64,25 @@ def chain_of(
 def _refusal(layer: nn.Linear | nn.Conv2d, space: Space, trace: Trace, names: Mapping[nn.Module, str]) -> str | None:
     if space.is_logits:
         return "classifier: its outputs are the logits"
-    if (read := trace.reads.get(layer)) is not None and read.current().is_image:
+    stems = [writer for writer in space.writers if (read := trace.reads.get(writer)) and read.current().is_image]
+    if layer in stems:
         return "stem: it reads the image, and its outputs are where all others begin"
     if isinstance(layer, nn.Conv2d) and layer.groups > 1:
         return f"grouped: its channels are tied together in {layer.groups} groups"
+    return _coupling(layer, space, stems, names)
+
+
+def _coupling(layer: nn.Module, space: Space, stems: Sequence[nn.Module], names: Mapping[nn.Module, str]) -> str | None:
+    """Return what the layer's channels are coupled with that can't be cut."""
     if space.is_added:
         others = [names[writer] for writer in space.writers if writer is not layer]
         more = f"those of {len(others)} more layers, as {min(others)!r}" if others else "other activations"
         return f"residual_writer: its outputs are added to {more}"
+    if stems:
+        return f"stem: its outputs go with those of {names[stems[0]]!r}, which reads the image"
     if space.obstacle:
         return f"unsupported: its outputs pass through {space.obstacle}"
-    if not space.readers:
-        return "unsupported: no layer reads its outputs"
-    return None
+    return None if space.readers else "unsupported: no layer reads its outputs"
 
 
 def _gates(space: Space, trace: Trace) -> list[nn.Module]:
@@ -94,19 +100,18 @@ def _makers(gate: nn.Module, space: Space, trace: Trace) -> list[nn.Module]:
 
 def _chain(space: Space, gates: Collection[nn.Module], consumer: Any, side: Collection[Any]) -> Chain:
     producers: list[Any] = [writer for writer in space.writers if writer not in gates]
+    readers: list[Any] = [reader for reader in space.readers if reader in side]
     return Chain(
         producers=tuple(producers),
         consumer=consumer,
         inner=(*space.inner, *gates),
-        side_readers=tuple(reader for reader in space.readers if reader in side),
+        side_readers=tuple(readers),
         width=space.width,
         mask_exact=space.mask_exact,
     )
 
 
-def _outside(
-    chain: Chain, trace: Trace, names: Mapping[nn.Module, str], tied: Collection[nn.Module]
-) -> str | None:
+def _outside(chain: Chain, trace: Trace, names: Mapping[nn.Module, str], tied: Collection[nn.Module]) -> str | None:
     """Return why a chain reaches too far: into the stem, into another block, or into a layer that is used twice."""
     for member in (*chain.producers, *chain.inner, chain.consumer, *chain.side_readers):
         if member in tied or trace.calls[member] > 1:

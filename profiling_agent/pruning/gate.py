@@ -9,6 +9,7 @@ from torch.func import functional_call
 
 from profiling_agent.errors import PruningError
 from profiling_agent.profiling.complexity import count_complexity
+from profiling_agent.pruning.following import is_response_norm
 from profiling_agent.pruning.tracing import without_weights
 from profiling_agent.records import Cut, InputSpec, Unit
 from profiling_agent.shapes.verify import left_as_found
@@ -39,21 +40,34 @@ def mask_error(
 
 
 def masked_parameters(model: nn.Module, unit: Unit, kept: Sequence[int]) -> dict[str, Tensor]:
-    """Return, by parameter name, new weights that make `model` blind to the channels of `unit` that aren't `kept`.
+    """Return, by parameter name, new values that make `model` blind to the channels of `unit` that aren't `kept`.
 
-    The columns of the consumer and of every side reader that read a cut channel are zero. `model` is not changed.
+    The columns of the consumer and of every side reader that read a cut channel are zero. A global response norm on
+    the way divides by a mean over channels, cut ones too: there the producers' rows are zero as well, so that cut
+    channels add nothing to the mean, and the norm's weight is scaled by kept over all, which makes it a mean over the
+    kept ones. `model` is not changed.
     """
     readers = (unit.consumer, *unit.side_readers)
-    return {f"{name}.weight": _blind(model.get_submodule(name).get_parameter("weight"), unit, kept) for name in readers}
+    masked = {f"{name}.weight": _blind(_held(model, f"{name}.weight"), unit, kept, dim=1) for name in readers}
+    if not unit.mask_exact:
+        rows = [f"{name}.{leaf}" for name in unit.producers for leaf, _ in model.get_submodule(name).named_parameters()]
+        masked |= {name: _blind(_held(model, name), unit, kept, dim=0) for name in rows}
+        norms = [name for name in unit.inner if is_response_norm(model.get_submodule(name))]
+        masked |= {f"{name}.weight": _held(model, f"{name}.weight") * (len(kept) / unit.width) for name in norms}
+    return masked
 
 
-def _blind(weight: Tensor, unit: Unit, kept: Sequence[int]) -> Tensor:
-    """Return a copy of a reader's weight with the columns of cut channels zero."""
-    mask = torch.zeros(unit.width, dtype=weight.dtype, device=weight.device)
+def _held(model: nn.Module, name: str) -> Tensor:
+    return model.get_parameter(name).detach()
+
+
+def _blind(tensor: Tensor, unit: Unit, kept: Sequence[int], *, dim: int) -> Tensor:
+    """Return a copy of a parameter that is zero at the cut channels of `dim`."""
+    mask = torch.zeros(unit.width, dtype=tensor.dtype, device=tensor.device)
     mask[list(kept)] = 1
-    # A head reads as many consecutive columns as it has channels.
-    columns = mask.repeat_interleave(weight.shape[1] // unit.width)
-    return weight.detach() * columns.view(1, -1, *(1 for _ in weight.shape[2:]))
+    # A head has as many consecutive rows or columns as it has channels.
+    spread = mask.repeat_interleave(tensor.shape[dim] // unit.width)
+    return tensor * spread.view(-1, *(1 for _ in tensor.shape[dim + 1 :]))
 
 
 def check_mask_error(error: float) -> None:

@@ -45,7 +45,9 @@ def resolve(
 
 def _owners(units: Sequence[Unit]) -> dict[str, Unit]:
     """Return the unit that each name means; a layer that ends one unit and begins another means the one it begins."""
-    owners = {unit.consumer: unit for unit in units}
+    owners: dict[str, Unit] = {}
+    for unit in units:
+        owners |= dict.fromkeys((unit.consumer, *unit.side_readers, *unit.inner), unit)
     for unit in units:
         owners |= dict.fromkeys((unit.name, *unit.producers), unit)
     return owners
@@ -104,7 +106,7 @@ def _counted_twice(cuts: Sequence[Cut], profile: ModelProfile) -> tuple[int, int
     when the bias, smaller than that product, is dropped.
     """
     rows = {row.name: row for row in profile.layers}
-    begins = {cut.unit.producers[0]: cut for cut in cuts if len(cut.unit.producers) == 1}
+    begins = {producer: cut for cut in cuts for producer in cut.unit.producers}
     params = macs = 0
     for ending in cuts:
         if (beginning := begins.get(ending.unit.consumer)) is None:

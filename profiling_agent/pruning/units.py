@@ -1,6 +1,6 @@
 """What of a model can be cut: units found by structure and traced channels, never by the model's class."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -26,23 +26,19 @@ class FoundUnits(Record):
 
 @dataclass(frozen=True, slots=True)
 class _Ledger:
-    """Shares of what the profile counted: a module's MACs are proportional to its weights and biases."""
+    """Shares of what the profile counted: a layer's MACs are proportional to its weights and biases."""
 
     names: Mapping[nn.Module, str]
     macs: Mapping[str, int]
 
     def share(self, module: nn.Module, params: int) -> int:
-        """Return the MACs of `params` of the module's own parameters."""
-        counted = self.macs.get(self.names[module], 0)
+        """Return the MACs of `params` of a layer's own parameters; attention's aren't those of the tables it owns."""
+        counted = self.macs.get(self.names[module], 0) if isinstance(module, LAYERS) else 0
         return counted * params // sum(tensor.numel() for tensor in module.parameters()) if counted else 0
 
-    def cost(self, cut: Iterable[tuple[nn.Module, int]]) -> dict[str, int]:
-        """Return what a unit's channel costs, given its parameters in each module."""
-        parts = list(cut)
-        return {
-            "params_per_channel": sum(params for _, params in parts),
-            "macs_per_channel": sum(self.share(*part) for part in parts),
-        }
+    def cost(self, cut: Sequence[tuple[nn.Module, int]]) -> tuple[int, int]:
+        """Return the params and MACs of a unit's channel, given its parameters in each module."""
+        return sum(params for _, params in cut), sum(self.share(*part) for part in cut)
 
 
 def find_units(model: nn.Module, spec: InputSpec, macs: Mapping[str, int]) -> FoundUnits:
@@ -119,11 +115,9 @@ def _heads(model: nn.Module, holder: str, attention: Attention, ledger: _Ledger)
         cut.append((layer, _rows(*layer.parameters()) * attention.head_dim))
     consumer = model.get_submodule(attention.consumer)
     cut.append((consumer, _columns(consumer) * attention.head_dim))
-    for name in attention.tables:
-        cut.append((model.get_submodule(name.rpartition(".")[0]), model.get_parameter(name).numel() // width))
-    cost = ledger.cost(cut)
-    cost["macs_per_channel"] += ledger.macs.get(holder, 0) // width
-    owners = (name.rpartition(".")[0] for name in attention.tables)
+    owners = {name: name.rpartition(".")[0] for name in attention.tables}
+    cut += [(model.get_submodule(owners[name]), model.get_parameter(name).numel() // width) for name in owners]
+    params, macs = ledger.cost(cut)
     return Unit(
         name=holder,
         kind=kind,
@@ -131,8 +125,9 @@ def _heads(model: nn.Module, holder: str, attention: Attention, ledger: _Ledger)
         consumer=attention.consumer,
         width=width,
         step=step,
-        inner=tuple(name for name in owners if isinstance(model.get_submodule(name), LAYERS)),
-        **cost,
+        params_per_channel=params,
+        macs_per_channel=macs + ledger.macs.get(holder, 0) // width,
+        inner=tuple(name for name in owners.values() if isinstance(model.get_submodule(name), LAYERS)),
     )
 
 
@@ -150,6 +145,7 @@ def _chain(chain: Chain, ledger: _Ledger) -> Unit | str:
         for module in (*chain.producers, *chain.inner)
     ]
     cut += [(reader, _columns(reader) * rows) for reader in (chain.consumer, *chain.side_readers)]
+    params, macs = ledger.cost(cut)
     names = ledger.names
     first, consumer = names[chain.producers[0]], names[chain.consumer]
     return Unit(
@@ -159,10 +155,11 @@ def _chain(chain: Chain, ledger: _Ledger) -> Unit | str:
         consumer=consumer,
         width=chain.width,
         step=step,
+        params_per_channel=params,
+        macs_per_channel=macs,
         inner=tuple(names[module] for module in chain.inner),
         side_readers=tuple(names[reader] for reader in chain.side_readers),
         mask_exact=chain.mask_exact,
-        **ledger.cost(cut),
     )
 
 

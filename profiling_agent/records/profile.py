@@ -6,6 +6,7 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from profiling_agent.records.data import InputSpec
+from profiling_agent.records.evidence import Evidence
 from profiling_agent.records.record import ArtifactRef, Record
 
 
@@ -82,7 +83,7 @@ class Unit(Record):
     )
     mask_exact: bool = Field(
         default=True,
-        description="false where a cut channel, though nobody reads it, changes what a norm makes of others",
+        description="false where a norm mixes channels, so that readers that ignore a channel don't make it gone",
     )
 
 
@@ -102,6 +103,7 @@ class ModelProfile(Record):
     operators: tuple[OperatorProfile, ...]
     units: tuple[Unit, ...]
     refusals: dict[str, str] = Field(description="layers that can't be pruned, each with the reason")
+    evidence: Evidence | None = Field(default=None, description="of the units, where calibration images were given")
     trace: ArtifactRef | None = None
     forward_passes: int
 

@@ -110,8 +110,27 @@ def test_weights_that_are_not_finite_are_refused():
     model = zoo.vit()
     with torch.no_grad():
         model.vit.layers[0].mlp.fc1.weight[0, 0] = math.inf
-    with pytest.raises(PruningError, match="logits that aren't finite"):
+    with pytest.raises(PruningError, match=r"'vit.layers.0.mlp.fc1.weight' holds values that aren't finite"):
         prune_model(model, cuts_of(model), spec=zoo.SPEC)
+
+
+def test_channels_that_were_chosen_elsewhere_are_the_ones_that_are_kept():
+    model = zoo.vit()
+    cut = cuts_of(model, kinds=(UnitKind.HEADS,), ratio=0.5)[0]
+    pruned = prune_model(model, [cut], spec=zoo.SPEC, keep={cut.unit.name: [1, 3], "another unit": [0]})
+
+    assert pruned.keep == {cut.unit.name: [1, 3]}
+    rows = pruned.model.vit.layers[0].attention.q_proj.weight
+    assert torch.equal(rows, model.vit.layers[0].attention.q_proj.weight[[*range(16, 32), *range(48, 64)]])
+
+
+@pytest.mark.parametrize("kept", [[0], [1, 0], [1, 1], [0, 4], [-1, 0], None])
+def test_chosen_channels_that_are_not_what_the_cut_keeps_are_refused(kept):
+    model = zoo.vit()
+    cut = cuts_of(model, kinds=(UnitKind.HEADS,), ratio=0.5)[0]
+    keep = {} if kept is None else {cut.unit.name: kept}
+    with pytest.raises(PruningError, match=r"has to keep 2 different indices of 0 to 3, ascending"):
+        prune_model(model, [cut], spec=zoo.SPEC, keep=keep)
 
 
 def test_cuts_of_another_model_are_refused():

@@ -1,0 +1,159 @@
+"""One tiny real model for each family that can be pruned, wide enough that a quarter of every unit can go."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import transformers as hf
+from torch import nn
+from zoo import LABELS, PLAIN
+
+STAGED = {"id2label": LABELS, "depths": [1, 1], "hidden_sizes": [64, 128]}
+PYRAMID = {
+    "id2label": LABELS,
+    "num_encoder_blocks": 2,
+    "depths": [1, 1],
+    "hidden_sizes": [32, 64],
+    "patch_sizes": [4, 2],
+    "strides": [4, 2],
+    "num_attention_heads": [4, 8],
+    "mlp_ratios": [4, 4],
+}
+WINDOWED = {
+    "image_size": 32,
+    "patch_size": 2,
+    "embed_dim": 32,
+    "depths": [2, 2],
+    "window_size": 4,
+    "id2label": LABELS,
+}
+FEW_BLOCKS = {"num_block_repeats": [1] * 3, "kernel_sizes": [3, 3, 5], "strides": [1, 2, 1]}
+EFFICIENT = {
+    "image_size": 32,
+    "width_coefficient": 1.0,
+    "depth_coefficient": 1.0,
+    "in_channels": [32, 16, 24],
+    "out_channels": [16, 24, 24],
+    "expand_ratios": [1, 4, 4],
+    "hidden_dim": 1280,
+    "id2label": LABELS,
+} | FEW_BLOCKS
+
+
+def randomised(model: nn.Module, size: int = 32) -> nn.Module:
+    """Make every norm, bias, scale and table matter, and keep the signal alive to the last layer of deep models."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for tensor in model.parameters():
+            if tensor.dim() == 1:
+                tensor.add_(torch.rand(tensor.shape, generator=generator) * 0.3)
+            else:
+                fan_in = max(tensor[0].numel(), 4)
+                tensor.copy_(torch.randn(tensor.shape, generator=generator) * (2 / fan_in) ** 0.5)
+        norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+        model.eval()
+        for norm in norms:
+            norm.train().momentum = 1.0
+        model(pixel_values=torch.randn(8, 3, size, size, generator=generator))
+        for norm in norms:
+            chance = torch.rand(norm.running_var.shape, generator=generator) * 0.3
+            norm.running_mean.add_(chance * norm.running_var.sqrt())
+            norm.running_var.mul_(1 + chance)
+    return model.eval()
+
+
+def made(name: str, settings: dict[str, Any]) -> nn.Module:
+    config = getattr(hf, f"{name}Config")(**settings)
+    config._attn_implementation = "sdpa" if name == "Data2VecVision" else None
+    return randomised(getattr(hf, f"{name}ForImageClassification")(config), settings.get("image_size", 32))
+
+
+def contrasted(name: str, settings: dict[str, Any]) -> nn.Module:
+    """Make a model of text and images, of which the half that sees is used."""
+    words = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 16, "vocab_size": 20}
+    seeing = {key: value for key, value in PLAIN.items() if key != "id2label"} | settings
+    config = getattr(hf, f"{name}Config")(
+        vision_config=seeing, text_config=words | {"num_attention_heads": 2}, id2label=LABELS
+    )
+    return randomised(getattr(hf, f"{name}ForImageClassification")(config))
+
+
+def family(name: str, **settings: Any) -> Callable[[], nn.Module]:
+    return partial(made, name, settings)
+
+
+FAMILIES: dict[str, Callable[[], nn.Module]] = {
+    "vit": family("ViT", **PLAIN),
+    "deit": family("DeiT", **PLAIN),
+    "swin": family("Swin", **WINDOWED, num_heads=[4, 8]),
+    "swinv2": family("Swinv2", **WINDOWED, num_heads=[4, 8]),
+    "resnet_basic": family("ResNet", **STAGED, embedding_size=32, layer_type="basic"),
+    "resnet_bottleneck": family("ResNet", **(STAGED | {"hidden_sizes": [256, 512]}), embedding_size=32),
+    "convnext": family("ConvNext", **STAGED, num_stages=2),
+    "convnextv2": family("ConvNextV2", **STAGED, num_stages=2),
+    "beit": family("Beit", **PLAIN, use_relative_position_bias=True, layer_scale_init_value=0.3),
+    "dinov2": family("Dinov2", **PLAIN, mlp_ratio=4),
+    "dinov2_swiglu": family("Dinov2", **PLAIN, mlp_ratio=4, use_swiglu_ffn=True),
+    "dinov2_registers": family("Dinov2WithRegisters", **PLAIN, mlp_ratio=4, num_register_tokens=2),
+    "mobilevit": family(
+        "MobileViT",
+        image_size=64,
+        hidden_sizes=[32, 48, 64],
+        neck_hidden_sizes=[16, 16, 24, 32, 32, 48, 64],
+        num_attention_heads=4,
+        id2label=LABELS,
+    ),
+    "regnet_x": family("RegNet", **(STAGED | {"depths": [2, 1]}), embedding_size=32, groups_width=16, layer_type="x"),
+    "regnet_y": family("RegNet", **(STAGED | {"depths": [2, 1]}), embedding_size=32, groups_width=16, layer_type="y"),
+    "efficientnet": family("EfficientNet", **EFFICIENT),
+    "mobilenet_v1": family("MobileNetV1", depth_multiplier=0.25, min_depth=32, id2label=LABELS),
+    "mobilenet_v2": family("MobileNetV2", depth_multiplier=0.35, min_depth=16, id2label=LABELS),
+    "clip": partial(contrasted, "CLIP", {"projection_dim": 16}),
+    "siglip": partial(contrasted, "Siglip", {}),
+    "pvt": family("Pvt", **PYRAMID, image_size=32, sequence_reduction_ratios=[2, 1]),
+    "segformer": family("Segformer", **PYRAMID, sr_ratios=[2, 1]),
+    "poolformer": family(
+        "PoolFormer", **{k: v for k, v in PYRAMID.items() if k != "num_attention_heads"}, padding=[2, 1]
+    ),
+    "swiftformer": family(
+        "SwiftFormer", image_size=32, depths=[1, 2], embed_dims=[32, 64], downsamples=[True, True], id2label=LABELS
+    ),
+    "data2vec": family("Data2VecVision", **PLAIN, use_relative_position_bias=True, layer_scale_init_value=0.3),
+    "vit_msn": family("ViTMSN", **PLAIN),
+    "mobilevitv2": family(
+        "MobileViTV2",
+        image_size=64,
+        width_multiplier=0.25,
+        n_attn_blocks=[1, 1, 1],
+        base_attn_unit_dims=[128, 128, 256],
+        id2label=LABELS,
+    ),
+    "levit": family(
+        "Levit",
+        image_size=64,
+        hidden_sizes=[32, 64, 96],
+        num_attention_heads=[2, 2, 4],
+        depths=[1, 1, 1],
+        id2label=LABELS,
+    ),
+    "focalnet": family(
+        "FocalNet",
+        image_size=32,
+        patch_size=4,
+        embed_dim=32,
+        depths=[1, 1],
+        focal_levels=[2, 2],
+        focal_windows=[3, 3],
+        id2label=LABELS,
+    ),
+}
+FAMILIES["deit_teacher"] = lambda: randomised(hf.DeiTForImageClassificationWithTeacher(hf.DeiTConfig(**PLAIN)))
+FAMILIES["levit_teacher"] = lambda: randomised(
+    hf.LevitForImageClassificationWithTeacher(
+        hf.LevitConfig(
+            image_size=64, hidden_sizes=[32, 64, 96], num_attention_heads=[2, 2, 4], depths=[1, 1, 1], id2label=LABELS
+        )
+    ),
+    64,
+)

@@ -1,0 +1,98 @@
+"""Every family: what can be cut of it, that the cut computes what the masked model does, and that it can be saved."""
+
+import copy
+from functools import cache
+
+import pytest
+import torch
+import zoo
+from pruning.families import FAMILIES
+from torch import nn
+
+from profiling_agent.artifacts.load import load
+from profiling_agent.artifacts.save import save_model
+from profiling_agent.profiling.complexity import count_complexity
+from profiling_agent.pruning.prune import prune_model
+from profiling_agent.pruning.surgery import cut_units
+from profiling_agent.pruning.units import find_units, members_of
+from profiling_agent.pruning.widths import snap
+from profiling_agent.records import Cut, InputSpec, UnitKind
+from profiling_agent.runtimes.eager import random_batch
+
+HEADLESS = {
+    *("resnet_basic", "resnet_bottleneck", "convnext", "convnextv2", "regnet_x", "regnet_y", "efficientnet"),
+    *("mobilenet_v1", "mobilenet_v2", "poolformer", "swiftformer", "mobilevitv2", "levit", "levit_teacher", "focalnet"),
+}
+LARGER = ("mobilevit", "mobilevitv2", "levit", "levit_teacher")
+CODES = {
+    *("residual_writer", "stem", "classifier", "grouped", "shared", "too_narrow", "unused", "unsupported"),
+    *("unknown_heads", "unequal_heads", "unknown_parameter", "untraceable", "tied"),
+}
+
+
+def spec_of(family: str) -> InputSpec:
+    size = 64 if family in LARGER else 32
+    return zoo.SPEC.model_copy(update={"height": size, "width": size})
+
+
+def counted(model, spec):
+    rows = count_complexity(model, spec)
+    return sum(row.params for row in rows.values()), {name: row.macs for name, row in rows.items()}
+
+
+@cache
+def found(family: str):
+    """Return the family's model, what it costs, and its units."""
+    model = FAMILIES[family]()
+    params, macs = counted(model, spec_of(family))
+    return model, params, macs, find_units(model, spec_of(family), macs)
+
+
+def cuts_of(units, ratio: float = 0.25):
+    cuts = [Cut(unit=unit, keep=snap(unit, ratio), requested_ratio=ratio) for unit in units]
+    # A narrow unit's only step may be half of it.
+    return [cut if cut.keep < cut.unit.width else cut.model_copy(update={"keep": cut.unit.width // 2}) for cut in cuts]
+
+
+def say(model, family):
+    with torch.inference_mode():
+        return model(pixel_values=random_batch(spec_of(family), 2, seed=7)).logits
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_layer_is_in_a_unit_or_refused_with_a_code(family):
+    model, _, _, units = found(family)
+    members = {name for unit in units.units for name in members_of(unit)}
+    layers = {name for name, module in model.named_modules() if isinstance(module, (nn.Linear, nn.Conv2d))}
+
+    assert layers - members == units.refusals.keys()
+    assert {reason.split(":")[0] for reason in units.refusals.values()} <= CODES
+    assert len({unit.name for unit in units.units}) == len(units.units) > 0
+    assert any(unit.kind is UnitKind.HEADS for unit in units.units) is (family not in HEADLESS)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_all_units_cut_at_once_compute_what_the_masked_model_does_and_come_back_from_disk(family, tmp_path):
+    model, _, _, units = found(family)
+    cuts = cuts_of(units.units)
+    pruned = prune_model(model, cuts, spec=spec_of(family), importance="random", seed=1)
+
+    assert pruned.mask_error <= 1e-5
+    assert not torch.allclose(say(pruned.model, family), say(model, family), rtol=1e-3)
+    processor, spec = zoo.processor(), spec_of(family)
+    save_model(pruned.model, tmp_path / "saved", spec=spec, processor=processor, base_model="zoo", cuts=cuts)
+    # In memory of its own: where a mapped file's tensors begin decides the last bit of a depthwise convolution.
+    loaded = copy.deepcopy(load(tmp_path / "saved"))
+    assert torch.equal(say(loaded, family), say(pruned.model, family))
+    for name, module in loaded.named_modules():
+        assert getattr(module, "groups", None) == getattr(pruned.model.get_submodule(name), "groups", None)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_unit_alone_saves_exactly_what_it_says(family):
+    model, params, macs, units = found(family)
+    for cut in cuts_of(units.units):
+        pruned_params, pruned_macs = counted(cut_units(model, [cut], {cut.unit.name: range(cut.keep)}), spec_of(family))
+
+        assert params - pruned_params == cut.params_saved, cut.unit.name
+        assert sum(macs.values()) - sum(pruned_macs.values()) == cut.macs_saved, cut.unit.name
