@@ -12,13 +12,14 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from checks import Check, finish
 from full_size import MODELS, SPEC, build, cuts_for_macs, macs_by_module
-from torch import nn
+from torch import Tensor, nn
 
 from profiling_agent.profiling.headline import peak_memory_bytes
 from profiling_agent.pruning.compensation import MIN_IMAGES, compensate
@@ -53,6 +54,12 @@ def columns_read(model: nn.Module, unit: Unit) -> int:
     return model.get_submodule(unit.consumer).get_parameter("weight")[0].numel()
 
 
+def calibration() -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield as few images as compensation takes, batch by batch as a run reads them."""
+    for seed in range(MIN_IMAGES // BATCH):
+        yield random_batch(SPEC, BATCH, seed=seed), torch.zeros(BATCH, dtype=torch.int64)
+
+
 def memory(name: str) -> dict[str, int]:
     """Return the peak of this process while it prunes, beyond what was resident before, and the bytes it is made of."""
     before = peak_memory_bytes()
@@ -61,9 +68,7 @@ def memory(name: str) -> dict[str, int]:
     widest = max(units, key=lambda unit: columns_read(model, unit))
     cuts = [Cut(unit=widest, keep=snap(widest, SHARE), requested_ratio=SHARE)]
     pruned = prune_model(model, cuts, spec=SPEC)
-    images = random_batch(SPEC, MIN_IMAGES).split(BATCH)
-    labels = torch.zeros(BATCH, dtype=torch.int64)
-    compensate(model, pruned.model, cuts, pruned.keep, lambda: ((part, labels) for part in images))
+    compensate(model, pruned.model, cuts, pruned.keep, calibration)
     return {
         "peak_bytes": peak_memory_bytes() - before,
         "model_bytes": sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values()),
