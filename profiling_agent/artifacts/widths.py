@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 
+from profiling_agent.pruning import attention
 from profiling_agent.records import Cut, UnitKind
 
 
@@ -25,6 +26,9 @@ def fit_widths_(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         resized[owner_name] = owner
     for owner in resized.values():
         _say_widths_(owner)
+    # Of a model that was pruned twice, the cuts that come with it are the last ones; its layers know all heads.
+    for module in model.modules():
+        attention.say_heads_(module)
 
 
 def _say_widths_(module: nn.Module) -> None:
@@ -45,11 +49,5 @@ def _say_widths_(module: nn.Module) -> None:
 def say_heads_(model: nn.Module, cuts: Iterable[Cut]) -> None:
     """Make the attention modules state the number of heads that they were cut to."""
     for cut in cuts:
-        if cut.unit.kind is not UnitKind.HEADS:
-            continue
-        attention = model.get_submodule(cut.unit.producers[0].rpartition(".")[0])
-        width = model.get_submodule(cut.unit.consumer).in_features
-        stated = {"num_attention_heads": cut.keep, "num_heads": cut.keep, "all_head_size": width}
-        for name, value in stated.items():
-            if hasattr(attention, name):
-                setattr(attention, name, value)
+        if cut.unit.kind is UnitKind.HEADS:
+            attention.say_heads_(model.get_submodule(cut.unit.producers[0].rpartition(".")[0]))

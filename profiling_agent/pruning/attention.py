@@ -104,19 +104,30 @@ def _output(model: nn.Module, holder: str) -> str | None:
 
 def _heads(holder: nn.Module, rows: int) -> tuple[int, int] | str:
     """Return the number of heads and the rows of one, or why what the module says of them doesn't fit `rows`."""
-    count = _stated(holder, HEAD_COUNTS)
-    size = _stated(holder, HEAD_DIMS)
-    if size is None and count is not None and rows % count == 0:
-        size = rows // count
-    if size is None:
-        return f"unknown_heads: neither the size nor the number of heads is stated for {rows} outputs of q"
-    # Modules that read the number off their tensors may state the one before a cut; those that don't would have failed.
-    return (rows // size, size) if rows % size == 0 else f"unknown_heads: heads of {size} don't divide the {rows} of q"
+    count, size = _stated(holder, HEAD_COUNTS), _stated(holder, HEAD_DIMS)
+    if size is None or rows % size or count not in (None, rows // size):
+        return f"unknown_heads: {count} heads of {size} are stated, which don't make the {rows} outputs of q"
+    return rows // size, size
 
 
 def _stated(holder: nn.Module, names: Collection[str]) -> int | None:
     values = (getattr(holder, name, None) for name in names)
     return next((value for value in values if isinstance(value, int) and value > 0), None)
+
+
+def say_heads_(holder: nn.Module) -> None:
+    """Make an attention module state as many heads as its layers have; any other module is left as it is.
+
+    Some forward passes read the number there; for the others it is for people, exports and other code.
+    """
+    size = _stated(holder, HEAD_DIMS)
+    for names in PROJECTIONS:
+        rows = getattr(getattr(holder, names[0], None), "out_features", None)
+        if size is None or not isinstance(rows, int):
+            continue
+        for attribute, value in (*((name, rows // size) for name in HEAD_COUNTS), ("all_head_size", rows)):
+            if hasattr(holder, attribute):
+                setattr(holder, attribute, value)
 
 
 def _tables(

@@ -43,7 +43,7 @@ def chain_of(
     layer: nn.Linear | nn.Conv2d, trace: Trace, names: Mapping[nn.Module, str], tied: Collection[nn.Module]
 ) -> Chain | str:
     """Return the chain that `layer` is a producer of, or why it is of none: a sentence that starts with a code."""
-    if layer in tied or trace.calls[layer] > 1:
+    if layer in tied:
         return "tied: the layer or its weights are used in more than one place"
     if layer not in trace.writes:
         if layer in trace.borrowed:
@@ -58,7 +58,7 @@ def chain_of(
     if len(consumers) != 1:
         return f"shared: {len(consumers)} layers read its outputs"
     chain = _chain(space, gates, consumers[0], side)
-    return _outside(chain, trace, names, tied) or chain
+    return _outside(chain, names, tied) or chain
 
 
 def _refusal(layer: nn.Linear | nn.Conv2d, space: Space, trace: Trace, names: Mapping[nn.Module, str]) -> str | None:
@@ -111,10 +111,10 @@ def _chain(space: Space, gates: Collection[nn.Module], consumer: Any, side: Coll
     )
 
 
-def _outside(chain: Chain, trace: Trace, names: Mapping[nn.Module, str], tied: Collection[nn.Module]) -> str | None:
+def _outside(chain: Chain, names: Mapping[nn.Module, str], tied: Collection[nn.Module]) -> str | None:
     """Return why a chain reaches too far: into the stem, into another block, or into a layer that is used twice."""
     for member in (*chain.producers, *chain.inner, chain.consumer, *chain.side_readers):
-        if member in tied or trace.calls[member] > 1:
+        if member in tied:
             return f"tied: its channels reach {names[member]!r}, which is used in more than one place"
     if not chain.producers or any(isinstance(p, nn.Conv2d) and p.groups > 1 for p in chain.producers):
         return "grouped: a grouped convolution begins it"

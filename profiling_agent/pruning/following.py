@@ -36,6 +36,11 @@ class Trace(TorchFunctionMode):
         self._axes: dict[int, tuple[Tensor, Axis]] = {}
         self._running = 0
 
+    @property
+    def repeated(self) -> set[nn.Module]:
+        """Return the modules that the forward pass came to more than once."""
+        return {module for module, count in self.calls.items() if count > 1}
+
     def axis_of(self, tensor: Tensor) -> Axis | None:
         """Return where the channels of a tensor lie, None where nobody knows."""
         held = self._axes.get(id(tensor))

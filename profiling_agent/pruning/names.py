@@ -14,7 +14,6 @@ NUM_NEAR_NAMES = 3
 MIN_SIMILARITY = 0.3
 # What transformers 4 called the layers, in the order in which the replacements have to be made.
 OLD_NAMES = (
-    (".encoder.layer.", ".layers."),
     ("attention.attention.", "attention."),
     ("attention.self.", "attention."),
     ("attention.output.dense", "attention.o_proj"),
@@ -23,7 +22,12 @@ OLD_NAMES = (
     ("attention.value", "attention.v_proj"),
     ("intermediate.dense", "mlp.fc1"),
     ("output.dense", "mlp.fc2"),
+    ("mlp.weights_in", "mlp.gate_proj"),
+    ("mlp.weights_out", "mlp.down_proj"),
+    ("mlp.dense", "mlp.fc"),
 )
+# Some families lost the encoder around their layers, some renamed its blocks, and some kept it.
+OLD_STACKS = ((r"\.encoder\.layer\.", r".layers."), (r"\.encoder\.block\.(\d+)\.(\d+)\.", r".stages.\1.blocks.\2."))
 
 
 def matching_names(pattern: str, names: Collection[str]) -> list[str]:
@@ -51,13 +55,22 @@ def matching_names(pattern: str, names: Collection[str]) -> list[str]:
 def near_names(pattern: str, names: Collection[str]) -> list[str]:
     """Return up to three of `names` that `pattern` may have meant, nearest first, or the first three if none is near.
 
-    Names of transformers 4 are translated.
+    Names of transformers 4 are translated; families that kept them are asked for as they are.
     """
-    literal = _as_name(pattern)
+    near: dict[str, float] = {}
+    for literal in _translations(_as_name(pattern)):
+        for name in difflib.get_close_matches(literal, names, n=NUM_NEAR_NAMES, cutoff=MIN_SIMILARITY):
+            near[name] = max(near.get(name, 0.0), difflib.SequenceMatcher(None, name, literal).ratio())
+    best = sorted(near, key=lambda name: near[name], reverse=True)[:NUM_NEAR_NAMES]
+    return best or list(names)[:NUM_NEAR_NAMES]
+
+
+def _translations(literal: str) -> list[str]:
+    """Return the name as it is, with its layer renamed, and with the stack around it renamed too."""
+    renamed = literal
     for old, new in OLD_NAMES:
-        literal = literal.replace(old, new)
-    near = difflib.get_close_matches(literal, names, n=NUM_NEAR_NAMES, cutoff=MIN_SIMILARITY)
-    return near or list(names)[:NUM_NEAR_NAMES]
+        renamed = renamed.replace(old, new)
+    return list(dict.fromkeys([literal, renamed, *(re2.sub(old, new, renamed) for old, new in OLD_STACKS)]))
 
 
 def _as_name(pattern: str) -> str:

@@ -1,13 +1,13 @@
 """What of a model can be cut: units found by structure and traced channels, never by the model's class."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from profiling_agent.pruning.attention import Attention, find_attention
+from profiling_agent.pruning.attention import Attention, Refused, find_attention
 from profiling_agent.pruning.chains import Chain, block_of, chain_of, tied_modules
-from profiling_agent.pruning.following import LAYERS, follow_channels
+from profiling_agent.pruning.following import LAYERS, Trace, follow_channels
 from profiling_agent.pruning.tracing import without_weights
 from profiling_agent.pruning.widths import aligned_widths, step_for
 from profiling_agent.records import InputSpec, Record, Unit, UnitKind
@@ -50,23 +50,26 @@ def find_units(model: nn.Module, spec: InputSpec, macs: Mapping[str, int]) -> Fo
     """
     skeleton = without_weights(model)
     names = {module: name for name, module in skeleton.named_modules()}
+    trace = _trace(skeleton, spec)
     ledger, tied = _Ledger(names, macs), tied_modules(skeleton)
+    if isinstance(trace, Trace):
+        tied |= trace.repeated
     found: dict[str, Unit | str] = {}
     for holder, attention in find_attention(skeleton).items():
-        unit = attention.reason if not isinstance(attention, Attention) else _heads(skeleton, holder, attention, ledger)
-        if any(skeleton.get_submodule(member) in tied for member in attention.projections):
-            unit = "tied: a projection of this attention, or its weights, are used in more than one place"
-        found |= dict.fromkeys(attention.projections, unit)
-    chained = [layer for layer in names if isinstance(layer, LAYERS) and names[layer] not in found]
-    try:
-        trace = follow_channels(skeleton, spec)
-    except REFUSALS as error:
-        reason = f"untraceable: {' '.join(str(error).split())[:120]}"
-        return _sorted(found | dict.fromkeys((names[layer] for layer in chained), reason), names.values())
-    for layer in chained:
-        chain = chain_of(layer, trace, names, tied)
-        found[names[layer]] = chain if isinstance(chain, str) else _chain(chain, ledger)
+        found |= dict.fromkeys(attention.projections, _heads(skeleton, holder, attention, ledger, tied))
+    for layer in names:
+        if isinstance(layer, LAYERS) and names[layer] not in found:
+            chain = trace if isinstance(trace, str) else chain_of(layer, trace, names, tied)
+            found[names[layer]] = chain if isinstance(chain, str) else _chain(chain, ledger)
     return _sorted(_apart(found), names.values())
+
+
+def _trace(skeleton: nn.Module, spec: InputSpec) -> Trace | str:
+    """Return the trace of a copy without weights, or why there is none."""
+    try:
+        return follow_channels(skeleton, spec)
+    except REFUSALS as error:
+        return f"untraceable: {' '.join(str(error).split())[:120]}"
 
 
 def _apart(found: Mapping[str, Unit | str]) -> dict[str, Unit | str]:
@@ -103,8 +106,14 @@ def _named(unit: Unit, units: tuple[Unit, ...]) -> Unit:
     return unit if is_unique else unit.model_copy(update={"name": unit.producers[0]})
 
 
-def _heads(model: nn.Module, holder: str, attention: Attention, ledger: _Ledger) -> Unit | str:
+def _heads(
+    model: nn.Module, holder: str, attention: Attention | Refused, ledger: _Ledger, tied: Collection[nn.Module]
+) -> Unit | str:
     """Return the heads of one attention module, or the reason they stay."""
+    if any(model.get_submodule(member) in tied for member in attention.projections):
+        return "tied: a projection of this attention, or its weights, are used in more than one place"
+    if isinstance(attention, Refused):
+        return attention.reason
     kind, width = UnitKind.HEADS, attention.num_heads
     step = step_for(kind, width)
     if reason := _too_narrow(width, step):

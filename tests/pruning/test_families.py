@@ -96,3 +96,21 @@ def test_each_unit_alone_saves_exactly_what_it_says(family):
 
         assert params - pruned_params == cut.params_saved, cut.unit.name
         assert sum(macs.values()) - sum(pruned_macs.values()) == cut.macs_saved, cut.unit.name
+
+
+@pytest.mark.parametrize("family", ["swinv2", "pvt", "data2vec", "regnet_y", "mobilenet_v2", "dinov2_swiglu"])
+def test_a_model_that_was_pruned_and_saved_is_pruned_and_saved_again(family, tmp_path):
+    model, _, _, first = found(family)
+    spec, processor = spec_of(family), zoo.processor()
+    cuts = cuts_of(first.units)
+    once = prune_model(model, cuts, spec=spec).model
+    save_model(once, tmp_path / "once", spec=spec, processor=processor, base_model="zoo", cuts=cuts)
+    loaded = load(tmp_path / "once")
+    units = find_units(loaded, spec, {}).units
+    # The last unit of each kind alone, so that the cuts saved with it don't tell of the others.
+    again = cuts_of({unit.kind: unit for unit in units}.values(), 0.5)
+    twice = prune_model(loaded, again, spec=spec).model
+    save_model(twice, tmp_path / "twice", spec=spec, processor=processor, base_model="zoo", cuts=again)
+
+    assert {unit.name: unit.width for unit in units} == {cut.unit.name: cut.keep for cut in cuts}
+    assert torch.equal(say(copy.deepcopy(load(tmp_path / "twice")), family), say(twice, family))
