@@ -10,13 +10,11 @@ from torch import Tensor, nn
 
 from profiling_agent.errors import PruningError
 from profiling_agent.pruning.batch_norm import batch_norms, reestimate_
-from profiling_agent.pruning.calibration import Calibration
+from profiling_agent.pruning.calibration import MIN_IMAGES, Calibration
 from profiling_agent.pruning.least_squares import compensate_units_
 from profiling_agent.records import Cut
 from profiling_agent.shapes.verify import device_of, left_as_found
 
-# With 8 images the fold is unusable, with 32 it falls 1.5 points short of 128, and 512 add 0.2 (facts/pruning.md, 3.2).
-MIN_IMAGES = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,6 +4,7 @@ Ratios and accuracies are fractions in [0, 1]; units are in the names; `macs` ar
 """
 
 from profiling_agent.records.data import Acquired, InputSpec, LabelMatch, ModelSource, SplitInfo
+from profiling_agent.records.evidence import CriterionScore, Evidence, UnitEvidence, WidthOption
 from profiling_agent.records.loop import Attempt, Finalist, Goal, Journal, Outcome, StopReason, Term, Verdict
 from profiling_agent.records.measurement import AccuracyDrop, Evaluation, Footprint, Lap, Predictions, Race, Variant
 from profiling_agent.records.plan import (
@@ -14,6 +15,7 @@ from profiling_agent.records.plan import (
     PruningRecommendation,
     QuantizationRecommendation,
     QuantizedModel,
+    Target,
 )
 from profiling_agent.records.profile import (
     Headline,
@@ -31,9 +33,11 @@ __all__ = [
     "Acquired",
     "ArtifactRef",
     "Attempt",
+    "CriterionScore",
     "Cut",
     "DryRun",
     "Evaluation",
+    "Evidence",
     "Finalist",
     "Footprint",
     "Goal",
@@ -58,9 +62,12 @@ __all__ = [
     "Record",
     "SplitInfo",
     "StopReason",
+    "Target",
     "Term",
     "Unit",
+    "UnitEvidence",
     "UnitKind",
     "Variant",
     "Verdict",
+    "WidthOption",
 ]

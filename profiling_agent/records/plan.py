@@ -26,6 +26,13 @@ class QuantizationRecommendation(Record):
     justification: str = Field(default="", max_length=2000)
 
 
+class Target(Record):
+    """A share of the whole model's params, MACs or predicted latency that is to be saved, by the allocator's choice."""
+
+    metric: Literal["params", "macs", "latency"] = "params"
+    saving: float = Field(gt=0, lt=1)
+
+
 class Plan(Record):
     """What is to be done to the unpruned model. The paper's own key names are accepted as well."""
 

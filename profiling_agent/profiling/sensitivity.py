@@ -1,0 +1,236 @@
+"""How much each unit is missed: T0 predicts it for every width from one forward and backward pass, T1 measures some.
+
+The measure is the KL divergence to the unpruned model, with the compensation that a prune would get folded in: paired,
+smooth and free of labels, where accuracy on as many images would be noise (facts/pruning.md, section 6).
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from profiling_agent.errors import PruningError
+from profiling_agent.progress import Progress, silent
+from profiling_agent.pruning.calibration import MIN_IMAGES, Calibration, regrouped
+from profiling_agent.pruning.compensation import mean_kl
+from profiling_agent.pruning.criteria import CRITERIA, order_by, predicted_kl
+from profiling_agent.pruning.folding import Folded, fold, following_norms, has_bias, overlay
+from profiling_agent.pruning.moments import UnitMoments, gather_moments
+from profiling_agent.pruning.prefix import Replay, find_prefixes
+from profiling_agent.pruning.widths import aligned_widths
+from profiling_agent.records import CriterionScore, Cut, Evidence, Unit, UnitEvidence, UnitKind, WidthOption
+from profiling_agent.shapes.verify import device_of, left_as_found
+
+# Widths that are measured; those between are drawn through them.
+NUM_MEASURED = 4
+BATCH = 32
+# Where criteria are compared: milder cuts hardly tell them apart.
+COMPARED_SHARE = 0.5
+
+
+def measure_sensitivity(
+    model: nn.Module,
+    units: Sequence[Unit],
+    batches: Callable[[], Iterable[tuple[Tensor, Tensor]]],
+    *,
+    criterion: str = "auto",
+    latency_saved: Callable[[Unit, int], float | None] = lambda _unit, _keep: None,
+    seed: int = 0,
+    progress: Progress = silent,
+) -> Evidence:
+    """Return the evidence on every unit at every aligned width; `model` is left as it was found.
+
+    `batches` begins a pass over the calibration images: (pixel_values (b, c, h, w), labels), labels unused. Three
+    quarters are fitted to, the last is measured on. `criterion` orders the channels: one of CRITERIA, or "auto" for
+    the one with the lowest KL for each kind of unit.
+
+    Raises:
+        PruningError: there are fewer than 128 different images, or the model answers them with nan.
+    """
+    started = time.perf_counter()
+    weight = next(parameter for parameter in model.parameters() if parameter.is_floating_point())
+    calibration = Calibration(batches=batches, device=device_of(model), dtype=weight.dtype)
+    with left_as_found(model), torch.no_grad():
+        model.eval()
+        _check_images(calibration)
+        study = _Study(model, units, calibration, seed)
+        progress("weighing channels", 0, 3)
+        study.gather()
+        progress("comparing criteria", 1, 3)
+        scores = study.compare(CRITERIA if criterion == "auto" else (criterion,))
+        progress("measuring sensitivity", 2, 3)
+        rows = study.measure(_chosen(scores), latency_saved, progress)
+    return Evidence(
+        units=rows,
+        criteria=scores,
+        num_images=study.num_images,
+        num_judged=study.num_judged,
+        seconds=time.perf_counter() - started,
+    )
+
+
+def _check_images(calibration: Calibration) -> None:
+    found = calibration.count_different(MIN_IMAGES)
+    if found < MIN_IMAGES:
+        raise PruningError(
+            f"{found} different calibration images are too few to measure sensitivity: at least {MIN_IMAGES} are needed"
+        )
+
+
+def _chosen(scores: Sequence[CriterionScore]) -> dict[UnitKind, str]:
+    return {UnitKind(score.kind): score.criterion for score in scores if score.chosen}
+
+
+@dataclass
+class _Study:
+    """One model under study; `judged` is the quarter of the images that nothing is fitted to."""
+
+    model: nn.Module
+    units: Sequence[Unit]
+    calibration: Calibration
+    seed: int
+
+    def gather(self) -> None:
+        """T0: the moments, and what the unpruned model answers."""
+        fitted = regrouped(self.calibration.fitted(), BATCH, rest=True)
+        self.moments = gather_moments(self.model, self.units, fitted, seed=self.seed)
+        self.judged = list(regrouped(self.calibration.judged(), BATCH, rest=True))
+        self.num_judged = sum(map(len, self.judged))
+        self.num_images = self.num_judged + sum(map(len, self.calibration.fitted()))
+        self.expected = torch.cat([self.model(pixel_values=images).logits for images in self.judged])
+        if not bool(torch.isfinite(self.expected).all()):
+            raise PruningError("the model answers calibration images with logits that aren't finite: check its weights")
+        consumers = [unit.consumer for unit in self.units]
+        self.norms = following_norms(self.model, consumers, self.judged[0][:1])
+
+    def fold(self, unit: Unit, kept: Sequence[int]) -> Folded:
+        shifts = unit.consumer in self.norms or has_bias(self.model.get_submodule(unit.consumer))
+        return fold(self.model, unit, self.moments[unit.name], sorted(kept), shifts=shifts)
+
+    def laid(self, unit: Unit, folded: Folded) -> dict[str, Tensor]:
+        return overlay(self.model, unit, folded, self.norms.get(unit.consumer))
+
+    def compare(self, criteria: Sequence[str]) -> tuple[CriterionScore, ...]:
+        """Cut all units of a kind by half in each criterion's order, and choose the one that costs the least."""
+        scores: list[CriterionScore] = []
+        for kind in dict.fromkeys(unit.kind for unit in self.units):
+            kls = {criterion: self._kl_of_kind(kind, criterion) for criterion in criteria}
+            best = min(kls, key=lambda criterion: kls[criterion])
+            scores += [
+                CriterionScore(kind=kind, criterion=criterion, kl=kl, chosen=criterion == best)
+                for criterion, kl in kls.items()
+            ]
+        return tuple(scores)
+
+    def _kl_of_kind(self, kind: UnitKind, criterion: str) -> float:
+        laid: dict[str, Tensor] = {}
+        for unit in (unit for unit in self.units if unit.kind is kind):
+            widths = aligned_widths(unit.width, unit.step)
+            keep = min(widths, key=lambda width: abs(width - unit.width * COMPARED_SHARE))
+            order = order_by(self.model, unit, self.moments[unit.name], criterion, seed=self.seed)
+            laid |= self.laid(unit, self.fold(unit, order[unit.width - keep :]))
+        logits = [
+            torch.func.functional_call(self.model, laid, (), {"pixel_values": images}).logits for images in self.judged
+        ]
+        kl = mean_kl(self.expected, torch.cat(logits))
+        return kl if math.isfinite(kl) else math.inf
+
+    def measure(
+        self,
+        chosen: Mapping[UnitKind, str],
+        latency_saved: Callable[[Unit, int], float | None],
+        progress: Progress,
+    ) -> tuple[UnitEvidence, ...]:
+        """T1: the KL of some widths of every unit, one unit cut at a time."""
+        orders: dict[str, tuple[int, ...]] = {}
+        predicted: dict[str, dict[int, float]] = {}
+        folds: dict[tuple[str, int], Folded] = {}
+        for unit in self.units:
+            order = order_by(self.model, unit, self.moments[unit.name], chosen[unit.kind], seed=self.seed)
+            loss = predicted_kl(self.model, unit, self.moments[unit.name], order).loss
+            widths = aligned_widths(unit.width, unit.step)[::-1]
+            orders[unit.name] = order
+            predicted[unit.name] = {keep: loss[unit.width - keep] for keep in widths}
+            folds |= {(unit.name, keep): self.fold(unit, order[unit.width - keep :]) for keep in _spread(widths)}
+            # A Gram matrix is as large as its layer; it has done its work.
+            del self.moments[unit.name]
+        measured = self._measured(folds, progress)
+        return tuple(
+            _evidence(unit, orders[unit.name], predicted[unit.name], measured[unit.name], partial(latency_saved, unit))
+            for unit in self.units
+        )
+
+    def _measured(self, folds: Mapping[tuple[str, int], Folded], progress: Progress) -> dict[str, dict[int, float]]:
+        units = {unit.name: unit for unit in self.units}
+        readers = {unit.name: (unit.consumer, *unit.side_readers) for unit in self.units}
+        prefixes = find_prefixes(self.model, readers, self.judged[0][:1])
+        sums = dict.fromkeys(folds, 0.0)
+        for number, images in enumerate(self.judged):
+            replay = Replay(self.model, prefixes, images)
+            for name, keep in folds:
+                logits = replay.run_from(name, self.laid(units[name], folds[name, keep]))
+                sums[name, keep] += mean_kl(replay.logits, logits) * len(images)
+            progress("measuring sensitivity", number + 1, len(self.judged))
+        measured: dict[str, dict[int, float]] = {name: {} for name in units}
+        for (name, keep), total in sums.items():
+            measured[name][keep] = total / self.num_judged
+        return measured
+
+
+def _spread(widths: Sequence[int]) -> list[int]:
+    """Return up to NUM_MEASURED of `widths`, the last one among them, evenly spread."""
+    count = min(NUM_MEASURED, len(widths))
+    return [widths[(index + 1) * len(widths) // count - 1] for index in range(count)]
+
+
+def _evidence(
+    unit: Unit,
+    order: tuple[int, ...],
+    predicted: Mapping[int, float],
+    measured: Mapping[int, float],
+    latency_saved: Callable[[int], float | None],
+) -> UnitEvidence:
+    drawn = through(measured, predicted)
+    cuts = {keep: Cut(unit=unit, keep=keep, requested_ratio=1 - keep / unit.width) for keep in predicted}
+    options = tuple(
+        WidthOption(
+            keep=keep,
+            params_saved=cut.params_saved,
+            macs_saved=cut.macs_saved,
+            latency_saved_ms=latency_saved(keep),
+            predicted_kl=predicted[keep],
+            kl=drawn[keep],
+            measured=keep in measured,
+        )
+        for keep, cut in cuts.items()
+    )
+    return UnitEvidence(unit=unit.name, order=order, options=options)
+
+
+def through(measured: Mapping[int, float], predicted: Mapping[int, float]) -> dict[int, float]:
+    """Return a KL for every width of `predicted`, widest first: at least that of any wider one.
+
+    Between two measured widths it is drawn along the prediction; above the widest of them the prediction is scaled to
+    meet it, none being known at the full width but zero.
+    """
+    points = [(0.0, 0.0)]
+    for keep in sorted(measured, reverse=True):
+        points.append((max(predicted[keep], points[-1][0]), max(measured[keep], points[-1][1])))
+    drawn: dict[int, float] = {}
+    for keep, value in predicted.items():
+        drawn[keep] = max(measured[keep], 0.0) if keep in measured else _between(points, value)
+    rising, least = dict[int, float](), 0.0
+    for keep in sorted(drawn, reverse=True):
+        rising[keep] = least = max(least, drawn[keep])
+    return {keep: rising[keep] for keep in predicted}
+
+
+def _between(points: Sequence[tuple[float, float]], value: float) -> float:
+    for (left, low), (right, high) in zip(points, points[1:], strict=False):
+        if value <= right:
+            return high if right == left else low + (high - low) * (value - left) / (right - left)
+    return points[-1][1]

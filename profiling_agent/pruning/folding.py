@@ -1,0 +1,109 @@
+"""The uncut model made to behave as if one unit were cut and compensated: weights to lay over its own."""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from profiling_agent.pruning.batch_norm import batch_norms
+from profiling_agent.pruning.consumers import columns_of, matrix_of
+from profiling_agent.pruning.elimination import RIDGE
+from profiling_agent.pruning.gate import masked_parameters
+from profiling_agent.pruning.moments import UnitMoments
+from profiling_agent.records import Unit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Folded:
+    """What a unit's readers hold once it keeps `columns` of its consumer's matrix; `shift` is a new bias' addition."""
+
+    columns: list[int]
+    weight: Tensor
+    shift: Tensor
+    masks: Mapping[str, Tensor]
+
+
+def fold(model: nn.Module, unit: Unit, moments: UnitMoments, kept: Sequence[int], *, shifts: bool) -> Folded:
+    """Return the ridge regression of what the consumer read on what is kept: W' = W_K + W_P C_PK (C_KK + ridge m I)^-1.
+
+    `shifts` says that the outputs' means can be restored; C isn't centred otherwise (ThiNet, 2017; He et al., 2017).
+    """
+    layer = model.get_submodule(unit.consumer)
+    weight = matrix_of(layer).double()
+    second = (moments.covariance if shifts else moments.gram).double()
+    columns = columns_of(unit, layer, kept)
+    lost = torch.ones(weight.shape[1], dtype=torch.bool, device=weight.device)
+    lost[columns] = False
+    damped = second[columns][:, columns]
+    damped.diagonal().add_(RIDGE * second.diagonal().mean().clamp_min(torch.finfo(torch.float32).tiny))
+    taken = torch.cholesky_solve(second[columns][:, lost], torch.linalg.cholesky(damped))
+    folded = weight[:, columns] + weight[:, lost] @ taken.T
+    mean = moments.mean.double()
+    shift = weight @ mean - folded @ mean[columns]
+    masked = masked_parameters(model, unit, kept)
+    return Folded(
+        columns=columns,
+        weight=folded.float(),
+        shift=(shift if shifts else torch.zeros_like(shift)).float(),
+        masks={name: tensor for name, tensor in masked.items() if name != f"{unit.consumer}.weight"},
+    )
+
+
+def overlay(model: nn.Module, unit: Unit, folded: Folded, norm: str | None) -> dict[str, Tensor]:
+    """Return, by name, the parameters and buffers that make `model` compute what the cut and folded one does.
+
+    `norm` is the batch norm that reads the consumer's outputs: it takes the shift where the consumer has no bias.
+    """
+    layer = model.get_submodule(unit.consumer)
+    weight = layer.get_parameter("weight")
+    matrix = torch.zeros_like(matrix_of(layer))
+    matrix[:, folded.columns] = folded.weight
+    laid = {**folded.masks, f"{unit.consumer}.weight": matrix.reshape(weight.shape).to(weight.dtype)}
+    if has_bias(layer):
+        bias = layer.get_parameter("bias").detach()
+        laid[f"{unit.consumer}.bias"] = bias + folded.shift.to(bias.dtype)
+    elif norm is not None:
+        mean = model.get_submodule(norm).get_buffer("running_mean")
+        laid[f"{norm}.running_mean"] = mean - folded.shift.to(mean.dtype)
+    return laid
+
+
+def has_bias(layer: nn.Module) -> bool:
+    """Say whether `layer` adds a bias."""
+    return dict(layer.named_parameters(recurse=False)).get("bias") is not None
+
+
+def following_norms(model: nn.Module, consumers: Collection[str], image: Tensor) -> dict[str, str]:
+    """Return the batch norm that reads exactly what a consumer gives out, by the consumer's name, where there is one."""
+    norms = {id(norm) for norm in batch_norms(model)}
+    given: list[tuple[str, Any]] = []
+    found: dict[str, str] = {}
+    with _hooks() as handles:
+        for name, module in model.named_modules():
+            if name in consumers:
+                handles.append(
+                    module.register_forward_hook(lambda _m, _i, out, name=name: given.append((name, out)))
+                )
+            elif id(module) in norms:
+                handles.append(
+                    module.register_forward_pre_hook(
+                        lambda _m, inputs, name=name: found.update(
+                            {giver: name for giver, out in given if out is inputs[0]}
+                        )
+                    )
+                )
+        model(pixel_values=image)
+    return found
+
+
+@contextmanager
+def _hooks() -> Iterator[list[Any]]:
+    handles: list[Any] = []
+    try:
+        yield handles
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,48 @@
+"""What cutting each unit to each width is expected to cost and to save, before anything is cut."""
+
+from pydantic import Field
+
+from profiling_agent.records.record import Record
+
+
+class WidthOption(Record):
+    """One width of one unit, the others whole: `kl` is the divergence to the unpruned model with compensation, nats."""
+
+    keep: int
+    params_saved: int
+    macs_saved: int
+    latency_saved_ms: float | None = Field(default=None, description="by the latency table, for one batch")
+    predicted_kl: float = Field(description="second-order estimate from one forward and one backward pass")
+    kl: float = Field(description="measured, or drawn through the measured widths along predicted_kl")
+    measured: bool
+
+
+class UnitEvidence(Record):
+    """A unit's options, widest first, and its channels or heads in the order in which they would go."""
+
+    unit: str
+    order: tuple[int, ...]
+    options: tuple[WidthOption, ...]
+
+
+class CriterionScore(Record):
+    """The KL of cutting all units of a kind by half in one criterion's order, compensated, nats."""
+
+    kind: str
+    criterion: str
+    kl: float
+    chosen: bool
+
+
+class Evidence(Record):
+    """How sensitive each unit is; `num_images` calibration images were used, a part of them to measure."""
+
+    units: tuple[UnitEvidence, ...]
+    criteria: tuple[CriterionScore, ...]
+    num_images: int
+    num_judged: int
+    seconds: float
+
+    def of(self, unit: str) -> UnitEvidence | None:
+        """Return the evidence on the unit of this name, None where there is none."""
+        return next((row for row in self.units if row.unit == unit), None)
