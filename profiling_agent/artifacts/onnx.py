@@ -12,6 +12,7 @@ from uuid import uuid4
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from profiling_agent.artifacts.golden import logits_of
 from profiling_agent.errors import ArtifactError
@@ -59,13 +60,12 @@ def export_onnx(model: nn.Module, path: Path, *, spec: InputSpec, batch_size: in
             "the model is quantized, and only float32 models can be exported: export its float32 parent"
         )
     _check_installed()
-    exported = _prepared(model)
+    exported = _Logits(copy.deepcopy(model)).cpu().eval()
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.parent / f"{TEMPORARY}{path.name}-{uuid4().hex}"
     try:
         _write(exported, temporary, random_batch(spec, batch_size or TRACED_IMAGES), is_dynamic=batch_size is None)
         checked = CHECKED_BATCHES if batch_size is None else (batch_size,)
-        # Against the model itself and not the prepared copy: the preparation is part of what is checked.
         distance = max(_distance(model, temporary, random_batch(spec, size, seed=size)) for size in checked)
         # `not <=` so that a NaN fails.
         if not distance <= TOLERANCE:
@@ -89,17 +89,6 @@ def _check_installed() -> None:
             ) from error
 
 
-def _prepared(model: nn.Module) -> nn.Module:
-    """Return a copy on the CPU whose attention is matrix products and a softmax.
-
-    ONNX has these anyway. Torch's fused attention lays its output out in another way than its decomposition, on which
-    the exporter stumbles where a number of heads is odd (Swin).
-    """
-    prepared: Any = copy.deepcopy(model).cpu().eval()
-    prepared.set_attn_implementation("eager")
-    return _Logits(prepared).eval()
-
-
 @contextmanager
 def _silent() -> Generator[None]:
     """Mute the exporter's advice, which is for its developers; what goes wrong is raised."""
@@ -116,7 +105,9 @@ def _silent() -> Generator[None]:
 
 def _write(model: nn.Module, path: Path, batch: Tensor, *, is_dynamic: bool) -> None:
     try:
-        with _silent():
+        # Traced as the products and softmax that ONNX has. Torch's fused attention lays its output out in another way
+        # than its decomposition, on which the exporter stumbles where the number of heads is odd (Swin, Data2Vec).
+        with _silent(), sdpa_kernel(SDPBackend.MATH):
             program: Any = torch.onnx.export(
                 model,
                 (batch,),
