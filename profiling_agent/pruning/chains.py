@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from profiling_agent.pruning.following import LAYERS, Trace
+from profiling_agent.pruning.following import Trace
 from profiling_agent.pruning.spaces import Space
 
 
@@ -24,11 +24,6 @@ class Chain:
     side_readers: tuple[nn.Linear | nn.Conv2d, ...]
     width: int
     mask_exact: bool
-
-
-def channel_group(graph: Any, layer: nn.Linear | nn.Conv2d, channels: list[int]) -> Any:
-    """Return Torch-Pruning's group of everything that changes when `channels` of the layer's outputs are cut."""
-    return graph.get_pruning_group(layer, graph.get_pruner_of_module(layer).prune_out_channels, channels)
 
 
 def tied_modules(model: nn.Module) -> set[nn.Module]:
@@ -131,6 +126,3 @@ def block_of(first: str, second: str) -> str:
             break
         shared.append(one)
     return ".".join(shared)
-
-
-__all__ = ["LAYERS", "Chain", "block_of", "chain_of", "channel_group", "tied_modules"]

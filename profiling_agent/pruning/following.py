@@ -58,8 +58,9 @@ class Trace(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if not self._running and (results := list(tensors_in(result))):
-            self._follow(func.__name__.strip("_"), args, kwargs, results)
+        name = getattr(func, "__name__", "an operation").strip("_")
+        if not self._running and ((results := list(tensors_in(result))) or name == "setitem"):
+            self._follow(name, args, kwargs, results)
         return result
 
     def _follow(self, name: str, args: Sequence[Any], kwargs: dict[str, Any], results: list[Tensor]) -> None:
@@ -70,26 +71,34 @@ class Trace(TorchFunctionMode):
         found = [axis for operand in operands if (axis := self.axis_of(operand)) is not None]
         axis = None
         if found and len(results) == 1 and name in RULES:
-            axis = RULES[name](Call(name, args, kwargs, results[0], self.axis_of))
+            axis = self._ruled(Call(name, args, kwargs, results[0], self.axis_of))
         if axis is None:
             for lost in found:
                 lost.space.block(name)
         for result in results:
             self.put(result, axis)
 
+    def _ruled(self, call: Call) -> Axis | None:
+        try:
+            return RULES[call.name](call)
+        except (IndexError, TypeError, ValueError):
+            # A spelling that the rule doesn't know loses this axis and not the whole trace.
+            return None
+
     def enter(self, _module: nn.Module, _inputs: Any) -> None:
         """Look away while a layer that is known as a whole runs."""
         self._running += 1
 
-    def leave(self, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        """Note what a layer read and wrote."""
+    def leave(self, module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], output: Tensor) -> None:
+        """Note what a layer, which has one input, read and wrote."""
         self._running -= 1
         self.calls[module] += 1
-        axis = self.axis_of(inputs[0])
+        given = next(tensors_in((*args, kwargs)))
+        axis = self.axis_of(given)
         if isinstance(module, LAYERS):
             self.put(output, self._through_layer(module, axis))
         else:
-            self.put(output, self._through_norm(module, inputs[0], axis))
+            self.put(output, self._through_norm(module, given, axis))
 
     def _through_layer(self, layer: nn.Linear | nn.Conv2d, axis: Axis | None) -> Axis:
         dim, groups = (-3, layer.groups) if isinstance(layer, nn.Conv2d) else (-1, 1)
@@ -141,12 +150,13 @@ def _is_known(module: nn.Module) -> bool:
 
 def follow_channels(skeleton: nn.Module, spec: InputSpec) -> Trace:
     """Run one blank image of `spec` through `skeleton`, a copy on the meta device made for it, and return the trace."""
-    image = torch.zeros(spec.batch(1), device=device_of(skeleton))
+    dtype = next((parameter.dtype for parameter in skeleton.parameters() if parameter.is_floating_point()), None)
+    image = torch.zeros(spec.batch(1), device=device_of(skeleton), dtype=dtype)
     trace = Trace(skeleton)
     trace.put(image, Axis(Space(spec.channels, spec.channels, is_image=True, obstacle="the image"), -3))
     for module in filter(_is_known, list(skeleton.modules())):
         module.register_forward_pre_hook(trace.enter)
-        module.register_forward_hook(trace.leave)
+        module.register_forward_hook(trace.leave, with_kwargs=True)
     with torch.no_grad(), trace:
         logits: Tensor = skeleton.eval()(pixel_values=image).logits
     if (axis := trace.axis_of(logits)) is not None:

@@ -1,5 +1,6 @@
 import pytest
 import zoo
+from pruning import families
 
 from profiling_agent.errors import PlanError
 from profiling_agent.profiling.complexity import count_complexity
@@ -8,7 +9,13 @@ from profiling_agent.pruning.prune import prune_model
 from profiling_agent.pruning.units import find_units
 from profiling_agent.records import Headline, LatencyStats, LayerProfile, ModelProfile, Plan, PruningRecommendation
 
-FAMILIES = {**zoo.FAMILIES, "resnet_basic": lambda: zoo.resnet("basic")}
+# Those of the larger ones in which units touch: the columns of one and the rows of the next lie in one layer.
+CHAINED = ("mobilenet_v1", "mobilenet_v2", "efficientnet", "swinv2")
+FAMILIES = {
+    **zoo.FAMILIES,
+    "resnet_basic": lambda: zoo.resnet("basic"),
+    **{name: families.FAMILIES[name] for name in CHAINED},
+}
 UNTIMED = LatencyStats(batch_size=1, median_ms=1, low_ms=1, high_ms=1, samples_ms=(1.0,))
 
 

@@ -4,12 +4,13 @@ import pytest
 import torch
 import torch_pruning as tp
 import zoo
+from pruning.families import FAMILIES
 from torch import nn
 
 from profiling_agent.errors import PruningError
-from profiling_agent.pruning.gate import MAX_MASK_ERROR, check_mask_error, check_saving, mask_error
+from profiling_agent.pruning.gate import MAX_MASK_ERROR, check_mask_error, check_saving, mask_error, masked_parameters
 from profiling_agent.pruning.surgery import cut_units
-from profiling_agent.pruning.units import find_units
+from profiling_agent.pruning.units import find_units, members_of
 from profiling_agent.records import Cut, UnitKind
 from profiling_agent.runtimes.eager import random_batch
 
@@ -36,6 +37,13 @@ def cut_out(model, cut, kept):
         (zoo.vit, UnitKind.HEADS, 2),
         (zoo.swin, UnitKind.HEADS, 1),
         (zoo.resnet, UnitKind.CONV_INNER, 16),
+        (FAMILIES["regnet_y"], UnitKind.CONV_INNER, 2),
+        (FAMILIES["efficientnet"], UnitKind.INVERTED_RESIDUAL, 32),
+        (FAMILIES["mobilenet_v1"], UnitKind.INVERTED_RESIDUAL, 32),
+        (FAMILIES["convnextv2"], UnitKind.MLP, 128),
+        (FAMILIES["dinov2_swiglu"], UnitKind.MLP, 96),
+        (FAMILIES["swinv2"], UnitKind.HEADS, 2),
+        (FAMILIES["data2vec"], UnitKind.HEADS, 2),
     ],
 )
 def test_channels_that_are_off_by_one_are_caught(make, kind, keep):
@@ -48,6 +56,43 @@ def test_channels_that_are_off_by_one_are_caught(make, kind, keep):
     assert error > 3 * MAX_MASK_ERROR
     with pytest.raises(PruningError, match="doesn't compute what the masked original does"):
         check_mask_error(error)
+
+
+@pytest.mark.parametrize(
+    ("family", "member"),
+    [
+        ("efficientnet", "squeeze_excite.reduce"),
+        ("efficientnet", "squeeze_excite.expand"),
+        ("efficientnet", "depthwise_conv.depthwise_conv"),
+        ("regnet_y", "layer.1.convolution"),
+        ("regnet_y", "attention.0"),
+        ("convnextv2", "grn"),
+        ("dinov2_swiglu", "up_proj"),
+        ("swinv2", "continuous_position_bias_mlp.2"),
+    ],
+)
+def test_one_member_of_a_unit_with_the_wrong_channels_is_caught(family, member):
+    model = FAMILIES[family]()
+    units = find_units(model, zoo.SPEC, {}).units
+    unit, name = next((u, n) for u in units for n in members_of(u) if n.endswith(member))
+    cut = Cut(unit=unit, keep=unit.width // 2, requested_ratio=0.5)
+    first, last = list(range(cut.keep)), list(range(unit.width - cut.keep, unit.width))
+    wrong = cut_out(model, cut, first)
+    wrong.set_submodule(name, cut_out(model, cut, last).get_submodule(name))
+
+    assert error_of(model, cut_out(model, cut, first), cut, first) < 1e-5
+    assert error_of(model, wrong, cut, first) > 3 * MAX_MASK_ERROR
+
+
+def test_masking_names_the_readers_alone_and_leaves_the_model():
+    model = FAMILIES["efficientnet"]()
+    unit = next(u for u in find_units(model, zoo.SPEC, {}).units if u.side_readers)
+    masked = masked_parameters(model, unit, [0, 5])
+
+    assert masked.keys() == {f"{name}.weight" for name in (unit.consumer, *unit.side_readers)}
+    for name, weight in masked.items():
+        assert [bool(column.any()) for column in weight.unbind(1)] == [i in (0, 5) for i in range(unit.width)]
+        assert model.get_parameter(name).count_nonzero() == model.get_parameter(name).numel()
 
 
 def test_head_dims_cut_in_place_of_heads_run_scrambled_and_are_caught():
