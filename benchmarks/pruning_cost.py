@@ -22,7 +22,7 @@ from full_size import MODELS, SPEC, build, cuts_for_macs, macs_by_module
 from torch import Tensor, nn
 
 from profiling_agent.profiling.headline import peak_memory_bytes
-from profiling_agent.pruning.compensation import MIN_IMAGES, compensate
+from profiling_agent.pruning.compensation import compensate
 from profiling_agent.pruning.prune import prune_model
 from profiling_agent.pruning.units import find_units
 from profiling_agent.pruning.widths import snap
@@ -33,7 +33,8 @@ MAX_FIND_S = MAX_CUT_S = 10.0
 SHARE = 0.25
 # The dense model, the pruned one, a candidate of it, and one for all else: activations and copies of single weights.
 NUM_COPIES = 4
-BATCH = 8
+# As few as compensation takes, in batches that add little to what is measured.
+NUM_IMAGES, BATCH = 128, 8
 
 
 def seconds(name: str) -> dict[str, float]:
@@ -55,8 +56,8 @@ def columns_read(model: nn.Module, unit: Unit) -> int:
 
 
 def calibration() -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield as few images as compensation takes, batch by batch as a run reads them."""
-    for seed in range(MIN_IMAGES // BATCH):
+    """Yield images batch by batch, as a run reads them."""
+    for seed in range(NUM_IMAGES // BATCH):
         yield random_batch(SPEC, BATCH, seed=seed), torch.zeros(BATCH, dtype=torch.int64)
 
 
