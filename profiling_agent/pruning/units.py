@@ -78,9 +78,12 @@ def _apart(found: Mapping[str, Unit | str]) -> dict[str, Unit | str]:
     inside = {name: unit.name for unit in units for name in (*unit.inner, *unit.side_readers)}
     apart = dict(found)
     for name, unit in found.items():
-        if isinstance(unit, Unit) and (unit.consumer in inside or unit.producers[0] in inside):
-            holder = inside.get(unit.consumer) or inside[unit.producers[0]]
-            apart[name] = f"shared: it is cut with the unit {holder!r}, or what reads it is"
+        if not isinstance(unit, Unit):
+            continue
+        if unit.consumer in inside:
+            apart[name] = f"shared: its reader, {unit.consumer!r}, is cut with the unit {inside[unit.consumer]!r}"
+        elif unit.producers[0] in inside:
+            apart[name] = f"shared: it makes weights for the channels of the unit {inside[unit.producers[0]]!r}"
     return apart
 
 
