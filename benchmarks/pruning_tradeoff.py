@@ -125,7 +125,9 @@ class Ours:
         """Gather the evidence."""
         images = subject.calibration(seed)
         read = partial(_batches, images)
-        return cls(subject, images, measure_sensitivity(subject.model, subject.units, read, criterion=criterion, seed=seed))
+        return cls(
+            subject, images, measure_sensitivity(subject.model, subject.units, read, criterion=criterion, seed=seed)
+        )
 
     def allocated(self, share: float) -> tuple[Cut, ...]:
         """Return the allocator's cuts."""
@@ -222,7 +224,9 @@ def study(subject: Subject, shares: Sequence[float], seeds: Sequence[int]) -> li
 def reported(seed: int, num_images: int) -> NDArray[np.bool_]:
     """Return a mask of the images that `seed` reports on: all but its 2,000 search images."""
     mask = np.ones(num_images, dtype=bool)
-    mask[np.random.default_rng(10_000 + seed).choice(num_images, min(NUM_SEARCH, num_images // 5), replace=False)] = False
+    mask[np.random.default_rng(10_000 + seed).choice(num_images, min(NUM_SEARCH, num_images // 5), replace=False)] = (
+        False
+    )
     return mask
 
 
@@ -258,7 +262,9 @@ def summaries(rows: Sequence[dict[str, Any]], seeds: Sequence[int]) -> list[dict
     for model, share, method in cells:
         lost = [drop.drop for drop in drops(rows, model, share, method, seeds)]
         saved = [r["saved"] for r in rows if (r["model"], r["share"], r["method"]) == (model, share, method)]
-        reach = stats.t.ppf(0.975, len(lost) - 1) * np.std(lost, ddof=1) / math.sqrt(len(lost)) if len(lost) > 1 else 0.0
+        reach = (
+            stats.t.ppf(0.975, len(lost) - 1) * np.std(lost, ddof=1) / math.sqrt(len(lost)) if len(lost) > 1 else 0.0
+        )
         found.append(
             {
                 "model": model,
@@ -319,10 +325,16 @@ def show(table: Sequence[dict[str, Any]]) -> None:
         print(f"\n{model}: points of top-1 lost (95% interval over seeds), params really gone")
         for method in methods:
             cells = [row for row in table if (row["model"], row["method"]) == (model, method)]
-            told = [f"{100 * c['drop']:6.2f} [{100 * c['low']:.2f}, {100 * c['high']:.2f}] {c['saved']:.1%}" for c in cells]
+            told = [
+                f"{100 * c['drop']:6.2f} [{100 * c['low']:.2f}, {100 * c['high']:.2f}] {c['saved']:.1%}" for c in cells
+            ]
             print(f"  {method:16} " + " | ".join(told))
-    print("\nThe paper's Table 1, points lost: L1, L2 and random at 10 and 20% on ViT-B, Swin-B and DeiT-B lose 3 to 25,")
-    print("on ResNet-101 17 (all of them: a residual stream cut once for each layer); its own plans -2 to +1 at 3 to 10%.")
+    print(
+        "\nThe paper's Table 1, points lost: L1, L2 and random at 10 and 20% on ViT-B, Swin-B and DeiT-B lose 3 to 25,"
+    )
+    print(
+        "on ResNet-101 17 (all of them: a residual stream cut once for each layer); its own plans -2 to +1 at 3 to 10%."
+    )
 
 
 def plot(table: Sequence[dict[str, Any]], path: Path) -> None:
@@ -335,7 +347,9 @@ def plot(table: Sequence[dict[str, Any]], path: Path) -> None:
         for method in dict.fromkeys(row["method"] for row in table):
             cells = [row for row in table if (row["model"], row["method"]) == (model, method)]
             style = {"linewidth": 2.5, "color": "black"} if method == "ours" else {"linewidth": 1, "alpha": 0.8}
-            axis.plot([100 * c["saved"] for c in cells], [100 * c["drop"] for c in cells], marker="o", label=method, **style)
+            axis.plot(
+                [100 * c["saved"] for c in cells], [100 * c["drop"] for c in cells], marker="o", label=method, **style
+            )
         axis.set(title=model, xlabel="params gone, %", ylabel="points of top-1 lost", yscale="symlog")
     axes[0][0].legend(fontsize=7)
     figure.tight_layout()

@@ -55,6 +55,12 @@ class Request(BaseModel):
     iterate: bool = Field(default=True, description="plan again after the first evaluation")
     max_iterations: int = Field(default=5, ge=1, le=100, description="plans to measure, the first one included")
     plan: str | None = Field(default=None, description="JSON file with a plan of your own, used instead of analysis")
+    criterion: Literal[
+        "auto", "fisher_obs", "obs", "fisher", "taylor", "wanda", "flap", "group_l2", "l2", "l1", "random"
+    ] = Field(
+        default="auto",
+        description="what decides which channels and heads go first; auto: the best on calibration images",
+    )
     quantize_layers: str = Field(
         default="all", min_length=1, max_length=300, description="layers to quantize where no plan says: all, or RE2"
     )

@@ -3,8 +3,8 @@
 from profiling_agent.agents.node import Update, agent
 from profiling_agent.agents.session import Session
 from profiling_agent.agents.state import RunState
+from profiling_agent.analysis.dry_run import dry_run
 from profiling_agent.analysis.rules import analyse, with_quantization
-from profiling_agent.pruning.patterns import dry_run
 
 
 @agent
@@ -13,6 +13,6 @@ def analysis(state: RunState, session: Session) -> Update:
     profile = session.profile(state)
     chosen = {"quantize_layers": state.quantize_layers, "quantize_dtype": state.quantize_dtype}
     if state.proposal is None:
-        return {"proposal": analyse(profile, **chosen)}
+        return {"proposal": analyse(profile, state.goal, **chosen)}
     dry_run(state.proposal, profile)
     return {"proposal": with_quantization(state.proposal, profile, **chosen)}

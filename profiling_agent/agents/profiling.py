@@ -1,4 +1,4 @@
-"""Profiling agent: measures where the model spends time, memory and parameters."""
+"""Profiling agent: measures where the model spends time, memory and parameters, and how much each unit is missed."""
 
 from profiling_agent.agents.node import Update, agent
 from profiling_agent.agents.session import Session
@@ -12,6 +12,12 @@ def profiling(state: RunState, session: Session) -> Update:
     assert state.acquired is not None, "acquisition comes first"
     assert state.resolved is not None, "the input shape resolver comes first"
     profiled = profile_artifact(
-        session.jobs, state.resolved.baseline, batch_size=state.batch_size, device=state.acquired.source.device
+        session.jobs,
+        state.resolved.baseline,
+        batch_size=state.batch_size,
+        device=state.acquired.source.device,
+        calibration=state.acquired.calibration,
+        criterion=state.criterion,
+        seed=state.seed,
     )
     return {"profiled": profiled}

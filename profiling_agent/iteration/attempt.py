@@ -1,21 +1,23 @@
 """One turn of the loop, from a plan to a judged attempt; the graph's nodes and a plain loop call the same functions."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from profiling_agent.analysis.dry_run import dry_run
 from profiling_agent.errors import JobError, PlanError, PruningError, QuantizationError
 from profiling_agent.evaluation.intervals import compare
 from profiling_agent.evaluation.predictions import read_predictions
 from profiling_agent.iteration.judge import judge
 from profiling_agent.jobs.runner import Jobs
 from profiling_agent.jobs.tasks import EvaluateTask, PruneTask, QuantizeTask, RaceTask
-from profiling_agent.pruning.patterns import dry_run
 from profiling_agent.records import (
     Acquired,
     ArtifactRef,
     Attempt,
+    Cut,
     DryRun,
     Evaluation,
     Goal,
@@ -53,6 +55,15 @@ class Bench:
     batch_size: int
     seed: int
 
+    def kept(self, cuts: Sequence[Cut]) -> dict[str, tuple[int, ...]]:
+        """Return the channels or heads that stay by the evidence's order; nothing of units without evidence."""
+        rows = {row.unit: row.order for row in self.profile.evidence.units} if self.profile.evidence else {}
+        return {
+            cut.unit.name: tuple(sorted(rows[cut.unit.name][cut.unit.width - cut.keep :]))
+            for cut in cuts
+            if cut.unit.name in rows
+        }
+
     def quantize(self, model: ArtifactRef, plan: Plan) -> ArtifactRef:
         """Return the quantized model, or the model itself where the plan quantizes nothing."""
         if not plan.quantization:
@@ -83,7 +94,7 @@ class Bench:
 
 def prune_candidate(bench: Bench, plan: Plan) -> Candidate:
     """Apply the plan's pruning to the unpruned model; a refused prune is a candidate with a failure."""
-    if not plan.pruning:
+    if not plan.pruning and plan.target is None:
         return Candidate(plan=plan)
     try:
         dry = dry_run(plan, bench.profile)
@@ -95,6 +106,7 @@ def prune_candidate(bench: Bench, plan: Plan) -> Candidate:
         task = PruneTask(
             baseline=bench.baseline,
             cuts=dry.cuts,
+            keep=bench.kept(dry.cuts),
             calibration=bench.acquired.calibration,
             seed=bench.seed,
             batch_size=bench.batch_size,

@@ -1,30 +1,35 @@
 """The next plan, or why there is none: a pure question about the journal.
 
-Every plan is the first one at another strength: all its ratios times one factor. The loop halves the gap between the
+Every plan is the first one at another strength: its target and all its ratios times one factor. The loop halves the gap between the
 strongest accepted and the mildest refused factor, doubling while nothing was refused.
 """
 
 from collections.abc import Iterator
 
+from profiling_agent.analysis.dry_run import dry_run, most_saving
 from profiling_agent.errors import PlanError
-from profiling_agent.pruning.patterns import dry_run
 from profiling_agent.records import Attempt, Goal, Journal, ModelProfile, Plan, StopReason
 
-MAX_RATIO = 0.75
+MAX_RATIO, MAX_SAVING = 0.75, 0.99
 # The paper's loop answers to the last evaluation alone; these are its steps.
 MILDER, STRONGER = 0.5, 1.5
 
 
 def scaled(plan: Plan, factor: float) -> Plan:
-    """Return `plan` with every pruning ratio times `factor`, at most MAX_RATIO."""
+    """Return `plan` with its target and every pruning ratio times `factor`, ratios at most MAX_RATIO."""
     cuts = tuple(
         rec.model_copy(update={"pruning_ratio": min(rec.pruning_ratio * factor, MAX_RATIO)}) for rec in plan.pruning
     )
-    return plan.model_copy(update={"pruning": cuts})
+    target = plan.target
+    if target is not None:
+        target = target.model_copy(update={"saving": min(target.saving * factor, MAX_SAVING), "justification": ""})
+    return plan.model_copy(update={"pruning": cuts, "target": target})
 
 
 def _strength(plan: Plan, first: Plan) -> float:
     """Return the factor by which `plan` is the first one scaled (capped ratios aside)."""
+    if plan.target is not None and first.target is not None:
+        return plan.target.saving / first.target.saving
     pairs = zip(plan.pruning, first.pruning, strict=True)
     return min(now.pruning_ratio / was.pruning_ratio for now, was in pairs)
 
@@ -37,10 +42,17 @@ def _bracket(journal: Journal) -> tuple[float, float | None]:
     return low, min(refused, default=None)
 
 
-def _by_bisection(journal: Journal) -> Iterator[float]:
+def _strongest(first: Plan, profile: ModelProfile) -> float:
+    """Return the factor that takes the first plan to the most that it can ask for."""
+    if first.target is not None:
+        return min(most_saving(first, profile), MAX_SAVING) / first.target.saving
+    return max(MAX_RATIO / rec.pruning_ratio for rec in first.pruning)
+
+
+def _by_bisection(journal: Journal, profile: ModelProfile) -> Iterator[float]:
     """Give strengths to try, the most informative first."""
     low, high = _bracket(journal)
-    strongest = max(MAX_RATIO / rec.pruning_ratio for rec in journal.attempts[0].plan.pruning)
+    strongest = _strongest(journal.attempts[0].plan, profile)
     if high is None:
         yield min(low * 2, strongest)
         high = strongest
@@ -60,12 +72,12 @@ def propose(goal: Goal, profile: ModelProfile, journal: Journal, *, max_iteratio
     Nothing that was timed decides here, so a resumed run proposes what an undisturbed one does.
     """
     first = journal.attempts[0].plan
-    if not first.pruning:
+    if not first.pruning and first.target is None:
         return StopReason.NOTHING_TO_PRUNE
     if len(journal.attempts) >= max_iterations:
         return StopReason.BUDGET_SPENT
     is_paper = goal.selection == "paper"
-    strengths = _as_the_paper(journal.attempts[-1], journal) if is_paper else _by_bisection(journal)
+    strengths = _as_the_paper(journal.attempts[-1], journal) if is_paper else _by_bisection(journal, profile)
     tried = {_widths(attempt.plan, profile) for attempt in journal.attempts}
     for strength in strengths:
         plan = scaled(first, strength)

@@ -15,19 +15,24 @@ from profiling_agent.acquisition.query import DataQuery
 from profiling_agent.acquisition.splits import DrawnSplit, draw_splits
 from profiling_agent.artifacts.load import load, load_processor, load_recipe, load_skeleton
 from profiling_agent.artifacts.save import save_model
+from profiling_agent.errors import PruningError
 from profiling_agent.evaluation.accuracy import predict
 from profiling_agent.evaluation.footprint import folder_bytes, parameter_bytes
 from profiling_agent.evaluation.predictions import write_predictions
 from profiling_agent.jobs import tasks
 from profiling_agent.jobs.desk import Desk
 from profiling_agent.profiling.complexity import count_complexity
+from profiling_agent.profiling.latency_table import time_units
 from profiling_agent.profiling.profile import profile_model
+from profiling_agent.profiling.sensitivity import measure_sensitivity
 from profiling_agent.pruning.compensation import compensate
 from profiling_agent.pruning.prune import prune_model
 from profiling_agent.quantization.quantize import quantize_model
 from profiling_agent.records import (
     Acquired,
+    Evidence,
     Footprint,
+    ModelProfile,
     ModelSource,
     Predictions,
     PrunedModel,
@@ -35,6 +40,7 @@ from profiling_agent.records import (
     Record,
     SplitInfo,
 )
+from profiling_agent.runtimes.eager import random_batch
 from profiling_agent.shapes.resolve import resolve_input_shape
 
 NUM_GATE_IMAGES = 4
@@ -107,7 +113,10 @@ def profile(task: tasks.ProfileTask, desk: Desk) -> tasks.Profiled:
         trace_path=trace,
         progress=desk.progress,
     )
-    complete = measured.model_copy(update={"trace": desk.ref(trace, "trace")})
+    evidence, note = _evidence(task, desk, measured) if task.calibration else (None, None)
+    complete = measured.model_copy(
+        update={"trace": desk.ref(trace, "trace"), "evidence": evidence, "evidence_note": note}
+    )
     out = desk.folder / "profile.json"
     out.write_text(complete.model_dump_json(indent=1), encoding="utf-8")
     return tasks.Profiled(
@@ -120,13 +129,37 @@ def profile(task: tasks.ProfileTask, desk: Desk) -> tasks.Profiled:
     )
 
 
+def _evidence(task: tasks.ProfileTask, desk: Desk, profiled: ModelProfile) -> tuple[Evidence | None, str | None]:
+    """Return the evidence on the model's units, or why there is none."""
+    assert task.calibration is not None, "evidence is gathered on calibration images"
+    path = desk.path(task.model)
+    model = load(path).to(task.device)
+    read = partial(iter_batches, desk.path(task.calibration.file), load_processor(path), batch_size=task.batch_size)
+    batch = random_batch(profiled.input, task.batch_size).to(task.device)
+    try:
+        table = time_units(model, profiled.units, batch, progress=desk.progress)
+        evidence = measure_sensitivity(
+            model,
+            profiled.units,
+            read,
+            criterion=task.criterion,
+            latency_saved=table.saved,
+            seed=task.seed,
+            progress=desk.progress,
+        )
+    except PruningError as error:
+        return None, str(error)
+    return evidence, None
+
+
 def prune(task: tasks.PruneTask, desk: Desk) -> PrunedModel:
     """Cut the units, pass the gates, compensate, save the candidate."""
     path = desk.path(task.baseline)
     model, recipe, processor = load(path), load_recipe(path), load_processor(path)
     read = partial(iter_batches, desk.path(task.calibration.file), processor, batch_size=task.batch_size)
     images, _ = next(read(batch_size=NUM_GATE_IMAGES))
-    pruned = prune_model(model, task.cuts, spec=recipe.input, seed=task.seed, images=images)
+    keep = {name: list(kept) for name, kept in task.keep.items()}
+    pruned = prune_model(model, task.cuts, spec=recipe.input, seed=task.seed, images=images, keep=keep or None)
     made = compensate(model, pruned.model, task.cuts, pruned.keep, read) if task.compensate else None
     folder = desk.folder / "model"
     save_model(
@@ -138,6 +171,8 @@ def prune(task: tasks.PruneTask, desk: Desk) -> PrunedModel:
         base_revision=recipe.base_revision,
         cuts=task.cuts,
     )
+    # The reload gate: a model that doesn't come back as it was saved is never handed on.
+    load(folder)
     told = {"kl": made.kl_after, "kl_uncompensated": made.kl_before, "compensation": made.steps} if made else {}
     saved = PrunedModel(model=desk.ref(folder, "model"), cuts=task.cuts, mask_error=pruned.mask_error)
     return saved.model_copy(update=told)

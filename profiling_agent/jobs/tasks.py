@@ -2,6 +2,8 @@
 
 from typing import ClassVar, Generic, Literal, TypeVar
 
+from pydantic import Field
+
 from profiling_agent.records import (
     Acquired,
     ArtifactRef,
@@ -88,21 +90,28 @@ class Profiled(Record):
 
 
 class ProfileTask(Task[Profiled]):
-    """Profile a model."""
+    """Profile a model; with calibration images, also how much each of its units is missed."""
 
     result: ClassVar[type[Record]] = Profiled
     model: ArtifactRef
     batch_size: int
     device: str
     headline: Headline
+    calibration: SplitInfo | None = None
+    criterion: str = "auto"
+    seed: int = 0
 
 
 class PruneTask(Task[PrunedModel]):
-    """Cut units of the unpruned model, and make up for it without training unless told not to."""
+    """Cut units of the unpruned model, and make up for it without training unless told not to.
+
+    `keep` has the kept channels or heads of units by name; of the others the weights alone decide.
+    """
 
     result: ClassVar[type[Record]] = PrunedModel
     baseline: ArtifactRef
     cuts: tuple[Cut, ...]
+    keep: dict[str, tuple[int, ...]] = Field(default_factory=dict)
     calibration: SplitInfo
     seed: int
     compensate: bool = True

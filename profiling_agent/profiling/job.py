@@ -2,10 +2,28 @@
 
 from profiling_agent.jobs.runner import Jobs
 from profiling_agent.jobs.tasks import HeadlineTask, Profiled, ProfileTask
-from profiling_agent.records import ArtifactRef
+from profiling_agent.records import ArtifactRef, SplitInfo
 
 
-def profile_artifact(jobs: Jobs, model: ArtifactRef, *, batch_size: int, device: str) -> Profiled:
-    """Return where the profile of `model` lies, and its totals."""
+def profile_artifact(  # noqa: PLR0913 (what is measured, with what, and where)
+    jobs: Jobs,
+    model: ArtifactRef,
+    *,
+    batch_size: int,
+    device: str,
+    calibration: SplitInfo | None = None,
+    criterion: str = "auto",
+    seed: int = 0,
+) -> Profiled:
+    """Return where the profile of `model` lies, and its totals; `calibration` images give evidence on its units."""
     headline = jobs.run(HeadlineTask(model=model, batch_size=batch_size, device=device))
-    return jobs.run(ProfileTask(model=model, batch_size=batch_size, device=device, headline=headline))
+    task = ProfileTask(
+        model=model,
+        batch_size=batch_size,
+        device=device,
+        headline=headline,
+        calibration=calibration,
+        criterion=criterion,
+        seed=seed,
+    )
+    return jobs.run(task)

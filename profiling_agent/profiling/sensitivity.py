@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,7 @@ from profiling_agent.pruning.calibration import MIN_IMAGES, Calibration, regroup
 from profiling_agent.pruning.compensation import mean_kl
 from profiling_agent.pruning.criteria import CRITERIA, order_by, predicted_kl
 from profiling_agent.pruning.folding import Folded, fold, following_norms, has_bias, overlay
-from profiling_agent.pruning.moments import UnitMoments, gather_moments
+from profiling_agent.pruning.moments import gather_moments
 from profiling_agent.pruning.prefix import Replay, find_prefixes
 from profiling_agent.pruning.widths import aligned_widths
 from profiling_agent.records import CriterionScore, Cut, Evidence, Unit, UnitEvidence, UnitKind, WidthOption
@@ -32,7 +33,7 @@ BATCH = 32
 COMPARED_SHARE = 0.5
 
 
-def measure_sensitivity(
+def measure_sensitivity(  # noqa: PLR0913 (how, and on what, a study is made)
     model: nn.Module,
     units: Sequence[Unit],
     batches: Callable[[], Iterable[tuple[Tensor, Tensor]]],
@@ -230,7 +231,7 @@ def through(measured: Mapping[int, float], predicted: Mapping[int, float]) -> di
 
 
 def _between(points: Sequence[tuple[float, float]], value: float) -> float:
-    for (left, low), (right, high) in zip(points, points[1:], strict=False):
+    for (left, low), (right, high) in pairwise(points):
         if value <= right:
             return high if right == left else low + (high - low) * (value - left) / (right - left)
     return points[-1][1]

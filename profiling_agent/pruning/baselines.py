@@ -18,7 +18,7 @@ from profiling_agent.records import Cut, InputSpec, Unit, UnitKind
 from profiling_agent.shapes.verify import REFUSALS
 
 CRITERIA = ("l1", "l2", "random")
-WIDTHS = (UnitKind.MLP, UnitKind.CONV_INNER)
+WIDTHS = (UnitKind.MLP, UnitKind.CONV_INNER, UnitKind.INVERTED_RESIDUAL)
 # Twelve leave a step of 0.0002 between ratios, less than one channel of most layers.
 NUM_HALVINGS = 12
 

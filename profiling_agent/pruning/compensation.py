@@ -16,7 +16,6 @@ from profiling_agent.records import Cut
 from profiling_agent.shapes.verify import device_of, left_as_found
 
 
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compensated:
     """The pruned model, compensated by the `steps` that helped, and its KL divergence to the dense model, in nats.

@@ -1,14 +1,13 @@
 """What the consumer of a unit computes, seen as one matrix: columns are what it reads of each channel or head."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812 (PyTorch's own name for it)
+from torch.nn import functional as F
 
+from profiling_agent.pruning.hooks import watching
 from profiling_agent.records import Unit
 
 # Pixels of one image that a convolution's statistics are taken from: more of them repeat each other.
@@ -52,23 +51,6 @@ def _thinned(pixels: Tensor) -> Tensor:
     return pixels[..., chosen]
 
 
-@contextmanager
-def watched(model: nn.Module, names: Sequence[str]) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
-    """Give the (input, output) of each named layer, those of the last forward pass; a layer seen twice keeps its last."""
-    seen: dict[str, tuple[Tensor, Tensor]] = {}
-    handles = [
-        model.get_submodule(name).register_forward_hook(
-            lambda _layer, inputs, output, name=name: seen.__setitem__(name, (inputs[0], output))
-        )
-        for name in names
-    ]
-    try:
-        yield seen
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
 class _LayerReachedError(Exception):
     """The forward pass came through the layer, and nothing after it is needed."""
 
@@ -80,14 +62,10 @@ def stopping_at(model: nn.Module, name: str, images: Tensor) -> tuple[Tensor, Te
     """
     seen: list[tuple[Tensor, Tensor]] = []
 
-    def catch(_layer: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
-        seen.append((inputs[0], output))
+    def catch(_name: str, inputs: Tensor, output: Tensor) -> None:
+        seen.append((inputs, output))
         raise _LayerReachedError
 
-    handle = model.get_submodule(name).register_forward_hook(catch)
-    try:
-        with contextlib.suppress(_LayerReachedError):
-            model(pixel_values=images)
-    finally:
-        handle.remove()
+    with contextlib.suppress(_LayerReachedError), watching(model, [name], after=catch):
+        model(pixel_values=images)
     return seen[0]

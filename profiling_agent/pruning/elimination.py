@@ -40,9 +40,7 @@ def eliminate_in(
     return _run(weight, covariance, sensitivity, width, list(order))
 
 
-def _run(
-    weight: Tensor, covariance: Tensor, sensitivity: Tensor, width: int, order: list[int] | None
-) -> Elimination:
+def _run(weight: Tensor, covariance: Tensor, sensitivity: Tensor, width: int, order: list[int] | None) -> Elimination:
     size = weight.shape[1] // width
     chunk = max(1, width // UPDATES)
     now, inverse = weight.double(), damped_inverse(covariance.double())

@@ -1,7 +1,6 @@
 """The uncut model made to behave as if one unit were cut and compensated: weights to lay over its own."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +11,7 @@ from profiling_agent.pruning.batch_norm import batch_norms
 from profiling_agent.pruning.consumers import columns_of, matrix_of
 from profiling_agent.pruning.elimination import RIDGE
 from profiling_agent.pruning.gate import masked_parameters
+from profiling_agent.pruning.hooks import watching
 from profiling_agent.pruning.moments import UnitMoments
 from profiling_agent.records import Unit
 
@@ -79,31 +79,18 @@ def has_bias(layer: nn.Module) -> bool:
 def following_norms(model: nn.Module, consumers: Collection[str], image: Tensor) -> dict[str, str]:
     """Return the batch norm that reads exactly what a consumer gives out, by the consumer's name, where there is one."""
     norms = {id(norm) for norm in batch_norms(model)}
+    named = [name for name, module in model.named_modules() if name in consumers or id(module) in norms]
     given: list[tuple[str, Any]] = []
     found: dict[str, str] = {}
-    with _hooks() as handles:
-        for name, module in model.named_modules():
-            if name in consumers:
-                handles.append(
-                    module.register_forward_hook(lambda _m, _i, out, name=name: given.append((name, out)))
-                )
-            elif id(module) in norms:
-                handles.append(
-                    module.register_forward_pre_hook(
-                        lambda _m, inputs, name=name: found.update(
-                            {giver: name for giver, out in given if out is inputs[0]}
-                        )
-                    )
-                )
+
+    def read(name: str, inputs: Any) -> None:
+        if name not in consumers:
+            found.update({giver: name for giver, output in given if output is inputs})
+
+    def give(name: str, _inputs: Any, output: Any) -> None:
+        if name in consumers:
+            given.append((name, output))
+
+    with watching(model, named, before=read, after=give):
         model(pixel_values=image)
     return found
-
-
-@contextmanager
-def _hooks() -> Iterator[list[Any]]:
-    handles: list[Any] = []
-    try:
-        yield handles
-    finally:
-        for handle in handles:
-            handle.remove()

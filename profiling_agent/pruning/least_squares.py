@@ -15,9 +15,7 @@ from profiling_agent.records import Cut
 ROUNDING = 1e-6
 
 
-def fit(
-    moments: PairedMoments, start: Tensor, *, centred: bool, ridge: float = RIDGE
-) -> tuple[Tensor, Tensor]:
+def fit(moments: PairedMoments, start: Tensor, *, centred: bool, ridge: float = RIDGE) -> tuple[Tensor, Tensor]:
     """Return (W, b) that give the dense outputs y from what the pruned consumer reads, z, near the weight `start`.
 
     W = start + (E[y z'] - start E[z z']) (E[z z'] + ridge m I)^-1 and b = E[y] - W E[z], m the mean of E[z z']'s
@@ -65,24 +63,11 @@ def compensate_units_(
         norm = norms.get(name)
         moments = paired_moments(original, pruned, name, rows, images())
         weight, shift = fit(moments, start, centred=norm is not None or has_bias(dense))
-        put_(original, pruned, name, norm, weight, shift, rows)
-
-
-def put_(  # noqa: PLR0913 (where a layer's weight goes, and where its shift)
-    original: nn.Module,
-    pruned: nn.Module,
-    name: str,
-    norm: str | None,
-    weight: Tensor,
-    shift: Tensor,
-    rows: Sequence[int],
-) -> None:
-    """Give the layer `name` of `pruned` its fitted weight, and its bias or else the batch norm behind it the shift."""
-    layer = pruned.get_submodule(name)
-    held = layer.get_parameter("weight")
-    held.copy_(weight.reshape(held.shape))
-    if has_bias(layer):
-        layer.get_parameter("bias").copy_(shift)
-    elif norm is not None:
-        mean = original.get_submodule(norm).get_buffer("running_mean")[list(rows)]
-        pruned.get_submodule(norm).get_buffer("running_mean").copy_(mean - shift)
+        layer = pruned.get_submodule(name)
+        held = layer.get_parameter("weight")
+        held.copy_(weight.reshape(held.shape))
+        if has_bias(layer):
+            layer.get_parameter("bias").copy_(shift)
+        elif norm is not None:
+            mean = original.get_submodule(norm).get_buffer("running_mean")[list(rows)]
+            pruned.get_submodule(norm).get_buffer("running_mean").copy_(mean - shift)

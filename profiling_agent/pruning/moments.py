@@ -1,13 +1,15 @@
 """T0 of the evidence: one forward and one backward pass say what every channel carries and how much the loss feels it."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812 (PyTorch's own name for it)
+from torch.nn import functional as F
 
-from profiling_agent.pruning.consumers import features, outputs_of, watched
+from profiling_agent.pruning.consumers import features, outputs_of
+from profiling_agent.pruning.hooks import watching
 from profiling_agent.records import Unit
 
 
@@ -40,33 +42,42 @@ def gather_moments(
     """
     generator = torch.Generator().manual_seed(seed)
     sums: dict[str, UnitMoments] = {}
+    seen: dict[str, tuple[Tensor, Tensor]] = {}
     num_images = 0
-    frozen = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    try:
-        for parameter in frozen:
-            parameter.requires_grad_(requires_grad=False)
-        with torch.enable_grad(), watched(model, [unit.consumer for unit in units]) as seen:
-            for images in batches:
-                seen.clear()
-                logits = model(pixel_values=images.detach().requires_grad_()).logits
-                drawn = torch.multinomial(logits.detach().float().softmax(1).cpu(), 1, generator=generator)
-                loss = F.cross_entropy(logits.float(), drawn[:, 0].to(logits.device), reduction="sum")
-                ends = [tensor for unit in units for tensor in seen[unit.consumer]]
-                gradients = torch.autograd.grad(loss, ends)
-                num_images += len(images)
-                for position, unit in enumerate(units):
-                    layer = model.get_submodule(unit.consumer)
-                    x, _ = seen[unit.consumer]
-                    dx, dy = gradients[2 * position : 2 * position + 2]
-                    _add(sums, unit, _batch_moments(unit, layer, len(images), x.detach(), dx, dy))
-                del logits, loss, ends, gradients
-    finally:
-        for parameter in frozen:
-            parameter.requires_grad_(requires_grad=True)
+
+    def note(name: str, inputs: Tensor, output: Tensor) -> None:
+        seen[name] = (inputs, output)
+
+    with torch.enable_grad(), _frozen(model), watching(model, [unit.consumer for unit in units], after=note):
+        for images in batches:
+            logits = model(pixel_values=images.detach().requires_grad_()).logits.float()
+            drawn = torch.multinomial(logits.detach().softmax(1).cpu(), 1, generator=generator)[:, 0]
+            loss = F.cross_entropy(logits, drawn.to(logits.device), reduction="sum")
+            ends = [tensor for unit in units for tensor in seen[unit.consumer]]
+            gradients = torch.autograd.grad(loss, ends)
+            for position, unit in enumerate(units):
+                layer, x = model.get_submodule(unit.consumer), seen[unit.consumer][0].detach()
+                dx, dy = gradients[2 * position : 2 * position + 2]
+                _add(sums, unit, _batch_moments(unit, layer, len(images), x, dx, dy))
+            num_images += len(images)
+            seen.clear()
     for moments in sums.values():
         for name in ("mean", "gram", "sensitivity", "taylor", "fisher"):
             getattr(moments, name).div_(num_images)
     return sums
+
+
+@contextmanager
+def _frozen(model: nn.Module) -> Generator[None]:
+    """Spare the gradients of parameters: only those of activations are needed."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter in trained:
+        parameter.requires_grad = False
+    try:
+        yield
+    finally:
+        for parameter in trained:
+            parameter.requires_grad = True
 
 
 def _batch_moments(unit: Unit, layer: nn.Module, num_images: int, x: Tensor, dx: Tensor, dy: Tensor) -> UnitMoments:

@@ -1,11 +1,11 @@
-"""A plan's patterns to cuts of units, and what a plan would do before it is done. Imports no torch: the parent uses it."""
+"""A plan's patterns to cuts of units. Imports no torch: the parent uses it."""
 
 from collections.abc import Mapping, Sequence
 
 from profiling_agent.errors import PlanError
 from profiling_agent.pruning.names import matching_names, near_names
 from profiling_agent.pruning.widths import snap
-from profiling_agent.records import Cut, DryRun, ModelProfile, Plan, PruningRecommendation, Record, Unit, UnitKind
+from profiling_agent.records import Cap, Cut, PruningRecommendation, Record, Unit, UnitKind
 
 
 class Resolved(Record):
@@ -30,7 +30,7 @@ def resolve(
     chosen: dict[str, float] = {}
     notes: list[str] = []
     for recommendation in recommendations:
-        hits = _hits(recommendation, owners, refusals)
+        hits = _hits(recommendation.layer, owners, refusals)
         chosen |= {unit.name: recommendation.pruning_ratio for unit in _fitting(recommendation, hits, notes)}
     cuts: list[Cut] = []
     for unit in units:
@@ -53,8 +53,21 @@ def _owners(units: Sequence[Unit]) -> dict[str, Unit]:
     return owners
 
 
-def _hits(recommendation: PruningRecommendation, owners: Mapping[str, Unit], refusals: Mapping[str, str]) -> list[Unit]:
-    pattern = recommendation.layer
+def cap_ratios(caps: Sequence[Cap], *, units: Sequence[Unit], refusals: Mapping[str, str]) -> dict[str, float]:
+    """Return the largest ratio that each unit may be cut by, the strictest where several caps hit it.
+
+    Raises:
+        PlanError: as `resolve`.
+    """
+    owners = _owners(units)
+    found: dict[str, float] = {}
+    for cap in caps:
+        for unit in _hits(cap.layer, owners, refusals):
+            found[unit.name] = min(cap.max_ratio, found.get(unit.name, 1.0))
+    return found
+
+
+def _hits(pattern: str, owners: Mapping[str, Unit], refusals: Mapping[str, str]) -> list[Unit]:
     names = matching_names(pattern, [*owners, *refusals])
     if not names:
         near = near_names(pattern, [*owners, *refusals])
@@ -83,37 +96,3 @@ def _fitting(recommendation: PruningRecommendation, hits: Sequence[Unit], notes:
 def _note(recommendation: PruningRecommendation, units: Sequence[Unit], verdict: str) -> str:
     more = f" (and {len(units) - 1} more like it)" if len(units) > 1 else ""
     return f"{recommendation.layer!r} as {recommendation.pruning_type!r}: {units[0].name!r}{more} {verdict}"
-
-
-def dry_run(plan: Plan, profile: ModelProfile) -> DryRun:
-    """Return the cuts of `plan` and the exact params and MACs that the pruned model would have.
-
-    Raises:
-        PlanError: as `resolve`.
-    """
-    resolved = resolve(plan.pruning, units=profile.units, refusals=profile.refusals)
-    params = profile.params - sum(cut.params_saved for cut in resolved.cuts)
-    macs = profile.macs - sum(cut.macs_saved for cut in resolved.cuts)
-    shared_params, shared_macs = _counted_twice(resolved.cuts, profile)
-    return DryRun(cuts=resolved.cuts, params=params + shared_params, macs=macs + shared_macs, notes=resolved.notes)
-
-
-def _counted_twice(cuts: Sequence[Cut], profile: ModelProfile) -> tuple[int, int]:
-    """Return the params and MACs where the columns of one cut cross the rows of the next: each removed them once.
-
-    A ResNet bottleneck's middle convolution is such a layer. Its MACs are proportional to its params, so the share of
-    one crossing is that of its weights: kernel height times width, what is left of params over the product of widths
-    when the bias, smaller than that product, is dropped.
-    """
-    rows = {row.name: row for row in profile.layers}
-    begins = {producer: cut for cut in cuts for producer in cut.unit.producers}
-    params = macs = 0
-    for ending in cuts:
-        if (beginning := begins.get(ending.unit.consumer)) is None:
-            continue
-        layer = rows[ending.unit.consumer]
-        kernel = layer.params // (ending.unit.width * beginning.unit.width)
-        crossing = kernel * (ending.unit.width - ending.keep) * (beginning.unit.width - beginning.keep)
-        params += crossing
-        macs += layer.macs * crossing // layer.params
-    return params, macs

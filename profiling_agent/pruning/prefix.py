@@ -1,13 +1,15 @@
 """Run a model again from the layer that changed: what was computed before it is taken from the first run."""
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from profiling_agent.pruning.hooks import watching
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,17 @@ class _Calls:
     count: Counter[str] = field(default_factory=Counter[str])
     clock: int = 0
 
+    def begin(self, name: str, _inputs: Any) -> None:
+        """Note that a module begins."""
+        self.clock += 1
+        self.began.setdefault(name, self.clock)
+        self.count[name] += 1
+
+    def end(self, name: str, _inputs: Any, _output: Any) -> None:
+        """Note that it ended."""
+        self.clock += 1
+        self.ended[name] = self.clock
+
 
 def find_prefixes(model: nn.Module, readers: Mapping[str, Collection[str]], image: Tensor) -> Prefixes:
     """Return what may be skipped for each unit, whose `readers` change: the outermost modules that end before these begin.
@@ -36,26 +49,8 @@ def find_prefixes(model: nn.Module, readers: Mapping[str, Collection[str]], imag
     A module that serves one unit alone isn't kept: its block is run again, which costs less than its memory.
     """
     calls = _Calls()
-
-    def begin(name: str) -> None:
-        calls.clock += 1
-        calls.began.setdefault(name, calls.clock)
-        calls.count[name] += 1
-
-    def end(name: str) -> None:
-        calls.clock += 1
-        calls.ended[name] = calls.clock
-
-    handles: list[Any] = []
-    for name, module in model.named_modules():
-        if name:
-            handles.append(module.register_forward_pre_hook(lambda _m, _i, name=name: begin(name)))
-            handles.append(module.register_forward_hook(lambda _m, _i, _o, name=name: end(name)))
-    try:
+    with watching(model, [name for name, _ in model.named_modules() if name], before=calls.begin, after=calls.end):
         model(pixel_values=image)
-    finally:
-        for handle in handles:
-            handle.remove()
     once = [name for name, count in calls.count.items() if count == 1 and name in calls.ended]
     first = {unit: min(calls.began[layer] for layer in layers) for unit, layers in readers.items()}
     before = {unit: _outermost([name for name in once if calls.ended[name] < began]) for unit, began in first.items()}
@@ -75,17 +70,12 @@ class Replay:
         """Run `images` (b, c, h, w), keeping the outputs that later runs start from."""
         self._model, self._prefixes, self._images = model, prefixes, images
         outputs: dict[str, tuple[Any, list[int]]] = {}
-        handles = [
-            model.get_submodule(name).register_forward_hook(
-                lambda _m, _i, out, name=name: outputs.__setitem__(name, (out, _versions(out)))
-            )
-            for name in prefixes.kept
-        ]
-        try:
+
+        def keep(name: str, _inputs: Any, output: Any) -> None:
+            outputs[name] = (output, _versions(output))
+
+        with watching(model, prefixes.kept, after=keep):
             self.logits: Tensor = model(pixel_values=images).logits
-        finally:
-            for handle in handles:
-                handle.remove()
         # An output that was changed in place after it was given out isn't what its module gave.
         self._outputs = {name: out for name, (out, versions) in outputs.items() if _versions(out) == versions}
 
@@ -93,24 +83,31 @@ class Replay:
         """Return the logits with `laid` over the model's tensors, those that the unit's readers read or later ones."""
         names = [name for name in self._prefixes.skipped[unit] if name in self._outputs]
         with _answering(self._model, {name: self._outputs[name] for name in names}):
-            return torch.func.functional_call(
-                self._model, dict(laid), (), {"pixel_values": self._images}
-            ).logits
+            return torch.func.functional_call(self._model, dict(laid), (), {"pixel_values": self._images}).logits
 
 
 def _versions(output: Any) -> list[int]:
-    values = output.values() if isinstance(output, dict) else output if isinstance(output, (tuple, list)) else [output]
-    return [tensor._version for tensor in values if isinstance(tensor, Tensor)]  # noqa: SLF001 (PyTorch's own counter)
+    """Return how often each tensor of an output has been changed in place."""
+    parts: Iterable[Any] = output.values() if isinstance(output, dict) else output
+    tensors = [output] if isinstance(output, Tensor) else parts
+    return [part._version for part in tensors if isinstance(part, Tensor)]
+
+
+def _giving(output: Any) -> Callable[..., Any]:
+    def forward(*_args: Any, **_kwargs: Any) -> Any:
+        return output
+
+    return forward
 
 
 @contextmanager
-def _answering(model: nn.Module, outputs: Mapping[str, Any]) -> Iterator[None]:
+def _answering(model: nn.Module, outputs: Mapping[str, Any]) -> Generator[None]:
     """Let modules give what they gave before instead of computing it."""
     modules = [model.get_submodule(name) for name in outputs]
     own = [vars(module).get("forward") for module in modules]
     try:
         for module, output in zip(modules, outputs.values(), strict=True):
-            vars(module)["forward"] = lambda *_args, output=output, **_kwargs: output
+            vars(module)["forward"] = _giving(output)
         yield
     finally:
         for module, forward in zip(modules, own, strict=True):

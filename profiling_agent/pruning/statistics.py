@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from profiling_agent.pruning.consumers import features, outputs_of, stopping_at
+from profiling_agent.pruning.hooks import watching
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,16 +44,11 @@ def paired_moments(
 
 def in_order(model: nn.Module, names: Collection[str], images: Tensor) -> list[str]:
     """Return `names` of layers in the order in which a forward pass of `images` first comes to them."""
-    reached: dict[nn.Module, None] = {}
+    reached: dict[str, None] = {}
 
-    def note(layer: nn.Module, _inputs: tuple[Any, ...]) -> None:
-        reached.setdefault(layer)
+    def note(name: str, _inputs: Any) -> None:
+        reached.setdefault(name)
 
-    layers = {model.get_submodule(name): name for name in names}
-    handles = [layer.register_forward_pre_hook(note) for layer in layers]
-    try:
+    with watching(model, names, before=note):
         model(pixel_values=images)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return [layers[layer] for layer in reached]
+    return list(reached)

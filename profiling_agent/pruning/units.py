@@ -146,9 +146,8 @@ def _heads(
 def _chain(chain: Chain, ledger: _Ledger) -> Unit | str:
     """Return the unit of one chain of layers, or the reason it stays."""
     kind, size = _kind(chain), len(chain.producers[0].weight)
-    # Groups are cut as wholes, like heads; a channel of an inverted residual is one of a convolution.
-    aligned = UnitKind.CONV_INNER if kind is UnitKind.INVERTED_RESIDUAL else kind
-    step = step_for(UnitKind.HEADS if chain.width < size else aligned, chain.width)
+    # Groups are cut as wholes, like heads.
+    step = step_for(UnitKind.HEADS if chain.width < size else kind, chain.width)
     if reason := _too_narrow(chain.width, step):
         return reason
     rows = size // chain.width

@@ -15,7 +15,7 @@ def step_for(kind: UnitKind, width: int) -> int:
     """Return the step between aligned widths of a unit: channels, or whole heads."""
     if kind is UnitKind.HEADS:
         return 1
-    if kind is UnitKind.CONV_INNER:
+    if kind in (UnitKind.CONV_INNER, UnitKind.INVERTED_RESIDUAL):
         return CONV_STEP
     return WIDE_MLP_STEP if width >= WIDE_MLP else NARROW_MLP_STEP
 

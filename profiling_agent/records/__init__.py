@@ -8,6 +8,7 @@ from profiling_agent.records.evidence import CriterionScore, Evidence, UnitEvide
 from profiling_agent.records.loop import Attempt, Finalist, Goal, Journal, Outcome, StopReason, Term, Verdict
 from profiling_agent.records.measurement import AccuracyDrop, Evaluation, Footprint, Lap, Predictions, Race, Variant
 from profiling_agent.records.plan import (
+    Cap,
     Cut,
     DryRun,
     Plan,
@@ -33,6 +34,7 @@ __all__ = [
     "Acquired",
     "ArtifactRef",
     "Attempt",
+    "Cap",
     "CriterionScore",
     "Cut",
     "DryRun",

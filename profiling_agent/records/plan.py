@@ -31,14 +31,28 @@ class Target(Record):
 
     metric: Literal["params", "macs", "latency"] = "params"
     saving: float = Field(gt=0, lt=1)
+    justification: str = Field(default="", max_length=2000)
+
+
+class Cap(Record):
+    """Cut the units that the pattern hits by at most `max_ratio` of their width; 0 leaves them alone."""
+
+    layer: str = Field(min_length=1, max_length=300, description="RE2 pattern searched for in live module names")
+    max_ratio: float = Field(default=0.0, ge=0, lt=1)
 
 
 class Plan(Record):
-    """What is to be done to the unpruned model. The paper's own key names are accepted as well."""
+    """What is to be done to the unpruned model. The paper's own key names are accepted as well.
+
+    What `pruning` recommends is fixed; with a `target`, the allocator chooses the widths of all other units, as far as
+    `caps` let it.
+    """
 
     pruning: tuple[PruningRecommendation, ...] = Field(
         default=(), max_length=200, validation_alias=AliasChoices("pruning", "pruning_recommendations")
     )
+    target: Target | None = Field(default=None, description="what the allocator is to reach with all other units")
+    caps: tuple[Cap, ...] = Field(default=(), max_length=200)
     quantization: tuple[QuantizationRecommendation, ...] = Field(
         default=(), max_length=200, validation_alias=AliasChoices("quantization", "quantization_recommendations")
     )
@@ -68,6 +82,8 @@ class DryRun(Record):
     cuts: tuple[Cut, ...]
     params: int
     macs: int
+    kl: float | None = Field(default=None, description="sum of the evidence's KL divergences, nats")
+    latency_saved: float | None = Field(default=None, description="share of the layers' time, by the latency table")
     notes: tuple[str, ...] = Field(default=(), description="hits that were left alone, each with the reason")
 
 

@@ -104,6 +104,7 @@ class ModelProfile(Record):
     units: tuple[Unit, ...]
     refusals: dict[str, str] = Field(description="layers that can't be pruned, each with the reason")
     evidence: Evidence | None = Field(default=None, description="of the units, where calibration images were given")
+    evidence_note: str | None = Field(default=None, description="why there is no evidence, or less than usual")
     trace: ArtifactRef | None = None
     forward_passes: int
 

@@ -10,8 +10,8 @@ from pydantic import BaseModel
 
 from profiling_agent.agents.checkpoints import RunSaver, checkpointed_types, strict_serde
 from profiling_agent.agents.state import RunState
+from profiling_agent.analysis.dry_run import dry_run
 from profiling_agent.errors import RunError
-from profiling_agent.pruning.patterns import dry_run
 from profiling_agent.records import Journal, StopReason
 from profiling_agent.reporting.report import RunReport
 

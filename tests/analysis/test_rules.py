@@ -3,13 +3,13 @@ from pathlib import Path
 
 import pytest
 import re2
-from made import profile
+from made import GOAL, profile
 
+from profiling_agent.analysis.dry_run import dry_run
 from profiling_agent.analysis.groups import group_units, pattern_for
 from profiling_agent.analysis.plan_file import read_plan
 from profiling_agent.analysis.rules import MIN_PARAMS_SAVED, analyse, recommend_quantization
 from profiling_agent.errors import PlanError
-from profiling_agent.pruning.patterns import dry_run
 
 
 def test_repeated_units_are_one_group_whose_shares_add_up():
@@ -33,7 +33,7 @@ def test_a_groups_pattern_hits_its_members_and_nothing_else():
 def test_the_first_plan_saves_enough_to_be_worth_an_evaluation_and_cites_the_profile():
     measured = profile()
 
-    plan = analyse(measured)
+    plan = analyse(measured, GOAL)
 
     assert dry_run(plan, measured).params <= measured.params * (1 - MIN_PARAMS_SAVED)
     assert "99.4% of the params" in plan.pruning[0].justification
@@ -46,7 +46,7 @@ def test_no_quantization_is_recommended_where_the_user_wants_none_or_the_device_
 
 
 def test_a_model_without_units_gets_a_plan_that_prunes_nothing():
-    assert analyse(profile().model_copy(update={"units": ()})).pruning == ()
+    assert analyse(profile().model_copy(update={"units": ()}), GOAL).pruning == ()
 
 
 def test_a_plan_file_in_the_papers_form_is_read(tmp_path: Path):

@@ -76,7 +76,7 @@ def test_the_graph_and_a_plain_loop_yield_the_same_journal(finished: Path):
     )
     bench, before = session.bench(state), job_names(finished)
 
-    plan, journal = analyse(bench.profile), None
+    plan, journal = analyse(bench.profile, bench.goal), None
     while isinstance(plan, Plan):
         candidate = quantize_candidate(bench, prune_candidate(bench, plan))
         journal = journal or open_journal(bench, plan)

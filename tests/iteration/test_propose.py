@@ -1,8 +1,8 @@
 import pytest
 from made import GOAL, attempt, journal, profile
 
+from profiling_agent.analysis.dry_run import dry_run
 from profiling_agent.iteration.propose import MAX_RATIO, propose
-from profiling_agent.pruning.patterns import dry_run
 from profiling_agent.records import Attempt, Plan, StopReason
 
 PROFILE = profile()

@@ -2,9 +2,9 @@ import pytest
 import zoo
 from pruning import families
 
+from profiling_agent.analysis.dry_run import dry_run
 from profiling_agent.errors import PlanError
 from profiling_agent.profiling.complexity import count_complexity
-from profiling_agent.pruning.patterns import dry_run
 from profiling_agent.pruning.prune import prune_model
 from profiling_agent.pruning.units import find_units
 from profiling_agent.records import Headline, LatencyStats, LayerProfile, ModelProfile, Plan, PruningRecommendation

@@ -1,0 +1,104 @@
+"""What a plan would do, before it is done: its cuts, and what the profile and its evidence say of them."""
+
+from collections.abc import Mapping, Sequence
+
+from profiling_agent.analysis.allocation import allocate
+from profiling_agent.analysis.savings import latency_saved_ms, params_and_macs_saved, predicted_kl
+from profiling_agent.errors import PlanError
+from profiling_agent.pruning.patterns import cap_ratios, resolve
+from profiling_agent.pruning.widths import aligned_widths
+from profiling_agent.records import Cut, DryRun, ModelProfile, Plan
+
+
+def dry_run(plan: Plan, profile: ModelProfile) -> DryRun:
+    """Return the cuts of `plan`, the exact params and MACs of the pruned model, and what the evidence predicts.
+
+    Raises:
+        PlanError: a pattern is invalid, matches nothing, or hits refused layers alone; the target is out of reach, or
+            the profile has no evidence to allocate by.
+    """
+    resolved = resolve(plan.pruning, units=profile.units, refusals=profile.refusals)
+    caps = cap_ratios(plan.caps, units=profile.units, refusals=profile.refusals)
+    cuts, notes = _limited(resolved.cuts, caps)
+    if plan.target is not None:
+        cuts = _allocated(plan, profile, cuts, caps)
+    params, macs = params_and_macs_saved(cuts, profile.layers)
+    evidence = profile.evidence
+    return DryRun(
+        cuts=tuple(cuts),
+        params=profile.params - params,
+        macs=profile.macs - macs,
+        kl=predicted_kl(cuts, evidence) if evidence else None,
+        latency_saved=saved_share(cuts, profile, "latency") if evidence else None,
+        notes=(*resolved.notes, *notes),
+    )
+
+
+def saved_share(cuts: Sequence[Cut], profile: ModelProfile, metric: str) -> float:
+    """Return the share of the model's params, MACs or layers' time that `cuts` save together."""
+    if metric == "latency":
+        assert profile.evidence is not None, "latency is predicted by the evidence's table"
+        return latency_saved_ms(cuts, profile.evidence) / max(whole(profile, metric), 1e-9)
+    params, macs = params_and_macs_saved(cuts, profile.layers)
+    return (params if metric == "params" else macs) / max(whole(profile, metric), 1.0)
+
+
+def most_saving(plan: Plan, profile: ModelProfile) -> float:
+    """Return the largest share of its target's metric that a plan could reach if its target asked for it."""
+    assert plan.target is not None, "only a target can be raised"
+    assert profile.evidence is not None, "a target needs evidence"
+    fixed = resolve(plan.pruning, units=profile.units, refusals=profile.refusals).cuts
+    caps = cap_ratios(plan.caps, units=profile.units, refusals=profile.refusals)
+    cuts = {cut.unit.name: cut for cut in _limited(fixed, caps)[0]}
+    for name, unit in ((unit.name, unit) for unit in profile.units if unit.name not in cuts):
+        row = profile.evidence.of(name)
+        least = unit.width * (1 - caps.get(name, 1.0)) - 1e-9
+        if widths := [option.keep for option in (row.options if row else ()) if option.keep >= least]:
+            cuts[name] = Cut(unit=unit, keep=min(widths), requested_ratio=1 - min(widths) / unit.width)
+    return saved_share(tuple(cuts.values()), profile, plan.target.metric)
+
+
+def whole(profile: ModelProfile, metric: str) -> float:
+    """Return what the model takes of the metric: params, MACs of one image, or milliseconds of one batch."""
+    if metric == "latency":
+        return sum(row.latency_ms for row in profile.layers)
+    return float(profile.params if metric == "params" else profile.macs)
+
+
+def _limited(cuts: Sequence[Cut], caps: Mapping[str, float]) -> tuple[list[Cut], list[str]]:
+    """Return the cuts that the caps allow, and what they took back."""
+    allowed: list[Cut] = []
+    notes: list[str] = []
+    for cut in cuts:
+        unit, cap = cut.unit, caps.get(cut.unit.name, 1.0)
+        widths = [width for width in aligned_widths(unit.width, unit.step) if width >= unit.width * (1 - cap) - 1e-9]
+        if cap == 0 or not widths:
+            notes.append(f"{unit.name!r} is left alone: a cap of {cap:g} was set")
+        elif cut.keep >= widths[0]:
+            allowed.append(cut)
+        else:
+            allowed.append(cut.model_copy(update={"keep": widths[0]}))
+            notes.append(f"{unit.name!r} keeps {widths[0]} instead of {cut.keep}: a cap of {cap:g} was set")
+    return allowed, notes
+
+
+def _allocated(plan: Plan, profile: ModelProfile, fixed: Sequence[Cut], caps: Mapping[str, float]) -> list[Cut]:
+    target = plan.target
+    assert target is not None, "only a plan with a target is allocated"
+    if profile.evidence is None:
+        why = f" ({profile.evidence_note})" if profile.evidence_note else ""
+        raise PlanError(f"a target needs evidence, and the profile has none{why}: name layers and ratios instead")
+    if target.metric == "latency" and not any(
+        o.latency_saved_ms for row in profile.evidence.units for o in row.options
+    ):
+        raise PlanError("a target in latency needs a latency table, and the profile has none: ask for params or macs")
+    chosen = allocate(
+        profile.units,
+        profile.evidence,
+        target,
+        whole=whole(profile, target.metric),
+        saved=lambda cuts: saved_share(cuts, profile, target.metric),
+        fixed=fixed,
+        caps=caps,
+    )
+    return list(chosen)
