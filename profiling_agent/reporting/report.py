@@ -10,6 +10,7 @@ from profiling_agent.jobs.tasks import Profiled
 from profiling_agent.records import (
     Acquired,
     Attempt,
+    CriterionScore,
     Evaluation,
     Goal,
     InputSpec,
@@ -17,8 +18,10 @@ from profiling_agent.records import (
     ModelProfile,
     Record,
     StopReason,
+    UnitKind,
     Variant,
     Verdict,
+    WidthOption,
 )
 from profiling_agent.reproducibility import Environment, environment
 from profiling_agent.request import Request
@@ -62,6 +65,19 @@ class LayerGroup(Record):
     latency_after_ms: float
 
 
+class Sensitivity(Record):
+    """One unit of the baseline: what cutting it alone to each width is expected to cost and save."""
+
+    unit: str
+    kind: UnitKind
+    width: int
+    options: tuple[WidthOption, ...]
+
+    def at(self, share: float) -> WidthOption:
+        """Return the option whose kept share of the width is nearest to `share`."""
+        return min(self.options, key=lambda option: abs(option.keep / self.width - share))
+
+
 class RunReport(Record):
     """What `report.json` holds."""
 
@@ -81,6 +97,8 @@ class RunReport(Record):
     input: InputSpec
     profiles: dict[str, Profiled]
     layers: tuple[LayerGroup, ...]
+    criteria: tuple[CriterionScore, ...] = ()
+    sensitivity: tuple[Sensitivity, ...] = ()
     artifacts: dict[str, str]
     request: Request
     environment: Environment
@@ -122,6 +140,16 @@ def summarise(evaluation: Evaluation, profiled: Profiled, *, attempt: int | None
     )
 
 
+def sensitivity_of(profile: ModelProfile) -> tuple[Sensitivity, ...]:
+    """Return the evidence on the profile's units, without the orders of their channels."""
+    found = ((unit, profile.evidence.of(unit.name)) for unit in profile.units) if profile.evidence else ()
+    return tuple(
+        Sensitivity(unit=unit.name, kind=unit.kind, width=unit.width, options=row.options)
+        for unit, row in found
+        if row is not None and row.options
+    )
+
+
 class Sources(Record):
     """What the report is gathered from besides the settlement; `profiles` has `baseline` and, if another won, `best`."""
 
@@ -130,6 +158,12 @@ class Sources(Record):
     attempts: tuple[Attempt, ...]
     stopped: StopReason
     profiles: dict[str, tuple[Profiled, ModelProfile]]
+
+
+def _evidence_notes(profile: ModelProfile) -> tuple[str, ...]:
+    if profile.evidence_note is None:
+        return ()
+    return (f"no sensitivity was measured, so ratios are uniform: {profile.evidence_note}",)
 
 
 def build_report(request: Request, settlement: Settlement, sources: Sources) -> RunReport:
@@ -162,11 +196,13 @@ def build_report(request: Request, settlement: Settlement, sources: Sources) -> 
         variants=tuple(VariantRow(evaluation=row, lap=laps.get(row.model.sha256)) for row in settlement.corners),
         attempts=sources.attempts,
         kept_beside=kept,
-        notes=(*acquired.notes, *settlement.notes),
+        notes=(*acquired.notes, *_evidence_notes(baseline[1]), *settlement.notes),
         acquired=acquired,
         input=sources.input,
         profiles={name: profiled for name, (profiled, _) in profiles.items()},
         layers=compare_layers(baseline[1], best[1]),
+        criteria=baseline[1].evidence.criteria if baseline[1].evidence else (),
+        sensitivity=sensitivity_of(baseline[1]),
         artifacts=artifacts,
         request=request,
         environment=environment(),
