@@ -61,6 +61,12 @@ class Request(BaseModel):
         default="auto",
         description="what decides which channels and heads go first; auto: the best on calibration images",
     )
+    recover_epochs: int = Field(
+        default=0,
+        ge=0,
+        le=100,
+        description="epochs of distillation from the unpruned model after pruning; 0 is training-free",
+    )
     quantize_layers: str = Field(
         default="all", min_length=1, max_length=300, description="layers to quantize where no plan says: all, or RE2"
     )

@@ -18,6 +18,8 @@ def test_every_field_has_a_default_and_a_description():
         ({"max_size_ratio": 0}, "greater than 0"),
         ({"max_size_ratio": 1.5}, "never larger than the baseline"),
         ({"max_iterations": 0}, "greater than or equal to 1"),
+        ({"recover_epochs": -1}, "greater than or equal to 0"),
+        ({"recover_epochs": 101}, "less than or equal to 100"),
         ({"run_id": "../elsewhere"}, "is no run id"),
         ({"device": "tpu"}, "'auto', 'cpu' or 'cuda'"),
         ({"unknown": 1}, "Extra inputs"),

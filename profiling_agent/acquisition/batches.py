@@ -1,6 +1,6 @@
 """The drawn images, as stored and as a model takes them."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,5 +61,28 @@ def iter_batches(
     end = len(split) if limit is None else min(limit, len(split))
     for start in range(0, end, batch_size):
         rows = range(start, min(start + batch_size, end))
-        pixels = processor(images=[split.image(row) for row in rows], return_tensors="pt")["pixel_values"]
-        yield pixels.to(torch.float32), torch.from_numpy(split.labels[rows.start : rows.stop].copy())
+        yield _pixels(split, rows, processor), torch.from_numpy(split.labels[rows.start : rows.stop].copy())
+
+
+def shuffled_batches(
+    path: Path, processor: Any, *, batch_size: int, seed: int
+) -> Callable[[int], Iterator[torch.Tensor]]:
+    """Return a function that gives an epoch's pixel_values, float32 (b, c, h, w), every image once, the last batch short.
+
+    The order is drawn anew for each epoch, from `seed` and its number alone: any epoch can be given again by itself.
+
+    Raises:
+        ArtifactError: the file is missing, damaged, or no split of ours.
+    """
+    split = read_split(path)
+
+    def epoch_of(epoch: int) -> Iterator[torch.Tensor]:
+        order = np.random.default_rng([seed, epoch]).permutation(len(split)).tolist()
+        for start in range(0, len(order), batch_size):
+            yield _pixels(split, order[start : start + batch_size], processor)
+
+    return epoch_of
+
+
+def _pixels(split: SplitImages, rows: Iterable[int], processor: Any) -> torch.Tensor:
+    return processor(images=[split.image(row) for row in rows], return_tensors="pt")["pixel_values"].to(torch.float32)

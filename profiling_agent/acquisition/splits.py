@@ -1,4 +1,4 @@
-"""Three disjoint sets of images, drawn once with the run's seed."""
+"""Disjoint sets of images, drawn once with the run's seed."""
 
 import tempfile
 from collections.abc import Mapping
@@ -38,13 +38,14 @@ class DrawnSplit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrawnSplits:
-    """Three disjoint sets, how labels became classes, and what a reader of the results should know."""
+    """Disjoint sets, how labels became classes, and what a reader of the results should know."""
 
     calibration: DrawnSplit
     search: DrawnSplit
     heldout: DrawnSplit
     labels: tuple[LabelMatch, ...]
     notes: tuple[str, ...]
+    recovery: DrawnSplit | None = None
 
 
 def _order(pool: Pool, seed: int) -> NDArray[np.int64]:
@@ -94,14 +95,15 @@ def _draw(
 def draw_splits(
     query: DataQuery, *, id2label: Mapping[int, str], folder: Path, progress: Progress = silent
 ) -> DrawnSplits:
-    """Write calibration.parquet, search.parquet and heldout.parquet into `folder`.
+    """Write calibration.parquet, search.parquet and heldout.parquet into `folder`, recovery.parquet if it is asked for.
 
     Each holds the columns `image` (encoded bytes) and `label` (the model's class id). The sets are disjoint,
     stratified by class, the same for the same seed, and ordered so that every prefix is stratified too.
 
     Raises:
         AcquisitionError: the data set can't be had, has no image or label column, no label that the model knows, no
-            labelled split to evaluate on, too few images, or too many damaged ones.
+            labelled split to evaluate on, no train split to recover with where that is asked for, too few images, or
+            too many damaged ones.
     """
     with quiet(), tempfile.TemporaryDirectory() as cache:
         data = open_data(query, cache=Path(cache), progress=progress)
@@ -113,6 +115,11 @@ def draw_splits(
 def _draw_from(data: OpenedData, evaluation: str, columns: Columns, folder: Path, progress: Progress) -> DrawnSplits:
     query = data.query
     train = choose_calibration_split(data, evaluation)
+    if query.num_recovery and train == evaluation:
+        raise AcquisitionError(
+            f"dataset {query.dataset!r} has no train split beside {evaluation!r}, and to recover would be to train on the "
+            "images that accuracy is measured on: set recover_epochs to 0, or choose a data set that has one"
+        )
     target = stream_target(query.num_samples) + (NUM_CALIBRATION if train == evaluation else 0)
     pool = open_pool(data, evaluation, columns, target=target, progress=progress)
     order = _order(pool, query.seed)
@@ -125,13 +132,29 @@ def _draw_from(data: OpenedData, evaluation: str, columns: Columns, folder: Path
     if train == evaluation:
         drawn = _draw(pool, evaluation, {"calibration": reserved, **parts}, folder, progress)
     else:
-        other = open_pool(data, train, columns, target=NUM_CALIBRATION, progress=progress)
-        rows = _order(other, query.seed)[:NUM_CALIBRATION]
         drawn = _draw(pool, evaluation, parts, folder, progress)
-        drawn |= _draw(other, train, {"calibration": rows}, folder, progress)
+        drawn |= _draw_train(data, train, columns, folder, progress)
     return DrawnSplits(
         **drawn, labels=columns.matches, notes=_notes(data, evaluation, train, columns, pool, drawn["calibration"])
     )
+
+
+def _draw_train(
+    data: OpenedData, train: str, columns: Columns, folder: Path, progress: Progress
+) -> dict[str, DrawnSplit]:
+    """Write what is drawn of the train split: calibration images and, where asked for, others to recover with."""
+    num_recovery, seed = data.query.num_recovery, data.query.seed
+    pool = open_pool(data, train, columns, target=NUM_CALIBRATION + num_recovery, progress=progress)
+    order = _order(pool, seed)
+    parts = {"calibration": order[:NUM_CALIBRATION]}
+    if num_recovery:
+        parts["recovery"] = order[NUM_CALIBRATION : NUM_CALIBRATION + num_recovery]
+        if not len(parts["recovery"]):
+            raise AcquisitionError(
+                f"split {train!r} has {len(order)} usable images, and the first {NUM_CALIBRATION} are to calibrate with: "
+                "none is left to recover with, so set recover_epochs to 0 or choose a larger data set"
+            )
+    return _draw(pool, train, parts, folder, progress)
 
 
 def _notes(

@@ -2,6 +2,7 @@
 
 from langgraph.runtime import Runtime
 
+from profiling_agent.acquisition.query import MAX_RECOVERY
 from profiling_agent.agents.node import Update, attend
 from profiling_agent.agents.session import Session, begin
 from profiling_agent.agents.state import RESULTS, RunState
@@ -17,6 +18,7 @@ def acquire(request: Request, session: Session) -> Update:
     """
     plan = read_plan(request.plan) if request.plan else None
     asked = request.model_dump(include=set(AcquireTask.model_fields))
+    asked["num_recovery"] = MAX_RECOVERY if request.recover_epochs else 0
     acquired = session.jobs.run(AcquireTask.model_validate(asked))
     blank = {name: RunState.model_fields[name].get_default() for name in RESULTS}
     root = session.workspace.root

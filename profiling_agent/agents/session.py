@@ -44,6 +44,7 @@ class Session:
             goal=state.goal,
             batch_size=state.batch_size,
             seed=state.seed,
+            recover_epochs=state.recover_epochs,
         )
 
     def close(self) -> None:
@@ -58,7 +59,8 @@ class Session:
         root = self.workspace.root
         if not self._created:
             return
-        shutil.rmtree(self.workspace.jobs, ignore_errors=True)
+        for folder in (self.workspace.jobs, root / "recovery"):
+            shutil.rmtree(folder, ignore_errors=True)
         for name in ("request.json", "worker.log", "run.lock"):
             (root / name).unlink(missing_ok=True)
         # A checkpointer's file may lie here, and it is the checkpointer's to remove.

@@ -12,7 +12,7 @@ from profiling_agent.evaluation.intervals import compare
 from profiling_agent.evaluation.predictions import read_predictions
 from profiling_agent.iteration.judge import judge
 from profiling_agent.jobs.runner import Jobs
-from profiling_agent.jobs.tasks import EvaluateTask, PruneTask, QuantizeTask, RaceTask
+from profiling_agent.jobs.tasks import EvaluateTask, PruneTask, QuantizeTask, RaceTask, RecoverTask
 from profiling_agent.records import (
     Acquired,
     ArtifactRef,
@@ -28,6 +28,7 @@ from profiling_agent.records import (
     PrunedModel,
     Race,
     Record,
+    RecoveredModel,
     SplitInfo,
     Variant,
 )
@@ -39,8 +40,15 @@ class Candidate(Record):
     plan: Plan
     dry_run: DryRun | None = None
     pruned: PrunedModel | None = None
+    recovery: RecoveredModel | None = None
     deployed: ArtifactRef | None = None
     failure: str | None = None
+
+    @property
+    def fp32(self) -> ArtifactRef | None:
+        """Return the pruned model as far as it was brought back; None where nothing is pruned."""
+        made = self.recovery or self.pruned
+        return made.model if made else None
 
 
 @dataclass(frozen=True)
@@ -54,6 +62,7 @@ class Bench:
     goal: Goal
     batch_size: int
     seed: int
+    recover_epochs: int = 0
 
     def kept(self, cuts: Sequence[Cut]) -> dict[str, tuple[int, ...]]:
         """Return the channels or heads that stay by the evidence's order; nothing of units without evidence."""
@@ -93,7 +102,10 @@ class Bench:
 
 
 def prune_candidate(bench: Bench, plan: Plan) -> Candidate:
-    """Apply the plan's pruning to the unpruned model; a refused prune is a candidate with a failure."""
+    """Apply the plan's pruning to the unpruned model, and recover it where the run asks for that.
+
+    A refused prune or recovery is a candidate with a failure.
+    """
     if not plan.pruning and plan.target is None:
         return Candidate(plan=plan)
     try:
@@ -111,16 +123,36 @@ def prune_candidate(bench: Bench, plan: Plan) -> Candidate:
             seed=bench.seed,
             batch_size=bench.batch_size,
         )
-        return Candidate(plan=plan, dry_run=dry, pruned=bench.jobs.run(task))
+        return _recovered(bench, Candidate(plan=plan, dry_run=dry, pruned=bench.jobs.run(task)))
     except (PruningError, JobError) as error:
         return Candidate(plan=plan, dry_run=dry, failure=str(error))
+
+
+def _recovered(bench: Bench, candidate: Candidate) -> Candidate:
+    """Return the candidate with its model trained again, or itself where the run is training-free."""
+    recovery = bench.acquired.recovery
+    if candidate.pruned is None or recovery is None or not bench.recover_epochs:
+        return candidate
+    task = RecoverTask(
+        model=candidate.pruned.model,
+        baseline=bench.baseline,
+        recovery=recovery,
+        calibration=bench.acquired.calibration,
+        epochs=bench.recover_epochs,
+        seed=bench.seed,
+        device=bench.acquired.source.device,
+    )
+    try:
+        return candidate.model_copy(update={"recovery": bench.jobs.run(task)})
+    except (PruningError, JobError) as error:
+        return candidate.model_copy(update={"failure": f"recovery failed: {error}"})
 
 
 def quantize_candidate(bench: Bench, candidate: Candidate) -> Candidate:
     """Bring the pruned model into the form it would be deployed in."""
     if candidate.failure is not None:
         return candidate
-    model = candidate.pruned.model if candidate.pruned else bench.baseline
+    model = candidate.fp32 or bench.baseline
     if bench.goal.selection == "paper":
         return candidate.model_copy(update={"deployed": model})
     try:
@@ -153,10 +185,11 @@ def measure_attempt(bench: Bench, candidate: Candidate, journal: Journal) -> Att
         number=number,
         plan=candidate.plan,
         dry_run=candidate.dry_run,
-        pruned_model=made.model if made else None,
+        pruned_model=candidate.fp32,
         compensation=made.compensation if made else (),
         calibration_kl=made.kl if made else None,
         calibration_kl_uncompensated=made.kl_uncompensated if made else None,
+        recovery=candidate.recovery,
         accepted=False,
         reason=candidate.failure or "",
     )
@@ -167,8 +200,8 @@ def measure_attempt(bench: Bench, candidate: Candidate, journal: Journal) -> Att
         variant = _deployed_variant(candidate, bench.goal)
         deployed = bench.evaluate(variant, candidate.deployed, search, baseline)
         pruned = deployed if variant is Variant.PRUNED else None
-        if candidate.pruned and pruned is None and number == 1:
-            pruned = bench.evaluate(Variant.PRUNED, candidate.pruned.model, search, baseline)
+        if candidate.fp32 and pruned is None and number == 1:
+            pruned = bench.evaluate(Variant.PRUNED, candidate.fp32, search, baseline)
     except JobError as error:
         return failed.model_copy(update={"reason": str(error)})
     judgement = judge(deployed, baseline, bench.goal)

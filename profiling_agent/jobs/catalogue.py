@@ -21,6 +21,7 @@ from profiling_agent.evaluation.footprint import folder_bytes, parameter_bytes
 from profiling_agent.evaluation.predictions import write_predictions
 from profiling_agent.jobs import tasks
 from profiling_agent.jobs.desk import Desk
+from profiling_agent.jobs.recover_job import recover_job
 from profiling_agent.profiling.complexity import count_complexity
 from profiling_agent.profiling.latency_table import time_units
 from profiling_agent.profiling.profile import profile_model
@@ -74,6 +75,7 @@ def acquire(task: tasks.AcquireTask, desk: Desk) -> Acquired:
         calibration=info("calibration", drawn.calibration),
         search=info("search", drawn.search),
         heldout=info("heldout", drawn.heldout),
+        recovery=info("recovery", drawn.recovery) if drawn.recovery else None,
         labels=drawn.labels,
         notes=drawn.notes,
     )
@@ -230,6 +232,7 @@ CATALOGUE: dict[type[tasks.Task[Any]], Callable[[Any, Desk], Record]] = {
     tasks.ResolveShapeTask: resolve_shape,
     tasks.ProfileTask: profile,
     tasks.PruneTask: prune,
+    tasks.RecoverTask: recover_job,
     tasks.QuantizeTask: quantize,
     tasks.EvaluateTask: evaluate,
 }

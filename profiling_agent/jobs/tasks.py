@@ -17,6 +17,7 @@ from profiling_agent.records import (
     QuantizedModel,
     Race,
     Record,
+    RecoveredModel,
     SplitInfo,
     Variant,
 )
@@ -47,6 +48,7 @@ class AcquireTask(Task[Acquired]):
     image_column: str | None = None
     label_column: str | None = None
     num_samples: int | None = None
+    num_recovery: int = 0
     seed: int = 0
 
 
@@ -116,6 +118,25 @@ class PruneTask(Task[PrunedModel]):
     seed: int
     compensate: bool = True
     batch_size: int = 32
+
+
+class RecoverTask(Task[RecoveredModel]):
+    """Train a pruned float32 model to say what the unpruned one says; judged on calibration images.
+
+    `batch_size` is that of training and no request's: with a batch of 1 or 4096 the learning rate would be wrong.
+    """
+
+    result: ClassVar[type[Record]] = RecoveredModel
+    # What is cut off goes on after its last epoch, but a hundred epochs may take a day.
+    timeout_s: ClassVar[float] = 24 * 3600.0
+    model: ArtifactRef
+    baseline: ArtifactRef
+    recovery: SplitInfo
+    calibration: SplitInfo
+    epochs: int
+    seed: int
+    batch_size: int = 32
+    device: str = "cpu"
 
 
 class QuantizeTask(Task[QuantizedModel]):

@@ -14,6 +14,7 @@ TASKS: dict[str, type[tasks.Task[Any]]] = {
         tasks.HeadlineTask,
         tasks.ProfileTask,
         tasks.PruneTask,
+        tasks.RecoverTask,
         tasks.QuantizeTask,
         tasks.EvaluateTask,
         tasks.RaceTask,

@@ -16,6 +16,7 @@ from profiling_agent.records.plan import (
     PruningRecommendation,
     QuantizationRecommendation,
     QuantizedModel,
+    RecoveredModel,
     Target,
 )
 from profiling_agent.records.profile import (
@@ -62,6 +63,7 @@ __all__ = [
     "QuantizedModel",
     "Race",
     "Record",
+    "RecoveredModel",
     "SplitInfo",
     "StopReason",
     "Target",

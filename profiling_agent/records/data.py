@@ -33,7 +33,7 @@ class LabelMatch(Record):
 class SplitInfo(Record):
     """A fixed set of images on disk, drawn once with the run's seed."""
 
-    name: Literal["calibration", "search", "heldout"]
+    name: Literal["calibration", "search", "heldout", "recovery"]
     source_split: str
     num_images: int
     num_skipped: int = Field(default=0, description="images that could not be decoded")
@@ -50,11 +50,12 @@ class ModelSource(Record):
 
 
 class Acquired(Record):
-    """What acquisition found: the model, three disjoint sets of images, and how their labels became its classes."""
+    """What acquisition found: the model, disjoint sets of images, and how their labels became its classes."""
 
     source: ModelSource
     calibration: SplitInfo
     search: SplitInfo
     heldout: SplitInfo
+    recovery: SplitInfo | None = Field(default=None, description="train images, where pruned models are trained again")
     labels: tuple[LabelMatch, ...]
     notes: tuple[str, ...] = ()

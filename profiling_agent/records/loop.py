@@ -6,7 +6,7 @@ from typing import Literal
 from pydantic import Field
 
 from profiling_agent.records.measurement import Evaluation, Variant
-from profiling_agent.records.plan import DryRun, Plan
+from profiling_agent.records.plan import DryRun, Plan, RecoveredModel
 from profiling_agent.records.record import ArtifactRef, Record
 
 
@@ -25,12 +25,18 @@ class Attempt(Record):
     number: int
     plan: Plan
     dry_run: DryRun | None = None
-    pruned_model: ArtifactRef | None = Field(default=None, description="fp32, before quantization")
+    pruned_model: ArtifactRef | None = Field(
+        default=None, description="fp32, before quantization; after recovery, where there was one"
+    )
     compensation: tuple[str, ...] = Field(default=(), description="what made up for the cut, without training")
     calibration_kl: float | None = Field(
-        default=None, description="KL divergence of the fp32 model to the baseline on calibration images, nats"
+        default=None,
+        description="KL divergence of the fp32 model to the baseline on calibration images, nats; before recovery",
     )
     calibration_kl_uncompensated: float | None = None
+    recovery: RecoveredModel | None = Field(
+        default=None, description="what training brought back; without it the attempt is training-free"
+    )
     pruned: Evaluation | None = Field(default=None, description="fp32, where it was measured")
     deployed: Evaluation | None = Field(default=None, description="in the form it would be deployed")
     accepted: bool

@@ -30,7 +30,7 @@ class Footprint(Record):
 class Predictions(Record):
     """One model's answers on one split, in the split's order; `file` holds predicted and true class ids."""
 
-    split: Literal["calibration", "search", "heldout"]
+    split: Literal["calibration", "search", "heldout", "recovery"]
     num_images: int
     num_correct: int
     file: ArtifactRef

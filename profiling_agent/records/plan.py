@@ -100,6 +100,20 @@ class PrunedModel(Record):
     compensation: tuple[str, ...] = Field(default=(), description="the steps that lowered it, in their order")
 
 
+class RecoveredModel(Record):
+    """A pruned model after distillation, or the very one that was given where no epoch lowered the KL; nats.
+
+    The KL is that to the unpruned model on the quarter of the calibration images that nothing is fitted to.
+    """
+
+    model: ArtifactRef
+    epochs_run: int
+    kl_before: float
+    kl_after: float
+    stopped: str = Field(description="why there were no more epochs")
+    note: str | None = Field(default=None, description="why a checkpoint that was there was not gone on from")
+
+
 class QuantizedModel(Record):
     """A quantized model and the layers that were quantized."""
 

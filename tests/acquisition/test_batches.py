@@ -8,7 +8,7 @@ import torch
 import zoo
 from PIL import Image
 
-from profiling_agent.acquisition.batches import iter_batches, read_split, write_split
+from profiling_agent.acquisition.batches import iter_batches, read_split, shuffled_batches, write_split
 from profiling_agent.errors import ArtifactError
 
 
@@ -43,6 +43,21 @@ def test_batches_hold_what_the_model_takes_and_the_last_is_short(path):
 @pytest.mark.parametrize(("limit", "sizes"), [(3, [2, 1]), (2, [2]), (99, [2, 2, 1]), (0, [])])
 def test_a_limit_stops_early(path, limit, sizes):
     assert [len(labels) for _, labels in iter_batches(path, zoo.processor(), batch_size=2, limit=limit)] == sizes
+
+
+def test_an_epoch_holds_every_image_once_in_an_order_of_its_own(path):
+    # Shade k of 5 is k/5 of white: normalised with mean and deviation one half, that is 0.4 k - 1.
+    def shades(seed, epoch):
+        batches = list(shuffled_batches(path, zoo.processor(), batch_size=2, seed=seed)(epoch))
+        assert [tuple(pixels.shape) for pixels in batches] == [(2, 3, 32, 32), (2, 3, 32, 32), (1, 3, 32, 32)]
+        assert {pixels.dtype for pixels in batches} == {torch.float32}
+        return tuple(round((image.mean().item() + 1) / 0.4) for pixels in batches for image in pixels)
+
+    orders = {(seed, epoch): shades(seed, epoch) for seed in range(3) for epoch in range(3)}
+
+    assert all(sorted(order) == [0, 1, 2, 3, 4] for order in orders.values())
+    assert len(set(orders.values())) > 5
+    assert shades(2, 1) == orders[2, 1]
 
 
 def test_a_file_that_is_no_split_is_an_error(tmp_path):

@@ -133,6 +133,34 @@ def test_test_alone_calibrates_on_test_images_that_are_not_measured_on(parquet, 
     assert "come from split 'test' too" in drawn.notes[0]
 
 
+def test_images_to_recover_with_come_from_train_and_are_in_no_other_set(folder, draw, make):
+    plain, drawn = draw(folder, NAMES), draw(folder, NAMES, num_recovery=300)
+    train = {hashlib.sha256(make.png(row)).hexdigest() for row in range(600)}
+    assert plain.recovery is None
+    assert (drawn.recovery.source_split, drawn.recovery.num_images) == ("train", 300)
+    assert np.bincount(labels(drawn.recovery)).tolist() == [100, 100, 100]
+    assert set(digests(drawn.recovery)) <= train - set(digests(drawn.calibration))
+    for name in ("calibration", "search", "heldout"):
+        assert digests(getattr(plain, name)) == digests(getattr(drawn, name))
+
+
+def test_all_that_calibration_leaves_of_train_is_recovered_with_where_more_was_asked_for(folder, draw):
+    assert draw(folder, NAMES, num_recovery=5000).recovery.num_images == 600 - 256
+
+
+@pytest.mark.parametrize(("split", "query"), [("test", {}), ("train", {"split": "train"})])
+def test_recovery_never_trains_on_the_split_that_is_measured_on(parquet, make, draw, split, query):
+    folder = parquet(**{split: make.table(np.arange(1200) % 3, KIND)})
+    with pytest.raises(AcquisitionError, match=f"no train split beside '{split}'.*set recover_epochs to 0"):
+        draw(folder, NAMES, num_recovery=10, **query)
+
+
+def test_a_train_split_that_calibration_uses_up_leaves_nothing_to_recover_with(parquet, make, draw):
+    rows = {"train": make.table(np.arange(256) % 3, KIND), "test": make.table(np.arange(100) % 3, KIND, first=500)}
+    with pytest.raises(AcquisitionError, match=r"256 usable images.*none is left to recover with"):
+        draw(parquet(**rows), NAMES, num_recovery=10)
+
+
 def test_a_data_set_smaller_than_asked_says_how_many_there_are(folder, draw):
     with pytest.raises(AcquisitionError, match=r"has 300 usable images.*at most 150"):
         draw(folder, NAMES, num_samples=151)

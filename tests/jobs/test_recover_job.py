@@ -1,0 +1,140 @@
+"""What the recovery job makes of saved models and drawn splits, in one go and in two."""
+
+import io
+
+import numpy as np
+import pytest
+import torch
+import zoo
+from PIL import Image
+from safetensors.torch import load_file
+
+from profiling_agent.acquisition.batches import iter_batches, write_split
+from profiling_agent.artifacts.load import load, load_recipe
+from profiling_agent.artifacts.recipe import WEIGHTS
+from profiling_agent.artifacts.save import save_model
+from profiling_agent.jobs.desk import Desk
+from profiling_agent.jobs.recover_job import recover_job
+from profiling_agent.jobs.tasks import RecoverTask
+from profiling_agent.progress import silent
+from profiling_agent.pruning.baselines import uniform_prune
+from profiling_agent.pruning.compensation import mean_kl
+from profiling_agent.pruning.units import find_units
+from profiling_agent.records import ArtifactRef, SplitInfo
+from profiling_agent.workspace import Workspace
+
+NUM_IMAGES = 64
+
+
+class KilledError(Exception):
+    pass
+
+
+def split(root, name, seed) -> SplitInfo:
+    rng, images = np.random.default_rng(seed), []
+    for _ in range(NUM_IMAGES):
+        held = io.BytesIO()
+        Image.fromarray(rng.integers(0, 256, (32, 32, 3), dtype=np.uint8)).save(held, format="PNG")
+        images.append(held.getvalue())
+    write_split(root / f"{name}.parquet", images, [0] * NUM_IMAGES)
+    file = ArtifactRef(path=f"{name}.parquet", sha256=name, size_bytes=1, kind="split")
+    return SplitInfo(name=name, source_split="train", num_images=NUM_IMAGES, file=file)
+
+
+def saved(root, name, model, cuts=()) -> ArtifactRef:
+    save_model(model, root / name, spec=zoo.SPEC, processor=zoo.processor(), base_model="zoo", cuts=cuts)
+    return ArtifactRef(path=name, sha256=name, size_bytes=1, kind="model")
+
+
+@pytest.fixture
+def task(tmp_path) -> RecoverTask:
+    dense = zoo.vit()
+    pruned = uniform_prune(dense, find_units(dense, zoo.SPEC, {}).units, zoo.SPEC, 0.5)
+    return RecoverTask(
+        model=saved(tmp_path, "pruned", pruned.model, pruned.cuts),
+        baseline=saved(tmp_path, "baseline", dense),
+        recovery=split(tmp_path, "recovery", 1),
+        calibration=split(tmp_path, "calibration", 2),
+        epochs=4,
+        seed=3,
+    )
+
+
+def desk_in(root, name, progress=silent) -> Desk:
+    folder = root / "jobs" / f".tmp-{name}"
+    folder.mkdir(parents=True)
+    return Desk(root, folder, f"jobs/{name}", progress)
+
+
+def test_the_saved_model_is_nearer_to_the_baseline_on_the_judged_images(task: RecoverTask, tmp_path):
+    desk = desk_in(tmp_path, "job")
+    done = recover_job(task, desk)
+    images = torch.cat(
+        [images for images, _ in iter_batches(tmp_path / "calibration.parquet", zoo.processor(), batch_size=64)]
+    )
+    # Of each 32 images the last 8.
+    judged = images.reshape(2, 32, 3, 32, 32)[:, 24:].flatten(0, 1)
+    with torch.inference_mode():
+        expected, before, after = (
+            load(folder)(pixel_values=judged).logits
+            for folder in (tmp_path / "baseline", tmp_path / "pruned", desk.folder / "model")
+        )
+
+    assert done.kl_after < done.kl_before
+    assert done.kl_before == pytest.approx(mean_kl(expected, before), rel=1e-4)
+    assert done.kl_after == pytest.approx(mean_kl(expected, after), rel=1e-4)
+    assert (done.model.path, done.epochs_run) == ("jobs/job/model", 4)
+    assert load_recipe(desk.folder / "model").cuts == load_recipe(tmp_path / "pruned").cuts
+    assert load_recipe(tmp_path / "pruned").cuts
+    assert not (tmp_path / "recovery").exists()
+
+
+def test_a_job_that_was_killed_goes_on_after_its_last_epoch_and_ends_with_the_same_weights(task: RecoverTask, tmp_path):
+    begun = []
+
+    def kill(_message, done, _total):
+        if done == 2:
+            raise KilledError
+
+    with pytest.raises(KilledError):
+        recover_job(task, desk_in(tmp_path, "cut", kill))
+    Workspace(tmp_path).sweep()
+    kept = [path.parent.name for path in (tmp_path / "recovery").rglob("recovery.json")]
+    again = desk_in(tmp_path, "cut", lambda _message, done, _total: begun.append(done))
+    undisturbed = desk_in(tmp_path, "whole")
+    resumed, whole = recover_job(task, again), recover_job(task, undisturbed)
+    one, other = (load_file(desk.folder / "model" / WEIGHTS) for desk in (again, undisturbed))
+
+    assert kept == ["cut"]
+    assert begun == [2, 3, 4]
+    assert (resumed.kl_after, resumed.note) == (whole.kl_after, None)
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert not (tmp_path / "recovery").exists()
+
+
+def test_a_job_leaves_what_another_one_kept(task: RecoverTask, tmp_path):
+    (tmp_path / "recovery" / "other").mkdir(parents=True)
+    recover_job(task.model_copy(update={"epochs": 1}), desk_in(tmp_path, "job"))
+
+    assert [path.name for path in (tmp_path / "recovery").iterdir()] == ["other"]
+
+
+def test_where_no_epoch_helps_the_pruned_model_itself_is_handed_on(task: RecoverTask, tmp_path):
+    desk = desk_in(tmp_path, "job")
+    done = recover_job(task.model_copy(update={"model": task.baseline}), desk)
+
+    # The baseline is already at 0, below which no KL falls.
+    assert done.model == task.baseline
+    assert (done.kl_after, done.stopped) == (done.kl_before, "the KL did not fall for 2 epochs")
+    assert not list(desk.folder.iterdir())
+
+
+def test_the_order_of_images_is_the_seeds(task: RecoverTask, tmp_path):
+    one, other = (
+        recover_job(task.model_copy(update={"epochs": 1, "seed": seed}), desk_in(tmp_path, f"job{seed}"))
+        for seed in (1, 2)
+    )
+
+    assert one.kl_before == other.kl_before
+    assert one.kl_after != other.kl_after
