@@ -97,14 +97,14 @@ class _Study:
 
     def gather(self) -> None:
         """T0: the moments, and what the unpruned model answers."""
-        fitted = regrouped(self.calibration.fitted(), BATCH, rest=True)
-        self.moments = gather_moments(self.model, self.units, fitted, seed=self.seed)
         self.judged = list(regrouped(self.calibration.judged(), BATCH, rest=True))
         self.num_judged = sum(map(len, self.judged))
         self.num_images = self.num_judged + sum(map(len, self.calibration.fitted()))
         self.expected = torch.cat([self.model(pixel_values=images).logits for images in self.judged])
         if not bool(torch.isfinite(self.expected).all()):
             raise PruningError("the model answers calibration images with logits that aren't finite: check its weights")
+        fitted = regrouped(self.calibration.fitted(), BATCH, rest=True)
+        self.moments = gather_moments(self.model, self.units, fitted, seed=self.seed)
         consumers = [unit.consumer for unit in self.units]
         self.norms = following_norms(self.model, consumers, self.judged[0][:1])
 
@@ -167,8 +167,8 @@ class _Study:
 
     def _measured(self, folds: Mapping[tuple[str, int], Folded], progress: Progress) -> dict[str, dict[int, float]]:
         units = {unit.name: unit for unit in self.units}
-        readers = {unit.name: (unit.consumer, *unit.side_readers) for unit in self.units}
-        prefixes = find_prefixes(self.model, readers, self.judged[0][:1])
+        changed = {unit.name: _changed(unit) for unit in self.units}
+        prefixes = find_prefixes(self.model, changed, self.judged[0][:1])
         sums = dict.fromkeys(folds, 0.0)
         for number, images in enumerate(self.judged):
             replay = Replay(self.model, prefixes, images)
@@ -180,6 +180,12 @@ class _Study:
         for (name, keep), total in sums.items():
             measured[name][keep] = total / self.num_judged
         return measured
+
+
+def _changed(unit: Unit) -> tuple[str, ...]:
+    """Return the layers whose weights a fold changes: the readers, and all that a mask has to change where it is more."""
+    readers = (unit.consumer, *unit.side_readers)
+    return readers if unit.mask_exact else (*unit.producers, *unit.inner, *readers)
 
 
 def _spread(widths: Sequence[int]) -> list[int]:
