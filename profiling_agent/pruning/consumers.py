@@ -30,9 +30,20 @@ def features(layer: nn.Module, inputs: Tensor) -> Tensor:
     """Return what `layer` multiplies its matrix with: (positions, columns), a position a token or an output pixel."""
     if not isinstance(layer, nn.Conv2d):
         return inputs.reshape(-1, inputs.shape[-1])
-    assert not isinstance(layer.padding, str), "patterns of padding by name are resolved by torch alone"
-    patches = F.unfold(inputs, layer.kernel_size, layer.dilation, layer.padding, layer.stride)
+    patches = F.unfold(_padded(layer, inputs), layer.kernel_size, layer.dilation, stride=layer.stride)
     return _thinned(patches).transpose(1, 2).reshape(-1, patches.shape[1])
+
+
+def _padded(layer: nn.Conv2d, inputs: Tensor) -> Tensor:
+    """Return the inputs with the border that the convolution puts around them."""
+    if isinstance(layer.padding, str):
+        named = zip(layer.kernel_size, layer.dilation, strict=True)
+        around = [step * (size - 1) if layer.padding == "same" else 0 for size, step in named]
+        (top, left), (bottom, right) = [each // 2 for each in around], [each - each // 2 for each in around]
+    else:
+        top, left = bottom, right = layer.padding
+    mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
+    return F.pad(inputs, (left, right, top, bottom), mode=mode)
 
 
 def outputs_of(layer: nn.Module, outputs: Tensor) -> Tensor:
