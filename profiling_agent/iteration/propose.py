@@ -4,6 +4,7 @@ Every plan is the first one at another strength: its target and all its ratios t
 strongest accepted and the mildest refused factor, doubling while nothing was refused.
 """
 
+import math
 from collections.abc import Iterator
 
 from profiling_agent.analysis.dry_run import dry_run, most_saving
@@ -13,6 +14,8 @@ from profiling_agent.records import Attempt, Goal, Journal, ModelProfile, Plan, 
 MAX_RATIO, MAX_SAVING = 0.75, 0.99
 # The paper's loop answers to the last evaluation alone; these are its steps.
 MILDER, STRONGER = 0.5, 1.5
+# While no target was refused the next may cost this many times the KL of the last, by steps of a twentieth of the way.
+MORE_KL, NUM_SAVINGS, MIN_NATS = 4.0, 20, 1e-4
 
 
 def scaled(plan: Plan, factor: float) -> Plan:
@@ -49,12 +52,37 @@ def _strongest(first: Plan, profile: ModelProfile) -> float:
     return max(MAX_RATIO / rec.pruning_ratio for rec in first.pruning)
 
 
+def _stronger(first: Plan, profile: ModelProfile, low: float, strongest: float) -> float:
+    """Return the strength between `low` and `strongest` at which the predicted KL is a few times that of `low`.
+
+    Twice the saving may cost a hundred times the KL, and an attempt that is refused outright teaches little.
+    """
+    allowed = MORE_KL * max(_kl(scaled(first, low), profile), MIN_NATS)
+    choice = low
+    for share in range(1, NUM_SAVINGS + 1):
+        strength = low + (strongest - low) * share / NUM_SAVINGS
+        if choice > low and _kl(scaled(first, strength), profile) > allowed:
+            break
+        choice = strength
+    return choice
+
+
+def _kl(plan: Plan, profile: ModelProfile) -> float:
+    """Return the KL that the evidence predicts, without end where the plan can't be made."""
+    try:
+        kl = dry_run(plan, profile).kl
+    except PlanError:
+        return math.inf
+    return math.inf if kl is None else kl
+
+
 def _by_bisection(journal: Journal, profile: ModelProfile) -> Iterator[float]:
     """Give strengths to try, the most informative first."""
     low, high = _bracket(journal)
-    strongest = _strongest(journal.attempts[0].plan, profile)
+    first = journal.attempts[0].plan
+    strongest = _strongest(first, profile)
     if high is None:
-        yield min(low * 2, strongest)
+        yield _stronger(first, profile, low, strongest) if first.target else min(low * 2, strongest)
         high = strongest
     # Widths are aligned, so the exact middle may be a plan that was measured already; its neighbours may not be.
     yield from (low + (high - low) * share for share in (1 / 2, 3 / 4, 1 / 4, 7 / 8, 1 / 8))
