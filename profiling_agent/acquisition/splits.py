@@ -134,9 +134,8 @@ def _draw_from(data: OpenedData, evaluation: str, columns: Columns, folder: Path
     else:
         drawn = _draw(pool, evaluation, parts, folder, progress)
         drawn |= _draw_train(data, train, columns, folder, progress)
-    return DrawnSplits(
-        **drawn, labels=columns.matches, notes=_notes(data, evaluation, train, columns, pool, drawn["calibration"])
-    )
+    notes = _notes(data, evaluation, train, columns, pool, drawn)
+    return DrawnSplits(**drawn, labels=columns.matches, notes=notes)
 
 
 def _draw_train(
@@ -158,9 +157,10 @@ def _draw_train(
 
 
 def _notes(
-    data: OpenedData, evaluation: str, train: str, columns: Columns, pool: Pool, calibration: DrawnSplit
+    data: OpenedData, evaluation: str, train: str, columns: Columns, pool: Pool, drawn: Mapping[str, DrawnSplit]
 ) -> tuple[str, ...]:
     """Return what a reader of the results should know about the images."""
+    calibration, recovery = drawn["calibration"], drawn.get("recovery")
     num_unmapped = int((pool.labels == UNMAPPED).sum())
     said = (
         (columns.note is not None, columns.note or ""),
@@ -176,6 +176,11 @@ def _notes(
         (
             calibration.num_images + calibration.num_skipped < NUM_CALIBRATION,
             f"only {calibration.num_images} images are there to calibrate with, not {NUM_CALIBRATION}",
+        ),
+        (
+            recovery is not None,
+            f"pruned models are trained on {recovery.num_images if recovery else 0} images of split {train!r}, "
+            "which are in no other set",
         ),
         (num_unmapped > 0, f"{num_unmapped} images of split {evaluation!r} have no label that the model knows"),
         (not data.is_local, "images were streamed and drawn in equal numbers per class"),

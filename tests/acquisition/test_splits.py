@@ -137,6 +137,7 @@ def test_images_to_recover_with_come_from_train_and_are_in_no_other_set(folder, 
     plain, drawn = draw(folder, NAMES), draw(folder, NAMES, num_recovery=300)
     train = {hashlib.sha256(make.png(row)).hexdigest() for row in range(600)}
     assert plain.recovery is None
+    assert drawn.notes == ("pruned models are trained on 300 images of split 'train', which are in no other set",)
     assert (drawn.recovery.source_split, drawn.recovery.num_images) == ("train", 300)
     assert np.bincount(labels(drawn.recovery)).tolist() == [100, 100, 100]
     assert set(digests(drawn.recovery)) <= train - set(digests(drawn.calibration))

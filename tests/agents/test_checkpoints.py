@@ -5,14 +5,15 @@ from typing import get_args
 
 import pytest
 from langgraph.graph import END, START, StateGraph
-from made import BASELINE, attempt, journal, profile
+from made import BASELINE, attempt, journal, profile, ref
 from pydantic import BaseModel
 
 from profiling_agent.agents.checkpoints import RunSaver, checkpointed_types, strict_serde
 from profiling_agent.agents.state import RunState
 from profiling_agent.analysis.dry_run import dry_run
 from profiling_agent.errors import RunError
-from profiling_agent.records import Journal, StopReason
+from profiling_agent.iteration.attempt import Candidate
+from profiling_agent.records import Journal, RecoveredModel, StopReason
 from profiling_agent.reporting.report import RunReport
 
 
@@ -50,8 +51,10 @@ def test_records_made_by_hand_come_back_equal():
     tried = attempt(1, 0.25, accepted=True, macs=900).model_copy(
         update={"dry_run": dry_run(attempt(1, 0.25, accepted=True).plan, measured)}
     )
+    recovery = RecoveredModel(model=ref("m1"), epochs_run=3, kl_before=0.2, kl_after=0.1, stopped="made")
+    recovered = (tried.model_copy(update={"recovery": recovery}), Candidate(plan=tried.plan, recovery=recovery))
 
-    for value in (measured, tried, journal(tried, quantized=BASELINE), StopReason.CONVERGED):
+    for value in (measured, tried, *recovered, journal(tried, quantized=BASELINE), StopReason.CONVERGED):
         assert round_trip(value) == value
 
 
