@@ -46,7 +46,8 @@ class _Calls:
 def find_prefixes(model: nn.Module, readers: Mapping[str, Collection[str]], image: Tensor) -> Prefixes:
     """Return what may be skipped for each unit, whose `readers` change: the outermost modules that end before these begin.
 
-    A module that serves one unit alone isn't kept: its block is run again, which costs less than its memory.
+    A module that serves one unit alone isn't kept unless it holds several others, as a stage: a part of a block is run
+    again, which costs less than its memory.
     """
     calls = _Calls()
     with watching(model, [name for name, _ in model.named_modules() if name], before=calls.begin, after=calls.end):
@@ -55,7 +56,11 @@ def find_prefixes(model: nn.Module, readers: Mapping[str, Collection[str]], imag
     first = {unit: min(calls.began[layer] for layer in layers) for unit, layers in readers.items()}
     before = {unit: _outermost([name for name in once if calls.ended[name] < began]) for unit, began in first.items()}
     uses = Counter(name for names in before.values() for name in names)
-    return Prefixes({unit: tuple(name for name in names if uses[name] > 1) for unit, names in before.items()})
+    held = {
+        name: sum(any(layer.startswith(f"{name}.") for layer in layers) for layers in readers.values()) for name in uses
+    }
+    kept = {name for name in uses if uses[name] > 1 or held[name] > 1}
+    return Prefixes({unit: tuple(name for name in names if name in kept) for unit, names in before.items()})
 
 
 def _outermost(names: Collection[str]) -> list[str]:
