@@ -10,7 +10,6 @@ printed beside ours as the bar it set.
 import argparse
 import tempfile
 from collections.abc import Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +20,12 @@ from torch import nn
 from transformers import ViTImageProcessorPil
 
 from profiling_agent.artifacts.save import save_model
-from profiling_agent.evaluation.race import Pace, race_until_clear
+from profiling_agent.evaluation.race import Pace, processes, race_until_clear
 from profiling_agent.evaluation.scores import Score
 from profiling_agent.pruning.prune import prune_model
 from profiling_agent.pruning.units import find_units
 from profiling_agent.records import Cut
-from profiling_agent.runtimes.contender import Contender, racer_command
+from profiling_agent.runtimes.contender import racer_command
 from profiling_agent.runtimes.eager import pin_threads
 from profiling_agent.runtimes.turns import Start
 
@@ -67,9 +66,7 @@ def run(folders: Sequence[Path], *, batch_size: int, is_quick: bool) -> list[Sco
     """Let all take turns; the first is the dense model."""
     start = Start(batch_size=batch_size, device="cpu", num_threads=NUM_THREADS)
     pace = Pace(seconds_per_turn=0.5, min_rounds=5 if is_quick else 15, max_seconds=20 if is_quick else 90)
-    with ExitStack() as stack:
-        contenders = [stack.enter_context(Contender(racer_command(folder), start)) for folder in folders]
-        scores, _, _ = race_until_clear(contenders, pace=pace)
+    scores, _, _ = race_until_clear(processes([racer_command(folder) for folder in folders], start), pace=pace)
     return scores
 
 

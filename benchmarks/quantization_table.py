@@ -6,7 +6,6 @@ The weights are random, so accuracy isn't measured here. Every method runs in a 
 import argparse
 import sys
 import tempfile
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,11 +22,11 @@ from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
 from profiling_agent.artifacts.load import load
 from profiling_agent.artifacts.save import save_model
 from profiling_agent.evaluation.footprint import folder_bytes
-from profiling_agent.evaluation.race import Pace, race_until_clear
+from profiling_agent.evaluation.race import Pace, processes, race_until_clear
 from profiling_agent.evaluation.scores import Score
 from profiling_agent.quantization.quantize import quantize_model, torch_quantize_dynamic
 from profiling_agent.records import InputSpec, QuantizationRecommendation
-from profiling_agent.runtimes.contender import Contender, racer_command
+from profiling_agent.runtimes.contender import racer_command
 from profiling_agent.runtimes.eager import random_batch
 from profiling_agent.runtimes.racer import serve
 from profiling_agent.runtimes.turns import Start
@@ -139,9 +138,8 @@ def run(entries: list[Entry], *, is_quick: bool) -> list[Score]:
     """Let all take turns at batch size 1."""
     start = Start(batch_size=1, device="cpu")
     pace = Pace(seconds_per_turn=0.5, min_rounds=5 if is_quick else 15, max_seconds=20 if is_quick else 90)
-    with ExitStack() as stack:
-        contenders = [stack.enter_context(Contender(entry.command, start)) for entry in entries]
-        scores, num_rounds, num_races = race_until_clear(contenders, pace=pace)
+    line_up = processes([entry.command for entry in entries], start)
+    scores, num_rounds, num_races = race_until_clear(line_up, pace=pace)
     print(f"{num_races} race(s), {num_rounds} rounds\n")
     return scores
 

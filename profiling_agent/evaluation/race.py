@@ -2,8 +2,8 @@
 
 import random
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -44,6 +44,9 @@ class Runner(Protocol):
         ...
 
 
+LineUp = Callable[[], AbstractContextManager[Sequence[Runner]]]
+
+
 def _race_once(
     runners: Sequence[Runner], runs: Sequence[int], *, pace: Pace, seed: int, progress: Progress
 ) -> tuple[list[Score], int]:
@@ -67,26 +70,45 @@ def _race_once(
 
 
 def race_until_clear(
-    runners: Sequence[Runner], *, pace: Pace, seed: int = 0, progress: Progress = silent
+    line_up: LineUp,
+    *,
+    pace: Pace,
+    seed: int = 0,
+    progress: Progress = silent,
 ) -> tuple[list[Score], int, int]:
     """Return each runner's score against the first, the number of rounds in all, and the number of races.
 
-    Another race is run, three at most, while some runner has been shown slower in every race so far. One that was
-    cleared keeps its latest score that clears it: it isn't slower, whatever a later race run for another's sake says.
+    Another race is run, three at most, while some runner has been shown slower in every race so far. Each race lines up
+    anew: two processes of equal models can differ by several per cent for as long as they live, which no number of
+    turns averages out. A runner that was cleared keeps its latest score that clears it: it isn't slower, whatever a
+    later race run for another's sake says.
     """
-    for runner in runners:
-        runner.wait_until_ready()
-    runs = [_runs_per_turn(runner, pace) for runner in runners]
     scores: dict[int, Score] = {}
-    doubtful, num_races, total_rounds = set(range(1, len(runners))), 0, 0
-    while True:
-        latest, num_rounds = _race_once(runners, runs, pace=pace, seed=seed + num_races, progress=progress)
-        num_races, total_rounds = num_races + 1, total_rounds + num_rounds
+    doubtful: set[int] | None = None
+    num_races = total_rounds = 0
+    while doubtful is None or (doubtful and num_races < MAX_RACES):
+        with line_up() as runners:
+            for runner in runners:
+                runner.wait_until_ready()
+            runs = [_runs_per_turn(runner, pace) for runner in runners]
+            latest, num_rounds = _race_once(runners, runs, pace=pace, seed=seed + num_races, progress=progress)
         slower = {index for index, result in enumerate(latest) if result.is_shown_slower}
-        scores |= {index: result for index, result in enumerate(latest) if index in doubtful or index not in slower}
-        doubtful &= slower
-        if not doubtful or num_races == MAX_RACES:
-            return [scores[index] for index in range(len(runners))], total_rounds, num_races
+        uncleared = set(range(len(latest))) if doubtful is None else doubtful
+        scores |= {index: result for index, result in enumerate(latest) if index in uncleared or index not in slower}
+        doubtful = uncleared & slower
+        num_races, total_rounds = num_races + 1, total_rounds + num_rounds
+    return [scores[index] for index in sorted(scores)], total_rounds, num_races
+
+
+def processes(commands: Sequence[Sequence[str]], start: Start) -> LineUp:
+    """Return what starts a process for each of `commands` and ends them all after the race."""
+
+    @contextmanager
+    def line_up() -> Generator[Sequence[Runner]]:
+        with ExitStack() as stack:
+            yield [stack.enter_context(Contender(command, start)) for command in commands]
+
+    return line_up
 
 
 def _runs_per_turn(runner: Runner, pace: Pace) -> int:
@@ -116,10 +138,8 @@ def race(  # noqa: PLR0913 (how a race is run belongs to its result)
         JobError: a racer crashed or hung; says what it said last.
     """
     start = Start(batch_size=batch_size, device=device, num_threads=num_threads)
-    with ExitStack() as stack:
-        commands = [racer_command(root / ref.path) for _, ref in entries]
-        contenders = [stack.enter_context(Contender(command, start)) for command in commands]
-        results, num_rounds, num_races = race_until_clear(contenders, pace=pace or Pace(), seed=seed, progress=progress)
+    line_up = processes([racer_command(root / ref.path) for _, ref in entries], start)
+    results, num_rounds, num_races = race_until_clear(line_up, pace=pace or Pace(), seed=seed, progress=progress)
     laps = tuple(
         _lap(variant, ref, result, batch_size) for (variant, ref), result in zip(entries, results, strict=True)
     )

@@ -1,16 +1,15 @@
 """A child process of ours, seen from the parent: started, spoken to, limited, ended."""
 
 import contextlib
-import os
 import queue
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
 
 import psutil
 
+from profiling_agent.children import child_command, child_environment
 from profiling_agent.errors import JobError
 from profiling_agent.jobs.wire import ERRORS, Message, Order
 from profiling_agent.progress import Progress
@@ -20,26 +19,19 @@ POLL_S = 0.25
 MEMORY_FRACTION = 0.92
 
 
-def _environment() -> dict[str, str]:
-    """Return the child's environment: no progress bars, no telemetry, no parallel tokenizers."""
-    quiet = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "TOKENIZERS_PARALLELISM": "false"}
-    return os.environ | quiet
-
-
 class Child:
     """One `python -m profiling_agent.jobs`; it dies when this process does, because its standard input closes."""
 
     def __init__(self, log: Path) -> None:
         """Start it; `log` takes what it and its libraries print."""
         self._log = log
-        # -P: a file of the user's called torch.py in the working folder is not to be imported.
         with log.open("ab") as stderr:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "profiling_agent.jobs"],
+                child_command("profiling_agent.jobs"),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=stderr,
-                env=_environment(),
+                env=child_environment(),
                 text=True,
                 encoding="utf-8",
             )

@@ -1,9 +1,7 @@
 """A racer seen from the parent: started, given turns, listened to with a deadline, ended."""
 
-import os
 import queue
 import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Sequence
@@ -11,19 +9,18 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
 
+from profiling_agent.children import child_command, child_environment
 from profiling_agent.errors import JobError
 from profiling_agent.runtimes.turns import Reply, Start, Turn
 
 # Importing torch and reading a large model takes a minute on a busy machine; a hang takes for ever.
 LOAD_TIMEOUT_S, TURN_TIMEOUT_S = 600.0, 300.0
 MAX_TAIL = 500
-QUIET = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
 def racer_command(folder: Path) -> list[str]:
     """Return the command line that races a saved model."""
-    # -P: a file of the user's called torch.py in the working folder is not to be imported.
-    return [sys.executable, "-P", "-m", "profiling_agent.runtimes.racer", str(folder)]
+    return child_command("profiling_agent.runtimes.racer", str(folder))
 
 
 class Contender:
@@ -38,7 +35,7 @@ class Contender:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr,
-            env=os.environ | QUIET,
+            env=child_environment(),
             text=True,
             encoding="utf-8",
         )

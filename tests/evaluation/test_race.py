@@ -3,6 +3,7 @@
 import itertools
 import random
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 
 import pytest
 
@@ -35,19 +36,23 @@ def steady(milliseconds: float) -> Scripted:
 
 
 def per_race(choose: Callable[[int], float]) -> Scripted:
-    """A runner with one time per race: the first turn is the warm-up, then eight rounds a race."""
-    return Scripted(itertools.chain([choose(0)], (choose(turn // PACE.min_rounds) for turn in itertools.count())))
+    """A runner with one time per race, which is a turn to warm up and eight rounds."""
+    return Scripted(choose(turn // (PACE.min_rounds + 1)) for turn in itertools.count())
+
+
+def lined_up(*runners: Scripted):
+    return lambda: nullcontext(runners)
 
 
 def test_a_model_raced_against_its_equal_is_no_slower():
-    (_, equal), _, num_races = race_until_clear([steady(10), steady(10)], pace=PACE)
+    (_, equal), _, num_races = race_until_clear(lined_up(steady(10), steady(10)), pace=PACE)
 
     assert equal.low <= 1 <= equal.high or abs(equal.speedup - 1) < 0.02
     assert num_races <= 3
 
 
 def test_a_faster_model_is_clear_after_one_race():
-    (baseline, faster), _, num_races = race_until_clear([steady(20), steady(10)], pace=PACE)
+    (baseline, faster), _, num_races = race_until_clear(lined_up(steady(20), steady(10)), pace=PACE)
 
     assert faster.speedup == pytest.approx(2, rel=0.02)
     assert 1.9 < faster.low <= faster.high < 2.1
@@ -56,7 +61,7 @@ def test_a_faster_model_is_clear_after_one_race():
 
 
 def test_a_slower_model_is_shown_slower_three_times():
-    (_, slower), num_rounds, num_races = race_until_clear([steady(10), steady(15)], pace=PACE)
+    (_, slower), num_rounds, num_races = race_until_clear(lined_up(steady(10), steady(15)), pace=PACE)
 
     assert slower.is_shown_slower
     assert num_races == 3
@@ -66,7 +71,7 @@ def test_a_slower_model_is_shown_slower_three_times():
 def test_one_race_that_does_not_show_it_clears_a_model():
     unlucky = per_race(lambda number: 15 if number == 0 else 10)
 
-    (_, cleared), _, num_races = race_until_clear([per_race(lambda _: 10), unlucky], pace=PACE)
+    (_, cleared), _, num_races = race_until_clear(lined_up(per_race(lambda _: 10), unlucky), pace=PACE)
 
     assert num_races == 2
     assert not cleared.is_shown_slower
@@ -76,7 +81,9 @@ def test_a_model_that_was_cleared_stays_so_while_another_is_in_doubt():
     fair_at_first = per_race(lambda number: 10 if number == 0 else 15)
     always_slow = per_race(lambda _: 20)
 
-    (_, cleared, slow), _, num_races = race_until_clear([per_race(lambda _: 10), fair_at_first, always_slow], pace=PACE)
+    (_, cleared, slow), _, num_races = race_until_clear(
+        lined_up(per_race(lambda _: 10), fair_at_first, always_slow), pace=PACE
+    )
 
     assert num_races == 3
     assert not cleared.is_shown_slower
@@ -105,7 +112,7 @@ def test_rounds_go_on_until_intervals_are_narrow_but_not_for_ever():
     rng = random.Random(2)
     runner = Scripted(10 * rng.uniform(0.2, 2) for _ in itertools.count())
 
-    _, num_rounds, num_races = race_until_clear([steady(10), runner], pace=PACE)
+    _, num_rounds, num_races = race_until_clear(lined_up(steady(10), runner), pace=PACE)
 
     assert PACE.min_rounds < num_rounds <= MAX_ROUNDS * num_races
 
@@ -113,8 +120,21 @@ def test_rounds_go_on_until_intervals_are_narrow_but_not_for_ever():
 def test_short_passes_are_repeated_within_a_turn_and_samples_are_kept():
     quick, long = steady(0.1), steady(60)
 
-    scores, num_rounds, _ = race_until_clear([long, quick], pace=PACE)
+    scores, num_rounds, _ = race_until_clear(lined_up(long, quick), pace=PACE)
 
     assert set(quick.turns[1:]) == {MAX_RUNS}
     assert set(long.turns[1:]) == {1}
     assert [len(result.samples_ms) for result in scores] == [num_rounds, num_rounds * MAX_RUNS]
+
+
+def test_every_race_lines_up_anew():
+    pairs = []
+
+    def line_up():
+        pairs.append((steady(10), steady(15)))
+        return nullcontext(pairs[-1])
+
+    race_until_clear(line_up, pace=PACE)
+
+    assert len(pairs) == 3
+    assert all(runner.turns for pair in pairs for runner in pair)

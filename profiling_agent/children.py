@@ -1,0 +1,17 @@
+"""How a child process of ours is started: which Python, and what it sees of the environment."""
+
+import os
+import sys
+
+QUIET = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+def child_command(module: str, *arguments: str) -> list[str]:
+    """Return the command line that runs one of our modules."""
+    # -P: a file of the user's called torch.py in the working folder is not to be imported.
+    return [sys.executable, "-P", "-m", module, *arguments]
+
+
+def child_environment() -> dict[str, str]:
+    """Return a child's environment: no progress bars, no telemetry, no parallel tokenizers."""
+    return os.environ | QUIET
