@@ -34,7 +34,7 @@ SHARE = 0.25
 # The dense model, the pruned one, a candidate of it, and one for all else: activations and copies of single weights.
 NUM_COPIES = 4
 # As few as compensation takes, in batches that add little to what is measured.
-NUM_IMAGES, BATCH = 128, 8
+NUM_IMAGES, BATCH = 128, 4
 
 
 def seconds(name: str) -> dict[str, float]:

@@ -107,6 +107,8 @@ def _cuts(units: Mapping[str, Unit], chosen: Mapping[str, WidthOption | None]) -
 
 def _solve(choices: Choices, metric: str, needed: float) -> dict[str, WidthOption | None]:
     """Choose one option for each unit: the least sum of KL that saves `needed`, or all that there is."""
+    if not choices:
+        return {}
     flat = [(name, option) for name, options in choices.items() for option in options]
     kl = np.array([option.kl if option else 0.0 for _, option in flat])
     savings = np.array([saving_of(option, metric) if option else 0.0 for _, option in flat])

@@ -61,8 +61,20 @@ def most_saving(plan: Plan, profile: ModelProfile) -> float:
 def whole(profile: ModelProfile, metric: str) -> float:
     """Return what the model takes of the metric: params, MACs of one image, or milliseconds of one batch."""
     if metric == "latency":
-        return sum(row.latency_ms for row in profile.layers)
+        return _whole_ms(profile)
     return float(profile.params if metric == "params" else profile.macs)
+
+
+def _whole_ms(profile: ModelProfile) -> float:
+    """Return what the layers would take if all of them were timed as the units are, alone: the table's milliseconds.
+
+    Layers in the model are timed in another way, under hooks, so that only shares of one can be set against the other.
+    """
+    layers = sum(row.latency_ms for row in profile.layers)
+    timed = sum(row.latency_ms or 0.0 for row in profile.evidence.units) if profile.evidence else 0.0
+    within = {name for unit in profile.units for name in (*unit.members, unit.name)}
+    share = sum(row.latency_ms for row in profile.layers if row.name in within) / max(layers, 1e-9)
+    return timed / share if timed and share else layers
 
 
 def _limited(cuts: Sequence[Cut], caps: Mapping[str, float]) -> tuple[list[Cut], list[str]]:

@@ -37,7 +37,7 @@ def pattern_for(names: Iterable[str]) -> str:
 
 def _members(unit: Unit) -> tuple[str, ...]:
     # Attention's own matmuls are under the unit's name; for an MLP no row has that name.
-    return (*unit.producers, *unit.inner, unit.consumer, *unit.side_readers, unit.name)
+    return (*unit.members, unit.name)
 
 
 def _group(pattern: str, units: list[Unit], profile: ModelProfile) -> Group:

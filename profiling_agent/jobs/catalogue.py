@@ -145,7 +145,7 @@ def _evidence(task: tasks.ProfileTask, desk: Desk, profiled: ModelProfile) -> tu
             profiled.units,
             read,
             criterion=task.criterion,
-            latency_saved=table.saved,
+            table=table,
             seed=task.seed,
             progress=desk.progress,
         )

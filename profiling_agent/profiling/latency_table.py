@@ -39,6 +39,11 @@ class LatencyTable:
 
     times: Mapping[str, Times]
 
+    def of(self, unit: Unit) -> float | None:
+        """Return what `unit` takes uncut; None if untimed."""
+        times = self.times.get(unit.name)
+        return times[unit.width] if times else None
+
     def saved(self, unit: Unit, keep: int) -> float | None:
         """Return what cutting `unit` to `keep` saves, 0 where no width from there up to the full one pays; None if untimed."""
         times = self.times.get(unit.name)
@@ -103,7 +108,7 @@ class _Part:
 
 
 def _shapes(model: nn.Module, units: Sequence[Unit], batch: Tensor) -> dict[str, tuple[int, ...]]:
-    names = {name for unit in units for name in (*unit.producers, *unit.inner, unit.consumer, *unit.side_readers)}
+    names = {name for unit in units for name in unit.members}
     shapes: dict[str, tuple[int, ...]] = {}
 
     def note(_layer: nn.Module, inputs: tuple[Any, ...], *, name: str) -> None:

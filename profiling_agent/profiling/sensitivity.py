@@ -8,13 +8,13 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
 
 from profiling_agent.errors import PruningError
+from profiling_agent.profiling.latency_table import LatencyTable
 from profiling_agent.progress import Progress, silent
 from profiling_agent.pruning.calibration import MIN_IMAGES, Calibration, regrouped
 from profiling_agent.pruning.compensation import mean_kl
@@ -39,7 +39,7 @@ def measure_sensitivity(  # noqa: PLR0913 (how, and on what, a study is made)
     batches: Callable[[], Iterable[tuple[Tensor, Tensor]]],
     *,
     criterion: str = "auto",
-    latency_saved: Callable[[Unit, int], float | None] = lambda _unit, _keep: None,
+    table: LatencyTable | None = None,
     seed: int = 0,
     progress: Progress = silent,
 ) -> Evidence:
@@ -47,7 +47,7 @@ def measure_sensitivity(  # noqa: PLR0913 (how, and on what, a study is made)
 
     `batches` begins a pass over the calibration images: (pixel_values (b, c, h, w), labels), labels unused. Three
     quarters are fitted to, the last is measured on. `criterion` orders the channels: one of CRITERIA, or "auto" for
-    the one with the lowest KL for each kind of unit.
+    the one with the lowest KL for each kind of unit. `table` has the units' times, where they are known.
 
     Raises:
         PruningError: there are fewer than 128 different images, or the model answers them with nan.
@@ -64,7 +64,7 @@ def measure_sensitivity(  # noqa: PLR0913 (how, and on what, a study is made)
         progress("comparing criteria", 1, 3)
         scores = study.compare(CRITERIA if criterion == "auto" else (criterion,))
         progress("measuring sensitivity", 2, 3)
-        rows = study.measure(_chosen(scores), latency_saved, progress)
+        rows = study.measure(_chosen(scores), table or LatencyTable({}), progress)
     return Evidence(
         units=rows,
         criteria=scores,
@@ -143,7 +143,7 @@ class _Study:
     def measure(
         self,
         chosen: Mapping[UnitKind, str],
-        latency_saved: Callable[[Unit, int], float | None],
+        table: LatencyTable,
         progress: Progress,
     ) -> tuple[UnitEvidence, ...]:
         """T1: the KL of some widths of every unit, one unit cut at a time."""
@@ -161,8 +161,7 @@ class _Study:
             del self.moments[unit.name]
         measured = self._measured(folds, progress)
         return tuple(
-            _evidence(unit, orders[unit.name], predicted[unit.name], measured[unit.name], partial(latency_saved, unit))
-            for unit in self.units
+            _evidence(unit, orders[unit.name], predicted[unit.name], measured[unit.name], table) for unit in self.units
         )
 
     def _measured(self, folds: Mapping[tuple[str, int], Folded], progress: Progress) -> dict[str, dict[int, float]]:
@@ -199,7 +198,7 @@ def _evidence(
     order: tuple[int, ...],
     predicted: Mapping[int, float],
     measured: Mapping[int, float],
-    latency_saved: Callable[[int], float | None],
+    table: LatencyTable,
 ) -> UnitEvidence:
     drawn = through(measured, predicted)
     cuts = {keep: Cut(unit=unit, keep=keep, requested_ratio=1 - keep / unit.width) for keep in predicted}
@@ -208,14 +207,14 @@ def _evidence(
             keep=keep,
             params_saved=cut.params_saved,
             macs_saved=cut.macs_saved,
-            latency_saved_ms=latency_saved(keep),
+            latency_saved_ms=table.saved(unit, keep),
             predicted_kl=predicted[keep],
             kl=drawn[keep],
             measured=keep in measured,
         )
         for keep, cut in cuts.items()
     )
-    return UnitEvidence(unit=unit.name, order=order, options=options)
+    return UnitEvidence(unit=unit.name, latency_ms=table.of(unit), order=order, options=options)
 
 
 def through(measured: Mapping[int, float], predicted: Mapping[int, float]) -> dict[int, float]:

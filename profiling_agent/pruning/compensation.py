@@ -63,34 +63,49 @@ def compensate(
     return compensated
 
 
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A change made to a model in place, and the tensors that it changes."""
+
+    name: str
+    run: Callable[[nn.Module], None]
+    changed: Callable[[nn.Module], Iterable[Tensor]]
+
+
 def _steps(
     original: nn.Module, pruned: nn.Module, cuts: Sequence[Cut], keep: Mapping[str, list[int]], calibration: Calibration
-) -> dict[str, Callable[[nn.Module], None]]:
+) -> list[_Step]:
     """Return what is tried, in this order: batch norms have to see the folded weights."""
-    steps: dict[str, Callable[[nn.Module], None]] = {
-        "least squares": lambda model: compensate_units_(original, model, cuts, keep, calibration.fitted)
-    }
+
+    def fitted(model: nn.Module) -> Iterable[Tensor]:
+        consumers = [model.get_submodule(cut.unit.consumer) for cut in cuts]
+        return [*(tensor for consumer in consumers for tensor in consumer.parameters()), *model.buffers()]
+
+    steps = [
+        _Step("least squares", lambda model: compensate_units_(original, model, cuts, keep, calibration.fitted), fitted)
+    ]
     if batch_norms(pruned):
-        steps["batch norm"] = lambda model: reestimate_(model, calibration.fitted())
+        steps.append(_Step("batch norm", lambda model: reestimate_(model, calibration.fitted()), nn.Module.buffers))
     return steps
 
 
-def _best(
-    original: nn.Module, pruned: nn.Module, steps: Mapping[str, Callable[[nn.Module], None]], calibration: Calibration
-) -> Compensated:
-    """Try each step on a copy of the best model so far."""
+def _best(original: nn.Module, pruned: nn.Module, steps: Sequence[_Step], calibration: Calibration) -> Compensated:
+    """Take each step on one copy, and take back those that don't help: a copy for each would be a model more held."""
     expected = _logits(original, calibration.judged())
-    model, kept = pruned, list[str]()
+    model, kept = copy.deepcopy(pruned), list[str]()
     before = kl = _finite(mean_kl(expected, _logits(pruned, calibration.judged())))
-    for name, step in steps.items():
-        candidate = copy.deepcopy(model)
-        step(candidate)
-        candidate_kl = mean_kl(expected, _logits(candidate, calibration.judged()))
+    for step in steps:
+        held = [tensor.clone() for tensor in step.changed(model)]
+        step.run(model)
+        stepped_kl = mean_kl(expected, _logits(model, calibration.judged()))
         # Also false where a step gave logits that aren't finite.
-        if candidate_kl < kl:
-            model, kl = candidate, candidate_kl
-            kept.append(name)
-    return Compensated(model=model, kl_before=before, kl_after=kl, steps=tuple(kept))
+        if stepped_kl < kl:
+            kl = stepped_kl
+            kept.append(step.name)
+            continue
+        for tensor, like in zip(step.changed(model), held, strict=True):
+            tensor.copy_(like)
+    return Compensated(model=model if kept else pruned, kl_before=before, kl_after=kl, steps=tuple(kept))
 
 
 def mean_kl(expected: Tensor, logits: Tensor) -> float:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
+from scipy.linalg import LinAlgError, cho_factor, cho_solve
 from torch import Tensor, nn
 
 from profiling_agent.pruning.consumers import columns_of, matrix_of
@@ -15,26 +16,38 @@ from profiling_agent.records import Cut
 ROUNDING = 1e-6
 
 
-def fit(moments: PairedMoments, start: Tensor, *, centred: bool, ridge: float = RIDGE) -> tuple[Tensor, Tensor]:
+def fit_(moments: PairedMoments, start: Tensor, *, centred: bool, ridge: float = RIDGE) -> tuple[Tensor, Tensor]:
     """Return (W, b) that give the dense outputs y from what the pruned consumer reads, z, near the weight `start`.
 
     W = start + (E[y z'] - start E[z z']) (E[z z'] + ridge m I)^-1 and b = E[y] - W E[z], m the mean of E[z z']'s
     diagonal, moments centred where `centred`; otherwise b is zero. `start` (outputs, columns), float64, is the dense
     weight of the kept columns, so that a ridge without end changes nothing. Where z is the dense activations x_K, W is
     W_K + W_P C_PK (C_KK + ridge m I)^-1 (ThiNet, 2017; He et al., 2017). If no column varies, W is `start`.
+
+    The second moments are used up: a wide convolution's are as large as the model.
     """
     cross, gram, scale = moments.cross, moments.gram, moments.gram.diagonal().mean()
     if centred:
-        cross = cross - torch.outer(moments.given_mean, moments.read_mean)
-        gram = gram - torch.outer(moments.read_mean, moments.read_mean)
-    weight = start
-    varied = gram.diagonal().mean()
+        cross.addr_(moments.given_mean, moments.read_mean, alpha=-1)
+        gram.addr_(moments.read_mean, moments.read_mean, alpha=-1)
+    weight, varied = start, gram.diagonal().mean()
     if varied > ROUNDING * scale:
-        factor, failed = torch.linalg.cholesky_ex(gram + ridge * varied * torch.eye(len(gram)).to(gram))
-        if not failed:
-            weight = start + torch.cholesky_solve((cross - start @ gram).T, factor).T
+        missing = cross.sub_(start @ gram)
+        gram.diagonal().add_(ridge * varied)
+        weight = start + _divided_(missing, gram)
     shift = moments.given_mean - weight @ moments.read_mean
     return weight, shift if centred else torch.zeros_like(shift)
+
+
+def _divided_(missing: Tensor, gram: Tensor) -> Tensor:
+    """Return missing gram^-1 in place of both, 0 where `gram` has no inverse; torch would hold three more of them."""
+    square, rest = gram.cpu().numpy(), missing.cpu().numpy()
+    try:
+        # LAPACK goes down columns: the transpose of a symmetric matrix is itself, and lies as it has to for that.
+        factor = cho_factor(square.T, overwrite_a=True, check_finite=False)
+    except LinAlgError:
+        return torch.zeros_like(missing)
+    return torch.from_numpy(cho_solve(factor, rest.T, overwrite_b=True, check_finite=False).T).to(missing)
 
 
 def compensate_units_(
@@ -62,7 +75,7 @@ def compensate_units_(
         start = matrix_of(dense).double()[list(rows)][:, columns]
         norm = norms.get(name)
         moments = paired_moments(original, pruned, name, rows, images())
-        weight, shift = fit(moments, start, centred=norm is not None or has_bias(dense))
+        weight, shift = fit_(moments, start, centred=norm is not None or has_bias(dense))
         layer = pruned.get_submodule(name)
         held = layer.get_parameter("weight")
         held.copy_(weight.reshape(held.shape))

@@ -91,16 +91,11 @@ def _sorted(found: Mapping[str, Unit | str], names: Iterable[str]) -> FoundUnits
     """Bring units into network order; the reason of a layer that is in a unit after all is dropped."""
     ordered = [(name, found[name]) for name in names if name in found]
     units = {unit.producers[0]: unit for _, unit in ordered if isinstance(unit, Unit)}
-    members = {name for unit in units.values() for name in members_of(unit)}
+    members = {name for unit in units.values() for name in unit.members}
     return FoundUnits(
         units=tuple(_named(unit, tuple(units.values())) for unit in units.values()),
         refusals={name: reason for name, reason in ordered if isinstance(reason, str) and name not in members},
     )
-
-
-def members_of(unit: Unit) -> tuple[str, ...]:
-    """Return the names of all modules that a cut of `unit` changes, but for tables of heads."""
-    return (*unit.producers, *unit.inner, unit.consumer, *unit.side_readers)
 
 
 def _named(unit: Unit, units: tuple[Unit, ...]) -> Unit:

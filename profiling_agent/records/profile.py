@@ -86,6 +86,11 @@ class Unit(Record):
         description="false where a norm mixes channels, so that readers that ignore a channel don't make it gone",
     )
 
+    @property
+    def members(self) -> tuple[str, ...]:
+        """The names of all modules that a cut changes, but for tables of heads."""
+        return (*self.producers, *self.inner, self.consumer, *self.side_readers)
+
 
 class ModelProfile(Record):
     """Everything measured about one model in one state; `params` and `macs` equal the sums over `layers`."""

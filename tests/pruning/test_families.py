@@ -14,7 +14,7 @@ from profiling_agent.artifacts.save import save_model
 from profiling_agent.profiling.complexity import count_complexity
 from profiling_agent.pruning.prune import prune_model
 from profiling_agent.pruning.surgery import cut_units
-from profiling_agent.pruning.units import find_units, members_of
+from profiling_agent.pruning.units import find_units
 from profiling_agent.pruning.widths import snap
 from profiling_agent.records import Cut, InputSpec, UnitKind
 from profiling_agent.runtimes.eager import random_batch
@@ -62,7 +62,7 @@ def say(model, family):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_layer_is_in_a_unit_or_refused_with_a_code(family):
     model, _, _, units = found(family)
-    members = {name for unit in units.units for name in members_of(unit)}
+    members = {name for unit in units.units for name in unit.members}
     layers = {name for name, module in model.named_modules() if isinstance(module, (nn.Linear, nn.Conv2d))}
 
     assert layers - members == units.refusals.keys()

@@ -156,4 +156,3 @@ def test_nothing_to_restore_the_mean_with_makes_a_fold_that_is_not_centred():
     weight = model.get_parameter(f"{unit.consumer}.weight").detach().flatten(1)
     restored = shifted.weight @ moments.mean[columns] + shifted.shift
     assert torch.allclose(restored, weight @ moments.mean, atol=1e-5)
-

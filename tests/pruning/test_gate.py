@@ -10,7 +10,7 @@ from torch import nn
 from profiling_agent.errors import PruningError
 from profiling_agent.pruning.gate import MAX_MASK_ERROR, check_mask_error, check_saving, mask_error, masked_parameters
 from profiling_agent.pruning.surgery import cut_units
-from profiling_agent.pruning.units import find_units, members_of
+from profiling_agent.pruning.units import find_units
 from profiling_agent.records import Cut, UnitKind
 from profiling_agent.runtimes.eager import random_batch
 
@@ -74,7 +74,7 @@ def test_channels_that_are_off_by_one_are_caught(make, kind, keep):
 def test_one_member_of_a_unit_with_the_wrong_channels_is_caught(family, member):
     model = FAMILIES[family]()
     units = find_units(model, zoo.SPEC, {}).units
-    unit, name = next((u, n) for u in units for n in members_of(u) if n.endswith(member))
+    unit, name = next((u, n) for u in units for n in u.members if n.endswith(member))
     cut = Cut(unit=unit, keep=unit.width // 2, requested_ratio=0.5)
     first, last = list(range(cut.keep)), list(range(unit.width - cut.keep, unit.width))
     wrong = cut_out(model, cut, first)

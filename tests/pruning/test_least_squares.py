@@ -5,7 +5,7 @@ from torch import nn
 
 from profiling_agent.pruning.consumers import columns_of, features, matrix_of, outputs_of, stopping_at
 from profiling_agent.pruning.elimination import RIDGE
-from profiling_agent.pruning.least_squares import compensate_units_, fit
+from profiling_agent.pruning.least_squares import compensate_units_, fit_
 from profiling_agent.pruning.prune import prune_model
 from profiling_agent.pruning.statistics import PairedMoments, in_order, paired_moments
 from profiling_agent.pruning.units import find_units
@@ -31,7 +31,7 @@ def test_a_cut_channel_that_the_kept_ones_determine_is_restored_exactly():
     x[:, 3] = 2 * x[:, 0] - x[:, 1] + 5
     dense = nn.Linear(4, 3, dtype=torch.float64)
     given, kept = dense(x).detach(), x[:, :3]
-    weight, shift = fit(moments_of(kept, given), dense.weight.detach()[:, :3], centred=True, ridge=1e-12)
+    weight, shift = fit_(moments_of(kept, given), dense.weight.detach()[:, :3], centred=True, ridge=1e-12)
 
     assert torch.allclose(kept @ weight.T + shift, given, atol=1e-8)
 
@@ -42,7 +42,7 @@ def test_a_convolution_is_restored_in_every_tap():
     dense = nn.Conv2d(4, 5, 3, padding=1, stride=2, bias=False, dtype=torch.float64)
     given, kept = outputs_of(dense, dense(x).detach()), features(dense, x[:, [0, 2, 3]])
     start = dense.weight.detach()[:, [0, 2, 3]].flatten(1)
-    weight, shift = fit(moments_of(kept, given), start, centred=False, ridge=1e-12)
+    weight, shift = fit_(moments_of(kept, given), start, centred=False, ridge=1e-12)
 
     assert weight.shape == (5, 27)
     assert torch.allclose(kept @ weight.T, given, atol=1e-8)
@@ -58,7 +58,7 @@ def test_the_weights_are_the_textbook_regression_of_the_outputs():
     ridge = RIDGE * inner.diagonal().mean() * torch.eye(3)
     wide = dense.double()
     expected = wide[:, kept] + wide[:, cut] @ covariance[cut][:, kept] @ torch.linalg.inv(inner + ridge)
-    weight, shift = fit(moments_of(x[:, kept], x @ dense.T), wide[:, kept], centred=True)
+    weight, shift = fit_(moments_of(x[:, kept], x @ dense.T), wide[:, kept], centred=True)
 
     assert torch.allclose(weight, expected, atol=1e-4)
     assert torch.allclose(shift, wide @ x.double().mean(0) - weight @ x.double().mean(0)[kept], atol=1e-4)
@@ -67,7 +67,7 @@ def test_the_weights_are_the_textbook_regression_of_the_outputs():
 def test_an_endless_ridge_leaves_the_weights_and_restores_the_mean():
     x, start = torch.randn(300, 3) + 2, torch.randn(2, 3, dtype=torch.float64)
     given = x @ torch.randn(3, 2) + 4
-    weight, shift = fit(moments_of(x, given), start, centred=True, ridge=1e12)
+    weight, shift = fit_(moments_of(x, given), start, centred=True, ridge=1e12)
 
     assert torch.allclose(weight, start, atol=1e-9)
     assert torch.allclose(x.double().mean(0) @ weight.T + shift, given.double().mean(0))
@@ -77,7 +77,7 @@ def test_an_endless_ridge_leaves_the_weights_and_restores_the_mean():
 @pytest.mark.parametrize("value", [0.0, 3.0])
 def test_inputs_that_never_vary_or_are_dead_give_finite_weights(centred, value):
     read, given, start = torch.full((50, 2), value), torch.full((50, 3), 5.0), torch.ones(3, 2).double()
-    weight, shift = fit(moments_of(read, given), start, centred=centred)
+    weight, shift = fit_(moments_of(read, given), start, centred=centred)
 
     assert weight.isfinite().all()
     assert shift.isfinite().all()
