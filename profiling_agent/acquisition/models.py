@@ -13,10 +13,10 @@ from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageClassi
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES
 
 from profiling_agent.acquisition.hub import fetch_model, hub_files, is_local, local_folder
-from profiling_agent.acquisition.quiet import quiet
 from profiling_agent.acquisition.reference import PREFIX, reference_model
 from profiling_agent.errors import AcquisitionError
 from profiling_agent.progress import Progress, silent
+from profiling_agent.quiet import quiet
 
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")

@@ -15,11 +15,11 @@ from transformers import ViTImageProcessorPil
 
 from profiling_agent.acquisition.cache import cached
 from profiling_agent.acquisition.images import decode_rgb
-from profiling_agent.acquisition.quiet import quiet
 from profiling_agent.acquisition.recipes import CLASSES, RECIPES, Recipe
 from profiling_agent.acquisition.training import accuracy, train
 from profiling_agent.errors import AcquisitionError
 from profiling_agent.progress import Progress, silent
+from profiling_agent.quiet import quiet
 
 PREFIX = "reference:"
 DIGITS = "reference:digits"

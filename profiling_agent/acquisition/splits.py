@@ -14,11 +14,11 @@ from profiling_agent.acquisition.data import OpenedData, open_data
 from profiling_agent.acquisition.images import UNREADABLE, decode_rgb
 from profiling_agent.acquisition.pools import UNMAPPED, Pool, open_pool
 from profiling_agent.acquisition.query import DataQuery
-from profiling_agent.acquisition.quiet import quiet
 from profiling_agent.acquisition.roles import TRAIN, choose_calibration_split, choose_evaluation_split
 from profiling_agent.acquisition.sampling import NUM_CALIBRATION, evaluation_sizes, stratified_order, stream_target
 from profiling_agent.errors import AcquisitionError
 from profiling_agent.progress import Progress, silent
+from profiling_agent.quiet import quiet
 from profiling_agent.records import LabelMatch
 
 MAX_CORRUPT = 0.01

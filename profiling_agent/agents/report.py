@@ -4,8 +4,7 @@ from profiling_agent.agents.node import Update, agent
 from profiling_agent.agents.session import Session
 from profiling_agent.agents.state import RunState
 from profiling_agent.iteration.settle import settle
-from profiling_agent.profiling.job import profile_artifact
-from profiling_agent.records import ModelProfile
+from profiling_agent.profiling.job import profile_artifact, read_profile
 from profiling_agent.reporting.report import Sources, build_report
 from profiling_agent.reporting.write import write_report
 
@@ -26,8 +25,7 @@ def report(state: RunState, session: Session) -> Update:
         profiled = profile_artifact(
             session.jobs, best, batch_size=state.batch_size, device=state.acquired.source.device
         )
-        text = workspace.path(profiled.profile).read_text(encoding="utf-8")
-        profiles["best"] = (profiled, ModelProfile.model_validate_json(text))
+        profiles["best"] = (profiled, read_profile(workspace, profiled))
     written = build_report(
         state.request,
         settlement,

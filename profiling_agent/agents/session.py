@@ -10,6 +10,7 @@ from profiling_agent.agents.state import RunState
 from profiling_agent.errors import RunError
 from profiling_agent.iteration.attempt import Bench
 from profiling_agent.jobs.runner import Jobs
+from profiling_agent.profiling.job import read_profile
 from profiling_agent.records import ModelProfile
 from profiling_agent.request import RUN_ID, Request
 from profiling_agent.workspace import SCHEMA_VERSION, Workspace, open_workspace, read_manifest
@@ -29,8 +30,7 @@ class Session:
     def profile(self, state: RunState) -> ModelProfile:
         """Return the baseline's full profile."""
         assert state.profiled is not None, "profiling comes first"
-        path = self.workspace.path(state.profiled.profile)
-        return ModelProfile.model_validate_json(path.read_text(encoding="utf-8"))
+        return read_profile(self.workspace, state.profiled)
 
     def bench(self, state: RunState) -> Bench:
         """Return what attempts are measured with."""

@@ -14,11 +14,11 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForImageClassification
 from transformers.initialization import no_init_weights
 
-from profiling_agent.acquisition.quiet import quiet
 from profiling_agent.artifacts.folder import appearing
 from profiling_agent.artifacts.golden import logits_of
 from profiling_agent.errors import ArtifactError
 from profiling_agent.quantization.linear import DynamicLinear
+from profiling_agent.quiet import quiet
 from profiling_agent.records import Cut, InputSpec, UnitKind
 from profiling_agent.runtimes.eager import random_batch
 

@@ -189,6 +189,7 @@ def measure_attempt(bench: Bench, candidate: Candidate, journal: Journal) -> Att
         compensation=made.compensation if made else (),
         calibration_kl=made.kl if made else None,
         calibration_kl_uncompensated=made.kl_uncompensated if made else None,
+        compensation_note=made.compensation_note if made else None,
         recovery=candidate.recovery,
         accepted=False,
         reason=candidate.failure or "",

@@ -162,7 +162,9 @@ def prune(task: tasks.PruneTask, desk: Desk) -> PrunedModel:
     images, _ = next(read(batch_size=NUM_GATE_IMAGES))
     keep = {name: list(kept) for name, kept in task.keep.items()}
     pruned = prune_model(model, task.cuts, spec=recipe.input, seed=task.seed, images=images, keep=keep or None)
-    made = compensate(model, pruned.model, task.cuts, pruned.keep, read) if task.compensate else None
+    made = None
+    if task.compensate:
+        made = compensate(model, pruned.model, task.cuts, pruned.keep, read, progress=desk.progress)
     folder = desk.folder / "model"
     save_model(
         made.model if made else pruned.model,
@@ -175,9 +177,15 @@ def prune(task: tasks.PruneTask, desk: Desk) -> PrunedModel:
     )
     # The reload gate: a model that doesn't come back as it was saved is never handed on.
     load(folder)
-    told = {"kl": made.kl_after, "kl_uncompensated": made.kl_before, "compensation": made.steps} if made else {}
-    saved = PrunedModel(model=desk.ref(folder, "model"), cuts=task.cuts, mask_error=pruned.mask_error)
-    return saved.model_copy(update=told)
+    return PrunedModel(
+        model=desk.ref(folder, "model"),
+        cuts=task.cuts,
+        mask_error=pruned.mask_error,
+        kl=made.kl_after if made else None,
+        kl_uncompensated=made.kl_before if made else None,
+        compensation=made.steps if made else (),
+        compensation_note=made.note if made else None,
+    )
 
 
 def quantize(task: tasks.QuantizeTask, desk: Desk) -> QuantizedModel:

@@ -2,7 +2,8 @@
 
 from profiling_agent.jobs.runner import Jobs
 from profiling_agent.jobs.tasks import HeadlineTask, Profiled, ProfileTask
-from profiling_agent.records import ArtifactRef, SplitInfo
+from profiling_agent.records import ArtifactRef, ModelProfile, SplitInfo
+from profiling_agent.workspace import Workspace
 
 
 def profile_artifact(  # noqa: PLR0913 (what is measured, with what, and where)
@@ -27,3 +28,8 @@ def profile_artifact(  # noqa: PLR0913 (what is measured, with what, and where)
         seed=seed,
     )
     return jobs.run(task)
+
+
+def read_profile(workspace: Workspace, profiled: Profiled) -> ModelProfile:
+    """Return the full profile that a job left in the workspace."""
+    return ModelProfile.model_validate_json(workspace.path(profiled.profile).read_text(encoding="utf-8"))

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from profiling_agent.jobs.runner import Jobs
 from profiling_agent.jobs.tasks import ResolveShapeTask
-from profiling_agent.profiling.job import profile_artifact
+from profiling_agent.profiling.job import profile_artifact, read_profile
 from profiling_agent.progress import Progress, silent
 from profiling_agent.records import ModelProfile
 from profiling_agent.request import Request
@@ -20,6 +20,6 @@ def profile_source(request: Request, folder: Path, *, batch_size: int, progress:
         task = ResolveShapeTask(model=request.model, revision=request.revision, device=request.device)
         resolved = jobs.run(task)
         profiled = profile_artifact(jobs, resolved.baseline, batch_size=batch_size, device=resolved.device)
-        return ModelProfile.model_validate_json(workspace.path(profiled.profile).read_text(encoding="utf-8"))
+        return read_profile(workspace, profiled)
     finally:
         jobs.close()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from profiling_agent.errors import PruningError
+from profiling_agent.progress import Progress, silent
 from profiling_agent.pruning.batch_norm import batch_norms, reestimate_
 from profiling_agent.pruning.calibration import MIN_IMAGES, Calibration
 from profiling_agent.pruning.least_squares import compensate_units_
@@ -36,6 +37,8 @@ def compensate(
     cuts: Sequence[Cut],
     keep: Mapping[str, list[int]],
     batches: Callable[[], Iterable[tuple[Tensor, Tensor]]],
+    *,
+    progress: Progress = silent,
 ) -> Compensated:
     """Return a compensated copy of `pruned`, which `cuts` and `keep` made of `original`; both are left as found.
 
@@ -56,7 +59,7 @@ def compensate(
             kl = mean_kl(_logits(original, calibration.every()), _logits(pruned, calibration.every()))
             note = f"not compensated: {found} different calibration images, at least {MIN_IMAGES} are needed"
             return Compensated(model=pruned, kl_before=_finite(kl), kl_after=kl, note=note)
-        steps = _steps(original, pruned, cuts, keep, calibration)
+        steps = _steps(original, pruned, cuts, keep, calibration, progress)
         compensated = _best(original, pruned, steps, calibration)
     for module, like in zip(compensated.model.modules(), pruned.modules(), strict=True):
         module.training = like.training
@@ -73,7 +76,12 @@ class _Step:
 
 
 def _steps(
-    original: nn.Module, pruned: nn.Module, cuts: Sequence[Cut], keep: Mapping[str, list[int]], calibration: Calibration
+    original: nn.Module,
+    pruned: nn.Module,
+    cuts: Sequence[Cut],
+    keep: Mapping[str, list[int]],
+    calibration: Calibration,
+    progress: Progress,
 ) -> list[_Step]:
     """Return what is tried, in this order: batch norms have to see the folded weights."""
 
@@ -81,9 +89,10 @@ def _steps(
         consumers = [model.get_submodule(cut.unit.consumer) for cut in cuts]
         return [*(tensor for consumer in consumers for tensor in consumer.parameters()), *model.buffers()]
 
-    steps = [
-        _Step("least squares", lambda model: compensate_units_(original, model, cuts, keep, calibration.fitted), fitted)
-    ]
+    def fit_(model: nn.Module) -> None:
+        compensate_units_(original, model, cuts, keep, calibration.fitted, progress)
+
+    steps = [_Step("least squares", fit_, fitted)]
     if batch_norms(pruned):
         steps.append(_Step("batch norm", lambda model: reestimate_(model, calibration.fitted()), nn.Module.buffers))
     return steps

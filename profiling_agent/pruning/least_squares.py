@@ -6,6 +6,7 @@ import torch
 from scipy.linalg import LinAlgError, cho_factor, cho_solve
 from torch import Tensor, nn
 
+from profiling_agent.progress import Progress, silent
 from profiling_agent.pruning.consumers import columns_of, matrix_of
 from profiling_agent.pruning.elimination import RIDGE
 from profiling_agent.pruning.folding import following_norms, has_bias
@@ -56,6 +57,7 @@ def compensate_units_(
     cuts: Sequence[Cut],
     keep: Mapping[str, list[int]],
     images: Callable[[], Iterable[Tensor]],
+    progress: Progress = silent,
 ) -> None:
     """Fit the consumer of every cut unit in `pruned` to the dense outputs, one after the other as the network runs.
 
@@ -68,7 +70,8 @@ def compensate_units_(
     cut_rows = {producer: keep[cut.unit.name] for cut in cuts for producer in cut.unit.producers}
     image = next(iter(images()))[:1]
     norms = following_norms(original, list(consumers), image)
-    for name in in_order(original, consumers, image):
+    for number, name in enumerate(in_order(original, consumers, image)):
+        progress("compensating", number, len(consumers))
         dense, unit = original.get_submodule(name), consumers[name]
         rows = cut_rows.get(name, range(len(dense.get_parameter("weight"))))
         columns = columns_of(unit, dense, keep[unit.name])

@@ -34,6 +34,7 @@ class Attempt(Record):
         description="KL divergence of the fp32 model to the baseline on calibration images, nats; before recovery",
     )
     calibration_kl_uncompensated: float | None = None
+    compensation_note: str | None = None
     recovery: RecoveredModel | None = Field(
         default=None, description="what training brought back; without it the attempt is training-free"
     )

@@ -98,6 +98,7 @@ class PrunedModel(Record):
     )
     kl_uncompensated: float | None = Field(default=None, description="the same before compensation, nats")
     compensation: tuple[str, ...] = Field(default=(), description="the steps that lowered it, in their order")
+    compensation_note: str | None = Field(default=None, description="why no step was tried")
 
 
 class RecoveredModel(Record):
