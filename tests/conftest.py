@@ -1,5 +1,6 @@
 """Shared fixtures. The world and the run through it are made once a session, on first use."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +25,14 @@ class World:
         """Return a request that is quick to carry out."""
         quick = {"batch_size": 64, "max_iterations": 3, "run_id": "quick"}
         return Request(model=str(self.model), dataset=str(self.data), output=str(output), **(quick | asked))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Leave the user's cache folder alone: no test reads it or writes to it, nor does a process that one starts."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PROFILING_AGENT_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 @pytest.fixture(scope="session")

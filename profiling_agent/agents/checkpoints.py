@@ -5,7 +5,9 @@ import enum
 import sqlite3
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
+from importlib import import_module
 from pathlib import Path
+from pkgutil import iter_modules
 from types import ModuleType
 from typing import Any
 
@@ -21,23 +23,17 @@ from langgraph.checkpoint.serde.jsonplus import JsonPlusSerializer
 from langgraph.checkpoint.sqlite import SqliteSaver
 from pydantic import BaseModel
 
-from profiling_agent import reproducibility, request
+from profiling_agent import records, reproducibility, request
 from profiling_agent.agents import state
 from profiling_agent.errors import RunError
 from profiling_agent.iteration import attempt
 from profiling_agent.jobs import tasks
-from profiling_agent.records import data, loop, measurement, plan, profile, record
 from profiling_agent.reporting import report
 from profiling_agent.request import RUN_ID, Request
 from profiling_agent.workspace import Workspace
 
 MODULES: tuple[ModuleType, ...] = (
-    record,
-    data,
-    profile,
-    plan,
-    measurement,
-    loop,
+    *(import_module(f"{records.__name__}.{found.name}") for found in iter_modules(records.__path__)),
     reproducibility,
     request,
     attempt,

@@ -23,6 +23,7 @@ from profiling_agent.progress import Progress, silent
 from profiling_agent.pruning.widths import aligned_widths
 from profiling_agent.records import Unit, UnitKind
 from profiling_agent.reproducibility import environment
+from profiling_agent.shapes.verify import left_as_found
 
 # Widths of one shape that are timed, the full one among them; those between are interpolated.
 NUM_TIMED, NUM_ROUNDS, WARM_UP = 9, 7, 2
@@ -45,7 +46,7 @@ class LatencyTable:
         return times[unit.width] if times else None
 
     def saved(self, unit: Unit, keep: int) -> float | None:
-        """Return what cutting `unit` to `keep` saves, 0 where no width from there up to the full one pays; None if untimed."""
+        """Return what cutting `unit` to `keep` saves, 0 where that is too little to pay; None if untimed."""
         times = self.times.get(unit.name)
         if times is None:
             return None
@@ -61,6 +62,7 @@ def time_units(
 
     Layers of the same shapes are built anew and timed alone, without the rest of the model. What has been timed before
     on this machine is read from `file`, by default in the cache folder, and trusted only as far as it is a time.
+    `model` is left as it was found.
     """
     path = file or cache_folder() / "latency" / f"{_fingerprint(batch.device)}.json"
     known, shapes = _read(path), _shapes(model, units, batch)
@@ -68,7 +70,7 @@ def time_units(
     for number, unit in enumerate(units):
         parts = _parts(model, unit, shapes)
         key = json.dumps([unit.width, unit.step, *(part.key for part in parts)])
-        if key not in known:
+        if known.get(key, {}).keys() != set(_chosen(unit)):
             known[key] = _timed(unit, parts, batch)
             _write(path, {key: known[key]})
         times[unit.name] = _filled(unit, known[key])
@@ -116,7 +118,8 @@ def _shapes(model: nn.Module, units: Sequence[Unit], batch: Tensor) -> dict[str,
 
     handles = [model.get_submodule(name).register_forward_pre_hook(partial(note, name=name)) for name in names]
     try:
-        with torch.inference_mode():
+        with left_as_found(model), torch.inference_mode():
+            model.eval()
             model(pixel_values=batch)
     finally:
         for handle in handles:
@@ -125,23 +128,28 @@ def _shapes(model: nn.Module, units: Sequence[Unit], batch: Tensor) -> dict[str,
 
 
 def _parts(model: nn.Module, unit: Unit, shapes: Mapping[str, tuple[int, ...]]) -> list[_Part]:
-    sides = [(name, True, False) for name in unit.producers] + [(name, True, True) for name in unit.inner]
-    sides += [(name, False, True) for name in (unit.consumer, *unit.side_readers)]
-    layers = [(model.get_submodule(name), shapes.get(name), rows, columns) for name, rows, columns in sides]
-    return [
-        _Part(layer, shape, rows, columns)
-        for layer, shape, rows, columns in layers
-        if isinstance(layer, (nn.Linear, nn.Conv2d)) and shape is not None
-    ]
+    readers = (unit.consumer, *unit.side_readers)
+    parts: list[_Part] = []
+    for name in (*unit.producers, *unit.inner, *readers):
+        layer, shape = model.get_submodule(name), shapes.get(name)
+        if isinstance(layer, (nn.Linear, nn.Conv2d)) and shape is not None:
+            # On the way to the consumer, only a layer in groups reads the unit's channels; others make weights for them.
+            grouped = name in unit.inner and isinstance(layer, nn.Conv2d) and layer.groups > 1
+            parts.append(_Part(layer, shape, rows=name not in readers, columns=name in readers or grouped))
+    return parts
+
+
+def _chosen(unit: Unit) -> list[int]:
+    """Return the widths of a unit that are timed."""
+    widths = aligned_widths(unit.width, unit.step)[::-1]
+    count = min(NUM_TIMED - 1, len(widths))
+    return [unit.width, *(widths[(index + 1) * len(widths) // count - 1] for index in range(count))]
 
 
 def _timed(unit: Unit, parts: Sequence[_Part], batch: Tensor) -> dict[int, float]:
     """Time some widths of one unit in turns; return the median of each."""
-    widths = [*aligned_widths(unit.width, unit.step)[::-1]]
-    count = min(NUM_TIMED - 1, len(widths))
-    chosen = [unit.width, *(widths[(index + 1) * len(widths) // count - 1] for index in range(count))]
-    runs = {width: list(_runs(unit, parts, width, batch.device)) for width in chosen}
-    samples: dict[int, list[float]] = {width: [] for width in chosen}
+    runs = {width: list(_runs(unit, parts, width, batch.device)) for width in _chosen(unit)}
+    samples: dict[int, list[float]] = {width: [] for width in runs}
     with torch.inference_mode():
         for number in range(WARM_UP + NUM_ROUNDS):
             for width, calls in runs.items():
@@ -160,15 +168,23 @@ def _runs(unit: Unit, parts: Sequence[_Part], width: int, device: torch.device) 
         layer, inputs = part.at(width / unit.width, device)
         yield partial(layer, inputs)
     if unit.kind is UnitKind.HEADS:
-        rows, tokens, channels = _attended(parts[-1].shape)
-        heads = torch.randn(rows, width, tokens, max(channels // unit.width, 1), device=device)
-        yield partial(F.scaled_dot_product_attention, heads, heads, heads)
+        queries, keys = _attended(unit, parts, width)
+        heads = torch.randn(queries, device=device), torch.randn(keys, device=device)
+        yield partial(F.scaled_dot_product_attention, heads[0], heads[1], heads[1])
 
 
-def _attended(shape: tuple[int, ...]) -> tuple[int, int, int]:
-    """Return (images or windows, tokens, channels) of what the output projection reads."""
-    *outer, tokens, channels = shape
-    return math.prod(outer), tokens, channels
+Shape = tuple[int, int, int, int]
+
+
+def _attended(unit: Unit, parts: Sequence[_Part], width: int) -> tuple[Shape, Shape]:
+    """Return the shapes of queries and of keys, (images or windows, heads, tokens, channels), at a number of heads.
+
+    The last producer makes the values: where attention reduces their tokens, as PVT's, the consumer reads more of them.
+    """
+    *outer, tokens, channels = parts[-1].shape
+    rows, size = math.prod(outer), max(channels // unit.width, 1)
+    attended = max(math.prod(parts[len(unit.producers) - 1].shape[:-1]) // rows, 1)
+    return (rows, width, tokens, size), (rows, width, attended, size)
 
 
 def _filled(unit: Unit, measured: Times) -> dict[int, float]:
@@ -195,7 +211,7 @@ def _read(path: Path) -> dict[str, dict[int, float]]:
             for key, times in found.items()
             if times and all(math.isfinite(ms) and ms > 0 for ms in times.values())
         }
-    except (OSError, ValueError, TypeError, AttributeError):
+    except (OSError, ValueError, TypeError, AttributeError, OverflowError):
         return {}
 
 

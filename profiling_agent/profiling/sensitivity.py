@@ -50,7 +50,7 @@ def measure_sensitivity(  # noqa: PLR0913 (how, and on what, a study is made)
     the one with the lowest KL for each kind of unit. `table` has the units' times, where they are known.
 
     Raises:
-        PruningError: there are fewer than 128 different images, or the model answers them with nan.
+        PruningError: there are fewer than 128 different images, or the model, cut or uncut, can't be measured on them.
     """
     started = time.perf_counter()
     weight = next(parameter for parameter in model.parameters() if parameter.is_floating_point())
@@ -59,12 +59,15 @@ def measure_sensitivity(  # noqa: PLR0913 (how, and on what, a study is made)
         model.eval()
         _check_images(calibration)
         study = _Study(model, units, calibration, seed)
-        progress("weighing channels", 0, 3)
-        study.gather()
-        progress("comparing criteria", 1, 3)
-        scores = study.compare(CRITERIA if criterion == "auto" else (criterion,))
-        progress("measuring sensitivity", 2, 3)
-        rows = study.measure(_chosen(scores), table or LatencyTable({}), progress)
+        try:
+            progress("weighing channels", 0, 3)
+            study.gather()
+            progress("comparing criteria", 1, 3)
+            scores = study.compare(CRITERIA if criterion == "auto" else (criterion,))
+            progress("measuring sensitivity", 2, 3)
+            rows = study.measure(_chosen(scores), table or LatencyTable({}), progress)
+        except torch.linalg.LinAlgError as error:
+            raise PruningError(f"what layers read varies too little beside its mean to be measured: {error}") from error
     return Evidence(
         units=rows,
         criteria=scores,
@@ -80,6 +83,12 @@ def _check_images(calibration: Calibration) -> None:
         raise PruningError(
             f"{found} different calibration images are too few to measure sensitivity: at least {MIN_IMAGES} are needed"
         )
+
+
+def _finite(kl: float, cut: str) -> float:
+    if not math.isfinite(kl):
+        raise PruningError(f"the KL of the model with {str(cut)!r} cut is {kl!r}: check its weights")
+    return kl
 
 
 def _chosen(scores: Sequence[CriterionScore]) -> dict[UnitKind, str]:
@@ -104,7 +113,7 @@ class _Study:
         if not bool(torch.isfinite(self.expected).all()):
             raise PruningError("the model answers calibration images with logits that aren't finite: check its weights")
         fitted = regrouped(self.calibration.fitted(), BATCH, rest=True)
-        self.moments = gather_moments(self.model, self.units, fitted, seed=self.seed)
+        self.moments = gather_moments(self.model, self.units, fitted, seed=self.seed) if self.units else {}
         consumers = [unit.consumer for unit in self.units]
         self.norms = following_norms(self.model, consumers, self.judged[0][:1])
 
@@ -137,14 +146,10 @@ class _Study:
         logits = [
             torch.func.functional_call(self.model, laid, (), {"pixel_values": images}).logits for images in self.judged
         ]
-        kl = mean_kl(self.expected, torch.cat(logits))
-        return kl if math.isfinite(kl) else math.inf
+        return _finite(mean_kl(self.expected, torch.cat(logits)), kind)
 
     def measure(
-        self,
-        chosen: Mapping[UnitKind, str],
-        table: LatencyTable,
-        progress: Progress,
+        self, chosen: Mapping[UnitKind, str], table: LatencyTable, progress: Progress
     ) -> tuple[UnitEvidence, ...]:
         """T1: the KL of some widths of every unit, one unit cut at a time."""
         orders: dict[str, tuple[int, ...]] = {}
@@ -177,7 +182,7 @@ class _Study:
             progress("measuring sensitivity", number + 1, len(self.judged))
         measured: dict[str, dict[int, float]] = {name: {} for name in units}
         for (name, keep), total in sums.items():
-            measured[name][keep] = total / self.num_judged
+            measured[name][keep] = _finite(total / self.num_judged, name)
         return measured
 
 
