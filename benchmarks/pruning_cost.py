@@ -1,10 +1,11 @@
-"""What pruning costs at full size: seconds to find units and to cut them, and memory.
+"""What pruning costs: at full size seconds to find units and to cut them, and memory; on trained models the evidence.
 
-    python benchmarks/pruning_cost.py [--models NAME…] [--quick] [--json FILE]
+    python benchmarks/pruning_cost.py [--models NAME…] [--trained DIR…] [--data DIR] [--quick] [--json FILE]
 
 Times are of the paper's four models with random weights, one after the other. Memory is measured in a process of its
 own for each: the peak while it finds units, cuts the widest one by a quarter and compensates for that, less what was
-resident before the model was there.
+resident before the model was there. Evidence (T0 and T1: moments, criteria, the KL of every unit at four widths) is
+gathered on 256 images of the train split; the latency table, timed once for each machine, isn't part of it.
 """
 
 import argparse
@@ -13,15 +14,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from checks import Check, finish
 from full_size import MODELS, SPEC, build, cuts_for_macs, macs_by_module
+from pruning_tradeoff import NAMES, SHARED, Subject
 from torch import Tensor, nn
+from transformers import AutoImageProcessor, AutoModelForImageClassification
 
 from profiling_agent.profiling.headline import peak_memory_bytes
+from profiling_agent.profiling.sensitivity import measure_sensitivity
 from profiling_agent.pruning.compensation import compensate
 from profiling_agent.pruning.prune import prune_model
 from profiling_agent.pruning.units import find_units
@@ -30,6 +35,7 @@ from profiling_agent.records import Cut, Unit
 from profiling_agent.runtimes.eager import pin_threads, random_batch
 
 MAX_FIND_S = MAX_CUT_S = 10.0
+MAX_EVIDENCE_S, NUM_EVIDENCE = 60.0, 256
 SHARE = 0.25
 # The dense model, the pruned one, a candidate of it, and one for all else: activations and copies of single weights.
 NUM_COPIES = 4
@@ -89,9 +95,26 @@ def measure(name: str, *, is_quick: bool) -> dict[str, Any]:
     return {"model": name, **seconds(name), **({} if is_quick else memory_of_fresh_process(name))}
 
 
+def evidence(folder: Path, data: Path) -> dict[str, Any]:
+    """Return how long the evidence on a trained model takes, once its images are read."""
+    name = folder.name.removesuffix("-cifar10")
+    model: Any = AutoModelForImageClassification.from_pretrained(folder, use_safetensors=True)
+    subject = Subject(name, model.eval(), AutoImageProcessor.from_pretrained(folder, backend="pil"), data)
+    images, units = subject.calibration(0)[:NUM_EVIDENCE], subject.units
+
+    def batches() -> Iterator[tuple[Tensor, Tensor]]:
+        for batch in images.split(64):
+            yield batch, torch.zeros(len(batch), dtype=torch.int64)
+
+    found = measure_sensitivity(model, units, batches)
+    return {"model": name, "evidence_s": found.seconds, "num_units": len(units), "num_images": found.num_images}
+
+
 def checks_of(row: dict[str, Any]) -> list[Check]:
     """Return what must hold for one model."""
     name = row["model"]
+    if "evidence_s" in row:
+        return [Check.at_most(f"{name}: seconds of evidence (T0 and T1)", row["evidence_s"], MAX_EVIDENCE_S)]
     checks = [
         Check.at_most(f"{name}: seconds to find {row['num_units']} units", row["find_s"], MAX_FIND_S),
         Check.at_most(f"{name}: seconds to cut and check them", row["cut_s"], MAX_CUT_S),
@@ -105,7 +128,11 @@ def checks_of(row: dict[str, Any]) -> list[Check]:
 def main() -> int:
     """Run every model; return 1 where a check does not hold."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=tuple(MODELS), default=list(MODELS), metavar="NAME")
+    parser.add_argument("--models", nargs="*", choices=tuple(MODELS), default=list(MODELS), metavar="NAME")
+    parser.add_argument(
+        "--trained", nargs="*", type=Path, default=[SHARED / "models" / f"{name}-cifar10" for name in NAMES]
+    )
+    parser.add_argument("--data", type=Path, default=SHARED / "data" / "cifar10")
     parser.add_argument("--quick", action="store_true", help="times alone")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write checks and rows to this file")
     parser.add_argument("--memory-of", choices=tuple(MODELS), help=argparse.SUPPRESS)
@@ -115,8 +142,9 @@ def main() -> int:
         print(json.dumps(memory(asked.memory_of)))
         return 0
     rows = []
-    for name in asked.models:
-        rows.append(measure(name, is_quick=asked.quick))
+    jobs = [partial(measure, name, is_quick=asked.quick) for name in asked.models]
+    for job in (*jobs, *(partial(evidence, folder, asked.data) for folder in asked.trained if folder.exists())):
+        rows.append(job())
         print(
             "  ".join(f"{key} {value if isinstance(value, str) else f'{value:.6g}'}" for key, value in rows[-1].items())
         )

@@ -32,6 +32,7 @@ NUM_TIMED, NUM_ROUNDS, WARM_UP = 9, 7, 2
 MIN_GAIN = 0.25
 
 Times = Mapping[int, float]
+Shape = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True)
@@ -171,9 +172,6 @@ def _runs(unit: Unit, parts: Sequence[_Part], width: int, device: torch.device) 
         queries, keys = _attended(unit, parts, width)
         heads = torch.randn(queries, device=device), torch.randn(keys, device=device)
         yield partial(F.scaled_dot_product_attention, heads[0], heads[1], heads[1])
-
-
-Shape = tuple[int, int, int, int]
 
 
 def _attended(unit: Unit, parts: Sequence[_Part], width: int) -> tuple[Shape, Shape]:
