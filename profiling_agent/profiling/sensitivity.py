@@ -66,7 +66,7 @@ def measure_sensitivity(  # noqa: PLR0913 (how, and on what, a study is made)
             scores = study.compare(CRITERIA if criterion == "auto" else (criterion,))
             progress("measuring sensitivity", 2, 3)
             rows = study.measure(_chosen(scores), table or LatencyTable({}), progress)
-        except torch.linalg.LinAlgError as error:
+        except torch.linalg.LinAlgError as error:  # pyright: ignore[reportPrivateImportUsage]
             raise PruningError(f"what layers read varies too little beside its mean to be measured: {error}") from error
     return Evidence(
         units=rows,

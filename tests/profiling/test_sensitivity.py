@@ -1,0 +1,294 @@
+import copy
+import math
+from functools import partial
+
+import pytest
+import torch
+import zoo
+from pruning import families
+from scipy.stats import spearmanr
+
+from profiling_agent.errors import PruningError
+from profiling_agent.profiling.latency_table import LatencyTable
+from profiling_agent.profiling.sensitivity import measure_sensitivity, through
+from profiling_agent.pruning.criteria import CRITERIA, order_by
+from profiling_agent.pruning.folding import fold, following_norms, has_bias
+from profiling_agent.pruning.moments import gather_moments
+from profiling_agent.pruning.prune import prune_model
+from profiling_agent.pruning.units import find_units
+from profiling_agent.pruning.widths import aligned_widths
+from profiling_agent.records import Cut, Evidence
+from profiling_agent.runtimes.eager import random_batch
+
+IMAGES = random_batch(zoo.SPEC, 160, seed=1)
+# Images come in blocks of 8, of which each fourth is judged by.
+JUDGED = torch.arange(len(IMAGES)) // 8 % 4 == 3
+
+small = partial(zoo.vit, num_hidden_layers=1, intermediate_size=128)
+MODELS = {
+    "vit": zoo.vit,
+    "resnet": families.family("ResNet", **families.STAGED, embedding_size=32, layer_type="basic"),
+    "convnextv2": families.FAMILIES["convnextv2"],
+}
+
+
+def units_of(model):
+    return find_units(model, zoo.SPEC, {}).units
+
+
+def reader(images=IMAGES, size=50):
+    """What begins a pass over `images` in batches; labels are whatever they are."""
+    return lambda: ((part, torch.zeros(len(part))) for part in images.split(size))
+
+
+def studied(model, images=IMAGES, **asked):
+    return measure_sensitivity(model, units_of(model), reader(images), **({"criterion": "wanda"} | asked))
+
+
+@pytest.fixture(scope="module")
+def compared():
+    """A ViT and its evidence, every criterion compared."""
+    model = zoo.vit()
+    return model, studied(model, criterion="auto")
+
+
+def kl_of(model, kept):
+    """The KL of the judged images once units keep the channels `kept`, by surgery with the fold written into the layers."""
+    units = [unit for unit in units_of(model) if unit.name in kept]
+    cuts = [Cut(unit=unit, keep=len(kept[unit.name]), requested_ratio=0.5) for unit in units]
+    norms = following_norms(model, [unit.consumer for unit in units], IMAGES[:1])
+    moments = gather_moments(model, units, [IMAGES[~JUDGED]])
+    pruned = prune_model(model, cuts, spec=zoo.SPEC, keep=kept).model
+    with torch.no_grad():
+        for unit in units:
+            held, norm = pruned.get_submodule(unit.consumer), norms.get(unit.consumer)
+            shifts = has_bias(held) or norm is not None
+            folded = fold(model, unit, moments[unit.name], kept[unit.name], shifts=shifts)
+            held.weight.copy_(folded.weight.reshape(held.weight.shape))
+            if has_bias(held):
+                held.bias.add_(folded.shift)
+            elif norm is not None:
+                pruned.get_submodule(norm).running_mean.sub_(folded.shift)
+        expected, found = (each(pixel_values=IMAGES[JUDGED]).logits.double().softmax(1) for each in (model, pruned))
+    return float((expected * (expected.log() - found.log())).sum(1).mean())
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_a_measured_kl_is_that_of_the_cut_and_folded_model(family):
+    model = MODELS[family]()
+    found = studied(model)
+
+    assert [row.unit for row in found.units] == [unit.name for unit in units_of(model)]
+    for unit, row in zip(units_of(model), found.units, strict=True):
+        assert sorted(row.order) == list(range(unit.width))
+        measured = [option for option in row.options if option.measured]
+        by_hand = [kl_of(model, {unit.name: sorted(row.order[unit.width - o.keep :])}) for o in measured[-2:]]
+        # A wider width that was found to cost more would be taken for this one.
+        assert by_hand[0] < by_hand[1]
+        assert [option.kl for option in measured[-2:]] == pytest.approx(by_hand, rel=1e-3)
+
+
+def test_every_aligned_width_is_an_option_and_four_are_measured(compared):
+    model, found = compared
+    for unit, row in zip(units_of(model), found.units, strict=True):
+        widths = list(aligned_widths(unit.width, unit.step))[::-1]
+        assert [option.keep for option in row.options] == widths
+        assert sum(option.measured for option in row.options) == min(4, len(widths))
+        assert row.options[-1].measured
+        for option in row.options:
+            assert option.params_saved == (unit.width - option.keep) * unit.params_per_channel
+            assert option.macs_saved == (unit.width - option.keep) * unit.macs_per_channel
+
+    assert (found.num_images, found.num_judged) == (160, int(JUDGED.sum())) == (160, 40)
+    assert found.seconds > 0
+    assert Evidence.model_validate_json(found.model_dump_json()) == found
+
+
+def test_a_narrower_width_never_costs_less(compared):
+    for row in compared[1].units:
+        kls, predictions = ([getattr(o, name) for o in row.options] for name in ("kl", "predicted_kl"))
+        assert kls == sorted(kls)
+        assert predictions == sorted(predictions)
+        assert 0 < kls[0] < kls[-1]
+
+
+def test_what_is_predicted_ranks_what_is_measured():
+    model = zoo.vit()
+    with torch.no_grad():
+        for index, share in enumerate((3.0, 0.2)):
+            mlp = model.vit.layers[index].mlp
+            # Half of the channels say what the others say, and the two layers weigh unlike.
+            mlp.fc1.weight[128:], mlp.fc1.bias[128:] = mlp.fc1.weight[:128].clone(), mlp.fc1.bias[:128].clone()
+            mlp.fc2.weight.mul_(share)
+    options = [option for row in studied(model).units for option in row.options if option.measured]
+
+    assert len(options) == 14
+    assert spearmanr([o.predicted_kl for o in options], [o.kl for o in options]).statistic > 0.8
+
+
+def test_auto_compares_all_criteria_and_chooses_the_cheapest_for_each_kind(compared):
+    model, found = compared
+    moments = gather_moments(model, units_of(model), IMAGES[~JUDGED].split(32))
+    for kind in ("heads", "mlp"):
+        scores = [score for score in found.criteria if score.kind == kind]
+        assert [score.criterion for score in scores] == list(CRITERIA)
+        (best,) = (score for score in scores if score.chosen)
+        assert best.kl == min(score.kl for score in scores)
+        assert len({score.kl for score in scores}) > 1
+        for unit in (unit for unit in units_of(model) if unit.kind == kind):
+            assert found.of(unit.name).order == order_by(model, unit, moments[unit.name], best.criterion)
+
+
+def test_a_criterion_is_scored_by_cutting_all_units_of_a_kind_by_half(compared):
+    model, found = compared
+    mlps = [unit for unit in units_of(model) if unit.kind == "mlp"]
+    moments = gather_moments(model, mlps, [IMAGES[~JUDGED]])
+    for score in (each for each in found.criteria if each.kind == "mlp" and each.criterion in ("l1", "wanda")):
+        orders = {unit.name: order_by(model, unit, moments[unit.name], score.criterion) for unit in mlps}
+        kept = {name: sorted(order[len(order) // 2 :]) for name, order in orders.items()}
+        assert score.kl == pytest.approx(kl_of(model, kept), rel=1e-3)
+
+
+def test_a_criterion_that_is_asked_for_is_not_compared():
+    model = small()
+    found = studied(model, criterion="l1")
+
+    assert [(score.kind, score.criterion, score.chosen) for score in found.criteria] == [
+        ("heads", "l1", True),
+        ("mlp", "l1", True),
+    ]
+    mlp = model.vit.layers[0].mlp.fc1
+    assert found.of("vit.layers.0.mlp").order == tuple(mlp.weight.abs().sum(1).argsort(stable=True).tolist())
+
+
+@pytest.mark.parametrize(
+    ("images", "number"),
+    [(IMAGES[:127], 127), (IMAGES[:1].expand(200, -1, -1, -1), 1), (IMAGES[:100].repeat(2, 1, 1, 1), 100)],
+    ids=["few", "identical", "repeated"],
+)
+def test_too_few_different_images_are_refused(images, number):
+    with pytest.raises(PruningError, match=rf"^{number} different calibration images .* at least 128"):
+        studied(small(), images)
+
+
+def test_a_hundred_and_twenty_eight_different_images_are_enough():
+    found = studied(small(), IMAGES[:128])
+    assert (found.num_images, found.num_judged) == (128, 32)
+
+
+@pytest.mark.parametrize("name", ["vit.layers.0.mlp.fc2.weight", "vit.layernorm.bias", "classifier.weight"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_weights_that_are_not_finite_are_refused(name, value):
+    model = small()
+    with torch.no_grad():
+        model.get_parameter(name).view(-1)[0] = value
+    with pytest.raises(PruningError, match=r"logits that aren't finite: check its weights"):
+        studied(model)
+
+
+def test_a_cut_that_overflows_is_refused():
+    model = small()
+    with torch.no_grad():
+        sizes = model(pixel_values=IMAGES).logits.abs().amax(1)
+        # The image with the largest logit is judged by; a cut that makes it larger leaves what float32 can hold.
+        images = IMAGES[sizes.argsort()].roll(24 + 1, 0)
+        for parameter in model.classifier.parameters():
+            parameter.mul_(torch.finfo(torch.float32).max / float(sizes.max()) * 0.9999)
+        assert model(pixel_values=images).logits.isfinite().all()
+    with pytest.raises(PruningError, match=r"^the KL of the model with '.*' cut is (nan|inf): check its weights"):
+        studied(model, images, criterion="l1")
+
+
+def test_statistics_that_rounding_swallows_are_refused():
+    model = small()
+    with torch.no_grad():
+        mlp = model.vit.layers[0].mlp
+        # One channel is a constant, its square so large that the variance of the others is lost in float32.
+        mlp.fc1.bias[3], mlp.fc2.weight[:, 3] = 1e5, 0.0
+    with pytest.raises(PruningError, match=r"varies too little beside its mean"):
+        studied(model)
+
+
+def test_a_model_without_units_has_evidence_on_none():
+    found = measure_sensitivity(small(), [], reader())
+    assert (found.units, found.criteria, found.num_images) == ((), (), 160)
+
+
+def test_the_same_seed_gives_the_same_evidence_whatever_the_batches():
+    model = small()
+    units, asked = units_of(model), {"criterion": "fisher"}
+    first, again, other = (
+        measure_sensitivity(model, units, reader(), seed=seed, **asked).model_copy(update={"seconds": 0.0})
+        for seed in (0, 0, 1)
+    )
+    odd = measure_sensitivity(model, units, reader(size=7), **asked)
+
+    assert first == again
+    # Labels are drawn from the model's answers, and they weigh the errors.
+    assert first.units != other.units
+    assert odd.model_copy(update={"seconds": 0.0}) == first
+
+
+@pytest.mark.parametrize("family", ["vit", "resnet"])
+def test_the_model_is_left_as_it_was_found(family):
+    model = {"vit": small, "resnet": MODELS["resnet"]}[family]().train()
+    next(model.children()).eval()
+    first, *_ = model.parameters()
+    first.requires_grad = False
+    state = copy.deepcopy(model.state_dict())
+    before = [dict(vars(module)) for module in model.modules()]
+    needed = [parameter.requires_grad for parameter in model.parameters()]
+    studied(model)
+
+    assert [vars(module) for module in model.modules()] == before
+    assert [parameter.requires_grad for parameter in model.parameters()] == needed
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(torch.equal(state[name], tensor) for name, tensor in model.state_dict().items())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert torch.is_grad_enabled()
+
+
+def test_a_table_says_what_widths_save():
+    model = small()
+    table = LatencyTable({"vit.layers.0.mlp": {128: 8.0, 96: 6.5, 64: 6.4, 32: 6.4}})
+    found = studied(model, table=table)
+    mlp, heads = found.of("vit.layers.0.mlp"), found.of("vit.layers.0.attention")
+
+    assert mlp.latency_ms == 8.0
+    # The narrowest loses three quarters of its channels: a quarter of the 6 ms that are their share is 1.5 ms.
+    assert [(o.keep, o.latency_saved_ms) for o in mlp.options] == [
+        (96, 1.5),
+        (64, 8.0 - 6.4),
+        (32, 8.0 - 6.4),
+    ]
+    assert heads.latency_ms is None
+    assert {option.latency_saved_ms for option in heads.options} == {None}
+
+
+def test_without_a_table_nothing_is_said_of_time():
+    for row in studied(small()).units:
+        assert row.latency_ms is None
+        assert {option.latency_saved_ms for option in row.options} == {None}
+
+
+@pytest.mark.parametrize(
+    ("measured", "predicted", "expected"),
+    [
+        # Between two measured widths as far as the prediction is; above the widest in proportion to it.
+        ({6: 0.4, 2: 1.0}, {8: 1.0, 6: 2.0, 4: 3.0, 2: 5.0}, {8: 0.2, 6: 0.4, 4: 0.6, 2: 1.0}),
+        # A narrower width that was measured to cost less costs as much, and so does what lies between.
+        ({6: 0.5, 2: 0.3}, {8: 1.0, 6: 2.0, 4: 3.0, 2: 4.0}, {8: 0.25, 6: 0.5, 4: 0.5, 2: 0.5}),
+        # Below zero is rounding.
+        ({6: -1e-9, 2: 0.3}, {6: 1.0, 4: 2.0, 2: 3.0}, {6: 0.0, 4: 0.15, 2: 0.3}),
+        # A prediction that says nothing: up to the next measured width it costs as much as that one.
+        ({6: 0.1, 2: 0.3}, {6: 0.0, 4: 0.0, 2: 0.0}, {6: 0.1, 4: 0.1, 2: 0.3}),
+        # A prediction that falls is taken for one that stays.
+        ({6: 0.1, 2: 0.3}, {6: 2.0, 4: 1.0, 2: 1.0}, {6: 0.1, 4: 0.1, 2: 0.3}),
+        ({2: 0.3}, {2: 5.0}, {2: 0.3}),
+    ],
+    ids=["between", "falling", "negative", "silent", "falling_prediction", "alone"],
+)
+def test_kls_are_drawn_through_the_measured_ones(measured, predicted, expected):
+    drawn = through(measured, predicted)
+    assert list(drawn) == list(predicted)
+    assert drawn == pytest.approx(expected)
