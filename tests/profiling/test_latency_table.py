@@ -153,9 +153,14 @@ def test_a_damaged_file_is_timed_again(file, text):
     assert all(ms > 0 for times in table.times.values() for ms in times.values())
 
 
-@pytest.mark.parametrize("value", [-1.0, 0.0, math.nan, math.inf, "2.0", None, [1.0], 10**400])
+@pytest.mark.parametrize(
+    "value",
+    [-1.0, 0.0, math.nan, math.inf, "2.0", None, [1.0], 10**400],
+    ids=["negative", "zero", "nan", "inf", "string", "none", "list", "huge"],
+)
 def test_a_number_that_is_no_time_is_timed_again(file, value):
-    table, unit = rewritten(file, lambda times: {**dict.fromkeys(times, 1e6), 256: value})
+    assert any(288 in times for times in read(file).values())
+    table, unit = rewritten(file, lambda times: {**dict.fromkeys(times, 1e6), 288: value})
 
     assert 0 < table.of(unit) < 1e6
     assert all(0 < ms < 1e6 for times in read(file).values() for ms in times.values())
