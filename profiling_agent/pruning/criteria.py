@@ -14,7 +14,7 @@ from profiling_agent.records import Unit
 
 def wanda(unit: Unit, weight: Tensor, moments: UnitMoments) -> Tensor:
     """Score by the energy that a channel brings to its reader: E[x_c^2] |W_c|^2 (Wanda, 2023, whole channels)."""
-    return _by_channel(unit, moments.gram.diagonal() * weight.square().sum(0))
+    return _by_channel(unit, moments.gram.diagonal().float() * weight.square().sum(0))
 
 
 def flap(unit: Unit, weight: Tensor, moments: UnitMoments) -> Tensor:

@@ -33,7 +33,7 @@ def fold(model: nn.Module, unit: Unit, moments: UnitMoments, kept: Sequence[int]
     """
     layer = model.get_submodule(unit.consumer)
     weight = matrix_of(layer).double()
-    second = (moments.covariance if shifts else moments.gram).double()
+    second = moments.covariance.double() if shifts else moments.gram
     columns = columns_of(unit, layer, kept)
     lost = torch.ones(weight.shape[1], dtype=torch.bool, device=weight.device)
     lost[columns] = False

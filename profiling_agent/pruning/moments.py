@@ -12,6 +12,8 @@ from profiling_agent.pruning.consumers import features, outputs_of
 from profiling_agent.pruning.hooks import watching
 from profiling_agent.records import Unit
 
+FIELDS = ("mean", "covariance", "sensitivity", "taylor", "fisher")
+
 
 @dataclass(slots=True, kw_only=True)
 class UnitMoments:
@@ -22,15 +24,16 @@ class UnitMoments:
     """
 
     mean: Tensor  # E[x], (columns,)
-    gram: Tensor  # E[x x'], (columns, columns)
+    covariance: Tensor  # (columns, columns)
     sensitivity: Tensor  # sum over an image's positions of E[g g'], (outputs, outputs)
     taylor: Tensor  # E|gate|, (width,): gate is the derivative of an image's loss by a factor on the channel
     fisher: Tensor  # E[gate^2], (width,)
 
     @property
-    def covariance(self) -> Tensor:
-        """Return Cov(x), (columns, columns)."""
-        return self.gram - torch.outer(self.mean, self.mean)
+    def gram(self) -> Tensor:
+        """Return E[x x'], (columns, columns), float64."""
+        mean = self.mean.double()
+        return self.covariance.double().addr_(mean, mean)
 
 
 def gather_moments(
@@ -43,6 +46,9 @@ def gather_moments(
     generator = torch.Generator().manual_seed(seed)
     sums: dict[str, UnitMoments] = {}
     seen: dict[str, tuple[Tensor, Tensor]] = {}
+    # Where a channel stands at 1,000 and varies by 1, its square in float32 has lost what varies: moments are taken about
+    # the first batch's mean.
+    about: dict[str, Tensor] = {}
     num_images = 0
 
     def note(name: str, inputs: Tensor, output: Tensor) -> None:
@@ -58,12 +64,16 @@ def gather_moments(
             for position, unit in enumerate(units):
                 layer, x = model.get_submodule(unit.consumer), seen[unit.consumer][0].detach()
                 dx, dy = gradients[2 * position : 2 * position + 2]
-                _add(sums, unit, _batch_moments(unit, layer, len(images), x, dx, dy))
+                z = features(layer, x)
+                z = z - about.setdefault(unit.name, z.mean(0))
+                _add(sums, unit, _batch_moments(unit, layer, len(images), z, x * dx, dy))
             num_images += len(images)
             seen.clear()
-    for moments in sums.values():
-        for name in ("mean", "gram", "sensitivity", "taylor", "fisher"):
-            getattr(moments, name).div_(num_images)
+    for name, moments in sums.items():
+        for field in FIELDS:
+            getattr(moments, field).div_(num_images)
+        moments.covariance.addr_(moments.mean, moments.mean, alpha=-1)
+        moments.mean.add_(about[name])
     return sums
 
 
@@ -80,16 +90,21 @@ def _frozen(model: nn.Module) -> Generator[None]:
             parameter.requires_grad = True
 
 
-def _batch_moments(unit: Unit, layer: nn.Module, num_images: int, x: Tensor, dx: Tensor, dy: Tensor) -> UnitMoments:
-    """Return the sums over the images of one batch, the mean and the Gram matrix averaged over an image's positions."""
-    z, g = features(layer, x), outputs_of(layer, dy)
+def _batch_moments(
+    unit: Unit, layer: nn.Module, num_images: int, z: Tensor, product: Tensor, dy: Tensor
+) -> UnitMoments:
+    """Return the sums over the images of one batch, the mean and the second moment averaged over an image's positions.
+
+    z is (positions, columns), `product` what the layer reads times its gradient, dy the gradient of what it gives.
+    """
+    g = outputs_of(layer, dy)
     # Windowed attention has more rows than images, those of one image side by side.
     seen, there = len(z) / num_images, dy.numel() / g.shape[1] / num_images
-    product = (x * dx).movedim(1, -1) if isinstance(layer, nn.Conv2d) else x * dx
+    product = product.movedim(1, -1) if isinstance(layer, nn.Conv2d) else product
     gate = product.reshape(num_images, -1, unit.width, product.shape[-1] // unit.width).float().sum((1, 3))
     return UnitMoments(
         mean=z.sum(0).float() / seen,
-        gram=(z.T @ z).float() / seen,
+        covariance=(z.T @ z).float() / seen,
         sensitivity=(g.T @ g).float() * (there / seen),
         taylor=gate.abs().sum(0),
         fisher=gate.square().sum(0),
@@ -98,5 +113,5 @@ def _batch_moments(unit: Unit, layer: nn.Module, num_images: int, x: Tensor, dx:
 
 def _add(sums: dict[str, UnitMoments], unit: Unit, batch: UnitMoments) -> None:
     if (total := sums.setdefault(unit.name, batch)) is not batch:
-        for name in ("mean", "gram", "sensitivity", "taylor", "fisher"):
-            getattr(total, name).add_(getattr(batch, name))
+        for field in FIELDS:
+            getattr(total, field).add_(getattr(batch, field))

@@ -40,7 +40,7 @@ def moments_of(mean, variance, *, taylor=(1.0, 1.0, 1.0), fisher=(1.0, 1.0, 1.0)
     mean = torch.tensor(mean)
     return UnitMoments(
         mean=mean,
-        gram=torch.diag(torch.tensor(variance)) + torch.outer(mean, mean),
+        covariance=torch.diag(torch.tensor(variance)),
         sensitivity=torch.diag(torch.tensor(sensitivity)),
         taylor=torch.tensor(taylor),
         fisher=torch.tensor(fisher),

@@ -162,6 +162,18 @@ def test_windows_of_one_image_are_one_image():
     assert torch.allclose(two.gram, (one.gram + alone.gram) / 2, atol=1e-6)
 
 
+def test_a_channel_far_from_zero_leaves_the_variance_of_the_others():
+    model = zoo.vit()
+    unit = next(unit for unit in units_of(model) if unit.kind == "mlp")
+    with torch.no_grad():
+        model.get_submodule(unit.producers[0]).bias[0] = 3000.0
+    found = gather_moments(model, [unit], IMAGES.split(4))[unit.name].covariance
+    x = rows_of(model.get_submodule(unit.consumer), read_by(model, unit)).double()
+    expected = torch.cov(x.T, correction=0)
+
+    assert torch.allclose(found.double(), expected, atol=1e-4 * float(expected.diagonal()[1:].mean()))
+
+
 def test_batches_do_not_matter_beyond_the_draw_and_a_seed_repeats_it():
     model = zoo.vit()
     units = units_of(model)
