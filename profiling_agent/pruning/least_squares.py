@@ -21,18 +21,18 @@ def fit_(moments: PairedMoments, start: Tensor, *, centred: bool, ridge: float =
     """Return (W, b) that give the dense outputs y from what the pruned consumer reads, z, near the weight `start`.
 
     W = start + (E[y z'] - start E[z z']) (E[z z'] + ridge m I)^-1 and b = E[y] - W E[z], m the mean of E[z z']'s
-    diagonal, moments centred where `centred`; otherwise b is zero. `start` (outputs, columns), float64, is the dense
+    diagonal, moments about the means where `centred`; about zero otherwise, and b is zero. `start` (outputs, columns), float64, is the dense
     weight of the kept columns, so that a ridge without end changes nothing. Where z is the dense activations x_K, W is
     W_K + W_P C_PK (C_KK + ridge m I)^-1 (ThiNet, 2017; He et al., 2017). If no column varies, W is `start`.
 
     The second moments are used up: a wide convolution's are as large as the model.
     """
-    cross, gram, scale = moments.cross, moments.gram, moments.gram.diagonal().mean()
-    if centred:
-        cross.addr_(moments.given_mean, moments.read_mean, alpha=-1)
-        gram.addr_(moments.read_mean, moments.read_mean, alpha=-1)
+    cross, gram = moments.cross, moments.gram
+    if not centred:
+        cross.addr_(moments.given_mean, moments.read_mean)
+        gram.addr_(moments.read_mean, moments.read_mean)
     weight, varied = start, gram.diagonal().mean()
-    if varied > ROUNDING * scale:
+    if varied > ROUNDING * moments.read_mean.square().mean():
         missing = cross.sub_(start @ gram)
         gram.diagonal().add_(ridge * varied)
         weight = start + _divided_(missing, gram)

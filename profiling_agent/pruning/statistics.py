@@ -15,24 +15,27 @@ from profiling_agent.pruning.hooks import watching
 class PairedMoments:
     """Averages over positions of images, float64: z is what the pruned consumer multiplies, y what the dense one gives.
 
-    Second moments aren't centred. A position is a token, or an output pixel of a convolution.
+    Second moments are about the means. A position is a token, or an output pixel of a convolution.
     """
 
     read_mean: Tensor  # E[z], (columns,)
     given_mean: Tensor  # E[y], (outputs,)
-    cross: Tensor  # E[y z'], (outputs, columns)
-    gram: Tensor  # E[z z'], (columns, columns)
+    cross: Tensor  # Cov(y, z), (outputs, columns)
+    gram: Tensor  # Cov(z), (columns, columns)
 
 
 def paired_moments(
     dense: nn.Module, pruned: nn.Module, name: str, rows: Sequence[int], batches: Iterable[Tensor]
 ) -> PairedMoments:
     """Return the moments of the layer `name`, each model run up to that layer once per batch; y are outputs `rows`."""
-    count, sums = 0, list[Tensor]()
+    count, sums, about = 0, list[Tensor](), list[Tensor]()
     layer = pruned.get_submodule(name)
     for images in batches:
         y = outputs_of(layer, stopping_at(dense, name, images)[1])[:, list(rows)]
         z = features(layer, stopping_at(pruned, name, images)[0])
+        # About the first batch's means: beside the square of a channel far from zero float32 loses how the others vary.
+        about = about or [z.mean(0), y.mean(0)]
+        z, y = z - about[0], y - about[1]
         # Products in the model's own precision: their rounding, 1e-6, is far below the ridge, and float64 takes twice
         # the time. The sums, which grow with the number of images, are float64, and held once: a Gram matrix of a
         # wide convolution is as large as the model (170 MB on ResNet-101).
@@ -42,7 +45,9 @@ def paired_moments(
             total.add_(part)
         count += len(z)
     read_mean, given_mean, cross, gram = (total.div_(count) for total in sums)
-    return PairedMoments(read_mean=read_mean, given_mean=given_mean, cross=cross, gram=gram)
+    cross.addr_(given_mean, read_mean, alpha=-1)
+    gram.addr_(read_mean, read_mean, alpha=-1)
+    return PairedMoments(read_mean=read_mean + about[0], given_mean=given_mean + about[1], cross=cross, gram=gram)
 
 
 def in_order(model: nn.Module, names: Collection[str], images: Tensor) -> list[str]:

@@ -21,8 +21,8 @@ def moments_of(read, given):
     return PairedMoments(
         read_mean=read.mean(0),
         given_mean=given.mean(0),
-        cross=given.T @ read / len(read),
-        gram=read.T @ read / len(read),
+        cross=(given - given.mean(0)).T @ (read - read.mean(0)) / len(read),
+        gram=torch.cov(read.T, correction=0),
     )
 
 
