@@ -12,6 +12,7 @@ from conftest import World
 
 from profiling_agent import Request, optimize, resume
 from profiling_agent.errors import RunError
+from profiling_agent.records import Attempt
 from profiling_agent.reporting.report import RunReport
 
 # Kills itself, as `kill -9` would, when the given stage has said something `after` times.
@@ -63,10 +64,15 @@ def decisions(report: RunReport) -> dict[str, object]:
         "best": (report.best.variant, report.best.attempt, report.best.top1, report.best.params, report.best.macs),
         "heldout": report.heldout.drop,
         "attempts": [
-            (a.plan.model_dump(exclude={"pruning": {"__all__": {"justification"}}}), a.dry_run, a.accepted, a.reason)
+            (a.plan.model_dump(exclude={"pruning": {"__all__": {"justification"}}}), foreseen(a), a.accepted, a.reason)
             for a in report.attempts
         ],
     }
+
+
+def foreseen(attempt: Attempt) -> dict[str, object] | None:
+    """Return what a plan was expected to do, but for its share of a time that each run measures anew."""
+    return attempt.dry_run.model_dump(exclude={"latency_saved"}) if attempt.dry_run else None
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from profiling_agent.pruning.consumers import columns_of, matrix_of
 from profiling_agent.pruning.elimination import RIDGE
 from profiling_agent.pruning.folding import following_norms, has_bias
 from profiling_agent.pruning.statistics import PairedMoments, in_order, paired_moments
+from profiling_agent.pruning.walk import Walk
 from profiling_agent.records import Cut
 
 # Below this share of the second moment a variance is the rounding of float32 products.
@@ -61,8 +62,8 @@ def compensate_units_(
 ) -> None:
     """Fit the consumer of every cut unit in `pruned` to the dense outputs, one after the other as the network runs.
 
-    Each reads what the units before it, already fitted, leave of the activations, so errors don't add up. That takes a
-    pass of both models, up to the consumer, for every unit. A convolution is fitted in all its taps: on the shared
+    Each reads what the units before it, already fitted, leave of the activations, so errors don't add up. That takes one
+    pass of both models, a stretch for each unit. A convolution is fitted in all its taps: on the shared
     ResNet cut by a quarter that leaves a KL of 0.081 nats instead of 0.098 with taps that share one mixing of
     channels, and 0.220 where every unit is fitted to the dense activations alone (docs/decisions/LOG.md).
     """
@@ -70,14 +71,16 @@ def compensate_units_(
     cut_rows = {producer: keep[cut.unit.name] for cut in cuts for producer in cut.unit.producers}
     image = next(iter(images()))[:1]
     norms = following_norms(original, list(consumers), image)
-    for number, name in enumerate(in_order(original, consumers, image)):
+    order = in_order(original, consumers, image)
+    walks = Walk(original, order, image), Walk(pruned, order, image)
+    for number, name in enumerate(order):
         progress("compensating", number, len(consumers))
         dense, unit = original.get_submodule(name), consumers[name]
         rows = cut_rows.get(name, range(len(dense.get_parameter("weight"))))
         columns = columns_of(unit, dense, keep[unit.name])
         start = matrix_of(dense).double()[list(rows)][:, columns]
         norm = norms.get(name)
-        moments = paired_moments(original, pruned, name, rows, images())
+        moments = paired_moments(*walks, pruned.get_submodule(name), name, rows, images())
         weight, shift = fit_(moments, start, centred=norm is not None or has_bias(dense))
         layer = pruned.get_submodule(name)
         held = layer.get_parameter("weight")

@@ -49,18 +49,23 @@ def find_prefixes(model: nn.Module, readers: Mapping[str, Collection[str]], imag
     A module that serves one unit alone isn't kept unless it holds several others, as a stage: a part of a block is run
     again, which costs less than its memory.
     """
-    calls = _Calls()
-    with watching(model, [name for name, _ in model.named_modules() if name], before=calls.begin, after=calls.end):
-        model(pixel_values=image)
-    once = [name for name, count in calls.count.items() if count == 1 and name in calls.ended]
-    first = {unit: min(calls.began[layer] for layer in layers) for unit, layers in readers.items()}
-    before = {unit: _outermost([name for name in once if calls.ended[name] < began]) for unit, began in first.items()}
+    before = ended_before(model, readers, image)
     uses = Counter(name for names in before.values() for name in names)
     held = {
         name: sum(any(layer.startswith(f"{name}.") for layer in layers) for layers in readers.values()) for name in uses
     }
     kept = {name for name in uses if uses[name] > 1 or held[name] > 1}
     return Prefixes({unit: tuple(name for name in names if name in kept) for unit, names in before.items()})
+
+
+def ended_before(model: nn.Module, readers: Mapping[str, Collection[str]], image: Tensor) -> dict[str, list[str]]:
+    """Return for each unit the outermost modules that are called once, and end before any of its `readers` begins."""
+    calls = _Calls()
+    with watching(model, [name for name, _ in model.named_modules() if name], before=calls.begin, after=calls.end):
+        model(pixel_values=image)
+    once = [name for name, count in calls.count.items() if count == 1 and name in calls.ended]
+    first = {unit: min(calls.began[layer] for layer in layers) for unit, layers in readers.items()}
+    return {unit: _outermost([name for name in once if calls.ended[name] < began]) for unit, began in first.items()}
 
 
 def _outermost(names: Collection[str]) -> list[str]:
@@ -74,21 +79,28 @@ class Replay:
     def __init__(self, model: nn.Module, prefixes: Prefixes, images: Tensor) -> None:
         """Run `images` (b, c, h, w), keeping the outputs that later runs start from."""
         self._model, self._prefixes, self._images = model, prefixes, images
-        outputs: dict[str, tuple[Any, list[int]]] = {}
-
-        def keep(name: str, _inputs: Any, output: Any) -> None:
-            outputs[name] = (output, _versions(output))
-
-        with watching(model, prefixes.kept, after=keep):
-            self.logits: Tensor = model(pixel_values=images).logits
-        # An output that was changed in place after it was given out isn't what its module gave.
-        self._outputs = {name: out for name, (out, versions) in outputs.items() if _versions(out) == versions}
+        self._outputs, self.logits = lasting_outputs(model, prefixes.kept, images)
 
     def run_from(self, unit: str, laid: Mapping[str, Tensor]) -> Tensor:
         """Return the logits with `laid` over the model's tensors, those that the unit's readers read or later ones."""
         names = [name for name in self._prefixes.skipped[unit] if name in self._outputs]
-        with _answering(self._model, {name: self._outputs[name] for name in names}):
+        with answering(self._model, {name: self._outputs[name] for name in names}):
             return torch.func.functional_call(self._model, dict(laid), (), {"pixel_values": self._images}).logits
+
+
+def lasting_outputs(model: nn.Module, names: Iterable[str], images: Tensor) -> tuple[dict[str, Any], Tensor]:
+    """Return the outputs of the modules `names`, and the logits, of one pass.
+
+    An output that was changed in place after it was given out isn't what its module gave, and is left out.
+    """
+    outputs: dict[str, tuple[Any, list[int]]] = {}
+
+    def keep(name: str, _inputs: Any, output: Any) -> None:
+        outputs[name] = (output, _versions(output))
+
+    with watching(model, names, after=keep):
+        logits: Tensor = model(pixel_values=images).logits
+    return {name: out for name, (out, versions) in outputs.items() if _versions(out) == versions}, logits
 
 
 def _versions(output: Any) -> list[int]:
@@ -106,7 +118,7 @@ def _giving(output: Any) -> Callable[..., Any]:
 
 
 @contextmanager
-def _answering(model: nn.Module, outputs: Mapping[str, Any]) -> Generator[None]:
+def answering(model: nn.Module, outputs: Mapping[str, Any]) -> Generator[None]:
     """Let modules give what they gave before instead of computing it."""
     modules = [model.get_submodule(name) for name in outputs]
     own = [vars(module).get("forward") for module in modules]

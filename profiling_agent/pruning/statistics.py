@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from profiling_agent.pruning.consumers import features, outputs_of, stopping_at
+from profiling_agent.pruning.consumers import features, outputs_of
 from profiling_agent.pruning.hooks import watching
+from profiling_agent.pruning.walk import Walk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,14 +26,13 @@ class PairedMoments:
 
 
 def paired_moments(
-    dense: nn.Module, pruned: nn.Module, name: str, rows: Sequence[int], batches: Iterable[Tensor]
+    dense: Walk, pruned: Walk, layer: nn.Module, name: str, rows: Sequence[int], batches: Iterable[Tensor]
 ) -> PairedMoments:
-    """Return the moments of the layer `name`, each model run up to that layer once per batch; y are outputs `rows`."""
+    """Return the moments of the pruned model's `layer`, called `name`; y are the dense one's outputs `rows`."""
     count, sums, about = 0, list[Tensor](), list[Tensor]()
-    layer = pruned.get_submodule(name)
-    for images in batches:
-        y = outputs_of(layer, stopping_at(dense, name, images)[1])[:, list(rows)]
-        z = features(layer, stopping_at(pruned, name, images)[0])
+    for number, images in enumerate(batches):
+        y = outputs_of(layer, dense.reach(name, number, images)[1])[:, list(rows)]
+        z = features(layer, pruned.reach(name, number, images)[0])
         # About the first batch's means: beside the square of a channel far from zero float32 loses how the others vary.
         about = about or [z.mean(0), y.mean(0)]
         z, y = z - about[0], y - about[1]

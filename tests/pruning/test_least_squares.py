@@ -9,6 +9,7 @@ from profiling_agent.pruning.least_squares import compensate_units_, fit_
 from profiling_agent.pruning.prune import prune_model
 from profiling_agent.pruning.statistics import PairedMoments, in_order, paired_moments
 from profiling_agent.pruning.units import find_units
+from profiling_agent.pruning.walk import Walk
 from profiling_agent.pruning.widths import snap
 from profiling_agent.records import Cut
 from profiling_agent.runtimes.eager import random_batch
@@ -102,7 +103,8 @@ def test_moments_pair_what_the_pruned_consumer_reads_with_what_the_dense_one_giv
     pruned = prune_model(model, [cut], spec=zoo.SPEC, keep={unit.name: kept}).model
     layer, rows = model.get_submodule(unit.consumer), [0, 3]
     with torch.no_grad():
-        moments = paired_moments(model, pruned, unit.consumer, rows, IMAGES.split(24))
+        walks = [Walk(each, [unit.consumer], IMAGES[:1]) for each in (model, pruned)]
+        moments = paired_moments(*walks, pruned.get_submodule(unit.consumer), unit.consumer, rows, IMAGES.split(24))
         read, given = stopping_at(model, unit.consumer, IMAGES)
         z = features(layer, read).double()[:, columns_of(unit, layer, kept)]
         y = outputs_of(layer, given).double()[:, rows]
