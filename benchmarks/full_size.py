@@ -16,6 +16,7 @@ from transformers import (
 )
 
 from profiling_agent.profiling.complexity import count_complexity
+from profiling_agent.pruning.crossings import crossings
 from profiling_agent.pruning.tracing import without_weights
 from profiling_agent.pruning.widths import snap
 from profiling_agent.records import Cut, InputSpec, Unit
@@ -62,12 +63,9 @@ def _uniform(units: Sequence[Unit], ratio: float) -> tuple[Cut, ...]:
 
 def _macs_saved(model: nn.Module, cuts: Sequence[Cut], macs: Mapping[str, int]) -> int:
     """Return the MACs that `cuts` save; where columns of one cross the rows of another, they are counted once."""
-    begins = {producer: cut for cut in cuts for producer in cut.unit.producers}
     saved = sum(cut.macs_saved for cut in cuts)
-    for ending in cuts:
-        if (beginning := begins.get(ending.unit.consumer)) is not None:
-            layer = model.get_submodule(ending.unit.consumer)
-            kernel = layer.get_parameter("weight")[0, 0].numel()
-            crossing = kernel * (ending.unit.width - ending.keep) * (beginning.unit.width - beginning.keep)
-            saved -= macs[ending.unit.consumer] * crossing // num_params(layer)
+    for crossing in crossings(cuts):
+        layer = model.get_submodule(crossing.layer)
+        kernel = layer.get_parameter("weight")[0, 0].numel()
+        saved -= macs[crossing.layer] * kernel * crossing.gone // num_params(layer)
     return saved

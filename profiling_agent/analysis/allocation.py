@@ -46,7 +46,7 @@ def allocate(  # noqa: PLR0913 (what may be cut, how far, and who counts it)
     """
     by_name = {unit.name: unit for unit in units}
     choices = _choices(evidence, by_name, {cut.unit.name for cut in fixed}, caps or {}, target.metric)
-    everything = [*fixed, *_cuts(by_name, {name: options[-1] for name, options in choices.items()})]
+    everything = _narrowest(by_name, choices, fixed)
     if (most := saved(everything)) < target.saving - ENOUGH:
         raise PlanError(
             f"a saving of {target.saving:.1%} of the {target.metric} is out of reach: everything that may be cut "
@@ -70,6 +70,24 @@ def allocate(  # noqa: PLR0913 (what may be cut, how far, and who counts it)
                 low = middle
     place = {name: index for index, name in enumerate(by_name)}
     return tuple(sorted(best, key=lambda cut: place[cut.unit.name]))
+
+
+def narrowest(
+    units: Sequence[Unit],
+    evidence: Evidence,
+    metric: str,
+    *,
+    fixed: Sequence[Cut] = (),
+    caps: Mapping[str, float] | None = None,
+) -> list[Cut]:
+    """Return the most that `allocate` could cut for a target in `metric`: all else at its narrowest beside `fixed`."""
+    by_name = {unit.name: unit for unit in units}
+    choices = _choices(evidence, by_name, {cut.unit.name for cut in fixed}, caps or {}, metric)
+    return _narrowest(by_name, choices, fixed)
+
+
+def _narrowest(units: Mapping[str, Unit], choices: Choices, fixed: Sequence[Cut]) -> list[Cut]:
+    return [*fixed, *_cuts(units, {name: options[-1] for name, options in choices.items()})]
 
 
 def _most(choices: Choices, metric: str) -> float:

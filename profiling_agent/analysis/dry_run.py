@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from profiling_agent.analysis.allocation import allocate
+from profiling_agent.analysis.allocation import allocate, narrowest
 from profiling_agent.analysis.savings import latency_saved_ms, params_and_macs_saved, predicted_kl
 from profiling_agent.errors import PlanError
 from profiling_agent.pruning.patterns import cap_ratios, resolve
@@ -49,13 +49,8 @@ def most_saving(plan: Plan, profile: ModelProfile) -> float:
     assert profile.evidence is not None, "a target needs evidence"
     fixed = resolve(plan.pruning, units=profile.units, refusals=profile.refusals).cuts
     caps = cap_ratios(plan.caps, units=profile.units, refusals=profile.refusals)
-    cuts = {cut.unit.name: cut for cut in _limited(fixed, caps)[0]}
-    for name, unit in ((unit.name, unit) for unit in profile.units if unit.name not in cuts):
-        row = profile.evidence.of(name)
-        least = unit.width * (1 - caps.get(name, 1.0)) - 1e-9
-        if widths := [option.keep for option in (row.options if row else ()) if option.keep >= least]:
-            cuts[name] = Cut(unit=unit, keep=min(widths), requested_ratio=1 - min(widths) / unit.width)
-    return saved_share(tuple(cuts.values()), profile, plan.target.metric)
+    metric, fixed = plan.target.metric, _limited(fixed, caps)[0]
+    return saved_share(narrowest(profile.units, profile.evidence, metric, fixed=fixed, caps=caps), profile, metric)
 
 
 def whole(profile: ModelProfile, metric: str) -> float:

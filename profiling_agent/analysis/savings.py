@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
+from profiling_agent.pruning.crossings import crossings
 from profiling_agent.records import Cut, Evidence, LayerProfile
 
 
@@ -15,21 +16,16 @@ def params_and_macs_saved(cuts: Sequence[Cut], layers: Iterable[LayerProfile]) -
 def _counted_twice(cuts: Sequence[Cut], layers: Iterable[LayerProfile]) -> tuple[int, int]:
     """Return the params and MACs where the columns of one cut cross the rows of the next: each removed them once.
 
-    A ResNet bottleneck's middle convolution is such a layer. Its MACs are proportional to its params, so the share of
-    one crossing is that of its weights.
+    A layer's MACs are proportional to its params, so the share of one crossing is that of its weights.
     """
     rows = {row.name: row for row in layers}
-    begins = {producer: cut for cut in cuts for producer in cut.unit.producers}
     params = macs = 0
-    for ending in cuts:
-        if (beginning := begins.get(ending.unit.consumer)) is None:
-            continue
-        layer = rows[ending.unit.consumer]
+    for crossing in crossings(cuts):
+        layer = rows[crossing.layer]
         # Kernel height times width: a bias is smaller than the product of the widths, and falls out.
-        kernel = layer.params // (ending.unit.width * beginning.unit.width)
-        crossing = kernel * (ending.unit.width - ending.keep) * (beginning.unit.width - beginning.keep)
-        params += crossing
-        macs += layer.macs * crossing // layer.params
+        counted_twice = layer.params // crossing.whole * crossing.gone
+        params += counted_twice
+        macs += layer.macs * counted_twice // layer.params
     return params, macs
 
 

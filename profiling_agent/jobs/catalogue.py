@@ -13,6 +13,7 @@ from profiling_agent.acquisition.hub import is_local, local_folder
 from profiling_agent.acquisition.models import load_model
 from profiling_agent.acquisition.query import DataQuery
 from profiling_agent.acquisition.splits import DrawnSplit, draw_splits
+from profiling_agent.artifacts.derived import save_derived
 from profiling_agent.artifacts.load import load, load_processor, load_recipe, load_skeleton
 from profiling_agent.artifacts.save import save_model
 from profiling_agent.errors import PruningError
@@ -166,15 +167,7 @@ def prune(task: tasks.PruneTask, desk: Desk) -> PrunedModel:
     if task.compensate:
         made = compensate(model, pruned.model, task.cuts, pruned.keep, read, progress=desk.progress)
     folder = desk.folder / "model"
-    save_model(
-        made.model if made else pruned.model,
-        folder,
-        spec=recipe.input,
-        processor=processor,
-        base_model=recipe.base_model,
-        base_revision=recipe.base_revision,
-        cuts=task.cuts,
-    )
+    save_derived(made.model if made else pruned.model, path, folder, cuts=task.cuts)
     # The reload gate: a model that doesn't come back as it was saved is never handed on.
     load(folder)
     return PrunedModel(
@@ -191,18 +184,9 @@ def prune(task: tasks.PruneTask, desk: Desk) -> PrunedModel:
 def quantize(task: tasks.QuantizeTask, desk: Desk) -> QuantizedModel:
     """Quantize and save the candidate."""
     path = desk.path(task.model)
-    recipe = load_recipe(path)
     quantized = quantize_model(load(path), task.recommendations)
     folder = desk.folder / "model"
-    save_model(
-        quantized.model,
-        folder,
-        spec=recipe.input,
-        processor=load_processor(path),
-        base_model=recipe.base_model,
-        base_revision=recipe.base_revision,
-        cuts=recipe.cuts,
-    )
+    save_derived(quantized.model, path, folder)
     return QuantizedModel(model=desk.ref(folder, "model"), layers=quantized.layers)
 
 

@@ -9,8 +9,8 @@ from functools import partial
 from pathlib import Path
 
 from profiling_agent.acquisition.batches import iter_batches, shuffled_batches
-from profiling_agent.artifacts.load import load, load_processor, load_recipe
-from profiling_agent.artifacts.save import save_model
+from profiling_agent.artifacts.derived import save_derived
+from profiling_agent.artifacts.load import load, load_processor
 from profiling_agent.jobs.desk import Desk
 from profiling_agent.jobs.tasks import RecoverTask
 from profiling_agent.pruning.calibration import Calibration
@@ -59,16 +59,7 @@ def recover_job(task: RecoverTask, desk: Desk) -> RecoveredModel:
 
 def _saved(recovered: Recovered, task: RecoverTask, desk: Desk) -> ArtifactRef:
     """Save the model with the cuts of the pruned one, and load it again: what doesn't come back isn't handed on."""
-    path, folder = desk.path(task.model), desk.folder / "model"
-    recipe = load_recipe(path)
-    save_model(
-        recovered.model.cpu(),
-        folder,
-        spec=recipe.input,
-        processor=load_processor(path),
-        base_model=recipe.base_model,
-        base_revision=recipe.base_revision,
-        cuts=recipe.cuts,
-    )
+    folder = desk.folder / "model"
+    save_derived(recovered.model.cpu(), desk.path(task.model), folder)
     load(folder)
     return desk.ref(folder, "model")

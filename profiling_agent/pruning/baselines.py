@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from profiling_agent.errors import PruningError, RequestError
 from profiling_agent.pruning.compounding import compounded, convolutions, left_of, without
+from profiling_agent.pruning.crossings import crossings
 from profiling_agent.pruning.gate import check_saving
 from profiling_agent.pruning.importance import IMPORTANCE, UnitWeights
 from profiling_agent.pruning.prune import prune_model
@@ -186,12 +187,9 @@ def _num_params(model: nn.Module) -> int:
 
 def _params_saved(model: nn.Module, cuts: Sequence[Cut]) -> int:
     """Return the params that `cuts` remove; where columns of one cross the rows of another, they are counted once."""
-    begins = {producer: cut for cut in cuts for producer in cut.unit.producers}
     saved = sum(cut.params_saved for cut in cuts)
-    for ending in cuts:
-        if (beginning := begins.get(ending.unit.consumer)) is not None:
-            kernel = model.get_submodule(ending.unit.consumer).get_parameter("weight")[0, 0].numel()
-            saved -= kernel * (ending.unit.width - ending.keep) * (beginning.unit.width - beginning.keep)
+    for crossing in crossings(cuts):
+        saved -= model.get_submodule(crossing.layer).get_parameter("weight")[0, 0].numel() * crossing.gone
     return saved
 
 
