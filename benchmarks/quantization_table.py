@@ -19,7 +19,7 @@ from onnxruntime.quantization import QuantType, quantize_dynamic
 from torch import Tensor, nn
 from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessorPil
 
-from profiling_agent.artifacts.load import load
+from profiling_agent.artifacts.load import load_module
 from profiling_agent.artifacts.save import save_model
 from profiling_agent.evaluation.footprint import folder_bytes
 from profiling_agent.evaluation.race import Pace, processes, race_until_clear
@@ -80,7 +80,7 @@ def open_onnx(path: str, start: Start) -> tuple[nn.Module, Tensor]:
 
 def open_papers_recipe(folder: str, start: Start) -> tuple[nn.Module, Tensor]:
     """Return the fp32 model with every Linear quantized by torch's default: one scale a layer, 7-bit activations."""
-    model = load(folder, verify=False)
+    model = load_module(folder, verify=False)
     names = [name for name, module in model.named_modules() if type(module) is nn.Linear]
     quantized = torch_quantize_dynamic(model, names, "qint8", per_channel=False)
     return quantized, random_batch(SPEC, start.batch_size)

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from profiling_agent.artifacts.load import load, load_processor, load_recipe
+from profiling_agent.artifacts.load import load_module, load_processor, load_recipe
 from profiling_agent.artifacts.onnx import export_onnx
 from profiling_agent.artifacts.plain import save_plain
 from profiling_agent.errors import ArtifactError, RequestError, RunError
@@ -33,7 +33,7 @@ def export(source: Path, format_: str, output: Path, *, batch_size: int | None =
             f"{str(folder)!r} is quantized, and only float32 models can be exported: "
             "load it with profiling_agent.load, or export a float32 model"
         )
-    model = load(folder)
+    model = load_module(folder)
     try:
         if format_ == "onnx":
             distance = export_onnx(model, output, spec=recipe.input, batch_size=batch_size)

@@ -33,8 +33,8 @@ def load_processor(path: str | Path) -> Any:
         raise ArtifactError(f"{str(folder)!r} has no image processor that can be read: save the model again") from error
 
 
-def load(path: str | Path, *, verify: bool = True) -> nn.Module:
-    """Return a saved model in eval mode on the CPU: `load(path)(pixel_values=batch).logits`.
+def load_module(path: str | Path, *, verify: bool = True) -> nn.Module:
+    """Return a saved model in eval mode on the CPU: `load_module(path)(pixel_values=batch).logits`.
 
     `verify` compares every file with its sha256, and what the model says of two images with what it said when it was
     saved. The strict match of names and shapes isn't optional.

@@ -2,27 +2,43 @@
 
 import json
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, Literal, Self
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from profiling_agent.errors import ArtifactError
-from profiling_agent.quantization.linear import Dtype
-from profiling_agent.records import Cut, InputSpec, Record
+from profiling_agent.records import Cut, Form, InputSpec, Record, RuntimeName
 
 SCHEMA_VERSION = 1
 RECIPE, WEIGHTS, CONFIG, GOLDEN = "recipe.json", "model.safetensors", "config.json", "golden.safetensors"
-REQUIRED = frozenset({WEIGHTS, CONFIG, GOLDEN})
-# Neither format can carry code.
-SUFFIXES = frozenset({".json", ".safetensors"})
+ONNX, IR, IR_WEIGHTS, CARD = "model.onnx", "model.xml", "model.bin", "README.md"
+REQUIRED = frozenset({CONFIG, GOLDEN})
+# What each runtime reads its weights from.
+MODEL_FILES: dict[RuntimeName, tuple[str, ...]] = {
+    "eager": (WEIGHTS,),
+    "inductor": (WEIGHTS,),
+    "onnxruntime": (ONNX,),
+    "openvino": (IR, IR_WEIGHTS),
+}
+# None of these formats can carry code of ours or of Python's.
+SUFFIXES = frozenset({".json", ".safetensors", ".onnx", ".xml", ".bin", ".md"})
 
 
 class QuantizedLayer(Record):
-    """One quantized layer as it was saved; `reduce_range` says that its activations had 7 bits."""
+    """One layer that is not plain float32, as it was saved; `reduce_range` says that its activations had 7 bits."""
 
     name: str
-    dtype: Dtype
-    reduce_range: bool
+    kind: Literal["dynamic", "static", "cast"] = "dynamic"
+    dtype: Literal["qint8", "float16", "bfloat16"]
+    reduce_range: bool = False
+
+
+class Counts(Record):
+    """What was counted on the float32 parent, for files that torch can't count; `parameter_bytes` as held here."""
+
+    params: int
+    macs: int
+    parameter_bytes: int
 
 
 class Recipe(Record):
@@ -36,6 +52,9 @@ class Recipe(Record):
     input: InputSpec
     cuts: tuple[Cut, ...]
     quantized: tuple[QuantizedLayer, ...]
+    form: Form = Field(default=Form(), description="the runtime that executes it, and the scheme")
+    counts: Counts | None = Field(default=None, description="None where the weights are torch's and can be counted")
+    folded: tuple[str, ...] = Field(default=(), description="batch norms that went into the convolutions before them")
     tied: dict[str, str] = Field(description="parameters that are stored under the name of another one")
     files: dict[str, str]
     libraries: dict[str, str]
@@ -48,10 +67,17 @@ class Recipe(Record):
             if PurePosixPath(name).name != name or "\\" in name or name == RECIPE:
                 raise ValueError(f"file {name!r} doesn't lie in the folder itself")
             if PurePosixPath(name).suffix not in SUFFIXES:
-                raise ValueError(f"file {name!r} is neither JSON nor safetensors")
+                raise ValueError(f"file {name!r} is none of {', '.join(sorted(SUFFIXES))}")
         if missing := sorted(REQUIRED - files.keys()):
             raise ValueError(f"file {missing[0]!r} isn't listed")
         return files
+
+    @model_validator(mode="after")
+    def _has_weights(self) -> Self:
+        for name in MODEL_FILES[self.form.runtime]:
+            if name not in self.files:
+                raise ValueError(f"file {name!r} isn't listed, and {self.form.runtime} reads it")
+        return self
 
 
 def read_recipe(folder: Path) -> Recipe:

@@ -12,7 +12,7 @@ from profiling_agent.evaluation.intervals import compare
 from profiling_agent.evaluation.predictions import read_predictions
 from profiling_agent.iteration.judge import judge
 from profiling_agent.jobs.runner import Jobs
-from profiling_agent.jobs.tasks import EvaluateTask, PruneTask, QuantizeTask, RaceTask, RecoverTask
+from profiling_agent.jobs.tasks import EvaluateTask, PruneTask, RaceTask, RecoverTask
 from profiling_agent.records import (
     Acquired,
     ArtifactRef,

@@ -14,7 +14,7 @@ from profiling_agent.acquisition.models import load_model
 from profiling_agent.acquisition.query import DataQuery
 from profiling_agent.acquisition.splits import DrawnSplit, draw_splits
 from profiling_agent.artifacts.derived import save_derived
-from profiling_agent.artifacts.load import load, load_processor, load_recipe, load_skeleton
+from profiling_agent.artifacts.load import load_module, load_processor, load_recipe, load_skeleton
 from profiling_agent.artifacts.save import save_model
 from profiling_agent.errors import PruningError
 from profiling_agent.evaluation.accuracy import predict
@@ -29,7 +29,6 @@ from profiling_agent.profiling.profile import profile_model
 from profiling_agent.profiling.sensitivity import measure_sensitivity
 from profiling_agent.pruning.compensation import compensate
 from profiling_agent.pruning.prune import prune_model
-from profiling_agent.quantization.quantize import quantize_model
 from profiling_agent.records import (
     Acquired,
     Evidence,
@@ -38,7 +37,6 @@ from profiling_agent.records import (
     ModelSource,
     Predictions,
     PrunedModel,
-    QuantizedModel,
     Record,
     SplitInfo,
 )
@@ -105,7 +103,7 @@ def profile(task: tasks.ProfileTask, desk: Desk) -> tasks.Profiled:
     recipe = load_recipe(path)
     trace = desk.folder / "trace.json.gz"
     measured = profile_model(
-        load(path).to(task.device),
+        load_module(path).to(task.device),
         recipe.input,
         batch_size=task.batch_size,
         device=task.device,
@@ -136,7 +134,7 @@ def _evidence(task: tasks.ProfileTask, desk: Desk, profiled: ModelProfile) -> tu
     """Return the evidence on the model's units, or why there is none."""
     assert task.calibration is not None, "evidence is gathered on calibration images"
     path = desk.path(task.model)
-    model = load(path).to(task.device)
+    model = load_module(path).to(task.device)
     read = partial(iter_batches, desk.path(task.calibration.file), load_processor(path), batch_size=task.batch_size)
     batch = random_batch(profiled.input, task.batch_size).to(task.device)
     try:
@@ -158,7 +156,7 @@ def _evidence(task: tasks.ProfileTask, desk: Desk, profiled: ModelProfile) -> tu
 def prune(task: tasks.PruneTask, desk: Desk) -> PrunedModel:
     """Cut the units, pass the gates, compensate, save the candidate."""
     path = desk.path(task.baseline)
-    model, recipe, processor = load(path), load_recipe(path), load_processor(path)
+    model, recipe, processor = load_module(path), load_recipe(path), load_processor(path)
     read = partial(iter_batches, desk.path(task.calibration.file), processor, batch_size=task.batch_size)
     images, _ = next(read(batch_size=NUM_GATE_IMAGES))
     keep = {name: list(kept) for name, kept in task.keep.items()}
@@ -169,7 +167,7 @@ def prune(task: tasks.PruneTask, desk: Desk) -> PrunedModel:
     folder = desk.folder / "model"
     save_derived(made.model if made else pruned.model, path, folder, cuts=task.cuts)
     # The reload gate: a model that doesn't come back as it was saved is never handed on.
-    load(folder)
+    load_module(folder)
     return PrunedModel(
         model=desk.ref(folder, "model"),
         cuts=task.cuts,
@@ -181,19 +179,10 @@ def prune(task: tasks.PruneTask, desk: Desk) -> PrunedModel:
     )
 
 
-def quantize(task: tasks.QuantizeTask, desk: Desk) -> QuantizedModel:
-    """Quantize and save the candidate."""
-    path = desk.path(task.model)
-    quantized = quantize_model(load(path), task.recommendations)
-    folder = desk.folder / "model"
-    save_derived(quantized.model, path, folder)
-    return QuantizedModel(model=desk.ref(folder, "model"), layers=quantized.layers)
-
-
 def evaluate(task: tasks.EvaluateTask, desk: Desk) -> tasks.Measured:
     """Run the model over the split; count what it takes."""
     path = desk.path(task.model)
-    model = load(path)
+    model = load_module(path)
     rows = count_complexity(load_skeleton(path), load_recipe(path).input).values()
     footprint = Footprint(
         params=sum(row.params for row in rows),
@@ -225,6 +214,5 @@ CATALOGUE: dict[type[tasks.Task[Any]], Callable[[Any, Desk], Record]] = {
     tasks.ProfileTask: profile,
     tasks.PruneTask: prune,
     tasks.RecoverTask: recover_job,
-    tasks.QuantizeTask: quantize,
     tasks.EvaluateTask: evaluate,
 }

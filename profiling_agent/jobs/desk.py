@@ -22,7 +22,9 @@ class Desk:
         """Return where an artifact of an earlier job lies."""
         return self.root / ref.path
 
-    def ref(self, path: Path, kind: Literal["model", "profile", "trace", "predictions", "split"]) -> ArtifactRef:
+    def ref(
+        self, path: Path, kind: Literal["model", "profile", "trace", "predictions", "split", "onnx"]
+    ) -> ArtifactRef:
         """Return the reference that `path`, under this job's folder, will have."""
         files = [file for file in path.rglob("*") if file.is_file()] if path.is_dir() else [path]
         return ArtifactRef(

@@ -10,11 +10,11 @@ from profiling_agent.records import Headline, Race, Record
 
 def headline(task: tasks.HeadlineTask, desk: Desk) -> Headline:
     """Time the model and its memory."""
-    from profiling_agent.artifacts.load import load, load_recipe
+    from profiling_agent.artifacts.load import load_module, load_recipe
     from profiling_agent.profiling.headline import measure_headline
 
     path = desk.path(task.model)
-    model = load(path, verify=False).to(task.device)
+    model = load_module(path, verify=False).to(task.device)
     return measure_headline(model, load_recipe(path).input, batch_size=task.batch_size, device=task.device)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from profiling_agent.acquisition.batches import iter_batches, shuffled_batches
 from profiling_agent.artifacts.derived import save_derived
-from profiling_agent.artifacts.load import load, load_processor
+from profiling_agent.artifacts.load import load_module, load_processor
 from profiling_agent.jobs.desk import Desk
 from profiling_agent.jobs.tasks import RecoverTask
 from profiling_agent.pruning.calibration import Calibration
@@ -25,7 +25,7 @@ def recover_job(task: RecoverTask, desk: Desk) -> RecoveredModel:
     Each epoch is kept in `recovery/<job key>` of the run folder, because a job's own folder goes when the job is cut.
     """
     folder = desk.root / "recovery" / Path(desk.final).name
-    dense, pruned = (load(desk.path(ref)).to(task.device) for ref in (task.baseline, task.model))
+    dense, pruned = (load_module(desk.path(ref)).to(task.device) for ref in (task.baseline, task.model))
     processor = load_processor(desk.path(task.baseline))
     calibration = Calibration(
         batches=partial(iter_batches, desk.path(task.calibration.file), processor, batch_size=task.batch_size),
@@ -61,5 +61,5 @@ def _saved(recovered: Recovered, task: RecoverTask, desk: Desk) -> ArtifactRef:
     """Save the model with the cuts of the pruned one, and load it again: what doesn't come back isn't handed on."""
     folder = desk.folder / "model"
     save_derived(recovered.model.cpu(), desk.path(task.model), folder)
-    load(folder)
+    load_module(folder)
     return desk.ref(folder, "model")

@@ -8,17 +8,18 @@ from profiling_agent.records import (
     Acquired,
     ArtifactRef,
     Cut,
+    DeployedModel,
     Footprint,
+    Form,
     Headline,
     InputSpec,
     Predictions,
     PrunedModel,
-    QuantizationRecommendation,
-    QuantizedModel,
     Race,
     Record,
     RecoveredModel,
     SplitInfo,
+    Tuned,
     Variant,
 )
 
@@ -139,12 +140,45 @@ class RecoverTask(Task[RecoveredModel]):
     device: str = "cpu"
 
 
-class QuantizeTask(Task[QuantizedModel]):
-    """Quantize a model."""
+class TuneTask(Task[Tuned]):
+    """Even out activations for int8 and find what quantizing each layer costs, on calibration images."""
 
-    result: ClassVar[type[Record]] = QuantizedModel
+    result: ClassVar[type[Record]] = Tuned
     model: ArtifactRef
-    recommendations: tuple[QuantizationRecommendation, ...]
+    scheme: Literal["dynamic", "static"]
+    calibration: SplitInfo
+    latency_shares: dict[str, float] = Field(default_factory=dict, description="of the layers' time, by layer name")
+    batch_size: int = 32
+
+
+class Exported(Record):
+    """A float32 model as one ONNX file."""
+
+    onnx: ArtifactRef
+    distance: float
+
+
+class ExportTask(Task[Exported]):
+    """Write a float32 model as ONNX, for the runtimes that read it; apart, because exporters crash."""
+
+    result: ClassVar[type[Record]] = Exported
+    fresh: ClassVar[bool] = True
+    timeout_s: ClassVar[float] = 1800.0
+    model: ArtifactRef
+
+
+class DeployTask(Task[DeployedModel]):
+    """Bring a float32 model into one form, in a process of its own: converters and compilers crash and hang."""
+
+    result: ClassVar[type[Record]] = DeployedModel
+    fresh: ClassVar[bool] = True
+    timeout_s: ClassVar[float] = 1800.0
+    model: ArtifactRef
+    form: Form
+    calibration: SplitInfo
+    onnx: ArtifactRef | None = Field(default=None, description="the model as ONNX, for the runtimes that read it")
+    batch_size: int
+    device: str = "cpu"
 
 
 class Measured(Record):
@@ -162,6 +196,14 @@ class EvaluateTask(Task[Measured]):
     split: SplitInfo
     batch_size: int
     device: str
+    num_images: int | None = Field(default=None, description="the first so many alone")
+
+
+class EvaluateApartTask(EvaluateTask):
+    """The same in a process of its own, for runtimes that may take theirs down."""
+
+    fresh: ClassVar[bool] = True
+    timeout_s: ClassVar[float] = 3600.0
 
 
 class RaceTask(Task[Race]):

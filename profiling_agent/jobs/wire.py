@@ -15,8 +15,11 @@ TASKS: dict[str, type[tasks.Task[Any]]] = {
         tasks.ProfileTask,
         tasks.PruneTask,
         tasks.RecoverTask,
-        tasks.QuantizeTask,
+        tasks.TuneTask,
+        tasks.ExportTask,
+        tasks.DeployTask,
         tasks.EvaluateTask,
+        tasks.EvaluateApartTask,
         tasks.RaceTask,
     )
 }

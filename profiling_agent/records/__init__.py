@@ -4,6 +4,16 @@ Ratios and accuracies are fractions in [0, 1]; units are in the names; `macs` ar
 """
 
 from profiling_agent.records.data import Acquired, InputSpec, LabelMatch, ModelSource, SplitInfo
+from profiling_agent.records.deployment import (
+    RUNTIMES,
+    DeployedModel,
+    FoldedSite,
+    Form,
+    LayerCost,
+    RuntimeName,
+    Scheme,
+    Tuned,
+)
 from profiling_agent.records.evidence import CriterionScore, Evidence, UnitEvidence, WidthOption
 from profiling_agent.records.loop import Attempt, Finalist, Goal, Journal, Outcome, StopReason, Term, Verdict
 from profiling_agent.records.measurement import AccuracyDrop, Evaluation, Footprint, Lap, Predictions, Race, Variant
@@ -15,7 +25,6 @@ from profiling_agent.records.plan import (
     PrunedModel,
     PruningRecommendation,
     QuantizationRecommendation,
-    QuantizedModel,
     RecoveredModel,
     Target,
 )
@@ -31,6 +40,7 @@ from profiling_agent.records.profile import (
 from profiling_agent.records.record import ArtifactRef, Record
 
 __all__ = [
+    "RUNTIMES",
     "AccuracyDrop",
     "Acquired",
     "ArtifactRef",
@@ -38,11 +48,14 @@ __all__ = [
     "Cap",
     "CriterionScore",
     "Cut",
+    "DeployedModel",
     "DryRun",
     "Evaluation",
     "Evidence",
     "Finalist",
+    "FoldedSite",
     "Footprint",
+    "Form",
     "Goal",
     "Headline",
     "InputSpec",
@@ -50,6 +63,7 @@ __all__ = [
     "LabelMatch",
     "Lap",
     "LatencyStats",
+    "LayerCost",
     "LayerProfile",
     "ModelProfile",
     "ModelSource",
@@ -60,14 +74,16 @@ __all__ = [
     "PrunedModel",
     "PruningRecommendation",
     "QuantizationRecommendation",
-    "QuantizedModel",
     "Race",
     "Record",
     "RecoveredModel",
+    "RuntimeName",
+    "Scheme",
     "SplitInfo",
     "StopReason",
     "Target",
     "Term",
+    "Tuned",
     "Unit",
     "UnitEvidence",
     "UnitKind",

@@ -1,11 +1,13 @@
 """What is to be done to the unpruned model, and what came of it."""
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import AliasChoices, Field
+from pydantic import AliasChoices, Field, model_validator
 
 from profiling_agent.records.profile import Unit
 from profiling_agent.records.record import ArtifactRef, Record
+
+DTYPES = {"dynamic": ("qint8", "float16"), "static": ("qint8",), "cast": ("bfloat16", "float32")}
 
 
 class PruningRecommendation(Record):
@@ -18,12 +20,23 @@ class PruningRecommendation(Record):
 
 
 class QuantizationRecommendation(Record):
-    """Quantize the `nn.Linear` layers that the pattern hits, or `all` of them."""
+    """What becomes of the layers that the pattern hits, or of `all`: `nn.Linear` by any scheme, `nn.Conv2d` by some.
+
+    dynamic: int8 or float16 weights, int8 activations scaled as they come, Linear alone. static: int8 weights and
+    activations, scales from calibration images, Linear and Conv2d. cast: bfloat16, or float32 to leave a layer alone.
+    """
 
     layer: str = Field(min_length=1, max_length=300)
-    quantization_type: Literal["dynamic"] = "dynamic"
-    dtype: Literal["qint8", "float16"]
+    quantization_type: Literal["dynamic", "static", "cast"] = "dynamic"
+    dtype: Literal["qint8", "float16", "bfloat16", "float32"]
     justification: str = Field(default="", max_length=2000)
+
+    @model_validator(mode="after")
+    def _goes_together(self) -> Self:
+        if self.dtype not in DTYPES[self.quantization_type]:
+            allowed = " or ".join(DTYPES[self.quantization_type])
+            raise ValueError(f"quantization_type {self.quantization_type!r} takes dtype {allowed}, not {self.dtype!r}")
+        return self
 
 
 class Target(Record):
@@ -113,10 +126,3 @@ class RecoveredModel(Record):
     kl_after: float
     stopped: str = Field(description="why there were no more epochs")
     note: str | None = Field(default=None, description="why a checkpoint that was there was not gone on from")
-
-
-class QuantizedModel(Record):
-    """A quantized model and the layers that were quantized."""
-
-    model: ArtifactRef
-    layers: tuple[str, ...]

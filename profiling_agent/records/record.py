@@ -20,4 +20,4 @@ class ArtifactRef(Record):
     path: str
     sha256: str
     size_bytes: int
-    kind: Literal["model", "profile", "trace", "predictions", "split"]
+    kind: Literal["model", "profile", "trace", "predictions", "split", "onnx"]

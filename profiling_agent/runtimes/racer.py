@@ -12,7 +12,7 @@ from typing import TextIO
 
 from torch import Tensor, nn
 
-from profiling_agent.artifacts.load import load, load_recipe
+from profiling_agent.artifacts.load import load_module, load_recipe
 from profiling_agent.runtimes.eager import pin_threads, random_batch, time_forward
 from profiling_agent.runtimes.turns import Reply, Start, Turn
 
@@ -59,7 +59,7 @@ def serve(open_model: Callable[[Start], tuple[nn.Module, Tensor]]) -> None:
 
 def open_artifact(folder: str, start: Start) -> tuple[nn.Module, Tensor]:
     """Return a saved model and a batch of noise, both on the device of the race."""
-    model = load(folder, verify=False).to(start.device)
+    model = load_module(folder, verify=False).to(start.device)
     return model, random_batch(load_recipe(folder).input, start.batch_size).to(start.device)
 
 

@@ -9,7 +9,7 @@ import torch
 import zoo
 from safetensors.torch import load_file, save_file
 
-from profiling_agent.artifacts.load import load, load_recipe
+from profiling_agent.artifacts.load import load_module, load_recipe
 from profiling_agent.artifacts.save import save_model
 from profiling_agent.errors import ArtifactError
 from profiling_agent.workspace import file_sha256
@@ -52,35 +52,35 @@ def test_damaged_tensors_are_named(folder: Path, name: str, damage):
     damage(folder / name)
 
     with pytest.raises(ArtifactError, match=name):
-        load(folder)
+        load_module(folder)
 
 
 def test_a_changed_config_is_named(folder: Path):
     change_a_number(folder / "config.json")
 
     with pytest.raises(ArtifactError, match=r"config\.json"):
-        load(folder)
+        load_module(folder)
 
 
 def test_a_missing_file_is_named_even_without_verification(folder: Path):
     (folder / "model.safetensors").unlink()
 
     with pytest.raises(ArtifactError, match=r"model\.safetensors.*missing"):
-        load(folder, verify=False)
+        load_module(folder, verify=False)
 
 
 def test_truncated_weights_are_refused_even_without_verification(folder: Path):
     cut_short(folder / "model.safetensors")
 
     with pytest.raises(ArtifactError, match=r"model\.safetensors.*damaged"):
-        load(folder, verify=False)
+        load_module(folder, verify=False)
 
 
 def test_a_foreign_file_is_named(folder: Path):
     (folder / "weights.bin").write_bytes(pickle.dumps({}))
 
     with pytest.raises(ArtifactError, match=r"weights\.bin.*recipe"):
-        load(folder)
+        load_module(folder)
 
 
 def test_a_pickle_is_refused_even_where_the_recipe_lists_it(folder: Path):
@@ -89,7 +89,7 @@ def test_a_pickle_is_refused_even_where_the_recipe_lists_it(folder: Path):
     rewrite_recipe(folder, files=files)
 
     with pytest.raises(ArtifactError, match=r"weights\.bin"):
-        load(folder)
+        load_module(folder)
 
 
 def load_recipe_files(folder: Path) -> dict[str, str]:
@@ -101,7 +101,7 @@ def test_a_file_outside_the_folder_is_refused(folder: Path, name: str):
     rewrite_recipe(folder, files=load_recipe_files(folder) | {name: "0" * 64})
 
     with pytest.raises(ArtifactError, match="folder itself"):
-        load(folder)
+        load_module(folder)
 
 
 def test_a_symbolic_link_inside_is_refused(folder: Path):
@@ -110,14 +110,14 @@ def test_a_symbolic_link_inside_is_refused(folder: Path):
     (folder / "config.json").symlink_to(elsewhere)
 
     with pytest.raises(ArtifactError, match=r"config\.json.*symbolic link"):
-        load(folder)
+        load_module(folder)
 
 
 def test_the_folder_itself_may_be_reached_by_a_link(folder: Path):
     best = folder.parent / "best"
     best.symlink_to("model", target_is_directory=True)
 
-    assert torch.equal(load(best).classifier.weight, load(folder).classifier.weight)
+    assert torch.equal(load_module(best).classifier.weight, load_module(folder).classifier.weight)
 
 
 def test_another_schema_version_is_refused(folder: Path):
@@ -143,7 +143,7 @@ def test_a_recipe_with_an_unknown_field_is_refused(folder: Path):
 
 def test_an_ordinary_folder_is_no_saved_model(tmp_path: Path):
     with pytest.raises(ArtifactError, match=r"recipe\.json"):
-        load(zoo.save(zoo.vit(), tmp_path / "plain"))
+        load_module(zoo.save(zoo.vit(), tmp_path / "plain"))
 
 
 def test_weights_that_compute_something_else_are_refused_though_their_hash_fits(folder: Path):
@@ -153,7 +153,7 @@ def test_weights_that_compute_something_else_are_refused_though_their_hash_fits(
     rehash(folder)
 
     with pytest.raises(ArtifactError, match="doesn't compute what it did"):
-        load(folder)
+        load_module(folder)
 
 
 def test_weights_that_are_not_numbers_are_refused(folder: Path):
@@ -163,7 +163,7 @@ def test_weights_that_are_not_numbers_are_refused(folder: Path):
     rehash(folder)
 
     with pytest.raises(ArtifactError, match="doesn't compute what it did"):
-        load(folder)
+        load_module(folder)
 
 
 @pytest.mark.parametrize("name", ["classifier.bias", "vit.layers.0.attention.q_proj.weight"])
@@ -174,7 +174,7 @@ def test_a_tensor_that_is_gone_is_named(folder: Path, name: str):
     rehash(folder)
 
     with pytest.raises(ArtifactError, match="don't fit ViTForImageClassification"):
-        load(folder)
+        load_module(folder)
 
 
 def test_a_folder_that_exists_is_never_overwritten(folder: Path):

@@ -11,7 +11,7 @@ import zoo
 from safetensors.torch import load_file
 from torch import nn
 
-from profiling_agent.artifacts.load import load, load_processor, load_recipe, load_skeleton
+from profiling_agent.artifacts.load import load_module, load_processor, load_recipe, load_skeleton
 from profiling_agent.artifacts.save import save_model
 from profiling_agent.evaluation.footprint import parameter_bytes
 from profiling_agent.quantization.linear import DynamicLinear
@@ -22,13 +22,13 @@ from profiling_agent.runtimes.eager import random_batch
 EVERYTHING = QuantizationRecommendation(layer="all", dtype="qint8")
 ASK = """
 import json, sys, torch
-from profiling_agent.artifacts.load import load
+from profiling_agent.artifacts.load import load_module
 from profiling_agent.records import InputSpec
 from profiling_agent.runtimes.eager import random_batch
 batch = random_batch(InputSpec(channels=3, height=32, width=32, source="zoo"), 3, seed=7)
 before = torch.random.get_rng_state()
 for folder in sys.argv[1:]:
-    model = load(folder)
+    model = load_module(folder)
     assert not model.training
     with torch.inference_mode():
         print(json.dumps(model(pixel_values=batch).logits.tolist()))
@@ -150,7 +150,7 @@ def test_a_fresh_process_computes_what_was_saved(answers, family: str, variant: 
 def test_a_loaded_model_states_its_widths_and_heads(tmp_path: Path):
     model, cuts = pruned("swin")
 
-    loaded = load(save(model, tmp_path / "model", cuts))
+    loaded = load_module(save(model, tmp_path / "model", cuts))
 
     attention = loaded.get_submodule(cuts[0].unit.name)
     assert attention.num_attention_heads == 1
@@ -160,7 +160,7 @@ def test_a_loaded_model_states_its_widths_and_heads(tmp_path: Path):
 
 
 def test_a_cut_batch_norm_states_its_width(tmp_path: Path):
-    block = load(save(pruned("resnet")[0], tmp_path / "model")).resnet.encoder.stages[0].layers[0].layer
+    block = load_module(save(pruned("resnet")[0], tmp_path / "model")).resnet.encoder.stages[0].layers[0].layer
 
     assert block[0].normalization.num_features == 8
     assert (block[0].convolution.out_channels, block[1].convolution.in_channels) == (8, 8)
@@ -174,14 +174,14 @@ def test_quantized_weights_are_stored_as_int8_under_their_live_names(tmp_path: P
     assert tensors["vit.layers.0.mlp.fc1.weight"].dtype == torch.int8
     assert tensors["vit.layers.0.mlp.fc1.scale"].shape == (256,)
     assert {layer.name for layer in load_recipe(folder).quantized} >= {"classifier", "vit.layers.0.mlp.fc1"}
-    assert isinstance(load(folder).classifier, DynamicLinear)
+    assert isinstance(load_module(folder).classifier, DynamicLinear)
 
 
 def test_half_precision_layers_come_back_equal(tmp_path: Path):
     half = QuantizationRecommendation(layer="mlp", dtype="float16")
     model = quantize_model(zoo.vit(), [EVERYTHING, half]).model
 
-    loaded = load(save(model, tmp_path / "model"))
+    loaded = load_module(save(model, tmp_path / "model"))
 
     assert torch.equal(say(loaded), say(model))
     assert (loaded.vit.layers[0].mlp.fc1.dtype, loaded.classifier.dtype) == ("float16", "qint8")
@@ -205,7 +205,7 @@ def test_tied_parameters_are_stored_once_and_stay_tied(tmp_path: Path):
     model.vit.layers[1].mlp.fc1.weight = model.vit.layers[0].mlp.fc1.weight
     folder = save(model, tmp_path / "model")
 
-    loaded = load(folder)
+    loaded = load_module(folder)
 
     assert loaded.vit.layers[1].mlp.fc1.weight is loaded.vit.layers[0].mlp.fc1.weight
     assert "vit.layers.1.mlp.fc1.weight" not in load_file(folder / "model.safetensors")
@@ -219,14 +219,14 @@ def test_views_of_one_tensor_survive(tmp_path: Path):
     for index, layer in enumerate(model.vit.layers):
         layer.attention.q_proj.weight = nn.Parameter(whole[64 * index : 64 * (index + 1)])
 
-    assert torch.equal(say(load(save(model, tmp_path / "model"))), say(model))
+    assert torch.equal(say(load_module(save(model, tmp_path / "model"))), say(model))
 
 
 def test_a_model_can_be_saved_again_after_loading(tmp_path: Path):
     small, cuts = pruned("deit")
     first = save(quantize_model(small, [EVERYTHING]).model, tmp_path / "first", cuts)
 
-    second = save(load(first), tmp_path / "second", load_recipe(first).cuts)
+    second = save(load_module(first), tmp_path / "second", load_recipe(first).cuts)
 
     assert load_recipe(second) == load_recipe(first)
 
@@ -244,4 +244,4 @@ def test_saving_leaves_the_mode_of_the_model(tmp_path: Path):
     save(model, tmp_path / "model")
 
     assert model.training
-    assert not load(tmp_path / "model").training
+    assert not load_module(tmp_path / "model").training

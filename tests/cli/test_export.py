@@ -9,7 +9,7 @@ from conftest import World
 from transformers import AutoModelForImageClassification
 from typer.testing import CliRunner
 
-from profiling_agent.artifacts.load import load
+from profiling_agent.artifacts.load import load_module
 from profiling_agent.artifacts.save import save_model
 from profiling_agent.cli import app
 from profiling_agent.quantization.quantize import quantize_model
@@ -42,7 +42,7 @@ def test_hf_is_a_folder_that_transformers_loads(saved: Path, tmp_path: Path):
     loaded = AutoModelForImageClassification.from_pretrained(tmp_path / "plain", local_files_only=True)
     batch = random_batch(zoo.SPEC, 2)
     with torch.inference_mode():
-        assert torch.equal(loaded(pixel_values=batch).logits, load(saved)(pixel_values=batch).logits)
+        assert torch.equal(loaded(pixel_values=batch).logits, load_module(saved)(pixel_values=batch).logits)
 
 
 def test_a_run_stands_for_its_best_model(saved: Path, tmp_path: Path):

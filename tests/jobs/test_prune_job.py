@@ -9,7 +9,7 @@ import zoo
 from PIL import Image
 
 from profiling_agent.acquisition.batches import iter_batches, write_split
-from profiling_agent.artifacts.load import load, load_recipe
+from profiling_agent.artifacts.load import load_module, load_recipe
 from profiling_agent.artifacts.save import save_model
 from profiling_agent.jobs.catalogue import prune
 from profiling_agent.jobs.desk import Desk
@@ -58,7 +58,7 @@ def desk_in(root, name) -> Desk:
 def logits(path, split):
     images = torch.cat([images for images, _ in iter_batches(split, zoo.processor(), batch_size=32)])
     with torch.inference_mode():
-        return load(path)(pixel_values=images).logits
+        return load_module(path)(pixel_values=images).logits
 
 
 def test_the_saved_candidate_is_the_compensated_one(task: PruneTask, tmp_path):

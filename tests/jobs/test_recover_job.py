@@ -10,7 +10,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from profiling_agent.acquisition.batches import iter_batches, write_split
-from profiling_agent.artifacts.load import load, load_recipe
+from profiling_agent.artifacts.load import load_module, load_recipe
 from profiling_agent.artifacts.recipe import WEIGHTS
 from profiling_agent.artifacts.save import save_model
 from profiling_agent.jobs.desk import Desk
@@ -76,7 +76,7 @@ def test_the_saved_model_is_nearer_to_the_baseline_on_the_judged_images(task: Re
     judged = images.reshape(2, 32, 3, 32, 32)[:, 24:].flatten(0, 1)
     with torch.inference_mode():
         expected, before, after = (
-            load(folder)(pixel_values=judged).logits
+            load_module(folder)(pixel_values=judged).logits
             for folder in (tmp_path / "baseline", tmp_path / "pruned", desk.folder / "model")
         )
 

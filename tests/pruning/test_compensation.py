@@ -6,7 +6,7 @@ import torch
 import zoo
 from torch import nn
 
-from profiling_agent.artifacts.load import load
+from profiling_agent.artifacts.load import load_module
 from profiling_agent.artifacts.save import save_model
 from profiling_agent.errors import PruningError
 from profiling_agent.pruning.batch_norm import reestimate_
@@ -179,7 +179,7 @@ def test_a_compensated_model_is_saved_and_loaded_as_it_is(tmp_path):
         done.model, tmp_path / "m", spec=zoo.SPEC, processor=zoo.processor(), base_model="zoo", cuts=cuts_of(model)
     )
 
-    assert torch.equal(logits(load(tmp_path / "m")), logits(done.model))
+    assert torch.equal(logits(load_module(tmp_path / "m")), logits(done.model))
 
 
 def test_the_two_parts_share_no_image_and_miss_none():

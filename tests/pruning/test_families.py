@@ -9,7 +9,7 @@ import zoo
 from pruning.families import FAMILIES
 from torch import nn
 
-from profiling_agent.artifacts.load import load
+from profiling_agent.artifacts.load import load_module
 from profiling_agent.artifacts.save import save_model
 from profiling_agent.profiling.complexity import count_complexity
 from profiling_agent.pruning.prune import prune_model
@@ -82,7 +82,7 @@ def test_all_units_cut_at_once_compute_what_the_masked_model_does_and_come_back_
     processor, spec = zoo.processor(), spec_of(family)
     save_model(pruned.model, tmp_path / "saved", spec=spec, processor=processor, base_model="zoo", cuts=cuts)
     # In memory of its own: where a mapped file's tensors begin decides the last bit of a depthwise convolution.
-    loaded = copy.deepcopy(load(tmp_path / "saved"))
+    loaded = copy.deepcopy(load_module(tmp_path / "saved"))
     assert torch.equal(say(loaded, family), say(pruned.model, family))
     for name, module in loaded.named_modules():
         assert getattr(module, "groups", None) == getattr(pruned.model.get_submodule(name), "groups", None)
@@ -105,7 +105,7 @@ def test_a_model_that_was_pruned_and_saved_is_pruned_and_saved_again(family, tmp
     cuts = cuts_of(first.units)
     once = prune_model(model, cuts, spec=spec).model
     save_model(once, tmp_path / "once", spec=spec, processor=processor, base_model="zoo", cuts=cuts)
-    loaded = load(tmp_path / "once")
+    loaded = load_module(tmp_path / "once")
     units = find_units(loaded, spec, {}).units
     # The last unit of each kind alone, so that the cuts saved with it don't tell of the others.
     again = cuts_of({unit.kind: unit for unit in units}.values(), 0.5)
@@ -113,4 +113,4 @@ def test_a_model_that_was_pruned_and_saved_is_pruned_and_saved_again(family, tmp
     save_model(twice, tmp_path / "twice", spec=spec, processor=processor, base_model="zoo", cuts=again)
 
     assert {unit.name: unit.width for unit in units} == {cut.unit.name: cut.keep for cut in cuts}
-    assert torch.equal(say(copy.deepcopy(load(tmp_path / "twice")), family), say(twice, family))
+    assert torch.equal(say(copy.deepcopy(load_module(tmp_path / "twice")), family), say(twice, family))
