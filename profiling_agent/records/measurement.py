@@ -79,13 +79,103 @@ class Lap(Record):
     speedup_high: float
 
 
+class Dropped(Record):
+    """A model that could not finish a race: it crashed, hung, took too much memory or could not be loaded."""
+
+    variant: Variant
+    model: ArtifactRef
+    reason: str
+
+
 class Race(Record):
-    """Models that took turns, one process each, on one machine."""
+    """Models that took turns, one process each, on one machine; of those that dropped out there is no lap."""
 
     laps: tuple[Lap, ...]
     num_rounds: int
     num_races: int
+    dropped: tuple[Dropped, ...] = ()
+    detectable: float = Field(
+        default=0.0, description="two equal models would have been told apart if one were slower by this share"
+    )
 
     def lap(self, model: ArtifactRef) -> Lap:
-        """Return the lap of `model`."""
-        return next(lap for lap in self.laps if lap.model.sha256 == model.sha256)
+        """Return the lap of `model`; LookupError where it dropped out or took no part."""
+        for lap in self.laps:
+            if lap.model.sha256 == model.sha256:
+                return lap
+        raise LookupError(f"{model.path!r} has no lap in this race")
+
+    def reason(self, model: ArtifactRef) -> str | None:
+        """Return why `model` dropped out, None where it didn't."""
+        return next((dropped.reason for dropped in self.dropped if dropped.model.sha256 == model.sha256), None)
+
+
+class Machine(Record):
+    """What measurements belong to: they can be compared where all but `libraries` is the same."""
+
+    cpu: str
+    cpu_flags: tuple[str, ...]
+    num_threads: int
+    memory_bytes: int
+    system: str
+    device: str
+    libraries: dict[str, str]
+
+
+class Throughput(Record):
+    """How many images one model gets through at one batch size, with the 95% interval of the median pass."""
+
+    model: ArtifactRef
+    batch_size: int
+    images_per_s: float
+    low: float
+    high: float
+    latency: LatencyStats
+
+
+class Refusal(Record):
+    """A batch size that a model could not be run at."""
+
+    model: ArtifactRef
+    batch_size: int
+    reason: str
+
+
+class Throughputs(Record):
+    """Models that took turns at each batch size."""
+
+    rows: tuple[Throughput, ...]
+    refused: tuple[Refusal, ...] = ()
+    machine: Machine
+
+    def of(self, model: ArtifactRef) -> tuple[Throughput, ...]:
+        """Return the rows of `model`, by batch size."""
+        return tuple(row for row in self.rows if row.model.sha256 == model.sha256)
+
+
+class MemoryUse(Record):
+    """What a process held at most that only loaded a model and ran it, its libraries included, and bytes on disk."""
+
+    model: ArtifactRef
+    batch_size: int
+    peak_bytes: int
+    size_bytes: int
+    machine: Machine
+
+
+class Taken(Record):
+    """What a deployed model takes on one machine; compared by `evaluation.measurement.compare`."""
+
+    model: ArtifactRef
+    throughput: tuple[Throughput, ...]
+    memory: MemoryUse
+    machine: Machine
+
+
+class Comparison(Record):
+    """One model beside another on the same machine: above 1 in `throughput` and below 1 elsewhere is better."""
+
+    throughput: dict[int, float] = Field(description="images per second, second over first, by batch size")
+    peak_memory: float
+    size: float
+    notes: tuple[str, ...] = ()
