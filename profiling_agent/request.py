@@ -9,7 +9,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-from profiling_agent.records import Goal
+from profiling_agent.records import RUNTIMES, Goal, RuntimeName
 
 RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
@@ -48,6 +48,12 @@ class Request(BaseModel):
     )
     min_speedup: float = Field(default=1.0, ge=1, le=1000, description="times faster than the baseline")
     max_size_ratio: float = Field(default=0.5, gt=0, description="bytes on disk, as a fraction of the baseline's")
+    max_memory_ratio: float | None = Field(
+        default=None, gt=0, description="peak memory of a process that runs the model, as a fraction of the baseline's"
+    )
+    objective: Literal["speed", "size", "memory"] = Field(
+        default="speed", description="what the model to return has least of, among those that keep the contract"
+    )
     selection: Literal["contract", "paper"] = Field(
         default="contract",
         description="contract: the cheapest that keeps the accuracy; paper: fp32, then accuracy, params, latency",
@@ -70,8 +76,15 @@ class Request(BaseModel):
     quantize_layers: str = Field(
         default="all", min_length=1, max_length=300, description="layers to quantize where no plan says: all, or RE2"
     )
-    quantize_dtype: Literal["qint8", "float16", "none"] = Field(
-        default="qint8", description="type to quantize to where no plan says"
+    quantize_dtype: Literal["auto", "qint8", "float16", "bfloat16", "none"] = Field(
+        default="auto", description="type to quantize to where no plan says; auto: what the race shows to be best"
+    )
+    runtimes: str = Field(
+        default="auto",
+        min_length=1,
+        max_length=100,
+        description="what may execute the result: auto for all that are installed, or some of "
+        "eager, inductor, onnxruntime, openvino, with commas between",
     )
     num_samples: int | None = Field(
         default=None,
@@ -105,6 +118,8 @@ class Request(BaseModel):
             given = next((key for key, value in refinements.items() if value is not None), None)
             if given and name.startswith("reference:"):
                 raise ValueError(f"{what}: drop {given}, or name another than {name!r}")
+        if unknown := [name for name in self.runtimes.split(",") if name.strip() not in ("auto", *RUNTIMES)]:
+            raise ValueError(f"runtimes names {unknown[0]!r}: use auto, or some of {', '.join(RUNTIMES)}")
         if self.quantize_dtype == "none" and self.quantize_layers != "all":
             raise ValueError(
                 f"quantize_dtype is 'none' but quantize_layers is {self.quantize_layers!r}: drop one of them"
@@ -119,7 +134,15 @@ class Request(BaseModel):
             min_speedup=self.min_speedup,
             max_size_ratio=self.max_size_ratio,
             selection=self.selection,
+            objective=self.objective,
+            max_memory_ratio=self.max_memory_ratio,
         )
+
+    @property
+    def runtime_names(self) -> tuple[RuntimeName, ...]:
+        """Return the runtimes that were named, in our order; all of them for `auto`."""
+        named = {name.strip() for name in self.runtimes.split(",")}
+        return tuple(name for name in RUNTIMES if "auto" in named or name in named)
 
     @property
     def output_dir(self) -> Path:

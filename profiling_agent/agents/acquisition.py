@@ -7,6 +7,7 @@ from profiling_agent.agents.node import Update, attend
 from profiling_agent.agents.session import Session, begin
 from profiling_agent.agents.state import RESULTS, RunState
 from profiling_agent.analysis.plan_file import read_plan
+from profiling_agent.iteration.forms import check_runtimes
 from profiling_agent.jobs.tasks import AcquireTask
 from profiling_agent.request import Request
 
@@ -16,6 +17,7 @@ def acquire(request: Request, session: Session) -> Update:
 
     A plan of the user's is read here, before anything expensive, and kept: its file may be gone when a run resumes.
     """
+    check_runtimes(request)
     plan = read_plan(request.plan) if request.plan else None
     asked = request.model_dump(include=set(AcquireTask.model_fields))
     asked["num_recovery"] = MAX_RECOVERY if request.recover_epochs else 0

@@ -3,7 +3,7 @@
 from profiling_agent.agents.node import Update, agent
 from profiling_agent.agents.session import Session
 from profiling_agent.agents.state import RunState
-from profiling_agent.iteration.settle import settle
+from profiling_agent.iteration.settle import settle, torch_form
 from profiling_agent.profiling.job import profile_artifact, read_profile
 from profiling_agent.reporting.report import Sources, build_report
 from profiling_agent.reporting.write import write_report
@@ -21,10 +21,8 @@ def report(state: RunState, session: Session) -> Update:
     settlement = settle(bench, state.journal)
     best = settlement.winner.evaluation.model
     profiles = {"baseline": (state.profiled, bench.profile)}
-    if best != state.resolved.baseline:
-        profiled = profile_artifact(
-            session.jobs, best, batch_size=state.batch_size, device=state.acquired.source.device
-        )
+    if (seen := torch_form(settlement.winner, state.journal, state.resolved.baseline)) != state.resolved.baseline:
+        profiled = profile_artifact(session.jobs, seen, batch_size=state.batch_size, device=bench.device)
         profiles["best"] = (profiled, read_profile(workspace, profiled))
     written = build_report(
         state.request,
@@ -32,6 +30,8 @@ def report(state: RunState, session: Session) -> Update:
         Sources(
             acquired=state.acquired,
             input=state.resolved.input,
+            contest=state.journal.contest,
+            peak_memory_bytes=bench.peak_memory(best),
             attempts=state.journal.attempts,
             stopped=state.stopped,
             profiles=profiles,

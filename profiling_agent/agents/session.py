@@ -8,7 +8,8 @@ from filelock import BaseFileLock
 
 from profiling_agent.agents.state import RunState
 from profiling_agent.errors import RunError
-from profiling_agent.iteration.attempt import Bench
+from profiling_agent.iteration.bench import Bench
+from profiling_agent.iteration.forms import asked_schemes, supported_forms
 from profiling_agent.jobs.runner import Jobs
 from profiling_agent.profiling.job import read_profile
 from profiling_agent.records import ModelProfile
@@ -36,6 +37,8 @@ class Session:
         """Return what attempts are measured with."""
         assert state.acquired is not None, "acquisition comes first"
         assert state.resolved is not None, "the input shape resolver comes first"
+        device = state.acquired.source.device
+        supported, notes = supported_forms(state.runtime_names, device)
         return Bench(
             jobs=self.jobs,
             acquired=state.acquired,
@@ -45,6 +48,10 @@ class Session:
             batch_size=state.batch_size,
             seed=state.seed,
             recover_epochs=state.recover_epochs,
+            supported=supported,
+            schemes=asked_schemes(state.quantize_dtype),
+            quantize_layers=state.quantize_layers,
+            runtime_notes=notes,
         )
 
     def close(self) -> None:

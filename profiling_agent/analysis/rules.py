@@ -14,7 +14,6 @@ from profiling_agent.records import (
     ModelProfile,
     Plan,
     PruningRecommendation,
-    QuantizationRecommendation,
     Target,
     UnitKind,
 )
@@ -55,20 +54,6 @@ def recommend_pruning(profile: ModelProfile) -> tuple[PruningRecommendation, ...
     return plan
 
 
-def recommend_quantization(profile: ModelProfile, *, layers: str, dtype: str) -> tuple[QuantizationRecommendation, ...]:
-    """Return the quantization of the user's choice for the `nn.Linear` layers; empty where there are none.
-
-    Dynamic quantization computes on the CPU alone, so on another device nothing is recommended.
-    """
-    linear = [row for row in profile.layers if row.kind == "Linear"]
-    if dtype == "none" or profile.device != "cpu" or not linear:
-        return ()
-    params = sum(row.params for row in linear) / profile.params
-    macs = sum(row.macs for row in linear) / max(profile.macs, 1)
-    reason = f"the linear layers ({len(linear)}) hold {params:.1%} of the params and do {macs:.1%} of the MACs"
-    return (QuantizationRecommendation.model_validate({"layer": layers, "dtype": dtype, "justification": reason}),)
-
-
 def recommend_target(profile: ModelProfile, goal: Goal) -> Target | None:
     """Return the largest saving that the evidence predicts to cost a part of the accuracy that may go; None without it."""
     if profile.evidence is None or not profile.evidence.units:
@@ -101,16 +86,10 @@ def _metric(profile: ModelProfile, goal: Goal) -> Literal["params", "macs", "lat
     return "latency" if timed else "macs"
 
 
-def with_quantization(plan: Plan, profile: ModelProfile, *, quantize_layers: str, quantize_dtype: str) -> Plan:
-    """Return `plan`, with the user's choice of quantization where it says nothing about that."""
-    if plan.quantization:
-        return plan
-    chosen = recommend_quantization(profile, layers=quantize_layers, dtype=quantize_dtype)
-    return plan.model_copy(update={"quantization": chosen})
+def analyse(profile: ModelProfile, goal: Goal) -> Plan:
+    """Return the rules' plan for a profiled model: by its evidence, and by its shares of work where there is none.
 
-
-def analyse(profile: ModelProfile, goal: Goal, *, quantize_layers: str = "all", quantize_dtype: str = "qint8") -> Plan:
-    """Return the rules' plan for a profiled model: by its evidence, and by its shares of work where there is none."""
+    It leaves quantization open: which scheme and runtime are best is measured, not predicted.
+    """
     target = recommend_target(profile, goal)
-    plan = Plan(target=target) if target else Plan(pruning=recommend_pruning(profile))
-    return with_quantization(plan, profile, quantize_layers=quantize_layers, quantize_dtype=quantize_dtype)
+    return Plan(target=target) if target else Plan(pruning=recommend_pruning(profile))

@@ -1,35 +1,22 @@
 """One turn of the loop, from a plan to a judged attempt; the graph's nodes and a plain loop call the same functions."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
-import numpy as np
-import numpy.typing as npt
-
 from profiling_agent.analysis.dry_run import dry_run
-from profiling_agent.errors import JobError, PlanError, PruningError, QuantizationError
-from profiling_agent.evaluation.intervals import compare
-from profiling_agent.evaluation.predictions import read_predictions
+from profiling_agent.errors import ArtifactError, JobError, PlanError, PruningError, QuantizationError
+from profiling_agent.iteration.bench import Bench
+from profiling_agent.iteration.contest import hold_contest
+from profiling_agent.iteration.forms import possible_forms
 from profiling_agent.iteration.judge import judge
-from profiling_agent.jobs.runner import Jobs
-from profiling_agent.jobs.tasks import EvaluateTask, PruneTask, RaceTask, RecoverTask
+from profiling_agent.jobs.tasks import PruneTask, RecoverTask
 from profiling_agent.records import (
-    Acquired,
     ArtifactRef,
     Attempt,
-    Cut,
     DryRun,
-    Evaluation,
-    Goal,
+    Form,
     Journal,
-    ModelProfile,
     Plan,
-    Predictions,
     PrunedModel,
-    Race,
     Record,
     RecoveredModel,
-    SplitInfo,
     Variant,
 )
 
@@ -41,6 +28,7 @@ class Candidate(Record):
     dry_run: DryRun | None = None
     pruned: PrunedModel | None = None
     recovery: RecoveredModel | None = None
+    form: Form | None = None
     deployed: ArtifactRef | None = None
     failure: str | None = None
 
@@ -49,56 +37,6 @@ class Candidate(Record):
         """Return the pruned model as far as it was brought back; None where nothing is pruned."""
         made = self.recovery or self.pruned
         return made.model if made else None
-
-
-@dataclass(frozen=True)
-class Bench:
-    """What every attempt of a run is measured with: the same model, images, batch size and device."""
-
-    jobs: Jobs
-    acquired: Acquired
-    baseline: ArtifactRef
-    profile: ModelProfile
-    goal: Goal
-    batch_size: int
-    seed: int
-    recover_epochs: int = 0
-
-    def kept(self, cuts: Sequence[Cut]) -> dict[str, tuple[int, ...]]:
-        """Return the channels or heads that stay by the evidence's order; nothing of units without evidence."""
-        rows = {row.unit: row.order for row in self.profile.evidence.units} if self.profile.evidence else {}
-        return {
-            cut.unit.name: tuple(sorted(rows[cut.unit.name][cut.unit.width - cut.keep :]))
-            for cut in cuts
-            if cut.unit.name in rows
-        }
-
-    def quantize(self, model: ArtifactRef, plan: Plan) -> ArtifactRef:
-        """Return the quantized model, or the model itself where the plan quantizes nothing."""
-        if not plan.quantization:
-            return model
-        return self.jobs.run(QuantizeTask(model=model, recommendations=plan.quantization)).model
-
-    def evaluate(
-        self, variant: Variant, model: ArtifactRef, split: SplitInfo, against: Evaluation | None = None
-    ) -> Evaluation:
-        """Measure `model` on `split`, paired with the baseline's evaluation `against` on the same images."""
-        measured = self.jobs.run(
-            EvaluateTask(model=model, split=split, batch_size=self.batch_size, device=self.acquired.source.device)
-        )
-        drop = compare(self._correct(against.predictions), self._correct(measured.predictions)) if against else None
-        return Evaluation(
-            variant=variant, model=model, footprint=measured.footprint, predictions=measured.predictions, drop=drop
-        )
-
-    def race(self, entries: tuple[tuple[Variant, ArtifactRef], ...]) -> Race:
-        """Let `entries` take turns; the first is the baseline."""
-        device = self.acquired.source.device
-        return self.jobs.run(RaceTask(entries=entries, batch_size=self.batch_size, device=device, seed=self.seed))
-
-    def _correct(self, predictions: Predictions) -> npt.NDArray[np.bool_]:
-        predicted, true = read_predictions(self.jobs.workspace.path(predictions.file))
-        return predicted == true
 
 
 def prune_candidate(bench: Bench, plan: Plan) -> Candidate:
@@ -148,34 +86,40 @@ def _recovered(bench: Bench, candidate: Candidate) -> Candidate:
         return candidate.model_copy(update={"failure": f"recovery failed: {error}"})
 
 
-def quantize_candidate(bench: Bench, candidate: Candidate) -> Candidate:
-    """Bring the pruned model into the form it would be deployed in."""
+def quantize_candidate(bench: Bench, candidate: Candidate, form: Form | None) -> Candidate:
+    """Bring the pruned model into the form it would be deployed in; its plan then says what that does to the layers."""
     if candidate.failure is not None:
         return candidate
     model = candidate.fp32 or bench.baseline
-    if bench.goal.selection == "paper":
+    if form is None:
         return candidate.model_copy(update={"deployed": model})
+    plan = candidate.plan.model_copy(update={"quantization": form.recommendations})
+    planned = candidate.model_copy(update={"form": form, "plan": plan})
     try:
-        return candidate.model_copy(update={"deployed": bench.quantize(model, candidate.plan)})
-    except (QuantizationError, JobError) as error:
-        return candidate.model_copy(update={"failure": str(error)})
+        tuned = bench.tune(model, form)
+        deployed = bench.deploy(tuned.model if tuned else model, form)
+        return planned.model_copy(update={"deployed": deployed.model})
+    except (ArtifactError, QuantizationError, JobError) as error:
+        return planned.model_copy(update={"failure": str(error)})
 
 
 def open_journal(bench: Bench, plan: Plan) -> Journal:
-    """Measure what every attempt is compared with: the baseline and, where the plan quantizes, its quantized form."""
-    search = bench.acquired.search
-    baseline = bench.evaluate(Variant.BASELINE, bench.baseline, search)
-    if not plan.quantization:
+    """Measure what every attempt is compared with: the baseline, and the forms that it could be deployed in."""
+    baseline = bench.evaluate(Variant.BASELINE, bench.baseline, bench.acquired.search)
+    if bench.goal.selection == "paper":
         return Journal(baseline=baseline)
-    model = bench.quantize(bench.baseline, plan)
-    return Journal(baseline=baseline, quantized=bench.evaluate(Variant.QUANTIZED, model, search, baseline))
+    forms = possible_forms(plan, bench.supported, schemes=bench.schemes, layers=bench.quantize_layers)
+    if not forms:
+        return Journal(baseline=baseline)
+    contest = hold_contest(bench, bench.baseline, forms, baseline, variant=Variant.QUANTIZED)
+    quantized = contest.of(contest.chosen).evaluation if contest.chosen else None
+    return Journal(baseline=baseline, contest=contest, quantized=quantized)
 
 
-def _deployed_variant(candidate: Candidate, goal: Goal) -> Variant:
-    is_quantized = bool(candidate.plan.quantization) and goal.selection == "contract"
+def _deployed_variant(candidate: Candidate) -> Variant:
     if candidate.pruned is None:
-        return Variant.QUANTIZED if is_quantized else Variant.BASELINE
-    return Variant.BOTH if is_quantized else Variant.PRUNED
+        return Variant.QUANTIZED if candidate.form else Variant.BASELINE
+    return Variant.BOTH if candidate.form else Variant.PRUNED
 
 
 def measure_attempt(bench: Bench, candidate: Candidate, journal: Journal) -> Attempt:
@@ -191,6 +135,7 @@ def measure_attempt(bench: Bench, candidate: Candidate, journal: Journal) -> Att
         calibration_kl_uncompensated=made.kl_uncompensated if made else None,
         compensation_note=made.compensation_note if made else None,
         recovery=candidate.recovery,
+        form=candidate.form,
         accepted=False,
         reason=candidate.failure or "",
     )
@@ -198,12 +143,12 @@ def measure_attempt(bench: Bench, candidate: Candidate, journal: Journal) -> Att
         return failed
     search, baseline = bench.acquired.search, journal.baseline
     try:
-        variant = _deployed_variant(candidate, bench.goal)
-        deployed = bench.evaluate(variant, candidate.deployed, search, baseline)
+        variant = _deployed_variant(candidate)
+        deployed = bench.evaluate(variant, candidate.deployed, search, baseline, candidate.form)
         pruned = deployed if variant is Variant.PRUNED else None
         if candidate.fp32 and pruned is None and number == 1:
             pruned = bench.evaluate(Variant.PRUNED, candidate.fp32, search, baseline)
-    except JobError as error:
+    except (ArtifactError, JobError) as error:
         return failed.model_copy(update={"reason": str(error)})
     judgement = judge(deployed, baseline, bench.goal)
     return failed.model_copy(

@@ -1,7 +1,11 @@
 """The end of a run: the finalists are raced, the held-out images are opened once, for the winner, and a verdict is given."""
 
-from profiling_agent.errors import JobError, ProfilingAgentError
-from profiling_agent.iteration.attempt import Bench
+from collections.abc import Sequence
+
+from profiling_agent.errors import ArtifactError, JobError, ProfilingAgentError, QuantizationError
+from profiling_agent.evaluation.race import race_notes
+from profiling_agent.iteration.bench import Bench
+from profiling_agent.iteration.judge import judge
 from profiling_agent.iteration.selection import ranked, size_ratio
 from profiling_agent.iteration.verdict import Facts, Limit, decide
 from profiling_agent.jobs.tasks import PruneTask
@@ -14,9 +18,9 @@ from profiling_agent.records import (
     Finalist,
     Journal,
     Lap,
-    Plan,
     Race,
     Record,
+    Trial,
     Variant,
     Verdict,
 )
@@ -53,6 +57,17 @@ def _fp32(bench: Bench, journal: Journal, attempt: Attempt) -> Evaluation:
     return bench.evaluate(Variant.PRUNED, attempt.pruned_model, bench.acquired.search, journal.baseline)
 
 
+def torch_form(winner: Finalist, journal: Journal, baseline: ArtifactRef) -> ArtifactRef:
+    """Return the winner itself where eager torch executes it, else the float32 model that it was made from.
+
+    Layers can only be looked at one by one in eager torch.
+    """
+    if winner.evaluation.form.runtime == "eager":
+        return winner.evaluation.model
+    pruned = journal.attempts[winner.attempt - 1].pruned_model if winner.attempt is not None else None
+    return pruned or baseline
+
+
 class _Raced(Record):
     winner: Finalist
     corners: tuple[Evaluation, ...]
@@ -64,31 +79,86 @@ class _Raced(Record):
         return self.race.lap(self.winner.evaluation.model) if self.race else None
 
 
+def _other_forms(bench: Bench, journal: Journal, finalist: Finalist) -> tuple[Evaluation, ...]:
+    """Return the finalist's model in the other forms that suited the baseline, as far as they keep its accuracy.
+
+    Calibrated and measured anew: what was the best form before pruning need not be the best after it.
+    """
+    own = finalist.evaluation.form
+    if journal.contest is None or finalist.variant not in (Variant.QUANTIZED, Variant.BOTH):
+        return ()
+    found: list[Evaluation] = []
+    for trial in journal.contest.finalists:
+        measured = None if trial.form == own else _in_form(bench, journal, finalist, trial)
+        if measured is not None and judge(measured, journal.baseline, bench.goal).accepted:
+            found.append(measured)
+    return tuple(found)
+
+
+def _in_form(bench: Bench, journal: Journal, finalist: Finalist, trial: Trial) -> Evaluation | None:
+    if finalist.attempt is None:
+        return trial.evaluation
+    model, form = journal.attempts[finalist.attempt - 1].pruned_model, trial.form
+    if model is None:
+        return None
+    try:
+        tuned = bench.tune(model, form)
+        deployed = bench.deploy(tuned.model if tuned else model, form).model
+        return bench.evaluate(finalist.variant, deployed, bench.acquired.search, journal.baseline, form)
+    except (ArtifactError, JobError, QuantizationError):
+        return None
+
+
 def _race_finalists(bench: Bench, journal: Journal) -> _Raced:
-    """Return the best finalist that is not shown slower than the baseline."""
+    """Return the best finalist, in the form that suits it best, that is not shown slower than the baseline."""
     notes: tuple[str, ...] = ()
     for finalist in ranked(journal, bench.goal):
         if finalist.variant is Variant.BASELINE:
             break
-        corners = _corners(bench, journal, finalist)
+        others = _other_forms(bench, journal, finalist)
+        corners = (*_corners(bench, journal, finalist), *others)
         try:
             race = bench.race(tuple((corner.variant, corner.model) for corner in corners))
         except JobError as error:
             notes = (*notes, f"{finalist.variant} could not be raced: {error}")
             continue
-        lap = race.lap(finalist.evaluation.model)
-        if lap.speedup_high >= 1:
-            return _Raced(winner=finalist, corners=corners, race=race, notes=notes)
-        notes = (*notes, f"{finalist.variant} is shown slower ({lap.speedup:.2f}x) and was left out")
+        best = _best(bench, race, (finalist.evaluation, *others), journal.baseline)
+        if best is not None:
+            winner = finalist.model_copy(update={"evaluation": best})
+            return _Raced(winner=winner, corners=corners, race=race, notes=(*notes, *race_notes(race)))
+        notes = (*notes, _why_not(race, finalist))
     baseline = Finalist(variant=Variant.BASELINE, evaluation=journal.baseline)
     return _Raced(winner=baseline, corners=(journal.baseline,), notes=notes)
 
 
-def _cheapest(bench: Bench, plan: Plan) -> ArtifactRef:
+def _best(
+    bench: Bench, race: Race, forms: Sequence[Evaluation], baseline: Evaluation
+) -> Evaluation | None:
+    """Return which form of one model the contract prefers, of those that are not shown slower than the baseline."""
+    laps = {lap.model.sha256: lap for lap in race.laps}
+    ran = [form for form in forms if form.model.sha256 in laps and laps[form.model.sha256].speedup_high >= 1]
+
+    def order(form: Evaluation) -> tuple[bool, float]:
+        wanted = {"speed": -laps[form.model.sha256].speedup, "size": float(form.footprint.size_bytes)}
+        if bench.goal.objective == "memory":
+            wanted["memory"] = bench.memory_ratio(form.model) or float("inf")
+        return size_ratio(form, baseline) > bench.goal.max_size_ratio, wanted[bench.goal.objective]
+
+    return min(ran, key=order, default=None)
+
+
+def _why_not(race: Race, finalist: Finalist) -> str:
+    model = finalist.evaluation.model
+    if (reason := race.reason(model)) is not None:
+        return f"{finalist.variant} dropped out of the race: {reason}"
+    return f"{finalist.variant} is shown slower ({race.lap(model).speedup:.2f}x) and was left out"
+
+
+def _cheapest(bench: Bench, journal: Journal) -> ArtifactRef:
     """Return the model with every unit cut as far as is allowed, in the form it would be deployed in."""
     cuts = [Cut(unit=unit, keep=snap(unit, 0.99), requested_ratio=0.99) for unit in bench.profile.units]
     cuts = [cut for cut in cuts if cut.keep < cut.unit.width]
-    model = bench.baseline
+    model, form = bench.baseline, journal.form
     if cuts:
         # Only its size and speed are asked for, and those don't depend on compensation.
         task = PruneTask(
@@ -99,13 +169,13 @@ def _cheapest(bench: Bench, plan: Plan) -> ArtifactRef:
             compensate=False,
         )
         model = bench.jobs.run(task).model
-    return model if bench.goal.selection == "paper" else bench.quantize(model, plan)
+    return bench.deploy(model, form).model if form else model
 
 
 def _limit(bench: Bench, journal: Journal, facts: Facts) -> Limit | None:
     """Measure what the cheapest model takes; None where it can't be made, and then nothing is shown infeasible."""
     try:
-        model = _cheapest(bench, journal.attempts[0].plan)
+        model = _cheapest(bench, journal)
         ratio = model.size_bytes / journal.baseline.model.size_bytes
         is_slow = facts.lap is not None and facts.lap.speedup < bench.goal.min_speedup
         if not is_slow:
@@ -124,8 +194,14 @@ def settle(bench: Bench, journal: Journal) -> Settlement:
     if winner.variant is Variant.BASELINE:
         held, facts, kept = baseline, Facts(size_ratio=1.0), None
     else:
-        held = bench.evaluate(winner.variant, winner.evaluation.model, heldout, baseline)
-        facts = Facts(drop=held.drop, lap=raced.lap, size_ratio=size_ratio(held, baseline))
+        model, form = winner.evaluation.model, winner.evaluation.form
+        held = bench.evaluate(winner.variant, model, heldout, baseline, form)
+        facts = Facts(
+            drop=held.drop,
+            lap=raced.lap,
+            size_ratio=size_ratio(held, baseline),
+            memory_ratio=bench.memory_ratio(model),
+        )
         kept = None
     if held.drop is not None and held.drop.drop > bench.goal.max_accuracy_drop:
         kept, winner, held = winner, Finalist(variant=Variant.BASELINE, evaluation=journal.baseline), baseline

@@ -12,6 +12,7 @@ class Facts(Record):
     drop: AccuracyDrop | None = None
     lap: Lap | None = None
     size_ratio: float
+    memory_ratio: float | None = None
     refused: str | None = None
 
 
@@ -25,7 +26,7 @@ class Limit(Record):
 def _terms(facts: Facts, goal: Goal) -> tuple[Term, ...]:
     drop = facts.drop.drop if facts.drop else 0.0
     speedup = facts.lap.speedup if facts.lap else 1.0
-    return (
+    terms = (
         Term(name="accuracy", required=goal.max_accuracy_drop, measured=drop, holds=drop <= goal.max_accuracy_drop),
         Term(name="speed", required=goal.min_speedup, measured=speedup, holds=speedup >= goal.min_speedup),
         Term(
@@ -35,6 +36,12 @@ def _terms(facts: Facts, goal: Goal) -> tuple[Term, ...]:
             holds=facts.size_ratio <= goal.max_size_ratio,
         ),
     )
+    if goal.max_memory_ratio is None:
+        return terms
+    # The baseline itself, which is what is returned where nothing was measured, takes as much as it takes.
+    memory = 1.0 if facts.memory_ratio is None else facts.memory_ratio
+    asked = goal.max_memory_ratio
+    return (*terms, Term(name="memory", required=asked, measured=memory, holds=memory <= asked))
 
 
 def _shortfall(term: Term) -> float:

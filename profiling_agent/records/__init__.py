@@ -15,7 +15,18 @@ from profiling_agent.records.deployment import (
     Tuned,
 )
 from profiling_agent.records.evidence import CriterionScore, Evidence, UnitEvidence, WidthOption
-from profiling_agent.records.loop import Attempt, Finalist, Goal, Journal, Outcome, StopReason, Term, Verdict
+from profiling_agent.records.loop import (
+    Attempt,
+    Contest,
+    Finalist,
+    Goal,
+    Journal,
+    Outcome,
+    StopReason,
+    Term,
+    Trial,
+    Verdict,
+)
 from profiling_agent.records.measurement import (
     AccuracyDrop,
     Comparison,
@@ -63,6 +74,7 @@ __all__ = [
     "Attempt",
     "Cap",
     "Comparison",
+    "Contest",
     "CriterionScore",
     "Cut",
     "DeployedModel",
@@ -107,6 +119,7 @@ __all__ = [
     "Term",
     "Throughput",
     "Throughputs",
+    "Trial",
     "Tuned",
     "Unit",
     "UnitEvidence",

@@ -5,7 +5,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from profiling_agent.records.measurement import Evaluation, Variant
+from profiling_agent.records.deployment import DeployedModel, Form, Tuned
+from profiling_agent.records.measurement import AccuracyDrop, Evaluation, Lap, Variant
 from profiling_agent.records.plan import DryRun, Plan, RecoveredModel
 from profiling_agent.records.record import ArtifactRef, Record
 
@@ -17,6 +18,40 @@ class Goal(Record):
     min_speedup: float
     max_size_ratio: float
     selection: Literal["contract", "paper"]
+    objective: Literal["speed", "size", "memory"] = "speed"
+    max_memory_ratio: float | None = None
+
+
+class Trial(Record):
+    """One form in the race for a model: how far it came, and why no further."""
+
+    form: Form
+    tuned: Tuned | None = Field(default=None, description="what was done to the float32 model first, for int8")
+    deployed: DeployedModel | None = None
+    sample: AccuracyDrop | None = Field(default=None, description="on the first few hundred search images")
+    evaluation: Evaluation | None = Field(default=None, description="on all search images")
+    lap: Lap | None = None
+    peak_memory_bytes: int | None = Field(default=None, description="where the contract asks for memory")
+    keeps_accuracy: bool = False
+    reason: str
+
+
+class Contest(Record):
+    """The forms of one model that were tried, in their order; `chosen` is the best that keeps the accuracy."""
+
+    trials: tuple[Trial, ...]
+    chosen: Form | None
+    notes: tuple[str, ...] = ()
+
+    def of(self, form: Form) -> Trial:
+        """Return the trial of a form that was tried."""
+        return next(trial for trial in self.trials if trial.form == form)
+
+    @property
+    def finalists(self) -> tuple[Trial, ...]:
+        """Return the forms that keep the accuracy on all search images, the chosen one first."""
+        kept = [trial for trial in self.trials if trial.keeps_accuracy]
+        return tuple(sorted(kept, key=lambda trial: trial.form != self.chosen))
 
 
 class Attempt(Record):
@@ -38,6 +73,7 @@ class Attempt(Record):
     recovery: RecoveredModel | None = Field(
         default=None, description="what training brought back; without it the attempt is training-free"
     )
+    form: Form | None = Field(default=None, description="what it was deployed in; None is eager float32")
     pruned: Evaluation | None = Field(default=None, description="fp32, where it was measured")
     deployed: Evaluation | None = Field(default=None, description="in the form it would be deployed")
     accepted: bool
@@ -57,8 +93,14 @@ class Journal(Record):
     """Everything the loop has seen; decisions, the report and the language model read the same one."""
 
     baseline: Evaluation
-    quantized: Evaluation | None = None
+    contest: Contest | None = Field(default=None, description="the forms that the baseline was tried in")
+    quantized: Evaluation | None = Field(default=None, description="the baseline in the chosen form")
     attempts: tuple[Attempt, ...] = ()
+
+    @property
+    def form(self) -> Form | None:
+        """Return the form that attempts are deployed in; None is eager float32."""
+        return self.contest.chosen if self.contest else None
 
     def with_attempt(self, attempt: Attempt) -> "Journal":
         """Return a journal with `attempt` at its end."""
@@ -84,7 +126,7 @@ class Outcome(StrEnum):
 class Term(Record):
     """One clause of the contract against what was measured."""
 
-    name: Literal["accuracy", "speed", "size"]
+    name: Literal["accuracy", "speed", "size", "memory"]
     required: float
     measured: float
     holds: bool

@@ -5,6 +5,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from profiling_agent.records.deployment import Form
 from profiling_agent.records.profile import LatencyStats
 from profiling_agent.records.record import ArtifactRef, Record
 
@@ -58,6 +59,7 @@ class Evaluation(Record):
 
     variant: Variant
     model: ArtifactRef
+    form: Form = Field(default=Form(), description="what executes it")
     footprint: Footprint
     predictions: Predictions
     drop: AccuracyDrop | None = Field(default=None, description="against the baseline; None for the baseline itself")

@@ -66,8 +66,11 @@ class Plan(Record):
     )
     target: Target | None = Field(default=None, description="what the allocator is to reach with all other units")
     caps: tuple[Cap, ...] = Field(default=(), max_length=200)
-    quantization: tuple[QuantizationRecommendation, ...] = Field(
-        default=(), max_length=200, validation_alias=AliasChoices("quantization", "quantization_recommendations")
+    quantization: tuple[QuantizationRecommendation, ...] | None = Field(
+        default=None,
+        max_length=200,
+        validation_alias=AliasChoices("quantization", "quantization_recommendations"),
+        description="None: the quantization agent decides by measurement; nothing at all: float32",
     )
 
 

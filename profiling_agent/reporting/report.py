@@ -10,8 +10,10 @@ from profiling_agent.jobs.tasks import Profiled
 from profiling_agent.records import (
     Acquired,
     Attempt,
+    Contest,
     CriterionScore,
     Evaluation,
+    Form,
     Goal,
     InputSpec,
     Lap,
@@ -35,6 +37,7 @@ class Summary(Record):
     """One model in one line; `top1` is that of the held-out images."""
 
     variant: Variant
+    form: Form = Field(default=Form(), description="what executes it")
     attempt: int | None = None
     top1: float
     num_images: int
@@ -86,6 +89,7 @@ class RunReport(Record):
     verdict: Verdict
     goal: Goal
     stopped: StopReason
+    contest: Contest | None = Field(default=None, description="the forms that the unpruned model was tried in")
     baseline: Summary
     best: Summary
     heldout: Evaluation = Field(description="the returned model on the held-out images")
@@ -131,6 +135,7 @@ def summarise(evaluation: Evaluation, profiled: Profiled, *, attempt: int | None
     """Return a model's line; the race's latency where it was raced, its own process's otherwise."""
     return Summary(
         variant=evaluation.variant,
+        form=evaluation.form,
         attempt=attempt,
         top1=evaluation.top1,
         num_images=evaluation.predictions.num_images,
@@ -155,6 +160,8 @@ class Sources(Record):
 
     acquired: Acquired
     input: InputSpec
+    contest: Contest | None = None
+    peak_memory_bytes: int = Field(description="of a fresh process that only loads and runs the winner")
     attempts: tuple[Attempt, ...]
     stopped: StopReason
     profiles: dict[str, tuple[Profiled, ModelProfile]]
@@ -166,6 +173,10 @@ def _evidence_notes(profile: ModelProfile) -> tuple[str, ...]:
     return (f"no sensitivity was measured, so ratios are uniform: {profile.evidence_note}",)
 
 
+def _contest_notes(contest: Contest | None) -> tuple[str, ...]:
+    return contest.notes if contest else ()
+
+
 def build_report(request: Request, settlement: Settlement, sources: Sources) -> RunReport:
     """Gather the report."""
     race, winner, acquired, profiles = settlement.race, settlement.winner, sources.acquired, sources.profiles
@@ -174,12 +185,13 @@ def build_report(request: Request, settlement: Settlement, sources: Sources) -> 
     kept = settlement.kept_beside.evaluation.model.path if settlement.kept_beside else None
     artifacts = {"best": "best", "report": "report.md", "json": "report.json"}
     artifacts |= {f"{name} profile": profiled.profile.path for name, (profiled, _) in profiles.items()}
-    artifacts |= {f"{row.variant} model": row.model.path for row in settlement.corners}
+    artifacts |= {f"{row.variant} model ({row.form.name})": row.model.path for row in settlement.corners}
     return RunReport(
         run_id=request.run_id or "",
         verdict=settlement.verdict,
         goal=request.goal,
         stopped=sources.stopped,
+        contest=sources.contest,
         baseline=summarise(
             settlement.heldout_baseline,
             baseline[0],
@@ -191,12 +203,12 @@ def build_report(request: Request, settlement: Settlement, sources: Sources) -> 
             best[0],
             attempt=winner.attempt,
             lap=laps.get(settlement.heldout_winner.model.sha256),
-        ),
+        ).model_copy(update={"peak_memory_bytes": sources.peak_memory_bytes}),
         heldout=settlement.heldout_winner,
         variants=tuple(VariantRow(evaluation=row, lap=laps.get(row.model.sha256)) for row in settlement.corners),
         attempts=sources.attempts,
         kept_beside=kept,
-        notes=(*acquired.notes, *_evidence_notes(baseline[1]), *settlement.notes),
+        notes=(*acquired.notes, *_evidence_notes(baseline[1]), *_contest_notes(sources.contest), *settlement.notes),
         acquired=acquired,
         input=sources.input,
         profiles={name: profiled for name, (profiled, _) in profiles.items()},

@@ -50,6 +50,7 @@ def asked(term: Term) -> str:
         "accuracy": f"lose at most {term.required * 100:.2f} points",
         "speed": f"at least {term.required:.2f} times as fast",
         "size": f"at most {term.required:.0%} of the bytes",
+        "memory": f"at most {term.required:.0%} of the process's peak memory",
     }[term.name]
 
 
@@ -59,4 +60,5 @@ def measured(term: Term) -> str:
         "accuracy": f"{term.measured * 100:+.2f} points",
         "speed": f"{term.measured:.2f} times",
         "size": percent(term.measured),
+        "memory": percent(term.measured),
     }[term.name]

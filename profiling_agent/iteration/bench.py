@@ -1,0 +1,184 @@
+"""What every attempt of a run is measured with: the same model, images, batch size and device."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from profiling_agent.errors import ArtifactError, JobError
+from profiling_agent.evaluation.intervals import compare
+from profiling_agent.evaluation.predictions import read_predictions
+from profiling_agent.iteration.forms import EVERYTHING, INT8
+from profiling_agent.jobs.runner import Jobs
+from profiling_agent.jobs.tasks import (
+    DeployTask,
+    EvaluateApartTask,
+    EvaluateTask,
+    ExportTask,
+    HeadlineTask,
+    RaceTask,
+    TuneTask,
+)
+from profiling_agent.records import (
+    AccuracyDrop,
+    Acquired,
+    ArtifactRef,
+    Cut,
+    DeployedModel,
+    Evaluation,
+    Form,
+    Goal,
+    ModelProfile,
+    Predictions,
+    QuantizationRecommendation,
+    Race,
+    RuntimeName,
+    Scheme,
+    SplitInfo,
+    Tuned,
+    Variant,
+)
+
+# The runtimes that read the float32 model as ONNX; OpenVINO's `static` is exported with its int8 layers instead.
+READS_ONNX: frozenset[RuntimeName] = frozenset({"onnxruntime", "openvino"})
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What a run measures with; `supported` has the schemes of each runtime that is there and may be used."""
+
+    jobs: Jobs
+    acquired: Acquired
+    baseline: ArtifactRef
+    profile: ModelProfile
+    goal: Goal
+    batch_size: int
+    seed: int
+    recover_epochs: int = 0
+    supported: Mapping[RuntimeName, Sequence[Scheme]] = field(default_factory=dict)
+    schemes: frozenset[Scheme] = frozenset()
+    quantize_layers: str = EVERYTHING
+    runtime_notes: tuple[str, ...] = ()
+
+    @property
+    def device(self) -> str:
+        """Return where everything is measured."""
+        return self.acquired.source.device
+
+    def kept(self, cuts: Sequence[Cut]) -> dict[str, tuple[int, ...]]:
+        """Return the channels or heads that stay by the evidence's order; nothing of units without evidence."""
+        rows = {row.unit: row.order for row in self.profile.evidence.units} if self.profile.evidence else {}
+        return {
+            cut.unit.name: tuple(sorted(rows[cut.unit.name][cut.unit.width - cut.keep :]))
+            for cut in cuts
+            if cut.unit.name in rows
+        }
+
+    def tune(self, model: ArtifactRef, form: Form) -> Tuned | None:
+        """Make a float32 model ready for an int8 form; None where the form is none."""
+        if form.scheme not in INT8:
+            return None
+        times = {row.name: row.latency_ms for row in self.profile.layers}
+        total = sum(times.values()) or 1.0
+        task = TuneTask(
+            model=model,
+            scheme="dynamic" if form.scheme == "dynamic" else "static",
+            calibration=self.acquired.calibration,
+            latency_shares={name: time / total for name, time in times.items()},
+            batch_size=self.batch_size,
+        )
+        return self.jobs.run(task)
+
+    def deploy(self, model: ArtifactRef, form: Form) -> DeployedModel:
+        """Bring a float32 model into a form; raises what the conversion does, JobError where it crashed or hung."""
+        reads_onnx = form.runtime in READS_ONNX and (form.runtime, form.scheme) != ("openvino", "static")
+        onnx = self.jobs.run(ExportTask(model=model)).onnx if reads_onnx else None
+        task = DeployTask(
+            model=model,
+            form=form,
+            calibration=self.acquired.calibration,
+            onnx=onnx,
+            batch_size=self.batch_size,
+            device=self.device,
+        )
+        return self.jobs.run(task)
+
+    def evaluate(
+        self,
+        variant: Variant,
+        model: ArtifactRef,
+        split: SplitInfo,
+        against: Evaluation | None = None,
+        form: Form | None = None,
+    ) -> Evaluation:
+        """Measure `model` on `split`, paired with the baseline's evaluation `against` on the same images."""
+        measured = self.jobs.run(self._evaluation(model, split, form))
+        drop = self._drop(against.predictions, measured.predictions) if against else None
+        return Evaluation(
+            variant=variant,
+            model=model,
+            form=form or Form(),
+            footprint=measured.footprint,
+            predictions=measured.predictions,
+            drop=drop,
+        )
+
+    def sample(self, model: ArtifactRef, split: SplitInfo, against: Evaluation, form: Form, size: int) -> AccuracyDrop:
+        """Return the drop on the first `size` images of `split`, of which `against` knows all."""
+        measured = self.jobs.run(self._evaluation(model, split, form, size))
+        return self._drop(against.predictions, measured.predictions)
+
+    def _evaluation(
+        self, model: ArtifactRef, split: SplitInfo, form: Form | None, num_images: int | None = None
+    ) -> EvaluateTask:
+        # Other runtimes may take their process down, which is then not to be the worker.
+        kind = EvaluateTask if form is None or form.runtime == "eager" else EvaluateApartTask
+        return kind(
+            model=model, split=split, batch_size=self.batch_size, device=self.device, num_images=num_images
+        )
+
+    def race(self, entries: tuple[tuple[Variant, ArtifactRef], ...]) -> Race:
+        """Let `entries` take turns; the first is the baseline."""
+        return self.jobs.run(
+            RaceTask(entries=entries, batch_size=self.batch_size, device=self.device, seed=self.seed)
+        )
+
+    def peak_memory(self, model: ArtifactRef) -> int:
+        """Return the peak resident bytes of a fresh process that loads and runs a model."""
+        task = HeadlineTask(model=model, batch_size=self.batch_size, device=self.device)
+        return self.jobs.run(task).peak_memory_bytes
+
+    def memory_ratio(self, model: ArtifactRef) -> float | None:
+        """Return that as a fraction of the baseline's; None where the contract doesn't ask, or it can't be measured."""
+        if self.goal.max_memory_ratio is None and self.goal.objective != "memory":
+            return None
+        try:
+            return self.peak_memory(model) / self.profile.headline.peak_memory_bytes
+        except (ArtifactError, JobError):
+            return None
+
+    def _drop(self, baseline: Predictions, candidate: Predictions) -> AccuracyDrop:
+        return compare(self._correct(baseline)[: candidate.num_images], self._correct(candidate))
+
+    def _correct(self, predictions: Predictions) -> npt.NDArray[np.bool_]:
+        predicted, true = read_predictions(self.jobs.workspace.path(predictions.file))
+        return predicted == true
+
+
+def leaving_in_float(form: Form, layers: Sequence[str]) -> Form:
+    """Return `form` with `layers` left in float32, by their names."""
+    kept = tuple(
+        QuantizationRecommendation(
+            layer=f"^{_quoted(name)}$",
+            quantization_type="cast",
+            dtype="float32",
+            justification="costs most accuracy for least time",
+        )
+        for name in layers
+    )
+    return form.model_copy(update={"recommendations": (*form.recommendations, *kept)})
+
+
+def _quoted(name: str) -> str:
+    return name.replace(".", r"\.")
