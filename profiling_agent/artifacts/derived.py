@@ -7,11 +7,21 @@ from torch import nn
 
 from profiling_agent.artifacts.load import load_processor, load_recipe
 from profiling_agent.artifacts.save import save_model
-from profiling_agent.records import Cut
+from profiling_agent.records import Cut, Form
 
 
-def save_derived(model: nn.Module, source: Path, folder: Path, *, cuts: Sequence[Cut] | None = None) -> None:
-    """Write `model`, made of the saved model in `source`, to `folder`; without `cuts` it has those of its source.
+def save_derived(
+    model: nn.Module,
+    source: Path,
+    folder: Path,
+    *,
+    cuts: Sequence[Cut] | None = None,
+    folded: Sequence[str] | None = None,
+    form: Form | None = None,
+) -> None:
+    """Write `model`, made of the saved model in `source`, to `folder`.
+
+    Without `cuts` it has those of its source, and so with `folded`, the batch norms that are identities, and `form`.
 
     Raises:
         ArtifactError: `folder` exists, or `source` is damaged.
@@ -25,4 +35,6 @@ def save_derived(model: nn.Module, source: Path, folder: Path, *, cuts: Sequence
         base_model=recipe.base_model,
         base_revision=recipe.base_revision,
         cuts=recipe.cuts if cuts is None else cuts,
+        folded=recipe.folded if folded is None else folded,
+        form=recipe.form if form is None else form,
     )

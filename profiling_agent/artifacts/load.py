@@ -12,10 +12,10 @@ from transformers.initialization import no_init_weights
 
 from profiling_agent.artifacts.folder import open_folder
 from profiling_agent.artifacts.golden import check_golden
-from profiling_agent.artifacts.recipe import GOLDEN, WEIGHTS, Recipe
+from profiling_agent.artifacts.recipe import GOLDEN, WEIGHTS, QuantizedLayer, Recipe
 from profiling_agent.artifacts.widths import fit_widths_, say_heads_
-from profiling_agent.errors import ArtifactError
-from profiling_agent.quantization.linear import DynamicLinear
+from profiling_agent.errors import ArtifactError, QuantizationError
+from profiling_agent.quantization.kinds import rebuilt
 
 
 def load_recipe(path: str | Path) -> Recipe:
@@ -71,17 +71,13 @@ def _build(folder: Path, recipe: Recipe, *, dequantize: bool) -> nn.Module:
     tensors = _read_tensors(folder / WEIGHTS)
     try:
         model = _architecture(recipe)
+        for norm in recipe.folded:
+            model.set_submodule(norm, nn.Identity(), strict=True)
         for layer in recipe.quantized:
-            packed = {leaf: tensors.pop(f"{layer.name}.{leaf}") for leaf in _leaves(layer.name, tensors)}
-            module = DynamicLinear.from_tensors(packed, reduce_range=layer.reduce_range)
-            if dequantize:
-                linear = module.dequantized()
-                tensors |= {f"{layer.name}.{leaf}": tensor for leaf, tensor in linear.state_dict().items()}
-            else:
-                model.set_submodule(layer.name, module, strict=True)
+            _place_(model, layer, tensors, dequantize=dequantize)
         _fill_(model, tensors, recipe)
         say_heads_(model, recipe.cuts)
-    except (RuntimeError, ValueError, KeyError, AttributeError) as error:
+    except (RuntimeError, ValueError, KeyError, AttributeError, QuantizationError) as error:
         first_line = str(error).strip().splitlines()[0]
         raise ArtifactError(
             f"the weights in {str(folder)!r} don't fit {recipe.architecture} ({first_line}): save the model again"
@@ -101,8 +97,19 @@ def _architecture(recipe: Recipe) -> nn.Module:
         return AutoModelForImageClassification.from_config(config, trust_remote_code=False)
 
 
-def _leaves(name: str, tensors: dict[str, Tensor]) -> list[str]:
-    return [leaf for leaf in ("weight", "scale", "bias") if f"{name}.{leaf}" in tensors]
+def _place_(model: nn.Module, layer: QuantizedLayer, tensors: dict[str, Tensor], *, dequantize: bool) -> None:
+    """Set a quantized layer in its place, taking its tensors; or its float layer, putting tensors in their stead."""
+    prefix = f"{layer.name}."
+    own = {name: tensors.pop(name) for name in list(tensors) if name.startswith(prefix)}
+    plain = {name.removeprefix(prefix): tensor for name, tensor in own.items()}
+    like = model.get_submodule(layer.name)
+    module = rebuilt(layer.kind, plain, like, reduce_range=layer.reduce_range)
+    if dequantize:
+        float_layer = module.dequantized()
+        tensors |= {f"{prefix}{leaf}": tensor for leaf, tensor in float_layer.state_dict().items()}
+        model.set_submodule(layer.name, float_layer, strict=True)
+    else:
+        model.set_submodule(layer.name, module, strict=True)
 
 
 def _fill_(model: nn.Module, tensors: dict[str, Tensor], recipe: Recipe) -> None:

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from profiling_agent.artifacts.folder import appearing
 from profiling_agent.artifacts.golden import golden_tensors
 from profiling_agent.artifacts.recipe import CONFIG, GOLDEN, RECIPE, WEIGHTS, QuantizedLayer, Recipe
-from profiling_agent.quantization.linear import DynamicLinear
-from profiling_agent.records import Cut, InputSpec
+from profiling_agent.quantization.kinds import quantized_modules
+from profiling_agent.records import Cut, Form, InputSpec
 from profiling_agent.reproducibility import environment
 from profiling_agent.workspace import file_sha256
 
@@ -35,9 +35,8 @@ def _split_ties(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 def _quantized_layers(model: nn.Module) -> tuple[QuantizedLayer, ...]:
     return tuple(
-        QuantizedLayer(name=name, dtype=module.dtype, reduce_range=module.reduce_range)
-        for name, module in model.named_modules(remove_duplicate=False)
-        if isinstance(module, DynamicLinear)
+        QuantizedLayer(name=name, kind=module.kind, dtype=module.dtype, reduce_range=module.reduce_range)
+        for name, module in quantized_modules(model).items()
     )
 
 
@@ -56,10 +55,13 @@ def save_model(  # noqa: PLR0913 (a recipe says where a model comes from)
     base_model: str,
     base_revision: str | None = None,
     cuts: Sequence[Cut] = (),
+    folded: Sequence[str] = (),
+    form: Form | None = None,
 ) -> Recipe:
     """Write `model` and its image processor to `folder`, which appears complete or not at all; return its recipe.
 
-    `model` is a Hugging Face image classifier, pruned or quantized or neither; `cuts` say how its widths came about.
+    `model` is a Hugging Face image classifier, pruned or quantized or neither; `cuts` say how its widths came about,
+    `folded` names the batch norms that are identities now, and `form` what runs it, eager torch by default.
     Weights keep their live names; quantized layers are stored as plain int8 or fp16 tensors; shared ones once.
 
     Raises:
@@ -80,6 +82,8 @@ def save_model(  # noqa: PLR0913 (a recipe says where a model comes from)
             input=spec,
             cuts=tuple(cuts),
             quantized=_quantized_layers(model),
+            form=form or Form(),
+            folded=tuple(folded),
             tied=tied,
             files={path.name: file_sha256(path) for path in sorted(temporary.iterdir())},
             libraries=environment().libraries,

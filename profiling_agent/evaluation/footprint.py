@@ -6,14 +6,15 @@ import torch
 from torch import nn
 from torch.ao.nn.quantized import dynamic
 
-from profiling_agent.quantization.linear import FLOAT_BYTES, DynamicLinear
+from profiling_agent.quantization.linear import FLOAT_BYTES
+from profiling_agent.quantization.module import QuantizedModule
 
 TORCH_WEIGHT_BYTES = {torch.qint8: 1, torch.float16: 2}
 
 
 def _packed_bytes(module: nn.Module) -> int:
-    """Return the bytes of weights that are no parameters: of our quantized linear layers and of torch's own."""
-    if isinstance(module, DynamicLinear):
+    """Return the bytes of weights that are no parameters: of our quantized layers and of torch's own."""
+    if isinstance(module, QuantizedModule):
         return module.packed_bytes
     if not isinstance(module, dynamic.Linear):
         return 0

@@ -1,16 +1,21 @@
 """A linear layer with packed int8 or fp16 weights, quantizing its input as it comes; stored as plain tensors."""
 
-import math
 import warnings
 from collections.abc import Mapping
-from typing import Any, Literal, Self, cast
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
 
 from profiling_agent.errors import QuantizationError
-
-Dtype = Literal["qint8", "float16"]
+from profiling_agent.quantization.module import (
+    Dtype,
+    QuantizedModule,
+    bias_of,
+    checked_weight,
+    expect_dtype,
+    float_linear,
+)
 
 # torch's own observer maps the largest weight of a channel to 127.5: half a step is clipped, the grid is finer.
 STEPS = 127.5
@@ -40,13 +45,15 @@ def _pack_fp16(weight: Tensor, bias: Tensor | None) -> Any:
     return torch.ops.quantized.linear_prepack_fp16(weight.float(), bias)
 
 
-class DynamicLinear(nn.Module):
+class DynamicLinear(QuantizedModule):
     """`nn.Linear` with weights held once, packed for the CPU's kernels; takes and returns float32.
 
     qint8: symmetric int8 weights with one scale per output channel; one scale for the whole input batch, found on
     every call, so an image's logits depend a little on its batch. float16: weights rounded, float32 arithmetic.
     `state_dict()` has plain tensors: `weight` (int8 or fp16), `scale` (fp32, int8 only) and `bias` (fp32).
     """
+
+    kind = "dynamic"
 
     def __init__(self, packed: Any, weight: Tensor, *, reduce_range: bool, has_bias: bool) -> None:
         """Take weights packed already; `from_linear` and `from_tensors` are the ways in."""
@@ -64,12 +71,7 @@ class DynamicLinear(nn.Module):
         Raises:
             QuantizationError: a weight isn't finite.
         """
-        weight = linear.weight.detach().cpu().float()
-        if not math.isfinite(weight.abs().sum().item()):
-            raise QuantizationError(
-                f"weights of shape {tuple(weight.shape)!r} aren't finite: retrain or leave them out"
-            )
-        bias = None if linear.bias is None else linear.bias.detach().cpu().float()  # pyright: ignore[reportUnnecessaryComparison]
+        weight, bias = checked_weight(linear), bias_of(linear)
         tensors = {} if bias is None else {"bias": bias}
         if dtype == "float16":
             return cls.from_tensors(tensors | {"weight": weight.half()}, reduce_range=reduce_range)
@@ -80,11 +82,13 @@ class DynamicLinear(nn.Module):
         return cls.from_tensors(tensors | {"weight": steps, "scale": scale}, reduce_range=reduce_range)
 
     @classmethod
-    def from_tensors(cls, tensors: Mapping[str, Tensor], *, reduce_range: bool | None = None) -> Self:
+    def from_tensors(
+        cls, tensors: Mapping[str, Tensor], like: nn.Module | None = None, *, reduce_range: bool | None = None
+    ) -> Self:
         """Return the layer that `export_tensors` came from; 7-bit activations are forced where the CPU needs them."""
+        del like
         weight, bias = tensors["weight"], tensors.get("bias")
-        if WEIGHT_DTYPES.get(weight.dtype) is None:
-            raise QuantizationError(f"a quantized weight is int8 or float16, not {weight.dtype!r}")
+        expect_dtype(weight, *WEIGHT_DTYPES)
         is_int8 = weight.dtype == torch.int8
         packed = _pack_int8(weight, tensors["scale"], bias) if is_int8 else _pack_fp16(weight, bias)
         reduce = bool(reduce_range) or not has_vnni()
@@ -111,12 +115,8 @@ class DynamicLinear(nn.Module):
         """Return an `nn.Linear` with the weights that this layer computes with, in float32."""
         tensors = self.export_tensors()
         scale = tensors.get("scale")
-        linear = nn.Linear(self.in_features, self.out_features, bias=self.has_bias, device="meta")
         weight = tensors["weight"].float()
-        linear.weight = nn.Parameter(weight if scale is None else weight * scale[:, None])
-        if self.has_bias:
-            linear.bias = nn.Parameter(tensors["bias"])
-        return linear
+        return float_linear(weight if scale is None else weight * scale[:, None], tensors.get("bias"))
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x W^T + b for x (..., in_features)."""
@@ -125,10 +125,6 @@ class DynamicLinear(nn.Module):
         if self.dtype == "qint8":
             return torch.ops.quantized.linear_dynamic(x, self._packed, self.reduce_range)
         return torch.ops.quantized.linear_dynamic_fp16(x, self._packed)
-
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:  # noqa: FBT001 (torch's own signature)
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        destination.update({prefix + name: tensor for name, tensor in self.export_tensors().items()})
 
     def extra_repr(self) -> str:
         """Return what `print` shows between the parentheses."""

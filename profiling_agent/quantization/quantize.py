@@ -2,7 +2,7 @@
 
 import copy
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,56 +17,126 @@ from torch.ao.quantization.qconfig import (
 
 from profiling_agent.errors import PlanError, QuantizationError
 from profiling_agent.pruning.names import matching_names, near_names
-from profiling_agent.quantization.linear import Dtype, DynamicLinear
+from profiling_agent.quantization.calibrate import MIN_IMAGES, Images, Observed, observe
+from profiling_agent.quantization.cast import CastConv2d, CastLinear
+from profiling_agent.quantization.kinds import can_be
+from profiling_agent.quantization.linear import DynamicLinear
+from profiling_agent.quantization.module import Dtype, Kind, Layer, QuantizedModule
+from profiling_agent.quantization.norms import fold_norms_
+from profiling_agent.quantization.static import StaticConv2d, StaticLinear
 from profiling_agent.records import QuantizationRecommendation
+from profiling_agent.shapes.verify import left_as_found
 
 EVERYTHING = "all"
+# Images on which folding batch norms has to leave the logits as they are.
+NUM_CHECKED = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Quantized:
-    """A quantized copy of a model, and the names of the layers that were quantized, in the model's order."""
+    """A quantized copy of a model, and the names of the layers that were quantized, in the model's order.
+
+    `folded` names the batch norms that went into the convolutions before them, and are identities now.
+    """
 
     model: nn.Module
     layers: tuple[str, ...]
+    folded: tuple[str, ...] = ()
 
 
-def _choose(names: Sequence[str], recommendations: Sequence[QuantizationRecommendation]) -> dict[str, Dtype]:
-    """Return the dtype of each layer that is to be quantized; the last recommendation that hits a layer wins."""
-    chosen: dict[str, Dtype] = {}
+def quantize_model(
+    model: nn.Module,
+    recommendations: Sequence[QuantizationRecommendation],
+    *,
+    calibration: Images | None = None,
+) -> Quantized:
+    """Return a copy of `model` on the CPU with the recommended layers quantized; the given model isn't touched.
+
+    `layer` is `all` or an RE2 pattern searched for in live module names; of several recommendations that hit a layer
+    the last one counts, and `cast float32` leaves it alone. Dynamic quantization takes `nn.Linear`, static and bfloat16
+    `nn.Conv2d` as well; never their subclasses, because whoever made those may read their weights. `calibration` begins
+    a pass over images (b, c, h, w): static quantization needs at least 8. It first folds batch norms into the
+    convolutions that it quantizes, and leaves a layer alone that no image reaches.
+
+    Raises:
+        PlanError: a pattern is invalid or hits no layer.
+        QuantizationError: a layer's weights or inputs aren't finite; the images are missing, too few, or don't fit.
+    """
+    chosen = _choose(model, recommendations)
+    quantized = copy.deepcopy(model).cpu()
+    static = [name for name, choice in chosen.items() if choice.quantization_type == "static"]
+    folded, observed = _prepare_(quantized, static, calibration) if static else ((), {})
+    made = {
+        name: _layer(name, quantized.get_submodule(name), choice, observed)
+        for name, choice in chosen.items()
+        if choice.quantization_type != "static" or name in observed
+    }
+    for name, layer in made.items():
+        quantized.set_submodule(name, layer.train(model.get_submodule(name).training))
+    return Quantized(model=quantized, layers=tuple(made), folded=folded)
+
+
+def _choose(
+    model: nn.Module, recommendations: Sequence[QuantizationRecommendation]
+) -> dict[str, QuantizationRecommendation]:
+    """Return what is to become of each layer that isn't left alone, in the model's order."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    chosen: dict[str, QuantizationRecommendation] = {}
     for recommendation in recommendations:
-        pattern = recommendation.layer
+        kind, pattern = recommendation.quantization_type, recommendation.layer
+        names = [name for name, module in modules.items() if can_be(kind, module)]
         hits = names if pattern == EVERYTHING else matching_names(pattern, names)
         if not hits:
             near = near_names(pattern, names)
             advice = f"near names: {', '.join(map(repr, near))}" if near else f"use {EVERYTHING!r} for every layer"
-            raise PlanError(f"the layer pattern {pattern!r} hits no nn.Linear to quantize; {advice}")
-        chosen |= dict.fromkeys(hits, recommendation.dtype)
-    return {name: chosen[name] for name in names if name in chosen}
+            takes = "nn.Linear" if kind == "dynamic" else "nn.Linear or nn.Conv2d"
+            raise PlanError(f"the layer pattern {pattern!r} hits no {takes} to quantize; {advice}")
+        chosen |= dict.fromkeys(hits, recommendation)
+    return {name: chosen[name] for name in modules if name in chosen and chosen[name].dtype != "float32"}
 
 
-def quantize_model(model: nn.Module, recommendations: Sequence[QuantizationRecommendation]) -> Quantized:
-    """Return a copy of `model` with the recommended `nn.Linear` layers quantized dynamically, int8 per output channel.
+def _prepare_(
+    model: nn.Module, names: Sequence[str], calibration: Images | None
+) -> tuple[tuple[str, ...], dict[str, Observed]]:
+    """Fold the batch norms that follow the convolutions in `names`; return theirs, and what each layer is given."""
+    first = next(iter(calibration()), None) if calibration else None
+    if calibration is None or first is None:
+        raise QuantizationError(
+            f"static quantization needs at least {MIN_IMAGES} calibration images, none were given: "
+            "give some, or quantize dynamically"
+        )
+    convolutions = [name for name in names if isinstance(model.get_submodule(name), nn.Conv2d)]
+    # No inference mode: its tensors could be used neither in training nor in an export later.
+    with left_as_found(model), torch.no_grad():
+        folded = fold_norms_(model.eval(), convolutions, first[:NUM_CHECKED]) if convolutions else ()
+    return folded, observe(model, names, calibration)
 
-    `layer` is `all` or an RE2 pattern searched for in live module names; subclasses of `nn.Linear` are left alone,
-    because whoever made them may read their weights. The given model isn't touched.
+
+def _layer(
+    name: str, layer: nn.Module, choice: QuantizationRecommendation, observed: Mapping[str, Observed]
+) -> QuantizedModule:
+    """Return what takes the place of a layer."""
+    assert isinstance(layer, nn.Linear | nn.Conv2d), "names were taken from the same model"
+    try:
+        return quantized_layer(layer, choice.quantization_type, choice.dtype, observed.get(name))
+    except QuantizationError as error:
+        raise QuantizationError(f"layer {name!r} can't be quantized: {error}") from error
+
+
+def quantized_layer(layer: Layer, kind: Kind, dtype: str, observed: Observed | None = None) -> QuantizedModule:
+    """Return `layer` quantized; a static one has to have been observed.
 
     Raises:
-        PlanError: a pattern is invalid or hits no layer.
-        QuantizationError: a layer's weights aren't finite.
+        QuantizationError: its weights or inputs aren't finite.
     """
-    names = [name for name, module in model.named_modules(remove_duplicate=False) if type(module) is nn.Linear]
-    chosen = _choose(names, recommendations)
-    quantized = copy.deepcopy(model)
-    for name, dtype in chosen.items():
-        linear = quantized.get_submodule(name)
-        assert isinstance(linear, nn.Linear), "names were taken from the same model"
-        try:
-            layer = DynamicLinear.from_linear(linear, dtype)
-        except QuantizationError as error:
-            raise QuantizationError(f"layer {name!r} can't be quantized: {error}") from error
-        quantized.set_submodule(name, layer.train(linear.training))
-    return Quantized(model=quantized, layers=tuple(chosen))
+    is_conv = isinstance(layer, nn.Conv2d)
+    if kind == "cast":
+        return (CastConv2d if is_conv else CastLinear).from_float(layer)
+    if kind == "static":
+        assert observed is not None, "static layers are observed first"
+        return (StaticConv2d if is_conv else StaticLinear).from_float(layer, *observed.range())
+    assert not is_conv, "dynamic quantization takes linear layers"
+    return DynamicLinear.from_linear(layer, "float16" if dtype == "float16" else "qint8")
 
 
 def torch_quantize_dynamic(
