@@ -20,6 +20,7 @@ from torch import nn
 from transformers import ViTImageProcessorPil
 
 from profiling_agent.artifacts.save import save_model
+from profiling_agent.errors import JobError
 from profiling_agent.evaluation.race import Pace, processes, race_until_clear
 from profiling_agent.evaluation.scores import Score
 from profiling_agent.pruning.prune import prune_model
@@ -66,8 +67,11 @@ def run(folders: Sequence[Path], *, batch_size: int, is_quick: bool) -> list[Sco
     """Let all take turns; the first is the dense model."""
     start = Start(batch_size=batch_size, device="cpu", num_threads=NUM_THREADS)
     pace = Pace(seconds_per_turn=0.5, min_rounds=5 if is_quick else 15, max_seconds=20 if is_quick else 90)
-    scores, _, _ = race_until_clear(processes([racer_command(folder) for folder in folders], start), pace=pace)
-    return scores
+    line_up = processes([racer_command(folder) for folder in folders], start)
+    result = race_until_clear(line_up, len(folders), pace=pace)
+    if result.dropped:
+        raise JobError(f"models dropped out of the race: {result.dropped!r}")
+    return [result.scores[index] for index in range(len(folders))]
 
 
 def measure(name: str, shares: Sequence[float], *, batch_size: int, is_quick: bool) -> list[dict[str, Any]]:

@@ -1,120 +1,111 @@
 """Models take turns on one machine, one process each: which is faster, and how sure is that? No torch here."""
 
-import random
-import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
-from profiling_agent.evaluation.scores import Score, score
+from profiling_agent.evaluation.heats import MAX_ROUNDS as MAX_ROUNDS
+from profiling_agent.evaluation.heats import MAX_RUNS as MAX_RUNS
+from profiling_agent.evaluation.heats import Heat, Pace, Runner, hopeless, run_heat
+from profiling_agent.evaluation.scores import PROCESS_LUCK, Ratios, Score, detectable, log_ratios, pool
 from profiling_agent.progress import Progress, silent
-from profiling_agent.records import ArtifactRef, Lap, Race, Variant
+from profiling_agent.records import ArtifactRef, Dropped, Lap, Race, Variant
 from profiling_agent.runtimes.contender import Contender, racer_command
 from profiling_agent.runtimes.latency import latency_stats
 from profiling_agent.runtimes.turns import Start
 
-# A model is refused as slower only where it is shown slower in every one of this many races.
+# A model is called slower, or faster by less than `NEAR`, only where every one of this many line-ups leaves it so.
 MAX_RACES = 3
-# No more rounds are run once every interval is this narrow, relative to its speed-up, or once there are this many.
-NARROW, MAX_ROUNDS = 0.04, 40
-# Forty rounds of ten keep 400 samples a model at most.
-MAX_RUNS = 10
+NEAR = 1.25
+# A race that can't tell apart what differs by less than this is worth a warning.
+TOO_NOISY = 0.05
+
+LineUp = Callable[[Sequence[int]], AbstractContextManager[Mapping[int, Runner]]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pace:
-    """How long one race may take: it ends after `max_seconds`, but not before `min_rounds`."""
+@dataclass(slots=True)
+class Result:
+    """How a race ended: a score for each contender but those that dropped out, by their places."""
 
-    seconds_per_turn: float = 0.25
-    min_rounds: int = 12
-    max_seconds: float = 30.0
+    scores: dict[int, Score] = field(default_factory=dict[int, Score])
+    dropped: dict[int, str] = field(default_factory=dict[int, str])
+    num_rounds: int = 0
+    num_races: int = 0
 
-
-class Runner(Protocol):
-    """Whoever takes turns."""
-
-    def wait_until_ready(self) -> None:
-        """Wait until it can take turns."""
-        ...
-
-    def take_turn(self, runs: int) -> list[float]:
-        """Return the milliseconds of `runs` passes."""
-        ...
-
-
-LineUp = Callable[[], AbstractContextManager[Sequence[Runner]]]
-
-
-def _race_once(
-    runners: Sequence[Runner], runs: Sequence[int], *, pace: Pace, seed: int, progress: Progress
-) -> tuple[list[Score], int]:
-    """Return the scores of one race and its number of rounds."""
-    order, shuffle = list(range(len(runners))), random.Random(seed)
-    turns: list[list[list[float]]] = [[] for _ in runners]
-    started = time.monotonic()
-    while True:
-        # Whoever always ran after the largest model would always find the caches as that one left them.
-        shuffle.shuffle(order)
-        for index in order:
-            turns[index].append(runners[index].take_turn(runs[index]))
-        num_rounds = len(turns[0])
-        progress("racing", num_rounds, MAX_ROUNDS)
-        if num_rounds < pace.min_rounds:
-            continue
-        scores = score(turns, seed=seed)
-        is_narrow = all(result.width <= NARROW for result in scores)
-        if is_narrow or num_rounds >= MAX_ROUNDS or time.monotonic() - started > pace.max_seconds:
-            return scores, num_rounds
+    @property
+    def detectable(self) -> float:
+        """Return the share by which two equal models would have to differ to be told apart."""
+        return detectable([result for index, result in self.scores.items() if index])
 
 
 def race_until_clear(
     line_up: LineUp,
+    num_contenders: int,
     *,
-    pace: Pace,
+    pace: Pace | None = None,
     seed: int = 0,
     progress: Progress = silent,
-) -> tuple[list[Score], int, int]:
-    """Return each runner's score against the first, the number of rounds in all, and the number of races.
+    luck: float = PROCESS_LUCK,
+) -> Result:
+    """Return each contender's score against the first.
 
-    Another race is run, three at most, while some runner has been shown slower in every race so far. Each race lines up
-    anew: two processes of equal models can differ by several per cent for as long as they live, which no number of
-    turns averages out. A runner that was cleared keeps its latest score that clears it: it isn't slower, whatever a
-    later race run for another's sake says.
+    Those in doubt race the first again, three times at most, each time in new processes, and are scored on all their
+    races together: two processes of equal models can differ by several per cent for as long as they live, which no
+    number of turns averages out. In doubt is who is shown slower or a little faster so far, and not hopeless.
+
+    Raises:
+        JobError: the first contender crashed or hung.
     """
-    scores: dict[int, Score] = {}
-    doubtful: set[int] | None = None
-    num_races = total_rounds = 0
-    while doubtful is None or (doubtful and num_races < MAX_RACES):
-        with line_up() as runners:
-            for runner in runners:
-                runner.wait_until_ready()
-            runs = [_runs_per_turn(runner, pace) for runner in runners]
-            latest, num_rounds = _race_once(runners, runs, pace=pace, seed=seed + num_races, progress=progress)
-        slower = {index for index, result in enumerate(latest) if result.is_shown_slower}
-        uncleared = set(range(len(latest))) if doubtful is None else doubtful
-        scores |= {index: result for index, result in enumerate(latest) if index in uncleared or index not in slower}
-        doubtful = uncleared & slower
-        num_races, total_rounds = num_races + 1, total_rounds + num_rounds
-    return [scores[index] for index in sorted(scores)], total_rounds, num_races
+    result, ratios, samples = Result(), dict[int, list[Ratios]](), dict[int, list[float]]()
+    entered = list(range(num_contenders))
+    while result.num_races == 0 or (len(entered) > 1 and result.num_races < MAX_RACES):
+        with line_up(entered) as runners:
+            heat = run_heat(runners, pace=pace or Pace(), seed=seed + result.num_races, progress=progress)
+        result.num_races += 1
+        result.num_rounds += heat.num_rounds
+        result.dropped |= heat.lost
+        _take_down(heat, ratios, samples)
+        for index in entered:
+            if index in result.dropped:
+                result.scores.pop(index, None)
+            else:
+                result.scores[index] = _score(index, ratios[index], samples[index], seed=seed, luck=luck)
+        entered = [0, *_doubtful(result.scores, entered)]
+    return result
+
+
+def _take_down(heat: Heat, ratios: dict[int, list[Ratios]], samples: dict[int, list[float]]) -> None:
+    for index, turns in heat.turns.items():
+        ratios.setdefault(index, []).append(log_ratios(turns, heat.turns[0]))
+        samples.setdefault(index, []).extend(sample for turn in turns for sample in turn)
+
+
+def _score(index: int, ratios: list[Ratios], samples_ms: list[float], *, seed: int, luck: float) -> Score:
+    if index == 0:
+        return Score(samples_ms, 1.0, 1.0, 1.0)
+    return pool(ratios, samples_ms, seed=seed, luck=luck)
+
+
+def _doubtful(scores: Mapping[int, Score], entered: Sequence[int]) -> list[int]:
+    without_hope = hopeless({index: result for index, result in scores.items() if index})
+    return [
+        index
+        for index in entered
+        if index in scores.keys() - without_hope - {0}
+        and (scores[index].is_shown_slower or 1 < scores[index].low < NEAR)
+    ]
 
 
 def processes(commands: Sequence[Sequence[str]], start: Start) -> LineUp:
-    """Return what starts a process for each of `commands` and ends them all after the race."""
+    """Return what lines up a process for each of the chosen `commands` and ends them all after the race."""
 
     @contextmanager
-    def line_up() -> Generator[Sequence[Runner]]:
+    def line_up(chosen: Sequence[int]) -> Generator[Mapping[int, Runner]]:
         with ExitStack() as stack:
-            yield [stack.enter_context(Contender(command, start)) for command in commands]
+            yield {index: stack.enter_context(Contender(commands[index], start)) for index in chosen}
 
     return line_up
-
-
-def _runs_per_turn(runner: Runner, pace: Pace) -> int:
-    """Let the runner warm up, and return how many passes fit in a turn."""
-    pass_ms = min(runner.take_turn(2))
-    return max(1, min(MAX_RUNS, int(pace.seconds_per_turn * 1e3 / pass_ms)))
 
 
 def race(  # noqa: PLR0913 (how a race is run belongs to its result)
@@ -128,22 +119,38 @@ def race(  # noqa: PLR0913 (how a race is run belongs to its result)
     pace: Pace | None = None,
     progress: Progress = silent,
 ) -> Race:
-    """Return one lap per entry, in their order; the first is the baseline. Artifacts' paths are relative to `root`.
+    """Return one lap per entry that lasted, in their order; the first is the baseline. Paths are relative to `root`.
 
     Every model loads in a process of its own; then they take turns, one at a time, in a shuffled order each round. A
     speed-up is the median over rounds of baseline time over candidate time in the same round, its interval a
-    bootstrap over rounds. Up to three races are run while some candidate is shown slower in all of them.
+    bootstrap over rounds widened by what processes of equal models differ by. Whoever is in doubt races again.
 
     Raises:
-        JobError: a racer crashed or hung; says what it said last.
+        JobError: the baseline crashed or hung; says what it said last.
     """
     start = Start(batch_size=batch_size, device=device, num_threads=num_threads)
     line_up = processes([racer_command(root / ref.path) for _, ref in entries], start)
-    results, num_rounds, num_races = race_until_clear(line_up, pace=pace or Pace(), seed=seed, progress=progress)
-    laps = tuple(
-        _lap(variant, ref, result, batch_size) for (variant, ref), result in zip(entries, results, strict=True)
+    result = race_until_clear(line_up, len(entries), pace=pace, seed=seed, progress=progress)
+    return Race(
+        laps=tuple(_lap(*entries[index], result.scores[index], batch_size) for index in sorted(result.scores)),
+        num_rounds=result.num_rounds,
+        num_races=result.num_races,
+        dropped=tuple(
+            Dropped(variant=entries[index][0], model=entries[index][1], reason=reason)
+            for index, reason in sorted(result.dropped.items())
+        ),
+        detectable=result.detectable,
     )
-    return Race(laps=laps, num_rounds=num_rounds, num_races=num_races)
+
+
+def noise_warning(race: Race) -> str | None:
+    """Return a line that says what difference the race could not have seen, None where it could tell 5% apart."""
+    if race.detectable <= TOO_NOISY:
+        return None
+    return (
+        f"too noisy to tell candidates apart that differ by less than {race.detectable:.0%}: "
+        "measure again while nothing else runs on this machine"
+    )
 
 
 def _lap(variant: Variant, model: ArtifactRef, result: Score, batch_size: int) -> Lap:

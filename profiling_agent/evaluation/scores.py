@@ -1,17 +1,29 @@
-"""The turns of a race to speed-ups with intervals."""
+"""The turns of a race to speed-ups with intervals.
 
+Rounds of one line-up share its processes, and two processes of equal models differ for as long as they live. So an
+interval covers both: a bootstrap over the rounds of each line-up, and the luck of the draw between line-ups, which is
+taken to be no smaller than what equal models showed (`PROCESS_LUCK`).
+"""
+
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy import stats
+from numpy.typing import NDArray
 
 NUM_RESAMPLES = 2000
+CONFIDENCE = 0.95
+# Standard deviation of the log ratio of two processes of one model, with racers that keep their memory: six processes
+# of a small ViT at batch 32 by turns, two cores (docs/decisions/LOG.md).
+PROCESS_LUCK = 0.018
+Turns = Sequence[Sequence[float]]
+Ratios = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """One contender's times in one race, and its speed-up over the first contender with a 95% interval."""
+    """One contender's times in a race, and its speed-up over the first contender with a 95% interval."""
 
     samples_ms: list[float]
     speedup: float
@@ -24,26 +36,50 @@ class Score:
         return self.high < 1
 
     @property
+    def is_shown_faster(self) -> bool:
+        """Return whether even the lower bound says that it is faster than the first."""
+        return self.low > 1
+
+    @property
     def width(self) -> float:
         """Return how wide the interval is, relative to the speed-up."""
         return (self.high - self.low) / self.speedup
 
 
-def score(turns: Sequence[Sequence[Sequence[float]]], *, seed: int) -> list[Score]:
-    """Return a score for each contender; `turns[contender][round]` are the milliseconds of its passes, first baseline.
+def log_ratios(turns: Turns, baseline: Turns) -> Ratios:
+    """Return log(baseline time / time) of each round that both took part in.
 
-    A round's ratio compares medians taken within seconds of each other, so a machine that slows down over a minute
-    slows both. The speed-up is the median of the ratios, its interval a percentile bootstrap over rounds.
+    Times of a round are medians taken within seconds of each other: a machine that slows down over a minute slows both.
     """
-    medians = [np.array([np.median(turn) for turn in own]) for own in turns]
-    return [
-        _score([sample for turn in own for sample in turn], medians[0] / median, seed=seed)
-        for own, median in zip(turns, medians, strict=True)
-    ]
+    own, first = (np.array([np.median(turn) for turn in of]) for of in (turns, baseline))
+    return np.log(first[: len(own)] / own)
 
 
-def _score(samples_ms: list[float], ratios: np.ndarray, *, seed: int) -> Score:
-    interval = stats.bootstrap(
-        (ratios,), np.median, n_resamples=NUM_RESAMPLES, method="percentile", rng=np.random.default_rng(seed)
-    ).confidence_interval
-    return Score(samples_ms, float(np.median(ratios)), float(interval.low), float(interval.high))
+def pool(line_ups: Sequence[Ratios], samples_ms: list[float], *, seed: int, luck: float = PROCESS_LUCK) -> Score:
+    """Return the score that the log ratios of one or more line-ups give together.
+
+    The speed-up is the geometric mean over line-ups of the median over rounds; the interval holds the middle 95% of
+    bootstrap draws of it, to each of which the luck of that many line-ups is added.
+    """
+    rng = np.random.default_rng(seed)
+    medians = np.array([np.median(ratios) for ratios in line_ups])
+    spread = float(np.std(medians, ddof=1)) if len(medians) > 1 else 0.0
+    draws = np.mean([_resampled(ratios, rng) for ratios in line_ups], axis=0)
+    draws = draws + rng.normal(0.0, max(luck, spread) / math.sqrt(len(line_ups)), NUM_RESAMPLES)
+    low, high = np.quantile(draws, ((1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2))
+    return Score(samples_ms, *(math.exp(value) for value in (medians.mean(), low, high)))
+
+
+def _resampled(ratios: Ratios, rng: np.random.Generator) -> Ratios:
+    chosen = rng.integers(0, len(ratios), (NUM_RESAMPLES, len(ratios)))
+    return np.median(ratios[chosen], axis=1)
+
+
+def detectable(scores: Sequence[Score]) -> float:
+    """Return the share of time by which one of two equal models would have to differ to be told apart.
+
+    It is the half width of a 95% interval of this race, the median over `scores` (the first contender's not among
+    them); 0 where there are none.
+    """
+    halves = [math.sqrt(score.high / score.low) - 1 for score in scores]
+    return float(np.median(halves)) if halves else 0.0
