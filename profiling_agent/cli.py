@@ -1,4 +1,4 @@
-"""The command line: run, resume, show, report, profile, export."""
+"""The command line: run, resume, show, report, profile, export, race."""
 
 import inspect
 import json
@@ -215,6 +215,36 @@ def export(
     except ProfilingAgentError as error:
         _refuse(str(error))
     console.print(said, markup=False, highlight=False, soft_wrap=True)
+
+
+@app.command()
+def race(
+    sources: Annotated[
+        list[Path],
+        typer.Argument(parser=_run_folder, metavar="RUN_OR_FOLDER...", help="a run (its models), or saved models"),
+    ],
+    batch_size: Annotated[int, typer.Option(min=1, max=4096, help="images in a forward pass")] = 32,
+    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+    json_: JsonOption = False,  # noqa: FBT002 - a flag
+) -> None:
+    """Race saved models on this machine: they take turns, a process each; speed-ups are over the first.
+
+    What was the fastest on one CPU need not be on another: race a run's models again where you deploy them.
+
+    `profiling-agent race runs/my-run --batch-size 1`
+    """
+    from profiling_agent.display import race_table
+    from profiling_agent.racing import race_saved
+
+    try:
+        with ProgressDisplay(errors) as display:
+            names, held = race_saved(sources, batch_size=batch_size, device=device, progress=display.stage("race"))
+    except ProfilingAgentError as error:
+        _refuse(str(error))
+    if json_:
+        typer.echo(held.model_dump_json(indent=1))
+        return
+    console.print(race_table(names, held))
 
 
 def main() -> None:

@@ -1,5 +1,6 @@
 """What the terminal shows: progress while a run works, tables when it is done."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -10,10 +11,11 @@ from rich.table import Table
 from rich.text import Text
 
 from profiling_agent.agents.node import ProgressEvent
+from profiling_agent.evaluation.race import race_notes
 from profiling_agent.progress import Progress as ProgressCallback
-from profiling_agent.records import ModelProfile
+from profiling_agent.records import ModelProfile, Race
 from profiling_agent.reporting.report import RunReport
-from profiling_agent.reporting.units import asked, count, measured, ms, percent, size
+from profiling_agent.reporting.units import asked, count, measured, ms, percent, size, speedup
 
 
 class ProgressDisplay:
@@ -95,7 +97,7 @@ def verdict_table(report: RunReport, root: Path) -> Group:
     terms = _table("contract", "term", "asked", "measured", "holds")
     for term in verdict.terms:
         terms.add_row(term.name, asked(term), measured(term), "yes" if term.holds else "no")
-    sides = _table("before and after", "", "baseline", f"best ({report.best.variant})")
+    sides = _table("before and after", "", "baseline", f"best ({report.best.variant}, {report.best.form.name})")
     base, best = report.baseline, report.best
     for name, text in (("top1", percent), ("latency_ms", ms), ("params", count), ("macs", count), ("size_bytes", size)):
         sides.add_row(name, text(getattr(base, name)), text(getattr(best, name)))
@@ -111,6 +113,15 @@ def verdict_table(report: RunReport, root: Path) -> Group:
         )
     files = "\n".join(f"{name}: {root / path}" for name, path in report.artifacts.items())
     return Group(Text(head, style="bold"), terms, sides, tries, Text(f"stopped: {report.stopped}"), Text(files))
+
+
+def race_table(names: Mapping[str, str], race: Race) -> Group:
+    """Return the laps of a race and who dropped out; `names` has each model's by the path in its lap."""
+    table = _table("race", "model", "median", "times as fast as the first")
+    for lap in race.laps:
+        table.add_row(Text(names[lap.model.path]), ms(lap.latency.median_ms), speedup(lap))
+    lines = [f"{names[dropped.model.path]} dropped out: {dropped.reason}" for dropped in race.dropped]
+    return Group(table, *(Text(line) for line in (*lines, *race_notes(race))))
 
 
 def profile_tables(profile: ModelProfile) -> tuple[Table, ...]:

@@ -23,7 +23,7 @@ class World:
 
     def request(self, output: Path, **asked) -> Request:
         """Return a request that is quick to carry out."""
-        quick = {"batch_size": 64, "max_iterations": 3, "run_id": "quick"}
+        quick = {"batch_size": 64, "max_iterations": 3, "run_id": "quick", "runtimes": "eager"}
         return Request(model=str(self.model), dataset=str(self.data), output=str(output), **(quick | asked))
 
 

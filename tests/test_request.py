@@ -27,6 +27,9 @@ def test_every_field_has_a_default_and_a_description():
         ({"seed": 1.5}, "valid integer"),
         ({"revision": "main"}, "reference models have no revision"),
         ({"dataset_config": "full_size"}, "has no configuration"),
+        ({"runtimes": "eager,tensorrt"}, "runtimes names 'tensorrt'"),
+        ({"max_memory_ratio": 0}, "greater than 0"),
+        ({"objective": "beauty"}, "'speed', 'size' or 'memory'"),
         ({"quantize_dtype": "none", "quantize_layers": "fc1"}, "quantize_dtype is 'none'"),
     ],
 )
@@ -43,4 +46,18 @@ def test_the_goal_is_the_contract_alone():
         "min_speedup": 1.5,
         "max_size_ratio": 0.4,
         "selection": "contract",
+        "objective": "speed",
+        "max_memory_ratio": None,
     }
+
+
+@pytest.mark.parametrize(
+    ("asked", "names"),
+    [
+        ("auto", ("eager", "inductor", "onnxruntime", "openvino")),
+        ("openvino, eager", ("eager", "openvino")),
+        ("onnxruntime", ("onnxruntime",)),
+    ],
+)
+def test_runtimes_are_named_with_commas_between(asked: str, names: tuple[str, ...]):
+    assert Request(runtimes=asked).runtime_names == names

@@ -134,15 +134,11 @@ class Bench:
     ) -> EvaluateTask:
         # Other runtimes may take their process down, which is then not to be the worker.
         kind = EvaluateTask if form is None or form.runtime == "eager" else EvaluateApartTask
-        return kind(
-            model=model, split=split, batch_size=self.batch_size, device=self.device, num_images=num_images
-        )
+        return kind(model=model, split=split, batch_size=self.batch_size, device=self.device, num_images=num_images)
 
     def race(self, entries: tuple[tuple[Variant, ArtifactRef], ...]) -> Race:
         """Let `entries` take turns; the first is the baseline."""
-        return self.jobs.run(
-            RaceTask(entries=entries, batch_size=self.batch_size, device=self.device, seed=self.seed)
-        )
+        return self.jobs.run(RaceTask(entries=entries, batch_size=self.batch_size, device=self.device, seed=self.seed))
 
     def peak_memory(self, model: ArtifactRef) -> int:
         """Return the peak resident bytes of a fresh process that loads and runs a model."""

@@ -115,7 +115,9 @@ def _finish(bench: Bench, trials: Sequence[Trial], baseline: Evaluation, variant
     for index in sorted(waiting, key=lambda i: _promise(done[i], baseline, bench.goal)):
         if num_kept == NUM_FINALISTS:
             done[index] = done[index].model_copy(
-                update={"reason": f"behind {NUM_FINALISTS} others that keep the accuracy, so it was not measured in full"}
+                update={
+                    "reason": f"behind {NUM_FINALISTS} others that keep the accuracy, so it was not measured in full"
+                }
             )
             continue
         done[index] = _measure(bench, done[index], baseline, variant)

@@ -131,9 +131,7 @@ def _race_finalists(bench: Bench, journal: Journal) -> _Raced:
     return _Raced(winner=baseline, corners=(journal.baseline,), notes=notes)
 
 
-def _best(
-    bench: Bench, race: Race, forms: Sequence[Evaluation], baseline: Evaluation
-) -> Evaluation | None:
+def _best(bench: Bench, race: Race, forms: Sequence[Evaluation], baseline: Evaluation) -> Evaluation | None:
     """Return which form of one model the contract prefers, of those that are not shown slower than the baseline."""
     laps = {lap.model.sha256: lap for lap in race.laps}
     ran = [form for form in forms if form.model.sha256 in laps and laps[form.model.sha256].speedup_high >= 1]

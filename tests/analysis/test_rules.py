@@ -8,7 +8,7 @@ from made import GOAL, profile
 from profiling_agent.analysis.dry_run import dry_run
 from profiling_agent.analysis.groups import group_units, pattern_for
 from profiling_agent.analysis.plan_file import read_plan
-from profiling_agent.analysis.rules import MIN_PARAMS_SAVED, analyse, recommend_quantization
+from profiling_agent.analysis.rules import MIN_PARAMS_SAVED, analyse
 from profiling_agent.errors import PlanError
 
 
@@ -37,12 +37,7 @@ def test_the_first_plan_saves_enough_to_be_worth_an_evaluation_and_cites_the_pro
 
     assert dry_run(plan, measured).params <= measured.params * (1 - MIN_PARAMS_SAVED)
     assert "99.4% of the params" in plan.pruning[0].justification
-    assert plan.quantization[0].layer == "all"
-
-
-def test_no_quantization_is_recommended_where_the_user_wants_none_or_the_device_has_none():
-    assert recommend_quantization(profile(), layers="all", dtype="none") == ()
-    assert recommend_quantization(profile().model_copy(update={"device": "cuda"}), layers="all", dtype="qint8") == ()
+    assert plan.quantization is None
 
 
 def test_a_model_without_units_gets_a_plan_that_prunes_nothing():

@@ -78,8 +78,9 @@ def test_the_graph_and_a_plain_loop_yield_the_same_journal(finished: Path):
 
     plan, journal = analyse(bench.profile, bench.goal), None
     while isinstance(plan, Plan):
-        candidate = quantize_candidate(bench, prune_candidate(bench, plan))
+        candidate = prune_candidate(bench, plan)
         journal = journal or open_journal(bench, plan)
+        candidate = quantize_candidate(bench, candidate, journal.form)
         journal = journal.with_attempt(measure_attempt(bench, candidate, journal))
         plan = propose(bench.goal, bench.profile, journal, max_iterations=request.max_iterations)
     session.close()

@@ -1,0 +1,56 @@
+"""Race saved models again: on another machine, at another batch size, or beside each other. No torch here."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from profiling_agent.artifacts.folder import open_folder
+from profiling_agent.artifacts.recipe import RECIPE
+from profiling_agent.errors import RequestError, RunError
+from profiling_agent.evaluation.race import race
+from profiling_agent.progress import Progress, silent
+from profiling_agent.records import ArtifactRef, Race, Variant
+from profiling_agent.reporting.report import RunReport
+from profiling_agent.workspace import file_sha256
+
+
+def race_saved(
+    sources: Sequence[Path], *, batch_size: int, device: str = "cpu", progress: Progress = silent
+) -> tuple[dict[str, str], Race]:
+    """Return the race of saved models, compared with the first, and the name of each by the path in its lap.
+
+    A source is a saved model, or a run: then all models that its verdict rests on, the baseline first.
+
+    Raises:
+        ArtifactError: a saved model is damaged.
+        JobError: the first one can't be run.
+        RequestError: there are fewer than two models.
+        RunError: a run has no report yet.
+    """
+    entries = [entry for source in sources for entry in _models(source)]
+    if len(entries) < 2:
+        raise RequestError(f"a race takes two models, {len(entries)} was given: name a run, or another saved model")
+    refs = tuple((variant, _ref(folder)) for _, variant, folder in entries)
+    held = race(refs, root=Path("/"), batch_size=batch_size, device=device, progress=progress)
+    return {ref.path: name for (_, ref), (name, _, _) in zip(refs, entries, strict=True)}, held
+
+
+def _models(source: Path) -> list[tuple[str, Variant, Path]]:
+    """Return what is to be raced of a source: a name, its corner, its folder."""
+    if not (source / "request.json").is_file():
+        recipe = open_folder(source.resolve(), verify=False)
+        return [(f"{source} ({recipe.form.name})", Variant.BASELINE, source.resolve())]
+    try:
+        report = RunReport.model_validate_json((source / "report.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise RunError(f"run {str(source)!r} has no report yet: finish it with `profiling-agent resume {source}`") from None
+    except ValidationError as error:
+        raise RunError(f"{str(source / 'report.json')!r} is damaged: run again") from error
+    rows = [row.evaluation for row in report.variants]
+    return [(f"{row.variant} ({row.form.name})", row.variant, (source / row.model.path).resolve()) for row in rows]
+
+
+def _ref(folder: Path) -> ArtifactRef:
+    size_bytes = sum(file.stat().st_size for file in folder.iterdir())
+    return ArtifactRef(path=str(folder), sha256=file_sha256(folder / RECIPE), size_bytes=size_bytes, kind="model")
