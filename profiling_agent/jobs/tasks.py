@@ -13,12 +13,14 @@ from profiling_agent.records import (
     Form,
     Headline,
     InputSpec,
+    MemoryUse,
     Predictions,
     PrunedModel,
     Race,
     Record,
     RecoveredModel,
     SplitInfo,
+    Throughputs,
     Tuned,
     Variant,
 )
@@ -216,3 +218,26 @@ class RaceTask(Task[Race]):
     batch_size: int
     device: str
     seed: int
+
+
+class ThroughputTask(Task[Throughputs]):
+    """Count images per second at several batch sizes, models taking turns."""
+
+    result: ClassVar[type[Record]] = Throughputs
+    fresh: ClassVar[bool] = True
+    timeout_s: ClassVar[float] = 3600.0
+    models: tuple[ArtifactRef, ...]
+    batch_sizes: tuple[int, ...] = (1, 8, 32)
+    device: str = "cpu"
+    seed: int = 0
+
+
+class MemoryTask(Task[MemoryUse]):
+    """Read what a process holds at most that only loads and runs a model."""
+
+    result: ClassVar[type[Record]] = MemoryUse
+    fresh: ClassVar[bool] = True
+    timeout_s: ClassVar[float] = 1800.0
+    model: ArtifactRef
+    batch_size: int
+    device: str = "cpu"

@@ -21,6 +21,8 @@ TASKS: dict[str, type[tasks.Task[Any]]] = {
         tasks.EvaluateTask,
         tasks.EvaluateApartTask,
         tasks.RaceTask,
+        tasks.ThroughputTask,
+        tasks.MemoryTask,
     )
 }
 ERRORS: dict[str, type[errors.ProfilingAgentError]] = {

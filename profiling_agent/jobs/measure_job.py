@@ -1,0 +1,26 @@
+"""What a deployed model takes, as jobs: both measure other processes, and import no torch themselves."""
+
+from profiling_agent.jobs import tasks
+from profiling_agent.jobs.desk import Desk
+from profiling_agent.records import MemoryUse, Throughputs
+
+
+def measure_throughput(task: tasks.ThroughputTask, desk: Desk) -> Throughputs:
+    """Let the models take turns at each batch size."""
+    from profiling_agent.evaluation.measurement import throughput
+
+    return throughput(
+        task.models,
+        root=desk.root,
+        batch_sizes=task.batch_sizes,
+        device=task.device,
+        seed=task.seed,
+        progress=desk.progress,
+    )
+
+
+def measure_memory(task: tasks.MemoryTask, desk: Desk) -> MemoryUse:
+    """Read what a process holds at most that only loads and runs the model."""
+    from profiling_agent.evaluation.measurement import memory_use
+
+    return memory_use(task.model, root=desk.root, batch_size=task.batch_size, device=task.device)
