@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from profiling_agent.agents.node import ProgressEvent
-from profiling_agent.evaluation.race import race_notes
+from profiling_agent.evaluation.race import noise_warning
 from profiling_agent.progress import Progress as ProgressCallback
 from profiling_agent.records import ModelProfile, Race
 from profiling_agent.reporting.report import RunReport
@@ -121,7 +121,7 @@ def race_table(names: Mapping[str, str], race: Race) -> Group:
     for lap in race.laps:
         table.add_row(Text(names[lap.model.path]), ms(lap.latency.median_ms), speedup(lap))
     lines = [f"{names[dropped.model.path]} dropped out: {dropped.reason}" for dropped in race.dropped]
-    return Group(table, *(Text(line) for line in (*lines, *race_notes(race))))
+    return Group(table, *(Text(line) for line in (*lines, noise_warning(race)) if line))
 
 
 def profile_tables(profile: ModelProfile) -> tuple[Table, ...]:

@@ -68,12 +68,8 @@ class Bench:
 
     def kept(self, cuts: Sequence[Cut]) -> dict[str, tuple[int, ...]]:
         """Return the channels or heads that stay by the evidence's order; nothing of units without evidence."""
-        rows = {row.unit: row.order for row in self.profile.evidence.units} if self.profile.evidence else {}
-        return {
-            cut.unit.name: tuple(sorted(rows[cut.unit.name][cut.unit.width - cut.keep :]))
-            for cut in cuts
-            if cut.unit.name in rows
-        }
+        evidence = self.profile.evidence
+        return evidence.kept({cut.unit.name: cut.keep for cut in cuts}) if evidence else {}
 
     def tune(self, model: ArtifactRef, form: Form) -> Tuned | None:
         """Make a float32 model ready for an int8 form; None where the form is none."""

@@ -7,7 +7,7 @@ and at the batch size that will be deployed.
 from collections.abc import Sequence
 
 from profiling_agent.errors import ArtifactError, JobError, QuantizationError
-from profiling_agent.evaluation.race import race_notes
+from profiling_agent.evaluation.race import noise_warning
 from profiling_agent.iteration.bench import Bench, leaving_in_float
 from profiling_agent.iteration.judge import judge
 from profiling_agent.records import ArtifactRef, Contest, DeployedModel, Evaluation, Form, Goal, Trial, Tuned, Variant
@@ -104,7 +104,8 @@ def _race(bench: Bench, trials: Sequence[Trial], variant: Variant) -> tuple[list
         name = trial.deployed.model.sha256 if trial.deployed and not trial.reason else ""
         said = f"dropped out of the race: {dropped[name]}" if name in dropped else trial.reason
         raced.append(trial.model_copy(update={"lap": laps.get(name), "reason": said}))
-    return raced, race_notes(race)
+    warning = noise_warning(race)
+    return raced, (warning,) if warning else ()
 
 
 def _finish(bench: Bench, trials: Sequence[Trial], baseline: Evaluation, variant: Variant) -> list[Trial]:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from profiling_agent.errors import ArtifactError, JobError, ProfilingAgentError, QuantizationError
-from profiling_agent.evaluation.race import race_notes
+from profiling_agent.evaluation.race import noise_warning
 from profiling_agent.iteration.bench import Bench
 from profiling_agent.iteration.judge import judge
 from profiling_agent.iteration.selection import ranked, size_ratio
@@ -125,7 +125,8 @@ def _race_finalists(bench: Bench, journal: Journal) -> _Raced:
         best = _best(bench, race, (finalist.evaluation, *others), journal.baseline)
         if best is not None:
             winner = finalist.model_copy(update={"evaluation": best})
-            return _Raced(winner=winner, corners=corners, race=race, notes=(*notes, *race_notes(race)))
+            notes = (*notes, warning) if (warning := noise_warning(race)) else notes
+            return _Raced(winner=winner, corners=corners, race=race, notes=notes)
         notes = (*notes, _why_not(race, finalist))
     baseline = Finalist(variant=Variant.BASELINE, evaluation=journal.baseline)
     return _Raced(winner=baseline, corners=(journal.baseline,), notes=notes)

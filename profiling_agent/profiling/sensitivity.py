@@ -7,13 +7,13 @@ smooth and free of labels, where accuracy on as many images would be noise (fact
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
 from profiling_agent.errors import PruningError
+from profiling_agent.profiling.drawing import through
 from profiling_agent.profiling.latency_table import LatencyTable
 from profiling_agent.progress import Progress, silent
 from profiling_agent.pruning.calibration import MIN_IMAGES, Calibration, regrouped
@@ -103,6 +103,7 @@ class _Study:
     units: Sequence[Unit]
     calibration: Calibration
     seed: int
+    orders: dict[tuple[str, str], tuple[int, ...]] = field(default_factory=dict[tuple[str, str], tuple[int, ...]])
 
     def gather(self) -> None:
         """T0: the moments, and what the unpruned model answers."""
@@ -116,6 +117,12 @@ class _Study:
         self.moments = gather_moments(self.model, self.units, fitted, seed=self.seed) if self.units else {}
         consumers = [unit.consumer for unit in self.units]
         self.norms = following_norms(self.model, consumers, self.judged[0][:1])
+
+    def order(self, unit: Unit, criterion: str) -> tuple[int, ...]:
+        key = unit.name, criterion
+        if key not in self.orders:
+            self.orders[key] = order_by(self.model, unit, self.moments[unit.name], criterion, seed=self.seed)
+        return self.orders[key]
 
     def fold(self, unit: Unit, kept: Sequence[int]) -> Folded:
         shifts = unit.consumer in self.norms or has_bias(self.model.get_submodule(unit.consumer))
@@ -141,7 +148,7 @@ class _Study:
         for unit in (unit for unit in self.units if unit.kind is kind):
             widths = aligned_widths(unit.width, unit.step)
             keep = min(widths, key=lambda width: abs(width - unit.width * COMPARED_SHARE))
-            order = order_by(self.model, unit, self.moments[unit.name], criterion, seed=self.seed)
+            order = self.order(unit, criterion)
             laid |= self.laid(unit, self.fold(unit, order[unit.width - keep :]))
         logits = [
             torch.func.functional_call(self.model, laid, (), {"pixel_values": images}).logits for images in self.judged
@@ -152,21 +159,20 @@ class _Study:
         self, chosen: Mapping[UnitKind, str], table: LatencyTable, progress: Progress
     ) -> tuple[UnitEvidence, ...]:
         """T1: the KL of some widths of every unit, one unit cut at a time."""
-        orders: dict[str, tuple[int, ...]] = {}
         predicted: dict[str, dict[int, float]] = {}
         folds: dict[tuple[str, int], Folded] = {}
         for unit in self.units:
-            order = order_by(self.model, unit, self.moments[unit.name], chosen[unit.kind], seed=self.seed)
+            order = self.order(unit, chosen[unit.kind])
             loss = predicted_kl(self.model, unit, self.moments[unit.name], order).loss
             widths = aligned_widths(unit.width, unit.step)[::-1]
-            orders[unit.name] = order
             predicted[unit.name] = {keep: loss[unit.width - keep] for keep in widths}
             folds |= {(unit.name, keep): self.fold(unit, order[unit.width - keep :]) for keep in _spread(widths)}
             # A Gram matrix is as large as its layer; it has done its work.
             del self.moments[unit.name]
         measured = self._measured(folds, progress)
         return tuple(
-            _evidence(unit, orders[unit.name], predicted[unit.name], measured[unit.name], table) for unit in self.units
+            _evidence(unit, self.order(unit, chosen[unit.kind]), predicted[unit.name], measured[unit.name], table)
+            for unit in self.units
         )
 
     def _measured(self, folds: Mapping[tuple[str, int], Folded], progress: Progress) -> dict[str, dict[int, float]]:
@@ -220,28 +226,3 @@ def _evidence(
         for keep, cut in cuts.items()
     )
     return UnitEvidence(unit=unit.name, latency_ms=table.of(unit), order=order, options=options)
-
-
-def through(measured: Mapping[int, float], predicted: Mapping[int, float]) -> dict[int, float]:
-    """Return a KL for every width of `predicted`, widest first: at least that of any wider one.
-
-    Between two measured widths it is drawn along the prediction; above the widest of them the prediction is scaled to
-    meet it, none being known at the full width but zero.
-    """
-    points = [(0.0, 0.0)]
-    for keep in sorted(measured, reverse=True):
-        points.append((max(predicted[keep], points[-1][0]), max(measured[keep], points[-1][1])))
-    drawn: dict[int, float] = {}
-    for keep, value in predicted.items():
-        drawn[keep] = max(measured[keep], 0.0) if keep in measured else _between(points, value)
-    rising, least = dict[int, float](), 0.0
-    for keep in sorted(drawn, reverse=True):
-        rising[keep] = least = max(least, drawn[keep])
-    return {keep: rising[keep] for keep in predicted}
-
-
-def _between(points: Sequence[tuple[float, float]], value: float) -> float:
-    for (left, low), (right, high) in pairwise(points):
-        if value <= right:
-            return high if right == left else low + (high - low) * (value - left) / (right - left)
-    return points[-1][1]

@@ -1,5 +1,7 @@
 """What cutting each unit to each width is expected to cost and to save, before anything is cut."""
 
+from collections.abc import Mapping
+
 from pydantic import Field
 
 from profiling_agent.records.record import Record
@@ -43,6 +45,14 @@ class Evidence(Record):
     num_images: int
     num_judged: int
     seconds: float
+
+    def kept(self, widths: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
+        """Return the channels or heads that stay where units are cut to `widths`, by name; of units with evidence."""
+        return {
+            row.unit: tuple(sorted(row.order[len(row.order) - widths[row.unit] :]))
+            for row in self.units
+            if row.unit in widths
+        }
 
     def of(self, unit: str) -> UnitEvidence | None:
         """Return the evidence on the unit of this name, None where there is none."""

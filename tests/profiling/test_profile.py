@@ -10,12 +10,13 @@ from profiling_agent.evaluation.footprint import parameter_bytes
 from profiling_agent.profiling.headline import measure_headline
 from profiling_agent.profiling.profile import profile_model
 from profiling_agent.records import ModelProfile
+from profiling_agent.runtimes.torch_session import TorchSession
 
 MAX_FORWARD_PASSES = 60
 
 
 def profile(model, **changes):
-    headline = measure_headline(model, zoo.SPEC, batch_size=2, device="cpu")
+    headline = measure_headline(TorchSession(model, device="cpu"), zoo.SPEC, batch_size=2)
     given = {"batch_size": 2, "headline": headline, "size_bytes": 1000, "architecture": "tiny", **changes}
     return profile_model(model, zoo.SPEC, **given)
 

@@ -10,8 +10,9 @@ from pruning import families
 from scipy.stats import spearmanr
 
 from profiling_agent.errors import PruningError
+from profiling_agent.profiling.drawing import through
 from profiling_agent.profiling.latency_table import LatencyTable
-from profiling_agent.profiling.sensitivity import measure_sensitivity, through
+from profiling_agent.profiling.sensitivity import measure_sensitivity
 from profiling_agent.pruning.criteria import CRITERIA, order_by
 from profiling_agent.pruning.folding import fold, following_norms, has_bias
 from profiling_agent.pruning.moments import gather_moments
