@@ -31,7 +31,7 @@ def report(state: RunState, session: Session) -> Update:
             acquired=state.acquired,
             input=state.resolved.input,
             contest=state.journal.contest,
-            peak_memory_bytes=bench.peak_memory(best),
+            peak_memory_bytes=(bench.peak_memory(bench.baseline), bench.peak_memory(best)),
             attempts=state.journal.attempts,
             stopped=state.stopped,
             profiles=profiles,

@@ -16,7 +16,7 @@ from profiling_agent.jobs.tasks import (
     EvaluateApartTask,
     EvaluateTask,
     ExportTask,
-    HeadlineTask,
+    MemoryTask,
     RaceTask,
     TuneTask,
 )
@@ -137,18 +137,22 @@ class Bench:
         return self.jobs.run(RaceTask(entries=entries, batch_size=self.batch_size, device=self.device, seed=self.seed))
 
     def peak_memory(self, model: ArtifactRef) -> int:
-        """Return the peak resident bytes of a fresh process that loads and runs a model."""
-        task = HeadlineTask(model=model, batch_size=self.batch_size, device=self.device)
-        return self.jobs.run(task).peak_memory_bytes
+        """Return the peak resident bytes of a fresh process that only loads and runs a model."""
+        return self.jobs.run(MemoryTask(model=model, batch_size=self.batch_size, device=self.device)).peak_bytes
 
     def memory_ratio(self, model: ArtifactRef) -> float | None:
         """Return that as a fraction of the baseline's; None where the contract doesn't ask, or it can't be measured."""
-        if self.goal.max_memory_ratio is None and self.goal.objective != "memory":
+        if not self.asks_for_memory:
             return None
         try:
-            return self.peak_memory(model) / self.profile.headline.peak_memory_bytes
+            return self.peak_memory(model) / self.peak_memory(self.baseline)
         except (ArtifactError, JobError):
             return None
+
+    @property
+    def asks_for_memory(self) -> bool:
+        """Return whether the contract does."""
+        return self.goal.max_memory_ratio is not None or self.goal.objective == "memory"
 
     def _drop(self, baseline: Predictions, candidate: Predictions) -> AccuracyDrop:
         return compare(self._correct(baseline)[: candidate.num_images], self._correct(candidate))

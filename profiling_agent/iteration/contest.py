@@ -139,8 +139,7 @@ def _measure(bench: Bench, trial: Trial, baseline: Evaluation, variant: Variant)
     model = trial.deployed.model
     try:
         measured = bench.evaluate(variant, model, bench.acquired.search, baseline, trial.form)
-        asked = bench.goal.objective == "memory" or bench.goal.max_memory_ratio is not None
-        peak = bench.peak_memory(model) if asked else None
+        peak = bench.peak_memory(model) if bench.asks_for_memory else None
     except REFUSALS as error:
         return trial.model_copy(update={"reason": f"could not be run: {error}"})
     judgement = judge(measured, baseline, bench.goal)

@@ -131,7 +131,9 @@ def compare_layers(before: ModelProfile, after: ModelProfile) -> tuple[LayerGrou
     return tuple(sorted(groups, key=lambda group: (-group.macs, -group.latency_ms)))
 
 
-def summarise(evaluation: Evaluation, profiled: Profiled, *, attempt: int | None, lap: Lap | None) -> Summary:
+def summarise(
+    evaluation: Evaluation, profiled: Profiled, *, attempt: int | None, lap: Lap | None, peak_memory_bytes: int
+) -> Summary:
     """Return a model's line; the race's latency where it was raced, its own process's otherwise."""
     return Summary(
         variant=evaluation.variant,
@@ -140,7 +142,7 @@ def summarise(evaluation: Evaluation, profiled: Profiled, *, attempt: int | None
         top1=evaluation.top1,
         num_images=evaluation.predictions.num_images,
         latency_ms=lap.latency.median_ms if lap else profiled.latency_ms,
-        peak_memory_bytes=profiled.peak_memory_bytes,
+        peak_memory_bytes=peak_memory_bytes,
         **evaluation.footprint.model_dump(),
     )
 
@@ -161,7 +163,9 @@ class Sources(Record):
     acquired: Acquired
     input: InputSpec
     contest: Contest | None = None
-    peak_memory_bytes: int = Field(description="of a fresh process that only loads and runs the winner")
+    peak_memory_bytes: tuple[int, int] = Field(
+        description="of a fresh process that only loads and runs the baseline, and of one with the winner"
+    )
     attempts: tuple[Attempt, ...]
     stopped: StopReason
     profiles: dict[str, tuple[Profiled, ModelProfile]]
@@ -197,13 +201,15 @@ def build_report(request: Request, settlement: Settlement, sources: Sources) -> 
             baseline[0],
             attempt=None,
             lap=laps.get(settlement.heldout_baseline.model.sha256),
+            peak_memory_bytes=sources.peak_memory_bytes[0],
         ),
         best=summarise(
             settlement.heldout_winner,
             best[0],
             attempt=winner.attempt,
             lap=laps.get(settlement.heldout_winner.model.sha256),
-        ).model_copy(update={"peak_memory_bytes": sources.peak_memory_bytes}),
+            peak_memory_bytes=sources.peak_memory_bytes[1],
+        ),
         heldout=settlement.heldout_winner,
         variants=tuple(VariantRow(evaluation=row, lap=laps.get(row.model.sha256)) for row in settlement.corners),
         attempts=sources.attempts,

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from profiling_agent.errors import JobError, QuantizationError
+from profiling_agent.evaluation.measurement import machine
 from profiling_agent.evaluation.predictions import write_predictions
 from profiling_agent.iteration.bench import Bench
 from profiling_agent.iteration.contest import NUM_FINALISTS, hold_contest
@@ -19,8 +20,8 @@ from profiling_agent.records import (
     Dropped,
     Footprint,
     Form,
-    Headline,
     Lap,
+    MemoryUse,
     ModelSource,
     Predictions,
     Race,
@@ -126,12 +127,9 @@ class Script:
             )
         return Race(laps=tuple(laps), num_rounds=12, num_races=1, dropped=tuple(dropped))
 
-    def HeadlineTask(self, task):  # noqa: N802
-        return Headline(
-            latency=made.STATS,
-            peak_memory_bytes=self.forms[task.model.path.removeprefix("jobs/")].peak,
-            forward_passes=3,
-        )
+    def MemoryTask(self, task):  # noqa: N802
+        peak = self.forms[task.model.path.removeprefix("jobs/")].peak
+        return MemoryUse(model=task.model, batch_size=4, peak_bytes=peak, size_bytes=1000, machine=machine())
 
 
 def split(name: str) -> SplitInfo:
