@@ -13,6 +13,7 @@ from profiling_agent.profiling.headline import measure_headline
 from profiling_agent.profiling.profile import profile_model
 from profiling_agent.records import InputSpec
 from profiling_agent.runtimes.eager import pin_threads
+from profiling_agent.runtimes.torch_session import TorchSession
 
 MAX_FORWARD_PASSES = 60
 MAX_SECONDS = 90.0
@@ -23,7 +24,7 @@ def measure(batch_size: int) -> dict[str, Any]:
     """Profile the model, headline included, and return the table's row."""
     model = ViTForImageClassification(ViTConfig(num_labels=1000)).eval()
     started = time.perf_counter()
-    headline = measure_headline(model, SPEC, batch_size=batch_size, device="cpu")
+    headline = measure_headline(TorchSession(model, device="cpu"), SPEC, batch_size=batch_size)
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder) / "trace.json.gz"
         profile = profile_model(

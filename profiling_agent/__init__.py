@@ -14,7 +14,7 @@ from profiling_agent.records import Goal, Plan
 from profiling_agent.request import Request
 
 if TYPE_CHECKING:
-    from profiling_agent.artifacts.load import load
+    from profiling_agent.artifacts.deployed import load
     from profiling_agent.graphs.optimization import build_graph  # pyright: ignore[reportMissingImports] - mapped on install
     from profiling_agent.lifecycle import optimize, resume
 
@@ -23,7 +23,7 @@ __all__ = ["Goal", "Plan", "ProfilingAgentError", "Request", "build_graph", "loa
 # torch takes seconds to import and LangGraph one: neither is loaded before it is needed.
 _LAZY = {
     "build_graph": "profiling_agent.graphs.optimization",
-    "load": "profiling_agent.artifacts.load",
+    "load": "profiling_agent.artifacts.deployed",
     "optimize": "profiling_agent.lifecycle",
     "resume": "profiling_agent.lifecycle",
 }

@@ -1,15 +1,22 @@
 """Folders that appear complete or not at all, and are read only if nothing in them is foreign."""
 
+import errno
 import os
+import re
 import shutil
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from uuid import uuid4
 
-from profiling_agent.artifacts.recipe import RECIPE, Recipe, read_recipe
+from safetensors import SafetensorError
+
+from profiling_agent.artifacts.recipe import CARD, RECIPE, Recipe, read_recipe
 from profiling_agent.errors import ArtifactError
 from profiling_agent.workspace import TEMPORARY, file_sha256
+
+# The disk is full, the user's share of it is, or the file is larger than files may be.
+NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 def _sync(path: Path) -> None:
@@ -25,7 +32,7 @@ def appearing(folder: Path) -> Generator[Path]:
     """Give a temporary sibling to write to; it becomes `folder` when the block ends, and vanishes if it raises.
 
     Raises:
-        ArtifactError: `folder` exists.
+        ArtifactError: `folder` exists, or there is no space for it.
     """
     if folder.exists() or folder.is_symlink():
         raise ArtifactError(f"{str(folder)!r} exists already: artifacts are never overwritten, choose another folder")
@@ -38,8 +45,22 @@ def appearing(folder: Path) -> Generator[Path]:
             _sync(path)
         temporary.rename(folder)
         _sync(folder.parent)
+    except (OSError, SafetensorError) as error:
+        if _errno(error) not in NO_SPACE:
+            raise
+        raise ArtifactError(
+            f"there is no space for {str(folder)!r} ({error}): free some, or choose another disk; nothing was written"
+        ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _errno(error: OSError | SafetensorError) -> int | None:
+    """Return the system's number of an error; safetensors tells it in words."""
+    if isinstance(error, OSError):
+        return error.errno
+    found = re.search(r"os error (\d+)", str(error))
+    return int(found[1]) if found else None
 
 
 def open_folder(folder: Path, *, verify: bool) -> Recipe:
@@ -52,7 +73,8 @@ def open_folder(folder: Path, *, verify: bool) -> Recipe:
     for path in sorted(folder.iterdir()):
         if path.is_symlink():
             raise ArtifactError(f"{str(path)!r} is a symbolic link: a saved model holds plain files alone; remove it")
-        if path.name != RECIPE and path.name not in recipe.files:
+        # The card is for people: nothing is read from it.
+        if path.name not in (RECIPE, CARD) and path.name not in recipe.files:
             raise ArtifactError(f"{str(path)!r} isn't in the recipe: remove it, or save the model again")
     for name, sha256 in recipe.files.items():
         path = folder / name

@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from profiling_agent.artifacts.golden import logits_of
 from profiling_agent.errors import ArtifactError
-from profiling_agent.quantization.linear import DynamicLinear
+from profiling_agent.quantization.kinds import quantized_modules
 from profiling_agent.records import InputSpec
 from profiling_agent.runtimes.eager import random_batch
 from profiling_agent.workspace import TEMPORARY
@@ -55,16 +55,15 @@ def export_onnx(model: nn.Module, path: Path, *, spec: InputSpec, batch_size: in
     """
     if path.exists() or path.is_symlink():
         raise ArtifactError(f"{str(path)!r} exists already: exports never overwrite, choose another file")
-    if any(isinstance(module, DynamicLinear) for module in model.modules()):
+    if quantized_modules(model):
         raise ArtifactError(
             "the model is quantized, and only float32 models can be exported: export its float32 parent"
         )
     _check_installed()
-    exported = _Logits(copy.deepcopy(model)).cpu().eval()
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.parent / f"{TEMPORARY}{path.name}-{uuid4().hex}"
     try:
-        _write(exported, temporary, random_batch(spec, batch_size or TRACED_IMAGES), is_dynamic=batch_size is None)
+        write_graph(model, temporary, spec=spec, batch_size=batch_size)
         checked = CHECKED_BATCHES if batch_size is None else (batch_size,)
         distance = max(_distance(model, temporary, random_batch(spec, size, seed=size)) for size in checked)
         # `not <=` so that a NaN fails.
@@ -103,13 +102,21 @@ def _silent() -> Generator[None]:
         logger.setLevel(level)
 
 
-def _write(model: nn.Module, path: Path, batch: Tensor, *, is_dynamic: bool) -> None:
+def write_graph(model: nn.Module, path: Path, *, spec: InputSpec, batch_size: int | None = None) -> None:
+    """Write `model`, float32 or statically quantized, to the ONNX file `path` without comparing what it computes.
+
+    Raises:
+        ArtifactError: an extra isn't installed, or torch can't export the model; says why and, if known, the operator.
+    """
+    _check_installed()
+    exported, batch = _Logits(copy.deepcopy(model)).cpu().eval(), random_batch(spec, batch_size or TRACED_IMAGES)
+    is_dynamic = batch_size is None
     try:
         # Traced as the products and softmax that ONNX has. Torch's fused attention lays its output out in another way
         # than its decomposition, on which the exporter stumbles where the number of heads is odd (Swin, Data2Vec).
         with _silent(), sdpa_kernel(SDPBackend.MATH):
             program: Any = torch.onnx.export(
-                model,
+                exported,
                 (batch,),
                 dynamo=True,
                 verbose=False,

@@ -39,14 +39,18 @@ def _compute(order: Order, desk: Desk) -> Record:
     task = kind.model_validate(order.task)
     if kind in FRESH:
         return FRESH[kind](task, desk)
-    from profiling_agent.jobs.catalogue import CATALOGUE
+    import torch
 
+    from profiling_agent.jobs.catalogue import CATALOGUE
+    from profiling_agent.runtimes.eager import pin_threads
+
+    pin_threads()
+    torch.manual_seed(0)
     return CATALOGUE[kind](task, desk)
 
 
 def _carry_out(order: Order, channel: TextIO) -> None:
     """Do one job in a temporary folder and rename it; a job is either whole or not there."""
-    import torch
 
     def progress(message: str, done: int, total: int) -> None:
         said = Message(kind="progress", text=message, done=done, total=total)
@@ -56,7 +60,6 @@ def _carry_out(order: Order, channel: TextIO) -> None:
     folder = root / "jobs" / f"{TEMPORARY}{order.key}-{os.getpid()}"
     folder.mkdir(parents=True)
     try:
-        torch.manual_seed(0)
         result = _compute(order, Desk(root=root, folder=folder, final=final, progress=progress))
         write_atomically(folder / "result.json", result.model_dump_json(indent=1))
         folder.rename(root / final)
@@ -87,9 +90,6 @@ def main() -> None:
     warnings.simplefilter("default")
     orders: queue.SimpleQueue[str] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(orders,), daemon=True).start()
-    from profiling_agent.runtimes.eager import pin_threads
-
-    pin_threads()
     while True:
         order = Order.model_validate_json(orders.get())
         channel.write(_answer(order, channel).model_dump_json() + "\n")

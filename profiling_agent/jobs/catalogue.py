@@ -17,13 +17,11 @@ from profiling_agent.artifacts.derived import save_derived
 from profiling_agent.artifacts.load import load_module, load_processor, load_recipe, load_skeleton
 from profiling_agent.artifacts.save import save_model
 from profiling_agent.errors import PruningError
-from profiling_agent.evaluation.accuracy import predict
-from profiling_agent.evaluation.footprint import folder_bytes, parameter_bytes
-from profiling_agent.evaluation.predictions import write_predictions
+from profiling_agent.evaluation.footprint import folder_bytes
 from profiling_agent.jobs import tasks
+from profiling_agent.jobs.deploy_job import deploy_job, evaluate_job, export_job
 from profiling_agent.jobs.desk import Desk
 from profiling_agent.jobs.recover_job import recover_job
-from profiling_agent.profiling.complexity import count_complexity
 from profiling_agent.profiling.latency_table import time_units
 from profiling_agent.profiling.profile import profile_model
 from profiling_agent.profiling.sensitivity import measure_sensitivity
@@ -32,10 +30,8 @@ from profiling_agent.pruning.prune import prune_model
 from profiling_agent.records import (
     Acquired,
     Evidence,
-    Footprint,
     ModelProfile,
     ModelSource,
-    Predictions,
     PrunedModel,
     Record,
     SplitInfo,
@@ -179,40 +175,14 @@ def prune(task: tasks.PruneTask, desk: Desk) -> PrunedModel:
     )
 
 
-def evaluate(task: tasks.EvaluateTask, desk: Desk) -> tasks.Measured:
-    """Run the model over the split; count what it takes."""
-    path = desk.path(task.model)
-    model = load_module(path)
-    rows = count_complexity(load_skeleton(path), load_recipe(path).input).values()
-    footprint = Footprint(
-        params=sum(row.params for row in rows),
-        macs=sum(row.macs for row in rows),
-        parameter_bytes=parameter_bytes(model),
-        size_bytes=folder_bytes(path),
-    )
-    predicted, true = predict(
-        model.to(task.device),
-        iter_batches(desk.path(task.split.file), load_processor(path), batch_size=task.batch_size),
-        device=task.device,
-        progress=desk.progress,
-        num_images=task.split.num_images,
-    )
-    out = desk.folder / "predictions.safetensors"
-    write_predictions(out, predicted, true)
-    predictions = Predictions(
-        split=task.split.name,
-        num_images=len(true),
-        num_correct=int((predicted == true).sum()),
-        file=desk.ref(out, "predictions"),
-    )
-    return tasks.Measured(footprint=footprint, predictions=predictions)
-
-
 CATALOGUE: dict[type[tasks.Task[Any]], Callable[[Any, Desk], Record]] = {
     tasks.AcquireTask: acquire,
     tasks.ResolveShapeTask: resolve_shape,
     tasks.ProfileTask: profile,
     tasks.PruneTask: prune,
     tasks.RecoverTask: recover_job,
-    tasks.EvaluateTask: evaluate,
+    tasks.ExportTask: export_job,
+    tasks.DeployTask: deploy_job,
+    tasks.EvaluateTask: evaluate_job,
+    tasks.EvaluateApartTask: evaluate_job,
 }

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from profiling_agent.children import child_command, child_environment
+from profiling_agent.children import child_command, child_environment, ending
 from profiling_agent.errors import JobError
 from profiling_agent.jobs.wire import ERRORS, Message, Order
 from profiling_agent.progress import Progress
@@ -87,7 +87,7 @@ class Child:
     def _obituary(self) -> str:
         code = self._process.wait()
         tail = self._log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-3:]
-        return f"the child process died with exit status {code}: {' | '.join(tail) or 'it said nothing'}"
+        return f"the child process died with {ending(code)}: {' | '.join(tail) or 'it said nothing'}"
 
     def end(self) -> None:
         """Kill the process, if it still runs, wait until it is gone, and close its pipes."""

@@ -1,21 +1,23 @@
-"""The jobs that need a process of their own; kept apart so that theirs imports no more than it must."""
+"""The jobs whose process imports no more than it must: torch only where the model's runtime is torch's."""
 
 from collections.abc import Callable
 from typing import Any
 
 from profiling_agent.jobs import tasks
 from profiling_agent.jobs.desk import Desk
+from profiling_agent.jobs.measure_job import measure_memory, measure_throughput
 from profiling_agent.records import Headline, Race, Record
 
 
 def headline(task: tasks.HeadlineTask, desk: Desk) -> Headline:
     """Time the model and its memory."""
-    from profiling_agent.artifacts.load import load_module, load_recipe
+    from profiling_agent.artifacts.folder import open_folder
     from profiling_agent.profiling.headline import measure_headline
+    from profiling_agent.runtimes.registry import available_threads, open_session
 
     path = desk.path(task.model)
-    model = load_module(path, verify=False).to(task.device)
-    return measure_headline(model, load_recipe(path).input, batch_size=task.batch_size, device=task.device)
+    session = open_session(path, device=task.device, num_threads=available_threads())
+    return measure_headline(session, open_folder(path, verify=False).input, batch_size=task.batch_size)
 
 
 def run_race(task: tasks.RaceTask, desk: Desk) -> Race:
@@ -35,4 +37,6 @@ def run_race(task: tasks.RaceTask, desk: Desk) -> Race:
 FRESH: dict[type[tasks.Task[Any]], Callable[[Any, Desk], Record]] = {
     tasks.HeadlineTask: headline,
     tasks.RaceTask: run_race,
+    tasks.ThroughputTask: measure_throughput,
+    tasks.MemoryTask: measure_memory,
 }

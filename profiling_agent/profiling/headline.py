@@ -1,35 +1,33 @@
-"""The two numbers of a process that does nothing but run the model: latency and peak memory."""
+"""The two numbers of a process that does nothing but run the model: latency and peak memory. No torch here."""
 
 import resource
 import sys
 from pathlib import Path
 
-import torch
-from torch import nn
-
 from profiling_agent.records import Headline, InputSpec
-from profiling_agent.runtimes.eager import latency_stats, random_batch, time_forward
-from profiling_agent.shapes.verify import left_as_found
+from profiling_agent.runtimes.latency import latency_stats
+from profiling_agent.runtimes.noise import noise_batch
+from profiling_agent.runtimes.protocol import Session
 
 TIME_MS = 20_000
 MIN_RUNS, MAX_RUNS = 2, 20
 
 
-def measure_headline(model: nn.Module, spec: InputSpec, *, batch_size: int, device: str) -> Headline:
-    """Time `model`, which lies on `device`, without hooks or profiler, and read this process's peak resident memory.
+def measure_headline(session: Session, spec: InputSpec, *, batch_size: int) -> Headline:
+    """Time an opened model, without hooks or profiler, and read this process's peak resident memory.
 
-    One pass of warm-up, then as many as fit in 20 s, 2 to 20. The memory means something only in a fresh process
+    Two passes of warm-up, then as many as fit in 20 s, 2 to 20. The memory means something only in a fresh process
     that has loaded one model; whoever starts that process pins its threads.
     """
-    batch = random_batch(spec, batch_size).to(torch.device(device))
-    with left_as_found(model):
-        (warmup_ms,) = time_forward(model.eval(), batch, runs=1)
-        runs = max(MIN_RUNS, min(MAX_RUNS, int(TIME_MS / warmup_ms)))
-        samples_ms = time_forward(model, batch, runs=runs)
+    run_once = session.bound(noise_batch(spec, batch_size))
+    # What a runtime does on its first pass, as compiling, says nothing of how many passes fit.
+    run_once()
+    runs = max(MIN_RUNS, min(MAX_RUNS, int(TIME_MS / run_once())))
+    samples_ms = [run_once() for _ in range(runs)]
     return Headline(
         latency=latency_stats(samples_ms, batch_size),
         peak_memory_bytes=peak_memory_bytes(),
-        forward_passes=1 + runs,
+        forward_passes=2 + runs,
     )
 
 

@@ -1,6 +1,7 @@
 """One model in a process of its own that runs when it is its turn: `python -m profiling_agent.runtimes.racer FOLDER`.
 
 It ends when its standard input does, also in the middle of a turn: whoever kills the parent leaves no racer behind.
+It imports torch where the model's runtime is torch's, and only there.
 """
 
 import os
@@ -8,12 +9,12 @@ import queue
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import TextIO
 
-from torch import Tensor, nn
-
-from profiling_agent.artifacts.load import load_module, load_recipe
-from profiling_agent.runtimes.eager import pin_threads, random_batch, time_forward
+from profiling_agent.artifacts.folder import open_folder
+from profiling_agent.runtimes.noise import noise_batch
+from profiling_agent.runtimes.registry import available_threads, open_session
 from profiling_agent.runtimes.turns import Reply, Start, Turn
 
 # The first pass of a turn finds caches and threads as the other racers left them; it isn't counted.
@@ -40,28 +41,32 @@ def _own_output() -> TextIO:
     return replies
 
 
-def serve(open_model: Callable[[Start], tuple[nn.Module, Tensor]]) -> None:
-    """Load a model and its batch, then take turns until standard input ends; never returns."""
+def serve(open_model: Callable[[Start], Callable[[], float]]) -> None:
+    """Load a model, then take turns until standard input ends; never returns.
+
+    `open_model` returns a function that runs the batch once and returns the milliseconds it took; it also sees to it
+    that no more than the number of threads in `Start` are used.
+    """
     replies, next_line = _own_output(), _lines(sys.stdin)
 
     def reply(said: Reply) -> None:
         replies.write(said.model_dump_json() + "\n")
         replies.flush()
 
-    start = Start.model_validate_json(next_line())
-    pin_threads(start.num_threads)
-    model, batch = open_model(start)
+    run_once = open_model(Start.model_validate_json(next_line()))
     reply(Reply(kind="ready"))
     while True:
         turn = Turn.model_validate_json(next_line())
-        reply(Reply(kind="times", samples_ms=tuple(time_forward(model, batch, runs=turn.runs, warmup=WARMUP))))
+        times = [run_once() for _ in range(WARMUP + turn.runs)]
+        reply(Reply(kind="times", samples_ms=tuple(times[WARMUP:])))
 
 
-def open_artifact(folder: str, start: Start) -> tuple[nn.Module, Tensor]:
-    """Return a saved model and a batch of noise, both on the device of the race."""
-    model = load_module(folder, verify=False).to(start.device)
-    return model, random_batch(load_recipe(folder).input, start.batch_size).to(start.device)
+def open_artifact(folder: Path, start: Start) -> Callable[[], float]:
+    """Return one pass of a saved model over a batch of noise."""
+    threads = start.num_threads or available_threads()
+    session = open_session(folder, device=start.device, num_threads=threads)
+    return session.bound(noise_batch(open_folder(folder, verify=False).input, start.batch_size))
 
 
 if __name__ == "__main__":
-    serve(lambda start: open_artifact(sys.argv[1], start))
+    serve(lambda start: open_artifact(Path(sys.argv[1]), start))

@@ -1,0 +1,92 @@
+"""Save a float32 model in the form that it is deployed in: the runtime's files, processor, golden logits, card."""
+
+import json
+from importlib import metadata
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from profiling_agent.artifacts.card import write_card
+from profiling_agent.artifacts.folder import appearing
+from profiling_agent.artifacts.recipe import CARD, CONFIG, GOLDEN, MODEL_FILES, RECIPE, Counts, Recipe
+from profiling_agent.errors import QuantizationError
+from profiling_agent.records import Form, RuntimeName
+from profiling_agent.reproducibility import environment
+from profiling_agent.runtimes.noise import noise_batch
+from profiling_agent.runtimes.protocol import Prepared, Source
+from profiling_agent.runtimes.registry import runtime
+from profiling_agent.workspace import file_sha256, write_atomically
+
+NUM_GOLDEN = 2
+PACKAGES: dict[RuntimeName, tuple[str, ...]] = {
+    "eager": (),
+    "inductor": ("torchao",),
+    "onnxruntime": ("onnx", "onnxruntime"),
+    "openvino": ("openvino", "nncf"),
+}
+
+
+def save_deployed(
+    source: Source, form: Form, folder: Path, *, counts: Counts | None = None, num_threads: int | None = None
+) -> Recipe:
+    """Bring `source` into `form` and write it to `folder`, which appears complete or not at all; return its recipe.
+
+    What the opened model says of two images is stored with it. `counts` are those of the float32 model; the bytes of
+    its weights are set to what is written here.
+
+    Raises:
+        ArtifactError: `folder` exists, the disk is full, or the runtime lacks what it needs.
+        PlanError: a pattern hits no layer.
+        QuantizationError: the model can't be brought into this form, or doesn't give numbers in it.
+    """
+    chosen = runtime(form.runtime)
+    with appearing(folder) as temporary:
+        prepared = chosen.prepare(source, form, temporary)
+        source.processor.save_pretrained(temporary)
+        (temporary / CONFIG).write_text(json.dumps(source.recipe.config, indent=2) + "\n", encoding="utf-8")
+        images = noise_batch(source.recipe.input, NUM_GOLDEN)
+        save_file({"pixel_values": images}, temporary / GOLDEN)
+        if counts is not None:
+            counts = counts.model_copy(update={"parameter_bytes": _weight_bytes(temporary, form)})
+        draft = _recipe(source, form, prepared, counts, temporary)
+        _write(draft, temporary)
+        session = chosen.open(temporary, draft, device=source.device, num_threads=num_threads)
+        logits = session.run(images)
+        if not np.isfinite(logits).all():
+            raise QuantizationError(f"as {form.name} the model gives logits that aren't finite: leave this form out")
+        save_file({"pixel_values": images, "logits": np.ascontiguousarray(logits)}, temporary / GOLDEN)
+        recipe = draft.model_copy(update={"files": _hashes(temporary)})
+        _write(recipe, temporary)
+        write_card(temporary)
+    return recipe
+
+
+def _recipe(source: Source, form: Form, prepared: Prepared, counts: Counts | None, folder: Path) -> Recipe:
+    versions = {name: metadata.version(name) for name in PACKAGES[form.runtime]}
+    return source.recipe.model_copy(
+        update={
+            "quantized": prepared.quantized,
+            "tied": prepared.tied,
+            "folded": prepared.folded,
+            "form": form,
+            "counts": counts,
+            "files": _hashes(folder),
+            "libraries": environment().libraries | versions,
+            "cpu": environment().cpu,
+        }
+    )
+
+
+def _hashes(folder: Path) -> dict[str, str]:
+    # The card may be rewritten when more is known; nothing is read from it.
+    return {path.name: file_sha256(path) for path in sorted(folder.iterdir()) if path.name not in (RECIPE, CARD)}
+
+
+def _weight_bytes(folder: Path, form: Form) -> int:
+    files = (folder / name for name in MODEL_FILES[form.runtime] if not name.endswith(".xml"))
+    return sum(path.stat().st_size for path in files)
+
+
+def _write(recipe: Recipe, folder: Path) -> None:
+    write_atomically(folder / RECIPE, recipe.model_dump_json(indent=1) + "\n")

@@ -1,0 +1,145 @@
+"""The jobs around a runtime: export to ONNX, bring a model into a form, ask it what it sees, time it."""
+
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from profiling_agent.acquisition.batches import iter_batches
+from profiling_agent.artifacts.bundle import save_deployed
+from profiling_agent.artifacts.deployed import check_session
+from profiling_agent.artifacts.folder import open_folder
+from profiling_agent.artifacts.golden import logits_of
+from profiling_agent.artifacts.load import load_module, load_processor, load_recipe, load_skeleton
+from profiling_agent.artifacts.onnx import export_onnx
+from profiling_agent.artifacts.recipe import Counts
+from profiling_agent.errors import QuantizationError, RequestError
+from profiling_agent.evaluation.footprint import folder_bytes, parameter_bytes
+from profiling_agent.evaluation.predictions import Classes, write_predictions
+from profiling_agent.jobs import tasks
+from profiling_agent.jobs.desk import Desk
+from profiling_agent.profiling.complexity import count_complexity
+from profiling_agent.records import DeployedModel, Footprint, Predictions
+from profiling_agent.runtimes.protocol import Batch, Session, Source
+from profiling_agent.runtimes.registry import available_threads, open_session
+
+# Activation ranges and NNCF's statistics settle well before; more only take longer.
+MAX_CALIBRATION = 128
+
+
+def export_job(task: tasks.ExportTask, desk: Desk) -> tasks.Exported:
+    """Write a float32 model as ONNX."""
+    source, path = desk.path(task.model), desk.folder / "model.onnx"
+    distance = export_onnx(load_module(source), path, spec=load_recipe(source).input)
+    return tasks.Exported(onnx=desk.ref(path, "onnx"), distance=distance)
+
+
+def deploy_job(task: tasks.DeployTask, desk: Desk) -> DeployedModel:
+    """Bring a float32 model into a form, save it, open it again, and see how far it is from its parent."""
+    source, folder = _source(task, desk), desk.folder / "model"
+    num_threads = available_threads()
+    desk.progress(f"converting to {task.form.name}", 0, 0)
+    started = time.perf_counter()
+    recipe = save_deployed(source, task.form, folder, counts=counts_of(desk.path(task.model)), num_threads=num_threads)
+    seconds = time.perf_counter() - started
+    session = open_session(folder, device=task.device, num_threads=num_threads)
+    distance, kl = _differences(session, source)
+    check_session(session, folder, recipe)
+    return DeployedModel(
+        model=desk.ref(folder, "model"),
+        form=task.form,
+        layers=tuple(layer.name for layer in recipe.quantized),
+        distance=distance,
+        kl=kl,
+        seconds=seconds,
+    )
+
+
+def _source(task: tasks.DeployTask, desk: Desk) -> Source:
+    path = desk.path(task.model)
+    processor = load_processor(path)
+    read = iter_batches(desk.path(task.calibration.file), processor, batch_size=task.batch_size, limit=MAX_CALIBRATION)
+    images = [pixel_values.numpy() for pixel_values, _ in read]
+    if not images:
+        raise QuantizationError("there are 0 calibration images: raise num_samples")
+    return Source(
+        module=load_module(path),
+        recipe=load_recipe(path),
+        processor=processor,
+        calibration=np.concatenate(images),
+        batch_size=task.batch_size,
+        onnx=desk.path(task.onnx) if task.onnx else None,
+        device=task.device,
+    )
+
+
+def counts_of(path: Path) -> Counts:
+    """Return what is counted on a saved model that torch can read."""
+    rows = count_complexity(load_skeleton(path), load_recipe(path).input).values()
+    return Counts(
+        params=sum(row.params for row in rows),
+        macs=sum(row.macs for row in rows),
+        parameter_bytes=parameter_bytes(load_module(path, verify=False)),
+    )
+
+
+def _differences(session: Session, source: Source) -> tuple[float, float]:
+    """Return the relative distance of the logits from the float32 model's, and the KL divergence to it, nats."""
+    expected, found = list[Tensor](), list[Tensor]()
+    for index in range(0, len(source.calibration), source.batch_size):
+        images: Batch = source.calibration[index : index + source.batch_size]
+        expected.append(logits_of(source.module, torch.from_numpy(images)))
+        found.append(torch.from_numpy(session.run(images)))
+    ours, theirs = torch.cat(found).double(), torch.cat(expected).double()
+    if not ours.isfinite().all():
+        raise QuantizationError("on calibration images the logits aren't finite in this form: leave it out")
+    distance = (ours - theirs).norm() / theirs.norm().clamp_min(torch.finfo(torch.float32).tiny)
+    logs = functional.log_softmax(ours, dim=-1), functional.log_softmax(theirs, dim=-1)
+    kl = functional.kl_div(*logs, reduction="batchmean", log_target=True)
+    # Rounding makes it a hair negative where both are equal.
+    return float(distance), max(0.0, float(kl))
+
+
+def evaluate_job(task: tasks.EvaluateTask, desk: Desk) -> tasks.Measured:
+    """Run the model over the split, or its first images; count what it takes."""
+    path = desk.path(task.model)
+    recipe = open_folder(path, verify=True)
+    session = open_session(path, device=task.device, num_threads=available_threads())
+    batches = iter_batches(
+        desk.path(task.split.file), load_processor(path), batch_size=task.batch_size, limit=task.num_images
+    )
+    predicted, true = _answers(session, batches, desk, min(task.split.num_images, task.num_images or 2**62))
+    # Last, because a runtime that compiles for each size of batch then has a larger one to put the two images in.
+    check_session(session, path, recipe)
+    out = desk.folder / "predictions.safetensors"
+    write_predictions(out, predicted, true)
+    counts = recipe.counts or counts_of(path)
+    return tasks.Measured(
+        footprint=Footprint(**counts.model_dump(), size_bytes=folder_bytes(path)),
+        predictions=Predictions(
+            split=task.split.name,
+            num_images=len(true),
+            num_correct=int((predicted == true).sum()),
+            file=desk.ref(out, "predictions"),
+        ),
+    )
+
+
+def _answers(
+    session: Session, batches: Iterable[tuple[Tensor, Tensor]], desk: Desk, num_images: int
+) -> tuple[Classes, Classes]:
+    """Return predicted and true class ids, int64, one each per image."""
+    predicted, true, done = list[Any](), list[Any](), 0
+    for pixel_values, labels in batches:
+        predicted.append(session.run(pixel_values.numpy()).argmax(axis=-1))
+        true.append(labels.numpy())
+        done += len(labels)
+        desk.progress("evaluating", done, num_images)
+    if not predicted:
+        raise RequestError("there are 0 images to evaluate on: raise num_samples")
+    return np.concatenate(predicted).astype(np.int64), np.concatenate(true).astype(np.int64)

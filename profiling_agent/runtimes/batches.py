@@ -1,0 +1,25 @@
+"""What a batch has to look like. No torch here."""
+
+from profiling_agent.errors import ArtifactError
+from profiling_agent.records import InputSpec
+from profiling_agent.runtimes.protocol import Batch
+
+
+def check_images(spec: InputSpec, pixel_values: Batch) -> None:
+    """Raise ArtifactError where these aren't images (n, channels, height, width) of the model's size."""
+    expected = (spec.channels, spec.height, spec.width)
+    if pixel_values.ndim != 4 or pixel_values.shape[1:] != expected or not len(pixel_values):
+        channels, height, width = expected
+        raise ArtifactError(
+            f"the model takes pixel_values of shape (n, {channels}, {height}, {width}), not "
+            f"{tuple(pixel_values.shape)!r}: prepare images with its processor"
+        )
+
+
+def check_fixed_batch(fixed_size: int | str | None, pixel_values: Batch) -> None:
+    """Raise ArtifactError where the file was exported for another number of images; a name or None means any."""
+    if isinstance(fixed_size, int) and len(pixel_values) != fixed_size:
+        raise ArtifactError(
+            f"the model was exported for batches of exactly {fixed_size} images, not {len(pixel_values)}: "
+            "fill the batch up, or export it with a dynamic batch"
+        )

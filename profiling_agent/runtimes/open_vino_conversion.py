@@ -1,0 +1,118 @@
+"""A float32 model brought into OpenVINO's forms."""
+
+import importlib
+import tempfile
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import onnx
+import torch
+
+from profiling_agent.artifacts.onnx import INPUT, write_graph
+from profiling_agent.artifacts.recipe import QuantizedLayer
+from profiling_agent.errors import ArtifactError, QuantizationError
+from profiling_agent.quantization.kinds import quantized_modules
+from profiling_agent.quantization.quantize import chosen_layers, quantize_model
+from profiling_agent.records import Form
+from profiling_agent.runtimes.choices import recommended
+from profiling_agent.runtimes.installed import missing_packages
+from profiling_agent.runtimes.onnx_names import is_convnet, nodes_of_layers
+from profiling_agent.runtimes.protocol import Batch, Prepared, Source
+from profiling_agent.runtimes.silence import import_openvino, muted, without_telemetry
+from profiling_agent.runtimes.torch_weights import calibration_batches
+
+LAYER_OPS = ("MatMul", "Gemm", "Conv")
+# What becomes of them in OpenVINO's graph.
+LAYER_TYPES = ("MatMul", "Convolution", "GroupConvolution")
+
+
+def write_form(source: Source, form: Form, path: Path) -> Prepared:
+    """Write the graph of a form to `path` (.xml) and its weights beside it (.bin).
+
+    Raises:
+        ArtifactError: there is no ONNX file to begin with, or the int8 model can't be exported.
+        PlanError: a pattern hits no layer.
+        QuantizationError: OpenVINO can't convert the model, or NNCF can't quantize it.
+    """
+    try:
+        if form.scheme == "static":
+            return _write_ours(source, form, path)
+        if source.onnx is None:
+            raise ArtifactError("OpenVINO needs the model as ONNX, which torch could not export")
+        if form.scheme == "static_nncf":
+            return _write_nncf(source, source.onnx, form, path)
+        # bfloat16 is how it computes; half of the bytes are what float16 weights take.
+        _save(import_openvino().Core().read_model(source.onnx), path, halve=form.scheme == "bfloat16")
+    except (RuntimeError, ValueError, TypeError) as error:
+        line = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+        raise QuantizationError(f"OpenVINO can't take the model as {form.scheme} ({line})") from error
+    layers = chosen_layers(source.module, recommended(form))
+    return Prepared(quantized=_rows(layers) if form.scheme == "bfloat16" else (), tied={})
+
+
+def _rows(layers: Mapping[str, Any]) -> tuple[QuantizedLayer, ...]:
+    return tuple(QuantizedLayer(name=name, kind="cast", dtype="bfloat16") for name in layers)
+
+
+def _save(model: Any, path: Path, *, halve: bool) -> None:
+    import_openvino().save_model(model, path, compress_to_fp16=halve)
+
+
+def _write_ours(source: Source, form: Form, path: Path) -> Prepared:
+    """Quantize in torch and export that: OpenVINO finds int8 arithmetic in quantize, dequantize and matmul."""
+    quantized = quantize_model(source.module, recommended(form), calibration=lambda: calibration_batches(source))
+    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+        exported = Path(scratch) / "static.onnx"
+        write_graph(quantized.model, exported, spec=source.recipe.input)
+        _save(import_openvino().Core().read_model(exported), path, halve=False)
+    rows = tuple(
+        QuantizedLayer(name=name, kind=module.kind, dtype=module.dtype)
+        for name, module in quantized_modules(quantized.model).items()
+    )
+    return Prepared(quantized=rows, tied={})
+
+
+def _write_nncf(source: Source, exported: Path, form: Form, path: Path) -> Prepared:
+    if line := missing_packages(("nncf",), extra="openvino"):
+        raise ArtifactError(f"static_nncf is made by NNCF: {line}")
+    layers = chosen_layers(source.module, recommended(form))
+    graph = onnx.load(exported, load_external_data=False)
+    every = nodes_of_layers(graph, [name for name, _ in source.module.named_modules()], LAYER_OPS)
+    model: Any = import_openvino().Core().read_model(exported)
+    kept = {node for node, layer in every.items() if layer not in layers}
+    _save(_quantized(model, source.calibration, kept, is_transformer=not is_convnet(graph)), path, halve=False)
+    rows = (QuantizedLayer(name=name, kind="static", dtype="qint8") for name in layers if name in every.values())
+    return Prepared(quantized=tuple(rows), tied={})
+
+
+def _quantized(model: Any, images: Batch, kept: Collection[str], *, is_transformer: bool) -> Any:
+    with without_telemetry(), muted("nncf", "torch.utils._pytree"):
+        nncf: Any = importlib.import_module("nncf")
+        names = [
+            name
+            for op in model.get_ops()
+            if op.get_type_name() in LAYER_TYPES and _node_of(name := op.get_friendly_name()) in kept
+        ]
+        random_state = torch.get_rng_state()
+        try:
+            return nncf.quantize(
+                model,
+                nncf.Dataset(list(_single(images))),
+                subset_size=len(images),
+                fast_bias_correction=True,
+                # Knows attention: leaves softmax and norms in float, and evens out activations (SmoothQuant).
+                model_type=nncf.ModelType.TRANSFORMER if is_transformer else None,
+                ignored_scope=nncf.IgnoredScope(names=names) if names else None,
+            )
+        finally:
+            torch.set_rng_state(random_state)
+
+
+def _single(images: Batch) -> Iterator[dict[str, Batch]]:
+    return ({INPUT: image[None]} for image in images)
+
+
+def _node_of(name: str) -> str:
+    """Return the ONNX node's name; of one that became several, as a convolution and its bias, all begin with it."""
+    return name.split("/", maxsplit=1)[0]

@@ -1,0 +1,86 @@
+"""What every runtime offers: say what is missing, write a model's files, open them, run. No torch here."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from profiling_agent.artifacts.recipe import QuantizedLayer, Recipe
+from profiling_agent.records import Form, Scheme
+
+Batch = NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """A float32 model that is to be brought into a form.
+
+    `module` is the model in eval mode on the CPU, `recipe` that of its saved folder, `calibration` float32 images of
+    shape (n, channels, height, width), `onnx` the same model as ONNX where it could be exported.
+    """
+
+    module: Any
+    recipe: Recipe
+    processor: Any
+    calibration: Batch
+    batch_size: int
+    onnx: Path | None = None
+    device: str = "cpu"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """What became of the layers, as the recipe says it; `tied` and `folded` for weights that torch reads alone."""
+
+    quantized: tuple[QuantizedLayer, ...]
+    tied: dict[str, str]
+    folded: tuple[str, ...] = ()
+
+
+class Session(Protocol):
+    """An opened model."""
+
+    def run(self, pixel_values: Batch) -> Batch:
+        """Return the logits, float32 (n, classes), of images (n, channels, height, width)."""
+        ...
+
+    def bound(self, pixel_values: Batch) -> Callable[[], float]:
+        """Return a function that runs these images once and, when it is done, returns the milliseconds it took."""
+        ...
+
+    def describe(self) -> dict[str, str]:
+        """Return the runtime's version, its number of threads and the precision that it computes in."""
+        ...
+
+
+class Runtime(Protocol):
+    """A module of this package, one for each runtime."""
+
+    def missing(self) -> str | None:
+        """Return what has to be installed, as one line, or None where the runtime can be used."""
+        ...
+
+    def schemes(self, device: str) -> tuple[Scheme, ...]:
+        """Return the schemes that it has on "cpu" or "cuda"."""
+        ...
+
+    def prepare(self, source: Source, form: Form, folder: Path) -> Prepared:
+        """Write the files of `MODEL_FILES` into `folder`.
+
+        Raises:
+            ArtifactError: the runtime needs the model as ONNX, and there is none.
+            PlanError: a pattern hits no layer.
+            QuantizationError: the model can't be brought into this form.
+        """
+        ...
+
+    def open(self, folder: Path, recipe: Recipe, *, device: str, num_threads: int | None) -> Session:
+        """Open a saved folder; without `num_threads`, the threads are those of the process or the library.
+
+        Raises:
+            ArtifactError: the files can't be read.
+        """
+        ...
