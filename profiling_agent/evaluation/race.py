@@ -26,20 +26,36 @@ LineUp = Callable[[Sequence[int]], AbstractContextManager[Mapping[int, Runner]]]
 
 @dataclass(slots=True)
 class Result:
-    """How a race ended: a score for each contender but those that dropped out, by their places."""
+    """How a race ended, by the contenders' places: scores of all but those that dropped out.
+
+    `ratios` are log(first's time / its time) of every round, by line-up; not every contender is in each line-up.
+    """
 
     scores: dict[int, Score] = field(default_factory=dict[int, Score])
     dropped: dict[int, str] = field(default_factory=dict[int, str])
+    ratios: dict[int, dict[int, Ratios]] = field(default_factory=dict[int, dict[int, Ratios]])
     num_rounds: int = 0
     num_races: int = 0
+    luck: float = PROCESS_LUCK
 
     @property
     def detectable(self) -> float:
         """Return the share by which two equal models would have to differ to be told apart."""
         return detectable([result for index, result in self.scores.items() if index])
 
+    def against(self, index: int, other: int, *, seed: int = 0) -> Score:
+        """Return the score of one contender against any other, over the line-ups that both were in."""
+        own, others = self.ratios[index], self.ratios[other]
+        rounds = [_paired(own[line_up], others[line_up]) for line_up in sorted(own.keys() & others.keys())]
+        return pool(rounds, self.scores[index].samples_ms, seed=seed, luck=self.luck)
 
-def race_until_clear(
+
+def _paired(own: Ratios, others: Ratios) -> Ratios:
+    both = min(len(own), len(others))
+    return own[:both] - others[:both]
+
+
+def race_until_clear(  # noqa: PLR0913 (how a race is run belongs to its result)
     line_up: LineUp,
     num_contenders: int,
     *,
@@ -47,44 +63,46 @@ def race_until_clear(
     seed: int = 0,
     progress: Progress = silent,
     luck: float = PROCESS_LUCK,
+    min_races: int = 1,
 ) -> Result:
     """Return each contender's score against the first.
 
-    Those in doubt race the first again, three times at most, each time in new processes, and are scored on all their
-    races together: two processes of equal models can differ by several per cent for as long as they live, which no
-    number of turns averages out. In doubt is who is shown slower or a little faster so far, and not hopeless.
+    After `min_races` of all, those in doubt race the first again, three races at most, each time in new processes, and
+    are scored on all their races together: two processes of equal models can differ by several per cent for as long as
+    they live, which no number of turns averages out. In doubt is who is shown slower or a little faster so far, and not
+    hopeless.
 
     Raises:
         JobError: the first contender crashed or hung.
     """
-    result, ratios, samples = Result(), dict[int, list[Ratios]](), dict[int, list[float]]()
+    result, samples = Result(luck=luck), dict[int, list[float]]()
     entered = list(range(num_contenders))
-    while result.num_races == 0 or (len(entered) > 1 and result.num_races < MAX_RACES):
+    while result.num_races < min_races or (len(entered) > 1 and result.num_races < MAX_RACES):
         with line_up(entered) as runners:
             heat = run_heat(runners, pace=pace or Pace(), seed=seed + result.num_races, progress=progress)
-        result.num_races += 1
-        result.num_rounds += heat.num_rounds
-        result.dropped |= heat.lost
-        _take_down(heat, ratios, samples)
-        for index in entered:
-            if index in result.dropped:
-                result.scores.pop(index, None)
-            else:
-                result.scores[index] = _score(index, ratios[index], samples[index], seed=seed, luck=luck)
-        entered = [0, *_doubtful(result.scores, entered)]
+        _take_down(heat, result, samples)
+        result.scores = {
+            index: _score(index, result, samples[index], seed=seed) for index in samples.keys() - result.dropped.keys()
+        }
+        lasting = [index for index in entered if index not in result.dropped]
+        entered = lasting if result.num_races < min_races else [0, *_doubtful(result.scores, lasting)]
     return result
 
 
-def _take_down(heat: Heat, ratios: dict[int, list[Ratios]], samples: dict[int, list[float]]) -> None:
+def _take_down(heat: Heat, result: Result, samples: dict[int, list[float]]) -> None:
     for index, turns in heat.turns.items():
-        ratios.setdefault(index, []).append(log_ratios(turns, heat.turns[0]))
+        ratios = log_ratios(turns, heat.turns[0])
+        result.ratios.setdefault(index, {})[result.num_races] = ratios
         samples.setdefault(index, []).extend(sample for turn in turns for sample in turn)
+    result.dropped |= heat.lost
+    result.num_rounds += heat.num_rounds
+    result.num_races += 1
 
 
-def _score(index: int, ratios: list[Ratios], samples_ms: list[float], *, seed: int, luck: float) -> Score:
+def _score(index: int, result: Result, samples_ms: list[float], *, seed: int) -> Score:
     if index == 0:
         return Score(samples_ms, 1.0, 1.0, 1.0)
-    return pool(ratios, samples_ms, seed=seed, luck=luck)
+    return pool(list(result.ratios[index].values()), samples_ms, seed=seed, luck=result.luck)
 
 
 def _doubtful(scores: Mapping[int, Score], entered: Sequence[int]) -> list[int]:

@@ -231,3 +231,19 @@ def test_every_race_lines_up_anew():
 
     assert len(pairs) == 3
     assert all(runner.turns for pair in pairs for runner in pair.values())
+
+
+def test_any_two_contenders_can_be_compared():
+    result = run(steady(10), steady(5), steady(2.5))
+
+    assert result.against(2, 1).speedup == pytest.approx(2, rel=0.02)
+    assert result.against(1, 2).speedup == pytest.approx(0.5, rel=0.02)
+
+
+def test_all_race_as_often_as_is_asked():
+    runners = (steady(10), steady(2))
+
+    result = race_until_clear(lambda chosen: nullcontext({i: runners[i] for i in chosen}), 2, pace=PACE, min_races=2)
+
+    assert result.num_races == 2
+    assert sorted(result.ratios[1]) == [0, 1]
