@@ -1,200 +1,233 @@
-"""Dynamic int8 of a full-size ViT-B/16: ours, the paper's recipe and ONNX Runtime in one race, beside Table 3.
+"""Every runtime and scheme on the paper's four models at full size, beside its Table 3.
 
-The weights are random, so accuracy isn't measured here. Every method runs in a process of its own, all take turns.
+    python benchmarks/quantization_table.py [--models NAME...] [--quick] [--json FILE]
+
+Batch 1, random weights: accuracy isn't measured here (see quantization_accuracy.py), the distance of the logits to the
+float32 model's is. Each form is made by the product's own jobs and runs in a process of its own; all take turns. Then
+ours, the paper's recipe (torch.ao's quantize_dynamic as it comes), ONNX Runtime's dynamic int8 and eager float32 meet
+in a race of their own, of three line-ups, which the checks are read from. Ours is the fastest form that is small enough
+and no further from float32 than `MAX_ERROR`.
 """
 
 import argparse
 import sys
 import tempfile
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
-import onnxruntime
-import torch
 from checks import Check, finish
-from onnxruntime.quantization import QuantType, quantize_dynamic
-from torch import Tensor, nn
-from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessorPil
+from full_size import MODELS, SPEC, build
+from transformers import ViTImageProcessorPil
+from workshop import Made, Workshop, forms
 
-from profiling_agent.artifacts.load import load_module
-from profiling_agent.artifacts.save import save_model
-from profiling_agent.evaluation.footprint import folder_bytes
-from profiling_agent.evaluation.race import Pace, processes, race_until_clear
+from profiling_agent.evaluation.heats import Pace
+from profiling_agent.evaluation.race import Result, processes, race_until_clear
 from profiling_agent.evaluation.scores import Score
-from profiling_agent.quantization.quantize import quantize_model, torch_quantize_dynamic
-from profiling_agent.records import InputSpec, QuantizationRecommendation
 from profiling_agent.runtimes.contender import racer_command
-from profiling_agent.runtimes.eager import random_batch
 from profiling_agent.runtimes.racer import serve
 from profiling_agent.runtimes.turns import Start
 
-SPEC = InputSpec(channels=3, height=224, width=224, source="benchmark")
-MAX_SIZE_RATIO, MIN_SPEEDUP = 0.265, 1.5
-FP32, OURS, PAPERS, ONNX_FP32, ONNX_INT8 = "eager fp32", "ours, int8", "torch.ao, int8", "ONNX fp32", "ONNX int8"
-# Table 3 of arXiv 2509.05584, ViT-B/16 on another machine: memory reduction in percent, seconds before and after.
-PAPER_ROWS = (("ONNX", 74.1, 0.3869, 0.2179), ("Ours (the paper's)", 74.2, 0.2320, 0.1316))
+NUM_CALIBRATION = 16
+# Half of what separates the logits of two images of noise would be a bound of sense; this is a tenth of their norm.
+MAX_ERROR = 0.15
+BASELINE, PEER, PAPERS = "eager float32", "onnxruntime dynamic", "torch.ao dynamic (the paper's)"
+MAX_SIZE, MIN_OVER_FP32 = 0.26, 3.5
+MIN_OVER_PEER = {"ViT-B/16": 1.15, "DeiT-B/16": 1.15, "Swin-B": 1.15, "ResNet-101": 3.0}
+# Table 3 of arXiv 2509.05584 (EPYC 7763, no VNNI): bytes saved in percent by ONNX Runtime and by the paper, seconds
+# before and after for both, and how many times as fast as ONNX Runtime the paper is.
+PAPER = {
+    "ViT-B/16": (74.1, 74.2, (0.3869, 0.2179), (0.2320, 0.1316), 1.66),
+    "ResNet-101": (3.4, 3.4, (0.1640, 0.1634), (0.1211, 0.1199), 1.36),
+    "Swin-B": (73.0, 74.7, (0.3749, 0.2266), (0.2442, 0.1556), 1.46),
+    "DeiT-B/16": (74.1, 74.2, (0.3863, 0.2174), (0.2312, 0.1317), 1.65),
+}
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One method: how its process is started, and the bytes that it needs on disk (None: the recipe saves nothing)."""
+def open_papers(folder: str, start: Start) -> Callable[[], float]:
+    """Return one pass of the float32 model with every Linear quantized by torch's default."""
+    import torch
+    from torch import nn
 
-    name: str
-    command: list[str]
-    size_bytes: int | None
+    from profiling_agent.artifacts.load import load_module
+    from profiling_agent.quantization.quantize import torch_quantize_dynamic
+    from profiling_agent.runtimes.eager import pin_threads, random_batch
 
-
-class Logits(nn.Module):
-    """The model as ONNX export wants it: a tensor in, a tensor out."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, pixel_values: Tensor) -> Tensor:
-        """Return the logits."""
-        return self.model(pixel_values=pixel_values).logits
-
-
-class OnnxSession(nn.Module):
-    """An ONNX file that runs like a module."""
-
-    def __init__(self, path: str) -> None:
-        super().__init__()
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = torch.get_num_threads()
-        self.session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-
-    def forward(self, pixel_values: Tensor) -> np.ndarray:
-        """Return the logits."""
-        return self.session.run(None, {"pixel_values": pixel_values.numpy()})[0]
-
-
-def open_onnx(path: str, start: Start) -> tuple[nn.Module, Tensor]:
-    """Return an ONNX file as a racer wants it."""
-    return OnnxSession(path), random_batch(SPEC, start.batch_size)
-
-
-def open_papers_recipe(folder: str, start: Start) -> tuple[nn.Module, Tensor]:
-    """Return the fp32 model with every Linear quantized by torch's default: one scale a layer, 7-bit activations."""
+    pin_threads(start.num_threads)
     model = load_module(folder, verify=False)
     names = [name for name, module in model.named_modules() if type(module) is nn.Linear]
     quantized = torch_quantize_dynamic(model, names, "qint8", per_channel=False)
-    return quantized, random_batch(SPEC, start.batch_size)
+    batch = random_batch(SPEC, start.batch_size)
+
+    def run_once() -> float:
+        with torch.inference_mode():
+            started = time.perf_counter()
+            quantized(pixel_values=batch)
+            return (time.perf_counter() - started) * 1e3
+
+    return run_once
 
 
-RACERS = {"onnx": open_onnx, "papers": open_papers_recipe}
+def prepare(name: str, shop: Workshop) -> list[Made]:
+    """Save the float32 model and bring it into every form; eager float32 comes first."""
+    saved = shop.add(build(name), "float32", spec=SPEC, processor=ViTImageProcessorPil())
+    calibration = shop.noise(NUM_CALIBRATION, SPEC.width)
+    made: list[Made] = []
+    for form in forms():
+        started = time.perf_counter()
+        made.append(shop.deploy(saved, form, calibration, batch_size=1))
+        print(f"  {form.name}: made in {time.perf_counter() - started:.0f} s", flush=True)
+    return sorted((one for one in made if one.deployed), key=lambda one: one.name != BASELINE)
 
 
-def own_racer(kind: str, path: Path) -> list[str]:
-    """Return the command line that races something that is no artifact of ours."""
-    return [sys.executable, __file__, "--racer", kind, str(path)]
-
-
-def save_ours(model: nn.Module, folder: Path) -> Path:
-    """Save an artifact and return its folder."""
-    save_model(model, folder, spec=SPEC, processor=ViTImageProcessorPil(), base_model="random ViT-B/16")
-    return folder
-
-
-def export_onnx(model: nn.Module, folder: Path) -> tuple[Path, Path]:
-    """Write the model as ONNX, fp32 and dynamically quantized as the paper's peer is (QInt8, MatMul and Gemm)."""
-    plain, quantized = folder / "fp32.onnx", folder / "int8.onnx"
-    program: Any = torch.onnx.export(
-        Logits(model).eval(), (random_batch(SPEC, 1),), input_names=["pixel_values"], dynamo=True, verbose=False
-    )
-    program.save(plain, external_data=False)
-    # The exporter notes shapes that the quantizer's own inference contradicts after it has transposed a weight.
-    graph = onnx.load(plain)
-    del graph.graph.value_info[:]
-    onnx.save(graph, plain)
-    quantize_dynamic(plain, quantized, weight_type=QuantType.QInt8, op_types_to_quantize=["MatMul", "Gemm"])
-    return plain, quantized
-
-
-def prepare(root: Path, *, is_quick: bool) -> list[Entry]:
-    """Make every model that is to race; the eager fp32 baseline is the first."""
-    torch.manual_seed(0)
-    model = ViTForImageClassification(ViTConfig(num_labels=1000)).eval()
-    print(f"ViT-B/16: {sum(parameter.numel() for parameter in model.parameters()) / 1e6:.2f} M parameters", flush=True)
-    everything = QuantizationRecommendation(layer="all", dtype="qint8")
-    fp32 = save_ours(model, root / "fp32")
-    ours = save_ours(quantize_model(model, [everything]).model, root / "int8")
-    entries = [
-        Entry(FP32, racer_command(fp32), folder_bytes(fp32)),
-        Entry(OURS, racer_command(ours), folder_bytes(ours)),
-        Entry(PAPERS, own_racer("papers", fp32), None),
-    ]
-    if not is_quick:
-        for name, path in zip((ONNX_FP32, ONNX_INT8), export_onnx(model, root), strict=True):
-            entries.append(Entry(name, own_racer("onnx", path), path.stat().st_size))
-    return entries
-
-
-def run(entries: list[Entry], *, is_quick: bool) -> list[Score]:
+def run(commands: Sequence[Sequence[str]], *, is_quick: bool, line_ups: int = 1) -> Result:
     """Let all take turns at batch size 1."""
+    pace = Pace(seconds_per_turn=0.3, min_rounds=6 if is_quick else 10, max_seconds=20 if is_quick else 60)
     start = Start(batch_size=1, device="cpu")
-    pace = Pace(seconds_per_turn=0.5, min_rounds=5 if is_quick else 15, max_seconds=20 if is_quick else 90)
-    line_up = processes([entry.command for entry in entries], start)
-    scores, num_rounds, num_races = race_until_clear(line_up, pace=pace)
-    print(f"{num_races} race(s), {num_rounds} rounds\n")
-    return scores
+    return race_until_clear(processes(commands, start), len(commands), pace=pace, min_races=line_ups)
 
 
-def rows_of(entries: list[Entry], scores: list[Score]) -> list[dict[str, Any]]:
-    """Return one row per method, sizes and speed-ups relative to eager fp32."""
-    baseline_bytes = entries[0].size_bytes or 1
+def row_of(model: str, made: Made, baseline_bytes: int, result: Result, index: int, peer: int | None) -> dict[str, Any]:
+    """Return a form's line of the table."""
+    assert made.deployed is not None
+    score = result.scores.get(index)
+    against = result.against(index, peer) if score and peer is not None and peer in result.scores else None
+    return {
+        "model": model,
+        "form": made.name,
+        "size_bytes": made.deployed.model.size_bytes,
+        "size": made.deployed.model.size_bytes / baseline_bytes,
+        "error": made.deployed.distance,
+        "seconds_to_make": made.deployed.seconds,
+        "latency_ms": float(np.median(score.samples_ms)) if score else None,
+        "over_fp32": _triple(score),
+        "over_onnxruntime_dynamic": _triple(against),
+        "dropped": result.dropped.get(index),
+    }
+
+
+def _triple(score: Score | None) -> list[float] | None:
+    return [score.speedup, score.low, score.high] if score else None
+
+
+def choose(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return ours: the fastest form that is small enough and near enough to float32."""
+    able = [row for row in rows if row["over_fp32"]]
+    good = [row for row in able if row["size"] <= MAX_SIZE and row["error"] <= MAX_ERROR]
+    return max(good or able, key=lambda row: row["over_fp32"][0])
+
+
+def finals(name: str, shop: Workshop, made: Sequence[Made], ours: Made, *, is_quick: bool) -> list[dict[str, Any]]:
+    """Race ours, the paper's recipe and ONNX Runtime's dynamic int8 against eager float32, in three line-ups."""
+    peer = next((one for one in made if one.name == PEER), None)
+    papers = [sys.executable, __file__, "--papers-racer", str(shop.root / "float32")]
+    entered = [(BASELINE, racer_command(shop.path(made[0]))), (PAPERS, papers)]
+    entered += [(PEER, racer_command(shop.path(peer)))] if peer else []
+    entered += [] if ours is peer else [(ours.name, racer_command(shop.path(ours)))]
+    result = run([command for _, command in entered], is_quick=is_quick, line_ups=1 if is_quick else 3)
+    names = [form for form, _ in entered]
     return [
         {
-            "method": entry.name,
-            "size_bytes": entry.size_bytes,
-            "size_ratio": entry.size_bytes / baseline_bytes if entry.size_bytes else None,
-            "latency_ms": float(np.median(result.samples_ms)),
-            "speedup": result.speedup,
-            "speedup_low": result.low,
-            "speedup_high": result.high,
+            "model": name,
+            "final": form,
+            "latency_ms": float(np.median(result.scores[index].samples_ms)),
+            "over_fp32": _triple(result.scores[index]),
+            "over_onnxruntime_dynamic": _triple(result.against(index, names.index(PEER))) if peer else None,
+            "detectable": result.detectable,
         }
-        for entry, result in zip(entries, scores, strict=True)
+        for index, form in enumerate(names)
+        if index in result.scores
     ]
 
 
-def show(rows: list[dict[str, Any]]) -> None:
-    """Print the table, and the paper's below it."""
-    print(f"{'method':<20}{'MB':>8}{'of fp32':>9}{'ms':>8}{'speed-up':>10}  95% interval")
+def measure(name: str, *, is_quick: bool) -> tuple[list[dict[str, Any]], list[Check]]:
+    """Return one model's rows and checks."""
+    print(f"\n{name}", flush=True)
+    with tempfile.TemporaryDirectory() as root, Workshop(Path(root)) as shop:
+        made = prepare(name, shop)
+        result = run([racer_command(shop.path(one)) for one in made], is_quick=is_quick)
+        peer = next((index for index, one in enumerate(made) if one.name == PEER), None)
+        assert made[0].deployed is not None
+        whole = made[0].deployed.model.size_bytes
+        rows = [row_of(name, one, whole, result, index, peer) for index, one in enumerate(made)]
+        ours = choose(rows)
+        chosen = next(one for one in made if one.name == ours["form"])
+        last = finals(name, shop, made, chosen, is_quick=is_quick)
+    show(name, rows, last, ours["form"])
+    return [*rows, *last], checks_of(name, ours, last)
+
+
+def checks_of(name: str, ours: dict[str, Any], last: Sequence[dict[str, Any]]) -> list[Check]:
+    """Return what must hold; a bound on speed is met where the interval reaches it."""
+    raced = next((row for row in last if row["final"] == ours["form"]), None)
+    over = raced["over_fp32"] if raced else None
+    beside = raced["over_onnxruntime_dynamic"] if raced else None
+    return [
+        Check.at_least(
+            f"{name}: {ours['form']} over eager float32, upper bound", over[2] if over else 0.0, MIN_OVER_FP32
+        ),
+        Check.at_least(
+            f"{name}: {ours['form']} over ONNX Runtime dynamic, upper bound",
+            beside[2] if beside else 0.0,
+            MIN_OVER_PEER[name],
+        ),
+        Check.at_most(f"{name}: {ours['form']}, size on disk of float32's", ours["size"], MAX_SIZE),
+        Check.at_most(f"{name}: {ours['form']}, relative distance of logits", ours["error"], MAX_ERROR),
+    ]
+
+
+def _told(triple: list[float] | None) -> str:
+    return f"{triple[0]:.2f} [{triple[1]:.2f}, {triple[2]:.2f}]" if triple else "-"
+
+
+def show(name: str, rows: Sequence[dict[str, Any]], last: Sequence[dict[str, Any]], ours: str) -> None:
+    """Print one model's table, the paper's beside it."""
+    print(f"  {'form':<31}{'MB':>7}{'of fp32':>9}{'error':>8}{'ms':>8}  {'over eager fp32':<20}over ORT dynamic")
     for row in rows:
-        size = f"{row['size_bytes'] / 1e6:8.1f}{row['size_ratio']:>9.1%}" if row["size_bytes"] else f"{'-':>8}{'-':>9}"
-        interval = f"{row['speedup_low']:.2f} to {row['speedup_high']:.2f}"
-        print(f"{row['method']:<20}{size}{row['latency_ms']:>8.1f}{row['speedup']:>9.2f}x  {interval}")
-    print("\npaper, Table 3 (AMD EPYC 7763, no VNNI, torch 2.6):")
-    for name, reduction, before, after in PAPER_ROWS:
-        print(f"{name:<20}{'':>8}{1 - reduction / 100:>9.1%}{after * 1e3:>8.1f}{before / after:>9.2f}x")
-    print()
+        took = f"{row['latency_ms']:>8.1f}" if row["latency_ms"] else f"{'-':>8}"
+        print(
+            f"{'*' if row['form'] == ours else ' '} {row['form']:<31}{row['size_bytes'] / 1e6:>7.1f}{row['size']:>9.1%}"
+            f"{row['error']:>8.4f}{took}  {_told(row['over_fp32']):<20}{_told(row['over_onnxruntime_dynamic'])}"
+            + (f"  {row['dropped']}" if row["dropped"] else "")
+        )
+    print(
+        f"  three line-ups of ours and its peers (could tell {last[0]['detectable']:.1%} apart):"
+        if last
+        else "  no finals"
+    )
+    for row in last:
+        told = f"{_told(row['over_fp32']):<20}{_told(row['over_onnxruntime_dynamic'])}"
+        print(f"  {row['final']:<31}{'':>24}{row['latency_ms']:>8.1f}  {told}")
+    saved_onnx, saved, onnx, own, over = PAPER[name]
+    print(
+        f"  the paper, ONNX Runtime        {1 - saved_onnx / 100:>15.1%}{onnx[1] * 1e3:>16.1f}  {onnx[0] / onnx[1]:.2f}"
+    )
+    print(
+        f"  the paper, its own             {1 - saved / 100:>15.1%}{own[1] * 1e3:>16.1f}  {own[0] / own[1]:<20.2f}{over:.2f}"
+    )
 
 
 def main() -> int:
-    """Run the benchmark, or one of its racers."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="few rounds, no ONNX")
-    parser.add_argument("--json", type=Path, help="write checks and rows to this file")
-    parser.add_argument("--racer", nargs=2, metavar=("KIND", "PATH"), help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.racer:
-        kind, path = arguments.racer
-        serve(lambda start: RACERS[kind](path, start))
-    with tempfile.TemporaryDirectory() as root:
-        entries = prepare(Path(root), is_quick=arguments.quick)
-        rows = rows_of(entries, run(entries, is_quick=arguments.quick))
-    show(rows)
-    ours = next(row for row in rows if row["method"] == OURS)
-    checks = [
-        Check.at_most("size on disk, int8 over fp32", ours["size_ratio"], MAX_SIZE_RATIO),
-        Check.at_least("speed-up over eager fp32, lower 95% bound", ours["speedup_low"], MIN_SPEEDUP),
-    ]
-    return finish(checks, rows, arguments.json)
+    """Run the benchmark, or the racer of the paper's recipe."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=tuple(MODELS), metavar="NAME")
+    parser.add_argument("--quick", action="store_true", help="one model, few rounds")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--papers-racer", metavar="FOLDER", help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if asked.papers_racer:
+        serve(lambda start: open_papers(asked.papers_racer, start))
+    rows: list[dict[str, Any]] = []
+    checks: list[Check] = []
+    for name in asked.models or (["ResNet-101"] if asked.quick else list(MODELS)):
+        measured, found = measure(name, is_quick=asked.quick)
+        rows += measured
+        checks += found
+    print()
+    return finish(checks, rows, asked.json)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -1,0 +1,125 @@
+"""A scratch run folder in which benchmarks bring models into forms, by the product's own jobs."""
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+from torch import nn
+
+from profiling_agent.acquisition.batches import write_split
+from profiling_agent.artifacts.save import save_model
+from profiling_agent.errors import ProfilingAgentError
+from profiling_agent.evaluation.footprint import folder_bytes
+from profiling_agent.iteration.bench import READS_ONNX, leaving_in_float
+from profiling_agent.iteration.forms import INT8, recommend
+from profiling_agent.jobs.runner import Jobs
+from profiling_agent.jobs.tasks import DeployTask, ExportTask, TuneTask
+from profiling_agent.records import RUNTIMES, ArtifactRef, Cut, DeployedModel, Form, InputSpec, SplitInfo, Tuned
+from profiling_agent.runtimes import registry
+from profiling_agent.workspace import Workspace, file_sha256
+
+
+@dataclass(frozen=True)
+class Made:
+    """A form of a model, or why there is none."""
+
+    form: Form
+    deployed: DeployedModel | None = None
+    reason: str = ""
+
+    @property
+    def name(self) -> str:
+        """Return the form's name."""
+        return self.form.name
+
+
+def forms() -> list[Form]:
+    """Return every form whose runtime is installed, each for all layers; prints what isn't."""
+    found: list[Form] = []
+    for name in RUNTIMES:
+        if line := registry.missing(name):
+            print(f"{name} is left out: {line}", flush=True)
+            continue
+        schemes = registry.runtime(name).schemes("cpu")
+        found += [Form(runtime=name, scheme=scheme, recommendations=recommend(scheme)) for scheme in schemes]
+    return found
+
+
+class Workshop:
+    """One scratch folder; a context manager that ends its worker."""
+
+    def __init__(self, root: Path) -> None:
+        """Work in `root`."""
+        (root / "jobs").mkdir(parents=True, exist_ok=True)
+        self.root = root
+        self.jobs = Jobs(Workspace(root))
+
+    def __enter__(self) -> "Workshop":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.jobs.close()
+
+    def add(
+        self, model: nn.Module, name: str, *, spec: InputSpec, processor: Any, cuts: Sequence[Cut] = ()
+    ) -> ArtifactRef:
+        """Save a float32 model."""
+        folder = self.root / name
+        save_model(model, folder, spec=spec, processor=processor, base_model=name, cuts=cuts)
+        return self.ref(folder)
+
+    def ref(self, folder: Path) -> ArtifactRef:
+        """Return the reference to a saved model in this folder."""
+        return ArtifactRef(
+            path=folder.relative_to(self.root).as_posix(),
+            sha256=file_sha256(folder / "recipe.json"),
+            size_bytes=folder_bytes(folder),
+            kind="model",
+        )
+
+    def split(self, name: Any, images: Sequence[bytes], labels: Sequence[int]) -> SplitInfo:
+        """Store encoded images and their class ids as a split."""
+        path = self.root / f"{name}-{len(images)}.parquet"
+        write_split(path, list(images), list(labels))
+        file = ArtifactRef(path=path.name, sha256=file_sha256(path), size_bytes=path.stat().st_size, kind="split")
+        return SplitInfo(name=name, source_split="benchmark", num_images=len(images), file=file)
+
+    def noise(self, num_images: int, side: int) -> SplitInfo:
+        """Return calibration images that show nothing: smooth noise, since photographs aren't white."""
+        rng = np.random.default_rng(0)
+        encoded: list[bytes] = []
+        for _ in range(num_images):
+            coarse = Image.fromarray(rng.integers(0, 256, (side // 8, side // 8, 3), dtype=np.uint8))
+            buffer = io.BytesIO()
+            coarse.resize((side, side), Image.Resampling.BICUBIC).save(buffer, format="PNG")
+            encoded.append(buffer.getvalue())
+        return self.split("calibration", encoded, [0] * num_images)
+
+    def tune(self, model: ArtifactRef, scheme: Any, calibration: SplitInfo, batch_size: int) -> Tuned:
+        """Fold and find the layers to keep, as the product does before it quantizes."""
+        return self.jobs.run(TuneTask(model=model, scheme=scheme, calibration=calibration, batch_size=batch_size))
+
+    def deploy(
+        self, model: ArtifactRef, form: Form, calibration: SplitInfo, *, batch_size: int, tuned: bool = False
+    ) -> Made:
+        """Bring a float32 model into a form, `tuned` for int8 first where asked; what fails is said."""
+        try:
+            if tuned and form.scheme in INT8:
+                found = self.tune(model, "dynamic" if form.scheme == "dynamic" else "static", calibration, batch_size)
+                model, form = found.model, leaving_in_float(form, found.kept)
+            reads_onnx = form.runtime in READS_ONNX and (form.runtime, form.scheme) != ("openvino", "static")
+            onnx = self.jobs.run(ExportTask(model=model)).onnx if reads_onnx else None
+            task = DeployTask(model=model, form=form, calibration=calibration, onnx=onnx, batch_size=batch_size)
+            return Made(form, self.jobs.run(task))
+        except ProfilingAgentError as error:
+            print(f"  {form.name} could not be made: {error}", flush=True)
+            return Made(form, reason=str(error))
+
+    def path(self, made: Made) -> Path:
+        """Return where a form lies."""
+        assert made.deployed is not None, "only what was made lies somewhere"
+        return self.root / made.deployed.model.path
