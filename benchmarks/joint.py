@@ -1,0 +1,194 @@
+"""Pruned, quantized, and both: what each brings alone and together.
+
+    python benchmarks/joint.py [--models DIR...] [--full-size NAME...] [--data DIR] [--quick] [--json FILE]
+
+On the shared models: the four corners of the product's own runs, with the default contract, in the forms that its
+contest chose; accuracy on search images, speed by its own race. On the paper's models at full size, with random
+weights: a uniform cut of `SHARE` of the MACs, and the fastest int8 form of each; accuracy says nothing there. The aims
+are those that the project set itself, and count as met where the interval reaches them.
+"""
+
+import argparse
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from checks import Check, finish
+from full_size import MODELS, SPEC, build, cuts_for_macs, macs_by_module
+from transformers import ViTImageProcessorPil
+from workshop import Made, Workshop, forms
+
+from profiling_agent import Request, optimize
+from profiling_agent.evaluation.heats import Pace
+from profiling_agent.evaluation.race import Result, processes, race_until_clear
+from profiling_agent.pruning.prune import prune_model
+from profiling_agent.pruning.units import find_units
+from profiling_agent.records import Variant
+from profiling_agent.reporting.report import RunReport
+from profiling_agent.runtimes.contender import racer_command
+from profiling_agent.runtimes.turns import Start
+
+SHARED = Path(__file__).resolve().parents[2] / "shared"
+SHARE = 0.45
+# The forms that were ever the fastest at full size (quantization_table.py); the others would only take time.
+FAST = ("openvino static", "openvino static_nncf", "inductor static", "onnxruntime static")
+NUM_CALIBRATION = 16
+MAX_ERROR = 0.15
+AIMS = {"ViT-B/16": 5.0, "DeiT-B/16": 5.0, "Swin-B": 5.5, "ResNet-101": 7.0}
+# Table 4 of arXiv 2509.05584, times as fast: pruning alone, quantization alone. It has no row for both.
+PAPER = {"ViT-B/16": (1.02, 1.74), "DeiT-B/16": (0.98, 1.73), "Swin-B": (1.02, 1.59), "ResNet-101": (0.97, 1.01)}
+Corner = tuple[Variant, str, list[str]]
+
+
+def shared_rows(model: Path, report: RunReport) -> list[dict[str, Any]]:
+    """Return the corners of a run."""
+    return [
+        {
+            "model": model.name,
+            "variant": str(row.evaluation.variant),
+            "form": row.evaluation.form.name,
+            "top1": row.evaluation.top1,
+            "drop": row.evaluation.drop.drop if row.evaluation.drop else 0.0,
+            "size_bytes": row.evaluation.footprint.size_bytes,
+            "speedup": [row.lap.speedup, row.lap.speedup_low, row.lap.speedup_high] if row.lap else None,
+        }
+        for row in report.variants
+    ]
+
+
+def best_of(rows: Sequence[dict[str, Any]], variant: Variant, floor: float) -> dict[str, Any] | None:
+    """Return the fastest row of a corner that keeps the accuracy floor."""
+    able = [row for row in rows if row["variant"] == variant and row["speedup"] and row.get("drop", 0.0) <= floor]
+    return max(able, key=lambda row: row["speedup"][0], default=None)
+
+
+def beats_each_alone(name: str, rows: Sequence[dict[str, Any]], floor: float = 1.0) -> list[Check]:
+    """Return the checks that both together are at least as fast as each alone, where the interval reaches it."""
+    both = best_of(rows, Variant.BOTH, floor)
+    checks: list[Check] = []
+    for variant in (Variant.PRUNED, Variant.QUANTIZED):
+        alone = best_of(rows, variant, floor)
+        reached = both["speedup"][2] if both else 0.0
+        checks.append(
+            Check.at_least(f"{name}: both, upper bound, over {variant}", reached, alone["speedup"][0] if alone else 1.0)
+        )
+    return checks
+
+
+def run_shared(model: Path, data: Path, *, is_quick: bool) -> tuple[list[dict[str, Any]], list[Check]]:
+    """Run the product on one model."""
+    print(f"\n{model.name}", flush=True)
+    with tempfile.TemporaryDirectory() as output:
+        request = Request(model=str(model), dataset=str(data), output=output, num_samples=400 if is_quick else None)
+        report = optimize(request)
+    rows = shared_rows(model, report)
+    for row in rows:
+        print(f"  {row['variant']:<17}{row['form']:<24}top-1 {row['top1']:.2%}  {_told(row['speedup'])}", flush=True)
+    return rows, beats_each_alone(model.name, rows, request.max_accuracy_drop)
+
+
+def prepare(name: str, shop: Workshop) -> tuple[list[Corner], float]:
+    """Make the dense and the cut model in float32 and in every fast form; return them, and the MACs that are gone."""
+    dense = build(name)
+    macs = macs_by_module(dense)
+    cuts = cuts_for_macs(dense, find_units(dense, SPEC, macs).units, macs, SHARE)
+    cut = prune_model(dense, cuts, spec=SPEC).model
+    saved = 1 - sum(macs_by_module(cut).values()) / sum(macs.values())
+    calibration = shop.noise(NUM_CALIBRATION, SPEC.width)
+    processor = ViTImageProcessorPil()
+    plain = shop.add(dense, "dense", spec=SPEC, processor=processor)
+    pruned = shop.add(cut, "cut", spec=SPEC, processor=processor, cuts=cuts)
+    corners: list[Corner] = [
+        (Variant.BASELINE, "eager float32", racer_command(shop.root / plain.path)),
+        (Variant.PRUNED, "eager float32", racer_command(shop.root / pruned.path)),
+    ]
+    for variant, model in ((Variant.QUANTIZED, plain), (Variant.BOTH, pruned)):
+        for form in (form for form in forms() if form.name in FAST):
+            made = shop.deploy(model, form, calibration, batch_size=1)
+            if made.deployed and made.deployed.distance <= MAX_ERROR:
+                corners.append((variant, made.name, racer_command(shop.path(made))))
+            else:
+                print(f"  {variant} {made.name} is left out: {_why(made)}", flush=True)
+    return corners, saved
+
+
+def _why(made: Made) -> str:
+    return f"logits {made.deployed.distance:.3f} away from float32's" if made.deployed else made.reason
+
+
+def run(corners: Sequence[Corner], *, is_quick: bool, line_ups: int) -> Result:
+    """Let all take turns at batch 1; the first is eager float32, unpruned."""
+    pace = Pace(seconds_per_turn=0.3, min_rounds=6 if is_quick else 10, max_seconds=20 if is_quick else 60)
+    line_up = processes([command for _, _, command in corners], Start(batch_size=1, device="cpu"))
+    return race_until_clear(line_up, len(corners), pace=pace, min_races=line_ups)
+
+
+def full_size_rows(name: str, corners: Sequence[Corner], result: Result, saved: float) -> list[dict[str, Any]]:
+    """Return a row for each that lasted."""
+    return [
+        {
+            "model": name,
+            "variant": str(corners[index][0]),
+            "form": corners[index][1],
+            "macs_saved": saved if corners[index][0] in (Variant.PRUNED, Variant.BOTH) else 0.0,
+            "latency_ms": float(np.median(score.samples_ms)),
+            "speedup": [score.speedup, score.low, score.high],
+            "place": index,
+        }
+        for index, score in sorted(result.scores.items())
+    ]
+
+
+def run_full_size(name: str, *, is_quick: bool) -> tuple[list[dict[str, Any]], list[Check]]:
+    """Race all forms once, then the four corners in three line-ups of their own."""
+    print(f"\n{name}, random weights", flush=True)
+    with tempfile.TemporaryDirectory() as root, Workshop(Path(root)) as shop:
+        corners, saved = prepare(name, shop)
+        first = full_size_rows(name, corners, run(corners, is_quick=is_quick, line_ups=1), saved)
+        best = [best_of(first, variant, 1.0) for variant in (Variant.QUANTIZED, Variant.BOTH)]
+        finalists = [corners[0], corners[1], *(corners[row["place"]] for row in best if row)]
+        rows = full_size_rows(name, finalists, run(finalists, is_quick=is_quick, line_ups=1 if is_quick else 3), saved)
+    for row in rows:
+        gone = f"{row['macs_saved']:.0%} fewer MACs" if row["macs_saved"] else ""
+        print(f"  {row['variant']:<17}{row['form']:<24}{row['latency_ms']:>7.1f} ms  {_told(row['speedup'])}  {gone}")
+    print(f"  the paper: pruning {PAPER[name][0]:.2f}, quantization {PAPER[name][1]:.2f}", flush=True)
+    both = best_of(rows, Variant.BOTH, 1.0)
+    aim = Check.at_least(
+        f"{name}: both over eager float32, upper bound", both["speedup"][2] if both else 0.0, AIMS[name]
+    )
+    return rows, [*beats_each_alone(name, rows), aim]
+
+
+def _told(triple: Sequence[float] | None) -> str:
+    return f"{triple[0]:.2f} [{triple[1]:.2f}, {triple[2]:.2f}]" if triple else "-"
+
+
+def main() -> int:
+    """Run every model; return 1 where a check does not hold."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = ("vit", "deit", "swin", "resnet")
+    parser.add_argument("--models", nargs="*", type=Path, default=[SHARED / "models" / f"{n}-cifar10" for n in names])
+    parser.add_argument("--full-size", nargs="*", choices=tuple(MODELS), default=None, metavar="NAME")
+    parser.add_argument("--data", type=Path, default=SHARED / "data" / "cifar10")
+    parser.add_argument("--quick", action="store_true", help="one model of each, few images and rounds")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    asked = parser.parse_args()
+    large = list(MODELS) if asked.full_size is None else asked.full_size
+    rows: list[dict[str, Any]] = []
+    checks: list[Check] = []
+    for model in asked.models[: 1 if asked.quick else None]:
+        measured, found = run_shared(model, asked.data, is_quick=asked.quick)
+        rows += measured
+        checks += found
+    for name in large[-1:] if asked.quick else large:
+        measured, found = run_full_size(name, is_quick=asked.quick)
+        rows += measured
+        checks += found
+    print()
+    return finish(checks, rows, asked.json)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
