@@ -22,6 +22,7 @@ from profiling_agent.jobs import tasks
 from profiling_agent.jobs.deploy_job import deploy_job, evaluate_job, export_job
 from profiling_agent.jobs.desk import Desk
 from profiling_agent.jobs.recover_job import recover_job
+from profiling_agent.jobs.tune_job import tune_job
 from profiling_agent.profiling.latency_table import time_units
 from profiling_agent.profiling.profile import profile_model
 from profiling_agent.profiling.sensitivity import measure_sensitivity
@@ -181,6 +182,7 @@ CATALOGUE: dict[type[tasks.Task[Any]], Callable[[Any, Desk], Record]] = {
     tasks.ProfileTask: profile,
     tasks.PruneTask: prune,
     tasks.RecoverTask: recover_job,
+    tasks.TuneTask: tune_job,
     tasks.ExportTask: export_job,
     tasks.DeployTask: deploy_job,
     tasks.EvaluateTask: evaluate_job,

@@ -89,7 +89,8 @@ class Geometry:
 
     def __init__(self, like: nn.Conv2d, num_filters: int) -> None:
         """Take it from `like`; of its groups, whose size stays, as many as `num_filters` filters make."""
-        self.stride, self.padding, self.dilation = like.stride, like.padding, like.dilation
+        moves: Any = (like.stride, like.padding, like.dilation)
+        self.stride, self.padding, self.dilation = moves
         self.groups = like.groups * num_filters // like.out_channels if like.groups > 1 else 1
 
     def apply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -23,14 +23,14 @@ def fold_norms_(model: nn.Module, convolutions: Collection[str], images: Tensor)
     pairs = _pairs(model, convolutions, images)
     before = {name: model.get_submodule(name) for pair in pairs.items() for name in pair}
     _fold_(model, pairs)
-    if _is_near(run(model, images), expected):
+    if is_near(run(model, images), expected):
         return tuple(pairs.values())
     for name, module in before.items():
         model.set_submodule(name, module)
     folded = list[str]()
     for convolution, norm in pairs.items():
         _fold_(model, {convolution: norm})
-        if _is_near(run(model, images), expected):
+        if is_near(run(model, images), expected):
             folded.append(norm)
             continue
         for name in (convolution, norm):
@@ -60,6 +60,7 @@ def _fold_(model: nn.Module, pairs: Mapping[str, str]) -> None:
         model.set_submodule(norm, nn.Identity())
 
 
-def _is_near(logits: Tensor, expected: Tensor) -> bool:
+def is_near(logits: Tensor, expected: Tensor) -> bool:
+    """Say whether logits are those of the same function: at most 1e-4 apart, relative to their norm."""
     # `<=` is false for a NaN.
     return bool(torch.linalg.vector_norm(logits - expected) <= TOLERANCE * torch.linalg.vector_norm(expected))

@@ -28,7 +28,7 @@ from profiling_agent.records import QuantizationRecommendation
 from profiling_agent.shapes.verify import left_as_found
 
 EVERYTHING = "all"
-# Images on which folding batch norms has to leave the logits as they are.
+# Images on which folding has to leave the logits as they are.
 NUM_CHECKED = 4
 
 
@@ -62,7 +62,7 @@ def quantize_model(
         PlanError: a pattern is invalid or hits no layer.
         QuantizationError: a layer's weights or inputs aren't finite; the images are missing, too few, or don't fit.
     """
-    chosen = _choose(model, recommendations)
+    chosen = chosen_layers(model, recommendations)
     quantized = copy.deepcopy(model).cpu()
     static = [name for name, choice in chosen.items() if choice.quantization_type == "static"]
     folded, observed = _prepare_(quantized, static, calibration) if static else ((), {})
@@ -76,10 +76,14 @@ def quantize_model(
     return Quantized(model=quantized, layers=tuple(made), folded=folded)
 
 
-def _choose(
+def chosen_layers(
     model: nn.Module, recommendations: Sequence[QuantizationRecommendation]
 ) -> dict[str, QuantizationRecommendation]:
-    """Return what is to become of each layer that isn't left alone, in the model's order."""
+    """Return what is to become of each layer that isn't left alone, in the model's order.
+
+    Raises:
+        PlanError: a pattern is invalid or hits no layer.
+    """
     modules = dict(model.named_modules(remove_duplicate=False))
     chosen: dict[str, QuantizationRecommendation] = {}
     for recommendation in recommendations:

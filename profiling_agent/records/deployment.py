@@ -48,7 +48,7 @@ class LayerCost(Record):
 
 
 class FoldedSite(Record):
-    """A LayerNorm whose scales were evened out into the linear layers that read it."""
+    """A LayerNorm whose scales were evened out into the linear layers that read it; KL with these alone quantized."""
 
     norm: str
     readers: tuple[str, ...]

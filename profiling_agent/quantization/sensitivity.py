@@ -1,0 +1,110 @@
+"""What quantizing one layer alone costs, and which layers the rules leave in float for it."""
+
+import copy
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from profiling_agent.profiling.complexity import count_complexity
+from profiling_agent.progress import Progress, silent
+from profiling_agent.pruning.compensation import mean_kl
+from profiling_agent.pruning.hooks import watching
+from profiling_agent.quantization.calibrate import run
+from profiling_agent.quantization.kinds import quantized_modules
+from profiling_agent.quantization.module import QuantizedModule
+from profiling_agent.quantization.norms import fold_norms_
+from profiling_agent.quantization.quantize import NUM_CHECKED, Quantized
+from profiling_agent.quantization.swaps import swapped_logits
+from profiling_agent.records import InputSpec, LayerCost
+
+# Layers are left in float only where all of them together cost as much: a divergence that moves about one prediction
+# in a thousand.
+MATTERS = 1e-3
+# Of the time, at most; a layer has to cost so many times its share of it, and so much of the whole divergence.
+MAX_TIME_SHARE, MIN_RATIO, MIN_KL_SHARE = 0.05, 4.0, 0.02
+
+
+def measure_layers(
+    model: nn.Module,
+    quantized: Quantized,
+    images: Tensor,
+    *,
+    latency_shares: Mapping[str, float] | None = None,
+    progress: Progress = silent,
+) -> tuple[LayerCost, ...]:
+    """Return the KL to `model`, in nats, of each layer that `quantized` has quantized, with that layer alone quantized.
+
+    `quantized` came of `model` on the CPU; neither is touched. `images` (b, c, h, w) are run through the whole model
+    once, and for each layer from there on. Rows are in the model's order; a layer that isn't called has none.
+    """
+    called = _called(model, images)
+    layers = {name: module for name, module in quantized_modules(quantized.model).items() if name in called}
+    plain = _plain(model, quantized, layers, images)
+    macs = count_complexity(plain, _spec(images))
+    total = sum(row.macs for row in macs.values())
+    swaps = {name: {name: layer} for name, layer in layers.items()}
+    with torch.no_grad():
+        expected, found = swapped_logits(plain, swaps, images, progress=progress)
+    shares = latency_shares or {}
+    return tuple(
+        LayerCost(
+            layer=name,
+            kl=mean_kl(expected, found[name]),
+            macs_share=macs[name].macs / total if name in macs and total else 0.0,
+            latency_share=shares.get(name),
+        )
+        for name in layers
+    )
+
+
+def _called(model: nn.Module, images: Tensor) -> set[str]:
+    called = set[str]()
+    names = [name for name, _ in model.named_modules() if name]
+    with torch.no_grad(), watching(model, names, before=lambda name, _input: called.add(name)):
+        run(model, images[:1])
+    return called
+
+
+def _plain(model: nn.Module, quantized: Quantized, layers: Mapping[str, QuantizedModule], images: Tensor) -> nn.Module:
+    """Return a float copy in which one layer can be exchanged: batch norms are folded as they are in `quantized`."""
+    plain = copy.deepcopy(model).cpu().eval()
+    convolutions = [name for name in layers if isinstance(plain.get_submodule(name), nn.Conv2d)]
+    with torch.no_grad():
+        if quantized.folded:
+            fold_norms_(plain, convolutions, images[:NUM_CHECKED])
+    return plain
+
+
+def _spec(images: Tensor) -> InputSpec:
+    _, channels, height, width = images.shape
+    return InputSpec(channels=channels, height=height, width=width, source="calibration images")
+
+
+def mark_kept(rows: Sequence[LayerCost]) -> tuple[LayerCost, ...]:
+    """Return the rows with those marked that stay in float: what costs most KL for least time.
+
+    Nothing where all layers' KLs add up to less than 1e-3 nats. Else the layers with the highest ratio of KL to time,
+    as long as together they take at most 5% of it, and what is left matters; each has to cost 4 times its share of the
+    time and 2% of the whole KL.
+    The time is the measured share, or the share of the MACs where none was measured.
+    """
+    total = sum(row.kl for row in rows)
+    left, spent = total, 0.0
+    kept = set[str]()
+    for row in sorted(rows, key=_ratio, reverse=True):
+        share = _time(row)
+        costs = row.kl >= total * max(MIN_RATIO * share, MIN_KL_SHARE)
+        if costs and left >= MATTERS and spent + share <= MAX_TIME_SHARE:
+            kept.add(row.layer)
+            left, spent = left - row.kl, spent + share
+    return tuple(row.model_copy(update={"kept": row.layer in kept}) for row in rows)
+
+
+def _time(row: LayerCost) -> float:
+    return row.macs_share if row.latency_share is None else row.latency_share
+
+
+def _ratio(row: LayerCost) -> float:
+    # What takes no time at all still has an order.
+    return row.kl / max(_time(row), 1e-9)
