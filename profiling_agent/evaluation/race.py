@@ -15,9 +15,10 @@ from profiling_agent.runtimes.contender import Contender, racer_command
 from profiling_agent.runtimes.latency import latency_stats
 from profiling_agent.runtimes.turns import Start
 
-# A model is called slower, or faster by less than `NEAR`, only where every one of this many line-ups leaves it so.
+# A model is called slower, or faster by less than `NEAR` or with an interval as wide as that, only where every one of
+# this many line-ups leaves it so.
 MAX_RACES = 3
-NEAR = 1.25
+NEAR, WIDE = 1.25, 0.5
 # A race that can't tell apart what differs by less than this is worth a warning.
 TOO_NOISY = 0.05
 
@@ -69,8 +70,8 @@ def race_until_clear(  # noqa: PLR0913 (how a race is run belongs to its result)
 
     After `min_races` of all, those in doubt race the first again, three races at most, each time in new processes, and
     are scored on all their races together: two processes of equal models can differ by several per cent for as long as
-    they live, which no number of turns averages out. In doubt is who is shown slower or a little faster so far, and not
-    hopeless.
+    they live, which no number of turns averages out. In doubt is who is shown slower so far, a little faster, or faster by
+    nobody knows how much, and is not hopeless.
 
     Raises:
         JobError: the first contender crashed or hung.
@@ -107,12 +108,11 @@ def _score(index: int, result: Result, samples_ms: list[float], *, seed: int) ->
 
 def _doubtful(scores: Mapping[int, Score], entered: Sequence[int]) -> list[int]:
     without_hope = hopeless({index: result for index, result in scores.items() if index})
-    return [
-        index
-        for index in entered
-        if index in scores.keys() - without_hope - {0}
-        and (scores[index].is_shown_slower or 1 < scores[index].low < NEAR)
-    ]
+    return [index for index in entered if index in scores.keys() - without_hope - {0} and _is_doubtful(scores[index])]
+
+
+def _is_doubtful(score: Score) -> bool:
+    return score.is_shown_slower or (score.is_shown_faster and (score.low < NEAR or score.width > WIDE))
 
 
 def processes(commands: Sequence[Sequence[str]], start: Start) -> LineUp:
