@@ -1,4 +1,4 @@
-"""The command line: run, resume, show, report, profile, export, race."""
+"""The command line: run, resume, show, report, profile; and in `cli_saved`, export, race, measure."""
 
 import inspect
 import json
@@ -10,7 +10,6 @@ from typing import Annotated, Any, NoReturn, get_args
 
 import typer
 from pydantic import ValidationError
-from rich.console import Console
 from rich.markdown import Markdown
 
 from profiling_agent.analysis.plan_file import first_problem
@@ -18,26 +17,18 @@ from profiling_agent.display import ProgressDisplay, verdict_table
 from profiling_agent.errors import ProfilingAgentError, RunError
 from profiling_agent.reporting.report import RunReport
 from profiling_agent.request import Request
-from profiling_agent.workspace import read_manifest
-
-EXIT_MET, EXIT_NOT_MET, EXIT_BAD_REQUEST, EXIT_INTERRUPTED = 0, 1, 2, 130
-
-app = typer.Typer(
-    no_args_is_help=True,
-    rich_markup_mode="markdown",
-    pretty_exceptions_enable=False,
-    help="Measure, prune and quantize a vision model until a contract is met.",
-    epilog="Exit codes: 0 the contract is met, 1 it is not (the report says why), 2 bad request.",
+from profiling_agent.terminal import (
+    EXIT_INTERRUPTED,
+    EXIT_MET,
+    EXIT_NOT_MET,
+    JsonOption,
+    RunArgument,
+    app,
+    console,
+    errors,
+    refuse,
 )
-console = Console()
-errors = Console(stderr=True)
-
-
-def _refuse(message: str) -> NoReturn:
-    errors.print(
-        f"profiling-agent: {' '.join(message.split())}", style="red", markup=False, highlight=False, soft_wrap=True
-    )
-    raise typer.Exit(EXIT_BAD_REQUEST)
+from profiling_agent.workspace import read_manifest
 
 
 def _option(name: str) -> inspect.Parameter:
@@ -66,7 +57,7 @@ def with_request_flags(command: Callable[[Request], None]) -> Callable[..., None
         try:
             request = Request.model_validate(values)
         except ValidationError as error:
-            _refuse(first_problem(error))
+            refuse(first_problem(error))
         command(request)
 
     flags = [_option(name) for name in Request.model_fields]
@@ -86,7 +77,7 @@ def _watch(work: Callable[[Any], RunReport], root: Path) -> NoReturn:
         with ProgressDisplay(console) as display:
             report = work(display.hear)
     except ProfilingAgentError as error:
-        _refuse(str(error))
+        refuse(str(error))
     except KeyboardInterrupt:
         errors.print(f"stopped; go on with: profiling-agent resume {root}", markup=False, soft_wrap=True)
         raise typer.Exit(EXIT_INTERRUPTED) from None
@@ -108,19 +99,6 @@ def run(request: Request) -> None:
     _watch(lambda listener: optimize(named, listener), root)
 
 
-def _run_folder(named: str) -> Path:
-    """Return the folder of a run that is named by its path, or by its id where it lies in the default place."""
-    folder = Path(named).expanduser()
-    default = Request().output_dir / named
-    return default if not folder.exists() and default.exists() else folder
-
-
-RunArgument = Annotated[
-    Path, typer.Argument(parser=_run_folder, metavar="RUN", help="run folder, or the id of one in runs/")
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="one JSON document on standard output")]
-
-
 @app.command()
 def resume(run: RunArgument) -> None:
     """Go on with a run that was cut, from its last checkpoint."""
@@ -137,9 +115,9 @@ def _read_report(run: Path) -> RunReport:
             raise RunError(f"run {str(run)!r} has no report yet: finish it with `profiling-agent resume {run}`")
         return RunReport.model_validate_json(path.read_text(encoding="utf-8"))
     except ProfilingAgentError as error:
-        _refuse(str(error))
+        refuse(str(error))
     except ValidationError as error:
-        _refuse(f"{str(run / 'report.json')!r} is damaged: {first_problem(error)}")
+        refuse(f"{str(run / 'report.json')!r} is damaged: {first_problem(error)}")
 
 
 @app.command()
@@ -179,9 +157,9 @@ def profile(
             request = Request.model_validate({"model": model, "revision": revision, "device": device})
             measured = profile_source(request, Path(folder), batch_size=batch_size, progress=display.stage("profiling"))
     except ProfilingAgentError as error:
-        _refuse(str(error))
+        refuse(str(error))
     except ValidationError as error:
-        _refuse(first_problem(error))
+        refuse(first_problem(error))
     if json_:
         typer.echo(json.dumps(measured.model_dump(mode="json"), indent=1))
         return
@@ -189,68 +167,13 @@ def profile(
         console.print(table)
 
 
-@app.command()
-def export(
-    source: Annotated[
-        Path,
-        typer.Argument(parser=_run_folder, metavar="RUN_OR_FOLDER", help="run (its best model), or a saved model"),
-    ],
-    format_: Annotated[
-        str, typer.Option("--format", help="onnx: one file for ONNX Runtime; hf: a folder for from_pretrained")
-    ],
-    output: Annotated[Path, typer.Option(help="file (onnx) or folder (hf) to write; nothing is overwritten")],
-    batch_size: Annotated[int | None, typer.Option(min=1, help="onnx: fix the batch; else any batch will do")] = None,
-) -> None:
-    """Write a model for other tools, after checking that it computes the same there.
-
-    Float32 models alone: quantized ones are loaded with `profiling_agent.load`. A pruned model is an ordinary Hugging
-    Face folder only where its layers were cut alike; where they weren't, the reason is given and nothing is written.
-
-    `profiling-agent export runs/my-run --format onnx --output model.onnx`
-    """
-    from profiling_agent.exporting import export as write
-
-    try:
-        said = write(source, format_, output, batch_size=batch_size)
-    except ProfilingAgentError as error:
-        _refuse(str(error))
-    console.print(said, markup=False, highlight=False, soft_wrap=True)
-
-
-@app.command()
-def race(
-    sources: Annotated[
-        list[Path],
-        typer.Argument(parser=_run_folder, metavar="RUN_OR_FOLDER...", help="a run (its models), or saved models"),
-    ],
-    batch_size: Annotated[int, typer.Option(min=1, max=4096, help="images in a forward pass")] = 32,
-    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
-    json_: JsonOption = False,  # noqa: FBT002 - a flag
-) -> None:
-    """Race saved models on this machine: they take turns, a process each; speed-ups are over the first.
-
-    What was the fastest on one CPU need not be on another: race a run's models again where you deploy them.
-
-    `profiling-agent race runs/my-run --batch-size 1`
-    """
-    from profiling_agent.display import race_table
-    from profiling_agent.racing import race_saved
-
-    try:
-        with ProgressDisplay(errors) as display:
-            names, held = race_saved(sources, batch_size=batch_size, device=device, progress=display.stage("race"))
-    except ProfilingAgentError as error:
-        _refuse(str(error))
-    if json_:
-        typer.echo(held.model_dump_json(indent=1))
-        return
-    console.print(race_table(names, held))
-
-
 def main() -> None:
     """Run the command line; a usage error ends with code 2 like every other bad request."""
     sys.exit(app())
 
+
+# Last, so that `--help` lists these after the commands above.
+from profiling_agent import cli_saved as cli_saved  # noqa: E402
 
 if __name__ == "__main__":
     main()

@@ -1,6 +1,6 @@
 """What the terminal shows: progress while a run works, tables when it is done."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -13,7 +13,8 @@ from rich.text import Text
 from profiling_agent.agents.node import ProgressEvent
 from profiling_agent.evaluation.race import noise_warning
 from profiling_agent.progress import Progress as ProgressCallback
-from profiling_agent.records import ModelProfile, Race
+from profiling_agent.racing import Measurements
+from profiling_agent.records import Comparison, ModelProfile, Race
 from profiling_agent.reporting.report import RunReport
 from profiling_agent.reporting.units import asked, count, measured, ms, percent, size, speedup
 
@@ -122,6 +123,23 @@ def race_table(names: Mapping[str, str], race: Race) -> Group:
         table.add_row(Text(names[lap.model.path]), ms(lap.latency.median_ms), speedup(lap))
     lines = [f"{names[dropped.model.path]} dropped out: {dropped.reason}" for dropped in race.dropped]
     return Group(table, *(Text(line) for line in (*lines, noise_warning(race)) if line))
+
+
+def measurement_table(measured: Measurements, compared: Sequence[tuple[str, Comparison]]) -> Group:
+    """Return what models take, each with its ratio to the one it is compared with in brackets."""
+    sizes = [row.batch_size for row in measured.models[0].taken.throughput]
+    table = _table("measured", "model", *(f"images/s at {size_}" for size_ in sizes), "peak memory", "on disk")
+    for model, (_, ratio) in zip(measured.models, compared, strict=True):
+        rows = {row.batch_size: row.images_per_s for row in model.taken.throughput}
+        through = [f"{rows[n]:.1f} ({ratio.throughput.get(n, 0):.2f}x)" if n in rows else "can't" for n in sizes]
+        memory = model.taken.memory
+        table.add_row(
+            Text(model.name),
+            *through,
+            f"{size(memory.peak_bytes)} ({ratio.peak_memory:.2f}x)",
+            f"{size(memory.size_bytes)} ({ratio.size:.2f}x)",
+        )
+    return Group(table, *(Text(note) for _, ratio in compared for note in ratio.notes))
 
 
 def profile_tables(profile: ModelProfile) -> tuple[Table, ...]:

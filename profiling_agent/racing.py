@@ -1,4 +1,4 @@
-"""Race saved models again: on another machine, at another batch size, or beside each other. No torch here."""
+"""Race or measure saved models again: on another machine, at another batch size, or beside each other. No torch here."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,9 +8,10 @@ from pydantic import ValidationError
 from profiling_agent.artifacts.folder import open_folder
 from profiling_agent.artifacts.recipe import RECIPE
 from profiling_agent.errors import RequestError, RunError
+from profiling_agent.evaluation.measurement import compare, memory_use, taken, throughput
 from profiling_agent.evaluation.race import race
 from profiling_agent.progress import Progress, silent
-from profiling_agent.records import ArtifactRef, Race, Variant
+from profiling_agent.records import ArtifactRef, Comparison, Race, Record, Taken, Variant
 from profiling_agent.reporting.report import RunReport
 from profiling_agent.workspace import file_sha256
 
@@ -36,6 +37,62 @@ def race_saved(
     return {ref.path: name for (_, ref), (name, _, _) in zip(refs, entries, strict=True)}, held
 
 
+class Measured(Record):
+    """What one saved model takes, under the name that it was given."""
+
+    name: str
+    taken: Taken
+
+
+class Measurements(Record):
+    """What `profiling-agent measure --json` writes, and `--against` reads."""
+
+    models: tuple[Measured, ...]
+
+
+def measure_saved(sources: Sequence[Path], *, device: str = "cpu", progress: Progress = silent) -> Measurements:
+    """Return what saved models take on this machine; a run stands for its baseline and its best model.
+
+    Raises:
+        ArtifactError: a saved model is damaged.
+        JobError: one of them can't be run at batch size 1.
+        RunError: a run has no report yet.
+    """
+    entries = [entry for source in sources for entry in _before_and_after(source)]
+    refs = [_ref(folder) for _, _, folder in entries]
+    through = throughput(refs, root=Path("/"), device=device, progress=progress)
+    measured: list[Measured] = []
+    for number, (ref, (name, _, _)) in enumerate(zip(refs, entries, strict=True)):
+        progress("reading memory", number, len(refs))
+        use = memory_use(ref, root=Path("/"), batch_size=1, device=device)
+        measured.append(Measured(name=name, taken=taken(ref, through, use)))
+    return Measurements(models=tuple(measured))
+
+
+def compare_measurements(measured: Measurements, earlier: Path | None) -> tuple[tuple[str, Comparison], ...]:
+    """Return each model beside the first one of the file `earlier`, or beside the first one measured now.
+
+    Raises:
+        RequestError: the file holds no measurements, or those of another machine.
+    """
+    first = measured.models[0]
+    if earlier is not None:
+        try:
+            first = Measurements.model_validate_json(earlier.read_text(encoding="utf-8")).models[0]
+        except (OSError, ValidationError, IndexError) as error:
+            said = "measurements of `profiling-agent measure --json`"
+            raise RequestError(f"{str(earlier)!r} doesn't hold {said}: write it again") from error
+    return tuple((model.name, compare(first.taken, model.taken)) for model in measured.models)
+
+
+def _before_and_after(source: Path) -> list[tuple[str, Variant, Path]]:
+    models = _models(source)
+    if not (source / "request.json").is_file():
+        return models
+    best = (source / "best").resolve()
+    return [models[0], *(model for model in models[1:] if model[2] == best)]
+
+
 def _models(source: Path) -> list[tuple[str, Variant, Path]]:
     """Return what is to be raced of a source: a name, its corner, its folder."""
     if not (source / "request.json").is_file():
@@ -44,7 +101,9 @@ def _models(source: Path) -> list[tuple[str, Variant, Path]]:
     try:
         report = RunReport.model_validate_json((source / "report.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise RunError(f"run {str(source)!r} has no report yet: finish it with `profiling-agent resume {source}`") from None
+        raise RunError(
+            f"run {str(source)!r} has no report yet: finish it with `profiling-agent resume {source}`"
+        ) from None
     except ValidationError as error:
         raise RunError(f"{str(source / 'report.json')!r} is damaged: run again") from error
     rows = [row.evaluation for row in report.variants]

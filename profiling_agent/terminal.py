@@ -1,0 +1,42 @@
+"""What all commands share: the application, the console, how a bad request ends, how a run is named."""
+
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+from rich.console import Console
+
+from profiling_agent.request import Request
+
+EXIT_MET, EXIT_NOT_MET, EXIT_BAD_REQUEST, EXIT_INTERRUPTED = 0, 1, 2, 130
+
+app = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+    help="Measure, prune and quantize a vision model until a contract is met.",
+    epilog="Exit codes: 0 the contract is met, 1 it is not (the report says why), 2 bad request.",
+)
+console = Console()
+errors = Console(stderr=True)
+
+
+def refuse(message: str) -> NoReturn:
+    """Say in one line what was wrong, and end with the code of a bad request."""
+    errors.print(
+        f"profiling-agent: {' '.join(message.split())}", style="red", markup=False, highlight=False, soft_wrap=True
+    )
+    raise typer.Exit(EXIT_BAD_REQUEST)
+
+
+def run_folder(named: str) -> Path:
+    """Return the folder of a run that is named by its path, or by its id where it lies in the default place."""
+    folder = Path(named).expanduser()
+    default = Request().output_dir / named
+    return default if not folder.exists() and default.exists() else folder
+
+
+RunArgument = Annotated[
+    Path, typer.Argument(parser=run_folder, metavar="RUN", help="run folder, or the id of one in runs/")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="one JSON document on standard output")]
