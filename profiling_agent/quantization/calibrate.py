@@ -1,5 +1,6 @@
 """From calibration images to the range of each layer's input that an 8-bit grid is to span."""
 
+import math
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
@@ -44,8 +45,7 @@ class Observed:
             self._keep(rows.flatten(), 1.0)
             return
         top, bottom = rows.topk(tail, dim=1).values, rows.topk(tail, dim=1, largest=False).values
-        # Of what isn't finite, an end says so.
-        self.low, self.high = min(self.low, float(bottom.min())), max(self.high, float(top.max()))
+        self._reach(bottom.min(), top.max())
         if len(self.values) >= 3 * MAX_CALLS:
             return
         self._keep(top.flatten(), 1.0)
@@ -57,9 +57,15 @@ class Observed:
             self._keep(between, rows.numel() / len(drawn))
 
     def _keep(self, values: Tensor, weight: float) -> None:
-        self.low, self.high = min(self.low, float(values.min())), max(self.high, float(values.max()))
+        self._reach(values.min(), values.max())
         self.values.append(values)
         self.weights.append(torch.full_like(values, weight))
+
+    def _reach(self, low: Tensor, high: Tensor) -> None:
+        self.low, self.high = min(self.low, float(low)), max(self.high, float(high))
+        # Comparisons pass over a NaN, which `topk` counts among the largest.
+        if high.isnan():
+            self.high = math.inf
 
     def range(self, levels: int = LEVELS) -> tuple[float, float]:
         """Return the ends of a grid, zero between them, that gives the sample the least mean squared error.
@@ -68,7 +74,7 @@ class Observed:
         "Low-bit quantization of neural networks for efficient inference"), with the two ends apart because GELU's and
         ReLU's outputs aren't symmetric.
         """
-        if not self.values:
+        if not self.values or not math.isfinite(self.high - self.low):
             return self.low, self.high
         values, weights = torch.cat(self.values), torch.cat(self.weights)
 

@@ -13,13 +13,25 @@ from torch import nn
 
 from profiling_agent.artifacts.load import load_module, load_processor, load_recipe, load_skeleton
 from profiling_agent.artifacts.save import save_model
+from profiling_agent.errors import ArtifactError
 from profiling_agent.evaluation.footprint import parameter_bytes
 from profiling_agent.quantization.linear import DynamicLinear
-from profiling_agent.quantization.quantize import quantize_model
+from profiling_agent.quantization.module import QuantizedModule
+from profiling_agent.quantization.quantize import Quantized, quantize_model
+from profiling_agent.quantization.static import StaticConv2d
 from profiling_agent.records import Cut, QuantizationRecommendation, Unit, UnitKind
 from profiling_agent.runtimes.eager import random_batch
 
 EVERYTHING = QuantizationRecommendation(layer="all", dtype="qint8")
+STATIC = QuantizationRecommendation(layer="all", quantization_type="static", dtype="qint8")
+BFLOAT16 = QuantizationRecommendation(layer="all", quantization_type="cast", dtype="bfloat16")
+# Some layers of every kind, and one that stays as it is.
+MIXED = (
+    STATIC,
+    QuantizationRecommendation(layer="fc1|stages.1.layers.0", quantization_type="cast", dtype="bfloat16"),
+    QuantizationRecommendation(layer="classifier", dtype="qint8"),
+    QuantizationRecommendation(layer="o_proj|shortcut", quantization_type="cast", dtype="float32"),
+)
 ASK = """
 import json, sys, torch
 from profiling_agent.artifacts.load import load_module
@@ -101,9 +113,13 @@ def pruned(family: str) -> tuple[nn.Module, tuple[Cut, ...]]:
     return model, (Cut(unit=unit, keep=1, requested_ratio=0.5),)
 
 
-def save(model: nn.Module, folder: Path, cuts: tuple[Cut, ...] = ()) -> Path:
-    save_model(model, folder, spec=zoo.SPEC, processor=zoo.processor(), base_model="zoo", cuts=cuts)
+def save(model: nn.Module, folder: Path, cuts: tuple[Cut, ...] = (), folded: tuple[str, ...] = ()) -> Path:
+    save_model(model, folder, spec=zoo.SPEC, processor=zoo.processor(), base_model="zoo", cuts=cuts, folded=folded)
     return folder
+
+
+def quantized(model: nn.Module, *plan: QuantizationRecommendation) -> Quantized:
+    return quantize_model(model, plan, calibration=lambda: [random_batch(zoo.SPEC, 8)])
 
 
 def say(model: nn.Module) -> torch.Tensor:
@@ -111,13 +127,24 @@ def say(model: nn.Module) -> torch.Tensor:
         return model(pixel_values=random_batch(zoo.SPEC, 3, seed=7)).logits
 
 
-def variants(family: str) -> dict[str, tuple[nn.Module, tuple[Cut, ...]]]:
+VARIANTS = {
+    "plain": (False, ()),
+    "pruned": (True, ()),
+    "quantized": (False, (EVERYTHING,)),
+    "both": (True, (EVERYTHING,)),
+    "static": (False, (STATIC,)),
+    "pruned and static": (True, (STATIC,)),
+    "bfloat16": (False, (BFLOAT16,)),
+    "mixed": (True, MIXED),
+}
+
+
+def variants(family: str) -> dict[str, tuple[Quantized, tuple[Cut, ...]]]:
     small, cuts = pruned(family)
+    whole = zoo.FAMILIES[family]()
     return {
-        "plain": (zoo.FAMILIES[family](), ()),
-        "pruned": (small, cuts),
-        "quantized": (quantize_model(zoo.FAMILIES[family](), [EVERYTHING]).model, ()),
-        "both": (quantize_model(small, [EVERYTHING]).model, cuts),
+        name: (quantized(small if is_small else whole, *plan), cuts if is_small else ())
+        for name, (is_small, plan) in VARIANTS.items()
     }
 
 
@@ -127,9 +154,9 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], t
     root = tmp_path_factory.mktemp("saved")
     said = {}
     for family in zoo.FAMILIES:
-        for name, (model, cuts) in variants(family).items():
-            said[family, name] = say(model)
-            save(model, root / f"{family}-{name}", cuts)
+        for name, (made, cuts) in variants(family).items():
+            said[family, name] = say(made.model)
+            save(made.model, root / f"{family}-{name}", cuts, made.folded)
     folders = [str(root / f"{family}-{name}") for family, name in said]
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", ASK, *folders], capture_output=True, text=True, check=False
@@ -139,7 +166,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], t
     return {key: (logits, answer) for (key, logits), answer in zip(said.items(), heard, strict=True)}
 
 
-@pytest.mark.parametrize("variant", ["plain", "pruned", "quantized", "both"])
+@pytest.mark.parametrize("variant", list(VARIANTS))
 @pytest.mark.parametrize("family", list(zoo.FAMILIES))
 def test_a_fresh_process_computes_what_was_saved(answers, family: str, variant: str):
     said, heard = answers[family, variant]
@@ -185,6 +212,42 @@ def test_half_precision_layers_come_back_equal(tmp_path: Path):
 
     assert torch.equal(say(loaded), say(model))
     assert (loaded.vit.layers[0].mlp.fc1.dtype, loaded.classifier.dtype) == ("float16", "qint8")
+
+
+@pytest.mark.parametrize("family", ["vit", "resnet"])
+def test_static_layers_and_folded_norms_come_back_bit_by_bit(family: str, tmp_path: Path):
+    made = quantized(zoo.FAMILIES[family](), STATIC)
+    folder = save(made.model, tmp_path / "model", folded=made.folded)
+
+    loaded, tensors = load_module(folder), load_file(folder / "model.safetensors")
+
+    assert torch.equal(say(loaded), say(made.model))
+    assert load_recipe(folder).folded == made.folded
+    assert {layer.kind for layer in load_recipe(folder).quantized} == {"static"}
+    assert all(tensors[f"{name}.weight"].dtype == torch.int8 for name in made.layers)
+    assert not any("running_mean" in name for name in tensors)
+    assert type(loaded.get_submodule(made.layers[0])) is StaticConv2d
+    assert parameter_bytes(loaded) == parameter_bytes(made.model) < 0.4 * parameter_bytes(zoo.FAMILIES[family]())
+
+
+def test_the_skeleton_of_a_convnet_has_its_norms_in_its_convolutions(tmp_path: Path):
+    model = zoo.resnet()
+    made = quantized(model, STATIC)
+
+    skeleton = load_skeleton(save(made.model, tmp_path / "model", folded=made.folded))
+
+    assert not any(isinstance(module, (nn.BatchNorm2d, QuantizedModule)) for module in skeleton.modules())
+    assert float((say(skeleton) - say(model)).norm() / say(model).norm()) < 0.05
+
+
+def test_a_layer_of_a_kind_that_cannot_stand_there_is_refused(tmp_path: Path):
+    folder = save(quantize_model(zoo.vit(), [EVERYTHING]).model, tmp_path / "model")
+    recipe = json.loads((folder / "recipe.json").read_text())
+    recipe["quantized"][0]["name"] = "vit.layernorm"
+    (folder / "recipe.json").write_text(json.dumps(recipe))
+
+    with pytest.raises(ArtifactError, match="no dynamic layer stands for a 'LayerNorm'"):
+        load_module(folder)
 
 
 def test_the_skeleton_of_a_quantized_model_is_plain_float32(tmp_path: Path):

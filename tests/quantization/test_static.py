@@ -1,0 +1,158 @@
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from profiling_agent.errors import QuantizationError
+from profiling_agent.quantization.calibrate import Observed
+from profiling_agent.quantization.cast import CastConv2d, CastLinear
+from profiling_agent.quantization.kinds import CLASSES, rebuilt
+from profiling_agent.quantization.static import Grid, StaticConv2d, StaticLinear
+
+
+def observed(*calls: torch.Tensor) -> Observed:
+    found = Observed()
+    for x in calls:
+        found.add(x, torch.Generator().manual_seed(0))
+    return found
+
+
+def test_a_layer_of_two_by_two_by_hand():
+    linear = nn.Linear(2, 2)
+    linear.weight = nn.Parameter(torch.tensor([[127.0, 1.4], [-0.254, 0.0]]))
+    linear.bias = nn.Parameter(torch.tensor([0.5, -0.5]))
+
+    # 255 steps from -1 to 1.55 are 0.01 each, and zero is step 100.
+    layer = StaticLinear.from_float(linear, -1.0, 1.55, reduce_range=False)
+    tensors = layer.export_tensors()
+
+    assert tensors["weight"].tolist() == [[127, 1], [-127, 0]]
+    assert tensors["scale"].tolist() == pytest.approx([1.0, 0.002])
+    assert (layer.grid.scale, layer.grid.zero_point) == (pytest.approx(0.01), 100)
+    # 0.123 becomes 0.12, and 9 is clipped to 1.55: 127 * 0.12 + 1 * 1.55 + 0.5, and -0.254 * 0.12 - 0.5.
+    assert layer(torch.tensor([[0.123, 9.0]]))[0].tolist() == pytest.approx([17.29, -0.53048], abs=1e-5)
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.5, 2.0), (-2.0, -0.5), (-1.0, 3.0), (0.0, 0.0)])
+def test_every_grid_hits_zero_and_its_ends(low: float, high: float):
+    grid = Grid.spanning(low, high)
+    x = torch.tensor([0.0, low, high])
+
+    assert grid.rounded(x)[0] == 0
+    assert bool(((grid.rounded(x) - x).abs() <= grid.scale).all())
+
+
+def test_seven_bits_have_half_the_steps():
+    full, reduced = (Grid.spanning(0.0, 1.0, levels) for levels in (255, 127))
+    x = torch.linspace(0, 1, 1001)
+
+    assert len(full.rounded(x).unique()) == 256
+    assert len(reduced.rounded(x).unique()) == 128
+
+
+@pytest.mark.parametrize("x", [torch.zeros(8, 4), torch.full((8, 4), 3.0), torch.zeros(0, 4), torch.tensor([[-2.0]])])
+def test_constant_and_empty_inputs_divide_by_nothing(x: torch.Tensor):
+    layer = StaticLinear.from_float(nn.Linear(4, 2), *observed(x).range())
+
+    assert bool(layer(torch.full((1, 4), 3.0)).isfinite().all())
+
+
+def test_a_range_holds_zero_and_the_ends_are_exact():
+    found = observed(torch.rand(8, 1000) + 1, torch.rand(8, 1000) + 2)
+
+    assert found.low == 0.0
+    assert 2.99 < found.high < 3.0
+
+
+def test_one_far_value_is_clipped_where_that_costs_less_than_it_saves():
+    x = torch.randn(8, 10_000, generator=torch.Generator().manual_seed(0))
+    x[0, 0] = 100.0
+
+    # A step for [-4, 100] is 0.41, whose squares come to 0.014 a value: 1100 in all, and clipping at 80 costs 400.
+    assert observed(x).range()[1] < 100.0
+
+
+def test_many_far_values_are_kept():
+    x = torch.randn(8, 10_000, generator=torch.Generator().manual_seed(0))
+    x[:, :100] = 100.0
+
+    assert observed(x).range()[1] == 100.0
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_a_convolution_moves_as_the_float_one_does(groups: int):
+    conv = nn.Conv2d(4, 8, 3, stride=2, padding=1, dilation=2, groups=groups)
+    x = torch.randn(2, 4, 9, 9, generator=torch.Generator().manual_seed(0))
+
+    for layer in (StaticConv2d.from_float(conv, -4.0, 4.0), CastConv2d.from_float(conv)):
+        with torch.no_grad():
+            assert float((layer(x) - conv(x)).norm() / conv(x).norm()) < 0.02
+            assert float((layer.dequantized()(x) - conv(x)).norm() / conv(x).norm()) < 0.01
+
+
+def test_a_group_keeps_its_size_where_groups_were_cut():
+    original = nn.Conv2d(8, 8, 3, groups=8)
+    cut = nn.Conv2d(6, 6, 3, groups=6)
+
+    back = rebuilt("static", StaticConv2d.from_float(cut, -1.0, 1.0).export_tensors(), original, reduce_range=False)
+
+    assert back(torch.randn(1, 6, 5, 5)).shape == (1, 6, 3, 3)
+    assert back.dequantized().groups == 6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_cast_layer_returns_the_dtype_that_it_is_given(dtype: torch.dtype):
+    layer = CastLinear.from_float(nn.Linear(4, 2))
+
+    assert layer(torch.ones(1, 4, dtype=dtype)).dtype == dtype
+    # Models cast their images to the dtype of a layer's weight.
+    assert layer.weight.dtype == torch.float32
+
+
+def test_a_cast_layer_computes_what_bfloat16_does():
+    linear = nn.Linear(4, 2)
+    x = torch.randn(3, 4)
+
+    assert torch.equal(CastLinear.from_float(linear)(x), copy.deepcopy(linear).bfloat16()(x.bfloat16()).float())
+
+
+@pytest.mark.parametrize("kind", ["static", "cast"])
+@pytest.mark.parametrize("float_layer", [nn.Linear(4, 2, bias=False), nn.Conv2d(4, 2, 1)])
+def test_plain_tensors_bring_the_layer_back_bit_by_bit(kind, float_layer: nn.Linear | nn.Conv2d):
+    made = CLASSES[kind, type(float_layer)]
+    layer = made.from_float(float_layer, -1.0, 2.0) if kind == "static" else made.from_float(float_layer)
+    x = torch.randn(2, 4) if isinstance(float_layer, nn.Linear) else torch.randn(2, 4, 3, 3)
+
+    back = rebuilt(kind, layer.state_dict(), float_layer, reduce_range=layer.reduce_range)
+
+    assert layer.state_dict().keys() == layer.export_tensors().keys()
+    assert torch.equal(back(x), layer(x))
+    assert torch.equal(copy.deepcopy(layer)(x), layer(x))
+
+
+def test_weights_are_held_once_in_the_bits_that_they_have():
+    layer = StaticLinear.from_float(nn.Linear(100, 8), -1.0, 1.0)
+
+    # Weights; scales, zero points and biases of 8 channels.
+    assert sum(tensor.numel() * tensor.element_size() for tensor in layer.buffers()) == 800 + 8 * (4 + 8 + 4)
+    assert list(layer.parameters()) == []
+
+
+@pytest.mark.parametrize("width", [2, 200])
+@pytest.mark.parametrize("value", ["inf", "-inf", "nan"])
+def test_inputs_that_are_not_finite_are_refused(value: str, width: int):
+    x = torch.ones(1, width)
+    x[0, 0] = float(value)
+
+    with pytest.raises(QuantizationError, match="inf"):
+        StaticLinear.from_float(nn.Linear(2, 2), *observed(x).range())
+
+
+def test_tensors_of_another_kind_are_refused():
+    with pytest.raises(QuantizationError, match="int8"):
+        StaticLinear.from_tensors(CastLinear.from_float(nn.Linear(2, 2)).export_tensors() | {"scale": torch.ones(2)})
+    with pytest.raises(QuantizationError, match="'LayerNorm'"):
+        rebuilt("static", {}, nn.LayerNorm(2), reduce_range=False)
+    with pytest.raises(QuantizationError, match="'Linear'"):
+        StaticConv2d.from_tensors({"weight": torch.zeros(1, 1, 1, 1, dtype=torch.int8)}, nn.Linear(1, 1))

@@ -1,0 +1,214 @@
+"""Smoothing keeps the function and lowers the divergence; sensitivity finds what was made fragile."""
+
+import pytest
+import torch
+import zoo
+from torch import nn
+
+from profiling_agent.errors import QuantizationError
+from profiling_agent.pruning.compensation import mean_kl
+from profiling_agent.quantization.quantize import quantize_model
+from profiling_agent.quantization.sensitivity import mark_kept, measure_layers
+from profiling_agent.quantization.sites import find_sites
+from profiling_agent.quantization.swaps import swapped_logits
+from profiling_agent.quantization.tune import tune
+from profiling_agent.records import LayerCost, QuantizationRecommendation
+from profiling_agent.runtimes.eager import random_batch
+
+IMAGES = random_batch(zoo.SPEC, 16, seed=3)
+OTHERS = random_batch(zoo.SPEC, 16, seed=4)
+
+
+def say(model: nn.Module, images: torch.Tensor = IMAGES) -> torch.Tensor:
+    with torch.inference_mode():
+        return model(pixel_values=images).logits
+
+
+def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected).norm() / expected.norm())
+
+
+def with_outliers(model: nn.Module, factor: float = 30.0) -> nn.Module:
+    """Scale two channels of every block's LayerNorms up, and the columns that read them down, by hand."""
+    with torch.no_grad():
+        for layer in model.vit.layers:
+            attention = layer.attention
+            for norm, readers in (
+                (layer.layernorm_before, (attention.q_proj, attention.k_proj, attention.v_proj)),
+                (layer.layernorm_after, (layer.mlp.fc1,)),
+            ):
+                norm.weight[:2] *= factor
+                norm.bias[:2] *= factor
+                for reader in readers:
+                    reader.weight[:, :2] /= factor
+    return model
+
+
+@pytest.mark.parametrize(
+    ("family", "expected"),
+    [
+        # Two LayerNorms a block; the last one is read at its first token alone.
+        ("vit", 4),
+        ("deit", 4),
+        # Two a block in two stages of two, and one for the patches that are merged between them.
+        ("swin", 9),
+        ("resnet", 0),
+    ],
+)
+def test_layer_norms_that_linear_layers_read_are_found(family: str, expected: int):
+    with torch.no_grad():
+        sites = find_sites(zoo.FAMILIES[family](), IMAGES[:2])
+
+    assert len(sites) == expected
+    assert {len(site.readers) for site in sites} <= {1, 3}
+
+
+@pytest.mark.parametrize("scheme", ["dynamic", "static"])
+def test_outliers_are_folded_away_without_changing_the_model(scheme):
+    model = with_outliers(zoo.vit())
+    expected = say(model)
+
+    tuning = tune(model, [IMAGES], scheme)
+
+    assert distance(expected, say(zoo.vit())) < 1e-5
+    assert torch.equal(say(model), expected)
+    assert distance(say(tuning.model), expected) < 1e-4
+    assert len(tuning.sites) == 4
+    assert tuning.kl < tuning.kl_unfolded / 4
+    # Also on images that nothing was fitted to.
+    everything = [QuantizationRecommendation(layer="all", quantization_type=scheme, dtype="qint8")]
+    before, after = (
+        mean_kl(say(model, OTHERS), say(quantize_model(each, everything, calibration=lambda: [IMAGES]).model, OTHERS))
+        for each in (model, tuning.model)
+    )
+    assert after < before / 3
+
+
+class Residual(nn.Module):
+    """Its LayerNorm's output is read by a linear layer and by a sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(32), nn.Linear(32, 32)
+        self.logits: torch.Tensor
+
+    def forward(self, pixel_values: torch.Tensor) -> "Residual":
+        normed = self.norm(pixel_values.mean(1))
+        self.logits = (normed + self.linear(normed)).mean(1)
+        return self
+
+
+def test_a_layer_norm_that_a_residual_reads_is_refused():
+    model = zoo.randomised(Residual())
+    with torch.no_grad():
+        model.norm.weight[:2] *= 30
+        model.linear.weight[:, :2] /= 30
+        assert [site.norm for site in find_sites(model, IMAGES)] == ["norm"]
+
+    tuning = tune(model, [IMAGES], "dynamic")
+
+    assert tuning.sites == ()
+    assert tuning.model is model
+
+
+def test_a_model_without_layer_norms_is_given_back():
+    model = zoo.resnet()
+
+    tuning = tune(model, IMAGES.split(5), "static")
+
+    assert tuning.model is model
+    assert tuning.kl == tuning.kl_unfolded
+    assert tuning.num_images == 16
+    assert len(tuning.rows) == 16
+
+
+def test_the_layer_that_was_made_fragile_costs_most_and_is_kept():
+    model = zoo.vit()
+    fragile = model.vit.layers[1].attention.o_proj
+    with torch.no_grad():
+        # One weight in each row is huge where its input is always zero: the others fall between two steps.
+        model.vit.layers[1].attention.v_proj.weight[0] = 0
+        model.vit.layers[1].attention.v_proj.bias[0] = 0
+        fragile.weight.mul_(4)
+        fragile.weight[:, 0] = 300.0
+        model.classifier.weight.mul_(10)
+
+    rows = tune(model, [IMAGES], "dynamic", {"vit.layers.1.attention.o_proj": 0.02}).rows
+
+    worst = max(rows, key=lambda row: row.kl)
+    assert worst.layer == "vit.layers.1.attention.o_proj"
+    assert (worst.latency_share, worst.kept) == (0.02, True)
+    assert worst.kl > 0.5 * sum(row.kl for row in rows)
+
+
+@pytest.mark.parametrize("scheme", ["dynamic", "static"])
+@pytest.mark.parametrize("family", ["swin", "resnet"])
+def test_a_layer_alone_costs_what_the_model_with_it_alone_says(family: str, scheme):
+    model = zoo.FAMILIES[family]()
+    everything = QuantizationRecommendation(layer="all", quantization_type=scheme, dtype="qint8")
+    # Activations of a dynamic layer depend on their batch: one that is run at once.
+    images = IMAGES[:8]
+    quantized = quantize_model(model, [everything], calibration=lambda: [images])
+
+    rows = measure_layers(model, quantized, images)
+
+    assert [row.layer for row in rows] == list(quantized.layers)
+    if scheme == "static":
+        # Attention's products aren't in these layers.
+        assert 0.8 < sum(row.macs_share for row in rows) < 1.0 + 1e-9
+    for row in (rows[0], rows[-1]):
+        only = QuantizationRecommendation(
+            layer=f"^{row.layer.replace('.', '[.]')}$", quantization_type=scheme, dtype="qint8"
+        )
+        alone = quantize_model(model, [only], calibration=lambda: [images]).model
+        assert row.kl == pytest.approx(mean_kl(say(model, images), say(alone, images)), rel=0.05, abs=1e-9)
+
+
+def test_exchanged_modules_are_put_back():
+    model = zoo.vit()
+    other = nn.Linear(64, 5)
+    expected = say(model)
+
+    with torch.no_grad():
+        plain, swapped = swapped_logits(model, {"a": {"classifier": other}}, IMAGES)
+
+    assert torch.allclose(plain, expected, atol=1e-5)
+    assert distance(swapped["a"], expected) > 0.1
+    assert torch.equal(say(model), expected)
+
+
+def costing(layer: str, kl: float, share: float, latency: float | None = None) -> LayerCost:
+    return LayerCost(layer=layer, kl=kl, macs_share=share, latency_share=latency)
+
+
+def kept(*rows: LayerCost) -> list[str]:
+    return [row.layer for row in mark_kept(rows) if row.kept]
+
+
+def test_what_costs_most_for_least_time_is_kept():
+    assert kept(costing("a", 0.5, 0.04), costing("b", 0.1, 0.06), costing("c", 0.05, 0.9)) == ["a"]
+
+
+def test_nothing_is_kept_where_it_does_not_matter():
+    assert kept(costing("a", 9e-4, 0.01), costing("b", 0.0, 0.99)) == []
+
+
+def test_no_more_than_five_percent_of_the_time_is_kept():
+    rows = [costing(name, 0.3, 0.02) for name in "abc"]
+
+    assert kept(*rows, costing("d", 0.1, 0.94)) == ["a", "b"]
+
+
+def test_measured_time_counts_more_than_macs():
+    assert kept(costing("a", 0.5, 0.5, latency=0.01), costing("b", 0.5, 0.01, latency=0.5)) == ["a"]
+
+
+def test_a_layer_that_costs_little_is_not_kept_for_being_fast():
+    assert kept(costing("a", 0.001, 0.0), costing("b", 1.0, 0.9)) == []
+
+
+def test_images_are_needed_and_of_one_shape():
+    with pytest.raises(QuantizationError, match="none were given"):
+        tune(zoo.vit(), [], "dynamic")
+    with pytest.raises(QuantizationError, match=r"\(3, 32, 32\) and \(3, 16, 16\)"):
+        tune(zoo.vit(), [IMAGES[:4], torch.zeros(4, 3, 16, 16)], "dynamic")
