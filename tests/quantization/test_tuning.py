@@ -3,6 +3,7 @@
 import pytest
 import torch
 import zoo
+from outliers import with_outliers
 from torch import nn
 
 from profiling_agent.errors import QuantizationError
@@ -26,22 +27,6 @@ def say(model: nn.Module, images: torch.Tensor = IMAGES) -> torch.Tensor:
 
 def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected).norm() / expected.norm())
-
-
-def with_outliers(model: nn.Module, factor: float = 30.0) -> nn.Module:
-    """Scale two channels of every block's LayerNorms up, and the columns that read them down, by hand."""
-    with torch.no_grad():
-        for layer in model.vit.layers:
-            attention = layer.attention
-            for norm, readers in (
-                (layer.layernorm_before, (attention.q_proj, attention.k_proj, attention.v_proj)),
-                (layer.layernorm_after, (layer.mlp.fc1,)),
-            ):
-                norm.weight[:2] *= factor
-                norm.bias[:2] *= factor
-                for reader in readers:
-                    reader.weight[:, :2] /= factor
-    return model
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,94 @@
+"""What the tuning job makes of a saved model and a drawn split."""
+
+import io
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import zoo
+from outliers import with_outliers
+from PIL import Image
+from torch import nn
+
+from profiling_agent.acquisition.batches import write_split
+from profiling_agent.artifacts.load import load_module, load_recipe
+from profiling_agent.artifacts.save import save_model
+from profiling_agent.jobs.catalogue import CATALOGUE
+from profiling_agent.jobs.desk import Desk
+from profiling_agent.jobs.tasks import TuneTask
+from profiling_agent.progress import silent
+from profiling_agent.records import ArtifactRef, SplitInfo, Tuned
+from profiling_agent.runtimes.eager import random_batch
+from profiling_agent.workspace import file_sha256
+
+
+def png(rng: np.random.Generator) -> bytes:
+    held = io.BytesIO()
+    Image.fromarray(rng.integers(0, 256, (32, 32, 3), dtype=np.uint8)).save(held, format="PNG")
+    return held.getvalue()
+
+
+def ask(root: Path, model: nn.Module, num_images: int = 40) -> TuneTask:
+    rng = np.random.default_rng(0)
+    save_model(model, root / "model", spec=zoo.SPEC, processor=zoo.processor(), base_model="zoo")
+    write_split(root / "split.parquet", [png(rng) for _ in range(num_images)], [0] * num_images)
+    sha256 = file_sha256(root / "model" / "recipe.json")
+    split_sha256 = file_sha256(root / "split.parquet")
+    return TuneTask(
+        model=ArtifactRef(path="model", sha256=sha256, size_bytes=1, kind="model"),
+        scheme="dynamic",
+        calibration=SplitInfo(
+            name="calibration",
+            source_split="train",
+            num_images=num_images,
+            file=ArtifactRef(path="split.parquet", sha256=split_sha256, size_bytes=1, kind="split"),
+        ),
+        latency_shares={"classifier": 0.25},
+        batch_size=16,
+    )
+
+
+@pytest.fixture
+def desk(tmp_path: Path) -> Desk:
+    folder = tmp_path / "jobs" / "tune"
+    folder.mkdir(parents=True)
+    return Desk(tmp_path, folder, "jobs/tune", silent)
+
+
+def tuned(task: TuneTask, desk: Desk) -> Tuned:
+    done = CATALOGUE[TuneTask](task, desk)
+    assert isinstance(done, Tuned)
+    return done
+
+
+def test_a_folded_model_is_saved_in_float32_and_says_the_same(tmp_path: Path, desk: Desk):
+    model = with_outliers(zoo.vit())
+    batch = random_batch(zoo.SPEC, 4, seed=9)
+
+    done = tuned(ask(tmp_path, model), desk)
+
+    assert done.model.path == "jobs/tune/model"
+    assert load_recipe(desk.folder / "model").quantized == ()
+    with torch.inference_mode():
+        expected, found = (
+            model(pixel_values=batch).logits,
+            load_module(desk.folder / "model")(pixel_values=batch).logits,
+        )
+    assert float((found - expected).norm() / expected.norm()) < 1e-4
+    assert done.kl < done.kl_unfolded / 4
+    assert len(done.sites) == 4
+    # Six linear layers a block, and the classifier.
+    assert len(done.layers) == 13
+    assert {row.layer: row.latency_share for row in done.layers}["classifier"] == 0.25
+    assert done.num_images == 32
+
+
+def test_a_model_with_nothing_to_fold_is_handed_on_as_it_is(tmp_path: Path, desk: Desk):
+    task = ask(tmp_path, zoo.resnet(), num_images=8)
+
+    done = tuned(task.model_copy(update={"scheme": "static"}), desk)
+
+    assert done.model == task.model
+    assert not (desk.folder / "model").exists()
+    assert done.num_images == 8
