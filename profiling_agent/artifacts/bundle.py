@@ -45,13 +45,14 @@ def save_deployed(
         prepared = chosen.prepare(source, form, temporary)
         source.processor.save_pretrained(temporary)
         (temporary / CONFIG).write_text(json.dumps(source.recipe.config, indent=2) + "\n", encoding="utf-8")
-        images = noise_batch(source.recipe.input, NUM_GOLDEN)
-        save_file({"pixel_values": images}, temporary / GOLDEN)
+        # A recipe names its golden file, and a runtime is opened by a recipe.
+        save_file({}, temporary / GOLDEN)
         if counts is not None:
             counts = counts.model_copy(update={"parameter_bytes": _weight_bytes(temporary, form)})
         draft = _recipe(source, form, prepared, counts, temporary)
         _write(draft, temporary)
         session = chosen.open(temporary, draft, device=source.device, num_threads=num_threads)
+        images = noise_batch(source.recipe.input, session.fixed_size or NUM_GOLDEN)
         logits = session.run(images)
         if not np.isfinite(logits).all():
             raise QuantizationError(f"as {form.name} the model gives logits that aren't finite: leave this form out")

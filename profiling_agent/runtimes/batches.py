@@ -16,9 +16,9 @@ def check_images(spec: InputSpec, pixel_values: Batch) -> None:
         )
 
 
-def check_fixed_batch(fixed_size: int | str | None, pixel_values: Batch) -> None:
-    """Raise ArtifactError where the file was exported for another number of images; a name or None means any."""
-    if isinstance(fixed_size, int) and len(pixel_values) != fixed_size:
+def check_fixed_batch(fixed_size: int | None, pixel_values: Batch) -> None:
+    """Raise ArtifactError where the file was exported for another number of images."""
+    if fixed_size is not None and len(pixel_values) != fixed_size:
         raise ArtifactError(
             f"the model was exported for batches of exactly {fixed_size} images, not {len(pixel_values)}: "
             "fill the batch up, or export it with a dynamic batch"

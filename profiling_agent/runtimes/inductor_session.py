@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from profiling_agent.runtimes.protocol import Batch
 from profiling_agent.runtimes.silence import muted
-from profiling_agent.runtimes.torch_session import TorchSession
+from profiling_agent.runtimes.torch_session import TorchSession, logits_function
 
 # Each batch size is compiled for itself; torch gives up, and runs eagerly, after this many.
 MAX_SIZES = 32
@@ -52,7 +52,7 @@ def _compiled(module: nn.Module) -> Callable[[Tensor], Tensor]:
         import torchao.quantization.pt2e.quantizer.x86_inductor_quantizer  # noqa: F401 # pyright: ignore[reportUnusedImport]
     import torch._inductor.config as inductor
 
-    compiled = torch.compile(lambda pixel_values: module(pixel_values=pixel_values).logits, dynamic=False)
+    compiled = torch.compile(logits_function(module), dynamic=False)
     known: set[torch.Size] = set()
 
     def call(pixel_values: Tensor) -> Tensor:

@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-import shutil
 import tempfile
 from collections.abc import Collection, Generator, Iterator
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import onnx
 from numpy.typing import NDArray
+from onnx.checker import ValidationError
 from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_dynamic, quantize_static
 
 from profiling_agent.artifacts.recipe import QuantizedLayer
@@ -27,7 +27,7 @@ LAYER_OPS = ("MatMul", "Gemm", "Conv")
 # norms, softmax, GELU and residual adds stay in float: they cost little, and int8 costs them much.
 CONVNET_OPS = (*LAYER_OPS, "Add", "Relu", "MaxPool")
 # A file above protobuf's 2 GB can't be one file.
-ERRORS = (ValueError, RuntimeError, KeyError, IndexError, onnx.onnx_cpp2py_export.checker.ValidationError)
+ERRORS = (ValueError, RuntimeError, KeyError, IndexError, ValidationError)
 
 
 def write_form(source: Source, form: Form, path: Path) -> Prepared:
@@ -40,11 +40,11 @@ def write_form(source: Source, form: Form, path: Path) -> Prepared:
     """
     if source.onnx is None:
         raise ArtifactError("ONNX Runtime needs the model as ONNX, which torch could not export")
+    model = _readable(source.onnx)
     if form.scheme == "float32":
-        shutil.copyfile(source.onnx, path)
+        _write_bare(model, path)
         return Prepared(quantized=(), tied={})
     layers = chosen_layers(source.module, recommended(form))
-    model = _readable(source.onnx)
     nodes = nodes_of_layers(model, layers, LAYER_OPS)
     try:
         with _muted_in_scratch():
@@ -52,6 +52,7 @@ def write_form(source: Source, form: Form, path: Path) -> Prepared:
                 _quantize_dynamic(model, path, nodes)
             else:
                 _quantize_static(model, path, nodes, source.calibration)
+        _write_bare(onnx.load(path), path)
     except ERRORS as error:
         line = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
         raise QuantizationError(f"ONNX Runtime can't quantize the model ({line})") from error
@@ -65,6 +66,13 @@ def _readable(path: Path) -> onnx.ModelProto:
     # The exporter notes shapes that the quantizer's own inference contradicts once it has transposed a weight.
     del model.graph.value_info[:]
     return model
+
+
+def _write_bare(model: onnx.ModelProto, path: Path) -> None:
+    """Write the graph without the exporter's notes on each node: source lines of this machine, half of a small file."""
+    for node in model.graph.node:
+        del node.metadata_props[:]
+    onnx.save(model, path)
 
 
 @contextlib.contextmanager
@@ -118,7 +126,7 @@ class _Images(CalibrationDataReader):
     def __init__(self, images: Batch) -> None:
         self._images: Iterator[NDArray[Any]] = iter(images)
 
-    def get_next(self) -> dict[str, NDArray[Any]] | None:
-        """Return the next image as the model's input."""
+    def get_next(self) -> Any:
+        """Return the next image as the model's input, None after the last."""
         image = next(self._images, None)
         return None if image is None else {INPUT: image[None]}

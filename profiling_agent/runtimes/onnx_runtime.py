@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from profiling_agent.artifacts.recipe import ONNX, Recipe
 from profiling_agent.errors import ArtifactError
@@ -42,16 +42,19 @@ class OnnxSession:
         """Take a session that was opened with so many threads."""
         self._session = session
         self._precision, self._num_threads = precision, num_threads
-        self._fixed_size = session.get_inputs()[0].shape[0]
+        # A dynamic size has a name.
+        size = session.get_inputs()[0].shape[0]
+        self.fixed_size: int | None = size if isinstance(size, int) else None
 
     def run(self, pixel_values: Batch) -> Batch:
         """Return the logits, float32 (n, classes), of images (n, channels, height, width)."""
-        check_fixed_batch(self._fixed_size, pixel_values)
-        return self._session.run([OUTPUT], {INPUT: pixel_values})[0]
+        check_fixed_batch(self.fixed_size, pixel_values)
+        logits: Any = self._session.run([OUTPUT], {INPUT: pixel_values})[0]
+        return logits
 
     def bound(self, pixel_values: Batch) -> Callable[[], float]:
         """Return a function that runs these images once and returns the milliseconds it took."""
-        check_fixed_batch(self._fixed_size, pixel_values)
+        check_fixed_batch(self.fixed_size, pixel_values)
         feed = {INPUT: pixel_values}
 
         def run_once() -> float:

@@ -51,7 +51,7 @@ class OpenVinoSession:
             self._properties["INFERENCE_NUM_THREADS"] = num_threads
         self._requests: dict[int, Any] = {}
         batch = self._read().inputs[0].get_partial_shape()[0]
-        self._fixed_size = batch.get_length() if batch.is_static else None
+        self.fixed_size: int | None = batch.get_length() if batch.is_static else None
 
     def _read(self) -> Any:
         try:
@@ -62,7 +62,7 @@ class OpenVinoSession:
 
     def _request(self, pixel_values: Batch) -> Any:
         """Return an infer request for batches of this shape."""
-        check_fixed_batch(self._fixed_size, pixel_values)
+        check_fixed_batch(self.fixed_size, pixel_values)
         size = len(pixel_values)
         if size not in self._requests:
             model = self._read()

@@ -41,7 +41,9 @@ class Prepared:
 
 
 class Session(Protocol):
-    """An opened model."""
+    """An opened model; `fixed_size` is the only number of images that it takes at a time, None where it takes any."""
+
+    fixed_size: int | None
 
     def run(self, pixel_values: Batch) -> Batch:
         """Return the logits, float32 (n, classes), of images (n, channels, height, width)."""

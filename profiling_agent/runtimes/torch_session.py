@@ -16,6 +16,15 @@ def floating_dtype(module: nn.Module) -> torch.dtype:
     return found.pop() if len(found) == 1 else torch.float32
 
 
+def logits_function(module: nn.Module) -> Callable[[Tensor], Tensor]:
+    """Return a classifier as a function of images to logits."""
+
+    def logits(pixel_values: Tensor) -> Tensor:
+        return module(pixel_values=pixel_values).logits
+
+    return logits
+
+
 class TorchSession:
     """A module on its device; `call` maps the images to logits, by default through the module itself."""
 
@@ -29,8 +38,9 @@ class TorchSession:
     ) -> None:
         """Take a module in eval mode that lies on `device` already."""
         self.module = module
+        self.fixed_size: int | None = None
         self.device = torch.device(device)
-        self._call = call or (lambda pixel_values: module(pixel_values=pixel_values).logits)
+        self._call = call or logits_function(module)
         self._memory_format = memory_format
         self._dtype = floating_dtype(module)
 

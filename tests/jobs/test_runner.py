@@ -1,23 +1,39 @@
+import io
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 import zoo
+from PIL import Image
 
+from profiling_agent.acquisition.batches import write_split
 from profiling_agent.artifacts.save import save_model
-from profiling_agent.errors import JobError, PlanError
+from profiling_agent.errors import ArtifactError, JobError
 from profiling_agent.jobs.child import Child
 from profiling_agent.jobs.runner import Jobs, job_key
-from profiling_agent.jobs.tasks import ProfileTask, QuantizeTask
+from profiling_agent.jobs.tasks import EvaluateTask, ProfileTask
 from profiling_agent.jobs.wire import Order
 from profiling_agent.progress import silent
-from profiling_agent.records import ArtifactRef, Headline, LatencyStats, QuantizationRecommendation
+from profiling_agent.records import ArtifactRef, Headline, LatencyStats, SplitInfo
 from profiling_agent.workspace import Workspace, file_sha256
 
-ALL = QuantizationRecommendation(layer="all", dtype="qint8")
+NUM_IMAGES = 6
+
+
+def noise_png(rng: np.random.Generator) -> bytes:
+    held = io.BytesIO()
+    Image.fromarray(rng.integers(0, 256, (32, 32, 3), dtype=np.uint8)).save(held, format="PNG")
+    return held.getvalue()
+
+
+def evaluation(model: ArtifactRef, *, split: str = "split.parquet", num_images: int | None = None) -> EvaluateTask:
+    file = ArtifactRef(path=split, sha256=split, size_bytes=1, kind="split")
+    info = SplitInfo(name="search", source_split="test", num_images=NUM_IMAGES, file=file)
+    return EvaluateTask(model=model, split=info, batch_size=4, device="cpu", num_images=num_images)
 
 
 @pytest.fixture(scope="module")
@@ -25,6 +41,8 @@ def baseline(tmp_path_factory: pytest.TempPathFactory) -> tuple[Workspace, Artif
     workspace = Workspace(tmp_path_factory.mktemp("run"))
     folder = workspace.jobs / "made" / "model"
     folder.parent.mkdir(parents=True)
+    rng = np.random.default_rng(0)
+    write_split(workspace.root / "split.parquet", [noise_png(rng) for _ in range(NUM_IMAGES)], [0] * NUM_IMAGES)
     save_model(zoo.vit(), folder, spec=zoo.SPEC, processor=zoo.processor(), base_model="zoo")
     sha256 = file_sha256(folder / "recipe.json")
     return workspace, ArtifactRef(path="jobs/made/model", sha256=sha256, size_bytes=1, kind="model")
@@ -39,7 +57,7 @@ def jobs(baseline: tuple[Workspace, ArtifactRef]):
 
 def test_a_job_is_done_once_and_leaves_a_whole_folder(jobs: Jobs, baseline: tuple[Workspace, ArtifactRef]):
     workspace, model = baseline
-    task = QuantizeTask(model=model, recommendations=(ALL,))
+    task = evaluation(model)
 
     first = jobs.run(task)
     result = workspace.jobs / job_key(task) / "result.json"
@@ -47,8 +65,8 @@ def test_a_job_is_done_once_and_leaves_a_whole_folder(jobs: Jobs, baseline: tupl
     again = jobs.run(task)
 
     assert again == first
-    assert len(first.layers) == 13
-    assert workspace.path(first.model).is_dir()
+    assert first.predictions.num_images == NUM_IMAGES
+    assert workspace.path(first.predictions.file).is_file()
     assert result.stat().st_mtime_ns == written
     assert not list(workspace.jobs.glob(".tmp-*"))
 
@@ -57,12 +75,11 @@ def test_what_a_stage_refuses_is_raised_here_and_the_worker_goes_on(
     jobs: Jobs, baseline: tuple[Workspace, ArtifactRef]
 ):
     workspace, model = baseline
-    wrong = ALL.model_copy(update={"layer": "no_such_layer"})
 
-    with pytest.raises(PlanError, match="no_such_layer"):
-        jobs.run(QuantizeTask(model=model, recommendations=(wrong,)))
+    with pytest.raises(ArtifactError, match=r"no_such\.parquet"):
+        jobs.run(evaluation(model, split="no_such.parquet"))
 
-    assert jobs.run(QuantizeTask(model=model, recommendations=(ALL,))).layers
+    assert jobs.run(evaluation(model, num_images=3)).predictions.num_images == 3
     assert not list(workspace.jobs.glob(".tmp-*"))
 
 
@@ -78,19 +95,19 @@ def test_a_crash_is_a_jobs_result_and_the_next_job_gets_a_new_worker(
             child.kill()
 
     jobs.progress = kill
-    with pytest.raises(JobError, match="died with exit status -9"):
+    with pytest.raises(JobError, match=r"died with exit status -9 \(SIGKILL"):
         jobs.run(ProfileTask(model=model, batch_size=1, device="cpu", headline=headline))
     jobs.progress = silent
 
     assert not list(workspace.jobs.glob(".tmp-*"))
-    assert jobs.run(QuantizeTask(model=model, recommendations=(ALL.model_copy(update={"dtype": "float16"}),))).layers
+    assert jobs.run(evaluation(model, num_images=2)).predictions.num_images == 2
 
 
 def test_a_job_that_takes_too_long_is_ended(baseline: tuple[Workspace, ArtifactRef], tmp_path: Path):
     workspace, model = baseline
     child = Child(tmp_path / "log")
-    task = QuantizeTask(model=model, recommendations=(ALL,))
-    order = Order(root=str(workspace.root), key="late", kind="QuantizeTask", task=task.model_dump(mode="json"))
+    task = evaluation(model).model_dump(mode="json")
+    order = Order(root=str(workspace.root), key="late", kind="EvaluateTask", task=task)
 
     with pytest.raises(JobError, match="longer than 0 s"):
         child.carry_out(order, timeout_s=0.01, progress=silent)
@@ -102,9 +119,9 @@ def test_a_job_that_takes_too_long_is_ended(baseline: tuple[Workspace, ArtifactR
 def test_a_key_covers_every_input(baseline: tuple[Workspace, ArtifactRef]):
     model = baseline[1]
     keys = {
-        job_key(QuantizeTask(model=changed, recommendations=recommendations))
+        job_key(evaluation(changed, num_images=num_images))
         for changed in (model, model.model_copy(update={"sha256": "other"}))
-        for recommendations in ((), (ALL,))
+        for num_images in (None, 1)
     }
 
     assert len(keys) == 4

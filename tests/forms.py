@@ -1,0 +1,53 @@
+"""Tiny models brought into every form, for several test files."""
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import torch
+import zoo
+
+from profiling_agent.artifacts.load import load_module, load_recipe
+from profiling_agent.artifacts.onnx import export_onnx
+from profiling_agent.artifacts.save import save_model
+from profiling_agent.records import Form
+from profiling_agent.runtimes.noise import noise_batch
+from profiling_agent.runtimes.protocol import Source
+
+MODELS: dict[str, Callable[[], torch.nn.Module]] = {
+    "vit": lambda: zoo.vit(num_hidden_layers=1),
+    "resnet": lambda: zoo.resnet(layer_type="basic"),
+}
+
+
+def source_of(family: str, folder: Path, *, batch_size: int | None = None) -> Source:
+    """Save and export a tiny model, with a dynamic batch or one of `batch_size`."""
+    folder.mkdir()
+    save_model(MODELS[family](), folder / "model", spec=zoo.SPEC, processor=zoo.processor(), base_model="zoo")
+    module = load_module(folder / "model")
+    export_onnx(module, folder / "model.onnx", spec=zoo.SPEC, batch_size=batch_size)
+    return Source(
+        module=module,
+        recipe=load_recipe(folder / "model"),
+        processor=zoo.processor(),
+        calibration=noise_batch(zoo.SPEC, 16, seed=1),
+        batch_size=8,
+        onnx=folder / "model.onnx",
+    )
+
+
+def float_logits(source: Source, images: np.ndarray) -> np.ndarray:
+    with torch.inference_mode():
+        return source.module(pixel_values=torch.from_numpy(images)).logits.numpy()
+
+
+def distance(found: np.ndarray, expected: np.ndarray) -> float:
+    return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
+
+
+@cache
+def form(name: str) -> Form:
+    """Return the form of a name such as `onnxruntime static`."""
+    runtime, scheme = name.split()
+    return Form(runtime=runtime, scheme=scheme)
