@@ -17,6 +17,8 @@ NARROW, MAX_ROUNDS = 0.04, 40
 MAX_RUNS = 10
 # Whoever is surely less than half as fast as the best stops taking turns.
 HOPELESS = 0.5
+# Between rounds the machine waits, and an interval is only asked whether it is narrow.
+ROUGH = 300
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +91,8 @@ def hopeless(scores: Mapping[int, Score]) -> set[int]:
 
 
 def _so_far(heat: Heat, index: int, seed: int) -> Score:
-    return pool([log_ratios(heat.turns[index], heat.turns[0])], [], seed=seed, luck=0.0)
+    ratios = log_ratios(heat.turns[index], heat.turns[0])
+    return pool([ratios], [], seed=seed, luck=0.0, num_resamples=ROUGH)
 
 
 def _load(runners: Mapping[int, Runner], heat: Heat, pace: Pace) -> dict[int, int]:

@@ -1,5 +1,6 @@
 """Models take turns on one machine, one process each: which is faster, and how sure is that? No torch here."""
 
+import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -15,10 +16,13 @@ from profiling_agent.runtimes.contender import Contender, racer_command
 from profiling_agent.runtimes.latency import latency_stats
 from profiling_agent.runtimes.turns import Start
 
-# A model is called slower, or faster by less than `NEAR` or with an interval as wide as that, only where every one of
+# A model is called slower, or faster by less than `NEAR` or with an interval as wide as `WIDE`, only where every one of
 # this many line-ups leaves it so.
 MAX_RACES = 3
 NEAR, WIDE = 1.25, 0.5
+# Equal so far, but this far from it as a share of the interval's width (a bound of the interval lies at about a half):
+# a model that is 10% slower often looks like that after one line-up.
+UNDECIDED = 0.35
 # A race that can't tell apart what differs by less than this is worth a warning.
 TOO_NOISY = 0.05
 
@@ -71,7 +75,7 @@ def race_until_clear(  # noqa: PLR0913 (how a race is run belongs to its result)
     After `min_races` of all, those in doubt race the first again, three races at most, each time in new processes, and
     are scored on all their races together: two processes of equal models can differ by several per cent for as long as
     they live, which no number of turns averages out. In doubt is who is shown slower so far, a little faster, or faster by
-    nobody knows how much, and is not hopeless.
+    nobody knows how much, or is neither by a hair, and is not hopeless.
 
     Raises:
         JobError: the first contender crashed or hung.
@@ -112,7 +116,9 @@ def _doubtful(scores: Mapping[int, Score], entered: Sequence[int]) -> list[int]:
 
 
 def _is_doubtful(score: Score) -> bool:
-    return score.is_shown_slower or (score.is_shown_faster and (score.low < NEAR or score.width > WIDE))
+    if score.is_shown_faster:
+        return score.low < NEAR or score.width > WIDE
+    return score.is_shown_slower or abs(math.log(score.speedup)) > UNDECIDED * math.log(score.high / score.low)
 
 
 def processes(commands: Sequence[Sequence[str]], start: Start) -> LineUp:

@@ -16,7 +16,7 @@ NUM_RESAMPLES = 2000
 CONFIDENCE = 0.95
 # Standard deviation of the log ratio of two processes of one model, with racers that keep their memory: six processes
 # of a small ViT at batch 32 by turns, two cores (docs/decisions/LOG.md).
-PROCESS_LUCK = 0.018
+PROCESS_LUCK = 0.02
 Turns = Sequence[Sequence[float]]
 Ratios = NDArray[np.float64]
 
@@ -55,7 +55,14 @@ def log_ratios(turns: Turns, baseline: Turns) -> Ratios:
     return np.log(first[: len(own)] / own)
 
 
-def pool(line_ups: Sequence[Ratios], samples_ms: list[float], *, seed: int, luck: float = PROCESS_LUCK) -> Score:
+def pool(
+    line_ups: Sequence[Ratios],
+    samples_ms: list[float],
+    *,
+    seed: int,
+    luck: float = PROCESS_LUCK,
+    num_resamples: int = NUM_RESAMPLES,
+) -> Score:
     """Return the score that the log ratios of one or more line-ups give together.
 
     The speed-up is the geometric mean over line-ups of the median over rounds; the interval holds the middle 95% of
@@ -64,14 +71,14 @@ def pool(line_ups: Sequence[Ratios], samples_ms: list[float], *, seed: int, luck
     rng = np.random.default_rng(seed)
     medians = np.array([np.median(ratios) for ratios in line_ups])
     spread = float(np.std(medians, ddof=1)) if len(medians) > 1 else 0.0
-    draws = np.mean([_resampled(ratios, rng) for ratios in line_ups], axis=0)
-    draws = draws + rng.normal(0.0, max(luck, spread) / math.sqrt(len(line_ups)), NUM_RESAMPLES)
+    draws = np.mean([_resampled(ratios, rng, num_resamples) for ratios in line_ups], axis=0)
+    draws = draws + rng.normal(0.0, max(luck, spread) / math.sqrt(len(line_ups)), num_resamples)
     low, high = np.quantile(draws, ((1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2))
     return Score(samples_ms, *(math.exp(value) for value in (medians.mean(), low, high)))
 
 
-def _resampled(ratios: Ratios, rng: np.random.Generator) -> Ratios:
-    chosen = rng.integers(0, len(ratios), (NUM_RESAMPLES, len(ratios)))
+def _resampled(ratios: Ratios, rng: np.random.Generator, num_resamples: int) -> Ratios:
+    chosen = rng.integers(0, len(ratios), (num_resamples, len(ratios)))
     return np.median(ratios[chosen], axis=1)
 
 

@@ -15,6 +15,7 @@ from profiling_agent.evaluation.scores import detectable, log_ratios, pool
 from profiling_agent.records import Race
 
 PACE = Pace(seconds_per_turn=0.1, min_rounds=8)
+SHORT = Pace(seconds_per_turn=0.1, min_rounds=12, max_seconds=0)
 
 
 class Scripted:
@@ -247,3 +248,24 @@ def test_all_race_as_often_as_is_asked():
 
     assert result.num_races == 2
     assert sorted(result.ratios[1]) == [0, 1]
+
+
+def drawn(milliseconds: float, noise: random.Random) -> Scripted:
+    """A process with luck of its own, 1.25% either way, whose passes vary by 3%, one in twenty by 15% more."""
+    own = milliseconds * math.exp(noise.gauss(0, 0.0125))
+    return Scripted(own * math.exp(noise.gauss(0, 0.03) + 0.15 * (noise.random() < 0.05)) for _ in itertools.count())
+
+
+@pytest.mark.parametrize(("milliseconds", "said"), [(10, "equal"), (11, "slower")])
+def test_what_is_so_is_said_in_95_of_100_races_of_processes_with_luck(milliseconds: float, said: str):
+    found = {"equal": 0, "slower": 0, "faster": 0}
+    for number in range(100):
+        noise = random.Random(number)
+
+        def line_up(chosen: Sequence[int], noise: random.Random = noise):
+            return nullcontext({index: drawn((10, milliseconds)[index], noise) for index in chosen})
+
+        score = race_until_clear(line_up, 2, pace=SHORT, seed=number).scores[1]
+        found["slower" if score.is_shown_slower else "faster" if score.is_shown_faster else "equal"] += 1
+
+    assert found[said] >= 95
