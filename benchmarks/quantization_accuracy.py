@@ -18,10 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from checks import Check, finish
 from numpy.typing import NDArray
-from torch import nn
+from outliers import stick_out
 from workshop import Made, Workshop, forms
 
 from profiling_agent.artifacts.load import load_module, load_processor, load_recipe
@@ -36,8 +35,7 @@ SHARED = Path(__file__).resolve().parents[2] / "shared"
 BATCH_SIZE = 32
 # Top-1 that may be lost on search images by what is chosen, and on the others by the choice.
 FLOOR = MAX_DROP = 0.003
-# Every eighth channel of a LayerNorm is scaled, by 30 to 100.
-OUTLIERS, EVERY = (30.0, 100.0), 8
+QUICK = ("eager dynamic", "openvino static")
 OUTLIER_FORMS = (
     Form(scheme="dynamic", recommendations=recommend("dynamic")),
     Form(runtime="inductor", scheme="static", recommendations=recommend("static")),
@@ -178,37 +176,6 @@ def show(name: str, top1: float, rows: Sequence[dict[str, Any]], ours: dict[str,
         )
 
 
-def stick_out(model: nn.Module) -> int:
-    """Scale channels of each LayerNorm up and the columns of what reads it down, in place; return how many norms."""
-    generator, num_norms = torch.Generator().manual_seed(0), 0
-    for name, norm in model.named_modules():
-        readers = _readers(model, name)
-        if not isinstance(norm, nn.LayerNorm) or not readers:
-            continue
-        width = norm.weight.numel()
-        scales = torch.ones(width)
-        picked = torch.arange(0, width, EVERY)
-        low, high = OUTLIERS
-        scales[picked] = low + (high - low) * torch.rand(len(picked), generator=generator)
-        with torch.no_grad():
-            norm.weight *= scales
-            norm.bias *= scales
-            for reader in readers:
-                reader.weight /= scales
-        num_norms += 1
-    return num_norms
-
-
-def _readers(model: nn.Module, name: str) -> list[Any]:
-    """Return the linear layers that read a LayerNorm of a ViT, by transformers' names."""
-    layer, _, norm = name.rpartition(".")
-    inside = {
-        "layernorm_before": [f"attention.{which}_proj" for which in "qkv"],
-        "layernorm_after": ["mlp.fc1"],
-    }.get(norm, [])
-    return [model.get_submodule(f"{layer}.{reader}") for reader in inside]
-
-
 def outliers(model: Path, data: Path, *, is_quick: bool) -> tuple[list[dict[str, Any]], list[Check]]:
     """Return the rows of a model with strong outliers, with folding and without."""
     rows: list[dict[str, Any]] = []
@@ -241,12 +208,12 @@ def main() -> int:
     names = ("vit", "deit", "swin", "resnet")
     parser.add_argument("--models", nargs="+", type=Path, default=[SHARED / "models" / f"{n}-cifar10" for n in names])
     parser.add_argument("--data", type=Path, default=SHARED / "data" / "cifar10")
-    parser.add_argument("--quick", action="store_true", help="one model, its int8 forms, 500 images of each split")
+    parser.add_argument("--quick", action="store_true", help="one model, two forms, 500 images of each split")
     parser.add_argument("--json", type=Path, metavar="FILE")
     asked = parser.parse_args()
     rows: list[dict[str, Any]] = []
     checks: list[Check] = []
-    chosen = [form for form in forms() if not asked.quick or form.scheme in ("dynamic", "static")]
+    chosen = [form for form in forms() if not asked.quick or form.name in QUICK]
     chosen = [form for form in chosen if form.name != "eager float32"]
     for model in asked.models[: 1 if asked.quick else None]:
         measured, found = measure(model, asked.data, chosen, is_quick=asked.quick)
