@@ -23,7 +23,13 @@ class World:
 
     def request(self, output: Path, **asked) -> Request:
         """Return a request that is quick to carry out."""
-        quick = {"batch_size": 64, "max_iterations": 3, "run_id": "quick", "runtimes": "eager"}
+        quick = {
+            "batch_size": 64,
+            "max_iterations": 3,
+            "run_id": "quick",
+            "runtimes": "eager",
+            "quantize_dtype": "qint8",
+        }
         return Request(model=str(self.model), dataset=str(self.data), output=str(output), **(quick | asked))
 
 

@@ -12,6 +12,7 @@ from profiling_agent.evaluation.predictions import read_predictions
 from profiling_agent.iteration.forms import EVERYTHING, INT8
 from profiling_agent.jobs.runner import Jobs
 from profiling_agent.jobs.tasks import (
+    DeployApartTask,
     DeployTask,
     EvaluateApartTask,
     EvaluateTask,
@@ -90,7 +91,8 @@ class Bench:
         """Bring a float32 model into a form; raises what the conversion does, JobError where it crashed or hung."""
         reads_onnx = form.runtime in READS_ONNX and (form.runtime, form.scheme) != ("openvino", "static")
         onnx = self.jobs.run(ExportTask(model=model)).onnx if reads_onnx else None
-        task = DeployTask(
+        kind = DeployTask if form.runtime == "eager" else DeployApartTask
+        task = kind(
             model=model,
             form=form,
             calibration=self.acquired.calibration,

@@ -91,7 +91,8 @@ def _refused_by_logits(deployed: DeployedModel, goal: Goal) -> str:
 def _race(bench: Bench, trials: Sequence[Trial], variant: Variant) -> tuple[list[Trial], tuple[str, ...]]:
     """Give each trial that is still in its lap against the eager float32 baseline."""
     entries = tuple((variant, trial.deployed.model) for trial in trials if trial.deployed and not trial.reason)
-    if not entries:
+    if len(entries) < 2:
+        # There is nothing to choose; the race at the end of the run shows whether it is faster at all.
         return list(trials), ()
     try:
         race = bench.race(((Variant.BASELINE, bench.baseline), *entries))

@@ -185,6 +185,7 @@ CATALOGUE: dict[type[tasks.Task[Any]], Callable[[Any, Desk], Record]] = {
     tasks.TuneTask: tune_job,
     tasks.ExportTask: export_job,
     tasks.DeployTask: deploy_job,
+    tasks.DeployApartTask: deploy_job,
     tasks.EvaluateTask: evaluate_job,
     tasks.EvaluateApartTask: evaluate_job,
 }

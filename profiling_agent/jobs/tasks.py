@@ -170,17 +170,22 @@ class ExportTask(Task[Exported]):
 
 
 class DeployTask(Task[DeployedModel]):
-    """Bring a float32 model into one form, in a process of its own: converters and compilers crash and hang."""
+    """Bring a float32 model into one form of eager torch."""
 
     result: ClassVar[type[Record]] = DeployedModel
-    fresh: ClassVar[bool] = True
-    timeout_s: ClassVar[float] = 1800.0
     model: ArtifactRef
     form: Form
     calibration: SplitInfo
     onnx: ArtifactRef | None = Field(default=None, description="the model as ONNX, for the runtimes that read it")
     batch_size: int
     device: str = "cpu"
+
+
+class DeployApartTask(DeployTask):
+    """Into a form of another runtime, in a process of its own: converters and compilers crash and hang."""
+
+    fresh: ClassVar[bool] = True
+    timeout_s: ClassVar[float] = 1800.0
 
 
 class Measured(Record):

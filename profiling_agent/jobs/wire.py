@@ -18,6 +18,7 @@ TASKS: dict[str, type[tasks.Task[Any]]] = {
         tasks.TuneTask,
         tasks.ExportTask,
         tasks.DeployTask,
+        tasks.DeployApartTask,
         tasks.EvaluateTask,
         tasks.EvaluateApartTask,
         tasks.RaceTask,

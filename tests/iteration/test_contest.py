@@ -106,6 +106,7 @@ class Script:
         )
 
     EvaluateApartTask = EvaluateTask
+    DeployApartTask = DeployTask
 
     def RaceTask(self, task):  # noqa: N802
         laps, dropped = [], []
@@ -230,10 +231,17 @@ def test_hopeless_forms_are_not_raced_and_slow_ones_not_measured_in_full(tmp_pat
 
 
 def test_nothing_is_chosen_that_is_shown_slower_than_the_baseline(tmp_path: Path):
-    held, _ = contest(tmp_path, {"eager dynamic": Made(speedup=0.9)})
+    held, _ = contest(tmp_path, {"eager dynamic": Made(speedup=0.9), "eager bfloat16": Made(speedup=0.8)})
 
     assert held.chosen is None
     assert "shown slower than the baseline (0.90x)" in reasons(held)["eager dynamic"]
+
+
+def test_a_form_without_rivals_is_left_to_the_race_at_the_end(tmp_path: Path):
+    held, script = contest(tmp_path, {"eager dynamic": Made(speedup=0.9)})
+
+    assert held.chosen is not None
+    assert not [task for task in script.asked if isinstance(task, tasks.RaceTask)]
 
 
 @pytest.mark.parametrize(
