@@ -166,7 +166,9 @@ HIDDEN = """
 import sys
 from importlib.machinery import PathFinder
 hidden, find = sys.argv[1].split(","), PathFinder.find_spec
-PathFinder.find_spec = lambda name, *rest: None if name.split(".")[0] in hidden else find(name, *rest)
+PathFinder.find_spec = staticmethod(
+    lambda name, *rest, **named: None if name.split(".")[0] in hidden else find(name, *rest, **named)
+)
 from profiling_agent.runtimes.registry import missing
 for name in ("eager", "inductor", "onnxruntime", "openvino"):
     print(missing(name))

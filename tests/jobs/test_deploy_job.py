@@ -1,0 +1,135 @@
+"""What the jobs around a runtime make of a saved model and drawn images."""
+
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import zoo
+from PIL import Image
+
+from profiling_agent.acquisition.batches import iter_batches, write_split
+from profiling_agent.artifacts.load import load_module, load_recipe
+from profiling_agent.artifacts.save import save_model
+from profiling_agent.errors import ArtifactError, QuantizationError
+from profiling_agent.evaluation.predictions import read_predictions
+from profiling_agent.jobs.deploy_job import deploy_job, evaluate_job, export_job
+from profiling_agent.jobs.desk import Desk
+from profiling_agent.jobs.tasks import DeployTask, EvaluateTask, ExportTask
+from profiling_agent.progress import silent
+from profiling_agent.records import ArtifactRef, Form, SplitInfo
+
+NUM_IMAGES = 20
+
+
+def ref(path: str, kind="model") -> ArtifactRef:
+    return ArtifactRef(path=path, sha256=path, size_bytes=1, kind=kind)
+
+
+def png(rng: np.random.Generator) -> bytes:
+    held = io.BytesIO()
+    Image.fromarray(rng.integers(0, 256, (32, 32, 3), dtype=np.uint8)).save(held, format="PNG")
+    return held.getvalue()
+
+
+def split(name="split.parquet", num_images: int = NUM_IMAGES) -> SplitInfo:
+    return SplitInfo(name="calibration", source_split="train", num_images=num_images, file=ref(name, "split"))
+
+
+def desk_in(root: Path, name: str) -> Desk:
+    folder = root / "jobs" / name
+    folder.mkdir(parents=True)
+    return Desk(root, folder, f"jobs/{name}", silent)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root, rng = tmp_path_factory.mktemp("run"), np.random.default_rng(0)
+    save_model(zoo.resnet("basic"), root / "baseline", spec=zoo.SPEC, processor=zoo.processor(), base_model="zoo")
+    write_split(root / "split.parquet", [png(rng) for _ in range(NUM_IMAGES)], [0] * NUM_IMAGES)
+    write_split(root / "empty.parquet", [], [])
+    return root
+
+
+@pytest.fixture(scope="module")
+def onnx(root: Path) -> ArtifactRef:
+    exported = export_job(ExportTask(model=ref("baseline")), desk_in(root, "export"))
+    assert exported.distance < 1e-5
+    return exported.onnx
+
+
+def deployed(root: Path, name: str, form: Form, onnx: ArtifactRef | None = None, **asked):
+    given = {"model": ref("baseline"), "form": form, "calibration": split(), "batch_size": 8, "onnx": onnx}
+    return deploy_job(DeployTask(**(given | asked)), desk_in(root, name))
+
+
+def test_a_deployed_model_and_how_far_it_is_from_its_parent(root: Path, onnx: ArtifactRef):
+    made = deployed(root, "static", Form(runtime="onnxruntime", scheme="static"), onnx)
+
+    parent = load_module(root / "baseline")
+    layers = [name for name, module in parent.named_modules() if isinstance(module, torch.nn.Linear | torch.nn.Conv2d)]
+    assert list(made.layers) == layers
+    assert 0 < made.distance < 0.1
+    assert 0 < made.kl < 0.05
+    assert (root / made.model.path / "model.onnx").stat().st_size < (root / onnx.path).stat().st_size / 2
+    assert sorted(path.name for path in (root / "jobs" / "static").iterdir()) == ["model"]
+
+
+def test_what_is_counted_is_the_float_parent_and_its_bytes_are_those_held(root: Path, onnx: ArtifactRef):
+    made = deployed(root, "counted", Form(runtime="onnxruntime"), onnx)
+
+    counts = load_recipe(root / made.model.path).counts
+
+    assert counts is not None
+    assert counts.params == sum(parameter.numel() for parameter in load_module(root / "baseline").parameters())
+    assert counts.parameter_bytes == (root / made.model.path / "model.onnx").stat().st_size
+    assert made.distance < 1e-5
+    assert made.kl < 1e-9
+
+
+def test_every_runtime_answers_the_same_images_in_their_order(root: Path, onnx: ArtifactRef):
+    made = deployed(root, "answering", Form(runtime="onnxruntime"), onnx)
+
+    def answers(model: ArtifactRef, name: str, num_images: int | None = None):
+        task = EvaluateTask(model=model, split=split(), batch_size=8, device="cpu", num_images=num_images)
+        measured = evaluate_job(task, desk_in(root, name))
+        predicted, _ = read_predictions(root / "jobs" / name / Path(measured.predictions.file.path).name)
+        return measured, predicted
+
+    ours, theirs = answers(ref("baseline"), "evaluated-eager"), answers(made.model, "evaluated-onnx")
+    few = answers(made.model, "evaluated-few", num_images=5)
+
+    batches = iter_batches(root / "split.parquet", zoo.processor(), batch_size=8)
+    with torch.inference_mode():
+        expected = [load_module(root / "baseline")(pixel_values=x).logits.argmax(-1) for x, _ in batches]
+    assert np.array_equal(ours[1], torch.cat(expected).numpy())
+    assert np.array_equal(ours[1], theirs[1])
+    assert np.array_equal(few[1], ours[1][:5])
+    assert few[0].predictions.num_images == 5
+    assert ours[0].footprint.macs == theirs[0].footprint.macs > 0
+
+
+def test_a_damaged_model_is_not_evaluated(root: Path):
+    folder = root / "damaged"
+    save_model(zoo.resnet("basic"), folder, spec=zoo.SPEC, processor=zoo.processor(), base_model="zoo")
+    (folder / "config.json").write_text(json.dumps({"mine": True}))
+
+    with pytest.raises(ArtifactError, match=r"config\.json"):
+        evaluate_job(
+            EvaluateTask(model=ref("damaged"), split=split(), batch_size=8, device="cpu"), desk_in(root, "damage")
+        )
+
+
+def test_no_calibration_images_are_refused(root: Path):
+    with pytest.raises(QuantizationError, match="0 calibration images"):
+        deployed(root, "empty", Form(scheme="dynamic"), calibration=split("empty.parquet", 0))
+
+
+def test_too_few_calibration_images_for_static_scales_are_refused(root: Path):
+    rng = np.random.default_rng(1)
+    write_split(root / "two.parquet", [png(rng) for _ in range(2)], [0, 0])
+
+    with pytest.raises(QuantizationError, match="at least"):
+        deployed(root, "few", Form(runtime="inductor", scheme="static"), calibration=split("two.parquet", 2))
