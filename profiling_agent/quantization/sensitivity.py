@@ -41,7 +41,7 @@ def measure_layers(
     called = _called(model, images)
     layers = {name: module for name, module in quantized_modules(quantized.model).items() if name in called}
     plain = _plain(model, quantized, layers, images)
-    macs = count_complexity(plain, _spec(images))
+    macs = count_complexity(plain, spec_of(images))
     total = sum(row.macs for row in macs.values())
     swaps = {name: {name: layer} for name, layer in layers.items()}
     with torch.no_grad():
@@ -76,7 +76,8 @@ def _plain(model: nn.Module, quantized: Quantized, layers: Mapping[str, Quantize
     return plain
 
 
-def _spec(images: Tensor) -> InputSpec:
+def spec_of(images: Tensor) -> InputSpec:
+    """Return the input shape of a model that takes these images."""
     _, channels, height, width = images.shape
     return InputSpec(channels=channels, height=height, width=width, source="calibration images")
 

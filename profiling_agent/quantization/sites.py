@@ -84,8 +84,8 @@ def find_sites(model: nn.Module, images: Tensor) -> tuple[Site, ...]:
     )
 
 
-def measure_spreads(model: nn.Module, sites: Sequence[Site], images: Tensor) -> dict[str, Spread]:
-    """Return by name what each site's LayerNorm gives out on the images."""
+def measure_spreads(model: nn.Module, sites: Sequence[Site], images: Tensor) -> dict[Site, Spread]:
+    """Return what each site's LayerNorm gives out on the images."""
     held: dict[str, list[Spread]] = {site.norm: [] for site in sites}
     generator = torch.Generator().manual_seed(0)
 
@@ -97,7 +97,7 @@ def measure_spreads(model: nn.Module, sites: Sequence[Site], images: Tensor) -> 
     with watching(model, held, after=take):
         for chunk in images.split(CHUNK):
             run(model, chunk)
-    return {name: _joined(parts, generator) for name, parts in held.items()}
+    return {site: _joined(held[site.norm], generator) for site in sites}
 
 
 def smoothing_scales(model: nn.Module, site: Site, spread: Spread, alpha: float) -> Tensor:

@@ -59,35 +59,45 @@ class _Divergence:
         return both and self.kl < other.kl * (1 - MIN_GAIN)
 
 
-def smooth(model: nn.Module, quantized: nn.Module, images: Tensor, *, progress: Progress = silent) -> Smoothed:
+def smooth(
+    model: nn.Module,
+    quantized: nn.Module,
+    images: Tensor,
+    *,
+    num_judged: int | None = None,
+    progress: Progress = silent,
+) -> Smoothed:
     """Fold every LayerNorm's scales into its readers where that lowers the KL to `model` on `images` (b, c, h, w).
 
     `quantized` is `model` on the CPU with linear layers quantized, dynamically or statically; neither is touched. A
     site is judged with its readers alone quantized: with all layers quantized, what the others add hides what it gains
     (of 18 sites of a Swin with outliers 2 were found to gain so, and all 18 alone). It has to gain 5%, and on both
     halves of the images; it is refused where folding moves the float model's logits by more than 1e-4 (relative). All that is
-    left has to gain as much together, with every layer quantized, or nothing is folded.
+    left has to gain as much together, with every layer quantized, or nothing is folded. The KL is taken over the first
+    `num_judged` images, or all of them; the channels' peaks over all.
 
     Raises:
         QuantizationError: the model doesn't take the images.
     """
     smoothed, tried = copy.deepcopy(model).cpu().eval(), copy.deepcopy(quantized).eval()
     with torch.no_grad():
-        start = _Divergence.between(run(smoothed, images), run(tried, images))
-        kept = _fold_sites_(smoothed, tried, images, progress)
-        reached = _Divergence.between(run(smoothed, images), run(tried, images)) if kept else start
+        judged = images[:num_judged]
+        start = _Divergence.between(run(smoothed, judged), run(tried, judged))
+        spreads = measure_spreads(smoothed, find_sites(smoothed, images[:NUM_CHECKED]), images)
+        kept = _fold_sites_(smoothed, tried, spreads, judged, progress)
+        reached = _Divergence.between(run(smoothed, judged), run(tried, judged)) if kept else start
     if reached.is_better_than(start):
         return Smoothed(model=smoothed, quantized=tried, sites=tuple(kept), kl=reached.kl, kl_unfolded=start.kl)
     return Smoothed(model=model, quantized=quantized, sites=(), kl=start.kl, kl_unfolded=start.kl)
 
 
-def _fold_sites_(smoothed: nn.Module, tried: nn.Module, images: Tensor, progress: Progress) -> list[FoldedSite]:
+def _fold_sites_(
+    smoothed: nn.Module, tried: nn.Module, spreads: Mapping[Site, Spread], images: Tensor, progress: Progress
+) -> list[FoldedSite]:
     """Fold, in both models, each site that gains by itself; return what was folded."""
-    found = find_sites(smoothed, images[:NUM_CHECKED])
-    sites = [site for site in found if any(isinstance(tried.get_submodule(n), QuantizedModule) for n in site.readers)]
-    spreads = measure_spreads(smoothed, sites, images)
+    sites = [site for site in spreads if any(isinstance(tried.get_submodule(n), QuantizedModule) for n in site.readers)]
     trials = {_key(site, alpha): (site, alpha) for site in sites for alpha in ALPHAS}
-    swaps = {key: _modules(smoothed, tried, site, spreads[site.norm], alpha) for key, (site, alpha) in trials.items()}
+    swaps = {key: _modules(smoothed, tried, site, spreads[site], alpha) for key, (site, alpha) in trials.items()}
     plain = {site.norm: {name: tried.get_submodule(name) for name in site.readers} for site in sites}
     expected, logits = swapped_logits(smoothed, plain | swaps, images, message="smooth", progress=progress)
     divergences = {key: _Divergence.between(expected, found) for key, found in logits.items()}
@@ -96,7 +106,7 @@ def _fold_sites_(smoothed: nn.Module, tried: nn.Module, images: Tensor, progress
         best = min((_key(site, alpha) for alpha in ALPHAS), key=lambda key: divergences[key].kl)
         before, after = divergences[site.norm], divergences[best]
         alpha = trials[best][1]
-        float_modules = folded_modules(smoothed, site, smoothing_scales(smoothed, site, spreads[site.norm], alpha))
+        float_modules = folded_modules(smoothed, site, smoothing_scales(smoothed, site, spreads[site], alpha))
         if not after.is_better_than(before) or not _preserves(smoothed, float_modules, images[:NUM_CHECKED]):
             continue
         place_(smoothed, float_modules)

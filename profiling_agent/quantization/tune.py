@@ -2,27 +2,33 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from profiling_agent.errors import QuantizationError
+from profiling_agent.profiling.complexity import count_complexity
 from profiling_agent.progress import Progress, silent
 from profiling_agent.quantization.quantize import EVERYTHING, quantize_model
-from profiling_agent.quantization.sensitivity import mark_kept, measure_layers
+from profiling_agent.quantization.sensitivity import mark_kept, measure_layers, spec_of
 from profiling_agent.quantization.smoothing import smooth
+from profiling_agent.quantization.swaps import CHUNK
 from profiling_agent.records import FoldedSite, LayerCost, QuantizationRecommendation
 
-# More tell the same at a higher price: every pass is over all of them.
+# More tell the same at a higher price.
 MAX_IMAGES = 32
+# Images on which KLs are measured, at least, and the MACs of one pass over them. About a pass for each layer is run: for
+# a ViT-B/16 that is minutes with 8 images, and four times as many with 32.
+MIN_JUDGED, JUDGED_MACS = 8, 128e9
 
 TunedScheme = Literal["dynamic", "static"]
 
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """`model` is the given one where no site was folded; KLs are with all layers quantized, nats."""
+    """`model` is the given one where no site was folded; KLs are with all layers quantized, nats, on `num_images`."""
 
     model: nn.Module
     sites: tuple[FoldedSite, ...]
@@ -43,6 +49,7 @@ def tune(
     """Fold LayerNorm scales where that helps, and measure what quantizing each layer alone costs.
 
     `model` is a float model on the CPU and isn't touched; of `images`, batches (b, c, h, w), the first 32 are used.
+    All of them set ranges and scales; a large model's KLs are measured on fewer, at least 8.
     `latency_shares` has the layers' shares of the time by name, where they are known.
 
     Raises:
@@ -51,20 +58,25 @@ def tune(
     """
     taken = _first(images)
     everything = QuantizationRecommendation(layer=EVERYTHING, quantization_type=scheme, dtype="qint8")
-    quantized = quantize_model(model, [everything], calibration=lambda: [taken])
-    smoothed = smooth(model, quantized.model, taken, progress=progress)
+    quantized = quantize_model(model, [everything], calibration=partial(taken.split, CHUNK))
+    num_judged = _num_judged(model, taken)
+    smoothed = smooth(model, quantized.model, taken, num_judged=num_judged, progress=progress)
     best = smoothed.model if smoothed.sites else model
-    rows = measure_layers(
-        best, replace(quantized, model=smoothed.quantized), taken, latency_shares=latency_shares, progress=progress
-    )
+    made = replace(quantized, model=smoothed.quantized)
+    rows = measure_layers(best, made, taken[:num_judged], latency_shares=latency_shares, progress=progress)
     return Tuning(
         model=best,
         sites=smoothed.sites,
         rows=mark_kept(rows),
         kl=smoothed.kl,
         kl_unfolded=smoothed.kl_unfolded,
-        num_images=len(taken),
+        num_images=num_judged,
     )
+
+
+def _num_judged(model: nn.Module, images: Tensor) -> int:
+    macs = sum(row.macs for row in count_complexity(model, spec_of(images)).values())
+    return min(len(images), max(MIN_JUDGED, int(JUDGED_MACS / max(macs, 1))))
 
 
 def _first(images: Iterable[Tensor]) -> Tensor:
