@@ -5,9 +5,11 @@ from pathlib import Path
 from profiling_agent.artifacts.load import load_module, load_processor, load_recipe
 from profiling_agent.artifacts.onnx import export_onnx
 from profiling_agent.artifacts.plain import save_plain
+from profiling_agent.artifacts.recipe import MODEL_FILES
 from profiling_agent.errors import ArtifactError, RequestError, RunError
 
 FORMATS = ("onnx", "hf")
+TORCH = frozenset({"eager", "inductor"})
 
 
 def export(source: Path, format_: str, output: Path, *, batch_size: int | None = None) -> str:
@@ -28,6 +30,11 @@ def export(source: Path, format_: str, output: Path, *, batch_size: int | None =
         raise RequestError("batch_size is for the format onnx alone: leave it out, a folder takes any batch")
     folder = _saved_model(source)
     recipe = load_recipe(folder)
+    if (runtime := recipe.form.runtime) not in TORCH:
+        raise ArtifactError(
+            f"{str(folder)!r} is a model for {runtime}: copy {' and '.join(MODEL_FILES[runtime])} from it, or export "
+            "its float32 parent"
+        )
     if recipe.quantized:
         raise ArtifactError(
             f"{str(folder)!r} is quantized, and only float32 models can be exported: "

@@ -21,6 +21,7 @@ from profiling_agent.artifacts.bundle import save_deployed
 from profiling_agent.artifacts.card import CardRow, write_card
 from profiling_agent.artifacts.recipe import read_recipe
 from profiling_agent.errors import ArtifactError
+from profiling_agent.exporting import export
 from profiling_agent.runtimes.noise import noise_batch
 from profiling_agent.runtimes.protocol import Source
 from profiling_agent.workspace import file_sha256
@@ -85,6 +86,11 @@ def test_a_torch_model_gives_its_module_and_another_says_that_it_has_none(root: 
     assert isinstance(load(folder_of(root, NAMES[0])).module, torch.nn.Module)
     with pytest.raises(ArtifactError, match="onnxruntime is no torch module"):
         _ = load(folder_of(root, SIMPLE)).module
+
+
+def test_a_file_that_is_onnx_already_is_not_exported_again(root: Path, tmp_path: Path):
+    with pytest.raises(ArtifactError, match=r"for onnxruntime: copy model\.onnx from it"):
+        export(folder_of(root, SIMPLE), "onnx", tmp_path / "again.onnx")
 
 
 def test_images_of_another_shape_are_one_line(root: Path):
