@@ -3,8 +3,10 @@
 from profiling_agent.agents.node import Update, agent
 from profiling_agent.agents.session import Session
 from profiling_agent.agents.state import RunState
+from profiling_agent.artifacts.card import write_card
 from profiling_agent.iteration.settle import settle, torch_form
 from profiling_agent.profiling.job import profile_artifact, read_profile
+from profiling_agent.reporting.card import card_notes, card_rows
 from profiling_agent.reporting.report import Sources, build_report
 from profiling_agent.reporting.write import write_report
 
@@ -37,6 +39,7 @@ def report(state: RunState, session: Session) -> Update:
             profiles=profiles,
         ),
     )
+    write_card(workspace.path(best), card_rows(written), card_notes(written))
     workspace.point_best(best)
     write_report(written, workspace.root)
     session.close()

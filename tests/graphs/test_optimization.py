@@ -58,6 +58,15 @@ def test_the_returned_model_loads_and_is_no_larger_than_the_baseline(finished: P
     assert report.best.params <= report.baseline.params
 
 
+def test_the_returned_models_card_says_what_was_measured(finished: Path):
+    report, card = report_of(finished), (finished / "best" / "README.md").read_text()
+
+    assert f"{report.best.num_images:,} held-out images" in card
+    assert report.verdict.explanation in card
+    assert "from profiling_agent import load" in card
+    load(finished / "best")
+
+
 def test_the_graph_and_a_plain_loop_yield_the_same_journal(finished: Path):
     report = report_of(finished)
     request = read_manifest(finished).request

@@ -1,0 +1,35 @@
+"""What the model card of the returned model says of its measurements."""
+
+from collections.abc import Callable
+
+from profiling_agent.artifacts.card import CardRow
+from profiling_agent.reporting.report import RunReport, Summary
+from profiling_agent.reporting.units import count, drop, ms, percent, size, speedup
+
+
+def card_rows(report: RunReport) -> tuple[CardRow, ...]:
+    """Return before and after, as the report has them."""
+    shown: tuple[tuple[str, Callable[[Summary], str]], ...] = (
+        (f"top-1 on {report.best.num_images:,} held-out images", lambda s: percent(s.top1)),
+        (f"latency of a batch of {report.request.batch_size}", lambda s: ms(s.latency_ms)),
+        ("params", lambda s: count(s.params)),
+        ("MACs of one image", lambda s: count(s.macs)),
+        ("on disk", lambda s: size(s.size_bytes)),
+        ("peak memory of a process", lambda s: size(s.peak_memory_bytes)),
+    )
+    return tuple(CardRow(name=name, before=text(report.baseline), after=text(report.best)) for name, text in shown)
+
+
+def card_notes(report: RunReport) -> tuple[str, ...]:
+    """Return the intervals, and where they were measured."""
+    lap = next((row.lap for row in report.variants if row.evaluation.model == report.heldout.model), None)
+    here = report.environment
+    notes = [f"{report.verdict.outcome}: {report.verdict.explanation}."]
+    if report.heldout.drop:
+        notes.append(f"Top-1 lost: {drop(report.heldout.drop)}.")
+    if lap:
+        notes.append(f"Times as fast as the original in eager float32, in turns: {speedup(lap)}.")
+    notes.append(
+        f"Measured on {here.cpu}, {here.num_threads} threads, {here.system}, device {report.acquired.source.device}."
+    )
+    return tuple(notes)

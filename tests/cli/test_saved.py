@@ -1,0 +1,64 @@
+"""`race` and `measure` on the models of a finished run."""
+
+import json
+from pathlib import Path
+
+import pytest
+from test_cli import call
+
+from profiling_agent.records import Race
+from profiling_agent.workspace import write_atomically
+
+
+def test_a_finished_run_is_raced_again_at_another_batch_size(finished: Path):
+    said = call("race", str(finished), "--batch-size", "2", "--json")
+
+    race = Race.model_validate_json(said.stdout)
+    report = json.loads((finished / "report.json").read_text())
+    assert len(race.laps) == len(report["variants"])
+    assert all(lap.latency.batch_size == 2 for lap in race.laps)
+    assert race.laps[0].speedup == 1
+
+
+def test_what_models_take_is_measured_and_compared_on_one_machine_alone(finished: Path, tmp_path: Path):
+    first = call("measure", str(finished), "--json")
+    (tmp_path / "before.json").write_text(first.stdout)
+    measured = json.loads(first.stdout)
+    elsewhere = json.loads(first.stdout)
+    for model in elsewhere["models"]:
+        for part in (model["taken"], model["taken"]["memory"]):
+            part["machine"]["cpu"] = "another CPU"
+    (tmp_path / "elsewhere.json").write_text(json.dumps(elsewhere))
+
+    table = call("measure", str(finished), "--against", str(tmp_path / "before.json"))
+    refused = call("measure", str(finished), "--against", str(tmp_path / "elsewhere.json"))
+
+    assert measured["models"][0]["name"].startswith("baseline")
+    assert [row["batch_size"] for row in measured["models"][0]["taken"]["throughput"]] == [1, 8, 32]
+    assert table.exit_code == 0
+    assert "images/s at 32" in table.stdout
+    assert refused.exit_code == 2
+    assert "another CPU" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("race", "{tmp}"), "is no saved model"),
+        (("race", "{best}"), "takes two models"),
+        (("measure", "{best}", "--against", "{tmp}/nothing.json"), "profiling-agent measure --json"),
+        (("race", "{run}"), "has no report yet"),
+    ],
+)
+def test_what_can_not_be_raced_or_measured_is_refused_in_one_line(
+    finished: Path, tmp_path: Path, arguments: tuple[str, ...], says: str
+):
+    run = tmp_path / "run"
+    run.mkdir()
+    write_atomically(run / "request.json", (finished / "request.json").read_text())
+    places = {"tmp": str(tmp_path), "best": str(finished / "best"), "run": str(run)}
+
+    said = call(*(argument.format(**places) for argument in arguments))
+
+    assert said.exit_code == 2
+    assert says in said.stderr
