@@ -25,7 +25,7 @@ def recommend(scheme: Scheme, layers: str = EVERYTHING, why: str = "") -> tuple[
     """Return what makes `scheme` of the layers that `layers` hits."""
     if scheme == "float32":
         return ()
-    fields = RECOMMENDED[scheme] | {"layer": layers, "justification": why}
+    fields = {**RECOMMENDED[scheme], "layer": layers, "justification": why}
     return (QuantizationRecommendation.model_validate(fields),)
 
 
@@ -75,7 +75,7 @@ def _planned(runtime: RuntimeName, known: Sequence[Scheme], wanted: frozenset[Sc
         return [scheme for scheme in known if scheme in wanted]
     mixture = MIXTURES.get(runtime)
     allowed = {"eager": {"dynamic", "float16", "bfloat16"}, "inductor": {"static", "bfloat16"}}.get(runtime, set())
-    return [mixture] if mixture in known and kinds <= allowed else []
+    return [mixture] if mixture is not None and mixture in known and kinds <= allowed else []
 
 
 ASKED: Mapping[str, frozenset[Scheme]] = {
@@ -96,9 +96,14 @@ def supported_forms(
     names: Sequence[RuntimeName], device: str
 ) -> tuple[dict[RuntimeName, tuple[Scheme, ...]], tuple[str, ...]]:
     """Return the schemes of each runtime of `names` that is installed, and a line for each one that isn't."""
-    missing = {name: registry.missing(name) for name in names}
-    supported = {name: registry.runtime(name).schemes(device) for name, line in missing.items() if line is None}
-    return supported, tuple(f"{name} was not tried: {line}" for name, line in missing.items() if line is not None)
+    supported: dict[RuntimeName, tuple[Scheme, ...]] = {}
+    notes: list[str] = []
+    for name in names:
+        if line := registry.missing(name):
+            notes.append(f"{name} was not tried: {line}")
+        else:
+            supported[name] = registry.runtime(name).schemes(device)
+    return supported, tuple(notes)
 
 
 def check_runtimes(request: Request) -> None:
