@@ -3,7 +3,7 @@
     python benchmarks/measurement.py [--models DIR] [--batch-size N] [--comparisons N] [--quick] [--json FILE]
 
 A comparison is the product's own: called slower or faster where the race's 95% interval leaves 1 out, after as many
-line-ups as the product's rule asks for, each in new processes. To be done in minutes, four copies race one baseline at
+line-ups as the product's rule asks for, each in new processes. To be done in minutes, five copies race one baseline at
 a time; every group starts all its processes anew, and each copy is one comparison. The copy that is slower waits after
 each pass, busily, for a tenth of what the pass took. Pinned to all cores that there are; run it on a quiet machine.
 """
@@ -25,13 +25,13 @@ from profiling_agent.runtimes.racer import open_artifact, serve
 from profiling_agent.runtimes.turns import Start
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
-GROUP = 4
+GROUP = 5
 SLOWER = 0.10
 MIN_EQUAL, MIN_FOUND = 0.95, 0.95
 # As the product's, with turns that suit a pass of ten milliseconds.
 PACE = Pace(seconds_per_turn=0.1, min_rounds=12, max_seconds=15.0)
-# How many are made slower for each one that is left as it is: they race up to three times.
-SLOWER_SHARE = 0.4
+# How many are made slower for each one that is left as it is; fewer, because they race three times.
+SLOWER_SHARE = 0.3
 
 
 def open_slower(folder: str, start: Start) -> Callable[[], float]:
@@ -110,19 +110,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", type=Path, default=SHARED / "models" / "vit-cifar10", metavar="DIR")
     parser.add_argument("--batch-size", type=int, default=1)
-    parser.add_argument("--comparisons", type=int, default=100, help="with itself; 4 in 10 as many with a slower one")
-    parser.add_argument("--quick", action="store_true", help="eight comparisons")
+    parser.add_argument("--comparisons", type=int, default=100, help="with itself; 3 in 10 as many with a slower one")
+    parser.add_argument("--quick", action="store_true", help="ten comparisons")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--slower-racer", metavar="FOLDER", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.slower_racer:
         serve(lambda start: open_slower(asked.slower_racer, start))
-    num = 8 if asked.quick else asked.comparisons
+    num = 10 if asked.quick else asked.comparisons
     with tempfile.TemporaryDirectory() as scratch:
         folder = save(asked.models, Path(scratch) / "model")
         slower = [sys.executable, __file__, "--slower-racer", str(folder)]
         rows = compare_all("equal", racer_command(folder), folder, num, asked.batch_size)
-        rows += compare_all("slower", slower, folder, max(4, int(SLOWER_SHARE * num)), asked.batch_size)
+        rows += compare_all("slower", slower, folder, max(GROUP, int(SLOWER_SHARE * num)), asked.batch_size)
     widths = sorted(row["detectable"] for row in rows)
     print(f"\nthe median race could tell {widths[len(widths) // 2]:.1%} apart, the worst {widths[-1]:.1%}")
     checks = [

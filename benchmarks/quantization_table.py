@@ -52,7 +52,7 @@ def open_papers(folder: str, start: Start) -> Callable[[], float]:
     import torch
     from torch import nn
 
-    from profiling_agent.artifacts.load import load_module
+    from profiling_agent.artifacts.load import load_module, load_recipe
     from profiling_agent.quantization.quantize import torch_quantize_dynamic
     from profiling_agent.runtimes.eager import pin_threads, random_batch
 
@@ -60,7 +60,7 @@ def open_papers(folder: str, start: Start) -> Callable[[], float]:
     model = load_module(folder, verify=False)
     names = [name for name, module in model.named_modules() if type(module) is nn.Linear]
     quantized = torch_quantize_dynamic(model, names, "qint8", per_channel=False)
-    batch = random_batch(SPEC, start.batch_size)
+    batch = random_batch(load_recipe(folder).input, start.batch_size)
 
     def run_once() -> float:
         with torch.inference_mode():
