@@ -50,6 +50,8 @@ class Result:
 
     def against(self, index: int, other: int, *, seed: int = 0) -> Score:
         """Return the score of one contender against any other, over the line-ups that both were in."""
+        if index == other:
+            return Score(self.scores[index].samples_ms, 1.0, 1.0, 1.0)
         own, others = self.ratios[index], self.ratios[other]
         rounds = [_paired(own[line_up], others[line_up]) for line_up in sorted(own.keys() & others.keys())]
         return pool(rounds, self.scores[index].samples_ms, seed=seed, luck=self.luck)
