@@ -196,7 +196,7 @@ def show(name: str, rows: Sequence[dict[str, Any]], last: Sequence[dict[str, Any
             + (f"  {row['dropped']}" if row["dropped"] else "")
         )
     print(
-        f"  three line-ups of ours and its peers (could tell {last[0]['detectable']:.1%} apart):"
+        f"  ours and its peers, in line-ups of their own (could tell {last[0]['detectable']:.1%} apart):"
         if last
         else "  no finals"
     )
