@@ -17,7 +17,7 @@ from profiling_agent.evaluation.footprint import folder_bytes
 from profiling_agent.iteration.bench import READS_ONNX, leaving_in_float
 from profiling_agent.iteration.forms import INT8, recommend
 from profiling_agent.jobs.runner import Jobs
-from profiling_agent.jobs.tasks import DeployTask, ExportTask, TuneTask
+from profiling_agent.jobs.tasks import DeployApartTask, DeployTask, ExportTask, TuneTask
 from profiling_agent.records import RUNTIMES, ArtifactRef, Cut, DeployedModel, Form, InputSpec, SplitInfo, Tuned
 from profiling_agent.runtimes import registry
 from profiling_agent.workspace import Workspace, file_sha256
@@ -113,7 +113,8 @@ class Workshop:
                 model, form = found.model, leaving_in_float(form, found.kept)
             reads_onnx = form.runtime in READS_ONNX and (form.runtime, form.scheme) != ("openvino", "static")
             onnx = self.jobs.run(ExportTask(model=model)).onnx if reads_onnx else None
-            task = DeployTask(model=model, form=form, calibration=calibration, onnx=onnx, batch_size=batch_size)
+            kind = DeployTask if form.runtime == "eager" else DeployApartTask
+            task = kind(model=model, form=form, calibration=calibration, onnx=onnx, batch_size=batch_size)
             return Made(form, self.jobs.run(task))
         except ProfilingAgentError as error:
             print(f"  {form.name} could not be made: {error}", flush=True)

@@ -4,10 +4,15 @@ import json
 from pathlib import Path
 
 import pytest
-from test_cli import call
+from typer.testing import CliRunner
 
+from profiling_agent.cli import app
 from profiling_agent.records import Race
 from profiling_agent.workspace import write_atomically
+
+
+def call(*arguments: str):
+    return CliRunner().invoke(app, list(arguments), env={"COLUMNS": "200", "TERM": "dumb"})
 
 
 def test_a_finished_run_is_raced_again_at_another_batch_size(finished: Path):
