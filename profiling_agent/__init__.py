@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from profiling_agent.errors import ProfilingAgentError
 from profiling_agent.records import Goal, Plan
 from profiling_agent.request import Request
+from profiling_agent.torchao_noise import silence_torchao
 
 if TYPE_CHECKING:
     from profiling_agent.artifacts.deployed import load
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from profiling_agent.lifecycle import optimize, resume
 
 __all__ = ["Goal", "Plan", "ProfilingAgentError", "Request", "build_graph", "load", "optimize", "resume"]
+
+silence_torchao()
 
 # torch takes seconds to import and LangGraph one: neither is loaded before it is needed.
 _LAZY = {

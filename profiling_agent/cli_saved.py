@@ -87,12 +87,13 @@ def measure(
     `profiling-agent measure runs/my-run --json > now.json`
     """
     from profiling_agent.display import measurement_table
-    from profiling_agent.racing import compare_measurements, measure_saved
+    from profiling_agent.racing import compare_measurements, measure_saved, read_measurements
 
     try:
+        earlier = read_measurements(against, device=device) if against else None
         with ProgressDisplay(errors) as display:
             measured = measure_saved(sources, device=device, progress=display.stage("measure"))
-        compared = compare_measurements(measured, against)
+        compared = compare_measurements(measured, earlier or measured)
     except ProfilingAgentError as error:
         refuse(str(error))
     if json_:

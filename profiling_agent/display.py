@@ -125,11 +125,11 @@ def race_table(names: Mapping[str, str], race: Race) -> Group:
     return Group(table, *(Text(line) for line in (*lines, noise_warning(race)) if line))
 
 
-def measurement_table(measured: Measurements, compared: Sequence[tuple[str, Comparison]]) -> Group:
+def measurement_table(measured: Measurements, compared: Sequence[Comparison]) -> Group:
     """Return what models take, each with its ratio to the one it is compared with in brackets."""
     sizes = [row.batch_size for row in measured.models[0].taken.throughput]
     table = _table("measured", "model", *(f"images/s at {size_}" for size_ in sizes), "peak memory", "on disk")
-    for model, (_, ratio) in zip(measured.models, compared, strict=True):
+    for model, ratio in zip(measured.models, compared, strict=True):
         rows = {row.batch_size: row.images_per_s for row in model.taken.throughput}
         through = [f"{rows[n]:.1f} ({ratio.throughput.get(n, 0):.2f}x)" if n in rows else "can't" for n in sizes]
         memory = model.taken.memory
@@ -139,7 +139,7 @@ def measurement_table(measured: Measurements, compared: Sequence[tuple[str, Comp
             f"{size(memory.peak_bytes)} ({ratio.peak_memory:.2f}x)",
             f"{size(memory.size_bytes)} ({ratio.size:.2f}x)",
         )
-    return Group(table, *(Text(note) for _, ratio in compared for note in ratio.notes))
+    return Group(table, *(Text(note) for ratio in compared for note in ratio.notes))
 
 
 def profile_tables(profile: ModelProfile) -> tuple[Table, ...]:

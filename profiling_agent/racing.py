@@ -3,12 +3,19 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from profiling_agent.artifacts.folder import open_folder
 from profiling_agent.artifacts.recipe import RECIPE
 from profiling_agent.errors import RequestError, RunError
-from profiling_agent.evaluation.measurement import compare, memory_use, taken, throughput
+from profiling_agent.evaluation.measurement import (
+    check_same_machine,
+    compare,
+    machine,
+    memory_use,
+    taken,
+    throughput,
+)
 from profiling_agent.evaluation.race import race
 from profiling_agent.progress import Progress, silent
 from profiling_agent.records import ArtifactRef, Comparison, Race, Record, Taken, Variant
@@ -47,7 +54,7 @@ class Measured(Record):
 class Measurements(Record):
     """What `profiling-agent measure --json` writes, and `--against` reads."""
 
-    models: tuple[Measured, ...]
+    models: tuple[Measured, ...] = Field(min_length=1)
 
 
 def measure_saved(sources: Sequence[Path], *, device: str = "cpu", progress: Progress = silent) -> Measurements:
@@ -69,20 +76,24 @@ def measure_saved(sources: Sequence[Path], *, device: str = "cpu", progress: Pro
     return Measurements(models=tuple(measured))
 
 
-def compare_measurements(measured: Measurements, earlier: Path | None) -> tuple[tuple[str, Comparison], ...]:
-    """Return each model beside the first one of the file `earlier`, or beside the first one measured now.
+def read_measurements(path: Path, *, device: str = "cpu") -> Measurements:
+    """Return what an earlier `profiling-agent measure --json` wrote on this machine.
 
     Raises:
         RequestError: the file holds no measurements, or those of another machine.
     """
-    first = measured.models[0]
-    if earlier is not None:
-        try:
-            first = Measurements.model_validate_json(earlier.read_text(encoding="utf-8")).models[0]
-        except (OSError, ValidationError, IndexError) as error:
-            said = "measurements of `profiling-agent measure --json`"
-            raise RequestError(f"{str(earlier)!r} doesn't hold {said}: write it again") from error
-    return tuple((model.name, compare(first.taken, model.taken)) for model in measured.models)
+    try:
+        earlier = Measurements.model_validate_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValidationError) as error:
+        said = "measurements of `profiling-agent measure --json`"
+        raise RequestError(f"{str(path)!r} doesn't hold {said}: write it again") from error
+    check_same_machine(earlier.models[0].taken.machine, machine(device))
+    return earlier
+
+
+def compare_measurements(measured: Measurements, earlier: Measurements) -> tuple[Comparison, ...]:
+    """Return each model beside the first one of `earlier`; RequestError where that is another machine's."""
+    return tuple(compare(earlier.models[0].taken, model.taken) for model in measured.models)
 
 
 def _before_and_after(source: Path) -> list[tuple[str, Variant, Path]]:

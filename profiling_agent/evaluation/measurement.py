@@ -138,7 +138,7 @@ def taken(model: ArtifactRef, throughputs: Throughputs, memory: MemoryUse) -> Ta
     Raises:
         RequestError: they weren't taken on the same machine.
     """
-    _same_machine(throughputs.machine, memory.machine)
+    check_same_machine(throughputs.machine, memory.machine)
     return Taken(model=model, throughput=throughputs.of(model), memory=memory, machine=memory.machine)
 
 
@@ -148,7 +148,7 @@ def compare(first: Taken, second: Taken) -> Comparison:
     Raises:
         RequestError: they were measured on different machines.
     """
-    _same_machine(first.machine, second.machine)
+    check_same_machine(first.machine, second.machine)
     by_size = {row.batch_size: row.images_per_s for row in first.throughput}
     changed = sorted(
         name
@@ -167,7 +167,8 @@ def compare(first: Taken, second: Taken) -> Comparison:
     )
 
 
-def _same_machine(first: Machine, second: Machine) -> None:
+def check_same_machine(first: Machine, second: Machine) -> None:
+    """Raise RequestError where two measurements are of different machines; other libraries are allowed."""
     if first.model_dump(exclude={"libraries"}) != second.model_dump(exclude={"libraries"}):
         raise RequestError(
             f"measurements of different machines can't be compared ({_name(first)}; {_name(second)}): "

@@ -1,12 +1,16 @@
 """`race` and `measure` on the models of a finished run."""
 
+import io
 import json
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from profiling_agent.cli import app
+from profiling_agent.display import measurement_table
+from profiling_agent.racing import Measurements, compare_measurements, read_measurements
 from profiling_agent.records import Race
 from profiling_agent.workspace import write_atomically
 
@@ -26,24 +30,25 @@ def test_a_finished_run_is_raced_again_at_another_batch_size(finished: Path):
 
 
 def test_what_models_take_is_measured_and_compared_on_one_machine_alone(finished: Path, tmp_path: Path):
-    first = call("measure", str(finished), "--json")
-    (tmp_path / "before.json").write_text(first.stdout)
-    measured = json.loads(first.stdout)
-    elsewhere = json.loads(first.stdout)
+    said = call("measure", str(finished), "--json")
+    measured = Measurements.model_validate_json(said.stdout)
+    elsewhere = json.loads(said.stdout)
     for model in elsewhere["models"]:
-        for part in (model["taken"], model["taken"]["memory"]):
-            part["machine"]["cpu"] = "another CPU"
+        model["taken"]["machine"]["cpu"] = "another CPU"
     (tmp_path / "elsewhere.json").write_text(json.dumps(elsewhere))
+    (tmp_path / "here.json").write_text(said.stdout)
 
-    table = call("measure", str(finished), "--against", str(tmp_path / "before.json"))
     refused = call("measure", str(finished), "--against", str(tmp_path / "elsewhere.json"))
+    compared = compare_measurements(measured, read_measurements(tmp_path / "here.json"))
 
-    assert measured["models"][0]["name"].startswith("baseline")
-    assert [row["batch_size"] for row in measured["models"][0]["taken"]["throughput"]] == [1, 8, 32]
-    assert table.exit_code == 0
-    assert "images/s at 32" in table.stdout
+    assert measured.models[0].name.startswith("baseline")
+    assert [row.batch_size for row in measured.models[0].taken.throughput] == [1, 8, 32]
     assert refused.exit_code == 2
     assert "another CPU" in refused.stderr
+    assert (compared[0].peak_memory, compared[0].size) == (1, 1)
+    with Console(width=200, record=True, file=io.StringIO()) as console:
+        console.print(measurement_table(measured, compared))
+    assert "images/s at 32" in console.export_text()
 
 
 @pytest.mark.parametrize(

@@ -1,3 +1,4 @@
+import copy
 import warnings
 
 import pytest
@@ -16,7 +17,7 @@ MAX_FORWARD_PASSES = 60
 
 
 def profile(model, **changes):
-    headline = measure_headline(TorchSession(model, device="cpu"), zoo.SPEC, batch_size=2)
+    headline = measure_headline(TorchSession(copy.deepcopy(model).eval(), device="cpu"), zoo.SPEC, batch_size=2)
     given = {"batch_size": 2, "headline": headline, "size_bytes": 1000, "architecture": "tiny", **changes}
     return profile_model(model, zoo.SPEC, **given)
 
