@@ -65,6 +65,21 @@ def test_cuda_that_is_not_there_is_refused(tmp_path: Path, world: World):
     assert not list((tmp_path / "runs").iterdir())
 
 
+def test_a_runtime_that_is_not_installed_is_refused_before_anything_is_done(tmp_path: Path):
+    output = tmp_path / "runs"
+    arguments = ["profiling-agent", "run", "--runtimes", "eager,openvino", "--output", str(output)]
+    # What Python's import system takes for "not there".
+    hidden = "import sys; sys.modules['openvino'] = None"
+    code = f"{hidden}; sys.argv = {arguments!r}; from profiling_agent.cli import main; main()"
+
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+
+    assert ended.returncode == 2
+    assert "runtimes asks for openvino" in ended.stderr
+    assert "pip install profiling-agent[openvino]" in ended.stderr
+    assert not list(output.iterdir())
+
+
 def test_an_output_that_can_not_be_written_is_refused(tmp_path: Path, world: World):
     (tmp_path / "file").write_text("in the way")
 
