@@ -15,8 +15,12 @@ from profiling_agent.runtimes.silence import import_openvino
 
 # In what the parts compute that aren't int8. Without a hint OpenVINO takes bfloat16 wherever the CPU has it.
 PRECISIONS: dict[Scheme, str] = {"bfloat16": "bf16"}
-# A graph is compiled for each batch size, which is a few per cent faster than for any; so many are kept.
+# A graph is compiled for each batch size, which is a few per cent faster than for any (a quarter for a small convnet at
+# batch 1); so many are kept. Not the graphs of our int8 layers: with all shapes known OpenVINO takes their quantizing apart,
+# and a ViT is 1.6 to 1.9 times slower for it (2026.4.1).
 MAX_SIZES = 2
+ANY = 0
+ANY_SIZE: frozenset[Scheme] = frozenset({"static"})
 
 
 def missing() -> str | None:
@@ -37,13 +41,14 @@ def prepare(source: Source, form: Form, folder: Path) -> Prepared:
 
 
 class OpenVinoSession:
-    """An OpenVINO graph, compiled for each batch size that it is given."""
+    """An OpenVINO graph, compiled for each batch size that it is given, or once for all."""
 
-    def __init__(self, core: Any, path: Path, *, precision: str, num_threads: int | None) -> None:
+    def __init__(self, core: Any, path: Path, *, scheme: Scheme, num_threads: int | None) -> None:
         """Read the graph; ArtifactError where it can't be read."""
+        self._is_for_any_size = scheme in ANY_SIZE
         self._core, self._path, self._num_threads = core, path, num_threads
         self._properties: dict[str, Any] = {
-            "INFERENCE_PRECISION_HINT": precision,
+            "INFERENCE_PRECISION_HINT": PRECISIONS.get(scheme, "f32"),
             "NUM_STREAMS": 1,
             "PERFORMANCE_HINT": "LATENCY",
         }
@@ -63,10 +68,11 @@ class OpenVinoSession:
     def _request(self, pixel_values: Batch) -> Any:
         """Return an infer request for batches of this shape."""
         check_fixed_batch(self.fixed_size, pixel_values)
-        size = len(pixel_values)
+        size = ANY if self._is_for_any_size else len(pixel_values)
         if size not in self._requests:
             model = self._read()
-            model.reshape(list(pixel_values.shape))
+            if size != ANY:
+                model.reshape(list(pixel_values.shape))
             while len(self._requests) >= MAX_SIZES:
                 del self._requests[next(iter(self._requests))]
             self._requests[size] = self._core.compile_model(model, "CPU", self._properties).create_infer_request()
@@ -99,5 +105,5 @@ class OpenVinoSession:
 
 def open(folder: Path, recipe: Recipe, *, device: str, num_threads: int | None) -> OpenVinoSession:  # noqa: ARG001 (every runtime's name and signature)
     """Open a saved folder; without `num_threads` there is a thread for each core."""
-    precision = PRECISIONS.get(recipe.form.scheme, "f32")
-    return OpenVinoSession(import_openvino().Core(), folder / IR, precision=precision, num_threads=num_threads)
+    core = import_openvino().Core()
+    return OpenVinoSession(core, folder / IR, scheme=recipe.form.scheme, num_threads=num_threads)
