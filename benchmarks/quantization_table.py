@@ -145,10 +145,10 @@ def finals(name: str, shop: Workshop, made: Sequence[Made], ours: Made, *, is_qu
     ]
 
 
-def measure(name: str, *, is_quick: bool) -> tuple[list[dict[str, Any]], list[Check]]:
-    """Return one model's rows and checks."""
+def measure(name: str, root: Path, *, is_quick: bool) -> tuple[list[dict[str, Any]], list[Check]]:
+    """Return one model's rows and checks; what was made in `root` before isn't made again."""
     print(f"\n{name}", flush=True)
-    with tempfile.TemporaryDirectory() as root, Workshop(Path(root)) as shop:
+    with Workshop(root / name.replace("/", "-")) as shop:
         made = prepare(name, shop, is_quick=is_quick)
         result = run([racer_command(shop.path(one)) for one in made], is_quick=is_quick)
         peer = next((index for index, one in enumerate(made) if one.name == PEER), None)
@@ -218,16 +218,27 @@ def main() -> int:
     parser.add_argument("--models", nargs="+", choices=tuple(MODELS), metavar="NAME")
     parser.add_argument("--quick", action="store_true", help="one model, three forms, few rounds")
     parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument(
+        "--scratch", type=Path, metavar="DIR", help="keep the models here, and go on with those there are"
+    )
+    parser.add_argument("--make-only", action="store_true", help="make the models in --scratch; race them another time")
     parser.add_argument("--papers-racer", metavar="FOLDER", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.papers_racer:
         serve(lambda start: open_papers(asked.papers_racer, start))
     rows: list[dict[str, Any]] = []
     checks: list[Check] = []
-    for name in asked.models or (["ResNet-101"] if asked.quick else list(MODELS)):
-        measured, found = measure(name, is_quick=asked.quick)
-        rows += measured
-        checks += found
+    names = asked.models or (["ResNet-101"] if asked.quick else list(MODELS))
+    with tempfile.TemporaryDirectory() as scratch:
+        root = asked.scratch or Path(scratch)
+        for name in names:
+            if asked.make_only:
+                with Workshop(root / name.replace("/", "-")) as shop:
+                    prepare(name, shop, is_quick=asked.quick)
+                continue
+            measured, found = measure(name, root, is_quick=asked.quick)
+            rows += measured
+            checks += found
     print()
     return finish(checks, rows, asked.json)
 

@@ -67,9 +67,10 @@ class Workshop:
     def add(
         self, model: nn.Module, name: str, *, spec: InputSpec, processor: Any, cuts: Sequence[Cut] = ()
     ) -> ArtifactRef:
-        """Save a float32 model."""
+        """Save a float32 model; one that an earlier use of this folder saved is taken as it is."""
         folder = self.root / name
-        save_model(model, folder, spec=spec, processor=processor, base_model=name, cuts=cuts)
+        if not folder.exists():
+            save_model(model, folder, spec=spec, processor=processor, base_model=name, cuts=cuts)
         return self.ref(folder)
 
     def ref(self, folder: Path) -> ArtifactRef:

@@ -82,8 +82,9 @@ def test_a_much_larger_model_is_shown_slower(root: Path):
 
     result = race(entries, root=root, batch_size=8, num_threads=1)
 
-    assert result.num_races == 3
-    assert result.laps[1].speedup_high < 1
+    # So much slower that no other line-up could make up for it.
+    assert result.num_races == 1
+    assert result.laps[1].speedup_high < 0.5
 
 
 def test_a_racer_that_can_not_load_says_why(root: Path, tmp_path: Path):
