@@ -15,11 +15,12 @@ from profiling_agent.artifacts.save import save_model
 from profiling_agent.errors import ProfilingAgentError
 from profiling_agent.evaluation.footprint import folder_bytes
 from profiling_agent.iteration.bench import READS_ONNX, leaving_in_float
-from profiling_agent.iteration.forms import INT8, recommend
+from profiling_agent.iteration.forms import INT8
 from profiling_agent.jobs.runner import Jobs
 from profiling_agent.jobs.tasks import DeployApartTask, DeployTask, ExportTask, TuneTask
 from profiling_agent.records import RUNTIMES, ArtifactRef, Cut, DeployedModel, Form, InputSpec, SplitInfo, Tuned
 from profiling_agent.runtimes import registry
+from profiling_agent.runtimes.choices import recommend
 from profiling_agent.workspace import Workspace, file_sha256
 
 

@@ -2,10 +2,6 @@
 
 import copy
 import importlib
-import logging
-import warnings
-from collections.abc import Generator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -19,11 +15,12 @@ from profiling_agent.errors import ArtifactError
 from profiling_agent.quantization.kinds import quantized_modules
 from profiling_agent.records import InputSpec
 from profiling_agent.runtimes.eager import random_batch
+from profiling_agent.runtimes.protocol import INPUT, OUTPUT
+from profiling_agent.runtimes.silence import muted
 from profiling_agent.workspace import TEMPORARY
 
 # The first opset with Gelu as one operator.
 OPSET = 20
-INPUT, OUTPUT = "pixel_values", "logits"
 # Relative distance of the logits. Float32 added in another order is 1e-7 to 1e-6 apart on every family we tried.
 TOLERANCE = 1e-4
 # A trace with one image would fix the batch dimension at one.
@@ -88,20 +85,6 @@ def _check_installed() -> None:
             ) from error
 
 
-@contextmanager
-def _silent() -> Generator[None]:
-    """Mute the exporter's advice, which is for its developers; what goes wrong is raised."""
-    logger = logging.getLogger("torch.onnx")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.setLevel(level)
-
-
 def write_graph(model: nn.Module, path: Path, *, spec: InputSpec, batch_size: int | None = None) -> None:
     """Write `model`, float32 or statically quantized, to the ONNX file `path` without comparing what it computes.
 
@@ -114,7 +97,7 @@ def write_graph(model: nn.Module, path: Path, *, spec: InputSpec, batch_size: in
     try:
         # Traced as the products and softmax that ONNX has. Torch's fused attention lays its output out in another way
         # than its decomposition, on which the exporter stumbles where the number of heads is odd (Swin, Data2Vec).
-        with _silent(), sdpa_kernel(SDPBackend.MATH):
+        with muted("torch.onnx"), sdpa_kernel(SDPBackend.MATH):
             program: Any = torch.onnx.export(
                 exported,
                 (batch,),

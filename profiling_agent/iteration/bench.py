@@ -9,7 +9,7 @@ import numpy.typing as npt
 from profiling_agent.errors import ArtifactError, JobError
 from profiling_agent.evaluation.intervals import compare
 from profiling_agent.evaluation.predictions import read_predictions
-from profiling_agent.iteration.forms import EVERYTHING, INT8
+from profiling_agent.iteration.forms import INT8
 from profiling_agent.jobs.runner import Jobs
 from profiling_agent.jobs.tasks import (
     DeployApartTask,
@@ -22,6 +22,7 @@ from profiling_agent.jobs.tasks import (
     TuneTask,
 )
 from profiling_agent.records import (
+    EVERYTHING,
     AccuracyDrop,
     Acquired,
     ArtifactRef,

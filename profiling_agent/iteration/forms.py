@@ -3,30 +3,14 @@
 from collections.abc import Iterable, Mapping, Sequence
 
 from profiling_agent.errors import RequestError
-from profiling_agent.records import Form, Plan, QuantizationRecommendation, RuntimeName, Scheme
+from profiling_agent.records import EVERYTHING, Form, Plan, QuantizationRecommendation, RuntimeName, Scheme
 from profiling_agent.request import Request
 from profiling_agent.runtimes import registry
+from profiling_agent.runtimes.choices import RECOMMENDED, recommend
 
-EVERYTHING = "all"
 INT8: frozenset[Scheme] = frozenset({"dynamic", "static", "static_nncf"})
-# What one recommendation for all layers makes of a model; float32 needs none.
-RECOMMENDED: Mapping[Scheme, Mapping[str, str]] = {
-    "bfloat16": {"quantization_type": "cast", "dtype": "bfloat16"},
-    "float16": {"quantization_type": "dynamic", "dtype": "float16"},
-    "dynamic": {"quantization_type": "dynamic", "dtype": "qint8"},
-    "static": {"quantization_type": "static", "dtype": "qint8"},
-    "static_nncf": {"quantization_type": "static", "dtype": "qint8"},
-}
 # The schemes of one runtime that a hand-written mixture of types can be; of others no runtime knows more than one type.
 MIXTURES: Mapping[RuntimeName, Scheme] = {"eager": "dynamic", "inductor": "static"}
-
-
-def recommend(scheme: Scheme, layers: str = EVERYTHING, why: str = "") -> tuple[QuantizationRecommendation, ...]:
-    """Return what makes `scheme` of the layers that `layers` hits."""
-    if scheme == "float32":
-        return ()
-    fields = {**RECOMMENDED[scheme], "layer": layers, "justification": why}
-    return (QuantizationRecommendation.model_validate(fields),)
 
 
 def schemes_of(recommendations: Iterable[QuantizationRecommendation]) -> frozenset[Scheme]:

@@ -24,10 +24,9 @@ from profiling_agent.quantization.linear import DynamicLinear
 from profiling_agent.quantization.module import Dtype, Kind, Layer, QuantizedModule
 from profiling_agent.quantization.norms import fold_norms_
 from profiling_agent.quantization.static import StaticConv2d, StaticLinear
-from profiling_agent.records import QuantizationRecommendation
+from profiling_agent.records import EVERYTHING, QuantizationRecommendation
 from profiling_agent.shapes.verify import left_as_found
 
-EVERYTHING = "all"
 # Images on which folding has to leave the logits as they are.
 NUM_CHECKED = 4
 

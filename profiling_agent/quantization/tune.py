@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from profiling_agent.errors import QuantizationError
 from profiling_agent.profiling.complexity import count_complexity
 from profiling_agent.progress import Progress, silent
-from profiling_agent.quantization.quantize import EVERYTHING, quantize_model
+from profiling_agent.quantization.quantize import quantize_model
 from profiling_agent.quantization.sensitivity import mark_kept, measure_layers, spec_of
 from profiling_agent.quantization.smoothing import smooth
 from profiling_agent.quantization.swaps import CHUNK
-from profiling_agent.records import FoldedSite, LayerCost, QuantizationRecommendation
+from profiling_agent.records import EVERYTHING, FoldedSite, LayerCost, QuantizationRecommendation
 
 # More tell the same at a higher price.
 MAX_IMAGES = 32

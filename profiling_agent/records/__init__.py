@@ -45,6 +45,7 @@ from profiling_agent.records.measurement import (
     Variant,
 )
 from profiling_agent.records.plan import (
+    EVERYTHING,
     Cap,
     Cut,
     DryRun,
@@ -67,6 +68,7 @@ from profiling_agent.records.profile import (
 from profiling_agent.records.record import ArtifactRef, Record
 
 __all__ = [
+    "EVERYTHING",
     "RUNTIMES",
     "AccuracyDrop",
     "Acquired",

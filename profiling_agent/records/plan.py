@@ -7,6 +7,8 @@ from pydantic import AliasChoices, Field, model_validator
 from profiling_agent.records.profile import Unit
 from profiling_agent.records.record import ArtifactRef, Record
 
+# The pattern that stands for all layers.
+EVERYTHING = "all"
 DTYPES = {"dynamic": ("qint8", "float16"), "static": ("qint8",), "cast": ("bfloat16", "float32")}
 
 

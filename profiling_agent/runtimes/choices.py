@@ -1,17 +1,26 @@
-"""Which layers a form means."""
+"""What a scheme makes of layers, as recommendations. No torch here."""
 
-from profiling_agent.records import Form, QuantizationRecommendation, Scheme
+from collections.abc import Mapping
 
-EVERY_LAYER: dict[Scheme, tuple[QuantizationRecommendation, ...]] = {
-    "float32": (),
-    "bfloat16": (QuantizationRecommendation(layer="all", quantization_type="cast", dtype="bfloat16"),),
-    "float16": (QuantizationRecommendation(layer="all", quantization_type="dynamic", dtype="float16"),),
-    "dynamic": (QuantizationRecommendation(layer="all", quantization_type="dynamic", dtype="qint8"),),
-    "static": (QuantizationRecommendation(layer="all", quantization_type="static", dtype="qint8"),),
-    "static_nncf": (QuantizationRecommendation(layer="all", quantization_type="static", dtype="qint8"),),
+from profiling_agent.records import EVERYTHING, Form, QuantizationRecommendation, Scheme
+
+# What one recommendation for all layers makes of a model; float32 needs none.
+RECOMMENDED: Mapping[Scheme, Mapping[str, str]] = {
+    "bfloat16": {"quantization_type": "cast", "dtype": "bfloat16"},
+    "float16": {"quantization_type": "dynamic", "dtype": "float16"},
+    "dynamic": {"quantization_type": "dynamic", "dtype": "qint8"},
+    "static": {"quantization_type": "static", "dtype": "qint8"},
+    "static_nncf": {"quantization_type": "static", "dtype": "qint8"},
 }
+
+
+def recommend(scheme: Scheme, layers: str = EVERYTHING) -> tuple[QuantizationRecommendation, ...]:
+    """Return what makes `scheme` of the layers that `layers` hits."""
+    if scheme == "float32":
+        return ()
+    return (QuantizationRecommendation.model_validate({**RECOMMENDED[scheme], "layer": layers}),)
 
 
 def recommended(form: Form) -> tuple[QuantizationRecommendation, ...]:
     """Return the form's recommendations; where there are none, its scheme for every layer."""
-    return form.recommendations or EVERY_LAYER[form.scheme]
+    return form.recommendations or recommend(form.scheme)

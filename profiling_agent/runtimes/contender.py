@@ -1,7 +1,6 @@
 """A racer seen from the parent: started, given turns, listened to with a deadline, ended."""
 
 import queue
-import signal
 import subprocess
 import tempfile
 import threading
@@ -14,7 +13,7 @@ from typing import IO, Self
 import psutil
 from pydantic import ValidationError
 
-from profiling_agent.children import child_command, child_environment
+from profiling_agent.children import child_command, child_environment, ending
 from profiling_agent.errors import JobError
 from profiling_agent.runtimes.turns import Reply, Start, Turn
 
@@ -128,11 +127,10 @@ class Contender:
 
     def _obituary(self) -> str:
         code = self._process.wait()
-        name = f" ({signal.Signals(-code).name})" if -code in signal.valid_signals() else ""
         self._stderr.seek(0)
         lines = self._stderr.read().decode(errors="replace").strip().splitlines()
         said = " | ".join(lines[-3:])[-MAX_TAIL:] or "it said nothing"
-        return f"the process that raced {self._name!r} died with exit status {code}{name}: {said}"
+        return f"the process that raced {self._name!r} died with {ending(code)}: {said}"
 
     def __enter__(self) -> Self:
         return self

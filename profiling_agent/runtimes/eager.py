@@ -1,13 +1,10 @@
-"""Eager torch: how a module is run and timed."""
+"""What every process that runs torch needs: its threads, and a batch to run."""
 
 import os
-import time
 
 import torch
-from torch import nn
 
 from profiling_agent.records import InputSpec
-from profiling_agent.runtimes.latency import latency_stats as latency_stats
 
 
 def pin_threads(num_threads: int | None = None) -> int:
@@ -20,18 +17,3 @@ def pin_threads(num_threads: int | None = None) -> int:
 def random_batch(spec: InputSpec, batch_size: int, *, seed: int = 0) -> torch.Tensor:
     """Return standard normal noise in the model's input shape: (batch, channels, height, width), float32."""
     return torch.randn(spec.batch(batch_size), generator=torch.Generator().manual_seed(seed))
-
-
-def time_forward(model: nn.Module, batch: torch.Tensor, *, runs: int, warmup: int = 0) -> list[float]:
-    """Return the milliseconds of `runs` forward passes after `warmup` untimed ones."""
-    samples: list[float] = []
-    with torch.inference_mode():
-        for index in range(warmup + runs):
-            started = time.perf_counter()
-            model(pixel_values=batch)
-            if batch.is_cuda:
-                # CUDA returns before the kernel finishes; without this the sample measures the launch.
-                torch.cuda.synchronize(batch.device)
-            if index >= warmup:
-                samples.append((time.perf_counter() - started) * 1e3)
-    return samples

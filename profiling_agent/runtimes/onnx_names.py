@@ -5,6 +5,8 @@ from collections.abc import Collection
 
 import onnx
 
+# The operators that linear layers and convolutions become.
+LAYER_OPS = ("MatMul", "Gemm", "Conv")
 # What torch's exporter writes beside each node: the names of the modules that it was called in, outermost first.
 SCOPES = "pkg.torch.onnx.name_scopes"
 # The exported function holds the model under this name.

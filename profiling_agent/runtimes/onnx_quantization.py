@@ -17,12 +17,10 @@ from profiling_agent.errors import ArtifactError, QuantizationError
 from profiling_agent.quantization.quantize import chosen_layers
 from profiling_agent.records import Form
 from profiling_agent.runtimes.choices import recommended
-from profiling_agent.runtimes.onnx_names import is_convnet, nodes_of_layers
-from profiling_agent.runtimes.protocol import Batch, Prepared, Source
+from profiling_agent.runtimes.onnx_names import LAYER_OPS, is_convnet, nodes_of_layers
+from profiling_agent.runtimes.protocol import INPUT, Batch, Prepared, Source
 from profiling_agent.runtimes.silence import muted
 
-INPUT = "pixel_values"
-LAYER_OPS = ("MatMul", "Gemm", "Conv")
 # Between int8 convolutions everything has to be int8, or each result is turned into float and back. In a transformer
 # norms, softmax, GELU and residual adds stay in float: they cost little, and int8 costs them much.
 CONVNET_OPS = (*LAYER_OPS, "Add", "Relu", "MaxPool")

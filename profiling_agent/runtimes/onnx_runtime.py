@@ -10,12 +10,10 @@ from profiling_agent.errors import ArtifactError
 from profiling_agent.records import Form, Scheme
 from profiling_agent.runtimes.batches import check_fixed_batch
 from profiling_agent.runtimes.installed import missing_packages
-from profiling_agent.runtimes.protocol import Batch, Prepared, Source
+from profiling_agent.runtimes.protocol import INPUT, OUTPUT, Batch, Prepared, Source
 
 if TYPE_CHECKING:
     from onnxruntime import InferenceSession
-
-INPUT, OUTPUT = "pixel_values", "logits"
 
 
 def missing() -> str | None:

@@ -9,7 +9,7 @@ from typing import Any
 import onnx
 import torch
 
-from profiling_agent.artifacts.onnx import INPUT, write_graph
+from profiling_agent.artifacts.onnx import write_graph
 from profiling_agent.artifacts.recipe import QuantizedLayer
 from profiling_agent.errors import ArtifactError, QuantizationError
 from profiling_agent.quantization.kinds import quantized_modules
@@ -17,13 +17,12 @@ from profiling_agent.quantization.quantize import chosen_layers, quantize_model
 from profiling_agent.records import Form
 from profiling_agent.runtimes.choices import recommended
 from profiling_agent.runtimes.installed import missing_packages
-from profiling_agent.runtimes.onnx_names import is_convnet, nodes_of_layers
-from profiling_agent.runtimes.protocol import Batch, Prepared, Source
+from profiling_agent.runtimes.onnx_names import LAYER_OPS, is_convnet, nodes_of_layers
+from profiling_agent.runtimes.protocol import INPUT, Batch, Prepared, Source
 from profiling_agent.runtimes.silence import import_openvino, muted, without_telemetry
 from profiling_agent.runtimes.torch_weights import calibration_batches
 
-LAYER_OPS = ("MatMul", "Gemm", "Conv")
-# What becomes of them in OpenVINO's graph.
+# What becomes of the layers' operators in OpenVINO's graph.
 LAYER_TYPES = ("MatMul", "Convolution", "GroupConvolution")
 
 

@@ -12,6 +12,8 @@ from profiling_agent.artifacts.recipe import QuantizedLayer, Recipe
 from profiling_agent.records import Form, Scheme
 
 Batch = NDArray[np.float32]
+# What goes in and what comes out, by the names that exported graphs have for them.
+INPUT, OUTPUT = "pixel_values", "logits"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,6 @@ from profiling_agent.evaluation.measurement import machine
 from profiling_agent.evaluation.predictions import write_predictions
 from profiling_agent.iteration.bench import Bench
 from profiling_agent.iteration.contest import NUM_FINALISTS, hold_contest
-from profiling_agent.iteration.forms import recommend
 from profiling_agent.jobs import tasks
 from profiling_agent.records import (
     Acquired,
@@ -29,6 +28,7 @@ from profiling_agent.records import (
     Tuned,
     Variant,
 )
+from profiling_agent.runtimes.choices import recommend
 
 NUM_IMAGES = 2000
 

@@ -1,9 +1,10 @@
 import pytest
 
 from profiling_agent.iteration.bench import leaving_in_float
-from profiling_agent.iteration.forms import asked_schemes, possible_forms, recommend, schemes_of
+from profiling_agent.iteration.forms import asked_schemes, possible_forms, schemes_of
 from profiling_agent.pruning.names import matching_names
 from profiling_agent.records import Form, Plan, QuantizationRecommendation
+from profiling_agent.runtimes.choices import recommend
 
 EVERY = {
     "eager": ("float32", "bfloat16", "float16", "dynamic"),
