@@ -14,11 +14,9 @@ from profiling_agent.acquisition.batches import write_split
 from profiling_agent.artifacts.save import save_model
 from profiling_agent.errors import ProfilingAgentError
 from profiling_agent.evaluation.footprint import folder_bytes
-from profiling_agent.iteration.bench import READS_ONNX, leaving_in_float
-from profiling_agent.iteration.forms import INT8
+from profiling_agent.iteration.bench import deploy, leaving_in_float, tune
 from profiling_agent.jobs.runner import Jobs
-from profiling_agent.jobs.tasks import DeployApartTask, DeployTask, ExportTask, TuneTask
-from profiling_agent.records import RUNTIMES, ArtifactRef, Cut, DeployedModel, Form, InputSpec, SplitInfo, Tuned
+from profiling_agent.records import RUNTIMES, ArtifactRef, Cut, DeployedModel, Form, InputSpec, SplitInfo
 from profiling_agent.runtimes import registry
 from profiling_agent.runtimes.choices import recommend
 from profiling_agent.workspace import Workspace, file_sha256
@@ -101,23 +99,15 @@ class Workshop:
             encoded.append(buffer.getvalue())
         return self.split("calibration", encoded, [0] * num_images)
 
-    def tune(self, model: ArtifactRef, scheme: Any, calibration: SplitInfo, batch_size: int) -> Tuned:
-        """Fold and find the layers to keep, as the product does before it quantizes."""
-        return self.jobs.run(TuneTask(model=model, scheme=scheme, calibration=calibration, batch_size=batch_size))
-
     def deploy(
         self, model: ArtifactRef, form: Form, calibration: SplitInfo, *, batch_size: int, tuned: bool = False
     ) -> Made:
         """Bring a float32 model into a form, `tuned` for int8 first where asked; what fails is said."""
         try:
-            if tuned and form.scheme in INT8:
-                found = self.tune(model, "dynamic" if form.scheme == "dynamic" else "static", calibration, batch_size)
+            found = tune(self.jobs, model, form, calibration, batch_size=batch_size) if tuned else None
+            if found:
                 model, form = found.model, leaving_in_float(form, found.kept)
-            reads_onnx = form.runtime in READS_ONNX and (form.runtime, form.scheme) != ("openvino", "static")
-            onnx = self.jobs.run(ExportTask(model=model)).onnx if reads_onnx else None
-            kind = DeployTask if form.runtime == "eager" else DeployApartTask
-            task = kind(model=model, form=form, calibration=calibration, onnx=onnx, batch_size=batch_size)
-            return Made(form, self.jobs.run(task))
+            return Made(form, deploy(self.jobs, model, form, calibration, batch_size=batch_size))
         except ProfilingAgentError as error:
             print(f"  {form.name} could not be made: {error}", flush=True)
             return Made(form, reason=str(error))

@@ -1,8 +1,8 @@
 """One turn of the loop, from a plan to a judged attempt; the graph's nodes and a plain loop call the same functions."""
 
 from profiling_agent.analysis.dry_run import dry_run
-from profiling_agent.errors import ArtifactError, JobError, PlanError, PruningError, QuantizationError
-from profiling_agent.iteration.bench import Bench
+from profiling_agent.errors import ArtifactError, JobError, PlanError, PruningError
+from profiling_agent.iteration.bench import REFUSALS, Bench
 from profiling_agent.iteration.contest import hold_contest
 from profiling_agent.iteration.forms import possible_forms
 from profiling_agent.iteration.judge import judge
@@ -96,10 +96,8 @@ def quantize_candidate(bench: Bench, candidate: Candidate, form: Form | None) ->
     plan = candidate.plan.model_copy(update={"quantization": form.recommendations})
     planned = candidate.model_copy(update={"form": form, "plan": plan})
     try:
-        tuned = bench.tune(model, form)
-        deployed = bench.deploy(tuned.model if tuned else model, form)
-        return planned.model_copy(update={"deployed": deployed.model})
-    except (ArtifactError, QuantizationError, JobError) as error:
+        return planned.model_copy(update={"deployed": bench.deploy_tuned(model, form).model})
+    except REFUSALS as error:
         return planned.model_copy(update={"failure": str(error)})
 
 

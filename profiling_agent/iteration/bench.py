@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from profiling_agent.errors import ArtifactError, JobError
+from profiling_agent.errors import ArtifactError, JobError, QuantizationError
 from profiling_agent.evaluation.intervals import compare
 from profiling_agent.evaluation.predictions import read_predictions
 from profiling_agent.iteration.forms import INT8
@@ -42,6 +42,8 @@ from profiling_agent.records import (
     Variant,
 )
 
+# What a conversion or a runtime may end with; it costs the form its place, or the attempt, and never the run.
+REFUSALS = (ArtifactError, JobError, QuantizationError)
 # The runtimes that read the float32 model as ONNX; OpenVINO's `static` is exported with its int8 layers instead.
 READS_ONNX: frozenset[RuntimeName] = frozenset({"onnxruntime", "openvino"})
 
@@ -75,33 +77,20 @@ class Bench:
 
     def tune(self, model: ArtifactRef, form: Form) -> Tuned | None:
         """Make a float32 model ready for an int8 form; None where the form is none."""
-        if form.scheme not in INT8:
-            return None
         times = {row.name: row.latency_ms for row in self.profile.layers}
         total = sum(times.values()) or 1.0
-        task = TuneTask(
-            model=model,
-            scheme="dynamic" if form.scheme == "dynamic" else "static",
-            calibration=self.acquired.calibration,
-            latency_shares={name: time / total for name, time in times.items()},
-            batch_size=self.batch_size,
-        )
-        return self.jobs.run(task)
+        shares = {name: time / total for name, time in times.items()}
+        return tune(self.jobs, model, form, self.acquired.calibration, batch_size=self.batch_size, shares=shares)
 
     def deploy(self, model: ArtifactRef, form: Form) -> DeployedModel:
-        """Bring a float32 model into a form; raises what the conversion does, JobError where it crashed or hung."""
-        reads_onnx = form.runtime in READS_ONNX and (form.runtime, form.scheme) != ("openvino", "static")
-        onnx = self.jobs.run(ExportTask(model=model)).onnx if reads_onnx else None
-        kind = DeployTask if form.runtime == "eager" else DeployApartTask
-        task = kind(
-            model=model,
-            form=form,
-            calibration=self.acquired.calibration,
-            onnx=onnx,
-            batch_size=self.batch_size,
-            device=self.device,
-        )
-        return self.jobs.run(task)
+        """Bring a float32 model into a form as it is; raises what the conversion does, JobError where it crashed or hung."""
+        calibration = self.acquired.calibration
+        return deploy(self.jobs, model, form, calibration, batch_size=self.batch_size, device=self.device)
+
+    def deploy_tuned(self, model: ArtifactRef, form: Form) -> DeployedModel:
+        """Bring a float32 model into a form, made ready for it first."""
+        tuned = self.tune(model, form)
+        return self.deploy(tuned.model if tuned else model, form)
 
     def evaluate(
         self,
@@ -163,6 +152,39 @@ class Bench:
     def _correct(self, predictions: Predictions) -> npt.NDArray[np.bool_]:
         predicted, true = read_predictions(self.jobs.workspace.path(predictions.file))
         return predicted == true
+
+
+def tune(
+    jobs: Jobs,
+    model: ArtifactRef,
+    form: Form,
+    calibration: SplitInfo,
+    *,
+    batch_size: int,
+    shares: Mapping[str, float] | None = None,
+) -> Tuned | None:
+    """Make a float32 model ready for an int8 form, `shares` being the layers' of the time; None for other forms."""
+    if form.scheme not in INT8:
+        return None
+    task = TuneTask(
+        model=model,
+        scheme="dynamic" if form.scheme == "dynamic" else "static",
+        calibration=calibration,
+        latency_shares=dict(shares or {}),
+        batch_size=batch_size,
+    )
+    return jobs.run(task)
+
+
+def deploy(
+    jobs: Jobs, model: ArtifactRef, form: Form, calibration: SplitInfo, *, batch_size: int, device: str = "cpu"
+) -> DeployedModel:
+    """Bring a float32 model into a form, as ONNX first where its runtime reads that."""
+    reads_onnx = form.runtime in READS_ONNX and (form.runtime, form.scheme) != ("openvino", "static")
+    onnx = jobs.run(ExportTask(model=model)).onnx if reads_onnx else None
+    kind = DeployTask if form.runtime == "eager" else DeployApartTask
+    task = kind(model=model, form=form, calibration=calibration, onnx=onnx, batch_size=batch_size, device=device)
+    return jobs.run(task)
 
 
 def leaving_in_float(form: Form, layers: Sequence[str]) -> Form:

@@ -6,13 +6,12 @@ and at the batch size that will be deployed.
 
 from collections.abc import Sequence
 
-from profiling_agent.errors import ArtifactError, JobError, QuantizationError
+from profiling_agent.errors import JobError
 from profiling_agent.evaluation.race import noise_warning
-from profiling_agent.iteration.bench import Bench, leaving_in_float
+from profiling_agent.iteration.bench import REFUSALS, Bench, leaving_in_float
 from profiling_agent.iteration.judge import judge
 from profiling_agent.records import ArtifactRef, Contest, DeployedModel, Evaluation, Form, Goal, Trial, Tuned, Variant
 
-REFUSALS = (ArtifactError, JobError, QuantizationError)
 # Float32 in another order of additions; a conversion that is further away computes something else.
 MAX_DISTANCE = 1e-3
 # A point of top-1 goes with 0.01 to 0.02 nats (docs/decisions/LOG.md): ten times that is hopeless, whatever the floor.

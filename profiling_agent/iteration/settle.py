@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from profiling_agent.errors import ArtifactError, JobError, ProfilingAgentError, QuantizationError
+from profiling_agent.errors import JobError, ProfilingAgentError
 from profiling_agent.evaluation.race import noise_warning
-from profiling_agent.iteration.bench import Bench
+from profiling_agent.iteration.bench import REFUSALS, Bench
 from profiling_agent.iteration.judge import judge
 from profiling_agent.iteration.selection import ranked, size_ratio
 from profiling_agent.iteration.verdict import Facts, Limit, decide
@@ -102,10 +102,9 @@ def _in_form(bench: Bench, journal: Journal, finalist: Finalist, trial: Trial) -
     if model is None:
         return None
     try:
-        tuned = bench.tune(model, form)
-        deployed = bench.deploy(tuned.model if tuned else model, form).model
+        deployed = bench.deploy_tuned(model, form).model
         return bench.evaluate(finalist.variant, deployed, bench.acquired.search, journal.baseline, form)
-    except (ArtifactError, JobError, QuantizationError):
+    except REFUSALS:
         return None
 
 

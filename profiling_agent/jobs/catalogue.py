@@ -13,7 +13,6 @@ from profiling_agent.acquisition.hub import is_local, local_folder
 from profiling_agent.acquisition.models import load_model
 from profiling_agent.acquisition.query import DataQuery
 from profiling_agent.acquisition.splits import DrawnSplit, draw_splits
-from profiling_agent.artifacts.derived import save_derived
 from profiling_agent.artifacts.load import load_module, load_processor, load_recipe, load_skeleton
 from profiling_agent.artifacts.save import save_model
 from profiling_agent.errors import PruningError
@@ -21,6 +20,7 @@ from profiling_agent.evaluation.footprint import folder_bytes
 from profiling_agent.jobs import tasks
 from profiling_agent.jobs.deploy_job import deploy_job, evaluate_job, export_job
 from profiling_agent.jobs.desk import Desk
+from profiling_agent.jobs.keeping import keep_model
 from profiling_agent.jobs.recover_job import recover_job
 from profiling_agent.jobs.tune_job import tune_job
 from profiling_agent.profiling.latency_table import time_units
@@ -161,12 +161,8 @@ def prune(task: tasks.PruneTask, desk: Desk) -> PrunedModel:
     made = None
     if task.compensate:
         made = compensate(model, pruned.model, task.cuts, pruned.keep, read, progress=desk.progress)
-    folder = desk.folder / "model"
-    save_derived(made.model if made else pruned.model, path, folder, cuts=task.cuts)
-    # The reload gate: a model that doesn't come back as it was saved is never handed on.
-    load_module(folder)
     return PrunedModel(
-        model=desk.ref(folder, "model"),
+        model=keep_model(made.model if made else pruned.model, task.baseline, desk, cuts=task.cuts),
         cuts=task.cuts,
         mask_error=pruned.mask_error,
         kl=made.kl_after if made else None,

@@ -9,13 +9,13 @@ from functools import partial
 from pathlib import Path
 
 from profiling_agent.acquisition.batches import iter_batches, shuffled_batches
-from profiling_agent.artifacts.derived import save_derived
 from profiling_agent.artifacts.load import load_module, load_processor
 from profiling_agent.jobs.desk import Desk
+from profiling_agent.jobs.keeping import keep_model
 from profiling_agent.jobs.tasks import RecoverTask
 from profiling_agent.pruning.calibration import Calibration
-from profiling_agent.pruning.recovery import Recovered, recover
-from profiling_agent.records import ArtifactRef, RecoveredModel
+from profiling_agent.pruning.recovery import recover
+from profiling_agent.records import RecoveredModel
 from profiling_agent.shapes.verify import device_of
 
 
@@ -42,7 +42,7 @@ def recover_job(task: RecoverTask, desk: Desk) -> RecoveredModel:
         seed=task.seed,
         progress=desk.progress,
     )
-    model = task.model if recovered.model is pruned else _saved(recovered, task, desk)
+    model = task.model if recovered.model is pruned else keep_model(recovered.model.cpu(), task.model, desk)
     shutil.rmtree(folder, ignore_errors=True)
     with contextlib.suppress(OSError):
         # Empty unless another attempt's recovery was cut.
@@ -55,11 +55,3 @@ def recover_job(task: RecoverTask, desk: Desk) -> RecoveredModel:
         stopped=recovered.stopped,
         note=recovered.note,
     )
-
-
-def _saved(recovered: Recovered, task: RecoverTask, desk: Desk) -> ArtifactRef:
-    """Save the model with the cuts of the pruned one, and load it again: what doesn't come back isn't handed on."""
-    folder = desk.folder / "model"
-    save_derived(recovered.model.cpu(), desk.path(task.model), folder)
-    load_module(folder)
-    return desk.ref(folder, "model")

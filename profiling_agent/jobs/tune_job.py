@@ -6,9 +6,9 @@ Imported by the warm worker only, like the catalogue.
 import time
 
 from profiling_agent.acquisition.batches import iter_batches
-from profiling_agent.artifacts.derived import save_derived
 from profiling_agent.artifacts.load import load_module, load_processor
 from profiling_agent.jobs.desk import Desk
+from profiling_agent.jobs.keeping import keep_model
 from profiling_agent.jobs.tasks import TuneTask
 from profiling_agent.quantization.tune import MAX_IMAGES, tune
 from profiling_agent.records import Tuned
@@ -23,15 +23,8 @@ def tune_job(task: TuneTask, desk: Desk) -> Tuned:
     )
     model = load_module(path)
     tuning = tune(model, (images for images, _ in batches), task.scheme, task.latency_shares, progress=desk.progress)
-    ref = task.model
-    if tuning.model is not model:
-        folder = desk.folder / "model"
-        save_derived(tuning.model, path, folder)
-        # The reload gate: a model that doesn't come back as it was saved is never handed on.
-        load_module(folder)
-        ref = desk.ref(folder, "model")
     return Tuned(
-        model=ref,
+        model=task.model if tuning.model is model else keep_model(tuning.model, task.model, desk),
         sites=tuning.sites,
         layers=tuning.rows,
         kl=tuning.kl,
