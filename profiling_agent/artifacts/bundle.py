@@ -28,12 +28,17 @@ PACKAGES: dict[RuntimeName, tuple[str, ...]] = {
 
 
 def save_deployed(
-    source: Source, form: Form, folder: Path, *, counts: Counts | None = None, num_threads: int | None = None
+    source: Source,
+    form: Form,
+    folder: Path,
+    *,
+    complexity: tuple[int, int] | None = None,
+    num_threads: int | None = None,
 ) -> Recipe:
     """Bring `source` into `form` and write it to `folder`, which appears complete or not at all; return its recipe.
 
-    What the opened model says of two images is stored with it. `counts` are those of the float32 model; the bytes of
-    its weights are set to what is written here.
+    What the opened model says of two images is stored with it, and so are params and MACs of the float32 model, its
+    `complexity`, where they are given.
 
     Raises:
         ArtifactError: `folder` exists, the disk is full, or the runtime lacks what it needs.
@@ -47,9 +52,7 @@ def save_deployed(
         (temporary / CONFIG).write_text(json.dumps(source.recipe.config, indent=2) + "\n", encoding="utf-8")
         # A recipe names its golden file, and a runtime is opened by a recipe.
         save_file({}, temporary / GOLDEN)
-        if counts is not None:
-            counts = counts.model_copy(update={"parameter_bytes": _weight_bytes(temporary, form)})
-        draft = _recipe(source, form, prepared, counts, temporary)
+        draft = _recipe(source, form, prepared, complexity, temporary)
         _write(draft, temporary)
         session = chosen.open(temporary, draft, device=source.device, num_threads=num_threads)
         images = noise_batch(source.recipe.input, session.fixed_size or NUM_GOLDEN)
@@ -63,7 +66,11 @@ def save_deployed(
     return recipe
 
 
-def _recipe(source: Source, form: Form, prepared: Prepared, counts: Counts | None, folder: Path) -> Recipe:
+def _recipe(source: Source, form: Form, prepared: Prepared, complexity: tuple[int, int] | None, folder: Path) -> Recipe:
+    counts = None
+    if complexity is not None:
+        params, macs = complexity
+        counts = Counts(params=params, macs=macs, parameter_bytes=_weight_bytes(folder, form))
     versions = {name: metadata.version(name) for name in PACKAGES[form.runtime]}
     return source.recipe.model_copy(
         update={

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file
 from torch import Tensor, nn
 
 from profiling_agent.artifacts.folder import open_folder
-from profiling_agent.artifacts.golden import FLOAT_TOLERANCE, REDUCED_TOLERANCE, STEP_TOLERANCE
+from profiling_agent.artifacts.golden import FLOAT_TOLERANCE, REDUCED_TOLERANCE, STEP_TOLERANCE, refuse_far_logits
 from profiling_agent.artifacts.load import load_processor
 from profiling_agent.artifacts.recipe import GOLDEN, Recipe
 from profiling_agent.errors import ArtifactError
@@ -136,13 +136,7 @@ def check_session(session: Session, folder: Path, recipe: Recipe) -> None:
         raise ArtifactError(
             f"the golden images in {str(folder)!r} can't be run ({line}): save the model again"
         ) from error
-    distance = float(np.linalg.norm(found - expected) / max(np.linalg.norm(expected), np.finfo(np.float32).tiny))
-    # `not <=` so that a NaN fails.
-    if not distance <= (tolerance := _tolerance(recipe)):
-        raise ArtifactError(
-            f"{str(folder)!r} doesn't compute what it did when it was saved: its logits are {distance:.2g} apart "
-            f"(relative), {tolerance:g} is allowed; save it again with the installed libraries"
-        )
+    refuse_far_logits(repr(str(folder)), found, expected, _tolerance(recipe))
 
 
 def _tolerance(recipe: Recipe) -> float:

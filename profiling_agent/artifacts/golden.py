@@ -1,6 +1,10 @@
 """Two images and what the model said of them when it was saved: does it still say so?"""
 
+from typing import Any
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from profiling_agent.artifacts.recipe import Recipe
@@ -51,10 +55,15 @@ def check_golden(model: nn.Module, golden: dict[str, Tensor], recipe: Recipe) ->
         found = logits_of(model, golden["pixel_values"])
     except (KeyError, RuntimeError) as error:
         raise ArtifactError(f"the saved golden images can't be run ({error}): save the model again") from error
-    distance = float((found - expected).norm() / expected.norm().clamp_min(torch.finfo(torch.float32).tiny))
+    refuse_far_logits("the model", found.numpy(), expected.numpy(), _tolerance(model, recipe))
+
+
+def refuse_far_logits(who: str, found: NDArray[Any], expected: NDArray[Any], tolerance: float) -> None:
+    """Raise ArtifactError where ||found - expected|| / ||expected|| is more than `tolerance`, or no number."""
+    distance = float(np.linalg.norm(found - expected) / max(np.linalg.norm(expected), np.finfo(np.float32).tiny))
     # `not <=` so that a NaN fails.
-    if not distance <= (tolerance := _tolerance(model, recipe)):
+    if not distance <= tolerance:
         raise ArtifactError(
-            f"the model doesn't compute what it did when it was saved: its logits are {distance:.2g} apart "
-            f"(relative), {tolerance:g} is allowed; save it again with the installed libraries"
+            f"{who} doesn't compute what it did when it was saved: its logits are {distance:.2g} apart (relative), "
+            f"{tolerance:g} is allowed; save it again with the installed libraries"
         )

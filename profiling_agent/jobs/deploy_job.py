@@ -47,7 +47,8 @@ def deploy_job(task: tasks.DeployTask, desk: Desk) -> DeployedModel:
     num_threads = available_threads()
     desk.progress(f"converting to {task.form.name}", 0, 0)
     started = time.perf_counter()
-    recipe = save_deployed(source, task.form, folder, counts=counts_of(desk.path(task.model)), num_threads=num_threads)
+    complexity = complexity_of(desk.path(task.model))
+    recipe = save_deployed(source, task.form, folder, complexity=complexity, num_threads=num_threads)
     seconds = time.perf_counter() - started
     session = open_session(folder, device=task.device, num_threads=num_threads)
     distance, kl = _differences(session, source)
@@ -80,14 +81,15 @@ def _source(task: tasks.DeployTask, desk: Desk) -> Source:
     )
 
 
-def counts_of(path: Path) -> Counts:
-    """Return what is counted on a saved model that torch can read."""
+def complexity_of(path: Path) -> tuple[int, int]:
+    """Return params and MACs of one image, counted on a saved model that torch can read."""
     rows = count_complexity(load_skeleton(path), load_recipe(path).input).values()
-    return Counts(
-        params=sum(row.params for row in rows),
-        macs=sum(row.macs for row in rows),
-        parameter_bytes=parameter_bytes(load_module(path, verify=False)),
-    )
+    return sum(row.params for row in rows), sum(row.macs for row in rows)
+
+
+def _counts(path: Path) -> Counts:
+    params, macs = complexity_of(path)
+    return Counts(params=params, macs=macs, parameter_bytes=parameter_bytes(load_module(path, verify=False)))
 
 
 def _differences(session: Session, source: Source) -> tuple[float, float]:
@@ -121,7 +123,7 @@ def evaluate_job(task: tasks.EvaluateTask, desk: Desk) -> tasks.Measured:
     check_session(session, path, recipe)
     out = desk.folder / "predictions.safetensors"
     write_predictions(out, predicted, true)
-    counts = recipe.counts or counts_of(path)
+    counts = recipe.counts or _counts(path)
     return tasks.Measured(
         footprint=Footprint(**counts.model_dump(), size_bytes=folder_bytes(path)),
         predictions=Predictions(
