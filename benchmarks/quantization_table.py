@@ -4,22 +4,24 @@
 
 Batch 1, random weights: accuracy isn't measured here (see quantization_accuracy.py), the distance of the logits to the
 float32 model's is. Each form is made by the product's own jobs and runs in a process of its own; all take turns. Then
-ours, the paper's recipe (torch.ao's quantize_dynamic as it comes), ONNX Runtime's dynamic int8 and eager float32 meet
-in a race of their own, of three line-ups, which the checks are read from. Ours is the fastest form that is small enough
-and no further from float32 than `MAX_ERROR`.
+ours, the paper's recipe (torch.ao's quantize_dynamic as it comes), ONNX Runtime's dynamic int8 as it comes (what
+torch.onnx.export and quantize_dynamic make of the model; our own form of it has its attention fused) and eager float32
+meet in a race of their own, of three line-ups, which the checks are read from. Ours is the fastest form that is small
+enough and no further from float32 than `MAX_ERROR`.
 """
 
 import argparse
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from checks import Check, finish
 from full_size import MODELS, SPEC, build
+from peers import racer_of_papers, racer_of_peer, write_peer
 from transformers import ViTImageProcessorPil
 from workshop import Made, Workshop, forms
 
@@ -27,14 +29,15 @@ from profiling_agent.evaluation.heats import Pace
 from profiling_agent.evaluation.race import Result, processes, race_until_clear
 from profiling_agent.evaluation.scores import Score
 from profiling_agent.runtimes.contender import racer_command
-from profiling_agent.runtimes.racer import serve
+from profiling_agent.runtimes.noise import noise_batch
 from profiling_agent.runtimes.turns import Start
 
 NUM_CALIBRATION = 16
 # What int8 with attention products costs (0.11 on ViT-B in a first trial) passes; what computes something else does not.
 MAX_ERROR = 0.15
-BASELINE, PEER, PAPERS = "eager float32", "onnxruntime dynamic", "torch.ao dynamic (the paper's)"
-QUICK = (BASELINE, PEER, "openvino static")
+PEER_FILE = "peer.onnx"
+BASELINE, PEER, PAPERS = "eager float32", "ONNX Runtime dynamic (as it comes)", "torch.ao dynamic (the paper's)"
+QUICK = (BASELINE, "onnxruntime dynamic", "openvino static")
 MAX_SIZE, MIN_OVER_FP32 = 0.26, 3.5
 MIN_OVER_PEER = {"ViT-B/16": 1.15, "DeiT-B/16": 1.15, "Swin-B": 1.15, "ResNet-101": 3.0}
 # Table 3 of arXiv 2509.05584 (EPYC 7763, no VNNI): bytes saved in percent by ONNX Runtime and by the paper, seconds
@@ -47,33 +50,12 @@ PAPER = {
 }
 
 
-def open_papers(folder: str, start: Start) -> Callable[[], float]:
-    """Return one pass of the float32 model with every Linear quantized by torch's default."""
-    import torch
-    from torch import nn
-
-    from profiling_agent.artifacts.load import load_module, load_recipe
-    from profiling_agent.quantization.quantize import torch_quantize_dynamic
-    from profiling_agent.runtimes.eager import pin_threads, random_batch
-
-    pin_threads(start.num_threads)
-    model = load_module(folder, verify=False)
-    names = [name for name, module in model.named_modules() if type(module) is nn.Linear]
-    quantized = torch_quantize_dynamic(model, names, "qint8", per_channel=False)
-    batch = random_batch(load_recipe(folder).input, start.batch_size)
-
-    def run_once() -> float:
-        with torch.inference_mode():
-            started = time.perf_counter()
-            quantized(pixel_values=batch)
-            return (time.perf_counter() - started) * 1e3
-
-    return run_once
-
-
 def prepare(name: str, shop: Workshop, *, is_quick: bool) -> list[Made]:
     """Save the float32 model and bring it into every form; eager float32 comes first."""
-    saved = shop.add(build(name), "float32", spec=SPEC, processor=ViTImageProcessorPil())
+    model = build(name)
+    saved = shop.add(model, "float32", spec=SPEC, processor=ViTImageProcessorPil())
+    if not (peer := shop.root / PEER_FILE).exists():
+        write_peer(model, torch.from_numpy(noise_batch(SPEC, 2)), peer)
     calibration = shop.noise(NUM_CALIBRATION, SPEC.width)
     made: list[Made] = []
     for form in forms():
@@ -92,11 +74,11 @@ def run(commands: Sequence[Sequence[str]], *, is_quick: bool, line_ups: int = 1)
     return race_until_clear(processes(commands, start), len(commands), pace=pace, min_races=line_ups)
 
 
-def row_of(model: str, made: Made, baseline_bytes: int, result: Result, index: int, peer: int | None) -> dict[str, Any]:
+def row_of(model: str, made: Made, baseline_bytes: int, result: Result, index: int, peer: int) -> dict[str, Any]:
     """Return a form's line of the table."""
     assert made.deployed is not None
     score = result.scores.get(index)
-    against = result.against(index, peer) if score and peer is not None and peer in result.scores else None
+    against = result.against(index, peer) if score and peer in result.scores else None
     return {
         "model": model,
         "form": made.name,
@@ -124,11 +106,12 @@ def choose(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def finals(name: str, shop: Workshop, made: Sequence[Made], ours: Made, *, is_quick: bool) -> list[dict[str, Any]]:
     """Race ours, the paper's recipe and ONNX Runtime's dynamic int8 against eager float32, in three line-ups."""
-    peer = next((one for one in made if one.name == PEER), None)
-    papers = [sys.executable, __file__, "--papers-racer", str(shop.root / "float32")]
-    entered = [(BASELINE, racer_command(shop.path(made[0]))), (PAPERS, papers)]
-    entered += [(PEER, racer_command(shop.path(peer)))] if peer else []
-    entered += [] if ours is peer else [(ours.name, racer_command(shop.path(ours)))]
+    entered = [
+        (BASELINE, racer_command(shop.path(made[0]))),
+        (PAPERS, racer_of_papers(shop.root / "float32")),
+        (PEER, racer_of_peer(shop.root / PEER_FILE)),
+        (ours.name, racer_command(shop.path(ours))),
+    ]
     result = run([command for _, command in entered], is_quick=is_quick, line_ups=1 if is_quick else 3)
     names = [form for form, _ in entered]
     return [
@@ -137,7 +120,9 @@ def finals(name: str, shop: Workshop, made: Sequence[Made], ours: Made, *, is_qu
             "final": form,
             "latency_ms": float(np.median(result.scores[index].samples_ms)),
             "over_fp32": _triple(result.scores[index]),
-            "over_onnxruntime_dynamic": _triple(result.against(index, names.index(PEER))) if peer else None,
+            "over_onnxruntime_dynamic": _triple(result.against(index, names.index(PEER)))
+            if names.index(PEER) in result.scores
+            else None,
             "detectable": result.detectable,
         }
         for index, form in enumerate(names)
@@ -150,11 +135,11 @@ def measure(name: str, root: Path, *, is_quick: bool) -> tuple[list[dict[str, An
     print(f"\n{name}", flush=True)
     with Workshop(root / name.replace("/", "-")) as shop:
         made = prepare(name, shop, is_quick=is_quick)
-        result = run([racer_command(shop.path(one)) for one in made], is_quick=is_quick)
-        peer = next((index for index, one in enumerate(made) if one.name == PEER), None)
+        commands = [racer_command(shop.path(one)) for one in made]
+        result = run([*commands, racer_of_peer(shop.root / PEER_FILE)], is_quick=is_quick)
         assert made[0].deployed is not None
         whole = made[0].deployed.model.size_bytes
-        rows = [row_of(name, one, whole, result, index, peer) for index, one in enumerate(made)]
+        rows = [row_of(name, one, whole, result, index, len(made)) for index, one in enumerate(made)]
         ours = choose(rows)
         chosen = next(one for one in made if one.name == ours["form"])
         last = finals(name, shop, made, chosen, is_quick=is_quick)
@@ -213,7 +198,7 @@ def show(name: str, rows: Sequence[dict[str, Any]], last: Sequence[dict[str, Any
 
 
 def main() -> int:
-    """Run the benchmark, or the racer of the paper's recipe."""
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=tuple(MODELS), metavar="NAME")
     parser.add_argument("--quick", action="store_true", help="one model, three forms, few rounds")
@@ -222,10 +207,7 @@ def main() -> int:
         "--scratch", type=Path, metavar="DIR", help="keep the models here, and go on with those there are"
     )
     parser.add_argument("--make-only", action="store_true", help="make the models in --scratch; race them another time")
-    parser.add_argument("--papers-racer", metavar="FOLDER", help=argparse.SUPPRESS)
     asked = parser.parse_args()
-    if asked.papers_racer:
-        serve(lambda start: open_papers(asked.papers_racer, start))
     rows: list[dict[str, Any]] = []
     checks: list[Check] = []
     names = asked.models or (["ResNet-101"] if asked.quick else list(MODELS))

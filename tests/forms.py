@@ -19,12 +19,16 @@ MODELS: dict[str, Callable[[], torch.nn.Module]] = {
     "vit": lambda: zoo.vit(num_hidden_layers=1),
     "resnet": lambda: zoo.resnet(layer_type="basic"),
 }
+# Not brought into every form, which takes minutes.
+OTHERS: dict[str, Callable[[], torch.nn.Module]] = {"swin": zoo.swin}
 
 
 def source_of(family: str, folder: Path, *, batch_size: int | None = None) -> Source:
     """Save and export a tiny model, with a dynamic batch or one of `batch_size`."""
     folder.mkdir()
-    save_model(MODELS[family](), folder / "model", spec=zoo.SPEC, processor=zoo.processor(), base_model="zoo")
+    save_model(
+        (MODELS | OTHERS)[family](), folder / "model", spec=zoo.SPEC, processor=zoo.processor(), base_model="zoo"
+    )
     module = load_module(folder / "model")
     export_onnx(module, folder / "model.onnx", spec=zoo.SPEC, batch_size=batch_size)
     return Source(

@@ -9,6 +9,7 @@ from safetensors.numpy import save_file
 
 from profiling_agent.artifacts.card import write_card
 from profiling_agent.artifacts.folder import appearing
+from profiling_agent.artifacts.golden import NUM_IMAGES
 from profiling_agent.artifacts.recipe import CARD, CONFIG, GOLDEN, MODEL_FILES, RECIPE, Counts, Recipe
 from profiling_agent.errors import QuantizationError
 from profiling_agent.records import Form, RuntimeName
@@ -18,7 +19,6 @@ from profiling_agent.runtimes.protocol import Prepared, Source
 from profiling_agent.runtimes.registry import runtime
 from profiling_agent.workspace import file_sha256, write_atomically
 
-NUM_GOLDEN = 2
 PACKAGES: dict[RuntimeName, tuple[str, ...]] = {
     "eager": (),
     "inductor": ("torchao",),
@@ -55,8 +55,8 @@ def save_deployed(
         draft = _recipe(source, form, prepared, complexity, temporary)
         _write(draft, temporary)
         session = chosen.open(temporary, draft, device=source.device, num_threads=num_threads)
-        images = noise_batch(source.recipe.input, session.fixed_size or NUM_GOLDEN)
-        logits = session.run(images)
+        images = noise_batch(source.recipe.input, session.fixed_size or NUM_IMAGES).astype(np.float16)
+        logits = session.run(images.astype(np.float32))
         if not np.isfinite(logits).all():
             raise QuantizationError(f"as {form.name} the model gives logits that aren't finite: leave this form out")
         save_file({"pixel_values": images, "logits": np.ascontiguousarray(logits)}, temporary / GOLDEN)

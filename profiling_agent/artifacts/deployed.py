@@ -130,7 +130,7 @@ def check_session(session: Session, folder: Path, recipe: Recipe) -> None:
     """Raise ArtifactError where `session` doesn't compute the logits that were saved in `folder`."""
     try:
         golden = load_file(folder / GOLDEN)
-        expected, found = golden["logits"], session.run(golden["pixel_values"])
+        expected, found = golden["logits"], session.run(golden["pixel_values"].astype(np.float32))
     except (OSError, SafetensorError, KeyError, RuntimeError) as error:
         line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ArtifactError(

@@ -33,9 +33,12 @@ def logits_of(model: nn.Module, pixel_values: Tensor) -> Tensor:
 
 
 def golden_tensors(model: nn.Module, spec: InputSpec) -> dict[str, Tensor]:
-    """Return an input batch of two and the logits that `model` computes for it."""
-    pixel_values = random_batch(spec, NUM_IMAGES)
-    return {"pixel_values": pixel_values, "logits": logits_of(model, pixel_values).clone()}
+    """Return an input batch of two and the logits that `model` computes for it.
+
+    The images are stored as float16, which is what they are rounded to: half of the bytes, of 1% of a small int8 model.
+    """
+    pixel_values = random_batch(spec, NUM_IMAGES).half()
+    return {"pixel_values": pixel_values, "logits": logits_of(model, pixel_values.float()).clone()}
 
 
 def _tolerance(model: nn.Module, recipe: Recipe) -> float:
@@ -52,7 +55,7 @@ def check_golden(model: nn.Module, golden: dict[str, Tensor], recipe: Recipe) ->
     """Raise ArtifactError where `model` doesn't compute the logits that were saved with it."""
     try:
         expected = golden["logits"]
-        found = logits_of(model, golden["pixel_values"])
+        found = logits_of(model, golden["pixel_values"].float())
     except (KeyError, RuntimeError) as error:
         raise ArtifactError(f"the saved golden images can't be run ({error}): save the model again") from error
     refuse_far_logits("the model", found.numpy(), expected.numpy(), _tolerance(model, recipe))

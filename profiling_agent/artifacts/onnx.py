@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from profiling_agent.artifacts.golden import logits_of
+from profiling_agent.artifacts.plain_attention import attend_plainly
 from profiling_agent.errors import ArtifactError
 from profiling_agent.quantization.kinds import quantized_modules
 from profiling_agent.records import InputSpec
@@ -93,10 +94,12 @@ def write_graph(model: nn.Module, path: Path, *, spec: InputSpec, batch_size: in
     """
     _check_installed()
     exported, batch = _Logits(copy.deepcopy(model)).cpu().eval(), random_batch(spec, batch_size or TRACED_IMAGES)
+    with muted("transformers"):
+        attend_plainly(exported.model)
     is_dynamic = batch_size is None
     try:
-        # Traced as the products and softmax that ONNX has. Torch's fused attention lays its output out in another way
-        # than its decomposition, on which the exporter stumbles where the number of heads is odd (Swin, Data2Vec).
+        # Models that call torch's fused attention by themselves are traced as products and softmax too: it lays its output
+        # out in another way than its decomposition, on which the exporter stumbles where the number of heads is odd.
         with muted("torch.onnx"), sdpa_kernel(SDPBackend.MATH):
             program: Any = torch.onnx.export(
                 exported,

@@ -19,7 +19,7 @@ def nodes_of_layers(model: onnx.ModelProto, layers: Collection[str], ops: Collec
     """Return the layer of each node, by node name, that computes one of `layers` by one of `ops`."""
     found: dict[str, str] = {}
     for node in model.graph.node:
-        if node.op_type in ops and (layer := _layer_of(node)) in layers:
+        if node.op_type in ops and (layer := layer_of(node)) in layers:
             found[node.name] = layer
     return found
 
@@ -30,7 +30,7 @@ def is_convnet(model: onnx.ModelProto) -> bool:
     return ops.count("Conv") > ops.count("MatMul") + ops.count("Gemm")
 
 
-def _layer_of(node: onnx.NodeProto) -> str:
+def layer_of(node: onnx.NodeProto) -> str:
     """Return the name of the module that a node stands for, by its weight or, where that has none, by its scope."""
     named = [name for name in node.input if name.startswith(PREFIX) and name.endswith(WEIGHT)]
     if named:

@@ -1,9 +1,10 @@
 """An ONNX file of a float32 model brought into ONNX Runtime's int8 forms."""
 
 import contextlib
+import itertools
 import logging
 import tempfile
-from collections.abc import Collection, Generator, Iterator
+from collections.abc import Collection, Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from profiling_agent.errors import ArtifactError, QuantizationError
 from profiling_agent.quantization.quantize import chosen_layers
 from profiling_agent.records import Form
 from profiling_agent.runtimes.choices import recommended
+from profiling_agent.runtimes.onnx_attention import ATTENTION, fuse_attention
 from profiling_agent.runtimes.onnx_names import LAYER_OPS, is_convnet, nodes_of_layers
 from profiling_agent.runtimes.protocol import INPUT, Batch, Prepared, Source
 from profiling_agent.runtimes.silence import muted
@@ -38,16 +40,24 @@ def write_form(source: Source, form: Form, path: Path) -> Prepared:
     """
     if source.onnx is None:
         raise ArtifactError("ONNX Runtime needs the model as ONNX, which torch could not export")
-    model = _readable(source.onnx)
+    model = onnx.load(source.onnx)
+    layers = chosen_layers(source.module, recommended(form)) if form.scheme != "float32" else {}
+    # The operator's kernels know ranges that are measured as it runs, and no static ones.
+    fused: Mapping[str, tuple[str, ...]] = {}
+    if form.scheme != "static":
+        model, fused = fuse_attention(model, layers)
+    # The exporter notes shapes that the quantizer's own inference contradicts once it has transposed a weight.
+    del model.graph.value_info[:]
     if form.scheme == "float32":
         _write_bare(model, path)
         return Prepared(quantized=(), tied={})
-    layers = chosen_layers(source.module, recommended(form))
     nodes = nodes_of_layers(model, layers, LAYER_OPS)
+    attention = {node: taken for node, taken in fused.items() if taken[0] in layers}
+    reached = {*nodes.values(), *itertools.chain.from_iterable(attention.values())}
     try:
         with _muted_in_scratch():
             if form.scheme == "dynamic":
-                _quantize_dynamic(model, path, nodes)
+                _quantize_dynamic(model, path, [*nodes, *attention])
             else:
                 _quantize_static(model, path, nodes, source.calibration)
         _write_bare(onnx.load(path), path)
@@ -55,15 +65,8 @@ def write_form(source: Source, form: Form, path: Path) -> Prepared:
         line = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
         raise QuantizationError(f"ONNX Runtime can't quantize the model ({line})") from error
     kind = "dynamic" if form.scheme == "dynamic" else "static"
-    quantized = tuple(QuantizedLayer(name=name, kind=kind, dtype="qint8") for name in layers if name in nodes.values())
+    quantized = tuple(QuantizedLayer(name=name, kind=kind, dtype="qint8") for name in layers if name in reached)
     return Prepared(quantized=quantized, tied={})
-
-
-def _readable(path: Path) -> onnx.ModelProto:
-    model = onnx.load(path)
-    # The exporter notes shapes that the quantizer's own inference contradicts once it has transposed a weight.
-    del model.graph.value_info[:]
-    return model
 
 
 def _write_bare(model: onnx.ModelProto, path: Path) -> None:
@@ -82,16 +85,18 @@ def _muted_in_scratch() -> Generator[None]:
     logging.getLogger().setLevel(level)
 
 
-def _quantize_dynamic(model: onnx.ModelProto, path: Path, nodes: dict[str, str]) -> None:
+def _quantize_dynamic(model: onnx.ModelProto, path: Path, nodes: Collection[str]) -> None:
     # Unsigned weights are twice as slow, and convolutions have no fast dynamic kernel.
     quantize_dynamic(
         model,
         path,
-        op_types_to_quantize=["MatMul", "Gemm"],
+        op_types_to_quantize=["MatMul", "Gemm", ATTENTION],
         per_channel=True,
         weight_type=QuantType.QInt8,
         # The quantizer turns each Gemm into a MatMul and an Add first, and names them anew.
         nodes_to_quantize=[*nodes, *(f"{name}_MatMul" for name in nodes)],
+        # The shapes behind an operator of ONNX Runtime's own are unknown to ONNX.
+        extra_options={"DefaultTensorType": onnx.TensorProto.FLOAT},
     )
 
 

@@ -1,0 +1,102 @@
+"""Int8 as others make it, and racers for it, each without the other's libraries: `python benchmarks/peers.py papers FOLDER` or `... peer FILE`."""
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from profiling_agent.runtimes.noise import noise_batch
+from profiling_agent.runtimes.racer import serve
+from profiling_agent.runtimes.registry import available_threads
+from profiling_agent.runtimes.silence import muted
+from profiling_agent.runtimes.turns import Start
+
+
+def racer_of_papers(folder: Path) -> list[str]:
+    """Return the command line that races the paper's recipe on a saved float32 model."""
+    return [sys.executable, __file__, "papers", str(folder)]
+
+
+def racer_of_peer(path: Path) -> list[str]:
+    """Return the command line that races an ONNX file."""
+    return [sys.executable, __file__, "peer", str(path)]
+
+
+def open_papers(folder: str, start: Start) -> Callable[[], float]:
+    """Return one pass of the float32 model with every Linear quantized by torch's default."""
+    import torch
+    from torch import nn
+
+    from profiling_agent.artifacts.load import load_module, load_recipe
+    from profiling_agent.quantization.quantize import torch_quantize_dynamic
+    from profiling_agent.runtimes.eager import pin_threads
+
+    pin_threads(start.num_threads)
+    model = load_module(folder, verify=False)
+    names = [name for name, module in model.named_modules() if type(module) is nn.Linear]
+    quantized = torch_quantize_dynamic(model, names, "qint8", per_channel=False)
+    batch = torch.from_numpy(noise_batch(load_recipe(folder).input, start.batch_size))
+
+    def run_once() -> float:
+        with torch.inference_mode():
+            started = time.perf_counter()
+            quantized(pixel_values=batch)
+            return (time.perf_counter() - started) * 1e3
+
+    return run_once
+
+
+def write_peer(model: Any, example: Any, path: Path) -> None:
+    """Write what a user gets from torch's exporter and ONNX Runtime's quantizer, with a scale for each channel."""
+    import onnx
+    import torch
+    from onnxruntime.quantization import QuantType, quantize_dynamic
+
+    with muted("", "torch.onnx"):
+        program: Any = torch.onnx.export(
+            model,
+            kwargs={"pixel_values": example},
+            dynamo=True,
+            verbose=False,
+            input_names=["pixel_values"],
+            output_names=["logits"],
+            dynamic_shapes={"pixel_values": {0: "batch"}},
+        )
+        graph = program.model_proto
+        # Without this the quantizer refuses the file (shared/facts/quantization.md).
+        del graph.graph.value_info[:]
+        quantize_dynamic(
+            graph, path, op_types_to_quantize=["MatMul", "Gemm"], per_channel=True, weight_type=QuantType.QInt8
+        )
+    onnx.checker.check_model(path)
+
+
+def open_peer(path: str, start: Start) -> Callable[[], float]:
+    """Return one pass of an ONNX file."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = start.num_threads or available_threads()
+    session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    shape = (start.batch_size, *session.get_inputs()[0].shape[1:])
+    batch = np.random.default_rng(0).standard_normal(shape, dtype=np.float32)
+
+    def run_once() -> float:
+        started = time.perf_counter()
+        session.run(None, {"pixel_values": batch})
+        return (time.perf_counter() - started) * 1e3
+
+    return run_once
+
+
+def main() -> None:
+    """Race what the command line says."""
+    kind, path = sys.argv[1:]
+    serve(lambda start: (open_papers if kind == "papers" else open_peer)(path, start))
+
+
+if __name__ == "__main__":
+    main()
