@@ -1,6 +1,7 @@
 """Pruned, quantized, and both: what each brings alone and together.
 
-    python benchmarks/joint.py [--models DIR...] [--full-size NAME...] [--data DIR] [--quick] [--json FILE]
+    python benchmarks/joint.py [--models DIR...] [--full-size NAME...] [--data DIR] [--output DIR] [--quick]
+                               [--json FILE]
 
 On the shared models: the four corners of the product's own runs, with the default contract, in the forms that its
 contest chose; accuracy on search images, speed by its own race. On the paper's models at full size, with random
@@ -33,7 +34,7 @@ from profiling_agent.runtimes.turns import Start
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 SHARE = 0.45
 # The forms that were ever the fastest at full size (quantization_table.py); the others would only take time.
-FAST = ("openvino static", "openvino static_nncf", "inductor static", "onnxruntime static")
+FAST = ("openvino static", "openvino static_nncf", "inductor static", "onnxruntime static", "onnxruntime dynamic")
 NUM_CALIBRATION = 16
 MAX_ERROR = 0.15
 AIMS = {"ViT-B/16": 5.0, "DeiT-B/16": 5.0, "Swin-B": 5.5, "ResNet-101": 7.0}
@@ -77,11 +78,14 @@ def beats_each_alone(name: str, rows: Sequence[dict[str, Any]], floor: float = 1
     return checks
 
 
-def run_shared(model: Path, data: Path, *, is_quick: bool) -> tuple[list[dict[str, Any]], list[Check]]:
+def run_shared(
+    model: Path, data: Path, output: Path | None, *, is_quick: bool
+) -> tuple[list[dict[str, Any]], list[Check]]:
     """Run the product on one model."""
     print(f"\n{model.name}", flush=True)
-    with tempfile.TemporaryDirectory() as output:
-        request = Request(model=str(model), dataset=str(data), output=output, num_samples=400 if is_quick else None)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = str(output or scratch)
+        request = Request(model=str(model), dataset=str(data), output=folder, num_samples=400 if is_quick else None)
         report = optimize(request)
     rows = shared_rows(model, report)
     for row in rows:
@@ -173,13 +177,14 @@ def main() -> int:
     parser.add_argument("--full-size", nargs="*", choices=tuple(MODELS), default=None, metavar="NAME")
     parser.add_argument("--data", type=Path, default=SHARED / "data" / "cifar10")
     parser.add_argument("--quick", action="store_true", help="one model of each, few images and rounds")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="take up the runs that verdicts.py kept here")
     parser.add_argument("--json", type=Path, metavar="FILE")
     asked = parser.parse_args()
     large = list(MODELS) if asked.full_size is None else asked.full_size
     rows: list[dict[str, Any]] = []
     checks: list[Check] = []
     for model in asked.models[: 1 if asked.quick else None]:
-        measured, found = run_shared(model, asked.data, is_quick=asked.quick)
+        measured, found = run_shared(model, asked.data, asked.output, is_quick=asked.quick)
         rows += measured
         checks += found
     for name in large[-1:] if asked.quick else large:

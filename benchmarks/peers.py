@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from profiling_agent.reproducibility import available_threads
 from profiling_agent.runtimes.noise import noise_batch
 from profiling_agent.runtimes.racer import serve
-from profiling_agent.runtimes.registry import available_threads
 from profiling_agent.runtimes.silence import muted
 from profiling_agent.runtimes.turns import Start
 

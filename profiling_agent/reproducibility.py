@@ -57,6 +57,11 @@ def code_version() -> str:
     return digest.hexdigest()[:16]
 
 
+def available_threads() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
 @cache
 def environment() -> Environment:
     """Return the fingerprint of this machine and installation."""
@@ -64,7 +69,7 @@ def environment() -> Environment:
     return Environment(
         cpu=_cpuinfo("model name") or platform.processor() or platform.machine(),
         cpu_flags=tuple(flag for flag in CPU_FLAGS if flag in flags),
-        num_threads=len(os.sched_getaffinity(0)),
+        num_threads=available_threads(),
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         system=f"{platform.system()} {platform.machine()}",
         python=platform.python_version(),

@@ -10,6 +10,7 @@ from profiling_agent.errors import JobError
 from profiling_agent.evaluation.race import noise_warning
 from profiling_agent.iteration.bench import REFUSALS, Bench, leaving_in_float
 from profiling_agent.iteration.judge import judge
+from profiling_agent.iteration.selection import preference, size_ratio
 from profiling_agent.records import ArtifactRef, Contest, DeployedModel, Evaluation, Form, Goal, Trial, Tuned, Variant
 
 # Float32 in another order of additions; a conversion that is further away computes something else.
@@ -32,7 +33,7 @@ def hold_contest(
     trials, notes = _race(bench, trials, variant)
     trials = _finish(bench, trials, baseline, variant)
     kept = [trial for trial in trials if trial.keeps_accuracy]
-    best = min(kept, key=lambda trial: rank(trial, baseline, bench.goal), default=None)
+    best = min(kept, key=lambda trial: _rank(trial, baseline, bench.goal), default=None)
     return Contest(
         trials=tuple(_told(trial, trial is best) for trial in trials),
         chosen=best.form if best else None,
@@ -40,15 +41,14 @@ def hold_contest(
     )
 
 
-def rank(trial: Trial, baseline: Evaluation, goal: Goal) -> tuple[bool, bool, float]:
-    """Return what the contract prefers, least first: small enough, memory enough, then the objective."""
+def _rank(trial: Trial, baseline: Evaluation, goal: Goal) -> tuple[bool, bool, bool, float]:
     assert trial.evaluation is not None, "only what was measured in full is ranked"
-    footprint = trial.evaluation.footprint
-    is_large = footprint.size_bytes > goal.max_size_ratio * baseline.footprint.size_bytes
-    speedup = trial.lap.speedup if trial.lap else 0.0
-    memory = trial.peak_memory_bytes or 0
-    wanted = {"speed": -speedup, "size": float(footprint.size_bytes), "memory": float(memory)}
-    return is_large, speedup < goal.min_speedup, wanted[goal.objective]
+    return preference(
+        goal,
+        size=size_ratio(trial.evaluation, baseline),
+        speedup=trial.lap.speedup if trial.lap else 0.0,
+        memory=trial.memory_ratio,
+    )
 
 
 def _check(bench: Bench, model: ArtifactRef, form: Form, baseline: Evaluation) -> Trial:
@@ -127,11 +127,11 @@ def _finish(bench: Bench, trials: Sequence[Trial], baseline: Evaluation, variant
 
 
 def _promise(trial: Trial, baseline: Evaluation, goal: Goal) -> tuple[bool, float]:
-    """Return how promising a trial is before it is measured in full, the most promising least."""
+    """Return how promising a trial is before it is measured in full, the most promising least; its memory isn't known."""
     assert trial.deployed is not None, "only what was made is measured"
-    size = trial.deployed.model.size_bytes
+    size = trial.deployed.model.size_bytes / baseline.footprint.size_bytes
     speedup = trial.lap.speedup if trial.lap else 0.0
-    return size > goal.max_size_ratio * baseline.footprint.size_bytes, size if goal.objective == "size" else -speedup
+    return size > goal.max_size_ratio, size if goal.objective == "size" else -speedup
 
 
 def _measure(bench: Bench, trial: Trial, baseline: Evaluation, variant: Variant) -> Trial:
@@ -139,7 +139,6 @@ def _measure(bench: Bench, trial: Trial, baseline: Evaluation, variant: Variant)
     model = trial.deployed.model
     try:
         measured = bench.evaluate(variant, model, bench.acquired.search, baseline, trial.form)
-        peak = bench.peak_memory(model) if bench.asks_for_memory else None
     except REFUSALS as error:
         return trial.model_copy(update={"reason": f"could not be run: {error}"})
     judgement = judge(measured, baseline, bench.goal)
@@ -148,7 +147,7 @@ def _measure(bench: Bench, trial: Trial, baseline: Evaluation, variant: Variant)
     return trial.model_copy(
         update={
             "evaluation": measured,
-            "peak_memory_bytes": peak,
+            "memory_ratio": bench.memory_ratio(model),
             "keeps_accuracy": judgement.accepted and not is_slower,
             "reason": slow + judgement.reason,
         }

@@ -1,5 +1,7 @@
 """Who may win, best first. Only counts and search accuracy decide, so the order repeats."""
 
+import math
+
 from profiling_agent.iteration.judge import judge
 from profiling_agent.records import Evaluation, Finalist, Goal, Journal, Variant
 
@@ -21,6 +23,17 @@ def _finalists(journal: Journal) -> list[Finalist]:
 def size_ratio(candidate: Evaluation, baseline: Evaluation) -> float:
     """Return the candidate's bytes on disk as a fraction of the baseline's."""
     return candidate.footprint.size_bytes / baseline.footprint.size_bytes
+
+
+def preference(goal: Goal, *, size: float, speedup: float, memory: float | None) -> tuple[bool, bool, bool, float]:
+    """Return what the contract prefers of what keeps the accuracy, least first: its terms kept, then its objective.
+
+    `size` and `memory` are fractions of the baseline's. Memory that could not be measured is more than is allowed.
+    """
+    held = math.inf if memory is None else memory
+    is_greedy = goal.max_memory_ratio is not None and held > goal.max_memory_ratio
+    wanted = {"speed": -speedup, "size": size, "memory": held}[goal.objective]
+    return size > goal.max_size_ratio, speedup < goal.min_speedup, is_greedy, wanted
 
 
 def _by_contract(journal: Journal, goal: Goal) -> list[Finalist]:

@@ -6,7 +6,7 @@ from profiling_agent.errors import JobError, ProfilingAgentError
 from profiling_agent.evaluation.race import noise_warning
 from profiling_agent.iteration.bench import REFUSALS, Bench
 from profiling_agent.iteration.judge import judge
-from profiling_agent.iteration.selection import ranked, size_ratio
+from profiling_agent.iteration.selection import preference, ranked, size_ratio
 from profiling_agent.iteration.verdict import Facts, Limit, decide
 from profiling_agent.jobs.tasks import PruneTask
 from profiling_agent.pruning.widths import snap
@@ -136,11 +136,13 @@ def _best(bench: Bench, race: Race, forms: Sequence[Evaluation], baseline: Evalu
     laps = {lap.model.sha256: lap for lap in race.laps}
     ran = [form for form in forms if form.model.sha256 in laps and laps[form.model.sha256].speedup_high >= 1]
 
-    def order(form: Evaluation) -> tuple[bool, float]:
-        wanted = {"speed": -laps[form.model.sha256].speedup, "size": float(form.footprint.size_bytes)}
-        if bench.goal.objective == "memory":
-            wanted["memory"] = bench.memory_ratio(form.model) or float("inf")
-        return size_ratio(form, baseline) > bench.goal.max_size_ratio, wanted[bench.goal.objective]
+    def order(form: Evaluation) -> tuple[bool, bool, bool, float]:
+        return preference(
+            bench.goal,
+            size=size_ratio(form, baseline),
+            speedup=laps[form.model.sha256].speedup,
+            memory=bench.memory_ratio(form.model),
+        )
 
     return min(ran, key=order, default=None)
 

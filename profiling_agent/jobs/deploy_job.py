@@ -25,8 +25,9 @@ from profiling_agent.jobs import tasks
 from profiling_agent.jobs.desk import Desk
 from profiling_agent.profiling.complexity import count_complexity
 from profiling_agent.records import DeployedModel, Footprint, Predictions
+from profiling_agent.reproducibility import available_threads
 from profiling_agent.runtimes.protocol import Batch, Session, Source
-from profiling_agent.runtimes.registry import available_threads, open_session
+from profiling_agent.runtimes.registry import open_session
 
 # Activation ranges and NNCF's statistics settle well before; more only take longer.
 MAX_CALIBRATION = 128

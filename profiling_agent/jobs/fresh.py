@@ -13,7 +13,8 @@ def headline(task: tasks.HeadlineTask, desk: Desk) -> Headline:
     """Time the model and its memory."""
     from profiling_agent.artifacts.folder import open_folder
     from profiling_agent.profiling.headline import measure_headline
-    from profiling_agent.runtimes.registry import available_threads, open_session
+    from profiling_agent.reproducibility import available_threads
+    from profiling_agent.runtimes.registry import open_session
 
     path = desk.path(task.model)
     session = open_session(path, device=task.device, num_threads=available_threads())

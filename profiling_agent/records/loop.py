@@ -31,7 +31,9 @@ class Trial(Record):
     sample: AccuracyDrop | None = Field(default=None, description="on the first few hundred search images")
     evaluation: Evaluation | None = Field(default=None, description="on all search images")
     lap: Lap | None = None
-    peak_memory_bytes: int | None = Field(default=None, description="where the contract asks for memory")
+    memory_ratio: float | None = Field(
+        default=None, description="peak memory of the baseline's, where the contract asks"
+    )
     keeps_accuracy: bool = False
     reason: str
 

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import TextIO
 
 from profiling_agent.artifacts.folder import open_folder
+from profiling_agent.reproducibility import available_threads
 from profiling_agent.runtimes.noise import noise_batch
-from profiling_agent.runtimes.registry import available_threads, open_session
+from profiling_agent.runtimes.registry import open_session
 from profiling_agent.runtimes.turns import Reply, Start, Turn
 
 # The first pass of a turn finds caches and threads as the other racers left them; it isn't counted.

@@ -1,7 +1,6 @@
 """Which runtimes there are, by name; each is imported when it is first used. No torch here."""
 
 import importlib
-import os
 from pathlib import Path
 from typing import cast
 
@@ -31,11 +30,6 @@ def missing(name: RuntimeName) -> str | None:
 def all_forms(device: str = "cpu") -> tuple[Form, ...]:
     """Return a form for every runtime and scheme on a device, runtimes that aren't installed included."""
     return tuple(Form(runtime=name, scheme=scheme) for name in RUNTIMES for scheme in runtime(name).schemes(device))
-
-
-def available_threads() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0))
 
 
 def open_session(folder: Path, *, device: str = "cpu", num_threads: int | None = None) -> Session:

@@ -2,7 +2,7 @@ import pytest
 from made import BASELINE, GOAL, attempt, evaluation, journal
 
 from profiling_agent.iteration.judge import judge
-from profiling_agent.iteration.selection import ranked
+from profiling_agent.iteration.selection import preference, ranked
 from profiling_agent.records import Variant
 
 PAPER = GOAL.model_copy(update={"selection": "paper"})
@@ -70,3 +70,25 @@ def test_the_papers_rule_prefers_accuracy_then_params_and_keeps_the_baseline_whe
     )
 
     assert [finalist.attempt for finalist in ranked(seen, PAPER)] == [2, 1, None]
+
+
+@pytest.mark.parametrize(
+    ("better", "worse", "goal"),
+    [
+        # A term of the contract comes before any gain beyond it: of size, of speed, of memory.
+        ({"size": 0.5}, {"size": 0.9, "speedup": 9.0}, {"max_size_ratio": 0.6}),
+        ({"speedup": 2.0}, {"speedup": 1.1, "size": 0.1}, {"min_speedup": 1.5, "objective": "size"}),
+        ({"memory": 0.4}, {"memory": 0.8, "speedup": 9.0}, {"max_memory_ratio": 0.5}),
+        ({"memory": 0.4}, {"memory": None, "speedup": 9.0}, {"max_memory_ratio": 0.5}),
+        # All terms kept, the objective decides.
+        ({"speedup": 3.0, "size": 0.6}, {"speedup": 2.0, "size": 0.2}, {"objective": "speed"}),
+        ({"speedup": 2.0, "size": 0.2}, {"speedup": 3.0, "size": 0.6}, {"objective": "size"}),
+        ({"memory": 0.2}, {"memory": 0.6, "speedup": 9.0}, {"objective": "memory"}),
+        ({"memory": 0.9}, {"memory": None}, {"objective": "memory"}),
+    ],
+)
+def test_a_contract_prefers_what_keeps_its_terms_and_then_its_objective(better: dict, worse: dict, goal: dict):
+    asked = GOAL.model_copy(update={"max_size_ratio": 1.0, "min_speedup": 1.0} | goal)
+    plain = {"size": 0.5, "speedup": 2.0, "memory": 0.5}
+
+    assert preference(asked, **plain | better) < preference(asked, **plain | worse)
