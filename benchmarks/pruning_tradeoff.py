@@ -22,6 +22,7 @@ from checks import finish
 from datasets import Dataset, load_dataset
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from tradeoff_report import plot, show
 from tradeoff_statistics import against, checks, summaries
 from transformers import AutoImageProcessor, AutoModelForImageClassification
 
@@ -44,14 +45,6 @@ SEEDS = (0, 1, 2, 3, 4)
 NUM_CALIBRATION = 512
 # Random pruning is drawn twice; criteria, compensation and allocation are taken away one by one from 30% on.
 RANDOM_SEEDS, ABLATED_FROM = (0, 1), 0.3
-# Points lost in Table 1 of the paper (a part of Imagenette), where 1, 10 and 20% of each layer were asked for.
-PAPER = """
-The paper's Table 1, points lost (params, M)   DeiT-B 86.6        ResNet-101 44.5     Swin-B 87.8        ViT-B 86.6
-  L1      1 / 10 / 20% of each layer           1 / 3 / 7          13 / 17 / 17        1 / 0 / 3          0 / 0 / 3
-  L2                                           0 / 1 / 9          17 / 17 / 17        1 / 2 / 4          0 / 0 / 3
-  random                                       0 / 3 / 3          11 / 17 / 17        0 / -1 / 3         0 / 0 / 2
-  its own plan                                 1 (80.9: -6.6%)    -1 (43.0: -3.4%)    1 (81.1: -7.6%)    -2 (78.1: -9.8%)
-"""
 
 
 @dataclass(frozen=True)
@@ -240,44 +233,6 @@ def uniform(subject: Subject, share: float, *, criterion: str, seed: int) -> nn.
 def paper(subject: Subject, share: float, *, criterion: str, seed: int) -> nn.Module:
     """Return the model cut as the paper's baselines were."""
     return paper_to_params(subject.model, subject.spec, share, criterion, seed=seed).model
-
-
-def show(table: Sequence[dict[str, Any]]) -> None:
-    """Print points lost, by model and share, a column for each method."""
-    methods = list(dict.fromkeys(row["method"] for row in table))
-    for model in dict.fromkeys(row["model"] for row in table):
-        print(f"\n{model}: points of top-1 lost (95% interval over seeds), params really gone")
-        for method in methods:
-            cells = [row for row in table if (row["model"], row["method"]) == (model, method)]
-            told = [
-                f"{100 * c['drop']:6.2f} [{100 * c['low']:.2f}, {100 * c['high']:.2f}] {c['saved']:.1%}" for c in cells
-            ]
-            print(f"  {method:16} " + " | ".join(told))
-    print(
-        "\nThe paper's Table 1, points lost: L1, L2 and random at 10 and 20% on ViT-B, Swin-B and DeiT-B lose 3 to 25,"
-    )
-    print(
-        "on ResNet-101 17 (all of them: a residual stream cut once for each layer); its own plans -2 to +1 at 3 to 10%."
-    )
-
-
-def plot(table: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draw points lost against params gone."""
-    from matplotlib import pyplot
-
-    models = list(dict.fromkeys(row["model"] for row in table))
-    figure, axes = pyplot.subplots(1, len(models), figsize=(5 * len(models), 4), squeeze=False)
-    for axis, model in zip(axes[0], models, strict=True):
-        for method in dict.fromkeys(row["method"] for row in table):
-            cells = [row for row in table if (row["model"], row["method"]) == (model, method)]
-            style = {"linewidth": 2.5, "color": "black"} if method == "ours" else {"linewidth": 1, "alpha": 0.8}
-            axis.plot(
-                [100 * c["saved"] for c in cells], [100 * c["drop"] for c in cells], marker="o", label=method, **style
-            )
-        axis.set(title=model, xlabel="params gone, %", ylabel="points of top-1 lost", yscale="symlog")
-    axes[0][0].legend(fontsize=7)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
 
 
 def main() -> int:
