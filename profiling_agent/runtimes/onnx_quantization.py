@@ -40,6 +40,7 @@ def write_form(source: Source, form: Form, path: Path) -> Prepared:
     """
     if source.onnx is None:
         raise ArtifactError("ONNX Runtime needs the model as ONNX, which torch could not export")
+    path = path.resolve()
     model = onnx.load(source.onnx)
     layers = chosen_layers(source.module, recommended(form)) if form.scheme != "float32" else {}
     # The operator's kernels know ranges that are measured as it runs, and no static ones.
