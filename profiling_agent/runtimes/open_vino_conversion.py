@@ -5,7 +5,9 @@ import tempfile
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
+import numpy as np
 import onnx
 import torch
 
@@ -22,6 +24,9 @@ from profiling_agent.runtimes.protocol import INPUT, Batch, Prepared, Source
 from profiling_agent.runtimes.silence import import_openvino, muted, without_telemetry
 from profiling_agent.runtimes.torch_weights import calibration_batches
 
+# Below this a constant is a scale or a small bias, of which there are many and which together are nothing.
+LARGE_BYTES = 2048
+SHAPING = ("Reshape", "Transpose", "Unsqueeze")
 # What becomes of the layers' operators in OpenVINO's graph.
 LAYER_TYPES = ("MatMul", "Convolution", "GroupConvolution")
 
@@ -56,6 +61,42 @@ def _rows(layers: Mapping[str, Any]) -> tuple[QuantizedLayer, ...]:
 
 def _save(model: Any, path: Path, *, halve: bool) -> None:
     import_openvino().save_model(model, path, compress_to_fp16=halve)
+    # A sixth of the graph's file is indentation.
+    graph = ElementTree.parse(path)
+    for element in graph.iter():
+        element.text = element.text.strip() if element.text else None
+        element.tail = None
+    graph.write(path, encoding="utf-8", xml_declaration=True)
+
+
+def _halve_constants(model: Any) -> None:
+    """Store large constants as float16, which OpenVINO itself doesn't do once weights are int8.
+
+    What is added to activations (position embeddings and biases) is rounded; anything else only where that changes
+    nothing (masks), so that weights which are left in float stay what they are. In a trained Swin-B it is 2 MB of 94.
+    """
+    openvino = import_openvino()
+    opset: Any = importlib.import_module("openvino.opset13")
+    for constant in model.get_ops():
+        if constant.get_type_name() != "Constant" or constant.get_element_type() != openvino.Type.f32:
+            continue
+        values = constant.get_data()
+        if values.nbytes < LARGE_BYTES or np.abs(values).max() > np.finfo(np.float16).max:
+            continue
+        rounded = values.astype(np.float16)
+        if _is_added(constant) or np.array_equal(rounded, values):
+            halved = opset.convert(opset.constant(rounded), "f32")
+            for reader in constant.output(0).get_target_inputs():
+                reader.replace_source_output(halved.output(0))
+
+
+def _is_added(node: Any) -> bool:
+    """Return whether all that a node's values are used for is to be added, at most in another shape."""
+    readers = [reader.get_node() for reader in node.output(0).get_target_inputs()]
+    return bool(readers) and all(
+        reader.get_type_name() == "Add" or (reader.get_type_name() in SHAPING and _is_added(reader))
+        for reader in readers
+    )
 
 
 def _write_ours(source: Source, form: Form, path: Path) -> Prepared:
@@ -64,7 +105,9 @@ def _write_ours(source: Source, form: Form, path: Path) -> Prepared:
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         exported = Path(scratch) / "static.onnx"
         write_graph(quantized.model, exported, spec=source.recipe.input)
-        _save(import_openvino().Core().read_model(exported), path, halve=False)
+        model: Any = import_openvino().Core().read_model(exported)
+        _halve_constants(model)
+        _save(model, path, halve=False)
     rows = tuple(
         QuantizedLayer(name=name, kind=module.kind, dtype=module.dtype)
         for name, module in quantized_modules(quantized.model).items()
@@ -80,7 +123,9 @@ def _write_nncf(source: Source, exported: Path, form: Form, path: Path) -> Prepa
     every = nodes_of_layers(graph, [name for name, _ in source.module.named_modules()], LAYER_OPS)
     model: Any = import_openvino().Core().read_model(exported)
     kept = {node for node, layer in every.items() if layer not in layers}
-    _save(_quantized(model, source.calibration, kept, is_transformer=not is_convnet(graph)), path, halve=False)
+    quantized = _quantized(model, source.calibration, kept, is_transformer=not is_convnet(graph))
+    _halve_constants(quantized)
+    _save(quantized, path, halve=False)
     rows = (QuantizedLayer(name=name, kind="static", dtype="qint8") for name in layers if name in every.values())
     return Prepared(quantized=tuple(rows), tied={})
 
