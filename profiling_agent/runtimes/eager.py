@@ -4,7 +4,6 @@ import torch
 
 from profiling_agent.records import InputSpec
 from profiling_agent.reproducibility import available_threads
-from profiling_agent.runtimes.noise import noise_batch
 
 
 def pin_threads(num_threads: int | None = None) -> int:
@@ -15,5 +14,5 @@ def pin_threads(num_threads: int | None = None) -> int:
 
 
 def random_batch(spec: InputSpec, batch_size: int, *, seed: int = 0) -> torch.Tensor:
-    """Return `noise_batch` as a tensor."""
-    return torch.from_numpy(noise_batch(spec, batch_size, seed=seed))
+    """Return standard normal noise in the model's input shape: (batch, channels, height, width), float32."""
+    return torch.randn(spec.batch(batch_size), generator=torch.Generator().manual_seed(seed))
