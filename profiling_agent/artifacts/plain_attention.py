@@ -33,8 +33,15 @@ def _attend(
     return (scores.softmax(dim=-1) @ value).transpose(1, 2).contiguous(), None
 
 
-def _mask(*, mask_function: Any, attention_mask: Tensor | None = None, **rest: Any) -> Tensor | None:
-    if mask_function is bidirectional_mask_function and attention_mask is None:
+def _mask(
+    *,
+    mask_function: Any,
+    attention_mask: Tensor | None = None,
+    allow_is_bidirectional_skip: bool = False,
+    **rest: Any,
+) -> Tensor | None:
+    # Not allowed where a model puts another mask beside this one.
+    if allow_is_bidirectional_skip and mask_function is bidirectional_mask_function and attention_mask is None:
         return None
     return sdpa_mask(mask_function=mask_function, attention_mask=attention_mask, **rest)
 

@@ -133,18 +133,10 @@ class Bench:
         return self.jobs.run(MemoryTask(model=model, batch_size=self.batch_size, device=self.device)).peak_bytes
 
     def memory_ratio(self, model: ArtifactRef) -> float | None:
-        """Return that as a fraction of the baseline's; None where the contract doesn't ask, or it can't be measured."""
-        if not self.asks_for_memory:
+        """Return that as a fraction of the baseline's, None where the contract doesn't ask; raises what measuring does."""
+        if self.goal.max_memory_ratio is None and self.goal.objective != "memory":
             return None
-        try:
-            return self.peak_memory(model) / self.peak_memory(self.baseline)
-        except (ArtifactError, JobError):
-            return None
-
-    @property
-    def asks_for_memory(self) -> bool:
-        """Return whether the contract does."""
-        return self.goal.max_memory_ratio is not None or self.goal.objective == "memory"
+        return self.peak_memory(model) / self.peak_memory(self.baseline)
 
     def _drop(self, baseline: Predictions, candidate: Predictions) -> AccuracyDrop:
         return compare(self._correct(baseline)[: candidate.num_images], self._correct(candidate))

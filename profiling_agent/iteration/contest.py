@@ -139,6 +139,7 @@ def _measure(bench: Bench, trial: Trial, baseline: Evaluation, variant: Variant)
     model = trial.deployed.model
     try:
         measured = bench.evaluate(variant, model, bench.acquired.search, baseline, trial.form)
+        memory_ratio = bench.memory_ratio(model)
     except REFUSALS as error:
         return trial.model_copy(update={"reason": f"could not be run: {error}"})
     judgement = judge(measured, baseline, bench.goal)
@@ -147,7 +148,7 @@ def _measure(bench: Bench, trial: Trial, baseline: Evaluation, variant: Variant)
     return trial.model_copy(
         update={
             "evaluation": measured,
-            "memory_ratio": bench.memory_ratio(model),
+            "memory_ratio": memory_ratio,
             "keeps_accuracy": judgement.accepted and not is_slower,
             "reason": slow + judgement.reason,
         }

@@ -141,10 +141,17 @@ def _best(bench: Bench, race: Race, forms: Sequence[Evaluation], baseline: Evalu
             bench.goal,
             size=size_ratio(form, baseline),
             speedup=laps[form.model.sha256].speedup,
-            memory=bench.memory_ratio(form.model),
+            memory=_memory_ratio(bench, form.model),
         )
 
     return min(ran, key=order, default=None)
+
+
+def _memory_ratio(bench: Bench, model: ArtifactRef) -> float | None:
+    try:
+        return bench.memory_ratio(model)
+    except REFUSALS:
+        return None
 
 
 def _why_not(race: Race, finalist: Finalist) -> str:
@@ -200,7 +207,7 @@ def settle(bench: Bench, journal: Journal) -> Settlement:
             drop=held.drop,
             lap=raced.lap,
             size_ratio=size_ratio(held, baseline),
-            memory_ratio=bench.memory_ratio(model),
+            memory_ratio=_memory_ratio(bench, model),
         )
         kept = None
     if held.drop is not None and held.drop.drop > bench.goal.max_accuracy_drop:

@@ -4,11 +4,11 @@ Queries, keys and values become one product, quantized once, and no transposed c
 faster for it. The rules are onnxscript's.
 """
 
+from collections import defaultdict
 from collections.abc import Collection, Mapping
 
 import onnx
-import onnx_ir as ir
-from onnxscript import optimizer
+from onnxscript import ir, optimizer
 from onnxscript.rewriter.ort_fusions import attention, mha, mha_bias, sdpa
 
 from profiling_agent.runtimes.onnx_names import layer_of
@@ -29,23 +29,16 @@ def fuse_attention(
     values differ in width, or where int8 meets a relative position bias, no kernel does as asked: the graph comes back
     as it was, and no names.
     """
-    fused = ir.from_proto(model)
-    sdpa.fuse_sdpa(fused, apply_shape_inference=True)
-    mha.fuse_mha1(fused)
-    mha.fuse_mha2(fused)
-    mha_bias.fuse_mha_bias(fused)
-    if not attention.fuse_attention(fused):
-        return model, {}
-    optimizer.fold_constants(fused, input_size_limit=MAX_FOLDED, output_size_limit=MAX_FOLDED)
-    optimizer.optimize(fused)
-    found = ir.to_proto(fused)
+    found = _rewritten(model)
     taken: dict[str, tuple[str, ...]] = {}
+    products: defaultdict[str, list[str]] = defaultdict(list)
+    for node in model.graph.node:
+        if node.op_type == "MatMul":
+            products[node.input[0]].append(layer_of(node))
     for node in found.graph.node:
         if node.op_type != ATTENTION or node.domain != DOMAIN:
             continue
-        names = tuple(
-            layer_of(one) for one in model.graph.node if one.op_type == "MatMul" and one.input[0] == node.input[0]
-        )
+        names = tuple(products[node.input[0]])
         chosen = {name in layers for name in names}
         if len(names) != PROJECTIONS or len(chosen) > 1 or not _has_equal_widths(node):
             return model, {}
@@ -53,7 +46,20 @@ def fuse_attention(
         if chosen == {True} and any(node.input[PROJECTIONS:]):
             return model, {}
         taken[node.name] = names
-    return found, taken
+    return (found, taken) if taken else (model, taken)
+
+
+def _rewritten(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Return a copy of the graph with onnxscript's rules for attention applied."""
+    fused = ir.from_proto(model)
+    sdpa.fuse_sdpa(fused, apply_shape_inference=True)
+    mha.fuse_mha1(fused)
+    mha.fuse_mha2(fused)
+    mha_bias.fuse_mha_bias(fused)
+    attention.fuse_attention(fused)
+    optimizer.fold_constants(fused, input_size_limit=MAX_FOLDED, output_size_limit=MAX_FOLDED)
+    optimizer.optimize(fused)
+    return ir.to_proto(fused)
 
 
 def _has_equal_widths(node: onnx.NodeProto) -> bool:
