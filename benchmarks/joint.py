@@ -4,7 +4,8 @@
                                [--json FILE]
 
 On the shared models: the four corners of the product's own runs, with the default contract, in the forms that its
-contest chose; accuracy on search images, speed by its own race. On the paper's models at full size, with random
+contest chose; accuracy on search images, speed by its own race. A run of the same request that is complete in the
+output folder (verdicts.py leaves them there) is read, not made again. On the paper's models at full size, with random
 weights: a uniform cut of `SHARE` of the MACs, and the fastest int8 form of each; accuracy says nothing there. The aims
 are those that the project set itself, and count as met where the interval reaches them.
 """
@@ -30,6 +31,7 @@ from profiling_agent.records import Variant
 from profiling_agent.reporting.report import RunReport
 from profiling_agent.runtimes.contender import racer_command
 from profiling_agent.runtimes.turns import Start
+from profiling_agent.workspace import read_manifest
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 SHARE = 0.45
@@ -59,6 +61,20 @@ def shared_rows(model: Path, report: RunReport) -> list[dict[str, Any]]:
     ]
 
 
+def report_of(request: Request, output: Path) -> RunReport | None:
+    """Return the report of the newest complete run under `output` that was asked the same, None where there is none."""
+    done = sorted(output.glob("*/report.json"), key=lambda path: path.stat().st_mtime, reverse=True)
+    same = (path for path in done if _asked(read_manifest(path.parent).request) == _asked(request))
+    found = next(same, None)
+    if found:
+        print(f"  read from {found.parent}", flush=True)
+    return RunReport.model_validate_json(found.read_text(encoding="utf-8")) if found else None
+
+
+def _asked(request: Request) -> dict[str, Any]:
+    return request.model_dump(exclude={"run_id", "output"})
+
+
 def best_of(rows: Sequence[dict[str, Any]], variant: Variant, floor: float) -> dict[str, Any] | None:
     """Return the fastest row of a corner that keeps the accuracy floor."""
     able = [row for row in rows if row["variant"] == variant and row["speedup"] and row.get("drop", 0.0) <= floor]
@@ -84,9 +100,11 @@ def run_shared(
     """Run the product on one model."""
     print(f"\n{model.name}", flush=True)
     with tempfile.TemporaryDirectory() as scratch:
-        folder = str(output or scratch)
-        request = Request(model=str(model), dataset=str(data), output=folder, num_samples=400 if is_quick else None)
-        report = optimize(request)
+        folder = output or Path(scratch)
+        request = Request(
+            model=str(model), dataset=str(data), output=str(folder), num_samples=400 if is_quick else None
+        )
+        report = report_of(request, folder) or optimize(request)
     rows = shared_rows(model, report)
     for row in rows:
         print(f"  {row['variant']:<17}{row['form']:<24}top-1 {row['top1']:.2%}  {_told(row['speedup'])}", flush=True)
@@ -177,7 +195,9 @@ def main() -> int:
     parser.add_argument("--full-size", nargs="*", choices=tuple(MODELS), default=None, metavar="NAME")
     parser.add_argument("--data", type=Path, default=SHARED / "data" / "cifar10")
     parser.add_argument("--quick", action="store_true", help="one model of each, few images and rounds")
-    parser.add_argument("--output", type=Path, metavar="DIR", help="take up the runs that verdicts.py kept here")
+    parser.add_argument(
+        "--output", type=Path, metavar="DIR", help="read the complete runs in this folder, and keep others here"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE")
     asked = parser.parse_args()
     large = list(MODELS) if asked.full_size is None else asked.full_size

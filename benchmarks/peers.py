@@ -1,8 +1,13 @@
-"""Int8 as others make it, and racers for it, each without the other's libraries: `python benchmarks/peers.py papers FOLDER` or `... peer FILE`."""
+"""Int8 as others make it, and racers for it, each without the other's libraries.
+
+python benchmarks/peers.py papers FOLDER
+python benchmarks/peers.py peer FILE
+"""
 
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,13 +45,7 @@ def open_papers(folder: str, start: Start) -> Callable[[], float]:
     quantized = torch_quantize_dynamic(model, names, "qint8", per_channel=False)
     batch = torch.from_numpy(noise_batch(load_recipe(folder).input, start.batch_size))
 
-    def run_once() -> float:
-        with torch.inference_mode():
-            started = time.perf_counter()
-            quantized(pixel_values=batch)
-            return (time.perf_counter() - started) * 1e3
-
-    return run_once
+    return _timed(torch.inference_mode()(lambda: quantized(pixel_values=batch)))
 
 
 def write_peer(model: Any, example: Any, path: Path) -> None:
@@ -86,9 +85,13 @@ def open_peer(path: str, start: Start) -> Callable[[], float]:
     shape = (start.batch_size, *session.get_inputs()[0].shape[1:])
     batch = np.random.default_rng(0).standard_normal(shape, dtype=np.float32)
 
+    return _timed(lambda: session.run(None, {"pixel_values": batch}))
+
+
+def _timed(once: Callable[[], object]) -> Callable[[], float]:
     def run_once() -> float:
         started = time.perf_counter()
-        session.run(None, {"pixel_values": batch})
+        once()
         return (time.perf_counter() - started) * 1e3
 
     return run_once
@@ -97,7 +100,8 @@ def open_peer(path: str, start: Start) -> Callable[[], float]:
 def main() -> None:
     """Race what the command line says."""
     kind, path = sys.argv[1:]
-    serve(lambda start: (open_papers if kind == "papers" else open_peer)(path, start))
+    open_model = {"papers": open_papers, "peer": open_peer}[kind]
+    serve(partial(open_model, path))
 
 
 if __name__ == "__main__":

@@ -78,7 +78,6 @@ def row_of(model: str, made: Made, baseline_bytes: int, result: Result, index: i
     """Return a form's line of the table."""
     assert made.deployed is not None
     score = result.scores.get(index)
-    against = result.against(index, peer) if score and peer in result.scores else None
     return {
         "model": model,
         "form": made.name,
@@ -88,13 +87,18 @@ def row_of(model: str, made: Made, baseline_bytes: int, result: Result, index: i
         "seconds_to_make": made.deployed.seconds,
         "latency_ms": float(np.median(score.samples_ms)) if score else None,
         "over_fp32": _triple(score),
-        "over_onnxruntime_dynamic": _triple(against),
+        "over_onnxruntime_dynamic": _against(result, index, peer),
         "dropped": result.dropped.get(index),
     }
 
 
 def _triple(score: Score | None) -> list[float] | None:
     return [score.speedup, score.low, score.high] if score else None
+
+
+def _against(result: Result, index: int, peer: int) -> list[float] | None:
+    lasted = index in result.scores and peer in result.scores
+    return _triple(result.against(index, peer)) if lasted else None
 
 
 def choose(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -120,9 +124,7 @@ def finals(name: str, shop: Workshop, made: Sequence[Made], ours: Made, *, is_qu
             "final": form,
             "latency_ms": float(np.median(result.scores[index].samples_ms)),
             "over_fp32": _triple(result.scores[index]),
-            "over_onnxruntime_dynamic": _triple(result.against(index, names.index(PEER)))
-            if names.index(PEER) in result.scores
-            else None,
+            "over_onnxruntime_dynamic": _against(result, index, names.index(PEER)),
             "detectable": result.detectable,
         }
         for index, form in enumerate(names)
