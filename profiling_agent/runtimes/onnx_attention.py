@@ -30,6 +30,8 @@ def fuse_attention(
     as it was, and no names.
     """
     found = _rewritten(model)
+    if found is None:
+        return model, {}
     taken: dict[str, tuple[str, ...]] = {}
     products: defaultdict[str, list[str]] = defaultdict(list)
     for node in model.graph.node:
@@ -46,17 +48,18 @@ def fuse_attention(
         if chosen == {True} and any(node.input[PROJECTIONS:]):
             return model, {}
         taken[node.name] = names
-    return (found, taken) if taken else (model, taken)
+    return found, taken
 
 
-def _rewritten(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Return a copy of the graph with onnxscript's rules for attention applied."""
+def _rewritten(model: onnx.ModelProto) -> onnx.ModelProto | None:
+    """Return a copy of the graph with onnxscript's rules for attention applied, None where they find nothing."""
     fused = ir.from_proto(model)
     sdpa.fuse_sdpa(fused, apply_shape_inference=True)
     mha.fuse_mha1(fused)
     mha.fuse_mha2(fused)
     mha_bias.fuse_mha_bias(fused)
-    attention.fuse_attention(fused)
+    if not attention.fuse_attention(fused):
+        return None
     optimizer.fold_constants(fused, input_size_limit=MAX_FOLDED, output_size_limit=MAX_FOLDED)
     optimizer.optimize(fused)
     return ir.to_proto(fused)
