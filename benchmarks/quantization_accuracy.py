@@ -27,7 +27,8 @@ from profiling_agent.artifacts.load import load_module, load_processor, load_rec
 from profiling_agent.errors import ProfilingAgentError
 from profiling_agent.evaluation.intervals import compare
 from profiling_agent.evaluation.predictions import read_predictions
-from profiling_agent.jobs.tasks import AcquireTask, EvaluateApartTask, EvaluateTask, RaceTask, ResolveShapeTask
+from profiling_agent.jobs.racing import RaceTask
+from profiling_agent.jobs.tasks import AcquireTask, EvaluateApartTask, EvaluateTask, ResolveShapeTask
 from profiling_agent.records import AccuracyDrop, Acquired, ArtifactRef, Form, Race, SplitInfo, Variant
 from profiling_agent.runtimes.choices import recommend
 

@@ -9,7 +9,8 @@
 Every agent is one thin file in `profiling_agent/agents/`; this one only wires them.
 """
 
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 from langgraph.checkpoint.base import BaseCheckpointSaver
 from langgraph.graph import END, START, StateGraph
@@ -20,6 +21,7 @@ from profiling_agent.agents.analysis import analysis
 from profiling_agent.agents.evaluation import evaluation
 from profiling_agent.agents.input_shape_resolver import input_shape_resolver
 from profiling_agent.agents.iterative_pruning import iterative_pruning
+from profiling_agent.agents.node import Node
 from profiling_agent.agents.profiling import profiling
 from profiling_agent.agents.pruning import pruning
 from profiling_agent.agents.quantization import quantization
@@ -39,22 +41,27 @@ def route_after_iterative_pruning(state: RunState) -> Literal["pruning", "report
 
 
 def build_graph(
-    checkpointer: BaseCheckpointSaver[str] | None = None,
+    checkpointer: BaseCheckpointSaver[str] | None = None, advisor: Any = None
 ) -> CompiledStateGraph[RunState, None, Request, RunResult]:
     """Return the compiled graph; `invoke(Request(...))` gives the verdict, the report and the run folder.
 
     Without a checkpointer, invoking the same request again reuses the jobs that its run has finished. With one, the
-    thread's id is the run's id, and `invoke(None, config)` goes on where the run was cut.
+    thread's id is the run's id, and `invoke(None, config)` goes on where the run was cut. `advisor` is a LangChain chat
+    model to plan with, instead of what the request names; it is never stored, so a graph that resumes needs it again.
     """
+
+    def seated(node: Node) -> Node:
+        return node if advisor is None else partial(node, advisor=advisor)
+
     graph = StateGraph(RunState, input_schema=Request, output_schema=RunResult)
-    graph.add_node("acquisition", acquisition)
-    graph.add_node("input_shape_resolver", input_shape_resolver)
+    graph.add_node("acquisition", seated(acquisition))
+    graph.add_node("input_shape_resolver", seated(input_shape_resolver))
     graph.add_node("profiling", profiling)
-    graph.add_node("analysis", analysis)
+    graph.add_node("analysis", seated(analysis))
     graph.add_node("pruning", pruning)
     graph.add_node("quantization", quantization)
     graph.add_node("evaluation", evaluation)
-    graph.add_node("iterative_pruning", iterative_pruning)
+    graph.add_node("iterative_pruning", seated(iterative_pruning))
     graph.add_node("report", report)
 
     graph.add_edge(START, "acquisition")

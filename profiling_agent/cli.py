@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from rich.markdown import Markdown
 
 from profiling_agent.analysis.plan_file import first_problem
-from profiling_agent.display import ProgressDisplay, verdict_table
+from profiling_agent.display import ProgressDisplay, plan_table, verdict_table
 from profiling_agent.errors import ProfilingAgentError, RunError
 from profiling_agent.reporting.report import RunReport
 from profiling_agent.request import Request
@@ -121,13 +121,17 @@ def _read_report(run: Path) -> RunReport:
 
 
 @app.command()
-def show(run: RunArgument, json_: JsonOption = False) -> None:  # noqa: FBT002 - a flag
+def show(
+    run: RunArgument,
+    json_: JsonOption = False,  # noqa: FBT002 - a flag
+    plan: Annotated[bool, typer.Option("--plan", help="why each layer was changed or left alone")] = False,  # noqa: FBT002
+) -> None:
     """Show a finished run: the verdict, before and after, every attempt."""
     report = _read_report(run)
     if json_:
         typer.echo(report.model_dump_json(indent=1))
         return
-    console.print(verdict_table(report, run))
+    console.print(plan_table(report) if plan else verdict_table(report, run))
 
 
 @app.command()

@@ -15,6 +15,7 @@ from profiling_agent.evaluation.race import noise_warning
 from profiling_agent.progress import Progress as ProgressCallback
 from profiling_agent.racing import Measurements
 from profiling_agent.records import Comparison, ModelProfile, Race
+from profiling_agent.reporting.reflection import choices, predictions, subject_of
 from profiling_agent.reporting.report import RunReport
 from profiling_agent.reporting.units import asked, count, measured, ms, percent, size, speedup
 
@@ -114,6 +115,31 @@ def verdict_table(report: RunReport, root: Path) -> Group:
         )
     files = "\n".join(f"{name}: {root / path}" for name, path in report.artifacts.items())
     return Group(Text(head, style="bold"), terms, sides, tries, Text(f"stopped: {report.stopped}"), Text(files))
+
+
+def plan_table(report: RunReport) -> Group:
+    """Return why each unit and layer was changed or left alone, by the attempt that the best model came from."""
+    attempt = subject_of(report)
+    if attempt is None:
+        return Group(Text("no plan was carried out"))
+    state = "accepted" if attempt.accepted else f"refused: {attempt.reason}"
+    lines = [f"attempt {attempt.number} by {attempt.origin.by}, {state}"]
+    lines += [f"reason: {attempt.origin.reason}"] if attempt.origin.reason else []
+    target = attempt.plan.target
+    if target is not None:
+        lines.append(f"target: {percent(target.saving)} of the {target.metric}. {target.justification}".strip())
+    lines += [f"left out: {part}" for part in attempt.origin.dropped]
+    lines += [f"made milder: {attempt.origin.cut_back}"] if attempt.origin.cut_back else []
+    units = _table("what can be pruned", "unit", "width", "kept", "why")
+    for row in choices(report, attempt):
+        units.add_row(Text(row.unit), str(row.width), str(row.kept), Text(row.reason))
+    types = _table("what is quantized", "layers", "type", "why")
+    for rec in attempt.plan.quantization or ():
+        types.add_row(Text(rec.layer), f"{rec.quantization_type} {rec.dtype}", Text(rec.justification))
+    expected = _table("predicted and measured", "", "predicted", "measured", "")
+    for told in predictions(attempt, report):
+        expected.add_row(told.what, told.predicted, told.measured, "off by more than twice" if told.is_off else "")
+    return Group(*(Text(line) for line in lines), units, types, expected)
 
 
 def race_table(names: Mapping[str, str], race: Race) -> Group:

@@ -39,3 +39,11 @@ class QuantizationError(ProfilingAgentError):
 
 class JobError(ProfilingAgentError):
     """A child process crashed, hung, or used more memory than it was given."""
+
+
+class AdvisorError(ProfilingAgentError):
+    """The language model gave no usable answer; the built-in rules go on without it."""
+
+
+class ContextTooLongError(AdvisorError):
+    """A question is longer than the language model can read; a shorter one may be answered."""

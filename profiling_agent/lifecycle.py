@@ -30,13 +30,13 @@ def make_run_id() -> str:
     return f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
 
 
-def _drive(request: Request, workspace: Workspace, listener: Listener) -> RunReport:
+def _drive(request: Request, workspace: Workspace, listener: Listener, advisor: Any) -> RunReport:
     """Run the graph on the thread that the run folder is named after, until its report is there."""
     session = open_session(workspace)
     saver = RunSaver(workspace.root.parent)
     config: RunnableConfig = {"configurable": {"thread_id": workspace.root.name}}
     try:
-        graph = build_graph(saver)
+        graph = build_graph(saver, advisor)
         # A run that was cut before its first checkpoint starts again; the jobs it has finished are still there.
         graph_input = None if saver.get_tuple(config) else request
         for event in graph.stream(graph_input, config, stream_mode="custom", durability="sync"):
@@ -51,21 +51,27 @@ def _drive(request: Request, workspace: Workspace, listener: Listener) -> RunRep
     return report
 
 
-def optimize(request: Request, listener: Listener = ignore) -> RunReport:
-    """Run a request to its verdict, checkpointed; an existing run id is refused (`resume` goes on with one)."""
+def optimize(request: Request, listener: Listener = ignore, *, advisor: Any = None) -> RunReport:
+    """Run a request to its verdict, checkpointed; an existing run id is refused (`resume` goes on with one).
+
+    `advisor` is a LangChain chat model to plan with, instead of what the request names.
+    """
     workspace = create_workspace(request, request.run_id or make_run_id())
     named = request.model_copy(update={"run_id": workspace.root.name})
     try:
-        return _drive(named, workspace, listener)
+        return _drive(named, workspace, listener, advisor)
     except RequestError:
         # A request that can't be carried out leaves nothing behind, its checkpoints included.
         shutil.rmtree(workspace.root, ignore_errors=True)
         raise
 
 
-def resume(run: str | Path, listener: Listener = ignore) -> RunReport:
-    """Go on with a run that was cut, from its last checkpoint; a finished run gives its report again."""
+def resume(run: str | Path, listener: Listener = ignore, *, advisor: Any = None) -> RunReport:
+    """Go on with a run that was cut, from its last checkpoint; a finished run gives its report again.
+
+    A run that was begun with an `advisor` needs it again.
+    """
     # Resolved, so that `.` has a name too.
     root = Path(run).expanduser().resolve()
     request = read_manifest(root).request.model_copy(update={"run_id": root.name, "output": str(root.parent)})
-    return _drive(request, Workspace(root), listener)
+    return _drive(request, Workspace(root), listener, advisor)

@@ -96,6 +96,29 @@ class Request(BaseModel):
     batch_size: int = Field(default=32, ge=1, le=4096, description="the batch size you deploy; all is measured at it")
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="where to measure")
     seed: int = Field(default=0, ge=0, lt=2**32, description="draws the images and everything else that is random")
+    advisor: str = Field(
+        default="auto",
+        min_length=1,
+        max_length=200,
+        description="who may plan beside the built-in rules: rules for nobody, a language model such as openai:gpt-4o or "
+        "azure_openai:<deployment>, or auto for one where a key or base_url is configured",
+    )
+    base_url: str | None = Field(
+        default=None,
+        max_length=500,
+        description="address of an OpenAI-compatible server (vLLM, Ollama, llama.cpp, ...); keys go into the environment",
+    )
+    planner: Literal["hybrid", "llm", "rules"] = Field(
+        default="hybrid",
+        description="hybrid: the rules first, a language model where it promises more; llm: it alone, as in the paper",
+    )
+    advisor_requests: int = Field(
+        default=60, ge=0, le=10_000, description="requests that a run may make of a language model"
+    )
+    advisor_tokens: int = Field(default=500_000, ge=0, description="tokens that a run may use up, read and written")
+    advisor_timeout_s: float = Field(
+        default=120.0, gt=0, le=3600, description="seconds for one question, repairs included"
+    )
     run_id: Annotated[str | None, AfterValidator(_run_id)] = Field(
         default=None, description="name of the run folder; by default one is made up"
     )
@@ -118,6 +141,13 @@ class Request(BaseModel):
             given = next((key for key, value in refinements.items() if value is not None), None)
             if given and name.startswith("reference:"):
                 raise ValueError(f"{what}: drop {given}, or name another than {name!r}")
+        if self.planner == "llm" and self.advisor == "rules":
+            raise ValueError("planner is 'llm' but advisor is 'rules': name a model, or use planner=rules")
+        if self.advisor not in ("auto", "rules") and not (self.advisor_requests and self.advisor_tokens):
+            raise ValueError(
+                f"advisor is {self.advisor!r} with a budget of {self.advisor_requests} requests and "
+                f"{self.advisor_tokens} tokens: raise advisor_requests and advisor_tokens, or use advisor=rules"
+            )
         if unknown := [name for name in self.runtimes.split(",") if name.strip() not in ("auto", *RUNTIMES)]:
             raise ValueError(f"runtimes names {unknown[0]!r}: use auto, or some of {', '.join(RUNTIMES)}")
         if self.quantize_dtype == "none" and self.quantize_layers != "all":

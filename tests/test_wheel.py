@@ -35,7 +35,7 @@ def test_a_wheel_installed_elsewhere_has_the_command_the_graph_and_the_prompts(t
 
     assert "--max-accuracy-drop" in helped.stdout
     assert str(there) in printed
-    assert "You resolve the inpu" in printed
+    assert "Settings of the mode" in printed
     assert "profiling_agent" in printed.splitlines()[-1]
     assert not (there / "graphs").exists()
     assert not (there / "prompts").exists()

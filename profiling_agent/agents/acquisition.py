@@ -1,5 +1,8 @@
 """Acquisition agent: opens the run, fetches the model, draws the images."""
 
+import os
+from typing import Any
+
 from langgraph.runtime import Runtime
 
 from profiling_agent.acquisition.query import MAX_RECOVERY
@@ -7,28 +10,66 @@ from profiling_agent.agents.node import Update, attend
 from profiling_agent.agents.session import Session, begin
 from profiling_agent.agents.state import RESULTS, RunState
 from profiling_agent.analysis.plan_file import read_plan
+from profiling_agent.errors import RequestError
 from profiling_agent.iteration.forms import check_runtimes
 from profiling_agent.jobs.tasks import AcquireTask
+from profiling_agent.llm.endpoint import choose_endpoint
 from profiling_agent.request import Request
 
 
-def acquire(request: Request, session: Session) -> Update:
+def choose_advisor(request: Request, advisor: Any) -> Update:
+    """Return who may plan beside the rules, and in words; RequestError where a model that was asked for can't be had.
+
+    One that the environment alone speaks for is left out instead.
+    """
+    if advisor is not None:
+        from profiling_agent.llm.open import name_of
+
+        return _planned_by(name_of(advisor), request, advisor_object=name_of(advisor))
+    if request.planner == "rules" or request.advisor == "rules":
+        return {"advisor_note": "the built-in rules plan: they were asked for"}
+    by_environment = request.advisor == "auto" and request.base_url is None
+    try:
+        endpoint = choose_endpoint(request.advisor, request.base_url, os.environ)
+        if endpoint is None:
+            return {"advisor_note": "the built-in rules plan: no key and no address of a language model is configured"}
+        from profiling_agent.llm.open import look_at
+
+        look_at(endpoint)
+    except RequestError as error:
+        if not by_environment:
+            raise
+        return {"advisor_note": f"the built-in rules plan: {error}"}
+    return _planned_by(endpoint.name, request, endpoint=endpoint)
+
+
+def _planned_by(name: str, request: Request, **chosen: Any) -> Update:
+    if not (request.advisor_requests and request.advisor_tokens):
+        return {"advisor_note": f"the built-in rules plan: {name} has a budget of nothing"}
+    beside = " beside the built-in rules" if request.planner == "hybrid" else ""
+    return chosen | {"advisor_note": f"{name} plans{beside}"}
+
+
+def acquire(request: Request, session: Session, advisor: Any = None) -> Update:
     """Reset every result of an earlier turn of this thread, and record what was acquired.
 
     A plan of the user's is read here, before anything expensive, and kept: its file may be gone when a run resumes.
     """
     check_runtimes(request)
+    chosen = choose_advisor(request, advisor)
     plan = read_plan(request.plan) if request.plan else None
     asked = request.model_dump(include=set(AcquireTask.model_fields))
     asked["num_recovery"] = MAX_RECOVERY if request.recover_epochs else 0
+    session.jobs.progress(chosen["advisor_note"], 0, 0)
     acquired = session.jobs.run(AcquireTask.model_validate(asked))
     blank = {name: RunState.model_fields[name].get_default() for name in RESULTS}
     root = session.workspace.root
-    return blank | {"run_id": root.name, "run_dir": str(root), "acquired": acquired, "proposal": plan}
+    return blank | chosen | {"run_id": root.name, "run_dir": str(root), "acquired": acquired, "proposal": plan}
 
 
-def acquisition(state: Request, *, runtime: Runtime[None]) -> Update:
+def acquisition(state: Request, *, runtime: Runtime[None], advisor: Any = None) -> Update:
     """Validate the request and fetch what it names; the only node that reads a request and not a state."""
     info = runtime.execution_info
     session = begin(state, info.thread_id if info else None)
-    return attend(session, "acquisition", runtime, lambda: acquire(state, session))
+    session.chat_model = advisor
+    return attend(session, "acquisition", runtime, lambda: acquire(state, session, advisor))

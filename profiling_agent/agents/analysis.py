@@ -5,13 +5,17 @@ from profiling_agent.agents.session import Session
 from profiling_agent.agents.state import RunState
 from profiling_agent.analysis.dry_run import dry_run
 from profiling_agent.analysis.rules import analyse
+from profiling_agent.iteration.planners import first_proposal
+from profiling_agent.records import Origin
 
 
 @agent
 def analysis(state: RunState, session: Session) -> Update:
-    """Plan by the built-in rules, or take the user's own plan once it is known to fit the model."""
+    """Plan by the built-in rules or a language model, or take the user's own plan once it is known to fit the model."""
     profile = session.profile(state)
-    if state.proposal is None:
-        return {"proposal": analyse(profile, state.goal)}
-    dry_run(state.proposal, profile)
-    return {}
+    if state.proposal is not None:
+        dry_run(state.proposal, profile)
+        return {"origin": Origin(by="user")}
+    rules = analyse(profile, state.goal)
+    plan, origin = first_proposal(session.advisor(state), state.planner, profile, state.goal, rules)
+    return {"proposal": plan, "origin": origin}

@@ -28,6 +28,7 @@ from profiling_agent.agents import state
 from profiling_agent.errors import RunError
 from profiling_agent.iteration import attempt
 from profiling_agent.jobs import tasks
+from profiling_agent.llm import endpoint
 from profiling_agent.reporting import report
 from profiling_agent.request import RUN_ID, Request
 from profiling_agent.workspace import Workspace
@@ -37,6 +38,7 @@ MODULES: tuple[ModuleType, ...] = (
     reproducibility,
     request,
     attempt,
+    endpoint,
     tasks,
     report,
     state,

@@ -12,5 +12,6 @@ def evaluation(state: RunState, session: Session) -> Update:
     """Add a measured and judged attempt to the journal."""
     assert state.candidate is not None, "pruning comes first"
     assert state.journal is not None, "quantization opens it"
-    journal = state.journal.with_attempt(measure_attempt(session.bench(state), state.candidate, state.journal))
+    attempt = measure_attempt(session.bench(state), state.candidate, state.journal)
+    journal = state.journal.with_attempt(attempt.model_copy(update={"origin": state.origin or attempt.origin}))
     return {"journal": journal, "stopped": None if state.iterate else StopReason.SINGLE_PASS}

@@ -3,15 +3,23 @@
 from profiling_agent.agents.node import Update, agent
 from profiling_agent.agents.session import Session
 from profiling_agent.agents.state import RunState
-from profiling_agent.iteration.propose import propose
+from profiling_agent.iteration.planners import next_proposal
 from profiling_agent.records import StopReason
 
 
 @agent
 def iterative_pruning(state: RunState, session: Session) -> Update:
-    """Ask the journal."""
+    """Ask the journal, and a language model where there is one."""
     assert state.journal is not None, "evaluation comes first"
-    choice = propose(state.goal, session.profile(state), state.journal, max_iterations=state.max_iterations)
+    choice = next_proposal(
+        session.advisor(state),
+        state.planner,
+        session.profile(state),
+        state.goal,
+        state.journal,
+        max_iterations=state.max_iterations,
+    )
     if isinstance(choice, StopReason):
         return {"stopped": choice}
-    return {"proposal": choice}
+    plan, origin = choice
+    return {"proposal": plan, "origin": origin}

@@ -16,8 +16,8 @@ Update = dict[str, Any]
 class Node(Protocol):
     """What LangGraph calls."""
 
-    def __call__(self, state: RunState, *, runtime: Runtime[None]) -> Update:
-        """Return what changes in the state."""
+    def __call__(self, state: RunState, *, runtime: Runtime[None], advisor: Any = None) -> Update:
+        """Return what changes in the state; `advisor` is a chat model of the caller's."""
         ...
 
 
@@ -52,8 +52,9 @@ def agent(work: Callable[[RunState, Session], Update]) -> Node:
     """Make a node of an agent: a function of the state and the run's session that returns what it changed."""
     name = work.__module__.rsplit(".", 1)[-1]
 
-    def node(state: RunState, *, runtime: Runtime[None]) -> Update:
+    def node(state: RunState, *, runtime: Runtime[None], advisor: Any = None) -> Update:
         session = rejoin(state)
+        session.chat_model = advisor
         return attend(session, name, runtime, lambda: work(state, session))
 
     node.__name__ = name

@@ -36,6 +36,8 @@ def report(state: RunState, session: Session) -> Update:
             peak_memory_bytes=(bench.peak_memory(bench.baseline), bench.peak_memory(best)),
             attempts=state.journal.attempts,
             stopped=state.stopped,
+            planned_by=state.advisor_note,
+            spent=session.spent(state),
             profiles=profiles,
         ),
     )

@@ -3,6 +3,7 @@
 import hashlib
 import shutil
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from filelock import BaseFileLock
 
@@ -11,10 +12,15 @@ from profiling_agent.errors import RunError
 from profiling_agent.iteration.bench import Bench
 from profiling_agent.iteration.forms import asked_schemes, supported_forms
 from profiling_agent.jobs.runner import Jobs
+from profiling_agent.llm.ledger import read_spent
+from profiling_agent.llm.question import Asks
 from profiling_agent.profiling.job import read_profile
-from profiling_agent.records import ModelProfile
+from profiling_agent.records import ModelProfile, Spent
 from profiling_agent.request import RUN_ID, Request
 from profiling_agent.workspace import SCHEMA_VERSION, Workspace, open_workspace, read_manifest
+
+if TYPE_CHECKING:
+    from profiling_agent.llm.advisor import Advisor
 
 
 class Session:
@@ -24,6 +30,8 @@ class Session:
         """Take over the lock; clear what a killed process left."""
         self.workspace = workspace
         self.jobs = Jobs(workspace)
+        self.chat_model: Any = None
+        self._advisor: Advisor | None = None
         self._lock = lock
         self._created = created
         workspace.sweep()
@@ -32,6 +40,28 @@ class Session:
         """Return the baseline's full profile."""
         assert state.profiled is not None, "profiling comes first"
         return read_profile(self.workspace, state.profiled)
+
+    def advisor(self, state: RunState) -> Asks | None:
+        """Return the language model that may plan, None where the rules plan alone."""
+        if state.planner == "rules" or (state.endpoint is None and state.advisor_object is None):
+            return None
+        if state.advisor_object is not None and self.chat_model is None:
+            raise RunError(
+                f"this run was begun with the chat model {state.advisor_object}, passed as an object, which is never stored: "
+                "pass it again, as build_graph(advisor=...) or resume(..., advisor=...)"
+            )
+        if self._advisor is None:
+            # Importing the provider takes seconds, which runs without a model needn't wait for.
+            from profiling_agent.llm.open import open_advisor
+
+            self._advisor = open_advisor(state, self.workspace.root, state.endpoint, self.chat_model)
+        return self._advisor
+
+    def spent(self, state: RunState) -> Spent | None:
+        """Return what was asked of the language model; None where there is none."""
+        if state.endpoint is None and state.advisor_object is None:
+            return None
+        return read_spent(self.workspace.root)
 
     def bench(self, state: RunState) -> Bench:
         """Return what attempts are measured with."""

@@ -7,7 +7,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from profiling_agent.iteration.attempt import Candidate
 from profiling_agent.jobs.tasks import Profiled, Resolved
-from profiling_agent.records import Acquired, Journal, Plan, StopReason, Verdict
+from profiling_agent.llm.endpoint import Endpoint
+from profiling_agent.records import Acquired, Journal, Origin, Plan, StopReason, Verdict
 from profiling_agent.reporting.report import RunReport
 from profiling_agent.request import Request
 from profiling_agent.workspace import SCHEMA_VERSION
@@ -21,10 +22,14 @@ class RunState(Request):
 
     schema_version: int = SCHEMA_VERSION
     run_dir: str = ""
+    endpoint: Endpoint | None = Field(default=None, description="the language model that plans, where there is one")
+    advisor_note: str = Field(default="", description="who plans, and why")
+    advisor_object: str | None = Field(default=None, description="the name of one that was passed as an object")
     acquired: Acquired | None = None
     resolved: Resolved | None = None
     profiled: Profiled | None = None
     proposal: Plan | None = Field(default=None, description="the plan to measure next")
+    origin: Origin | None = Field(default=None, description="who proposed it")
     candidate: Candidate | None = None
     journal: Journal | None = None
     stopped: StopReason | None = None

@@ -13,6 +13,9 @@ MAX_BYTES = 1_000_000
 def first_problem(error: ValidationError) -> str:
     """Return the first thing wrong as `where: what (got value)`, on one line."""
     problem = error.errors(include_url=False, include_context=False)[0]
+    if not problem["loc"] and problem["type"] == "value_error":
+        # Said by a rule of ours over several fields, which names them and what it saw.
+        return problem["msg"].removeprefix("Value error, ")
     where = ".".join(str(part) for part in problem["loc"]) or "document"
     return f"{where}: {problem['msg']} (got {str(problem['input'])[:80]!r})"
 

@@ -10,6 +10,7 @@ from profiling_agent.errors import ArtifactError, JobError, QuantizationError
 from profiling_agent.evaluation.intervals import compare
 from profiling_agent.evaluation.predictions import read_predictions
 from profiling_agent.iteration.forms import INT8
+from profiling_agent.jobs.racing import MemoryTask, RaceTask
 from profiling_agent.jobs.runner import Jobs
 from profiling_agent.jobs.tasks import (
     DeployApartTask,
@@ -17,8 +18,6 @@ from profiling_agent.jobs.tasks import (
     EvaluateApartTask,
     EvaluateTask,
     ExportTask,
-    MemoryTask,
-    RaceTask,
     TuneTask,
 )
 from profiling_agent.records import (

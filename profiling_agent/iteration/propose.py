@@ -7,7 +7,7 @@ between the strongest accepted and the mildest refused factor, doubling while no
 import math
 from collections.abc import Iterator
 
-from profiling_agent.analysis.dry_run import dry_run, most_saving
+from profiling_agent.analysis.dry_run import dry_run, most_saving, saved_share
 from profiling_agent.errors import PlanError
 from profiling_agent.records import Attempt, Goal, Journal, ModelProfile, Plan, StopReason
 
@@ -29,19 +29,32 @@ def scaled(plan: Plan, factor: float) -> Plan:
     return plan.model_copy(update={"pruning": cuts, "target": target})
 
 
-def _strength(plan: Plan, first: Plan) -> float:
-    """Return the factor by which `plan` is the first one scaled (capped ratios aside)."""
-    if plan.target is not None and first.target is not None:
+def _strength(attempt: Attempt, first: Plan, profile: ModelProfile) -> float | None:
+    """Return the factor by which a plan is the first one scaled (capped ratios aside).
+
+    Of another's plan it is the saving that counts, beside the first one's; None where they can't be compared.
+    """
+    plan = attempt.plan
+    if first.target is None:
+        return _common_factor(plan, first)
+    if plan.target is not None and plan.target.metric == first.target.metric and plan.pruning == first.pruning:
         return plan.target.saving / first.target.saving
-    pairs = zip(plan.pruning, first.pruning, strict=True)
-    return min(now.pruning_ratio / was.pruning_ratio for now, was in pairs)
+    if attempt.dry_run is None:
+        return None
+    return saved_share(attempt.dry_run.cuts, profile, first.target.metric) / first.target.saving
 
 
-def _bracket(journal: Journal) -> tuple[float, float | None]:
+def _common_factor(plan: Plan, first: Plan) -> float | None:
+    if plan.target is not None or [rec.layer for rec in plan.pruning] != [rec.layer for rec in first.pruning]:
+        return None
+    return min(now.pruning_ratio / was.pruning_ratio for now, was in zip(plan.pruning, first.pruning, strict=True))
+
+
+def _bracket(journal: Journal, profile: ModelProfile) -> tuple[float, float | None]:
     first = journal.attempts[0].plan
-    accepted = [_strength(a.plan, first) for a in journal.attempts if a.accepted]
-    low = max(accepted, default=0.0)
-    refused = [s for a in journal.attempts if not a.accepted and (s := _strength(a.plan, first)) > low]
+    strengths = [(_strength(attempt, first, profile), attempt.accepted) for attempt in journal.attempts]
+    low = max((strength for strength, accepted in strengths if strength and accepted), default=0.0)
+    refused = [strength for strength, accepted in strengths if strength and not accepted and strength > low]
     return low, min(refused, default=None)
 
 
@@ -78,7 +91,7 @@ def _kl(plan: Plan, profile: ModelProfile) -> float:
 
 def _by_bisection(journal: Journal, profile: ModelProfile) -> Iterator[float]:
     """Give strengths to try, the most informative first."""
-    low, high = _bracket(journal)
+    low, high = _bracket(journal, profile)
     first = journal.attempts[0].plan
     strongest = _strongest(first, profile)
     if high is None:
@@ -88,9 +101,9 @@ def _by_bisection(journal: Journal, profile: ModelProfile) -> Iterator[float]:
     yield from (low + (high - low) * share for share in (1 / 2, 3 / 4, 1 / 4, 7 / 8, 1 / 8))
 
 
-def _as_the_paper(last: Attempt, journal: Journal) -> Iterator[float]:
+def _as_the_paper(last: Attempt, journal: Journal, profile: ModelProfile) -> Iterator[float]:
     """Give the paper's next strength: from the last plan and the last evaluation, nothing older."""
-    strength = _strength(last.plan, journal.attempts[0].plan)
+    strength = _strength(last, journal.attempts[0].plan, profile) or 1.0
     yield strength * (STRONGER if last.accepted else MILDER)
 
 
@@ -105,7 +118,7 @@ def propose(goal: Goal, profile: ModelProfile, journal: Journal, *, max_iteratio
     if len(journal.attempts) >= max_iterations:
         return StopReason.BUDGET_SPENT
     is_paper = goal.selection == "paper"
-    strengths = _as_the_paper(journal.attempts[-1], journal) if is_paper else _by_bisection(journal, profile)
+    strengths = _as_the_paper(journal.attempts[-1], journal, profile) if is_paper else _by_bisection(journal, profile)
     tried = {_widths(attempt.plan, profile) for attempt in journal.attempts}
     for strength in strengths:
         plan = scaled(first, strength)

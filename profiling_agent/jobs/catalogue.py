@@ -35,10 +35,13 @@ from profiling_agent.records import (
     ModelSource,
     PrunedModel,
     Record,
+    ShapeFacts,
     SplitInfo,
 )
 from profiling_agent.runtimes.eager import random_batch
 from profiling_agent.shapes.resolve import resolve_input_shape
+from profiling_agent.shapes.survey import survey
+from profiling_agent.shapes.verify import verify
 
 NUM_GATE_IMAGES = 4
 
@@ -77,11 +80,20 @@ def acquire(task: tasks.AcquireTask, desk: Desk) -> Acquired:
     )
 
 
+def survey_shape(task: tasks.SurveyShapeTask, desk: Desk) -> ShapeFacts:
+    """Gather what is known of the input shape."""
+    device = resolve_device(task.device)
+    loaded = load_model(task.model, revision=task.revision, device=device, progress=desk.progress)
+    return survey(loaded.model, loaded.processor)
+
+
 def resolve_shape(task: tasks.ResolveShapeTask, desk: Desk) -> tasks.Resolved:
     """Find the input shape; save the baseline with it."""
     device = resolve_device(task.device)
     loaded = load_model(task.model, revision=task.revision, device=device, progress=desk.progress)
-    spec = resolve_input_shape(loaded.model, loaded.processor)
+    spec = task.stated or resolve_input_shape(loaded.model, loaded.processor)
+    if task.stated is not None:
+        verify(loaded.model, spec)
     folder = desk.folder / "model"
     save_model(
         loaded.model.cpu(),
@@ -174,6 +186,7 @@ def prune(task: tasks.PruneTask, desk: Desk) -> PrunedModel:
 
 CATALOGUE: dict[type[tasks.Task[Any]], Callable[[Any, Desk], Record]] = {
     tasks.AcquireTask: acquire,
+    tasks.SurveyShapeTask: survey_shape,
     tasks.ResolveShapeTask: resolve_shape,
     tasks.ProfileTask: profile,
     tasks.PruneTask: prune,

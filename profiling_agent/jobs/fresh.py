@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from profiling_agent.jobs import tasks
+from profiling_agent.jobs import racing, tasks
 from profiling_agent.jobs.desk import Desk
 from profiling_agent.jobs.measure_job import measure_memory, measure_throughput
 from profiling_agent.records import Headline, Race, Record
@@ -21,7 +21,7 @@ def headline(task: tasks.HeadlineTask, desk: Desk) -> Headline:
     return measure_headline(session, open_folder(path, verify=False).input, batch_size=task.batch_size)
 
 
-def run_race(task: tasks.RaceTask, desk: Desk) -> Race:
+def run_race(task: racing.RaceTask, desk: Desk) -> Race:
     """Let the models take turns."""
     from profiling_agent.evaluation.race import race
 
@@ -37,7 +37,7 @@ def run_race(task: tasks.RaceTask, desk: Desk) -> Race:
 
 FRESH: dict[type[tasks.Task[Any]], Callable[[Any, Desk], Record]] = {
     tasks.HeadlineTask: headline,
-    tasks.RaceTask: run_race,
-    tasks.ThroughputTask: measure_throughput,
-    tasks.MemoryTask: measure_memory,
+    racing.RaceTask: run_race,
+    racing.ThroughputTask: measure_throughput,
+    racing.MemoryTask: measure_memory,
 }

@@ -1,11 +1,11 @@
 """What a deployed model takes, as jobs: both measure other processes, and import no torch themselves."""
 
-from profiling_agent.jobs import tasks
+from profiling_agent.jobs import racing
 from profiling_agent.jobs.desk import Desk
 from profiling_agent.records import MemoryUse, Throughputs
 
 
-def measure_throughput(task: tasks.ThroughputTask, desk: Desk) -> Throughputs:
+def measure_throughput(task: racing.ThroughputTask, desk: Desk) -> Throughputs:
     """Let the models take turns at each batch size."""
     from profiling_agent.evaluation.measurement import throughput
 
@@ -19,7 +19,7 @@ def measure_throughput(task: tasks.ThroughputTask, desk: Desk) -> Throughputs:
     )
 
 
-def measure_memory(task: tasks.MemoryTask, desk: Desk) -> MemoryUse:
+def measure_memory(task: racing.MemoryTask, desk: Desk) -> MemoryUse:
     """Read what a process holds at most that only loads and runs the model."""
     from profiling_agent.evaluation.measurement import memory_use
 

@@ -13,16 +13,13 @@ from profiling_agent.records import (
     Form,
     Headline,
     InputSpec,
-    MemoryUse,
     Predictions,
     PrunedModel,
-    Race,
     Record,
     RecoveredModel,
+    ShapeFacts,
     SplitInfo,
-    Throughputs,
     Tuned,
-    Variant,
 )
 
 ResultT = TypeVar("ResultT", bound=Record)
@@ -64,9 +61,19 @@ class Resolved(Record):
 
 
 class ResolveShapeTask(Task[Resolved]):
-    """Find the input shape of a model and save the model with it."""
+    """Find the input shape of a model, or verify the one that is `stated`, and save the model with it."""
 
     result: ClassVar[type[Record]] = Resolved
+    model: str
+    revision: str | None = None
+    device: Device = "auto"
+    stated: InputSpec | None = None
+
+
+class SurveyShapeTask(Task[ShapeFacts]):
+    """Ask every rule for the input shape of a model, and the model about each answer."""
+
+    result: ClassVar[type[Record]] = ShapeFacts
     model: str
     revision: str | None = None
     device: Device = "auto"
@@ -211,38 +218,3 @@ class EvaluateApartTask(EvaluateTask):
 
     fresh: ClassVar[bool] = True
     timeout_s: ClassVar[float] = 3600.0
-
-
-class RaceTask(Task[Race]):
-    """Let models take turns; the first is the baseline."""
-
-    result: ClassVar[type[Record]] = Race
-    fresh: ClassVar[bool] = True
-    timeout_s: ClassVar[float] = 3600.0
-    entries: tuple[tuple[Variant, ArtifactRef], ...]
-    batch_size: int
-    device: str
-    seed: int
-
-
-class ThroughputTask(Task[Throughputs]):
-    """Count images per second at several batch sizes, models taking turns."""
-
-    result: ClassVar[type[Record]] = Throughputs
-    fresh: ClassVar[bool] = True
-    timeout_s: ClassVar[float] = 3600.0
-    models: tuple[ArtifactRef, ...]
-    batch_sizes: tuple[int, ...] = (1, 8, 32)
-    device: str = "cpu"
-    seed: int = 0
-
-
-class MemoryTask(Task[MemoryUse]):
-    """Read what a process holds at most that only loads and runs a model."""
-
-    result: ClassVar[type[Record]] = MemoryUse
-    fresh: ClassVar[bool] = True
-    timeout_s: ClassVar[float] = 1800.0
-    model: ArtifactRef
-    batch_size: int
-    device: str = "cpu"

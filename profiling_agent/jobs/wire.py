@@ -3,13 +3,14 @@
 from typing import Any, Literal
 
 from profiling_agent import errors
-from profiling_agent.jobs import tasks
+from profiling_agent.jobs import racing, tasks
 from profiling_agent.records import Record
 
 TASKS: dict[str, type[tasks.Task[Any]]] = {
     task.__name__: task
     for task in (
         tasks.AcquireTask,
+        tasks.SurveyShapeTask,
         tasks.ResolveShapeTask,
         tasks.HeadlineTask,
         tasks.ProfileTask,
@@ -21,9 +22,9 @@ TASKS: dict[str, type[tasks.Task[Any]]] = {
         tasks.DeployApartTask,
         tasks.EvaluateTask,
         tasks.EvaluateApartTask,
-        tasks.RaceTask,
-        tasks.ThroughputTask,
-        tasks.MemoryTask,
+        racing.RaceTask,
+        racing.ThroughputTask,
+        racing.MemoryTask,
     )
 }
 ERRORS: dict[str, type[errors.ProfilingAgentError]] = {

@@ -3,7 +3,7 @@
 Ratios and accuracies are fractions in [0, 1]; units are in the names; `macs` are multiply-accumulates of one image.
 """
 
-from profiling_agent.records.data import Acquired, InputSpec, LabelMatch, ModelSource, SplitInfo
+from profiling_agent.records.data import Acquired, InputSpec, LabelMatch, ModelSource, ShapeFacts, SplitInfo
 from profiling_agent.records.deployment import (
     RUNTIMES,
     DeployedModel,
@@ -21,7 +21,9 @@ from profiling_agent.records.loop import (
     Finalist,
     Goal,
     Journal,
+    Origin,
     Outcome,
+    Spent,
     StopReason,
     Term,
     Trial,
@@ -102,6 +104,7 @@ __all__ = [
     "ModelProfile",
     "ModelSource",
     "OperatorProfile",
+    "Origin",
     "Outcome",
     "Plan",
     "Predictions",
@@ -114,6 +117,8 @@ __all__ = [
     "Refusal",
     "RuntimeName",
     "Scheme",
+    "ShapeFacts",
+    "Spent",
     "SplitInfo",
     "StopReason",
     "Taken",

@@ -21,6 +21,14 @@ class InputSpec(Record):
         return (size, self.channels, self.height, self.width)
 
 
+class ShapeFacts(Record):
+    """What is known of a model's input shape before it is settled; certain where all that state one agree."""
+
+    settings: tuple[str, ...]
+    findings: tuple[str, ...]
+    is_certain: bool
+
+
 class LabelMatch(Record):
     """How one label of the data set became a class of the model; `model_id` is None where it did not."""
 

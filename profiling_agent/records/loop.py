@@ -56,11 +56,35 @@ class Contest(Record):
         return tuple(sorted(kept, key=lambda trial: trial.form != self.chosen))
 
 
+class Origin(Record):
+    """Who proposed a plan, and what became of the proposal before it was applied."""
+
+    by: str = Field(description="rules, user, or the name of a language model")
+    reason: str = ""
+    repairs: int = 0
+    dropped: tuple[str, ...] = Field(
+        default=(), description="parts that could not be carried out, each with the reason"
+    )
+    cut_back: str | None = Field(default=None, description="why it was made milder before it was applied")
+    note: str | None = Field(default=None, description="why it is not by the one who was asked")
+
+
+class Spent(Record):
+    """What a run has asked of a language model; tokens are None where its server did not count all of them."""
+
+    requests: int = 0
+    input_tokens: int | None = 0
+    output_tokens: int | None = 0
+    repairs: int = 0
+    failures: tuple[str, ...] = Field(default=(), description="why questions were left to the rules")
+
+
 class Attempt(Record):
     """One turn of the loop: a plan, what it was expected to do, what it did, and what we made of it."""
 
     number: int
     plan: Plan
+    origin: Origin = Origin(by="rules")
     dry_run: DryRun | None = None
     pruned_model: ArtifactRef | None = Field(
         default=None, description="fp32, before quantization; after recovery, where there was one"
@@ -88,6 +112,7 @@ class StopReason(StrEnum):
     SINGLE_PASS = "iteration is off: one plan was asked for"
     BUDGET_SPENT = "every iteration that was asked for has been used"
     CONVERGED = "no further aligned width lies between the best accepted and the mildest refused plan"
+    ADVISED = "the language model advises against another plan"
     NOTHING_TO_PRUNE = "the first plan prunes nothing, so there is nothing to do more or less of"
 
 

@@ -1,7 +1,11 @@
 """`report.md`, from the template beside this file."""
 
+from collections.abc import Callable
+from typing import Any
+
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from profiling_agent.reporting.reflection import predictions
 from profiling_agent.reporting.report import RunReport
 from profiling_agent.reporting.units import asked, count, drop, measured, ms, percent, size, speedup
 
@@ -16,7 +20,7 @@ def cell(text: object) -> str:
     return prose(text).replace("|", "\\|")
 
 
-FILTERS = {
+FILTERS: dict[str, Callable[..., Any]] = {
     "percent": percent,
     "count": count,
     "size": size,
@@ -27,6 +31,7 @@ FILTERS = {
     "measured": measured,
     "prose": prose,
     "cell": cell,
+    "predictions": predictions,
 }
 
 

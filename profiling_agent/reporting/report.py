@@ -19,6 +19,7 @@ from profiling_agent.records import (
     Lap,
     ModelProfile,
     Record,
+    Spent,
     StopReason,
     UnitKind,
     Variant,
@@ -89,6 +90,8 @@ class RunReport(Record):
     verdict: Verdict
     goal: Goal
     stopped: StopReason
+    planned_by: str = Field(default="", description="who planned, and why")
+    spent: Spent | None = Field(default=None, description="what was asked of a language model")
     contest: Contest | None = Field(default=None, description="the forms that the unpruned model was tried in")
     baseline: Summary
     best: Summary
@@ -168,6 +171,8 @@ class Sources(Record):
     )
     attempts: tuple[Attempt, ...]
     stopped: StopReason
+    planned_by: str
+    spent: Spent | None
     profiles: dict[str, tuple[Profiled, ModelProfile]]
 
 
@@ -195,6 +200,8 @@ def build_report(request: Request, settlement: Settlement, sources: Sources) -> 
         verdict=settlement.verdict,
         goal=request.goal,
         stopped=sources.stopped,
+        planned_by=sources.planned_by,
+        spent=sources.spent,
         contest=sources.contest,
         baseline=summarise(
             settlement.heldout_baseline,

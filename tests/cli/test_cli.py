@@ -124,6 +124,16 @@ def test_show_prints_the_verdict_for_people(finished: Path):
     assert json.loads((finished / "report.json").read_text())["verdict"]["outcome"] in shown.output
 
 
+def test_show_says_why_each_layer_was_changed_or_left_alone(finished: Path):
+    said = call("show", str(finished), "--plan").output
+
+    report = json.loads((finished / "report.json").read_text())
+    assert all(row["unit"] in said for row in report["sensitivity"])
+    assert "by rules" in said
+    assert "what is quantized" in said
+    assert "predicted and measured" in said
+
+
 def test_a_run_in_the_default_place_can_be_named_by_its_id(
     finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

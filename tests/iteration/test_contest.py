@@ -12,7 +12,7 @@ from profiling_agent.evaluation.measurement import machine
 from profiling_agent.evaluation.predictions import write_predictions
 from profiling_agent.iteration.bench import Bench
 from profiling_agent.iteration.contest import NUM_FINALISTS, hold_contest
-from profiling_agent.jobs import tasks
+from profiling_agent.jobs import racing, tasks
 from profiling_agent.records import (
     Acquired,
     DeployedModel,
@@ -223,7 +223,7 @@ def test_hopeless_forms_are_not_raced_and_slow_ones_not_measured_in_full(tmp_pat
     }
     held, script = contest(tmp_path, forms | {"eager dynamic": Made(speedup=1.1), "onnxruntime static": Made(kl=9.0)})
 
-    (race,) = [task for task in script.asked if isinstance(task, tasks.RaceTask)]
+    (race,) = [task for task in script.asked if isinstance(task, racing.RaceTask)]
     whole = [t for t in script.asked if isinstance(t, tasks.EvaluateTask) and t.num_images is None]
     assert len(race.entries) == 5
     assert len(whole) == 1 + NUM_FINALISTS
@@ -241,7 +241,7 @@ def test_a_form_without_rivals_is_left_to_the_race_at_the_end(tmp_path: Path):
     held, script = contest(tmp_path, {"eager dynamic": Made(speedup=0.9)})
 
     assert held.chosen is not None
-    assert not [task for task in script.asked if isinstance(task, tasks.RaceTask)]
+    assert not [task for task in script.asked if isinstance(task, racing.RaceTask)]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,1 @@
+"""The language model, behind one door: a question in, a validated answer or None out."""

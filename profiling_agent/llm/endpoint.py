@@ -1,0 +1,96 @@
+"""Which model to ask, and where: read from the request and the environment. No LangChain here."""
+
+from collections.abc import Mapping
+from typing import Literal
+from urllib.parse import urlsplit
+
+from profiling_agent.errors import RequestError
+from profiling_agent.records import Record
+
+Provider = Literal["openai", "azure_openai"]
+PROVIDERS: tuple[Provider, ...] = ("openai", "azure_openai")
+KEYS: Mapping[Provider, str] = {"openai": "OPENAI_API_KEY", "azure_openai": "AZURE_OPENAI_API_KEY"}
+URLS: Mapping[Provider, str] = {"openai": "OPENAI_BASE_URL", "azure_openai": "AZURE_OPENAI_ENDPOINT"}
+# The model that the paper's tables were made with.
+DEFAULT_MODEL = "gpt-4o"
+# Servers on one's own machine want a key to be there and don't read it.
+NO_KEY = "EMPTY"
+
+
+class Endpoint(Record):
+    """A model behind an OpenAI-compatible server; it holds no key, and no address that could."""
+
+    provider: Provider
+    model: str
+    base_url: str | None = None
+
+    @property
+    def name(self) -> str:
+        """Return what `advisor` would have to say."""
+        return f"{self.provider}:{self.model}"
+
+
+def checked_url(url: str | None) -> str | None:
+    """Return an address that can be shown and stored; RequestError where it isn't http, or holds credentials."""
+    if url is None:
+        return None
+    try:
+        parts = urlsplit(url)
+        host, has_port = parts.hostname, parts.port
+    except ValueError as error:
+        raise RequestError(
+            f"base_url is no valid address ({error}): give one such as http://localhost:8000/v1"
+        ) from error
+    del has_port
+    if parts.username is not None or parts.password is not None or parts.query or parts.fragment:
+        raise RequestError(
+            "base_url holds more than an address (a user, a password, a query): put the key into OPENAI_API_KEY instead"
+        )
+    if parts.scheme not in ("http", "https") or not host:
+        raise RequestError(f"base_url is {url!r}: give an address such as http://localhost:8000/v1")
+    return url
+
+
+def choose_endpoint(advisor: str, base_url: str | None, environment: Mapping[str, str]) -> Endpoint | None:
+    """Return the model that `advisor` means, None for the built-in rules.
+
+    `auto` is a model where a key or an address is configured.
+
+    Raises:
+        RequestError: the provider is unknown, no model is named, its key is missing, or the address is no good.
+    """
+    if advisor == "rules":
+        return None
+    if advisor == "auto":
+        provider = _configured(base_url, environment)
+        if provider is None:
+            return None
+        model = environment.get("PROFILING_AGENT_MODEL", DEFAULT_MODEL)
+    else:
+        provider, model = _named(advisor)
+    url = checked_url(base_url or environment.get(URLS[provider]) or None)
+    if not environment.get(KEYS[provider]) and (url is None or provider == "azure_openai"):
+        raise RequestError(
+            f"advisor is {advisor!r} but {KEYS[provider]} isn't set: set it, name a server of your own with base_url, "
+            "or use advisor=rules"
+        )
+    if provider == "azure_openai" and url is None:
+        raise RequestError(f"advisor is {advisor!r} but {URLS[provider]} isn't set: set it to your resource's address")
+    return Endpoint(provider=provider, model=model, base_url=url)
+
+
+def _configured(base_url: str | None, environment: Mapping[str, str]) -> Provider | None:
+    if base_url:
+        return "openai"
+    return next((name for name in PROVIDERS if environment.get(KEYS[name]) or environment.get(URLS[name])), None)
+
+
+def _named(advisor: str) -> tuple[Provider, str]:
+    named, _, model = advisor.partition(":")
+    for provider in PROVIDERS:
+        if named == provider and model:
+            return provider, model
+    raise RequestError(
+        f"advisor is {advisor!r}: use auto, rules, or a model such as openai:gpt-4o or azure_openai:<deployment>; "
+        "other chat models are passed as objects, build_graph(advisor=...)"
+    )

@@ -1,0 +1,91 @@
+"""The run's advisor: the chat model behind an endpoint, looked at once before anything expensive begins, or one of the caller's."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import openai
+from langchain_core.language_models import BaseChatModel
+from langchain_openai import AzureChatOpenAI, ChatOpenAI
+from pydantic import SecretStr
+
+from profiling_agent.errors import RequestError
+from profiling_agent.llm.advisor import Advisor
+from profiling_agent.llm.chat import Chat, first_line
+from profiling_agent.llm.endpoint import KEYS, NO_KEY, Endpoint
+from profiling_agent.llm.ledger import Ledger
+from profiling_agent.request import Request
+
+AZURE_API_VERSION = "2024-10-21"
+# A server that is there lists its models at once.
+LOOK_S = 15.0
+
+
+def open_advisor(request: Request, folder: Path, endpoint: Endpoint | None, model: Any = None) -> Advisor | None:
+    """Return the advisor of a run whose folder this is: `model`, a chat model of the caller's, before the endpoint's.
+
+    None where there is neither, or no budget.
+    """
+    if (model is None and endpoint is None) or not (request.advisor_requests and request.advisor_tokens):
+        return None
+    ledger = Ledger(folder, max_requests=request.advisor_requests, max_tokens=request.advisor_tokens)
+    if model is None:
+        assert endpoint is not None, "one of both is there"
+        model, name = open_model(endpoint, timeout_s=request.advisor_timeout_s), endpoint.name
+    else:
+        name = name_of(model)
+    return Advisor(Chat(model, name, spend=ledger.spend), ledger, deadline_s=request.advisor_timeout_s)
+
+
+def name_of(model: Any) -> str:
+    """Return how reports call a chat model that was passed as an object; RequestError where it is none."""
+    if not isinstance(model, BaseChatModel):
+        raise RequestError(
+            f"advisor is a {type(model).__name__}: pass a LangChain chat model, such as one of init_chat_model"
+        )
+    named = getattr(model, "model_name", None) or getattr(model, "model", None)
+    return f"{type(model).__name__}:{named}" if isinstance(named, str) else type(model).__name__
+
+
+def open_model(endpoint: Endpoint, *, timeout_s: float) -> BaseChatModel:
+    """Return the endpoint's chat model; its key comes from the environment and stays in it."""
+    key = SecretStr(os.environ.get(KEYS[endpoint.provider]) or NO_KEY)
+    if endpoint.provider == "azure_openai":
+        return AzureChatOpenAI(
+            azure_deployment=endpoint.model,
+            azure_endpoint=endpoint.base_url,
+            api_key=key,
+            api_version=os.environ.get("OPENAI_API_VERSION", AZURE_API_VERSION),
+            timeout=timeout_s,
+            max_retries=0,
+        )
+    return ChatOpenAI(model=endpoint.model, base_url=endpoint.base_url, api_key=key, timeout=timeout_s, max_retries=0)
+
+
+def look_at(endpoint: Endpoint) -> None:
+    """Raise RequestError where the server can't be reached, isn't one, refuses the key, or has no such model.
+
+    A server that doesn't list its models is believed to have this one.
+    """
+    if endpoint.provider == "azure_openai":
+        return
+    key = os.environ.get(KEYS[endpoint.provider]) or NO_KEY
+    where = endpoint.base_url or "the provider"
+    client = openai.OpenAI(api_key=key, base_url=endpoint.base_url, timeout=LOOK_S, max_retries=1)
+    try:
+        listed = [model.id for model in client.models.list().data]
+    except openai.AuthenticationError as error:
+        raise RequestError(f"{where} refuses the key in {KEYS[endpoint.provider]} ({first_line(error)})") from error
+    except openai.APIConnectionError as error:
+        raise RequestError(f"{where} can't be reached ({first_line(error)}): check base_url") from error
+    except openai.APIStatusError:
+        return
+    except (openai.OpenAIError, AttributeError, TypeError, ValueError) as error:
+        raise RequestError(f"{where} doesn't answer as an OpenAI-compatible server: check base_url") from error
+    finally:
+        client.close()
+    if listed and endpoint.model not in listed:
+        raise RequestError(
+            f"{where} has no model {endpoint.model!r}, it has {', '.join(sorted(listed)[:8])}: "
+            "name one with advisor=openai:<model>"
+        )

@@ -1,0 +1,37 @@
+import json
+
+from made import GOAL, evidence, profile
+
+from profiling_agent.analysis.tools import evidence_tools
+
+
+def tools(num_layers: int = 2):
+    found = profile(num_layers)
+    judged = evidence(found.units, {unit.name: (0.001, 0.002, 0.004, 0.008) for unit in found.units})
+    return evidence_tools(found.model_copy(update={"evidence": judged}), GOAL)
+
+
+def test_details_tell_every_known_width_of_the_units_that_are_hit():
+    details, _ = tools()
+    told = details("layers.1")
+
+    assert told == (
+        '"vit.layers.1.mlp": mlp, width 512; KL by width kept (? is interpolated): '
+        "416: 0.001, 320: 0.002, 224: 0.004, 128: 0.008"
+    )
+    assert "hits no unit" in details("nowhere")
+    assert "pattern" in details("(")
+    assert tools(20)[0]("mlp").endswith("(8 more)")
+
+
+def test_a_draft_is_tried_without_being_made():
+    _, try_plan = tools()
+    draft = {"pruning": [{"layer": "mlp", "pruning_type": "structured", "pruning_ratio": 0.375}]}
+
+    # Two units of 512 keep 320: 2 x 192 x 10 of 10304 params.
+    assert try_plan(json.dumps(draft)).startswith(
+        "2 of 2 units are cut, params 37.3% less, MACs 37.5% less, KL 0.004 nats"
+    )
+    assert "that is no plan" in try_plan('{"pruning": 1}')
+    assert "nothing would be cut" in try_plan("{}")
+    assert "matches no layer" in try_plan('{"pruning": [{"layer": "x", "pruning_type": "head", "pruning_ratio": 0.5}]}')

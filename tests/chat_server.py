@@ -1,0 +1,119 @@
+"""A chat server in the OpenAI dialect on loopback that says what a script says, and remembers what it was asked."""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Said:
+    """One response."""
+
+    content: str | None = None
+    tool_calls: tuple[tuple[str, dict[str, Any]], ...] = ()
+    status: int = 200
+    body: str | None = None
+    headers: dict[str, str] = field(default_factory=dict)
+    finish: str = "stop"
+    has_usage: bool = True
+    refusal: str | None = None
+    delay_s: float = 0.0
+    drops: bool = False
+
+
+def error(status: int, message: str = "no", **headers: str) -> Said:
+    """Return an HTTP error in the dialect."""
+    body = json.dumps({"error": {"message": message, "type": "invalid_request_error", "code": None}})
+    return Said(status=status, body=body, headers={name.replace("_", "-"): value for name, value in headers.items()})
+
+
+Script = Callable[[dict[str, Any], int], Said]
+
+
+def in_turn(*said: Said) -> Script:
+    """Return a script that says these, and the last of them for ever."""
+    return lambda _, number: said[min(number, len(said) - 1)]
+
+
+@dataclass
+class Server:
+    """What a test sees of it."""
+
+    url: str
+    asked: list[dict[str, Any]] = field(default_factory=list)
+    keys: list[str] = field(default_factory=list)
+
+
+@contextmanager
+def chat_server(script: Script, models: tuple[str, ...] = ("scripted",)) -> Iterator[Server]:
+    """Serve until the block ends."""
+    server: Server
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+        def do_GET(self) -> None:
+            self._send(
+                200, json.dumps({"object": "list", "data": [{"id": name, "object": "model"} for name in models]})
+            )
+
+        def do_POST(self) -> None:
+            payload = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            number = len(server.asked)
+            server.asked.append(payload)
+            server.keys.append(self.headers.get("authorization", ""))
+            said = script(payload, number)
+            time.sleep(said.delay_s)
+            if said.drops:
+                self.close_connection = True
+                self.connection.close()
+                return
+            self._send(said.status, said.body if said.body is not None else _completion(said), said.headers)
+
+        def _send(self, status: int, body: str, headers: dict[str, str] | None = None) -> None:
+            content = body.encode()
+            self.send_response(status)
+            for name, value in ({"content-type": "application/json"} | (headers or {})).items():
+                self.send_header(name, value)
+            self.send_header("content-length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    http.daemon_threads = True
+    server = Server(url=f"http://127.0.0.1:{http.server_port}/v1")
+    thread = threading.Thread(target=http.serve_forever, args=(0.05,), daemon=True)
+    thread.start()
+    try:
+        yield server
+    finally:
+        http.shutdown()
+        http.server_close()
+        thread.join()
+
+
+def _completion(said: Said) -> str:
+    message: dict[str, Any] = {"role": "assistant", "content": said.content, "refusal": said.refusal}
+    if said.tool_calls:
+        message["tool_calls"] = [
+            {"id": f"call_{index}", "type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}}
+            for index, (name, arguments) in enumerate(said.tool_calls)
+        ]
+    document: dict[str, Any] = {
+        "id": "chatcmpl-1",
+        "object": "chat.completion",
+        "created": 0,
+        "model": "scripted",
+        "choices": [{"index": 0, "message": message, "finish_reason": said.finish, "logprobs": None}],
+    }
+    if said.has_usage:
+        document["usage"] = {"prompt_tokens": 100, "completion_tokens": 10, "total_tokens": 110}
+    return json.dumps(document)

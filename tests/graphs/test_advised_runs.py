@@ -1,0 +1,96 @@
+"""Runs that a language model plans for: the real client, a real server, the whole product."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from chat_server import Said, chat_server, error
+from conftest import World
+from langchain_openai import ChatOpenAI
+
+from profiling_agent import build_graph, optimize, resume
+from profiling_agent.errors import RequestError, RunError
+
+TARGETS = (0.2, 0.35, 0.5)
+
+
+def careful(payload: dict, number: int) -> Said:
+    """Ask for a little more each time, as the prompt's own numbers of attempts say."""
+    prompt = payload["messages"][-1]["content"]
+    tried = len(re.findall(r"^attempt \d+:", prompt, re.MULTILINE))
+    target = {"metric": "params", "saving": TARGETS[min(tried, 2)], "justification": "the next step"}
+    return Said(content=json.dumps({"reason": f"{tried} plans were measured", "target": target}))
+
+
+def test_a_model_that_plans_alone_is_measured_and_its_words_are_in_the_report(world: World, tmp_path: Path):
+    with chat_server(careful) as server:
+        request = world.request(tmp_path, advisor="openai:scripted", base_url=server.url, planner="llm")
+        report = optimize(request)
+
+    origins = [attempt.origin for attempt in report.attempts]
+    assert {origin.by for origin in origins} == {"openai:scripted"}
+    assert [origin.reason for origin in origins] == [f"{index} plans were measured" for index in range(len(origins))]
+    assert len(server.asked) == len(origins)
+    said = [json.loads(line) for line in (tmp_path / "quick" / "llm.jsonl").read_text().splitlines()]
+    assert sum(entry["kind"] == "answer" for entry in said) == len(origins)
+    assert report.attempts[0].plan.target is not None
+    assert report.attempts[0].plan.target.saving == 0.2
+
+
+def test_a_server_that_is_down_in_the_middle_leaves_the_run_to_the_rules(world: World, tmp_path: Path):
+    def dies(payload: dict, number: int) -> Said:
+        return error(401)
+
+    with chat_server(dies) as server:
+        report = optimize(world.request(tmp_path / "with", advisor="openai:scripted", base_url=server.url))
+    alone = optimize(world.request(tmp_path / "alone", advisor="rules"))
+
+    assert [attempt.plan for attempt in report.attempts] == [attempt.plan for attempt in alone.attempts]
+    assert {attempt.origin.by for attempt in report.attempts} == {"rules"}
+    assert report.spent is not None
+    assert "openai:scripted can't be asked" in report.spent.failures[-1]
+    assert (
+        "left to the rules, the last because openai:scripted can't be asked"
+        in (tmp_path / "with" / "quick" / "report.md").read_text()
+    )
+
+
+def test_an_object_plans_as_well_and_is_needed_again(world: World, tmp_path: Path):
+    class CutError(Exception):
+        """Stands for a kill."""
+
+    def cut(event) -> None:
+        if event.stage == "iterative_pruning":
+            raise CutError
+
+    with chat_server(careful) as server:
+        model = ChatOpenAI(model="scripted", base_url=server.url, api_key="EMPTY", max_retries=0)
+        with pytest.raises(CutError):
+            optimize(world.request(tmp_path, planner="llm"), cut, advisor=model)
+        with pytest.raises(RunError, match=r"pass it again, as build_graph\(advisor=\.\.\.\)"):
+            resume(tmp_path / "quick")
+        report = resume(tmp_path / "quick", advisor=model)
+
+    assert {attempt.origin.by for attempt in report.attempts} == {"ChatOpenAI:scripted"}
+    # The first plan was asked for once, by the process that was cut.
+    assert len(server.asked) == len(report.attempts)
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"advisor": "openai:other"}, "has no model 'other', it has scripted"),
+        ({"advisor": "openai:scripted", "base_url": "http://127.0.0.1:9/v1"}, "can't be reached"),
+        ({"advisor": "openai:scripted", "base_url": None}, "OPENAI_API_KEY isn't set"),
+    ],
+)
+def test_a_model_that_cant_be_had_is_said_before_anything_is_done(world: World, tmp_path: Path, asked: dict, said: str):
+    with chat_server(careful) as server, pytest.raises(RequestError, match=said):
+        optimize(world.request(tmp_path, **({"base_url": server.url} | asked)))
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_no_chat_model_is_refused(world: World, tmp_path: Path):
+    with pytest.raises(RequestError, match="advisor is a str"):
+        build_graph(advisor="gpt-4o").invoke(world.request(tmp_path))

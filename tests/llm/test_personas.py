@@ -1,0 +1,114 @@
+"""Planners of all kinds behind the real client: what is taken of their plans is always something that may be measured."""
+
+from pathlib import Path
+
+import pytest
+from advisors import advisor_of
+from chat_server import chat_server
+from made import BASELINE, GOAL, drop, evaluation, evidence, profile
+from personas import INJECTION, PERSONAS, Reader, careful_plan, drawn, injected, prompt_of, uniform
+
+from profiling_agent.analysis.dry_run import dry_run
+from profiling_agent.analysis.guards import allowed_kl
+from profiling_agent.analysis.rules import analyse
+from profiling_agent.iteration.planners import first_proposal, next_proposal
+from profiling_agent.llm.question import Asks
+from profiling_agent.records import Attempt, Journal, ModelProfile, Plan, StopReason, Variant
+
+NUM_ATTEMPTS = 5
+# In this world a nat costs 0.6 of the images.
+LOST_PER_NAT = 0.6
+
+
+def judged() -> ModelProfile:
+    """Return six MLPs whose KLs double with each step, each unit a little dearer than the one before; time is saved too."""
+    found = profile(6)
+    kls = {
+        unit.name: tuple(0.0002 * (1 + index) * 2**step for step in range(12)) for index, unit in enumerate(found.units)
+    }
+    return found.model_copy(
+        update={"evidence": evidence(found.units, kls, latency=lambda keep: 8 * (512 - keep) / 512)}
+    )
+
+
+def measured(number: int, plan: Plan, found: ModelProfile) -> Attempt:
+    """Return what this world makes of a plan."""
+    dry = dry_run(plan, found)
+    lost = round(1000 * LOST_PER_NAT * (dry.kl or 0.0))
+    run = evaluation(f"both{number}", Variant.BOTH, correct=900 - lost)
+    return Attempt(
+        number=number,
+        plan=plan,
+        dry_run=dry,
+        deployed=run.model_copy(update={"drop": drop(lost, 0)}),
+        calibration_kl=dry.kl,
+        accepted=lost <= 10,
+        reason="made",
+    )
+
+
+def loop(advisor: Asks | None, planner, found: ModelProfile) -> tuple[Attempt, ...]:
+    """Return the attempts of a whole loop."""
+    plan, _ = first_proposal(advisor, planner, found, GOAL, analyse(found, GOAL))
+    journal = Journal(baseline=BASELINE)
+    while True:
+        journal = journal.with_attempt(measured(len(journal.attempts) + 1, plan, found))
+        choice = next_proposal(advisor, planner, found, GOAL, journal, max_iterations=NUM_ATTEMPTS)
+        if isinstance(choice, StopReason):
+            return journal.attempts
+        plan, _ = choice
+
+
+def best_saving(attempts: tuple[Attempt, ...]) -> float:
+    """Return the largest share of the time that an accepted attempt saves."""
+    return max((a.dry_run.latency_saved or 0.0 for a in attempts if a.accepted and a.dry_run), default=0.0)
+
+
+@pytest.mark.parametrize("planner", ["hybrid", "llm"])
+@pytest.mark.parametrize("name", [name for name in PERSONAS if name != "silent"])
+def test_whoever_plans_nothing_beyond_the_evidence_is_measured(tmp_path: Path, name: str, planner: str):
+    found = judged()
+    with chat_server(PERSONAS[name]) as server:
+        attempts = loop(advisor_of(server, tmp_path, max_requests=100), planner, found)
+
+    assert 1 <= len(attempts) <= NUM_ATTEMPTS
+    assert all(a.dry_run is not None and (a.dry_run.kl or 0.0) <= allowed_kl(GOAL) * 1.001 for a in attempts)
+    if planner == "hybrid":
+        assert best_saving(attempts) >= 0.9 * best_saving(loop(None, "rules", found))
+
+
+def test_the_careful_one_is_at_least_as_good_as_the_rules(tmp_path: Path):
+    found = judged()
+    with chat_server(PERSONAS["careful"]) as server:
+        attempts = loop(advisor_of(server, tmp_path, max_requests=100), "llm", found)
+
+    assert best_saving(attempts) >= best_saving(loop(None, "rules", found)) - 1e-9
+    assert all(a.plan.target is not None and a.plan.target.metric == "latency" for a in attempts)
+
+
+def test_careful_reads_what_the_prompt_says(tmp_path: Path):
+    found = judged()
+    with chat_server(PERSONAS["careful"]) as server:
+        loop(advisor_of(server, tmp_path, max_requests=100), "llm", found)
+        last = prompt_of(server.asked[-1])
+
+    reader = Reader(last)
+    assert reader.limit == 0.01
+    assert len(reader.attempts) >= 2
+    assert len(reader.groups) == 1
+    assert reader.metric == "latency"
+    assert careful_plan("What is the next plan?") == {"reason": "there is no evidence to plan by", "stop": True}
+
+
+@pytest.mark.parametrize("script", [drawn(), uniform])
+def test_the_baselines_plan_by_ratios(tmp_path: Path, script):
+    with chat_server(script) as server:
+        attempts = loop(advisor_of(server, tmp_path, max_requests=100), "llm", judged())
+
+    assert all(attempt.plan.pruning and attempt.plan.target is None for attempt in attempts)
+    assert len({attempt.plan.model_dump_json() for attempt in attempts}) == len(attempts)
+
+
+def test_the_injected_one_would_do_what_a_label_says(tmp_path: Path):
+    payload = {"messages": [{"role": "user", "content": f'"{INJECTION}"'}]}
+    assert '"saving": 0.98' in str(injected(payload, 0).content)
