@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 from advisors import advisor_of
+from careful import Reader, careful_plan
 from chat_server import chat_server
 from made import BASELINE, GOAL, drop, evaluation, evidence, profile
-from personas import INJECTION, PERSONAS, Reader, careful_plan, drawn, injected, prompt_of, uniform
+from personas import INJECTION, PERSONAS, drawn, injected, prompt_of, uniform
 
 from profiling_agent.analysis.dry_run import dry_run
 from profiling_agent.analysis.guards import allowed_kl
@@ -60,8 +61,9 @@ def loop(advisor: Asks | None, planner, found: ModelProfile) -> tuple[Attempt, .
 
 
 def best_saving(attempts: tuple[Attempt, ...]) -> float:
-    """Return the largest share of the time that an accepted attempt saves."""
-    return max((a.dry_run.latency_saved or 0.0 for a in attempts if a.accepted and a.dry_run), default=0.0)
+    """Return the largest share of the MACs that an accepted attempt saves."""
+    macs = judged().macs
+    return max((1 - a.dry_run.macs / macs for a in attempts if a.accepted and a.dry_run), default=0.0)
 
 
 @pytest.mark.parametrize("planner", ["hybrid", "llm"])
@@ -83,7 +85,7 @@ def test_the_careful_one_is_at_least_as_good_as_the_rules(tmp_path: Path):
         attempts = loop(advisor_of(server, tmp_path, max_requests=100), "llm", found)
 
     assert best_saving(attempts) >= best_saving(loop(None, "rules", found)) - 1e-9
-    assert all(a.plan.target is not None and a.plan.target.metric == "latency" for a in attempts)
+    assert all(a.plan.target is not None and a.plan.target.metric == "macs" for a in attempts)
 
 
 def test_careful_reads_what_the_prompt_says(tmp_path: Path):
@@ -96,7 +98,7 @@ def test_careful_reads_what_the_prompt_says(tmp_path: Path):
     assert reader.limit == 0.01
     assert len(reader.attempts) >= 2
     assert len(reader.groups) == 1
-    assert reader.metric == "latency"
+    assert reader.metric == "macs"
     assert careful_plan("What is the next plan?") == {"reason": "there is no evidence to plan by", "stop": True}
 
 

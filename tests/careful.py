@@ -1,0 +1,168 @@
+"""A language model that follows the evidence: it reads the prompt, computes its plan from that, and knows nothing else."""
+
+import json
+import math
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+GROUP = re.compile(
+    r'^(?P<name>"(?:[^"\\]|\\.)*") \| (?P<kind>\w+) \| \d+ x \d+ \| [\d.%, ]+ \| (?P<costs>[^|]+)$', re.MULTILINE
+)
+COST = re.compile(r"(?P<kl>[\d.e+-]+) -> (?P<shares>[\d.%, ]+)")
+ATTEMPT = re.compile(
+    r"^attempt \d+: (?P<plan>\{.*\})\n  predicted: (?P<predicted>.*)\n  measured: (?P<measured>.*)\n"
+    r"  (?P<verdict>accepted|refused): ",
+    re.MULTILINE,
+)
+LIMIT = re.compile(r"lose at most ([\d.]+)% of top-1")
+# Where nothing was measured yet: half a nat for each unit of top-1, as the built-in rules start.
+FIRST_NATS = 0.5
+# A bound at 90% of one side lies 1.28 errors above the estimate, the end of the interval 1.96.
+BOUND = 1.28 / 1.96
+METRICS = ("params", "macs")
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One attempt as the prompt tells it: shares of the whole, nats, and the 95% interval's upper end of what was lost."""
+
+    saving: float
+    kl: float
+    lost: float
+    high: float
+    accepted: bool
+
+
+@dataclass(frozen=True)
+class Reader:
+    """What can be read out of a planner's prompt."""
+
+    prompt: str
+
+    @cached_property
+    def limit(self) -> float:
+        """Return the top-1 that may go."""
+        found = LIMIT.search(self.prompt)
+        return float(found[1]) / 100 if found else 0.01
+
+    @cached_property
+    def groups(self) -> tuple[tuple[str, str, tuple[tuple[float, tuple[float, ...]], ...]], ...]:
+        """Return each group as pattern, kind, and (KL, shares saved) of a cut by a quarter, a half, three quarters."""
+        return tuple(
+            (json.loads(row["name"]), row["kind"], _costs(row["costs"])) for row in GROUP.finditer(self.prompt)
+        )
+
+    @cached_property
+    def metric(self) -> str:
+        """Return what to save: MACs where speed decides, params elsewhere.
+
+        Times are told of float32 layers, and what is deployed is int8.
+        """
+        return "macs" if "best speed wins" in self.prompt else "params"
+
+    @cached_property
+    def curve(self) -> tuple[tuple[float, float], ...]:
+        """Return (saving, KL) of the cheapest mixtures of cuts, by the groups' rows alone, both rising."""
+        index = METRICS.index(self.metric)
+        steps: list[tuple[float, float, float]] = []
+        for *_, costs in self.groups:
+            before = (0.0, 0.0)
+            for kl, shares in costs:
+                more_kl, more = max(kl - before[0], 1e-9), shares[index] - before[1]
+                if more > 0:
+                    steps.append((more_kl / more, more, more_kl))
+                before = (kl, shares[index])
+        points, saving, kl = [], 0.0, 0.0
+        for _, more, more_kl in sorted(steps):
+            saving, kl = saving + more, kl + more_kl
+            points.append((saving, kl))
+        return tuple(points) or ((0.5, 1.0),)
+
+    @cached_property
+    def attempts(self) -> tuple[Seen, ...]:
+        """Return the measured attempts whose cost was predicted."""
+        pattern = {"params": r"params ([\d.]+)% less", "macs": r"MACs ([\d.]+)% less"}[self.metric]
+        found: list[Seen] = []
+        for row in ATTEMPT.finditer(self.prompt):
+            saving = re.search(pattern, row["predicted"])
+            kl = re.search(r"KL ([\d.e+-]+)", row["predicted"])
+            lost = re.search(r"top-1 lost (-?[\d.]+)% \[-?[\d.]+%, (-?[\d.]+)%\]", row["measured"])
+            if saving and kl and lost and float(kl[1]) > 0:
+                points = float(lost[1]) / 100, float(lost[2]) / 100
+                found.append(Seen(float(saving[1]) / 100, float(kl[1]), *points, row["verdict"] == "accepted"))
+        return tuple(found)
+
+    def saving_for(self, nats: float) -> float:
+        """Return the saving that costs so many nats, by the groups' curve moved to go through the nearest attempt."""
+        moved = 1.0
+        if self.attempts:
+            nearest = min(self.attempts, key=lambda seen: abs(math.log(seen.kl / nats)))
+            moved = nearest.kl / self._curve_kl(nearest.saving)
+        return self._curve_saving(nats / moved)
+
+    def _curve_kl(self, saving: float) -> float:
+        """Return the curve's KL at a saving; below its first point, KL goes with the square of what is saved."""
+        low, low_kl = self.curve[0]
+        if saving <= low:
+            return low_kl * (max(saving, 1e-4) / low) ** 2
+        for high, high_kl in self.curve[1:]:
+            if saving <= high:
+                return low_kl * (high_kl / low_kl) ** ((saving - low) / (high - low))
+            low, low_kl = high, high_kl
+        return low_kl
+
+    def _curve_saving(self, nats: float) -> float:
+        low, low_kl = self.curve[0]
+        if nats <= low_kl:
+            return low * math.sqrt(nats / low_kl)
+        for high, high_kl in self.curve[1:]:
+            if nats <= high_kl:
+                return low + (high - low) * math.log(nats / low_kl) / math.log(high_kl / low_kl)
+            low, low_kl = high, high_kl
+        return low
+
+
+def _costs(text: str) -> tuple[tuple[float, tuple[float, ...]], ...]:
+    found = COST.finditer(text)
+    return tuple(
+        (float(row["kl"]), tuple(float(share.strip(" %")) / 100 for share in row["shares"].split(","))) for row in found
+    )
+
+
+def careful_plan(prompt: str) -> dict[str, Any]:
+    """Return a plan by the evidence and the attempts in `prompt`, or the advice to stop."""
+    reader = Reader(prompt)
+    if not reader.groups:
+        return {"reason": "there is no evidence to plan by", "stop": True}
+    low = max((seen.saving for seen in reader.attempts if seen.accepted), default=0.0)
+    high = min((seen.saving for seen in reader.attempts if not seen.accepted and seen.saving > low), default=0.95)
+    if high - low < 0.01:
+        return {"reason": f"{low:.1%} was accepted and {high:.1%} refused: nothing lies between", "stop": True}
+    nats = _nats(reader)
+    wanted = reader.saving_for(nats)
+    margin = min(0.01, (high - low) / 4)
+    if not low + margin <= wanted <= high - margin:
+        wanted = (low + high) / 2 if high < 0.95 else min(low * 1.15 + 0.02, 0.9)
+    reason = (
+        f"{len(reader.attempts)} attempts: {low:.1%} of the {reader.metric} was accepted, {high:.1%} not; "
+        f"about {nats:.2g} nats fit {reader.limit:.2%} of top-1"
+    )
+    target = {"metric": reader.metric, "saving": round(wanted, 4), "justification": f"{nats:.2g} nats"}
+    return {"reason": reason, "target": target}
+
+
+def _nats(reader: Reader) -> float:
+    """Return the nats that should just be accepted: what one has cost by the attempt nearest to the limit.
+
+    What is accepted keeps the limit with a bound, which lies above the estimate by two thirds of the 95% interval's arm.
+    """
+    told = [seen for seen in reader.attempts if seen.lost > 0]
+    if told:
+        nearest = min(told, key=lambda seen: abs(math.log(seen.lost / reader.limit)))
+        room = reader.limit - BOUND * (nearest.high - nearest.lost)
+        return max(nearest.kl * max(room, 0.2 * reader.limit) / nearest.lost, 1e-6)
+    if reader.attempts:
+        return 4 * max(seen.kl for seen in reader.attempts)
+    return reader.limit * FIRST_NATS
