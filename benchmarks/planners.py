@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from checks import Check, finish
+from planners_table import HEAD, MAX_POINTS, checks_of, race_the_best, row_of, tell, told_over_rules
 from transformers import AutoConfig
 
 from profiling_agent import Request, optimize
@@ -35,9 +36,7 @@ from personas import INJECTION, PERSONAS, drawn, uniform  # noqa: E402
 
 SHARED = ROOT.parent / "shared"
 BASELINES: dict[str, Script] = {"dice": drawn(), "uniform (the paper's)": uniform}
-MAX_POINTS, ITERATIONS = 1.0, 5
-# A run may take this many times what the rules' own takes, which also makes what all share, and a minute.
-MAX_TIMES, GRACE_S = 2.0, 60.0
+ITERATIONS = 5
 Listener = Callable[[Any], None]
 
 
@@ -74,39 +73,13 @@ class Bench:
 
         return hear
 
-
-def row_of(model: str, persona: str, planner: str, report: RunReport, seconds: float) -> dict[str, Any]:
-    """Return a run's line of the table."""
-    lap = next((row.lap for row in report.variants if row.evaluation.model == report.heldout.model), None)
-    drop, spent = report.heldout.drop, report.spent
-    origins = [attempt.origin for attempt in report.attempts]
-    return {
-        "model": model,
-        "persona": persona,
-        "planner": planner,
-        "points": [100 * value for value in (drop.drop, drop.low, drop.high)] if drop else [0.0] * 3,
-        "speedup": [lap.speedup, lap.speedup_low, lap.speedup_high] if lap else [1.0] * 3,
-        "params_saved": 1 - report.best.params / report.baseline.params,
-        "size": report.best.size_bytes / report.baseline.size_bytes,
-        "attempts": len(report.attempts),
-        "by_model": sum(origin.by not in ("rules", "user") for origin in origins),
-        "rejected": sum(len(origin.dropped) + bool(origin.cut_back) for origin in origins),
-        "noted": sum(origin.note is not None for origin in origins),
-        "requests": spent.requests if spent else 0,
-        "tokens": _tokens(report),
-        "repairs": spent.repairs if spent else 0,
-        "stopped": str(report.stopped),
-        "seconds": seconds,
-    }
-
-
-def _tokens(report: RunReport) -> int | None:
-    spent = report.spent
-    if spent is None:
-        return 0
-    if spent.input_tokens is None or spent.output_tokens is None:
-        return None
-    return spent.input_tokens + spent.output_tokens
+    def raced(self, rows: list[dict[str, Any]], run_ids: Sequence[str]) -> list[dict[str, Any]]:
+        """Return the rows with each run's best model raced against the first's, and print that."""
+        batch_size: int = Request.model_fields["batch_size"].default
+        ratios = race_the_best([self.folder / run_id for run_id in run_ids], batch_size)
+        rows = [row | {"over_rules": ratio} for row, ratio in zip(rows, ratios, strict=True)]
+        told_over_rules(rows)
+        return rows
 
 
 def with_label(model: Path, folder: Path) -> Path:
@@ -123,7 +96,7 @@ def measure(bench: Bench, people: dict[str, Script], planners: Sequence[str]) ->
     """Return the rows of one model: the rules alone, everybody with each planner, and the baselines."""
     name = bench.model.name.removesuffix("-cifar10")
     print(f"\n{name}\n{HEAD}", flush=True)
-    rows = [row_of(name, "rules alone", "rules", *bench.run("rules", advisor="rules"))]
+    rows, run_ids = [row_of(name, "rules alone", "rules", *bench.run("rules", advisor="rules"))], ["rules"]
     tell(rows[0])
     entries = [(persona, script, planner) for persona, script in people.items() for planner in planners]
     entries += [(persona, script, "llm") for persona, script in BASELINES.items()]
@@ -137,69 +110,24 @@ def measure(bench: Bench, people: dict[str, Script], planners: Sequence[str]) ->
             rows.append(row_of(name, persona, planner, *bench.run(run_id, bench.sharing(run_id), **asked)))
         if persona == "injected":
             shutil.rmtree(model)
+        run_ids.append(run_id)
         tell(rows[-1])
-    return rows
+    return bench.raced(rows, run_ids)
 
 
 def measure_real(bench: Bench, advisor: str, base_url: str | None, planners: Sequence[str]) -> list[dict[str, Any]]:
     """Return the rows of one model planned for by a real endpoint."""
     name = bench.model.name
     print(f"\n{name}\n{HEAD}", flush=True)
-    rows = [row_of(name, "rules alone", "rules", *bench.run("rules", advisor="rules"))]
+    rows, run_ids = [row_of(name, "rules alone", "rules", *bench.run("rules", advisor="rules"))], ["rules"]
     tell(rows[0])
     for planner in planners:
         run_id = f"model-{planner}"
         asked = {"advisor": advisor, "base_url": base_url, "planner": planner}
         rows.append(row_of(name, advisor, planner, *bench.run(run_id, bench.sharing(run_id), **asked)))
+        run_ids.append(run_id)
         tell(rows[-1])
-    return rows
-
-
-HEAD = (
-    f"  {'who':<22}{'planner':<8}{'points lost, held out':<24}{'times as fast':<20}{'params':>7}  "
-    f"tries (its own)  requests  tokens  repairs  rejected  seconds"
-)
-
-
-def tell(row: dict[str, Any]) -> None:
-    """Print a line."""
-    points, fast = row["points"], row["speedup"]
-    lost, sped = (f"{one[0]:+.2f} [{one[1]:+.2f}, {one[2]:+.2f}]" for one in (points, fast))
-    tokens = "unknown" if row["tokens"] is None else row["tokens"]
-    print(
-        f"  {row['persona']:<22}{row['planner']:<8}{lost:<24}{sped.replace('+', ''):<20}{-row['params_saved']:>7.1%}  "
-        f"{row['attempts']:>5} ({row['by_model']}){row['requests']:>15}{tokens:>8}{row['repairs']:>9}"
-        f"{row['rejected']:>10}{row['seconds']:>9.0f}",
-        flush=True,
-    )
-
-
-def checks_of(rows: Sequence[dict[str, Any]]) -> list[Check]:
-    """Return what must hold of one model's rows."""
-    rules = rows[0]
-    checks: list[Check] = []
-    for row in rows:
-        who = f"{row['model']}, {row['persona']}, {row['planner']}"
-        checks.append(Check.at_most(f"{who}: points lost on held-out images", row["points"][0], MAX_POINTS))
-        bound = MAX_TIMES * rules["seconds"] + GRACE_S
-        checks.append(Check.at_most(f"{who}: seconds", row["seconds"], bound))
-        if row["planner"] == "hybrid":
-            reached = row["speedup"][2] / rules["speedup"][1]
-            checks.append(Check.at_least(f"{who}: speed, upper bound over the rules' lower bound", reached, 1.0))
-    return checks
-
-
-def told_of_careful(rows: Sequence[dict[str, Any]]) -> None:
-    """Print how the careful one did beside the rules, model by model."""
-    print("\ncareful over the rules alone, at as many attempts at most (speed; below 1: slower):")
-    rules = {row["model"]: row for row in rows if row["persona"] == "rules alone"}
-    for row in rows:
-        if row["persona"] == "careful":
-            base = rules[row["model"]]
-            ratio, low = (row["speedup"][0] / base["speedup"][0], row["speedup"][1] / base["speedup"][2])
-            high = row["speedup"][2] / base["speedup"][1]
-            verdict = "faster" if low > 1 else "slower" if high < 1 else "inside the noise"
-            print(f"  {row['model']:<8}{row['planner']:<8}{ratio:.3f} [{low:.3f}, {high:.3f}]  {verdict}")
+    return bench.raced(rows, run_ids)
 
 
 def main() -> int:
@@ -231,7 +159,6 @@ def main() -> int:
                 found = measure(bench, people, asked.planners)
         rows += found
         checks += checks_of(found)
-    told_of_careful(rows)
     print()
     return finish(checks, rows, asked.json)
 

@@ -22,7 +22,7 @@ from profiling_agent.analysis.guards import Guarded, allowed_kl, complaint, guar
 from profiling_agent.analysis.tools import evidence_tools
 from profiling_agent.errors import ContextTooLongError
 from profiling_agent.llm.question import Advice, Asks, Question, Tool
-from profiling_agent.prompts import render
+from profiling_agent.prompts import render  # pyright: ignore[reportMissingImports] - mapped on install
 from profiling_agent.records import (
     Cap,
     Goal,

@@ -1,5 +1,6 @@
 """`Advisor.ask(question, AnswerType)`: a validated answer, after at most two repairs, or AdvisorError."""
 
+import json
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -119,7 +120,7 @@ class _Talk:
             mode=self._chat.mode,
             asked=[{"role": message.type, "text": message.text} for message in self._messages],
             said=turn.text,
-            calls=[{"name": call["name"], "args": call["args"]} for call in turn.message.tool_calls],
+            calls=[{"name": call["name"], "args": json.dumps(call["args"])} for call in turn.message.tool_calls],
             complaint=complaint,
             input_tokens=turn.input_tokens,
             output_tokens=turn.output_tokens,
@@ -157,5 +158,5 @@ def _called(tools: dict[str, Tool], name: str, arguments: dict[str, Any]) -> str
         return f"there is no tool {name!r}; there are {', '.join(sorted(tools))}"
     try:
         return tool(**arguments)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         return f"{name} can't be called so ({error})"

@@ -6,7 +6,7 @@ from typing import Any
 
 # A server that cuts off the opening tag leaves the closing one; a model that ran out of tokens leaves the opening one.
 REASONING = re.compile(r"<(think|thinking|reasoning)>.*?(</\1>|\Z)", re.DOTALL | re.IGNORECASE)
-CLOSING = re.compile(r".*</(?:think|thinking|reasoning)>", re.DOTALL | re.IGNORECASE)
+CLOSING = re.compile(r"</(?:think|thinking|reasoning)>", re.IGNORECASE)
 MAX_CHARACTERS = 200_000
 # A text full of braces that open nothing would be read from each of them to its end.
 MAX_STARTS = 200
@@ -20,7 +20,7 @@ def extract_object(text: str) -> dict[str, Any]:
     """Return the longest JSON object in `text`, outside of its reasoning; NoJsonError where there is none."""
     if len(text) > MAX_CHARACTERS:
         raise NoJsonError(f"the answer is longer than {MAX_CHARACTERS} characters; answer with the JSON object alone")
-    text = CLOSING.sub("", REASONING.sub("", text))
+    text = CLOSING.split(REASONING.sub("", text))[-1]
     decoder = json.JSONDecoder(parse_constant=_refuse)
     best: tuple[int, dict[str, Any]] | None = None
     problem, start = "it holds no JSON object", 0

@@ -64,7 +64,8 @@ class Ledger:
         self._write({"kind": "failure", "agent": agent, "reason": reason})
 
     def _write(self, entry: dict[str, Any]) -> None:
-        line = json.dumps(entry, ensure_ascii=False, allow_nan=False) + "\n"
+        # ASCII: half of a surrogate pair can't be written otherwise, and some line ends are no line ends in JSON.
+        line = json.dumps(entry, ensure_ascii=True, allow_nan=False) + "\n"
         with self._path.open("a", encoding="utf-8") as stream:
             stream.write(line)
             stream.flush()
@@ -96,7 +97,7 @@ def read_spent(folder: Path) -> Spent:
 
 def key_of(model: str, texts: tuple[str, ...], schema: dict[str, Any]) -> str:
     """Return the hash of a question: who is asked, what, and in which form the answer is wanted."""
-    document = json.dumps([model, *texts, schema], sort_keys=True, ensure_ascii=False)
+    document = json.dumps([model, *texts, schema], sort_keys=True)
     return hashlib.sha256(document.encode()).hexdigest()[:20]
 
 

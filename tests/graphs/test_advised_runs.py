@@ -11,6 +11,7 @@ from langchain_openai import ChatOpenAI
 
 from profiling_agent import build_graph, optimize, resume
 from profiling_agent.errors import RequestError, RunError
+from profiling_agent.reporting.report import RunReport
 
 TARGETS = (0.2, 0.35, 0.5)
 
@@ -25,7 +26,9 @@ def careful(payload: dict, number: int) -> Said:
 
 def test_a_model_that_plans_alone_is_measured_and_its_words_are_in_the_report(world: World, tmp_path: Path):
     with chat_server(careful) as server:
-        request = world.request(tmp_path, advisor="openai:scripted", base_url=server.url, planner="llm")
+        request = world.request(
+            tmp_path, advisor="openai:scripted", base_url=server.url, planner="llm", max_iterations=2
+        )
         report = optimize(request)
 
     origins = [attempt.origin for attempt in report.attempts]
@@ -38,13 +41,13 @@ def test_a_model_that_plans_alone_is_measured_and_its_words_are_in_the_report(wo
     assert report.attempts[0].plan.target.saving == 0.2
 
 
-def test_a_server_that_is_down_in_the_middle_leaves_the_run_to_the_rules(world: World, tmp_path: Path):
+def test_a_server_that_is_down_in_the_middle_leaves_the_run_to_the_rules(world: World, finished: Path, tmp_path: Path):
     def dies(payload: dict, number: int) -> Said:
         return error(401)
 
     with chat_server(dies) as server:
-        report = optimize(world.request(tmp_path / "with", advisor="openai:scripted", base_url=server.url))
-    alone = optimize(world.request(tmp_path / "alone", advisor="rules"))
+        report = optimize(world.request(tmp_path, advisor="openai:scripted", base_url=server.url))
+    alone = RunReport.model_validate_json((finished / "report.json").read_text())
 
     assert [attempt.plan for attempt in report.attempts] == [attempt.plan for attempt in alone.attempts]
     assert {attempt.origin.by for attempt in report.attempts} == {"rules"}
@@ -52,7 +55,7 @@ def test_a_server_that_is_down_in_the_middle_leaves_the_run_to_the_rules(world: 
     assert "openai:scripted can't be asked" in report.spent.failures[-1]
     assert (
         "left to the rules, the last because openai:scripted can't be asked"
-        in (tmp_path / "with" / "quick" / "report.md").read_text()
+        in (tmp_path / "quick" / "report.md").read_text()
     )
 
 
@@ -67,7 +70,7 @@ def test_an_object_plans_as_well_and_is_needed_again(world: World, tmp_path: Pat
     with chat_server(careful) as server:
         model = ChatOpenAI(model="scripted", base_url=server.url, api_key="EMPTY", max_retries=0)
         with pytest.raises(CutError):
-            optimize(world.request(tmp_path, planner="llm"), cut, advisor=model)
+            optimize(world.request(tmp_path, planner="llm", max_iterations=2), cut, advisor=model)
         with pytest.raises(RunError, match=r"pass it again, as build_graph\(advisor=\.\.\.\)"):
             resume(tmp_path / "quick")
         report = resume(tmp_path / "quick", advisor=model)

@@ -266,3 +266,24 @@ def test_a_ledger_that_somebody_wrote_in_is_read_as_far_as_it_can_be(tmp_path: P
 
     assert found.value.ratio == 0.25
     assert len(entries(tmp_path)) == 5 + 3
+
+
+@pytest.mark.parametrize("odd", ["\\ud83d", "a line\u2028a line", "\u0085"])
+def test_text_that_files_trip_over_is_kept_and_read_back(tmp_path: Path, odd: str):
+    with chat_server(in_turn(Said(content=f'{{"ratio": "{odd}"}}'), GOOD)) as server:
+        assert advisor_of(server, tmp_path).ask(QUESTION, Ratio).repairs == 1
+
+    with chat_server(in_turn()) as silent:
+        assert advisor_of(silent, tmp_path).ask(QUESTION, Ratio).is_replayed
+
+
+def test_a_call_with_numbers_that_are_none_costs_nothing_but_a_turn(tmp_path: Path):
+    def details(pattern: str) -> str:
+        """Return what is known."""
+        return f"nothing of {pattern}"
+
+    calls = Said(tool_calls=(("details", {"pattern": float("nan")}),))
+    with chat_server(in_turn(calls, GOOD)) as server:
+        found = advisor_of(server, tmp_path).ask(QUESTION, Ratio, tools=(details,))
+
+    assert found.value.ratio == 0.25

@@ -1,0 +1,113 @@
+"""The table of planners.py: a run's line, the race of all best models, and what must hold."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from checks import Check
+
+from profiling_agent.evaluation.race import Pace, processes, race_until_clear
+from profiling_agent.reporting.report import RunReport
+from profiling_agent.runtimes.contender import racer_command
+from profiling_agent.runtimes.turns import Start
+from profiling_agent.workspace import file_sha256
+
+MAX_POINTS = 1.0
+# A run may take this many times what the rules' own takes, which also makes what all share, and a minute.
+MAX_TIMES, GRACE_S = 2.0, 60.0
+# Two processes of equal models differ by luck; three line-ups average that out.
+PACE, LINE_UPS = Pace(seconds_per_turn=0.2, min_rounds=8, max_seconds=30.0), 3
+
+
+def row_of(model: str, persona: str, planner: str, report: RunReport, seconds: float) -> dict[str, Any]:
+    """Return a run's line of the table."""
+    lap = next((row.lap for row in report.variants if row.evaluation.model == report.heldout.model), None)
+    drop, spent = report.heldout.drop, report.spent
+    origins = [attempt.origin for attempt in report.attempts]
+    return {
+        "model": model,
+        "persona": persona,
+        "planner": planner,
+        "points": [100 * value for value in (drop.drop, drop.low, drop.high)] if drop else [0.0] * 3,
+        "speedup": [lap.speedup, lap.speedup_low, lap.speedup_high] if lap else [1.0] * 3,
+        "params_saved": 1 - report.best.params / report.baseline.params,
+        "macs_saved": 1 - report.best.macs / report.baseline.macs,
+        "size": report.best.size_bytes / report.baseline.size_bytes,
+        "attempts": len(report.attempts),
+        "by_model": sum(origin.by not in ("rules", "user") for origin in origins),
+        "rejected": sum(len(origin.dropped) + bool(origin.cut_back) for origin in origins),
+        "noted": sum(origin.note is not None for origin in origins),
+        "requests": spent.requests if spent else 0,
+        "tokens": _tokens(report),
+        "repairs": spent.repairs if spent else 0,
+        "stopped": str(report.stopped),
+        "seconds": seconds,
+    }
+
+
+def _tokens(report: RunReport) -> int | None:
+    spent = report.spent
+    if spent is None:
+        return 0
+    if spent.input_tokens is None or spent.output_tokens is None:
+        return None
+    return spent.input_tokens + spent.output_tokens
+
+
+HEAD = (
+    f"  {'who':<22}{'planner':<8}{'points lost, held out':<24}{'times as fast':<20}{'params':>7}{'MACs':>8}  "
+    f"tries (its own)  requests  tokens  repairs  rejected  seconds"
+)
+
+
+def tell(row: dict[str, Any]) -> None:
+    """Print a line."""
+    points, fast = row["points"], row["speedup"]
+    lost, sped = (f"{one[0]:+.2f} [{one[1]:+.2f}, {one[2]:+.2f}]" for one in (points, fast))
+    tokens = "unknown" if row["tokens"] is None else row["tokens"]
+    print(
+        f"  {row['persona']:<22}{row['planner']:<8}{lost:<24}{sped.replace('+', ''):<20}{-row['params_saved']:>7.1%}{-row['macs_saved']:>8.1%}  "
+        f"{row['attempts']:>5} ({row['by_model']}){row['requests']:>15}{tokens:>8}{row['repairs']:>9}"
+        f"{row['rejected']:>10}{row['seconds']:>9.0f}",
+        flush=True,
+    )
+
+
+def race_the_best(folders: Sequence[Path], batch_size: int) -> list[list[float]]:
+    """Return each run's best model over the first run's: times as fast with its 95% interval, all in the same races.
+
+    Models of the same bytes are one contender.
+    """
+    models = [(folder / "best").resolve() for folder in folders]
+    prints = ["".join(file_sha256(file) for file in sorted(model.glob("*.safetensors"))) for model in models]
+    places = {sha256: place for place, sha256 in enumerate(dict.fromkeys(prints))}
+    commands = [racer_command(models[prints.index(sha256)]) for sha256 in places]
+    if len(commands) == 1:
+        return [[1.0] * 3 for _ in models]
+    line_up = processes(commands, Start(batch_size=batch_size, device="cpu"))
+    scores = race_until_clear(line_up, len(commands), pace=PACE, min_races=LINE_UPS).scores
+    of_place = {place: [score.speedup, score.low, score.high] for place, score in scores.items()}
+    of_place[0] = [1.0] * 3
+    return [of_place[places[sha256]] for sha256 in prints]
+
+
+def checks_of(rows: Sequence[dict[str, Any]]) -> list[Check]:
+    """Return what must hold of one model's rows."""
+    checks: list[Check] = []
+    for row in rows:
+        who = f"{row['model']}, {row['persona']}, {row['planner']}"
+        checks.append(Check.at_most(f"{who}: points lost on held-out images", row["points"][0], MAX_POINTS))
+        bound = MAX_TIMES * rows[0]["seconds"] + GRACE_S
+        checks.append(Check.at_most(f"{who}: seconds", row["seconds"], bound))
+        if row["planner"] == "hybrid":
+            checks.append(Check.at_least(f"{who}: speed over the rules', upper bound", row["over_rules"][2], 1.0))
+    return checks
+
+
+def told_over_rules(rows: Sequence[dict[str, Any]]) -> None:
+    """Print each run's best model beside the rules', raced directly."""
+    print("  the best models of all runs in the same races, over the rules' (below 1: slower):")
+    for row in rows[1:]:
+        ratio, low, high = row["over_rules"]
+        verdict = "faster" if low > 1 else "slower" if high < 1 else "the same model" if low == high else "within noise"
+        print(f"  {row['persona']:<22}{row['planner']:<8}{ratio:.3f} [{low:.3f}, {high:.3f}]  {verdict}", flush=True)
