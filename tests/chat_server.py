@@ -4,7 +4,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -76,7 +76,9 @@ def chat_server(script: Script, models: tuple[str, ...] = ("scripted",)) -> Iter
                 self.close_connection = True
                 self.connection.close()
                 return
-            self._send(said.status, said.body if said.body is not None else _completion(said), said.headers)
+            # Whoever asked may have given up meanwhile.
+            with suppress(BrokenPipeError, ConnectionResetError):
+                self._send(said.status, said.body if said.body is not None else _completion(said), said.headers)
 
         def _send(self, status: int, body: str, headers: dict[str, str] | None = None) -> None:
             content = body.encode()

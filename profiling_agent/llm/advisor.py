@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from profiling_agent.errors import AdvisorError
 from profiling_agent.llm.chat import Chat, Turn
+from profiling_agent.llm.endpoint import redacted
 from profiling_agent.llm.extract import NoJsonError, extract_object
 from profiling_agent.llm.ledger import Ledger, key_of
 from profiling_agent.llm.question import MAX_REPAIRS, Advice, Answer, Check, Question, Tool
@@ -120,7 +121,9 @@ class _Talk:
             mode=self._chat.mode,
             asked=[{"role": message.type, "text": message.text} for message in self._messages],
             said=turn.text,
-            calls=[{"name": call["name"], "args": json.dumps(call["args"])} for call in turn.message.tool_calls],
+            calls=[
+                {"name": call["name"], "args": redacted(json.dumps(call["args"]))} for call in turn.message.tool_calls
+            ],
             complaint=complaint,
             input_tokens=turn.input_tokens,
             output_tokens=turn.output_tokens,

@@ -21,6 +21,7 @@ from langchain_core.language_models import BaseChatModel
 from langchain_core.messages import AIMessage, BaseMessage
 
 from profiling_agent.errors import AdvisorError, ContextTooLongError
+from profiling_agent.llm.endpoint import redacted
 
 Mode = Literal["json_schema", "json_mode", "prompted"]
 MODES: tuple[Mode, ...] = ("json_schema", "json_mode", "prompted")
@@ -41,7 +42,7 @@ class Turn:
     @property
     def text(self) -> str:
         """Return the text alone, of a message that may have several parts."""
-        return self.message.text
+        return redacted(self.message.text)
 
 
 class Chat:
@@ -128,7 +129,7 @@ class Chat:
 
 def first_line(error: BaseException) -> str:
     """Return an exception's first line, cut."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+    return redacted((str(error).strip().splitlines() or [type(error).__name__])[0])[:200]
 
 
 def _is_too_long(error: ModelInvalidRequestError) -> bool:

@@ -1,5 +1,6 @@
 """Which model to ask, and where: read from the request and the environment. No LangChain here."""
 
+import os
 from collections.abc import Mapping
 from typing import Literal
 from urllib.parse import urlsplit
@@ -28,6 +29,14 @@ class Endpoint(Record):
     def name(self) -> str:
         """Return what `advisor` would have to say."""
         return f"{self.provider}:{self.model}"
+
+
+def redacted(text: str, environment: Mapping[str, str] = os.environ) -> str:
+    """Return what a server said without the keys that it was sent; some quote them in their errors."""
+    for name in KEYS.values():
+        if (key := environment.get(name, "")) not in ("", NO_KEY):
+            text = text.replace(key, f"({name})")
+    return text
 
 
 def checked_url(url: str | None) -> str | None:

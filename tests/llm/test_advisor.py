@@ -199,6 +199,28 @@ def test_the_key_is_sent_and_never_written_down(tmp_path: Path, monkeypatch: pyt
     assert [entry["kind"] for entry in entries(tmp_path)] == ["request", "turn", "answer"]
 
 
+@pytest.mark.parametrize(
+    "said",
+    [
+        error(401, "wrong key: sk-very-secret"),
+        error(500, "while using sk-very-secret"),
+        Said(content='{"ratio": "sk-very-secret"}'),
+        Said(tool_calls=(("look", {"key": "sk-very-secret"}),)),
+    ],
+)
+def test_a_server_that_quotes_the_key_is_not_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Said):
+    def look() -> str:
+        """Look."""
+        return "nothing"
+
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-very-secret")
+    with chat_server(in_turn(said)) as server, pytest.raises(AdvisorError) as caught:
+        advisor_of(server, tmp_path).ask(QUESTION, Ratio, tools=[look])
+
+    assert "very-secret" not in str(caught.value)
+    assert "very-secret" not in (tmp_path / FILE).read_text()
+
+
 def test_a_line_that_a_kill_cut_off_is_left_out(tmp_path: Path):
     with chat_server(in_turn(GOOD)) as server:
         advisor_of(server, tmp_path).ask(QUESTION, Ratio)
