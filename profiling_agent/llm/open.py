@@ -41,7 +41,7 @@ def name_of(model: Any) -> str:
     """Return how reports call a chat model that was passed as an object; RequestError where it is none."""
     if not isinstance(model, BaseChatModel):
         raise RequestError(
-            f"advisor is a {type(model).__name__}: pass a LangChain chat model, such as one of init_chat_model"
+            f"advisor is of type {type(model).__name__}: pass a LangChain chat model, such as one of init_chat_model"
         )
     named = getattr(model, "model_name", None) or getattr(model, "model", None)
     return f"{type(model).__name__}:{named}" if isinstance(named, str) else type(model).__name__

@@ -95,5 +95,5 @@ def test_a_model_that_cant_be_had_is_said_before_anything_is_done(world: World, 
 
 
 def test_what_is_no_chat_model_is_refused(world: World, tmp_path: Path):
-    with pytest.raises(RequestError, match="advisor is a str"):
+    with pytest.raises(RequestError, match="advisor is of type str"):
         build_graph(advisor="gpt-4o").invoke(world.request(tmp_path))
