@@ -24,6 +24,7 @@ def careful(payload: dict, number: int) -> Said:
     return Said(content=json.dumps({"reason": f"{tried} plans were measured", "target": target}))
 
 
+@pytest.mark.slow
 def test_a_model_that_plans_alone_is_measured_and_its_words_are_in_the_report(world: World, tmp_path: Path):
     with chat_server(careful) as server:
         request = world.request(
@@ -41,6 +42,7 @@ def test_a_model_that_plans_alone_is_measured_and_its_words_are_in_the_report(wo
     assert report.attempts[0].plan.target.saving == 0.2
 
 
+@pytest.mark.slow
 def test_a_server_that_is_down_in_the_middle_leaves_the_run_to_the_rules(world: World, finished: Path, tmp_path: Path):
     def dies(payload: dict, number: int) -> Said:
         return error(401)
@@ -59,6 +61,7 @@ def test_a_server_that_is_down_in_the_middle_leaves_the_run_to_the_rules(world: 
     )
 
 
+@pytest.mark.slow
 def test_an_object_plans_as_well_and_is_needed_again(world: World, tmp_path: Path):
     class CutError(Exception):
         """Stands for a kill."""
