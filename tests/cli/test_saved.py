@@ -19,6 +19,7 @@ def call(*arguments: str):
     return CliRunner().invoke(app, list(arguments), env={"COLUMNS": "200", "TERM": "dumb"})
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_raced_again_at_another_batch_size(finished: Path):
     said = call("race", str(finished), "--batch-size", "2", "--json")
 
@@ -29,6 +30,7 @@ def test_a_finished_run_is_raced_again_at_another_batch_size(finished: Path):
     assert race.laps[0].speedup == 1
 
 
+@pytest.mark.slow
 def test_what_models_take_is_measured_and_compared_on_one_machine_alone(finished: Path, tmp_path: Path):
     said = call("measure", str(finished), "--json")
     measured = Measurements.model_validate_json(said.stdout)

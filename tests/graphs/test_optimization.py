@@ -100,6 +100,7 @@ def test_the_graph_and_a_plain_loop_yield_the_same_journal(finished: Path):
     assert job_names(finished) == before
 
 
+@pytest.mark.slow
 def test_invoking_the_same_request_again_repeats_no_job(world: World, tmp_path: Path):
     request = world.request(tmp_path, run_id=None, iterate=False)
 
