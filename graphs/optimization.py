@@ -1,10 +1,10 @@
 """The story: a model and a contract go in, measurements and plans go round, a verdict comes out.
 
-    acquisition -> input_shape_resolver -> profiling -> analysis -> pruning -> quantization -> evaluation
-                                                                       ^                          |
-                                                                       +--- iterative_pruning <---+
-                                                                                   |
-                                                                                report
+    acquisition -> input_shape_resolver -> profiling -> analysis -> approval -> pruning -> quantization -> evaluation
+                                                                       ^                                      |
+                                                                       +--------- iterative_pruning <---------+
+                                                                                         |
+                                                                                      report
 
 Every agent is one thin file in `profiling_agent/agents/`; this one only wires them.
 """
@@ -18,6 +18,7 @@ from langgraph.graph.state import CompiledStateGraph
 
 from profiling_agent.agents.acquisition import acquisition
 from profiling_agent.agents.analysis import analysis
+from profiling_agent.agents.approval import approval
 from profiling_agent.agents.evaluation import evaluation
 from profiling_agent.agents.input_shape_resolver import input_shape_resolver
 from profiling_agent.agents.iterative_pruning import iterative_pruning
@@ -35,9 +36,16 @@ def route_after_evaluation(state: RunState) -> Literal["iterative_pruning", "rep
     return "iterative_pruning" if state.stopped is None else "report"
 
 
-def route_after_iterative_pruning(state: RunState) -> Literal["pruning", "report"]:
+def route_after_iterative_pruning(state: RunState) -> Literal["approval", "report"]:
     """Go round again with the next plan, or settle."""
-    return "pruning" if state.stopped is None else "report"
+    return "approval" if state.stopped is None else "report"
+
+
+def route_after_approval(state: RunState) -> Literal["pruning", "analysis", "iterative_pruning"]:
+    """Carry the plan out; one that was rejected goes back to whoever proposed it."""
+    if state.proposal is not None:
+        return "pruning"
+    return "iterative_pruning" if state.journal is not None and state.journal.attempts else "analysis"
 
 
 def build_graph(
@@ -58,6 +66,7 @@ def build_graph(
     graph.add_node("input_shape_resolver", seated(input_shape_resolver))
     graph.add_node("profiling", profiling)
     graph.add_node("analysis", seated(analysis))
+    graph.add_node("approval", approval)
     graph.add_node("pruning", pruning)
     graph.add_node("quantization", quantization)
     graph.add_node("evaluation", evaluation)
@@ -68,7 +77,8 @@ def build_graph(
     graph.add_edge("acquisition", "input_shape_resolver")
     graph.add_edge("input_shape_resolver", "profiling")
     graph.add_edge("profiling", "analysis")
-    graph.add_edge("analysis", "pruning")
+    graph.add_edge("analysis", "approval")
+    graph.add_conditional_edges("approval", route_after_approval)
     graph.add_edge("pruning", "quantization")
     graph.add_edge("quantization", "evaluation")
     graph.add_conditional_edges("evaluation", route_after_evaluation)

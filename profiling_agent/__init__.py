@@ -10,24 +10,39 @@ evaluation go round with iterative_pruning until the loop has nothing more to tr
 from typing import TYPE_CHECKING, Any
 
 from profiling_agent.errors import ProfilingAgentError
-from profiling_agent.records import Goal, Plan
+from profiling_agent.records import Approval, ApprovalQuestion, Goal, Plan
 from profiling_agent.request import Request
 from profiling_agent.torchao_noise import silence_torchao
 
 if TYPE_CHECKING:
     from profiling_agent.artifacts.deployed import load
     from profiling_agent.graphs.optimization import build_graph  # pyright: ignore[reportMissingImports] - mapped on install
-    from profiling_agent.lifecycle import optimize, resume
+    from profiling_agent.lifecycle import approve, optimize, pending, resume
 
-__all__ = ["Goal", "Plan", "ProfilingAgentError", "Request", "build_graph", "load", "optimize", "resume"]
+__all__ = [
+    "Approval",
+    "ApprovalQuestion",
+    "Goal",
+    "Plan",
+    "ProfilingAgentError",
+    "Request",
+    "approve",
+    "build_graph",
+    "load",
+    "optimize",
+    "pending",
+    "resume",
+]
 
 silence_torchao()
 
 # torch takes seconds to import and LangGraph one: neither is loaded before it is needed.
 _LAZY = {
+    "approve": "profiling_agent.lifecycle",
     "build_graph": "profiling_agent.graphs.optimization",
     "load": "profiling_agent.artifacts.deployed",
     "optimize": "profiling_agent.lifecycle",
+    "pending": "profiling_agent.lifecycle",
     "resume": "profiling_agent.lifecycle",
 }
 

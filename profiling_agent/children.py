@@ -23,5 +23,7 @@ def ending(code: int) -> str:
     if code >= 0:
         return f"exit status {code}"
     name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
-    meaning = {"SIGKILL": ", killed from outside, as the system does when memory runs out"}.get(name, "")
+    meaning = {
+        "SIGKILL": ", killed from outside, as the system does when memory runs out; lower batch_size or num_samples"
+    }.get(name, "")
     return f"exit status {code} ({name}{meaning})"

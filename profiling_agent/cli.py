@@ -1,34 +1,43 @@
-"""The command line: run, resume, show, report, profile; and in `cli_saved`, export, race, measure."""
+"""The command line: run, resume, show, report, profile; the other commands are in `cli_*`."""
 
 import inspect
 import json
 import sys
 import tempfile
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, get_args
+from typing import Annotated, Any, get_args
 
 import typer
 from pydantic import ValidationError
 from rich.markdown import Markdown
 
 from profiling_agent.analysis.plan_file import first_problem
-from profiling_agent.display import ProgressDisplay, plan_table, verdict_table
-from profiling_agent.errors import ProfilingAgentError, RunError
+from profiling_agent.display import plan_table, verdict_table
+from profiling_agent.errors import ProfilingAgentError
+from profiling_agent.progress_display import open_display
 from profiling_agent.reporting.report import RunReport
+from profiling_agent.reporting.results import read_report
 from profiling_agent.request import Request
-from profiling_agent.terminal import (
-    EXIT_INTERRUPTED,
-    EXIT_MET,
-    EXIT_NOT_MET,
-    JsonOption,
-    RunArgument,
-    app,
-    console,
-    errors,
-    refuse,
-)
-from profiling_agent.workspace import read_manifest
+from profiling_agent.terminal import EventsOption, JsonOption, QuietOption, RunArgument, app, console, errors, refuse
+from profiling_agent.watching import Work, watch
+
+
+def _version(is_asked: bool) -> None:  # noqa: FBT001 - a flag's callback
+    if is_asked:
+        typer.echo(f"profiling-agent {metadata.version('profiling-agent')}")
+        raise typer.Exit
+
+
+@app.callback()
+def common(
+    *,
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_version, help="show the version")
+    ] = False,
+) -> None:
+    """Measure, prune and quantize a vision model until a contract is met."""
 
 
 def _option(name: str) -> inspect.Parameter:
@@ -50,74 +59,56 @@ def _option(name: str) -> inspect.Parameter:
     )
 
 
-def with_request_flags(command: Callable[[Request], None]) -> Callable[..., None]:
-    """Give a command that takes a Request one flag for each of its fields."""
+def with_request_flags(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command that takes a Request one flag for each of its fields, before its own."""
+    _, *own = inspect.signature(command).parameters.values()
 
     def wrapper(**values: Any) -> None:
+        rest = {flag.name: values.pop(flag.name) for flag in own}
         try:
             request = Request.model_validate(values)
         except ValidationError as error:
             refuse(first_problem(error))
-        command(request)
+        command(request, **rest)
 
-    flags = [_option(name) for name in Request.model_fields]
+    flags = [*(_option(name) for name in Request.model_fields), *own]
     wrapper.__signature__ = inspect.Signature(flags)
     wrapper.__annotations__ = {flag.name: flag.annotation for flag in flags}
     wrapper.__name__, wrapper.__doc__ = command.__name__, command.__doc__
     return wrapper
 
 
-def _finish(report: RunReport, root: Path) -> NoReturn:
-    console.print(verdict_table(report, root))
-    raise typer.Exit(EXIT_MET if report.verdict.outcome == "MET" else EXIT_NOT_MET)
-
-
-def _watch(work: Callable[[Any], RunReport], root: Path) -> NoReturn:
-    try:
-        with ProgressDisplay(console) as display:
-            report = work(display.hear)
-    except ProfilingAgentError as error:
-        refuse(str(error))
-    except KeyboardInterrupt:
-        errors.print(f"stopped; go on with: profiling-agent resume {root}", markup=False, soft_wrap=True)
-        raise typer.Exit(EXIT_INTERRUPTED) from None
-    _finish(report, root)
-
-
 @app.command()
 @with_request_flags
-def run(request: Request) -> None:
+def run(request: Request, *, quiet: QuietOption = False, json_: EventsOption = False) -> None:
     """Run a request to its verdict; with no flags, the embedded model and data: no network, no key, minutes.
 
-    Writes the run folder under the output folder: report.md, report.json and the model to deploy in best/.
+    Writes the run folder under the output folder: report.html, report.md, report.json and the model to deploy in best/.
     """
     from profiling_agent.lifecycle import make_run_id, optimize
 
     named = request.model_copy(update={"run_id": request.run_id or make_run_id()})
     root = named.output_dir / str(named.run_id)
-    console.print(f"run folder {root}", markup=False, soft_wrap=True)
-    _watch(lambda listener: optimize(named, listener), root)
+    if not quiet and not json_:
+        console.print(f"run folder {root}", markup=False, soft_wrap=True)
+    work: Work = lambda listener, approver: optimize(named, listener, approver=approver)  # noqa: E731
+    watch(work, root, is_quiet=quiet, is_json=json_)
 
 
 @app.command()
-def resume(run: RunArgument) -> None:
+def resume(run: RunArgument, *, quiet: QuietOption = False, json_: EventsOption = False) -> None:
     """Go on with a run that was cut, from its last checkpoint."""
     from profiling_agent.lifecycle import resume as go_on
 
-    _watch(lambda listener: go_on(run, listener), run)
+    work: Work = lambda listener, approver: go_on(run, listener, approver=approver)  # noqa: E731
+    watch(work, run, is_quiet=quiet, is_json=json_)
 
 
-def _read_report(run: Path) -> RunReport:
+def _read(run: Path) -> RunReport:
     try:
-        read_manifest(run)
-        path = run / "report.json"
-        if not path.exists():
-            raise RunError(f"run {str(run)!r} has no report yet: finish it with `profiling-agent resume {run}`")
-        return RunReport.model_validate_json(path.read_text(encoding="utf-8"))
+        return read_report(run)
     except ProfilingAgentError as error:
         refuse(str(error))
-    except ValidationError as error:
-        refuse(f"{str(run / 'report.json')!r} is damaged: {first_problem(error)}")
 
 
 @app.command()
@@ -127,7 +118,7 @@ def show(
     plan: Annotated[bool, typer.Option("--plan", help="why each layer was changed or left alone")] = False,  # noqa: FBT002
 ) -> None:
     """Show a finished run: the verdict, before and after, every attempt."""
-    report = _read_report(run)
+    report = _read(run)
     if json_:
         typer.echo(report.model_dump_json(indent=1))
         return
@@ -139,9 +130,9 @@ def report(run: RunArgument) -> None:
     """Write the report of a finished run again, and show it."""
     from profiling_agent.reporting.write import write_report
 
-    read = _read_report(run)
+    read = _read(run)
     write_report(read, run)
-    console.print(Markdown((run / "report.md").read_text(encoding="utf-8")))
+    console.print(Markdown((run / "report.md").read_text(encoding="utf-8", errors="replace")))
 
 
 @app.command()
@@ -157,7 +148,7 @@ def profile(
     from profiling_agent.profiling.standalone import profile_source
 
     try:
-        with tempfile.TemporaryDirectory(prefix="profiling-agent-") as folder, ProgressDisplay(errors) as display:
+        with tempfile.TemporaryDirectory(prefix="profiling-agent-") as folder, open_display(errors) as display:
             request = Request.model_validate({"model": model, "revision": revision, "device": device})
             measured = profile_source(request, Path(folder), batch_size=batch_size, progress=display.stage("profiling"))
     except ProfilingAgentError as error:
@@ -177,6 +168,9 @@ def main() -> None:
 
 
 # Last, so that `--help` lists these after the commands above.
+from profiling_agent import cli_approval as cli_approval  # noqa: E402
+from profiling_agent import cli_doctor as cli_doctor  # noqa: E402
+from profiling_agent import cli_reproduce as cli_reproduce  # noqa: E402
 from profiling_agent import cli_saved as cli_saved  # noqa: E402
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
-"""The commands on models that are saved already: export, race, measure."""
+"""The commands on models that are saved already: export, race, measure, compare."""
 
+import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from profiling_agent.display import ProgressDisplay
 from profiling_agent.errors import ProfilingAgentError
+from profiling_agent.progress_display import open_display
 from profiling_agent.terminal import JsonOption, app, console, errors, refuse, run_folder
 
 
@@ -58,7 +59,7 @@ def race(
     from profiling_agent.racing import race_saved
 
     try:
-        with ProgressDisplay(errors) as display:
+        with open_display(errors) as display:
             names, held = race_saved(sources, batch_size=batch_size, device=device, progress=display.stage("race"))
     except ProfilingAgentError as error:
         refuse(str(error))
@@ -91,7 +92,7 @@ def measure(
 
     try:
         earlier = read_measurements(against, device=device) if against else None
-        with ProgressDisplay(errors) as display:
+        with open_display(errors) as display:
             measured = measure_saved(sources, device=device, progress=display.stage("measure"))
         compared = compare_measurements(measured, earlier or measured)
     except ProfilingAgentError as error:
@@ -100,3 +101,28 @@ def measure(
         typer.echo(measured.model_dump_json(indent=1))
         return
     console.print(measurement_table(measured, compared))
+
+
+@app.command()
+def compare(
+    runs: Annotated[
+        list[Path],
+        typer.Argument(parser=run_folder, metavar="RUN...", help="finished runs, or forks of one"),
+    ],
+    json_: JsonOption = False,  # noqa: FBT002 - a flag
+) -> None:
+    """Show finished runs side by side: contract, verdict, accuracy, speed, size, plans.
+
+    `profiling-agent compare runs/mild runs/bold`
+    """
+    from profiling_agent.display import compare_table
+    from profiling_agent.reporting.results import read_report
+
+    try:
+        reports = {str(run): read_report(run) for run in runs}
+    except ProfilingAgentError as error:
+        refuse(str(error))
+    if json_:
+        typer.echo(json.dumps({name: report.model_dump(mode="json") for name, report in reports.items()}))
+        return
+    console.print(compare_table(reports))

@@ -1,86 +1,19 @@
-"""What the terminal shows: progress while a run works, tables when it is done."""
+"""What the terminal shows when work is done: tables."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
-from rich.console import Console, Group
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.console import Group
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from profiling_agent.agents.node import ProgressEvent
 from profiling_agent.evaluation.race import noise_warning
-from profiling_agent.progress import Progress as ProgressCallback
 from profiling_agent.racing import Measurements
-from profiling_agent.records import Comparison, ModelProfile, Race
+from profiling_agent.records import ApprovalQuestion, Comparison, Lap, ModelProfile, Race
 from profiling_agent.reporting.reflection import choices, predictions, subject_of
 from profiling_agent.reporting.report import RunReport
-from profiling_agent.reporting.units import asked, count, measured, ms, percent, size, speedup
-
-
-class ProgressDisplay:
-    """One line for each stage on a terminal; elsewhere a plain line when a stage begins."""
-
-    def __init__(self, console: Console) -> None:
-        """Show on `console`."""
-        self._console = console
-        self._tasks: dict[str, TaskID] = {}
-        self._bars = Progress(
-            SpinnerColumn(finished_text="✓"),
-            TextColumn("{task.fields[stage]:<22}"),
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.description}", markup=False),
-            console=console,
-        )
-
-    def __enter__(self) -> Self:
-        """Start."""
-        if self._console.is_terminal:
-            self._bars.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Leave the lines standing."""
-        self._complete(kind is None)
-        if self._console.is_terminal:
-            self._bars.stop()
-
-    def _complete(self, is_done: bool) -> None:  # noqa: FBT001 - two states of one line
-        if is_done and self._tasks:
-            self._bars.update(list(self._tasks.values())[-1], total=1, completed=1)
-
-    def hear(self, event: ProgressEvent) -> None:
-        """Show an event."""
-        is_new = event.message == "started"
-        if is_new and not self._console.is_terminal:
-            self._console.print(event.stage, markup=False)
-        if is_new or event.stage not in self._tasks:
-            self._complete(is_done=True)
-            # A stage that comes round again gets the bottom line again.
-            if event.stage in self._tasks:
-                self._bars.remove_task(self._tasks.pop(event.stage))
-            self._tasks[event.stage] = self._bars.add_task("", total=None, stage=event.stage)
-        if not is_new:
-            self._bars.update(
-                self._tasks[event.stage],
-                description=event.message,
-                completed=event.done,
-                total=event.total or None,
-            )
-
-    def stage(self, name: str) -> ProgressCallback:
-        """Return a callback that shows under one stage's name."""
-
-        def progress(message: str, done: int, total: int) -> None:
-            self.hear(ProgressEvent(stage=name, message=message, done=done, total=total))
-
-        return progress
+from profiling_agent.reporting.units import asked, count, drop, measured, ms, percent, size, speedup
 
 
 def _table(title: str, first: str, *others: str) -> Table:
@@ -140,6 +73,55 @@ def plan_table(report: RunReport) -> Group:
     for told in predictions(attempt, report):
         expected.add_row(told.what, told.predicted, told.measured, "off by more than twice" if told.is_off else "")
     return Group(*(Text(line) for line in lines), units, types, expected)
+
+
+def compare_table(reports: Mapping[str, RunReport]) -> Table:
+    """Return several runs side by side: what was asked, what came of it, who planned."""
+    table = _table("runs", "", *(escape(name) for name in reports))
+
+    def row(name: str, tell: Callable[[RunReport], str]) -> None:
+        table.add_row(name, *(Text(tell(report)) for report in reports.values()))
+
+    row("verdict", lambda r: f"{r.verdict.outcome}{', certified' if r.verdict.certified else ''}")
+    row("model", lambda r: r.request.model)
+    row("data", lambda r: r.request.dataset)
+    for name in ("accuracy", "speed", "size", "memory"):
+        row(f"{name} asked", lambda r, name=name: next((asked(t) for t in r.verdict.terms if t.name == name), ""))
+    row("accuracy lost", lambda r: drop(r.heldout.drop) if r.heldout.drop else "")
+    row("times as fast", lambda r: next((speedup(lap) for lap in _laps(r)), "not raced"))
+    row("bytes", lambda r: f"{percent(r.best.size_bytes / r.baseline.size_bytes)}, {size(r.best.size_bytes)}")
+    row("params saved", lambda r: percent(1 - r.best.params / r.baseline.params))
+    row("MACs saved", lambda r: percent(1 - r.best.macs / max(r.baseline.macs, 1)))
+    row("runs as", lambda r: r.best.form.name)
+    row("attempts", lambda r: f"{len(r.attempts)}, {sum(one.accepted for one in r.attempts)} accepted")
+    row("planned by", lambda r: r.planned_by)
+    row("stopped", lambda r: str(r.stopped))
+    return table
+
+
+def _laps(report: RunReport) -> list[Lap]:
+    return [row.lap for row in report.variants if row.lap and row.evaluation.model == report.heldout.model]
+
+
+def approval_table(question: ApprovalQuestion) -> Group:
+    """Return a plan that waits for a person: who proposed it, what it would cut, and what that is predicted to do."""
+    lines = [
+        f"attempt {question.attempt}, proposed by {question.proposed_by}{': ' if question.reason else ''}{question.reason}"
+    ]
+    lines += [f"your last answer could not be taken: {question.problem}"] if question.problem else []
+    target = question.plan.target
+    lines += (
+        [f"target: {percent(target.saving)} of the {target.metric}. {target.justification}".strip()] if target else []
+    )
+    lines += [f"left alone: {note}" for note in question.notes[:6]]
+    saved = [f"params {percent(question.params_saved)} less", f"MACs {percent(question.macs_saved)} less"]
+    if question.latency_saved is not None:
+        saved.append(f"layers' time {percent(question.latency_saved)} less")
+    saved += [f"KL {question.kl:.2g} nats"] if question.kl is not None else []
+    cuts = _table("what would be cut", "unit", "width", "keeps", "KL alone, nats")
+    for cut in question.cuts:
+        cuts.add_row(Text(cut.unit), str(cut.width), str(cut.keep), "" if cut.kl is None else f"{cut.kl:.2g}")
+    return Group(*(Text(line) for line in lines), cuts, Text(f"predicted: {', '.join(saved)}"))
 
 
 def race_table(names: Mapping[str, str], race: Race) -> Group:

@@ -25,6 +25,10 @@ class RunError(RequestError):
     """The run folder is missing, taken, locked, or written by another schema version."""
 
 
+class ApprovalPendingError(RunError):
+    """The run waits for a person's answer; everything done so far is kept."""
+
+
 class ArtifactError(ProfilingAgentError):
     """A saved model is damaged, or doesn't compute what it did when it was saved."""
 

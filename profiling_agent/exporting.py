@@ -7,6 +7,7 @@ from profiling_agent.artifacts.onnx import export_onnx
 from profiling_agent.artifacts.plain import save_plain
 from profiling_agent.artifacts.recipe import MODEL_FILES
 from profiling_agent.errors import ArtifactError, RequestError, RunError
+from profiling_agent.workspace import MANIFEST
 
 FORMATS = ("onnx", "hf")
 TORCH = frozenset({"eager", "inductor"})
@@ -55,7 +56,7 @@ def export(source: Path, format_: str, output: Path, *, batch_size: int | None =
 
 def _saved_model(source: Path) -> Path:
     """Return the folder of a saved model, for a run that of the model to deploy."""
-    if not (source / "request.json").is_file():
+    if not (source / MANIFEST).is_file():
         return source
     if not (source / "best").exists():
         raise RunError(f"run {str(source)!r} has no model yet: finish it with `profiling-agent resume {source}`")

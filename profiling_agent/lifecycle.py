@@ -9,16 +9,21 @@ from typing import Any
 
 from langchain_core.runnables import RunnableConfig
 
+from profiling_agent.agents.approval import resuming
 from profiling_agent.agents.checkpoints import RunSaver
 from profiling_agent.agents.node import ProgressEvent
-from profiling_agent.agents.session import open_session
-from profiling_agent.errors import RequestError, RunError
+from profiling_agent.agents.session import close_session, open_session
+from profiling_agent.errors import ApprovalPendingError, RequestError, RunError
 from profiling_agent.graphs.optimization import build_graph  # pyright: ignore[reportMissingImports] - mapped on install
+from profiling_agent.records import Approval, ApprovalQuestion
 from profiling_agent.reporting.report import RunReport
+from profiling_agent.reporting.results import REPORT
+from profiling_agent.reproducibility import machine
 from profiling_agent.request import Request
 from profiling_agent.workspace import Workspace, create_workspace, read_manifest
 
 Listener = Callable[[ProgressEvent], None]
+Approver = Callable[[ApprovalQuestion], Approval]
 
 
 def ignore(event: ProgressEvent) -> None:
@@ -30,48 +35,134 @@ def make_run_id() -> str:
     return f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
 
 
-def _drive(request: Request, workspace: Workspace, listener: Listener, advisor: Any) -> RunReport:
-    """Run the graph on the thread that the run folder is named after, until its report is there."""
-    session = open_session(workspace)
+def _drive(
+    request: Request,
+    workspace: Workspace,
+    listener: Listener,
+    advisor: Any,
+    approver: Approver | None,
+    answer: Approval | None = None,
+) -> RunReport:
+    """Run the graph on the thread that the run folder is named after, until its report is there or nobody answers."""
+    open_session(workspace)
     saver = RunSaver(workspace.root.parent)
     config: RunnableConfig = {"configurable": {"thread_id": workspace.root.name}}
     try:
         graph = build_graph(saver, advisor)
         # A run that was cut before its first checkpoint starts again; the jobs it has finished are still there.
-        graph_input = None if saver.get_tuple(config) else request
-        for event in graph.stream(graph_input, config, stream_mode="custom", durability="sync"):
-            listener(ProgressEvent.model_validate(event))
+        graph_input: Any = None if saver.get_tuple(config) else request
+        if answer is not None:
+            _expect_question(_pending(graph, config), workspace)
+            graph_input = resuming(answer)
+        while True:
+            for event in graph.stream(graph_input, config, stream_mode="custom", durability="sync"):
+                listener(ProgressEvent.model_validate(event))
+            if (question := _pending(graph, config)) is None:
+                break
+            if approver is None:
+                raise ApprovalPendingError(_waiting(workspace, question))
+            # The gate has let the run go: while somebody thinks, nobody else is to answer.
+            open_session(workspace)
+            graph_input = resuming(approver(question))
         report: Any = graph.get_state(config).values.get("report")
     finally:
         # The last node, or one that fails, closes the session; an interrupt between two nodes leaves it to us.
-        session.close()
+        close_session(workspace)
         saver.close()
     if not isinstance(report, RunReport):
         raise RunError(f"run {workspace.root.name!r} ended without a report: start a new run")
     return report
 
 
-def optimize(request: Request, listener: Listener = ignore, *, advisor: Any = None) -> RunReport:
+def _pending(graph: Any, config: RunnableConfig) -> ApprovalQuestion | None:
+    """Return the question that the run waits with."""
+    interrupts = graph.get_state(config).interrupts
+    return ApprovalQuestion.model_validate(interrupts[0].value) if interrupts else None
+
+
+def _waiting(workspace: Workspace, question: ApprovalQuestion) -> str:
+    refused = f" ({question.problem})" if question.problem else ""
+    return (
+        f"run {workspace.root.name!r} waits for an approval of attempt {question.attempt}{refused}: "
+        f"answer with `profiling-agent approve {workspace.root}`"
+    )
+
+
+def _expect_question(question: ApprovalQuestion | None, workspace: Workspace) -> None:
+    if question is None:
+        raise RunError(
+            f"run {workspace.root.name!r} waits for no approval: go on with `profiling-agent resume {workspace.root}`"
+        )
+
+
+def optimize(
+    request: Request, listener: Listener = ignore, *, advisor: Any = None, approver: Approver | None = None
+) -> RunReport:
     """Run a request to its verdict, checkpointed; an existing run id is refused (`resume` goes on with one).
 
-    `advisor` is a LangChain chat model to plan with, instead of what the request names.
+    `advisor` is a LangChain chat model to plan with, instead of what the request names. `approver` answers where the
+    request asks for approval; without one the run stops there, with ApprovalPendingError, until `approve` answers.
     """
     workspace = create_workspace(request, request.run_id or make_run_id())
     named = request.model_copy(update={"run_id": workspace.root.name})
     try:
-        return _drive(named, workspace, listener, advisor)
+        return _drive(named, workspace, listener, advisor, approver)
+    except RunError:
+        # The run itself: somebody else has it, something in it is damaged, it waits. What it has measured stays.
+        raise
     except RequestError:
         # A request that can't be carried out leaves nothing behind, its checkpoints included.
         shutil.rmtree(workspace.root, ignore_errors=True)
         raise
 
 
-def resume(run: str | Path, listener: Listener = ignore, *, advisor: Any = None) -> RunReport:
+def resume(
+    run: str | Path, listener: Listener = ignore, *, advisor: Any = None, approver: Approver | None = None
+) -> RunReport:
     """Go on with a run that was cut, from its last checkpoint; a finished run gives its report again.
 
     A run that was begun with an `advisor` needs it again.
     """
+    request, workspace = _reopened(run)
+    return _drive(request, workspace, listener, advisor, approver)
+
+
+def approve(
+    run: str | Path,
+    answer: Approval,
+    listener: Listener = ignore,
+    *,
+    advisor: Any = None,
+    approver: Approver | None = None,
+) -> RunReport:
+    """Answer the question that a run waits with, and go on with it.
+
+    Raises:
+        ApprovalPendingError: the run waits again, for the next plan or because the answer could not be taken.
+        RunError: the run waits for nothing.
+    """
+    request, workspace = _reopened(run)
+    return _drive(request, workspace, listener, advisor, approver, answer)
+
+
+def pending(run: str | Path) -> ApprovalQuestion | None:
+    """Return the question that a run waits with, None where it waits for nobody."""
+    _, workspace = _reopened(run)
+    saver = RunSaver(workspace.root.parent)
+    try:
+        return _pending(build_graph(saver), {"configurable": {"thread_id": workspace.root.name}})
+    finally:
+        saver.close()
+
+
+def _reopened(run: str | Path) -> tuple[Request, Workspace]:
     # Resolved, so that `.` has a name too.
     root = Path(run).expanduser().resolve()
-    request = read_manifest(root).request.model_copy(update={"run_id": root.name, "output": str(root.parent)})
-    return _drive(request, Workspace(root), listener, advisor)
+    manifest = read_manifest(root)
+    if manifest.machine not in ("", machine()) and not (root / REPORT).exists():
+        raise RunError(
+            f"run {root.name!r} was begun on {manifest.machine!r} and this is {machine()!r}: times of both would be mixed, "
+            "so finish it there, or start a new run here"
+        )
+    request = manifest.request.model_copy(update={"run_id": root.name, "output": str(root.parent)})
+    return request, Workspace(root)

@@ -7,7 +7,7 @@ from pydantic import Field, ValidationError
 
 from profiling_agent.artifacts.folder import open_folder
 from profiling_agent.artifacts.recipe import RECIPE
-from profiling_agent.errors import RequestError, RunError
+from profiling_agent.errors import RequestError
 from profiling_agent.evaluation.measurement import (
     check_same_machine,
     compare,
@@ -17,10 +17,11 @@ from profiling_agent.evaluation.measurement import (
     throughput,
 )
 from profiling_agent.evaluation.race import race
+from profiling_agent.jobs.turn import machine_turn
 from profiling_agent.progress import Progress, silent
 from profiling_agent.records import ArtifactRef, Comparison, Race, Record, Taken, Variant
-from profiling_agent.reporting.report import RunReport
-from profiling_agent.workspace import file_sha256
+from profiling_agent.reporting.results import REPORT, read_report, run_of
+from profiling_agent.workspace import MANIFEST, file_sha256
 
 
 def race_saved(
@@ -40,7 +41,8 @@ def race_saved(
     if len(entries) < 2:
         raise RequestError(f"a race takes two models, {len(entries)} was given: name a run, or another saved model")
     refs = tuple((variant, _ref(folder)) for _, variant, folder in entries)
-    held = race(refs, root=Path("/"), batch_size=batch_size, device=device, progress=progress)
+    with machine_turn(progress):
+        held = race(refs, root=Path("/"), batch_size=batch_size, device=device, progress=progress)
     return {ref.path: name for (_, ref), (name, _, _) in zip(refs, entries, strict=True)}, held
 
 
@@ -67,12 +69,13 @@ def measure_saved(sources: Sequence[Path], *, device: str = "cpu", progress: Pro
     """
     entries = [entry for source in sources for entry in _before_and_after(source)]
     refs = [_ref(folder) for _, _, folder in entries]
-    through = throughput(refs, root=Path("/"), device=device, progress=progress)
     measured: list[Measured] = []
-    for number, (ref, (name, _, _)) in enumerate(zip(refs, entries, strict=True)):
-        progress("reading memory", number, len(refs))
-        use = memory_use(ref, root=Path("/"), batch_size=1, device=device)
-        measured.append(Measured(name=name, taken=taken(ref, through, use)))
+    with machine_turn(progress):
+        through = throughput(refs, root=Path("/"), device=device, progress=progress)
+        for number, (ref, (name, _, _)) in enumerate(zip(refs, entries, strict=True)):
+            progress("reading memory", number, len(refs))
+            use = memory_use(ref, root=Path("/"), batch_size=1, device=device)
+            measured.append(Measured(name=name, taken=taken(ref, through, use)))
     return Measurements(models=tuple(measured))
 
 
@@ -83,7 +86,7 @@ def read_measurements(path: Path, *, device: str = "cpu") -> Measurements:
         RequestError: the file holds no measurements, or those of another machine.
     """
     try:
-        earlier = Measurements.model_validate_json(path.read_text(encoding="utf-8"))
+        earlier = Measurements.model_validate_json(path.read_bytes())
     except (OSError, ValidationError) as error:
         said = "measurements of `profiling-agent measure --json`"
         raise RequestError(f"{str(path)!r} doesn't hold {said}: write it again") from error
@@ -98,7 +101,7 @@ def compare_measurements(measured: Measurements, earlier: Measurements) -> tuple
 
 def _before_and_after(source: Path) -> list[tuple[str, Variant, Path]]:
     models = _models(source)
-    if not (source / "request.json").is_file():
+    if not _is_run(source):
         return models
     best = (source / "best").resolve()
     return [models[0], *(model for model in models[1:] if model[2] == best)]
@@ -106,19 +109,17 @@ def _before_and_after(source: Path) -> list[tuple[str, Variant, Path]]:
 
 def _models(source: Path) -> list[tuple[str, Variant, Path]]:
     """Return what is to be raced of a source: a name, its corner, its folder."""
-    if not (source / "request.json").is_file():
+    if not _is_run(source):
         recipe = open_folder(source.resolve(), verify=False)
         return [(f"{source} ({recipe.form.name})", Variant.BASELINE, source.resolve())]
-    try:
-        report = RunReport.model_validate_json((source / "report.json").read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise RunError(
-            f"run {str(source)!r} has no report yet: finish it with `profiling-agent resume {source}`"
-        ) from None
-    except ValidationError as error:
-        raise RunError(f"{str(source / 'report.json')!r} is damaged: run again") from error
+    report = read_report(source)
     rows = [row.evaluation for row in report.variants]
-    return [(f"{row.variant} ({row.form.name})", row.variant, (source / row.model.path).resolve()) for row in rows]
+    root = run_of(source)
+    return [(f"{row.variant} ({row.form.name})", row.variant, (root / row.model.path).resolve()) for row in rows]
+
+
+def _is_run(source: Path) -> bool:
+    return (source / MANIFEST).is_file() or (source / REPORT).is_file()
 
 
 def _ref(folder: Path) -> ArtifactRef:

@@ -62,6 +62,12 @@ def available_threads() -> int:
     return len(os.sched_getaffinity(0))
 
 
+def machine() -> str:
+    """Return what times depend on: the processor, and how many of its threads this process may use."""
+    found = environment()
+    return f"{found.cpu}, {found.num_threads} threads"
+
+
 @cache
 def environment() -> Environment:
     """Return the fingerprint of this machine and installation."""

@@ -96,6 +96,10 @@ class Request(BaseModel):
     batch_size: int = Field(default=32, ge=1, le=4096, description="the batch size you deploy; all is measured at it")
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="where to measure")
     seed: int = Field(default=0, ge=0, lt=2**32, description="draws the images and everything else that is random")
+    approve: Literal["never", "plan", "each"] = Field(
+        default="never",
+        description="wait for a person before pruning: never, for the first plan, or for each; needs a checkpointer",
+    )
     advisor: str = Field(
         default="auto",
         min_length=1,
@@ -118,6 +122,9 @@ class Request(BaseModel):
     advisor_tokens: int = Field(default=500_000, ge=0, description="tokens that a run may use up, read and written")
     advisor_timeout_s: float = Field(
         default=120.0, gt=0, le=3600, description="seconds for one question, repairs included"
+    )
+    tracker: Literal["none", "mlflow"] = Field(
+        default="none", description="experiment tracker to log the finished run to; MLFLOW_TRACKING_URI says where"
     )
     run_id: Annotated[str | None, AfterValidator(_run_id)] = Field(
         default=None, description="name of the run folder; by default one is made up"

@@ -8,14 +8,14 @@ from rich.console import Console
 
 from profiling_agent.request import Request
 
-EXIT_MET, EXIT_NOT_MET, EXIT_BAD_REQUEST, EXIT_INTERRUPTED = 0, 1, 2, 130
+EXIT_MET, EXIT_NOT_MET, EXIT_BAD_REQUEST, EXIT_WAITING, EXIT_INTERRUPTED = 0, 1, 2, 3, 130
 
 app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
     help="Measure, prune and quantize a vision model until a contract is met.",
-    epilog="Exit codes: 0 the contract is met, 1 it is not (the report says why), 2 bad request.",
+    epilog="Exit codes: 0 the contract is met, 1 it is not (the report says why), 2 bad request, 3 it waits for an approval, 130 stopped.",
 )
 console = Console()
 errors = Console(stderr=True)
@@ -39,4 +39,6 @@ def run_folder(named: str) -> Path:
 RunArgument = Annotated[
     Path, typer.Argument(parser=run_folder, metavar="RUN", help="run folder, or the id of one in runs/")
 ]
+QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="the verdict alone, in one line")]
+EventsOption = Annotated[bool, typer.Option("--json", help="a JSON line for each event, the verdict last")]
 JsonOption = Annotated[bool, typer.Option("--json", help="one JSON document on standard output")]

@@ -13,13 +13,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from filelock import FileLock, Timeout
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from profiling_agent.errors import RequestError, RunError
 from profiling_agent.records import ArtifactRef, Record
+from profiling_agent.reproducibility import machine
 from profiling_agent.request import Request
 
 SCHEMA_VERSION = 1
+# What a folder holds that is a run of ours.
+MANIFEST = "request.json"
 TEMPORARY = ".tmp-"
 
 
@@ -28,6 +31,7 @@ class Manifest(Record):
 
     schema_version: int
     request: Request
+    machine: str = Field(default="", description="where the run was begun: processor and threads")
 
 
 def file_sha256(path: Path) -> str:
@@ -80,12 +84,13 @@ class Workspace:
             raise RunError(f"run {self.root.name!r} is in use by another process: wait for it, or end it") from error
         return lock
 
-    def point_best(self, ref: ArtifactRef) -> None:
-        """Make `best` name this artifact."""
-        temporary = self.root / f"{TEMPORARY}best-{os.getpid()}"
+    def point_best(self, ref: ArtifactRef, folder: Path | None = None) -> None:
+        """Make `best` in the run folder, or in a folder within, name this artifact."""
+        folder = folder or self.root
+        temporary = folder / f"{TEMPORARY}best-{os.getpid()}"
         temporary.unlink(missing_ok=True)
-        temporary.symlink_to(ref.path, target_is_directory=True)
-        temporary.replace(self.best)
+        temporary.symlink_to(os.path.relpath(self.path(ref), folder), target_is_directory=True)
+        temporary.replace(folder / self.best.name)
 
     def sweep(self) -> None:
         """Remove what a killed process left half-written; only the holder of the lock may call this."""
@@ -99,7 +104,7 @@ class Workspace:
 
 def read_manifest(root: Path) -> Manifest:
     """Return what a run folder was asked to do; RunError where it is no run of ours."""
-    path = root / "request.json"
+    path = root / MANIFEST
     if not path.is_file():
         raise RunError(f"{str(root)!r} is no run folder: it has no request.json; give a folder under the output folder")
     try:
@@ -124,8 +129,8 @@ def _unwritable(request: Request, error: OSError) -> RequestError:
 
 def _write_manifest(root: Path, request: Request) -> None:
     (root / "jobs").mkdir(parents=True, exist_ok=True)
-    manifest = Manifest(schema_version=SCHEMA_VERSION, request=request)
-    write_atomically(root / "request.json", manifest.model_dump_json(indent=2))
+    manifest = Manifest(schema_version=SCHEMA_VERSION, request=request, machine=machine())
+    write_atomically(root / MANIFEST, manifest.model_dump_json(indent=2))
 
 
 def create_workspace(request: Request, run_id: str) -> Workspace:
@@ -151,7 +156,7 @@ def open_workspace(request: Request, run_id: str) -> Workspace:
     """Create the run folder, or open the one that this very request has begun; RunError where it is another's."""
     root = request.output_dir / run_id
     asked = request.model_copy(update={"run_id": run_id})
-    if (root / "request.json").exists():
+    if (root / MANIFEST).exists():
         begun = read_manifest(root).request
         changed = [name for name in Request.model_fields if getattr(begun, name) != getattr(asked, name)]
         if changed and changed != ["output"]:

@@ -1,11 +1,18 @@
 """Shared fixtures. The world and the run through it are made once a session, on first use."""
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import torch
+
+# Side by side (`pytest -n auto`), each on a core of its own with all that it starts: nobody waits for another's threads.
+if (worker := os.environ.get("PYTEST_XDIST_WORKER")) is not None:
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[int(worker.removeprefix("gw")) % len(cores)]})
+
+import torch  # it counts the cores when it is imported
 import world as made_world
 
 from profiling_agent import Request

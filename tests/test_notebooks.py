@@ -12,7 +12,10 @@ NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
 def test_a_notebook_runs_from_top_to_bottom(path: Path):
     notebook = nbformat.read(path, as_version=4)
 
-    NotebookClient(notebook, timeout=600, kernel_name="python3").execute()
+    # As Jupyter does it: a notebook runs in its own folder.
+    NotebookClient(
+        notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": path.parent}}
+    ).execute()
 
     assert all(cell.execution_count for cell in notebook.cells if cell.cell_type == "code")
 

@@ -48,6 +48,8 @@ def test_the_goal_is_the_contract_alone():
         "selection": "contract",
         "objective": "speed",
         "max_memory_ratio": None,
+        "pins": (),
+        "caps": (),
     }
 
 

@@ -1,5 +1,7 @@
 """A run that is killed, resumed and compared with one that was left alone."""
 
+import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +16,7 @@ from profiling_agent import Request, optimize, resume
 from profiling_agent.errors import RunError
 from profiling_agent.records import Attempt
 from profiling_agent.reporting.report import RunReport
+from profiling_agent.reporting.results import read_report
 
 # Kills itself, as `kill -9` would, when the given stage has said something `after` times.
 CUT = """
@@ -76,10 +79,10 @@ def foreseen(attempt: Attempt) -> dict[str, object] | None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("stage", "after"), [("profiling", 1), ("evaluation", 2), ("report", 3)])
-def test_a_killed_run_resumes_to_the_same_decisions(world: World, finished: Path, tmp_path: Path, stage, after):
+def test_a_killed_run_resumes_to_the_same_decisions(world: World, finished: Path, tmp_path: Path):
+    # Twenty other moments: benchmarks/kill_resume.py.
     run = tmp_path / "quick"
-    kill_at(world.request(tmp_path), stage, after)
+    kill_at(world.request(tmp_path), "evaluation", 2)
     assert is_left_alone(run), "a killed parent leaves no child behind"
     done = {path.parent.name for path in run.glob("jobs/*/result.json")}
     written = {name: (run / "jobs" / name / "result.json").stat().st_mtime_ns for name in done}
@@ -109,6 +112,18 @@ def test_an_existing_run_id_is_refused_and_left_alone(world: World, finished: Pa
 def test_a_folder_that_is_no_run_can_not_be_resumed(tmp_path: Path):
     with pytest.raises(RunError, match="no run folder"):
         resume(tmp_path)
+
+
+def test_a_run_that_was_moved_goes_on_here_and_not_on_another_machine(world: World, finished: Path, tmp_path: Path):
+    moved = tmp_path / "elsewhere" / "quick"
+    shutil.copytree(finished, moved, symlinks=True)
+    assert resume(moved).verdict == read_report(finished).verdict
+
+    (moved / "report.json").unlink()
+    manifest = json.loads((moved / "request.json").read_text())
+    (moved / "request.json").write_text(json.dumps(manifest | {"machine": "a Z80, 1 threads"}))
+    with pytest.raises(RunError, match="begun on 'a Z80, 1 threads' and this is"):
+        resume(moved)
 
 
 def test_a_run_in_use_is_not_resumed_by_another_process(finished: Path):

@@ -3,6 +3,7 @@
 import os
 from typing import Any
 
+from langgraph.config import get_config
 from langgraph.runtime import Runtime
 
 from profiling_agent.acquisition.query import MAX_RECOVERY
@@ -15,6 +16,7 @@ from profiling_agent.iteration.forms import check_runtimes
 from profiling_agent.jobs.tasks import AcquireTask
 from profiling_agent.llm.endpoint import choose_endpoint
 from profiling_agent.request import Request
+from profiling_agent.tracking import check_tracker
 
 
 def choose_advisor(request: Request, advisor: Any) -> Update:
@@ -56,6 +58,7 @@ def acquire(request: Request, session: Session, advisor: Any = None) -> Update:
     A plan of the user's is read here, before anything expensive, and kept: its file may be gone when a run resumes.
     """
     check_runtimes(request)
+    check_tracker(request)
     chosen = choose_advisor(request, advisor)
     plan = read_plan(request.plan) if request.plan else None
     asked = request.model_dump(include=set(AcquireTask.model_fields))
@@ -67,9 +70,19 @@ def acquire(request: Request, session: Session, advisor: Any = None) -> Update:
     return blank | chosen | {"run_id": root.name, "run_dir": str(root), "acquired": acquired, "proposal": plan}
 
 
+def _is_checkpointed() -> bool:
+    """Return whether what this graph stops at can be gone on with; LangGraph keeps no public name for it."""
+    return bool(get_config().get("configurable", {}).get("__pregel_checkpointer"))
+
+
 def acquisition(state: Request, *, runtime: Runtime[None], advisor: Any = None) -> Update:
     """Validate the request and fetch what it names; the only node that reads a request and not a state."""
     info = runtime.execution_info
+    if state.approve != "never" and not _is_checkpointed():
+        raise RequestError(
+            f"approve is {state.approve!r}, and a run that waits has to be kept somewhere: "
+            "build the graph with a checkpointer, or use approve=never"
+        )
     session = begin(state, info.thread_id if info else None)
     session.chat_model = advisor
     return attend(session, "acquisition", runtime, lambda: acquire(state, session, advisor))

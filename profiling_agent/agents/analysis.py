@@ -3,9 +3,11 @@
 from profiling_agent.agents.node import Update, agent
 from profiling_agent.agents.session import Session
 from profiling_agent.agents.state import RunState
+from profiling_agent.analysis.demands import obeying
 from profiling_agent.analysis.dry_run import dry_run
 from profiling_agent.analysis.rules import analyse
 from profiling_agent.iteration.planners import first_proposal
+from profiling_agent.iteration.propose import milder
 from profiling_agent.records import Origin
 
 
@@ -16,6 +18,6 @@ def analysis(state: RunState, session: Session) -> Update:
     if state.proposal is not None:
         dry_run(state.proposal, profile)
         return {"origin": Origin(by="user")}
-    rules = analyse(profile, state.goal)
-    plan, origin = first_proposal(session.advisor(state), state.planner, profile, state.goal, rules)
+    rules = obeying(milder(analyse(profile, state.goal), len(state.rejected)), state.goal)
+    plan, origin = first_proposal(session.advisor(state), state.planner, profile, state.goal, rules, state.rejected)
     return {"proposal": plan, "origin": origin}

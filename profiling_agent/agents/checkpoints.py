@@ -4,7 +4,8 @@ import asyncio
 import enum
 import sqlite3
 import threading
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Generator, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from pathlib import Path
 from pkgutil import iter_modules
@@ -19,6 +20,7 @@ from langgraph.checkpoint.base import (
     CheckpointMetadata,
     CheckpointTuple,
 )
+from langgraph.checkpoint.serde.base import SerializerProtocol
 from langgraph.checkpoint.serde.jsonplus import JsonPlusSerializer
 from langgraph.checkpoint.sqlite import SqliteSaver
 from pydantic import BaseModel
@@ -61,6 +63,30 @@ def strict_serde() -> JsonPlusSerializer:
     return JsonPlusSerializer(allowed_msgpack_modules=allowed)
 
 
+@contextmanager
+def _damage_told(path: Path) -> Generator[None, None, None]:
+    """Turn what a damaged file raises, as SQL or as what the serializer can't rebuild, into one line."""
+    try:
+        yield
+    except (sqlite3.Error, ValueError, TypeError, LookupError, EOFError) as error:
+        raise RunError(
+            f"the checkpoints {str(path)!r} are damaged ({str(error)[:80]}): start a new run with the same request"
+        ) from error
+
+
+def _opened(path: Path, serde: SerializerProtocol) -> SqliteSaver:
+    with _damage_told(path), ExitStack() as stack:
+        connection = sqlite3.connect(path, check_same_thread=False)
+        stack.callback(connection.close)
+        saver = SqliteSaver(connection, serde=serde)
+        saver.setup()
+        ((said,),) = connection.execute("PRAGMA quick_check(1)").fetchall()
+        if said != "ok":
+            raise sqlite3.DatabaseError(said)
+        stack.pop_all()
+        return saver
+
+
 class RunSaver(BaseCheckpointSaver[str]):
     """Keeps the checkpoints of thread `<id>` in `<runs>/<id>/checkpoints.sqlite`, sync and async."""
 
@@ -68,21 +94,23 @@ class RunSaver(BaseCheckpointSaver[str]):
         """Use the folder that holds the run folders."""
         super().__init__(serde=strict_serde())
         self._runs = Path(runs).expanduser()
-        self._savers: dict[str, SqliteSaver] = {}
+        self._savers: dict[Path, SqliteSaver] = {}
         self._lock = threading.Lock()
 
     def _saver(self, config: RunnableConfig | None, *, create: bool = False) -> SqliteSaver | None:
         """Return the thread's own saver; None where it has no file and none is to be made."""
+        path = self._path(config)
+        with self._lock:
+            if path not in self._savers and (create or path.exists()):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                self._savers[path] = _opened(path, self.serde)
+            return self._savers.get(path)
+
+    def _path(self, config: RunnableConfig | None) -> Path:
         thread = str((config or {}).get("configurable", {}).get("thread_id", ""))
         if not RUN_ID.fullmatch(thread):
             raise RunError(f"thread_id {thread!r} can't name a folder: use letters, digits, '.', '_' and '-'")
-        path = Workspace(self._runs / thread).checkpoints
-        with self._lock:
-            if thread not in self._savers and (create or path.exists()):
-                path.parent.mkdir(parents=True, exist_ok=True)
-                connection = sqlite3.connect(path, check_same_thread=False)
-                self._savers[thread] = SqliteSaver(connection, serde=self.serde)
-            return self._savers.get(thread)
+        return Workspace(self._runs / thread).checkpoints
 
     def close(self) -> None:
         """Close every file."""
@@ -94,7 +122,11 @@ class RunSaver(BaseCheckpointSaver[str]):
     def get_tuple(self, config: RunnableConfig) -> CheckpointTuple | None:
         """Return the checkpoint that `config` names, or the thread's newest."""
         saver = self._saver(config)
-        return saver.get_tuple(config) if saver else None
+        with _damage_told(self._path(config)):
+            found = saver.get_tuple(config) if saver else None
+            if found is not None and "channel_values" not in found.checkpoint:
+                raise ValueError("a checkpoint without values")
+            return found
 
     def list(
         self,

@@ -10,13 +10,12 @@ from profiling_agent.records import StopReason
 @agent
 def iterative_pruning(state: RunState, session: Session) -> Update:
     """Ask the journal, and a language model where there is one."""
-    assert state.journal is not None, "evaluation comes first"
     choice = next_proposal(
         session.advisor(state),
         state.planner,
         session.profile(state),
         state.goal,
-        state.journal,
+        state.seen,
         max_iterations=state.max_iterations,
     )
     if isinstance(choice, StopReason):

@@ -4,13 +4,16 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from langgraph.runtime import Runtime
+from pydantic import Field
 
 from profiling_agent.agents.session import Session, rejoin
 from profiling_agent.agents.state import RunState
 from profiling_agent.errors import RequestError
-from profiling_agent.records import Record
+from profiling_agent.iteration.selection import ranked, size_ratio
+from profiling_agent.records import Finalist, Journal, Record
 
 Update = dict[str, Any]
+LOOP = ("approval", "pruning", "quantization", "evaluation")
 
 
 class Node(Protocol):
@@ -21,20 +24,43 @@ class Node(Protocol):
         ...
 
 
+class Best(Record):
+    """The best accepted attempt so far, on the search images."""
+
+    attempt: int
+    drop: float = Field(description="top-1 lost, as a fraction")
+    macs_saved: float
+    size_ratio: float
+
+
 class ProgressEvent(Record):
-    """What a node streams (mode `custom`) while it works; `total` is 0 where the end isn't known."""
+    """What a node streams (mode `custom`) while it works; `total` is 0 where the end isn't known.
+
+    `iteration` is 0 before the first plan is carried out.
+    """
 
     stage: str
     message: str
     done: int = 0
     total: int = 0
+    iteration: int = 0
+    iterations: int = 0
+    best: Best | None = None
 
 
-def attend(session: Session, stage: str, runtime: Runtime[None], work: Callable[[], Update]) -> Update:
+def attend(
+    session: Session,
+    stage: str,
+    runtime: Runtime[None],
+    work: Callable[[], Update],
+    standing: ProgressEvent | None = None,
+) -> Update:
     """Do an agent's work with its progress streamed; whatever goes wrong, the worker ends and the run is free."""
+    plain = standing or ProgressEvent(stage=stage, message="")
 
     def progress(message: str, done: int, total: int) -> None:
-        runtime.stream_writer(ProgressEvent(stage=stage, message=message, done=done, total=total).model_dump())
+        event = plain.model_copy(update={"message": message, "done": done, "total": total})
+        runtime.stream_writer(event.model_dump(mode="json"))
 
     session.jobs.progress = progress
     progress("started", 0, 0)
@@ -48,6 +74,35 @@ def attend(session: Session, stage: str, runtime: Runtime[None], work: Callable[
         raise
 
 
+def standing_of(state: RunState, stage: str) -> ProgressEvent:
+    """Return an event without a message: which turn of the loop this is, and the best that was accepted so far."""
+    if state.journal is None:
+        iteration = 1 if stage in LOOP else 0
+        return ProgressEvent(stage=stage, message="", iteration=iteration, iterations=state.max_iterations)
+    journal = state.seen
+    best = next((row for row in ranked(journal, state.goal) if row.attempt is not None), None)
+    iteration = min(len(journal.attempts) + 1, state.max_iterations)
+    return ProgressEvent(
+        stage=stage,
+        message="",
+        iteration=iteration,
+        iterations=state.max_iterations,
+        best=_told(best, journal) if best else None,
+    )
+
+
+def _told(finalist: Finalist, journal: Journal) -> Best:
+    measured, baseline = finalist.evaluation, journal.baseline
+    assert finalist.attempt is not None, "only attempts are told of"
+    assert measured.drop is not None, "an attempt is compared with the baseline"
+    return Best(
+        attempt=finalist.attempt,
+        drop=measured.drop.drop,
+        macs_saved=1 - measured.footprint.macs / max(baseline.footprint.macs, 1),
+        size_ratio=size_ratio(measured, baseline),
+    )
+
+
 def agent(work: Callable[[RunState, Session], Update]) -> Node:
     """Make a node of an agent: a function of the state and the run's session that returns what it changed."""
     name = work.__module__.rsplit(".", 1)[-1]
@@ -55,7 +110,7 @@ def agent(work: Callable[[RunState, Session], Update]) -> Node:
     def node(state: RunState, *, runtime: Runtime[None], advisor: Any = None) -> Update:
         session = rejoin(state)
         session.chat_model = advisor
-        return attend(session, name, runtime, lambda: work(state, session))
+        return attend(session, name, runtime, lambda: work(state, session), standing_of(state, name))
 
     node.__name__ = name
     node.__doc__ = work.__doc__

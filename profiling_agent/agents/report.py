@@ -4,11 +4,14 @@ from profiling_agent.agents.node import Update, agent
 from profiling_agent.agents.session import Session
 from profiling_agent.agents.state import RunState
 from profiling_agent.artifacts.card import write_card
+from profiling_agent.artifacts.recipe import CARD
 from profiling_agent.iteration.settle import settle, torch_form
 from profiling_agent.profiling.job import profile_artifact, read_profile
 from profiling_agent.reporting.card import card_notes, card_rows
 from profiling_agent.reporting.report import Sources, build_report
+from profiling_agent.reporting.results import results_folder
 from profiling_agent.reporting.write import write_report
+from profiling_agent.tracking import track
 
 
 @agent
@@ -17,13 +20,12 @@ def report(state: RunState, session: Session) -> Update:
     assert state.acquired is not None, "acquisition comes first"
     assert state.resolved is not None, "the input shape resolver comes first"
     assert state.profiled is not None, "profiling comes first"
-    assert state.journal is not None, "evaluation comes first"
     assert state.stopped is not None, "the loop says why it stopped"
-    bench, workspace = session.bench(state), session.workspace
-    settlement = settle(bench, state.journal)
+    bench, workspace, journal = session.bench(state), session.workspace, state.seen
+    settlement = settle(bench, journal)
     best = settlement.winner.evaluation.model
     profiles = {"baseline": (state.profiled, bench.profile)}
-    if (seen := torch_form(settlement.winner, state.journal, state.resolved.baseline)) != state.resolved.baseline:
+    if (seen := torch_form(settlement.winner, journal, state.resolved.baseline)) != state.resolved.baseline:
         profiled = profile_artifact(session.jobs, seen, batch_size=state.batch_size, device=bench.device)
         profiles["best"] = (profiled, read_profile(workspace, profiled))
     written = build_report(
@@ -32,17 +34,24 @@ def report(state: RunState, session: Session) -> Update:
         Sources(
             acquired=state.acquired,
             input=state.resolved.input,
-            contest=state.journal.contest,
+            contest=journal.contest,
             peak_memory_bytes=(bench.peak_memory(bench.baseline), bench.peak_memory(best)),
-            attempts=state.journal.attempts,
+            attempts=journal.attempts,
             stopped=state.stopped,
             planned_by=state.advisor_note,
             spent=session.spent(state),
+            decisions=state.decisions,
             profiles=profiles,
         ),
     )
-    write_card(workspace.path(best), card_rows(written), card_notes(written))
-    workspace.point_best(best)
-    write_report(written, workspace.root)
+    folder = results_folder(workspace.root, written)
+    folder.mkdir(parents=True, exist_ok=True)
+    # A fork may return the model that its parent did, whose card tells of the parent's verdict.
+    if folder == workspace.root or not (workspace.path(best) / CARD).exists():
+        write_card(workspace.path(best), card_rows(written), card_notes(written))
+    workspace.point_best(best, folder)
+    write_report(written, folder)
+    if line := track(written, folder):
+        session.jobs.progress(line, 0, 0)
     session.close()
-    return {"verdict": written.verdict, "report": written}
+    return {"verdict": written.verdict, "report": written, "results_dir": str(folder)}

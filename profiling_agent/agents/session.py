@@ -12,12 +12,13 @@ from profiling_agent.errors import RunError
 from profiling_agent.iteration.bench import Bench
 from profiling_agent.iteration.forms import asked_schemes, supported_forms
 from profiling_agent.jobs.runner import Jobs
+from profiling_agent.jobs.tasks import Profiled
 from profiling_agent.llm.ledger import read_spent
 from profiling_agent.llm.question import Asks
-from profiling_agent.profiling.job import read_profile
+from profiling_agent.profiling.job import profile_artifact, read_profile
 from profiling_agent.records import ModelProfile, Spent
 from profiling_agent.request import RUN_ID, Request
-from profiling_agent.workspace import SCHEMA_VERSION, Workspace, open_workspace, read_manifest
+from profiling_agent.workspace import MANIFEST, SCHEMA_VERSION, Workspace, open_workspace, read_manifest
 
 if TYPE_CHECKING:
     from profiling_agent.llm.advisor import Advisor
@@ -36,10 +37,25 @@ class Session:
         self._created = created
         workspace.sweep()
 
+    def measured(self, state: RunState) -> Profiled:
+        """Return where the baseline's profile lies, measured where it isn't there."""
+        assert state.acquired is not None, "acquisition comes first"
+        assert state.resolved is not None, "the input shape resolver comes first"
+        return profile_artifact(
+            self.jobs,
+            state.resolved.baseline,
+            batch_size=state.batch_size,
+            device=state.acquired.source.device,
+            calibration=state.acquired.calibration,
+            criterion=state.criterion,
+            seed=state.seed,
+        )
+
     def profile(self, state: RunState) -> ModelProfile:
-        """Return the baseline's full profile."""
+        """Return the baseline's full profile; one that was removed, because it was damaged, is measured again."""
         assert state.profiled is not None, "profiling comes first"
-        return read_profile(self.workspace, state.profiled)
+        is_there = self.workspace.path(state.profiled.profile).parent.exists()
+        return read_profile(self.workspace, state.profiled if is_there else self.measured(state))
 
     def advisor(self, state: RunState) -> Asks | None:
         """Return the language model that may plan, None where the rules plan alone."""
@@ -98,7 +114,7 @@ class Session:
             return
         for folder in (self.workspace.jobs, root / "recovery"):
             shutil.rmtree(folder, ignore_errors=True)
-        for name in ("request.json", "worker.log", "run.lock"):
+        for name in (MANIFEST, "worker.log", "run.lock"):
             (root / name).unlink(missing_ok=True)
         # A checkpointer's file may lie here, and it is the checkpointer's to remove.
         if not any(root.iterdir()):
@@ -117,6 +133,12 @@ def open_session(workspace: Workspace, *, created: bool = False) -> Session:
     if known.workspace.root.resolve() != workspace.root.resolve():
         raise RunError(f"a run called {workspace.root.name!r} is under way in this process: choose another run_id")
     return known
+
+
+def close_session(workspace: Workspace) -> None:
+    """Close the session that this process has of a run; does nothing where it has none."""
+    if (known := SESSIONS.get(workspace.root.name)) is not None:
+        known.close()
 
 
 def choose_run_id(request: Request, thread: str | None) -> str:
@@ -138,7 +160,7 @@ def begin(request: Request, thread: str | None) -> Session:
     run_id = choose_run_id(request, thread)
     if (known := SESSIONS.get(run_id)) is not None:
         return known
-    created = not (request.output_dir / run_id / "request.json").exists()
+    created = not (request.output_dir / run_id / MANIFEST).exists()
     return open_session(open_workspace(request, run_id), created=created)
 
 

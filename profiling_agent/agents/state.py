@@ -6,9 +6,21 @@ Everything large is on disk; the state holds records and references, so any mome
 from pydantic import BaseModel, ConfigDict, Field
 
 from profiling_agent.iteration.attempt import Candidate
+from profiling_agent.iteration.judge import rejudged
 from profiling_agent.jobs.tasks import Profiled, Resolved
 from profiling_agent.llm.endpoint import Endpoint
-from profiling_agent.records import Acquired, Journal, Origin, Plan, StopReason, Verdict
+from profiling_agent.records import (
+    Acquired,
+    Cap,
+    Decided,
+    Goal,
+    Journal,
+    Origin,
+    Plan,
+    PruningRecommendation,
+    StopReason,
+    Verdict,
+)
 from profiling_agent.reporting.report import RunReport
 from profiling_agent.request import Request
 from profiling_agent.workspace import SCHEMA_VERSION
@@ -22,6 +34,7 @@ class RunState(Request):
 
     schema_version: int = SCHEMA_VERSION
     run_dir: str = ""
+    results_dir: str = Field(default="", description="where the answer lies: the run folder, or a fork's own within")
     endpoint: Endpoint | None = Field(default=None, description="the language model that plans, where there is one")
     advisor_note: str = Field(default="", description="who plans, and why")
     advisor_object: str | None = Field(default=None, description="the name of one that was passed as an object")
@@ -30,6 +43,9 @@ class RunState(Request):
     profiled: Profiled | None = None
     proposal: Plan | None = Field(default=None, description="the plan to measure next")
     origin: Origin | None = Field(default=None, description="who proposed it")
+    pins: tuple[PruningRecommendation, ...] = Field(default=(), description="ratios that a person fixed")
+    caps: tuple[Cap, ...] = Field(default=(), description="units that a person lets be cut no further")
+    decisions: tuple[Decided, ...] = Field(default=(), description="what a person decided of the plans so far")
     candidate: Candidate | None = None
     journal: Journal | None = None
     stopped: StopReason | None = None
@@ -40,6 +56,22 @@ class RunState(Request):
     def request(self) -> Request:
         """Return the request alone."""
         return Request.model_validate({name: getattr(self, name) for name in Request.model_fields})
+
+    @property
+    def goal(self) -> Goal:
+        """Return the contract, with what a person has demanded since."""
+        return super().goal.model_copy(update={"pins": self.pins, "caps": self.caps})
+
+    @property
+    def rejected(self) -> tuple[Decided, ...]:
+        """Return the plans that a person rejected, each with the reason."""
+        return tuple(decided for decided in self.decisions if decided.answer.decision == "reject")
+
+    @property
+    def seen(self) -> Journal:
+        """Return the journal by the contract as it is now: an edit or a fork may have changed it since."""
+        assert self.journal is not None, "quantization opens it"
+        return rejudged(self.journal, self.goal).model_copy(update={"rejected": self.rejected})
 
 
 RESULTS = tuple(name for name in RunState.model_fields if name not in Request.model_fields)
@@ -53,3 +85,4 @@ class RunResult(BaseModel):
     verdict: Verdict
     report: RunReport
     run_dir: str
+    results_dir: str

@@ -11,10 +11,12 @@ from profiling_agent.analysis.digest import (
     MAX_CHARACTERS,
     UNIT_LEGEND,
     attempt_rows,
+    demand_rows,
     goal_text,
     group_rows,
     plan_text,
     quoted,
+    rejection_rows,
     shortened,
     unit_rows,
 )
@@ -25,6 +27,7 @@ from profiling_agent.llm.question import Advice, Asks, Question, Tool
 from profiling_agent.prompts import render  # pyright: ignore[reportMissingImports] - mapped on install
 from profiling_agent.records import (
     Cap,
+    Decided,
     Goal,
     Journal,
     ModelProfile,
@@ -73,16 +76,24 @@ class Advised(Record):
     stop: bool = False
 
 
-def first_plan(advisor: Asks, profile: ModelProfile, goal: Goal, rules: Plan) -> Advised:
+def first_plan(
+    advisor: Asks, profile: ModelProfile, goal: Goal, rules: Plan, rejected: Sequence[Decided] = ()
+) -> Advised:
     """Return the model's first plan; AdvisorError where it has none."""
-    asked = partial(first_question, profile, goal, rules)
+    asked = partial(first_question, profile, goal, rules, rejected=rejected)
     advice = _ask(advisor, asked, PlanAnswer, profile, goal, tools=evidence_tools(profile, goal))
     guarded = guard(advice.value.plan, profile, goal)
     return Advised(guarded=guarded, reason=advice.value.reason, repairs=advice.repairs)
 
 
 def next_plan(
-    advisor: Asks, profile: ModelProfile, goal: Goal, journal: Journal, *, attempts_left: int, rules: Plan | None
+    advisor: Asks,
+    profile: ModelProfile,
+    goal: Goal,
+    journal: Journal,
+    *,
+    attempts_left: int,
+    rules: Plan | None,
 ) -> Advised:
     """Return the model's next plan, or its advice to stop; AdvisorError where it has neither."""
     asked = partial(next_question, profile, goal, journal, attempts_left, rules)
@@ -91,11 +102,17 @@ def next_plan(
     return Advised(guarded=guarded, reason=advice.value.reason, repairs=advice.repairs, stop=advice.value.stop)
 
 
-def first_question(profile: ModelProfile, goal: Goal, rules: Plan, max_characters: int = MAX_CHARACTERS) -> Question:
+def first_question(
+    profile: ModelProfile,
+    goal: Goal,
+    rules: Plan,
+    max_characters: int = MAX_CHARACTERS,
+    rejected: Sequence[Decided] = (),
+) -> Question:
     """Return what the analysis agent asks; its evidence takes at most so many characters."""
     sections = {"groups": group_rows(profile), "units": unit_rows(profile)}
     told = shortened(sections, max_characters)
-    return _question("analysis", profile, goal, rules=plan_text(rules), **told)
+    return _question("analysis", profile, goal, rules=plan_text(rules), rejected=rejection_rows(rejected), **told)
 
 
 def next_question(
@@ -114,7 +131,8 @@ def next_question(
     }
     told = shortened(sections, max_characters)
     by_rules = plan_text(rules) if rules else "to stop"
-    return _question("iterative_pruning", profile, goal, rules=by_rules, attempts_left=attempts_left, **told)
+    told |= {"rules": by_rules, "rejected": rejection_rows(journal.rejected)}
+    return _question("iterative_pruning", profile, goal, attempts_left=attempts_left, **told)
 
 
 def _question(agent: str, profile: ModelProfile, goal: Goal, **told: object) -> Question:
@@ -124,6 +142,7 @@ def _question(agent: str, profile: ModelProfile, goal: Goal, **told: object) -> 
         evidence=render(
             agent,
             goal=goal_text(goal),
+            demands=demand_rows(goal),
             allowed_kl=f"{allowed_kl(goal):.2g}",
             model=f"{quoted(profile.architecture)}, {profile.params} params, {profile.macs} MACs",
             group_legend=GROUP_LEGEND,

@@ -9,9 +9,21 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from profiling_agent.analysis.groups import Group, group_units
-from profiling_agent.records import Attempt, Goal, Journal, ModelProfile, Plan, UnitEvidence, WidthOption
+from profiling_agent.records import (
+    Attempt,
+    Decided,
+    Goal,
+    Journal,
+    ModelProfile,
+    Plan,
+    UnitEvidence,
+    WidthOption,
+    nearest_option,
+)
 
 MAX_NAME, MAX_CHARACTERS = 200, 12_000
+# A person's words on a plan; older ones are a handful of plans ago.
+MAX_REASON, MAX_REJECTIONS = 1000, 4
 # Shares of a width that rows tell of, where there are such widths; what lies between costs something between.
 CUTS = (0.25, 0.5, 0.75)
 # A unit is told of by itself where it costs so many times more, or less, than the median of its group at half width.
@@ -60,7 +72,7 @@ def _evidence(profile: ModelProfile, unit: str) -> UnitEvidence | None:
 
 
 def _nearest(row: UnitEvidence, width: int, cut: float) -> WidthOption:
-    return min(row.options, key=lambda option: abs(option.keep / width - (1 - cut)))
+    return nearest_option(row.options, width, 1 - cut)
 
 
 def _together(rows: Sequence[UnitEvidence], width: int, cut: float, profile: ModelProfile) -> str:
@@ -117,6 +129,22 @@ def _attempt_row(attempt: Attempt, journal: Journal, profile: ModelProfile) -> s
         f"attempt {attempt.number}: {plan_text(attempt.plan)}\n  predicted: {predicted}\n  measured: {measured}\n"
         f"  {verdict}: {quoted(attempt.reason)}"
     )
+
+
+def demand_rows(goal: Goal) -> str:
+    """Return what a person has fixed for every plan, as the JSON of a plan; nothing where nothing is."""
+    if not goal.pins and not goal.caps:
+        return ""
+    return f"What the user demands of every plan, and will be in yours: {plan_text(Plan(pruning=goal.pins, caps=goal.caps))}\n"
+
+
+def rejection_rows(rejected: Sequence[Decided]) -> str:
+    """Return the last plans that a person rejected, the newest first, with the reasons; nothing where none was."""
+    if not rejected:
+        return ""
+    rows = [f"{plan_text(row.plan)}\n  because: {quoted(row.answer.reason, MAX_REASON)}" for row in rejected]
+    told = "\n".join(reversed(rows[-MAX_REJECTIONS:]))
+    return f"Plans that the user rejected before they were measured, the newest first:\n{told}\n"
 
 
 def plan_text(plan: Plan) -> str:

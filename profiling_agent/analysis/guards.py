@@ -7,6 +7,7 @@ out with its reason, and what is predicted to cost more than the contract allows
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from profiling_agent.analysis.demands import obeying, scaled
 from profiling_agent.analysis.dry_run import dry_run, most_saving
 from profiling_agent.errors import PlanError
 from profiling_agent.pruning.names import matching_names
@@ -47,6 +48,7 @@ def complaint(plan: Plan, profile: ModelProfile, goal: Goal) -> str | None:
 def guard(plan: Plan, profile: ModelProfile, goal: Goal) -> Guarded:
     """Return what can be made of a plan; at worst one that prunes nothing."""
     dropped: list[str] = []
+    plan = obeying(plan, goal)
 
     def possible(**parts: object) -> str | None:
         try:
@@ -67,9 +69,9 @@ def guard(plan: Plan, profile: ModelProfile, goal: Goal) -> Guarded:
         dry = dry_run(plan, profile)
     except PlanError as error:
         dropped.append(str(error))
-        plan = plan.model_copy(update={"pruning": (), "target": None})
+        plan = plan.model_copy(update={"pruning": goal.pins, "target": None})
         dry = dry_run(plan, profile)
-    milder = _milder(plan, dry, profile, allowed_kl(goal))
+    milder = _milder(plan, dry, profile, goal)
     if milder is None:
         return Guarded(plan=plan, dry_run=dry, dropped=tuple(dropped))
     plan, factor = milder
@@ -120,25 +122,17 @@ def _with_reachable_target(plan: Plan, profile: ModelProfile, dropped: list[str]
     return plan.model_copy(update={"target": target})
 
 
-def _milder(plan: Plan, dry: DryRun, profile: ModelProfile, allowed: float) -> tuple[Plan, float] | None:
+def _milder(plan: Plan, dry: DryRun, profile: ModelProfile, goal: Goal) -> tuple[Plan, float] | None:
     """Return the strongest plan of the same kind that is predicted to stay inside, and its factor; None where it does."""
+    allowed = allowed_kl(goal)
     if dry.kl is None or dry.kl <= allowed:
         return None
     for step in range(STEPS - 1, 0, -1):
-        candidate = weakened(plan, step / STEPS)
+        candidate = scaled(plan, step / STEPS, goal.pins)
         try:
             kl = dry_run(candidate, profile).kl
         except PlanError:
             continue
         if kl is not None and kl <= allowed:
             return candidate, step / STEPS
-    return plan.model_copy(update={"pruning": (), "target": None}), 0.0
-
-
-def weakened(plan: Plan, factor: float) -> Plan:
-    """Return `plan` with its target and every ratio times `factor`, which is at most 1."""
-    cuts = tuple(rec.model_copy(update={"pruning_ratio": rec.pruning_ratio * factor}) for rec in plan.pruning)
-    target = plan.target
-    if target is not None:
-        target = target.model_copy(update={"saving": target.saving * factor})
-    return plan.model_copy(update={"pruning": cuts, "target": target})
+    return plan.model_copy(update={"pruning": goal.pins, "target": None}), 0.0

@@ -1,7 +1,7 @@
 """Is an attempt good enough to be deployed? The answer comes with its reason."""
 
 from profiling_agent.evaluation.intervals import one_sided_bound
-from profiling_agent.records import AccuracyDrop, Evaluation, Goal, Record
+from profiling_agent.records import AccuracyDrop, Attempt, Evaluation, Goal, Journal, Record
 
 # Decisions rest on the search images, the verdict on others. A candidate whose point estimate just meets the floor
 # here would miss it there about every second time, so the loop asks for a bound of the drop instead.
@@ -49,3 +49,15 @@ def judge(candidate: Evaluation, baseline: Evaluation, goal: Goal) -> Judgement:
         accepted=False,
         reason=f"{measured}, {SEARCH_CONFIDENCE:.0%} bound {bound:.4f}: outside the contract's {goal.max_accuracy_drop}",
     )
+
+
+def rejudged(journal: Journal, goal: Goal) -> Journal:
+    """Return the journal with every measured attempt judged by `goal`, which may have changed since."""
+
+    def again(attempt: Attempt) -> Attempt:
+        if attempt.deployed is None:
+            return attempt
+        judgement = judge(attempt.deployed, journal.baseline, goal)
+        return attempt.model_copy(update={"accepted": judgement.accepted, "reason": judgement.reason})
+
+    return journal.model_copy(update={"attempts": tuple(again(attempt) for attempt in journal.attempts)})

@@ -1,5 +1,6 @@
 """Who plans: the built-in rules, a language model, or both against each other. Nothing here is believed; it is measured."""
 
+from collections.abc import Sequence
 from typing import Literal
 
 from profiling_agent.analysis.advised import Advised, first_plan, next_plan
@@ -7,7 +8,7 @@ from profiling_agent.analysis.dry_run import dry_run, saved_share
 from profiling_agent.errors import AdvisorError, PlanError
 from profiling_agent.iteration.propose import propose
 from profiling_agent.llm.question import Asks
-from profiling_agent.records import DryRun, Goal, Journal, ModelProfile, Origin, Plan, StopReason, Target
+from profiling_agent.records import Decided, DryRun, Goal, Journal, ModelProfile, Origin, Plan, StopReason, Target
 
 Planner = Literal["hybrid", "llm", "rules"]
 RULES = Origin(by="rules")
@@ -19,12 +20,19 @@ STEP = 0.01
 Proposal = tuple[Plan, Origin]
 
 
-def first_proposal(advisor: Asks | None, planner: Planner, profile: ModelProfile, goal: Goal, rules: Plan) -> Proposal:
+def first_proposal(
+    advisor: Asks | None,
+    planner: Planner,
+    profile: ModelProfile,
+    goal: Goal,
+    rules: Plan,
+    rejected: Sequence[Decided] = (),
+) -> Proposal:
     """Return the first plan; the rules' own, unless only the language model is to plan."""
     if advisor is None or planner != "llm":
         return rules, RULES
     try:
-        advised = first_plan(advisor, profile, goal, rules)
+        advised = first_plan(advisor, profile, goal, rules, rejected)
     except AdvisorError as error:
         return rules, _instead(str(error))
     assert advised.guarded is not None, "a first plan never stops"
@@ -89,8 +97,10 @@ def _objection(advised: Advised, planner: Planner, profile: ModelProfile, journa
     dry = advised.guarded.dry_run
     if dry is None or not dry.cuts:
         return "nothing is left of its plan"
-    if any(_widths(dry) == _widths(attempt.dry_run) for attempt in journal.attempts if attempt.dry_run):
+    if any(dry.widths == attempt.dry_run.widths for attempt in journal.attempts if attempt.dry_run):
         return "its plan was measured already"
+    if any(dry.widths == dry_run(row.plan, profile).widths for row in journal.rejected):
+        return "its plan was rejected already"
     return _behind(advised.guarded.plan, dry, profile, journal) if planner == "hybrid" else None
 
 
@@ -113,7 +123,3 @@ def _behind(plan: Plan, dry: DryRun, profile: ModelProfile, journal: Journal) ->
     if not best + STEP / 2 <= saving <= worst - STEP / 2:
         return f"its plan saves {saving:.1%} of the {metric}, where only between {best:.1%} and {worst:.1%} is unknown"
     return None
-
-
-def _widths(dry: DryRun | None) -> tuple[tuple[str, int], ...]:
-    return tuple((cut.unit.name, cut.keep) for cut in dry.cuts) if dry else ()

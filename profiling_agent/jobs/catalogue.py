@@ -17,7 +17,8 @@ from profiling_agent.artifacts.load import load_module, load_processor, load_rec
 from profiling_agent.artifacts.save import save_model
 from profiling_agent.errors import PruningError
 from profiling_agent.evaluation.footprint import folder_bytes
-from profiling_agent.jobs import tasks
+from profiling_agent.jobs import comparing, tasks
+from profiling_agent.jobs.compare_job import compare_job
 from profiling_agent.jobs.deploy_job import deploy_job, evaluate_job, export_job
 from profiling_agent.jobs.desk import Desk
 from profiling_agent.jobs.keeping import keep_model
@@ -197,4 +198,5 @@ CATALOGUE: dict[type[tasks.Task[Any]], Callable[[Any, Desk], Record]] = {
     tasks.DeployApartTask: deploy_job,
     tasks.EvaluateTask: evaluate_job,
     tasks.EvaluateApartTask: evaluate_job,
+    comparing.CompareTask: compare_job,
 }

@@ -78,7 +78,7 @@ class Child:
     def _enforce(self, deadline: float, timeout_s: float) -> None:
         if time.monotonic() > deadline:
             self.end()
-            raise JobError(f"the job took longer than {timeout_s:.0f} s and was ended")
+            raise JobError(f"the job took longer than {timeout_s:.0f} s and was ended: lower num_samples")
         limit = MEMORY_FRACTION * psutil.virtual_memory().total
         if self.is_alive and (used := psutil.Process(self._process.pid).memory_info().rss) > limit:
             self.end()

@@ -2,10 +2,13 @@
 
 import hashlib
 import json
+import shutil
+from pathlib import Path
 from typing import TypeVar
 
 from profiling_agent.jobs.child import Child
 from profiling_agent.jobs.tasks import Task
+from profiling_agent.jobs.turn import machine_turn
 from profiling_agent.jobs.wire import Order, result_of
 from profiling_agent.progress import Progress, silent
 from profiling_agent.records import Record
@@ -22,6 +25,13 @@ def job_key(task: Task[ResultT]) -> str:
     return f"{type(task).__name__.removesuffix('Task').lower()}-{digest[:20]}"
 
 
+def _read(task: Task[ResultT], path: Path) -> ResultT | None:
+    try:
+        return result_of(task, path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
 class Jobs:
     """Runs the jobs of one run folder: most in one warm worker, `fresh` ones in a process of their own."""
 
@@ -35,8 +45,11 @@ class Jobs:
         """Return the task's result, from disk where this run has it; raises what the stage raised, or JobError."""
         key = job_key(task)
         result = self.workspace.jobs / key / "result.json"
-        if not result.exists():
-            self._carry_out(task, key)
+        if (known := _read(task, result)) is not None:
+            return known
+        # What is there and can't be read is damaged; a job is done again rather than believed.
+        shutil.rmtree(result.parent, ignore_errors=True)
+        self._carry_out(task, key)
         return result_of(task, result.read_text(encoding="utf-8"))
 
     def _carry_out(self, task: Task[ResultT], key: str) -> None:
@@ -46,14 +59,15 @@ class Jobs:
             kind=type(task).__name__,
             task=task.model_dump(mode="json"),
         )
-        child = self._start() if task.fresh else self._warm()
-        try:
-            child.carry_out(order, timeout_s=task.timeout_s, progress=self.progress)
-        finally:
-            if task.fresh:
-                child.end()
-            # A killed or crashed child leaves its folder; nobody else writes here while this run is locked.
-            self.workspace.sweep()
+        with machine_turn(self.progress):
+            child = self._start() if task.fresh else self._warm()
+            try:
+                child.carry_out(order, timeout_s=task.timeout_s, progress=self.progress)
+            finally:
+                if task.fresh:
+                    child.end()
+                # A killed or crashed child leaves its folder; nobody else writes here while this run is locked.
+                self.workspace.sweep()
 
     def _start(self) -> Child:
         return Child(self.workspace.root / "worker.log")

@@ -3,7 +3,7 @@
 from typing import Any, Literal
 
 from profiling_agent import errors
-from profiling_agent.jobs import racing, tasks
+from profiling_agent.jobs import comparing, racing, tasks
 from profiling_agent.records import Record
 
 TASKS: dict[str, type[tasks.Task[Any]]] = {
@@ -25,6 +25,7 @@ TASKS: dict[str, type[tasks.Task[Any]]] = {
         racing.RaceTask,
         racing.ThroughputTask,
         racing.MemoryTask,
+        comparing.CompareTask,
     )
 }
 ERRORS: dict[str, type[errors.ProfilingAgentError]] = {

@@ -1,5 +1,6 @@
 """Profile a saved model: the headline in a fresh process, the rest in the worker."""
 
+from profiling_agent.errors import RunError
 from profiling_agent.jobs.runner import Jobs
 from profiling_agent.jobs.tasks import HeadlineTask, Profiled, ProfileTask
 from profiling_agent.records import ArtifactRef, ModelProfile, SplitInfo
@@ -31,5 +32,11 @@ def profile_artifact(  # noqa: PLR0913 (what is measured, with what, and where)
 
 
 def read_profile(workspace: Workspace, profiled: Profiled) -> ModelProfile:
-    """Return the full profile that a job left in the workspace."""
-    return ModelProfile.model_validate_json(workspace.path(profiled.profile).read_text(encoding="utf-8"))
+    """Return the full profile that a job left in the workspace; RunError where the file is gone or damaged."""
+    path = workspace.path(profiled.profile)
+    try:
+        return ModelProfile.model_validate_json(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise RunError(
+            f"{str(path)!r} is gone or damaged: remove {path.parent} and resume, which measures it again"
+        ) from error

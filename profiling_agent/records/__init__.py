@@ -3,6 +3,7 @@
 Ratios and accuracies are fractions in [0, 1]; units are in the names; `macs` are multiply-accumulates of one image.
 """
 
+from profiling_agent.records.approval import Approval, ApprovalQuestion, Decided, UnitCut
 from profiling_agent.records.data import Acquired, InputSpec, LabelMatch, ModelSource, ShapeFacts, SplitInfo
 from profiling_agent.records.deployment import (
     RUNTIMES,
@@ -14,7 +15,7 @@ from profiling_agent.records.deployment import (
     Scheme,
     Tuned,
 )
-from profiling_agent.records.evidence import CriterionScore, Evidence, UnitEvidence, WidthOption
+from profiling_agent.records.evidence import CriterionScore, Evidence, UnitEvidence, WidthOption, nearest_option
 from profiling_agent.records.loop import (
     Attempt,
     Contest,
@@ -74,6 +75,8 @@ __all__ = [
     "RUNTIMES",
     "AccuracyDrop",
     "Acquired",
+    "Approval",
+    "ApprovalQuestion",
     "ArtifactRef",
     "Attempt",
     "Cap",
@@ -81,6 +84,7 @@ __all__ = [
     "Contest",
     "CriterionScore",
     "Cut",
+    "Decided",
     "DeployedModel",
     "Dropped",
     "DryRun",
@@ -129,9 +133,11 @@ __all__ = [
     "Trial",
     "Tuned",
     "Unit",
+    "UnitCut",
     "UnitEvidence",
     "UnitKind",
     "Variant",
     "Verdict",
     "WidthOption",
+    "nearest_option",
 ]

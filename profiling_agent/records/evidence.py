@@ -1,6 +1,6 @@
 """What cutting each unit to each width is expected to cost and to save, before anything is cut."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from pydantic import Field
 
@@ -17,6 +17,11 @@ class WidthOption(Record):
     predicted_kl: float = Field(description="second-order estimate from one forward and one backward pass")
     kl: float = Field(description="measured, or drawn through the measured widths along predicted_kl")
     measured: bool
+
+
+def nearest_option(options: Sequence[WidthOption], width: int, share: float) -> WidthOption:
+    """Return the option of a unit of this width that keeps nearest to `share` of it."""
+    return min(options, key=lambda option: abs(option.keep / width - share))
 
 
 class UnitEvidence(Record):

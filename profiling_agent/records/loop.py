@@ -5,9 +5,10 @@ from typing import Literal
 
 from pydantic import Field
 
+from profiling_agent.records.approval import Decided
 from profiling_agent.records.deployment import DeployedModel, Form, Tuned
 from profiling_agent.records.measurement import AccuracyDrop, Evaluation, Lap, Variant
-from profiling_agent.records.plan import DryRun, Plan, RecoveredModel
+from profiling_agent.records.plan import Cap, DryRun, Plan, PruningRecommendation, RecoveredModel
 from profiling_agent.records.record import ArtifactRef, Record
 
 
@@ -20,6 +21,8 @@ class Goal(Record):
     selection: Literal["contract", "paper"]
     objective: Literal["speed", "size", "memory"] = "speed"
     max_memory_ratio: float | None = None
+    pins: tuple[PruningRecommendation, ...] = Field(default=(), description="ratios that a person fixed for every plan")
+    caps: tuple[Cap, ...] = Field(default=(), description="units that a person lets be cut no further, in any plan")
 
 
 class Trial(Record):
@@ -123,6 +126,9 @@ class Journal(Record):
     contest: Contest | None = Field(default=None, description="the forms that the baseline was tried in")
     quantized: Evaluation | None = Field(default=None, description="the baseline in the chosen form")
     attempts: tuple[Attempt, ...] = ()
+    rejected: tuple[Decided, ...] = Field(
+        default=(), description="plans that a person turned down before they cost anything"
+    )
 
     @property
     def form(self) -> Form | None:

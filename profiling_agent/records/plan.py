@@ -104,6 +104,11 @@ class DryRun(Record):
     latency_saved: float | None = Field(default=None, description="share of the layers' time, by the latency table")
     notes: tuple[str, ...] = Field(default=(), description="hits that were left alone, each with the reason")
 
+    @property
+    def widths(self) -> tuple[tuple[str, int], ...]:
+        """Return what each cut unit would keep: two plans that come to the same are the same."""
+        return tuple((cut.unit.name, cut.keep) for cut in self.cuts)
+
 
 class PrunedModel(Record):
     """A pruned model that passed its gates, and the widths it was cut to."""

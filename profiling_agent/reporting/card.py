@@ -22,7 +22,7 @@ def card_rows(report: RunReport) -> tuple[CardRow, ...]:
 
 def card_notes(report: RunReport) -> tuple[str, ...]:
     """Return the intervals, and where they were measured."""
-    lap = next((row.lap for row in report.variants if row.evaluation.model == report.heldout.model), None)
+    lap = report.lap
     here = report.environment
     notes = [f"{report.verdict.outcome}: {report.verdict.explanation}."]
     if report.heldout.drop:

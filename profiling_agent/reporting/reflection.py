@@ -107,7 +107,7 @@ def _why_left(name: str, row: Sensitivity | None, attempt: Attempt) -> str:
 
 
 def _cost(row: Sensitivity, keep: int) -> str:
-    option = min(row.options, key=lambda option: abs(option.keep - keep))
+    option = row.at(keep / row.width)
     return f"{option.kl:.2g} nats alone for {count(option.params_saved)} params at {option.keep}"
 
 

@@ -12,6 +12,7 @@ from profiling_agent.records import (
     Attempt,
     Contest,
     CriterionScore,
+    Decided,
     Evaluation,
     Form,
     Goal,
@@ -25,6 +26,7 @@ from profiling_agent.records import (
     Variant,
     Verdict,
     WidthOption,
+    nearest_option,
 )
 from profiling_agent.reproducibility import Environment, environment
 from profiling_agent.request import Request
@@ -79,7 +81,7 @@ class Sensitivity(Record):
 
     def at(self, share: float) -> WidthOption:
         """Return the option whose kept share of the width is nearest to `share`."""
-        return min(self.options, key=lambda option: abs(option.keep / self.width - share))
+        return nearest_option(self.options, self.width, share)
 
 
 class RunReport(Record):
@@ -92,6 +94,7 @@ class RunReport(Record):
     stopped: StopReason
     planned_by: str = Field(default="", description="who planned, and why")
     spent: Spent | None = Field(default=None, description="what was asked of a language model")
+    decisions: tuple[Decided, ...] = Field(default=(), description="what a person decided of the plans")
     contest: Contest | None = Field(default=None, description="the forms that the unpruned model was tried in")
     baseline: Summary
     best: Summary
@@ -109,6 +112,11 @@ class RunReport(Record):
     artifacts: dict[str, str]
     request: Request
     environment: Environment
+
+    @property
+    def lap(self) -> Lap | None:
+        """Return the race of the returned model; None where it did not race."""
+        return next((row.lap for row in self.variants if row.evaluation.model == self.heldout.model), None)
 
 
 def compare_layers(before: ModelProfile, after: ModelProfile) -> tuple[LayerGroup, ...]:
@@ -173,6 +181,7 @@ class Sources(Record):
     stopped: StopReason
     planned_by: str
     spent: Spent | None
+    decisions: tuple[Decided, ...]
     profiles: dict[str, tuple[Profiled, ModelProfile]]
 
 
@@ -192,7 +201,7 @@ def build_report(request: Request, settlement: Settlement, sources: Sources) -> 
     baseline, best = profiles["baseline"], profiles.get("best", profiles["baseline"])
     laps = {lap.model.sha256: lap for lap in race.laps} if race else {}
     kept = settlement.kept_beside.evaluation.model.path if settlement.kept_beside else None
-    artifacts = {"best": "best", "report": "report.md", "json": "report.json"}
+    artifacts = {"best": "best", "report": "report.html", "text": "report.md", "json": "report.json"}
     artifacts |= {f"{name} profile": profiled.profile.path for name, (profiled, _) in profiles.items()}
     artifacts |= {f"{row.variant} model ({row.form.name})": row.model.path for row in settlement.corners}
     return RunReport(
@@ -202,6 +211,7 @@ def build_report(request: Request, settlement: Settlement, sources: Sources) -> 
         stopped=sources.stopped,
         planned_by=sources.planned_by,
         spent=sources.spent,
+        decisions=sources.decisions,
         contest=sources.contest,
         baseline=summarise(
             settlement.heldout_baseline,

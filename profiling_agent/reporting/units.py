@@ -15,6 +15,11 @@ def _scaled(value: float, units: tuple[str, ...], factor: float) -> str:
     return f"{value:.4g} {units[index]}".rstrip()
 
 
+def points(fraction: float) -> str:
+    """Return a difference of accuracies in points."""
+    return f"{fraction * 100:.2f} points"
+
+
 def count(number: float) -> str:
     """Return a number of parameters or MACs."""
     return _scaled(number, ("", "K", "M", "G", "T"), 1000)

@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,10 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from profiling_agent.cli import app
-from profiling_agent.display import measurement_table
+from profiling_agent.display import compare_table, measurement_table
 from profiling_agent.racing import Measurements, compare_measurements, read_measurements
 from profiling_agent.records import Race
+from profiling_agent.reporting.report import RunReport
 from profiling_agent.workspace import write_atomically
 
 
@@ -74,3 +76,49 @@ def test_what_can_not_be_raced_or_measured_is_refused_in_one_line(
 
     assert said.exit_code == 2
     assert says in said.stderr
+
+
+def test_runs_are_compared_side_by_side(finished: Path, tmp_path: Path):
+    # A folder may be called what rich takes for markup.
+    other = shutil.copytree(finished, tmp_path / "[bold]", symlinks=True)
+    report = RunReport.model_validate_json((finished / "report.json").read_text())
+    better = report.model_copy(update={"best": report.best.model_copy(update={"params": report.baseline.params // 2})})
+    write_atomically(Path(other) / "report.json", better.model_dump_json())
+
+    with Console(width=250, record=True, file=io.StringIO()) as console:
+        console.print(compare_table({"mild": report, str(other): better}))
+    said = console.export_text()
+
+    assert "[bold]" in said
+    assert call("compare", str(finished), str(other)).exit_code == 0
+    rows = {
+        cells[1].strip(): [cell.strip() for cell in cells[2:4]] for cells in map(split_row, said.splitlines()) if cells
+    }
+    assert rows["verdict"][0].startswith(report.verdict.outcome)
+    assert rows["model"] == 2 * [report.request.model]
+    assert rows["params saved"] == [f"{1 - report.best.params / report.baseline.params:.2%}", "50.00%"]
+    assert rows["planned by"] == 2 * [report.planned_by]
+    assert rows["accuracy asked"] == 2 * ["lose at most 1.00 points"]
+
+
+def split_row(line: str) -> list[str]:
+    return line.split("│") if line.startswith("│") else []
+
+
+def test_compared_runs_are_one_json_document_with_each_report_under_its_run(finished: Path, tmp_path: Path):
+    other = shutil.copytree(finished, tmp_path / "other", symlinks=True)
+
+    document = json.loads(call("compare", str(finished), str(other), "--json").stdout)
+
+    report = RunReport.model_validate_json((finished / "report.json").read_text())
+    assert list(document) == [str(finished), str(other)]
+    assert all(RunReport.model_validate(one) == report for one in document.values())
+
+
+def test_a_folder_that_is_no_run_is_compared_with_nothing(finished: Path, tmp_path: Path):
+    said = call("compare", str(finished), str(tmp_path))
+
+    assert said.exit_code == 2
+    assert len(said.stderr.strip().splitlines()) == 1
+    assert "is no run folder" in said.stderr
+    assert said.stdout == ""

@@ -1,8 +1,9 @@
 import pytest
 from made import GOAL, attempt, journal, profile
 
+from profiling_agent.analysis.demands import MAX_RATIO
 from profiling_agent.analysis.dry_run import dry_run
-from profiling_agent.iteration.propose import MAX_RATIO, propose
+from profiling_agent.iteration.propose import propose
 from profiling_agent.records import Attempt, Plan, StopReason
 
 PROFILE = profile()

@@ -1,0 +1,55 @@
+"""Approval: a gate between a plan and its cost. Off by default; a person accepts, edits or rejects what would be done."""
+
+from typing import Any
+
+from langgraph.types import Command, interrupt
+
+from profiling_agent.agents.node import Update, agent
+from profiling_agent.agents.session import Session
+from profiling_agent.agents.state import RunState
+from profiling_agent.errors import RequestError
+from profiling_agent.iteration.approval import edited, pose, read_answer
+from profiling_agent.records import Approval, Decided, Goal, ModelProfile, Plan
+
+
+def resuming(answer: Approval) -> Command[Any]:
+    """Return what goes on with a run that waits."""
+    return Command(resume=answer.model_dump(mode="json"))
+
+
+def is_asked(state: RunState) -> bool:
+    """Return whether this plan waits for a person."""
+    is_first = state.journal is None or not state.journal.attempts
+    return state.approve == "each" or (state.approve == "plan" and is_first)
+
+
+@agent
+def approval(state: RunState, session: Session) -> Update:
+    """Ask until an answer can be taken. Nothing is done here that a second pass would do twice."""
+    if not is_asked(state):
+        return {}
+    assert state.proposal is not None, "a plan is proposed before it is approved"
+    profile = session.profile(state)
+    question = pose(session.workspace.root.name, state.proposal, state.origin, profile, state.journal)
+    while True:
+        # Checked by ourselves and not by LangGraph, whose refusal ends the turn with a traceback.
+        said = interrupt(question.model_dump(mode="json"), response_schema=Approval.model_json_schema())
+        try:
+            answer = read_answer(said)
+            plan, goal = _taken(answer, state.proposal, state.goal, profile)
+        except RequestError as error:
+            question = question.model_copy(update={"problem": str(error)})
+            continue
+        decided = Decided(attempt=question.attempt, plan=plan or state.proposal, answer=answer)
+        return {"proposal": plan, "decisions": (*state.decisions, decided)} | _changed(goal)
+
+
+def _taken(answer: Approval, plan: Plan, goal: Goal, profile: ModelProfile) -> tuple[Plan | None, Goal]:
+    if answer.decision == "reject":
+        return None, goal
+    return edited(answer, plan, goal, profile) if answer.decision == "edit" else (plan, goal)
+
+
+def _changed(goal: Goal) -> Update:
+    names = ("max_accuracy_drop", "min_speedup", "max_size_ratio", "max_memory_ratio", "pins", "caps")
+    return {name: getattr(goal, name) for name in names}

@@ -1,0 +1,82 @@
+"""The command that puts the paper's numbers beside a user's own."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from pydantic import ValidationError
+from rich.table import Table
+from rich.text import Text
+
+from profiling_agent.analysis.plan_file import first_problem
+from profiling_agent.errors import ProfilingAgentError, RequestError
+from profiling_agent.progress_display import open_display
+from profiling_agent.reproduce.paper import TABLE_5, Study
+from profiling_agent.terminal import JsonOption, app, console, errors, refuse
+
+NAMES = "table1|table2|table3|table4|table5|figure5"
+
+
+@app.command()
+def reproduce(  # noqa: PLR0913, PLR0917 (a command's options)
+    name: Annotated[str, typer.Argument(metavar=NAMES, help="what of the paper to make")],
+    models: Annotated[list[str] | None, typer.Option(help="your models; by default the paper's, from the Hub")] = None,
+    data: Annotated[str | None, typer.Option(help="your labelled images; by default Imagenette")] = None,
+    advisor: Annotated[list[str] | None, typer.Option(help="table5: language models to compare, two times")] = None,
+    base_url: Annotated[str | None, typer.Option(help="address of their server")] = None,
+    num_samples: Annotated[int | None, typer.Option(min=50, help="images to search on")] = None,
+    output: Annotated[Path, typer.Option(help="folder of the runs; what is complete there is used again")] = Path(
+        "runs/reproduce"
+    ),
+    json_: JsonOption = False,  # noqa: FBT002 - a flag
+) -> None:
+    """Run our pipeline and the paper's baselines on models and data, beside the numbers that the paper prints.
+
+    Without a network the embedded models and digits stand in, and what could not be run is said.
+
+    `profiling-agent reproduce table1 --models microsoft/resnet-101 --data frgfm/imagenette`
+    """
+    from profiling_agent.reproduce.study import Bench, subjects_of
+    from profiling_agent.reproduce.tables import TABLES
+    from profiling_agent.reproduce.tables import reproduce as make
+
+    try:
+        if name not in TABLES:
+            raise RequestError(f"there is no {name!r} to reproduce: name one of {', '.join(TABLES)}")
+        if advisor and (name != "table5" or len(advisor) > len(TABLE_5["ViT-B/16"])):
+            raise RequestError("table5 compares two language models: name two with --advisor, and none for the others")
+        subjects, chosen, missing = subjects_of(models or [], data)
+        with open_display(errors) as display:
+            bench = Bench(
+                output.expanduser(), chosen, num_samples=num_samples, listener=display.hear, base_url=base_url
+            )
+            study = make(name, bench, subjects, advisor or [], missing)
+    except ProfilingAgentError as error:
+        refuse(str(error))
+    except ValidationError as error:
+        refuse(first_problem(error))
+    except KeyboardInterrupt:
+        errors.print("stopped; the same command goes on with what is complete", markup=False)
+        raise typer.Exit(130) from None
+    if json_:
+        typer.echo(study.model_dump_json(indent=1))
+    else:
+        _show(study)
+    raise typer.Exit(0 if study.rows else 1)
+
+
+def _show(study: Study) -> None:
+    table = Table(title=f"{study.name}: {study.title}", title_justify="left")
+    for column in ("model", "what", "quantity", "paper", "ours", "better by", "note"):
+        table.add_column(column, overflow="fold")
+    for row in study.rows:
+        told = [f"{value:+.2f}" if value is not None else "" for value in (row.paper, row.ours, row.better_by)]
+        table.add_row(row.family, Text(row.what), row.quantity, *told, Text(row.note))
+    console.print(table)
+    console.print(Text("What was different:", style="bold"))
+    for line in study.differences:
+        console.print(Text(f"- {line}"), soft_wrap=True)
+    if study.missing:
+        console.print(Text("What could not be run:", style="bold"))
+    for line in study.missing:
+        console.print(Text(f"- {line}"), soft_wrap=True)

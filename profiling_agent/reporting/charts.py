@@ -1,0 +1,249 @@
+"""The report's interactive charts: numbers of a RunReport to Plotly figures, and those to HTML that loads nothing."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import plotly.graph_objects as go
+from plotly.io import to_html
+from plotly.offline import get_plotlyjs
+
+from profiling_agent.records import Attempt, Trial
+from profiling_agent.reporting.report import RunReport, Sensitivity, VariantRow
+
+INK, MUTED, ACCENT, SECOND, WARN = "#1f2933", "#9aa5b1", "#0b7285", "#e8590c", "#c92a2a"
+FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif"
+# Bars and rows beyond these can't be read; the tables and report.json have all of them.
+MAX_GROUPS, MAX_UNITS = 14, 80
+SHARES = (0.875, 0.75, 0.625, 0.5, 0.375, 0.25)
+
+
+def library() -> str:
+    """Return Plotly's own source, to stand in the page once."""
+    return get_plotlyjs()
+
+
+def plain(text: object) -> str:
+    """Return a stranger's text so that Plotly, which reads some tags, finds none."""
+    return str(text).replace("<", "\u2039").replace(">", "\u203a")[:120]
+
+
+def charts(report: RunReport) -> dict[str, str]:
+    """Return each chart as HTML by its name; one that has nothing to show is left out."""
+    made = {
+        "speed": against_speed(report),
+        "size": against_size(report),
+        "time": by_group(report, "latency_ms", "milliseconds, as profiled"),
+        "memory": by_group(report, "params", "parameters"),
+        "sensitivity": heat_map(report.sensitivity),
+        "predictions": predicted_and_measured(report.attempts),
+        "runtimes": runtime_race(report),
+    }
+    return {name: _html(figure, f"chart-{name}") for name, figure in made.items() if figure is not None}
+
+
+def _html(figure: go.Figure, name: str) -> str:
+    config = {"displayModeBar": False, "responsive": True}
+    return to_html(figure, include_plotlyjs=False, full_html=False, div_id=name, config=config)
+
+
+def _figure(title: str, x: str, y: str, height: int = 380) -> go.Figure:
+    figure = go.Figure()
+    figure.update_layout(
+        title={"text": title, "font": {"size": 15}},
+        height=height,
+        margin={"l": 10, "r": 10, "t": 48, "b": 10},
+        font={"family": FONT, "color": INK, "size": 12},
+        paper_bgcolor="rgba(0,0,0,0)",
+        plot_bgcolor="rgba(0,0,0,0)",
+        legend={"orientation": "h", "y": -0.22},
+        hoverlabel={"bgcolor": "white"},
+    )
+    for axis, label in ((figure.update_xaxes, x), (figure.update_yaxes, y)):
+        axis(title_text=label, gridcolor="#e4e7eb", zerolinecolor="#cbd2d9", automargin=True)
+    return figure
+
+
+def _front(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
+    """Return the points that nothing beats in both: least x for their y, most y for their x."""
+    best, front = float("-inf"), list[tuple[float, float]]()
+    for x, y in sorted(points, key=lambda point: (point[0], -point[1])):
+        if y > best:
+            front.append((x, y))
+            best = y
+    return [x for x, _ in front], [y for _, y in front]
+
+
+def _scatter(figure: go.Figure, name: str, color: str, rows: Sequence[tuple[float, float, str]], **marker: Any) -> None:
+    if not rows:
+        return
+    figure.add_scatter(
+        x=[x for x, _, _ in rows],
+        y=[y for _, y, _ in rows],
+        text=[plain(text) for _, _, text in rows],
+        name=name,
+        mode="markers",
+        marker={"size": 11, "color": color, "line": {"width": 1, "color": "white"}} | marker,
+        hovertemplate="%{text}<br>%{x:.4g}, top-1 %{y:.2%}<extra></extra>",
+    )
+
+
+def _with_front(figure: go.Figure, rows: Sequence[tuple[float, float, str]]) -> go.Figure:
+    xs, ys = _front([(x, y) for x, y, _ in rows])
+    line = {"color": MUTED, "dash": "dot", "shape": "hv"}
+    figure.add_scatter(x=xs, y=ys, mode="lines", name="front", line=line, hoverinfo="skip")
+    figure.update_yaxes(tickformat=".1%")
+    return figure
+
+
+def _floor(figure: go.Figure, report: RunReport) -> None:
+    floor = report.variants[0].evaluation.top1 - report.goal.max_accuracy_drop
+    figure.add_hline(y=floor, line={"color": WARN, "width": 1, "dash": "dash"}, annotation_text="accuracy floor")
+
+
+def _name(row: VariantRow) -> str:
+    return f"{row.evaluation.variant}, {row.evaluation.form.name}"
+
+
+def against_speed(report: RunReport) -> go.Figure | None:
+    """Return top-1 on the search images against milliseconds a batch, of all that raced, on one scale."""
+    first = next((row.lap for row in report.variants if row.lap and row.lap.speedup == 1), None)
+    if first is None:
+        return None
+    whole = first.latency.median_ms
+    raced = [(whole / row.lap.speedup, row.evaluation.top1, _name(row)) for row in report.variants if row.lap]
+    forms = [
+        (whole / trial.lap.speedup, trial.evaluation.top1, f"unpruned, {trial.form.name}")
+        for trial in _trials(report)
+        if trial.lap and trial.evaluation
+    ]
+    guessed = [
+        (raced[-1][0] * share, attempt.deployed.top1, f"attempt {attempt.number}: time by its MACs, not raced")
+        for attempt in report.attempts
+        if attempt.deployed and (share := _macs_share(attempt, report)) is not None
+    ]
+    figure = _figure("Accuracy against latency", "milliseconds a batch", "top-1, search images")
+    _scatter(figure, "attempt, not raced", MUTED, guessed, symbol="circle-open", line={"width": 2, "color": MUTED})
+    _scatter(figure, "unpruned, other forms", SECOND, forms, symbol="diamond")
+    _scatter(figure, "raced", ACCENT, raced)
+    _floor(figure, report)
+    return _with_front(figure, [*raced, *forms])
+
+
+def _macs_share(attempt: Attempt, report: RunReport) -> float | None:
+    """Return an attempt's MACs as a share of the returned model's; None of the one that was returned."""
+    if attempt.deployed is None or attempt.number == report.best.attempt:
+        return None
+    return attempt.deployed.footprint.macs / max(report.best.macs, 1)
+
+
+def _trials(report: RunReport) -> tuple[Trial, ...]:
+    return report.contest.trials if report.contest else ()
+
+
+def against_size(report: RunReport) -> go.Figure:
+    """Return top-1 on the search images against megabytes on disk."""
+    corners = [(row.evaluation.footprint.size_bytes / 1e6, row.evaluation.top1, _name(row)) for row in report.variants]
+    tries = [
+        (one.deployed.footprint.size_bytes / 1e6, one.deployed.top1, f"attempt {one.number}: {one.reason[:60]}")
+        for one in report.attempts
+        if one.deployed
+    ]
+    figure = _figure("Accuracy against size", "MB on disk", "top-1, search images")
+    _scatter(figure, "attempts", MUTED, tries, symbol="circle-open", line={"width": 2, "color": MUTED})
+    _scatter(figure, "corners", ACCENT, corners)
+    _floor(figure, report)
+    return _with_front(figure, [*corners, *tries])
+
+
+def by_group(report: RunReport, field: str, label: str) -> go.Figure | None:
+    """Return a field of the layer groups before and after, the largest first."""
+    after = {"latency_ms": "latency_after_ms", "params": "params_after"}[field]
+    groups = sorted(report.layers, key=lambda group: -getattr(group, field))[:MAX_GROUPS][::-1]
+    if not groups:
+        return None
+    title = "Where the time goes" if field == "latency_ms" else "Where the parameters are"
+    figure = _figure(title, label, "", height=120 + 26 * len(groups))
+    names = [plain(group.name) for group in groups]
+    for name, color, source in (("after", ACCENT, after), ("before", "#cbd2d9", field)):
+        values = [getattr(group, source) for group in groups]
+        hover = "%{y}<br>%{x:.4s} " + name + "<extra></extra>"
+        figure.add_bar(y=names, x=values, name=name, orientation="h", marker_color=color, hovertemplate=hover)
+    figure.update_layout(barmode="group", bargap=0.25)
+    return figure
+
+
+def heat_map(rows: Sequence[Sensitivity]) -> go.Figure | None:
+    """Return the KL of each unit, cut alone, by the share of its width that is kept: log10 nats."""
+    shown = rows[:MAX_UNITS][::-1]
+    if not shown:
+        return None
+    figure = _figure("Sensitivity of each unit, cut alone", "width kept", "", height=140 + 15 * len(shown))
+    options = [[row.at(share) for share in SHARES] for row in shown]
+    figure.add_heatmap(
+        z=[[_log(option.kl) for option in row] for row in options],
+        customdata=[[[option.kl, option.keep] for option in row] for row in options],
+        x=[f"{share:.0%}" for share in SHARES],
+        y=[plain(row.unit) for row in shown],
+        colorscale="YlOrRd",
+        colorbar={"title": "nats", "tickvals": [-5, -4, -3, -2, -1, 0], "ticktext": [f"1e{n}" for n in range(-5, 1)]},
+        hovertemplate="%{y}<br>%{customdata[1]} kept: %{customdata[0]:.2g} nats<extra></extra>",
+    )
+    figure.update_yaxes(tickfont={"size": 9})
+    return figure
+
+
+def _log(value: float) -> float:
+    return math.log10(max(value, 1e-6))
+
+
+def predicted_and_measured(attempts: Sequence[Attempt]) -> go.Figure | None:
+    """Return each attempt's predicted KL against the measured one, beside the line where both are equal."""
+    rows = [
+        (one.dry_run.kl, one.calibration_kl, f"attempt {one.number}")
+        for one in attempts
+        if one.dry_run and one.dry_run.kl and one.calibration_kl
+    ]
+    if not rows:
+        return None
+    figure = _figure("Predicted against measured", "KL predicted, nats", "KL measured, nats")
+    ends = [min(min(x, y) for x, y, _ in rows) / 2, max(max(x, y) for x, y, _ in rows) * 2]
+    for factor, name, dash in ((1.0, "equal", "solid"), (2.0, "off by twice", "dot"), (0.5, "", "dot")):
+        figure.add_scatter(
+            x=ends,
+            y=[factor * end for end in ends],
+            mode="lines",
+            name=name,
+            showlegend=bool(name),
+            line={"color": MUTED, "dash": dash, "width": 1},
+            hoverinfo="skip",
+        )
+    _scatter(figure, "attempts", ACCENT, rows)
+    figure.data[-1].hovertemplate = "%{text}<br>predicted %{x:.2g}, measured %{y:.2g} nats<extra></extra>"
+    figure.update_xaxes(type="log")
+    figure.update_yaxes(type="log")
+    return figure
+
+
+def runtime_race(report: RunReport) -> go.Figure | None:
+    """Return how many times as fast as eager float32 each form of the unpruned model ran, with its interval."""
+    raced = [(trial.form.name, trial.lap) for trial in _trials(report) if trial.lap]
+    if not raced:
+        return None
+    raced.sort(key=lambda row: row[1].speedup)
+    figure = _figure("The runtime race, unpruned", "times as fast", "", height=120 + 30 * len(raced))
+    figure.add_bar(
+        y=[plain(name) for name, _ in raced],
+        x=[lap.speedup for _, lap in raced],
+        error_x={
+            "type": "data",
+            "symmetric": False,
+            "array": [lap.speedup_high - lap.speedup for _, lap in raced],
+            "arrayminus": [lap.speedup - lap.speedup_low for _, lap in raced],
+        },
+        orientation="h",
+        marker_color=ACCENT,
+        hovertemplate="%{y}: %{x:.2f} times as fast<extra></extra>",
+    )
+    figure.add_vline(x=1, line={"color": MUTED, "width": 1})
+    return figure

@@ -1,0 +1,71 @@
+"""`report.html`: one file that loads nothing, from the template, the style and the script beside this file."""
+
+import shlex
+from collections.abc import Callable
+from importlib.resources import files
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from profiling_agent.reporting.charts import charts, library
+from profiling_agent.reporting.reflection import choices, predictions, subject_of
+from profiling_agent.reporting.report import RunReport
+from profiling_agent.reporting.units import asked, count, drop, measured, ms, percent, points, size, speedup
+from profiling_agent.request import Request
+
+# The drawing of the network: a row for each unit, all of one length, in user units of the picture.
+ROW, LEFT, SPAN = 16, 250, 520
+MAX_ROWS = 160
+
+
+def render_html(report: RunReport) -> str:
+    """Return the report as one HTML page."""
+    jinja = Environment(
+        loader=PackageLoader("profiling_agent.reporting", ""),
+        undefined=StrictUndefined,
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    filters: dict[str, Callable[..., object]] = {
+        "asked": asked,
+        "count": count,
+        "drop": drop,
+        "measured": measured,
+        "ms": ms,
+        "percent": percent,
+        "points": points,
+        "predictions": predictions,
+        "size": size,
+        "speedup": speedup,
+    }
+    jinja.filters.update(filters)
+    subject = subject_of(report)
+    here = files("profiling_agent.reporting")
+    return jinja.get_template("report.html.jinja").render(
+        r=report,
+        # Plotly escapes what it writes into a script; the style, the script and the library are our own and its authors'.
+        charts={name: Markup(chart) for name, chart in charts(report).items()},
+        library=Markup(library()),
+        style=Markup((here / "report.css").read_text(encoding="utf-8")),
+        script=Markup((here / "report.js").read_text(encoding="utf-8")),
+        subject=subject,
+        units=choices(report, subject)[:MAX_ROWS] if subject else (),
+        row=ROW,
+        left=LEFT,
+        span=SPAN,
+        command=command(report.request),
+        lap=report.lap,
+    )
+
+
+def command(request: Request) -> str:
+    """Return the command that asks for the same again, what is at its default left out."""
+    parts = ["profiling-agent", "run"]
+    for name, field in Request.model_fields.items():
+        value = getattr(request, name)
+        if name in ("run_id", "output") or value == field.default:
+            continue
+        flag = name.replace("_", "-")
+        parts += [f"--{'' if value else 'no-'}{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
+    return shlex.join(parts)

@@ -1,0 +1,57 @@
+"""Where a run's answer lies, and how it is read back."""
+
+import hashlib
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from profiling_agent.errors import RunError
+from profiling_agent.reporting.report import RunReport
+from profiling_agent.workspace import MANIFEST, read_manifest
+
+REPORT = "report.json"
+FORKS = "forks"
+
+
+def read_report(folder: Path) -> RunReport:
+    """Return the report of a finished run, or of a fork of one.
+
+    Raises:
+        RunError: the folder is no run, the run has no report yet, or its report is damaged.
+    """
+    path = folder / REPORT
+    if not path.is_file():
+        read_manifest(folder)
+        raise RunError(f"run {str(folder)!r} has no report yet: finish it with `profiling-agent resume {folder}`")
+    try:
+        return RunReport.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise RunError(f"{str(path)!r} is damaged ({where}: {first['msg']}): run again") from error
+
+
+def results_folder(root: Path, report: RunReport) -> Path:
+    """Return where a report belongs: the run folder, or a fork's own where that holds the answer to another question.
+
+    A thread that is forked from an earlier checkpoint keeps the run folder and its jobs; what it was answered before
+    stays as it was.
+    """
+    try:
+        earlier = read_report(root)
+    except RunError:
+        return root
+    if _question(earlier) == _question(report):
+        return root
+    return root / FORKS / hashlib.sha256("\n".join(_question(report)).encode()).hexdigest()[:12]
+
+
+def run_of(folder: Path) -> Path:
+    """Return the run folder of a run's results, or of a fork's."""
+    folder = folder.resolve()
+    return folder if (folder / MANIFEST).is_file() or folder.parent.name != FORKS else folder.parents[1]
+
+
+def _question(report: RunReport) -> tuple[str, ...]:
+    """Return what a report answers: the request, and the plans that were measured for it."""
+    return report.request.model_dump_json(), *(attempt.plan.model_dump_json() for attempt in report.attempts)

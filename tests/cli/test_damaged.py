@@ -1,0 +1,147 @@
+"""Runs whose files were damaged: each ends with one line that says which, and nothing is made of it."""
+
+import shutil
+import sqlite3
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from profiling_agent.agents.checkpoints import RunSaver
+from profiling_agent.agents.node import ProgressEvent
+from profiling_agent.cli import app
+from profiling_agent.lifecycle import build_graph, resume
+from profiling_agent.records import ModelProfile
+from profiling_agent.reporting.results import read_report
+
+
+def call(*arguments: str):
+    return CliRunner().invoke(app, list(arguments), env={"COLUMNS": "200", "TERM": "dumb"})
+
+
+def is_refused(said, *words: str) -> bool:
+    return (
+        said.exit_code == 2
+        and len(said.stderr.strip().splitlines()) == 1
+        and said.stderr.startswith("profiling-agent: ")
+        and all(word in said.stderr for word in words)
+    )
+
+
+def cut_short(path: Path) -> None:
+    with path.open("r+b") as stream:
+        stream.truncate(path.stat().st_size // 2)
+
+
+def beheaded(path: Path) -> None:
+    with path.open("r+b") as stream:
+        stream.write(b"not a database at all, but about a hundred bytes of prose that stand where its header was")
+
+
+def scribbled(path: Path) -> None:
+    with path.open("r+b") as stream:
+        stream.seek(4096)
+        stream.write(bytes(range(256)) * 16)
+
+
+def garbled(path: Path) -> None:
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute("UPDATE checkpoints SET checkpoint = x'00c1c1c1'")
+
+
+def emptied(path: Path) -> None:
+    path.write_text("{}")
+
+
+@pytest.fixture
+def run(finished: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(finished, tmp_path / "quick", symlinks=True))
+
+
+@pytest.fixture
+def stopped(run: Path) -> Path:
+    """Return a run that was profiled and got no further."""
+    saver = RunSaver(run.parent)
+    config = {"configurable": {"thread_id": run.name}}
+    history = build_graph(saver).get_state_history(config)
+    profiled = next(snapshot for snapshot in history if snapshot.next == ("analysis",))
+    saver.close()
+    with closing(sqlite3.connect(run / "checkpoints.sqlite")) as connection, connection:
+        for table in ("checkpoints", "writes"):
+            named = profiled.config["configurable"]["checkpoint_id"]
+            connection.execute(f"DELETE FROM {table} WHERE checkpoint_id > ?", (named,))
+    for report in run.glob("report.*"):
+        report.unlink()
+    return run
+
+
+@pytest.mark.parametrize("damage", [cut_short, beheaded, scribbled, garbled])
+@pytest.mark.parametrize("verb", ["resume", "approve"])
+def test_a_run_with_damaged_checkpoints_is_not_gone_on_with(run: Path, damage: Callable[[Path], None], verb: str):
+    damage(run / "checkpoints.sqlite")
+
+    assert is_refused(call(verb, str(run)), "checkpoints.sqlite", "damaged", "start a new run")
+    assert (run / "report.json").exists()
+    assert (run / "best" / "recipe.json").exists()
+
+
+def test_the_report_of_a_run_with_damaged_checkpoints_is_written_again(run: Path):
+    beheaded(run / "checkpoints.sqlite")
+
+    assert call("report", str(run)).exit_code == 0
+
+
+@pytest.fixture
+def profile(finished: Path, stopped: Path) -> Path:
+    return stopped / read_report(finished).profiles["baseline"].profile.path
+
+
+@pytest.mark.parametrize("damage", [cut_short, beheaded, emptied, Path.unlink])
+def test_a_run_whose_profile_is_damaged_is_not_gone_on_with(
+    stopped: Path, profile: Path, damage: Callable[[Path], None]
+):
+    damage(profile)
+
+    assert is_refused(call("resume", str(stopped)), "profile.json", "gone or damaged")
+    assert is_refused(call("report", str(stopped)), "no report yet")
+    assert (stopped / "request.json").exists()
+    assert list(stopped.glob("jobs/acquire-*/result.json"))
+
+
+class EnoughError(Exception):
+    pass
+
+
+def until_pruning(event: ProgressEvent) -> None:
+    if event.stage == "pruning":
+        raise EnoughError
+
+
+@pytest.mark.slow
+def test_what_is_said_of_a_damaged_profile_helps(stopped: Path, profile: Path):
+    emptied(profile)
+    assert f"remove {profile.parent} and resume" in call("resume", str(stopped)).stderr
+
+    shutil.rmtree(profile.parent)
+
+    with pytest.raises(EnoughError):
+        resume(stopped, until_pruning)
+
+    assert ModelProfile.model_validate_json(profile.read_bytes()).evidence is not None
+
+
+@pytest.mark.parametrize("damage", [cut_short, beheaded, emptied])
+@pytest.mark.parametrize("verb", ["show", "report", "compare"])
+def test_a_damaged_report_is_not_shown(run: Path, damage: Callable[[Path], None], verb: str):
+    damage(run / "report.json")
+
+    assert is_refused(call(verb, str(run)), "report.json", "damaged")
+
+
+@pytest.mark.parametrize("damage", [cut_short, beheaded, emptied])
+def test_a_run_whose_request_is_damaged_is_not_gone_on_with(run: Path, damage: Callable[[Path], None]):
+    damage(run / "request.json")
+
+    assert is_refused(call("resume", str(run)), "request.json")

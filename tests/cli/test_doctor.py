@@ -1,0 +1,158 @@
+"""`doctor` on this machine, with what may be wrong on another."""
+
+import json
+import sys
+from itertools import islice
+from pathlib import Path
+
+import pytest
+from chat_server import chat_server, error, in_turn
+from typer.testing import CliRunner
+
+from profiling_agent.cli import app
+from profiling_agent.doctor import Finding, examine
+from profiling_agent.records import RUNTIMES
+from profiling_agent.request import Request
+from profiling_agent.runtimes.probe import probe
+
+QUICK = ("software", "CPU", "memory", "disk", "noise", "language model", "Hugging Face")
+NOBODY = "http://127.0.0.1:9/v1"
+
+
+def call(*arguments: str):
+    return CliRunner().invoke(app, ["doctor", *arguments], env={"COLUMNS": "200", "TERM": "dumb"})
+
+
+def looked(tmp_path: Path, **asked) -> dict[str, Finding]:
+    """Return what needs no process of its own, by name."""
+    request = Request(**({"output": str(tmp_path / "runs"), "advisor": "rules"} | asked))
+    return {finding.name: finding for finding in islice(examine(request), len(QUICK))}
+
+
+def test_what_is_quick_to_find_comes_first_and_a_machine_that_is_fit_has_no_problem(tmp_path: Path):
+    found = looked(tmp_path)
+
+    assert tuple(found) == QUICK
+    assert "torch" in found["software"].seen
+    assert found["disk"].state == "ok"
+    assert str(tmp_path) in found["disk"].seen
+    assert found["language model"].seen == "none is configured: the built-in rules plan"
+    assert not (tmp_path / "runs").exists()
+
+
+def test_what_is_being_looked_at_is_told_while_it_is_looked_at(tmp_path: Path):
+    heard = list[tuple[str, int, int]]()
+    request = Request(output=str(tmp_path), advisor="rules")
+
+    list(islice(examine(request, lambda *said: heard.append(said)), 3))
+
+    num_looks = len(QUICK) + len(RUNTIMES)
+    assert heard == [("looking", number, num_looks) for number in range(3)]
+
+
+def test_an_output_folder_that_can_not_be_made_is_a_problem_with_advice(tmp_path: Path):
+    (tmp_path / "file").write_text("in the way")
+
+    for output in (tmp_path / "file", tmp_path / "file" / "deep" / "runs", Path("/proc/runs")):
+        disk = looked(tmp_path, output=str(output))["disk"]
+
+        assert disk.state == "problem"
+        assert "can't be written" in disk.seen
+        assert disk.advice == "choose another --output"
+
+
+def test_a_language_model_that_is_there_answers_and_one_that_its_server_lacks_is_a_problem(tmp_path: Path):
+    with chat_server(in_turn(error(500))) as server:
+        there = looked(tmp_path, advisor="openai:scripted", base_url=server.url)["language model"]
+        lacked = looked(tmp_path, advisor="openai:another", base_url=server.url)["language model"]
+
+    assert (there.state, there.seen) == ("ok", "openai:scripted answers")
+    assert lacked.state == "problem"
+    assert "has no model 'another'" in lacked.seen
+    assert server.asked == []
+
+
+@pytest.mark.parametrize(
+    ("advisor", "base_url", "says"),
+    [
+        ("openai:x", NOBODY, "can't be reached"),
+        ("auto", NOBODY, "can't be reached"),
+        ("openai:x", None, "OPENAI_API_KEY isn't set"),
+        ("a parrot", None, "advisor is 'a parrot'"),
+        ("openai:x", "ftp://somewhere", "base_url is 'ftp://somewhere'"),
+    ],
+)
+def test_a_language_model_that_was_asked_for_and_can_not_be_had_is_a_problem(
+    tmp_path: Path, advisor: str, base_url: str | None, says: str
+):
+    found = looked(tmp_path, advisor=advisor, base_url=base_url)["language model"]
+
+    assert found.state == "problem"
+    assert says in found.seen
+    assert "--advisor rules" in found.advice
+
+
+def test_a_server_that_the_environment_alone_names_keeps_no_run_from_working(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("OPENAI_BASE_URL", NOBODY)
+
+    found = looked(tmp_path, advisor="auto")["language model"]
+
+    assert found.state == "note"
+    assert "can't be reached" in found.seen
+
+
+def test_being_cut_off_from_the_hub_on_purpose_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    assert "HF_HUB_OFFLINE" not in looked(tmp_path)["Hugging Face"].seen
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+    assert "HF_HUB_OFFLINE is set" in looked(tmp_path)["Hugging Face"].seen
+
+
+@pytest.mark.parametrize("arguments", [("--advisor", ""), ("--base-url", "http://" + 500 * "x")])
+def test_what_no_request_can_say_is_one_line_and_exit_code_2(arguments: tuple[str, ...]):
+    said = call(*arguments)
+
+    assert said.exit_code == 2
+    assert len(said.stderr.strip().splitlines()) == 1
+    assert arguments[0].removeprefix("--").replace("-", "_") in said.stderr
+
+
+def test_the_runtime_that_every_installation_has_runs_the_probes_model(tmp_path: Path):
+    assert 0 < probe("eager", tmp_path) < 10_000
+
+
+@pytest.mark.slow
+def test_a_runtime_that_is_missing_is_noted_and_one_that_takes_its_process_down_is_a_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "onnxruntime.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGILL)\n")
+    monkeypatch.setenv("PYTHONPATH", str(broken))
+    # What Python's import system takes for "not there".
+    monkeypatch.setitem(sys.modules, "openvino", None)
+
+    said = call("--output", str(tmp_path / "runs"), "--advisor", "openai:x", "--base-url", NOBODY, "--json")
+
+    assert said.exit_code == 1
+    found = {one["name"]: Finding.model_validate(one) for one in json.loads(said.stdout)}
+    assert tuple(found) == (*QUICK, *RUNTIMES)
+    assert found["eager"].state == "ok"
+    assert "runs a tiny model in" in found["eager"].seen
+    assert found["openvino"].state == "note"
+    assert "pip install profiling-agent[openvino]" in found["openvino"].advice
+    assert found["onnxruntime"].state == "problem"
+    assert "SIGILL" in found["onnxruntime"].seen
+    assert found["language model"].state == "problem"
+    assert all(one.advice for one in found.values() if one.state != "ok")
+
+
+@pytest.mark.slow
+def test_every_runtime_that_is_installed_here_works_and_people_are_told_so_in_a_table(tmp_path: Path):
+    said = call("--output", str(tmp_path / "runs"), "--advisor", "rules")
+
+    assert said.exit_code == 0
+    assert all(name in said.stdout for name in (*QUICK, *RUNTIMES))
+    assert said.stdout.count("runs a tiny model in") == len(RUNTIMES)

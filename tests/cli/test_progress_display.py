@@ -1,0 +1,128 @@
+"""What a run shows while it works: on a terminal, elsewhere, for machines, and where nothing is wanted."""
+
+import io
+import json
+from contextlib import suppress
+
+import pytest
+from rich.console import Console
+
+from profiling_agent.agents.node import Best, ProgressEvent
+from profiling_agent.progress_display import open_display, standing
+
+BEST = Best(attempt=1, drop=0.005, macs_saved=0.25, size_ratio=0.375)
+EVENTS = (
+    ProgressEvent(stage="profiling", message="started"),
+    ProgressEvent(stage="profiling", message="timing layers", done=1, total=3),
+    ProgressEvent(stage="profiling", message="timing layers", done=3, total=3),
+    ProgressEvent(stage="profiling", message="counting [all] operators", done=1, total=1),
+    ProgressEvent(stage="pruning", message="started", iteration=1, iterations=3),
+    ProgressEvent(stage="evaluation", message="started", iteration=1, iterations=3),
+    ProgressEvent(stage="pruning", message="started", iteration=2, iterations=3, best=BEST),
+    ProgressEvent(stage="pruning", message="cutting", done=4, total=8, iteration=2, iterations=3, best=BEST),
+)
+STANDING = (
+    "iteration 2 of 3; best so far: attempt 1, 0.50 points of top-1 lost, 25.00% of the MACs saved, 37.50% of the bytes"
+)
+
+
+def shown(*, is_terminal: bool = False, **asked: bool) -> str:
+    file = io.StringIO()
+    with open_display(Console(file=file, force_terminal=is_terminal, width=160), **asked) as display:
+        for event in EVENTS:
+            display.hear(event)
+    return file.getvalue()
+
+
+@pytest.fixture
+def _terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+
+
+def test_where_a_run_stands_is_said_once_there_is_something_to_say():
+    assert standing(EVENTS[0]) == ""
+    assert standing(EVENTS[4]) == "iteration 1 of 3"
+    assert standing(EVENTS[6]) == STANDING
+
+
+def test_what_is_no_terminal_gets_each_stage_and_each_change_once_as_plain_lines():
+    assert shown().splitlines() == [
+        "profiling",
+        "  timing layers",
+        "  counting [all] operators",
+        "pruning (iteration 1 of 3)",
+        "evaluation (iteration 1 of 3)",
+        f"pruning ({STANDING})",
+        "  cutting",
+    ]
+
+
+def test_each_event_is_one_line_of_json_that_gives_the_event_again():
+    documents = [json.loads(line) for line in shown(is_json=True).splitlines()]
+
+    assert {document.pop("event") for document in documents} == {"progress"}
+    assert tuple(ProgressEvent.model_validate(document) for document in documents) == EVENTS
+
+
+def test_json_is_asked_for_by_machines_and_stays_json_on_a_terminal():
+    assert shown(is_json=True, is_terminal=True) == shown(is_json=True)
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_quiet_shows_nothing(is_terminal: bool):
+    assert shown(is_quiet=True, is_terminal=is_terminal) == ""
+
+
+@pytest.mark.usefixtures("_terminal")
+def test_a_terminal_shows_each_stage_the_iteration_and_the_best_so_far():
+    said = shown(is_terminal=True)
+
+    assert all(stage in said for stage in ("profiling", "evaluation", "pruning"))
+    assert STANDING in said
+    assert "counting [all] operators" in said
+    assert "1/1" in said
+
+
+@pytest.mark.usefixtures("_terminal")
+def test_a_stage_that_comes_round_again_has_one_line_at_the_bottom():
+    last = shown(is_terminal=True).rpartition(STANDING)[2]
+
+    assert last.count("pruning") == 1
+    assert last.index("profiling") < last.index("evaluation") < last.index("pruning")
+
+
+@pytest.mark.usefixtures("_terminal")
+def test_a_run_that_fails_leaves_its_last_stage_unfinished():
+    file = io.StringIO()
+    with suppress(ValueError), open_display(Console(file=file, force_terminal=True)) as display:
+        display.hear(EVENTS[0])
+        display.hear(EVENTS[1])
+        raise ValueError
+
+    assert "1/3" in file.getvalue()
+    assert "1/1" not in file.getvalue()
+
+
+@pytest.mark.usefixtures("_terminal")
+def test_whoever_asks_something_has_the_terminal_to_themselves():
+    file = io.StringIO()
+    console = Console(file=file, force_terminal=True, width=160)
+    with open_display(console) as display:
+        display.hear(EVENTS[0])
+        with display.paused():
+            before = file.tell()
+            console.print("accept?")
+            asked = file.getvalue()[before:]
+        display.hear(EVENTS[-1])
+
+    assert asked == "accept?\n"
+    assert STANDING in file.getvalue()
+
+
+def test_a_command_without_events_shows_its_progress_under_one_name():
+    file = io.StringIO()
+    with open_display(Console(file=file), is_json=True) as display:
+        display.stage("race")("round", 2, 5)
+
+    document = json.loads(file.getvalue())
+    assert (document["stage"], document["message"], document["done"], document["total"]) == ("race", "round", 2, 5)

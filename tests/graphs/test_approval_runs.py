@@ -1,0 +1,86 @@
+"""Runs that wait for a person: in Python, from another process, and with answers that can't be taken."""
+
+import json
+from pathlib import Path
+
+import pytest
+from conftest import World
+from langgraph.checkpoint.memory import InMemorySaver
+from langgraph.types import Command
+
+from profiling_agent import Approval, ApprovalQuestion, approve, build_graph, optimize, pending, resume
+from profiling_agent.errors import ApprovalPendingError, RequestError, RunError
+from profiling_agent.records import Cap
+
+FIRST_BLOCK = r"layers\.0\.mlp"
+
+
+@pytest.mark.slow
+def test_a_plan_is_refused_edited_and_kept_to(world: World, tmp_path: Path):
+    asked: list[ApprovalQuestion] = []
+    answers = [
+        Approval(decision="edit", caps=(Cap(layer="no.such.layer"),)),
+        Approval(decision="reject", reason="start milder"),
+        Approval(decision="edit", caps=(Cap(layer=FIRST_BLOCK),)),
+    ]
+
+    def approver(question: ApprovalQuestion) -> Approval:
+        asked.append(question)
+        return answers.pop(0) if answers else Approval(decision="accept")
+
+    report = optimize(world.request(tmp_path, approve="each", max_iterations=2), approver=approver)
+
+    assert [question.attempt for question in asked] == [1, 1, 1, 2]
+    assert "no.such.layer" in (asked[1].problem or "")
+    assert asked[2].params_saved < asked[0].params_saved
+    assert len(report.attempts) == 2
+    cut = [{c.unit.name for c in attempt.dry_run.cuts} for attempt in report.attempts if attempt.dry_run]
+    assert not any(FIRST_BLOCK.replace("\\", "") in name for names in cut for name in names)
+    assert [row.answer.decision for row in report.decisions] == ["reject", "edit", "accept"]
+
+
+@pytest.mark.slow
+def test_a_run_that_nobody_answers_waits_and_goes_on_from_elsewhere(world: World, tmp_path: Path):
+    with pytest.raises(ApprovalPendingError, match="waits for an approval of attempt 1: answer with"):
+        optimize(world.request(tmp_path, approve="plan", max_iterations=1))
+    run = tmp_path / "quick"
+    jobs = sorted(path.name for path in (run / "jobs").iterdir())
+    with pytest.raises(ApprovalPendingError):
+        resume(run)
+    waiting = pending(run)
+    assert waiting is not None
+    assert waiting.cuts
+    with pytest.raises(ApprovalPendingError, match=r"attempt 1 \(min_speedup|attempt 1 \(the layer pattern"):
+        approve(run, Approval(decision="edit", caps=(Cap(layer="nowhere"),)))
+    assert sorted(path.name for path in (run / "jobs").iterdir()) == jobs
+
+    report = approve(run, Approval(decision="accept"))
+
+    assert len(report.attempts) == 1
+    assert pending(run) is None
+    with pytest.raises(RunError, match="waits for no approval"):
+        approve(run, Approval(decision="accept"))
+
+
+@pytest.mark.slow
+def test_langgraphs_own_command_answers_too(world: World, tmp_path: Path):
+    graph = build_graph(InMemorySaver())
+    config = {"configurable": {"thread_id": "quick"}}
+    request = world.request(tmp_path, approve="plan", max_iterations=1, run_id=None)
+
+    stopped = graph.invoke(request, config)
+    (waiting,) = stopped["__interrupt__"]
+    assert json.loads(json.dumps(waiting.value))["choices"] == ["accept", "edit", "reject"]
+    assert waiting.response_schema["properties"]["decision"]["enum"] == ["accept", "edit", "reject"]
+    (again,) = graph.invoke(Command(resume={"decision": "maybe"}), config)["__interrupt__"]
+    assert "decision" in again.value["problem"]
+
+    result = graph.invoke(Command(resume="accept"), config)
+
+    assert result["verdict"].outcome
+
+
+def test_without_a_checkpointer_approval_is_refused_at_the_start(world: World, tmp_path: Path):
+    with pytest.raises(RequestError, match="build the graph with a checkpointer"):
+        build_graph().invoke(world.request(tmp_path, approve="plan"))
+    assert not list(tmp_path.iterdir())
