@@ -21,7 +21,7 @@ PACE, LINE_UPS = Pace(seconds_per_turn=0.2, min_rounds=8, max_seconds=30.0), 3
 
 def row_of(model: str, persona: str, planner: str, report: RunReport, seconds: float) -> dict[str, Any]:
     """Return a run's line of the table."""
-    lap = next((row.lap for row in report.variants if row.evaluation.model == report.heldout.model), None)
+    lap = report.lap
     drop, spent = report.heldout.drop, report.spent
     origins = [attempt.origin for attempt in report.attempts]
     return {

@@ -31,7 +31,7 @@ MIN_PRUNED = 0.05
 def row_of(name: str, report: RunReport) -> dict[str, object]:
     """Return one model's line of the table."""
     base, best, drop = report.baseline, report.best, report.heldout.drop
-    lap = next((row.lap for row in report.variants if row.evaluation.model == report.heldout.model), None)
+    lap = report.lap
     return {
         "model": name,
         "verdict": report.verdict.outcome + (" certified" if report.verdict.certified else ""),
@@ -55,7 +55,7 @@ def deepest(report: RunReport) -> float:
 
 def checks_of(name: str, report: RunReport) -> list[Check]:
     """Return what must hold for one model."""
-    lap = next((row.lap for row in report.variants if row.evaluation.model == report.heldout.model), None)
+    lap = report.lap
     drop = report.heldout.drop
     checks = [
         Check.at_most(f"{name}: points lost on held-out images", drop.drop * 100 if drop else 0.0, 1.0),
