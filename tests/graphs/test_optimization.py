@@ -108,7 +108,7 @@ def test_invoking_the_same_request_again_repeats_no_job(world: World, tmp_path: 
     done = {path: path.stat().st_mtime_ns for path in Path(first["run_dir"]).glob("jobs/*/result.json")}
     again = build_graph().invoke(request)
 
-    assert set(first) == {"verdict", "report", "run_dir"}
+    assert set(first) == {"verdict", "report", "run_dir", "results_dir"}
     assert again["run_dir"] == first["run_dir"]
     assert again["report"] == first["report"]
     assert {path: path.stat().st_mtime_ns for path in Path(first["run_dir"]).glob("jobs/*/result.json")} == done
