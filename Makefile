@@ -15,7 +15,7 @@ test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest --cov --cov-report=term:skip-covered --durations=20 -q -n auto --dist loadfile
 
 test-slow: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest --durations=30 -q -n auto --dist loadfile -m "slow and not gpu"
+	$(BIN)/python -m pytest --durations=30 -q -n auto --dist worksteal -m "slow and not gpu"
 
 test-all: test test-slow
 

@@ -6,10 +6,10 @@ from typing import Annotated
 
 import typer
 from pydantic import ValidationError
-from rich.table import Table
 from rich.text import Text
 
 from profiling_agent.analysis.plan_file import first_problem
+from profiling_agent.display import folded_table
 from profiling_agent.errors import ProfilingAgentError
 from profiling_agent.progress_display import open_display
 from profiling_agent.request import Request
@@ -42,9 +42,7 @@ def doctor(
     if json_:
         typer.echo(json.dumps([finding.model_dump() for finding in findings], indent=1))
     else:
-        table = Table(title="doctor", title_justify="left")
-        for name in ("what", "state", "seen", "what to do"):
-            table.add_column(name, overflow="fold")
+        table = folded_table("doctor", "what", "state", "seen", "what to do")
         for one in findings:
             table.add_row(one.name, Text(one.state, style=COLORS[one.state]), Text(one.seen), Text(one.advice))
         console.print(table)

@@ -5,10 +5,10 @@ from typing import Annotated
 
 import typer
 from pydantic import ValidationError
-from rich.table import Table
 from rich.text import Text
 
 from profiling_agent.analysis.plan_file import first_problem
+from profiling_agent.display import folded_table
 from profiling_agent.errors import ProfilingAgentError, RequestError
 from profiling_agent.progress_display import open_display
 from profiling_agent.reproduce.paper import TABLE_5, Study
@@ -36,7 +36,7 @@ def reproduce(  # noqa: PLR0913, PLR0917 (a command's options)
 
     `profiling-agent reproduce table1 --models microsoft/resnet-101 --data frgfm/imagenette`
     """
-    from profiling_agent.reproduce.study import Bench, subjects_of
+    from profiling_agent.reproduce.study import Reproduction, subjects_of
     from profiling_agent.reproduce.tables import TABLES
     from profiling_agent.reproduce.tables import reproduce as make
 
@@ -47,10 +47,15 @@ def reproduce(  # noqa: PLR0913, PLR0917 (a command's options)
             raise RequestError("table5 compares two language models: name two with --advisor, and none for the others")
         subjects, chosen, missing = subjects_of(models or [], data)
         with open_display(errors) as display:
-            bench = Bench(
-                output.expanduser(), chosen, num_samples=num_samples, listener=display.hear, base_url=base_url
+            runs = Reproduction(
+                output.expanduser(),
+                chosen,
+                num_samples=num_samples,
+                listener=display.hear,
+                advisors=advisor or [],
+                base_url=base_url,
             )
-            study = make(name, bench, subjects, advisor or [], missing)
+            study = make(name, runs, subjects, missing)
     except ProfilingAgentError as error:
         refuse(str(error))
     except ValidationError as error:
@@ -66,9 +71,9 @@ def reproduce(  # noqa: PLR0913, PLR0917 (a command's options)
 
 
 def _show(study: Study) -> None:
-    table = Table(title=f"{study.name}: {study.title}", title_justify="left")
-    for column in ("model", "what", "quantity", "paper", "ours", "better by", "note"):
-        table.add_column(column, overflow="fold")
+    table = folded_table(
+        f"{study.name}: {study.title}", "model", "what", "quantity", "paper", "ours", "better by", "note"
+    )
     for row in study.rows:
         told = [f"{value:+.2f}" if value is not None else "" for value in (row.paper, row.ours, row.better_by)]
         table.add_row(row.family, Text(row.what), row.quantity, *told, Text(row.note))

@@ -10,13 +10,13 @@ from rich.text import Text
 
 from profiling_agent.evaluation.race import noise_warning
 from profiling_agent.racing import Measurements
-from profiling_agent.records import ApprovalQuestion, Comparison, Lap, ModelProfile, Race
+from profiling_agent.records import ApprovalQuestion, Comparison, ModelProfile, Race
 from profiling_agent.reporting.reflection import choices, predictions, subject_of
 from profiling_agent.reporting.report import RunReport
 from profiling_agent.reporting.units import asked, count, drop, measured, ms, percent, size, speedup
 
 
-def _table(title: str, first: str, *others: str) -> Table:
+def folded_table(title: str, first: str, *others: str) -> Table:
     """Return a table whose first column, a name, is folded and never cut."""
     table = Table(title=title, title_justify="left")
     table.add_column(first, overflow="fold")
@@ -29,14 +29,14 @@ def verdict_table(report: RunReport, root: Path) -> Group:
     """Return the verdict, the contract, before and after, the attempts and the files."""
     verdict = report.verdict
     head = f"{verdict.outcome}{' (certified)' if verdict.certified else ''}: {verdict.explanation}"
-    terms = _table("contract", "term", "asked", "measured", "holds")
+    terms = folded_table("contract", "term", "asked", "measured", "holds")
     for term in verdict.terms:
         terms.add_row(term.name, asked(term), measured(term), "yes" if term.holds else "no")
-    sides = _table("before and after", "", "baseline", f"best ({report.best.variant}, {report.best.form.name})")
+    sides = folded_table("before and after", "", "baseline", f"best ({report.best.variant}, {report.best.form.name})")
     base, best = report.baseline, report.best
     for name, text in (("top1", percent), ("latency_ms", ms), ("params", count), ("macs", count), ("size_bytes", size)):
         sides.add_row(name, text(getattr(base, name)), text(getattr(best, name)))
-    tries = _table("attempts", "attempt", "accepted", "params", "search top-1", "reason")
+    tries = folded_table("attempts", "attempt", "accepted", "params", "search top-1", "reason")
     for attempt in report.attempts:
         deployed = attempt.deployed
         tries.add_row(
@@ -63,13 +63,13 @@ def plan_table(report: RunReport) -> Group:
         lines.append(f"target: {percent(target.saving)} of the {target.metric}. {target.justification}".strip())
     lines += [f"left out: {part}" for part in attempt.origin.dropped]
     lines += [f"made milder: {attempt.origin.cut_back}"] if attempt.origin.cut_back else []
-    units = _table("what can be pruned", "unit", "width", "kept", "why")
+    units = folded_table("what can be pruned", "unit", "width", "kept", "why")
     for row in choices(report, attempt):
         units.add_row(Text(row.unit), str(row.width), str(row.kept), Text(row.reason))
-    types = _table("what is quantized", "layers", "type", "why")
+    types = folded_table("what is quantized", "layers", "type", "why")
     for rec in attempt.plan.quantization or ():
         types.add_row(Text(rec.layer), f"{rec.quantization_type} {rec.dtype}", Text(rec.justification))
-    expected = _table("predicted and measured", "", "predicted", "measured", "")
+    expected = folded_table("predicted and measured", "", "predicted", "measured", "")
     for told in predictions(attempt, report):
         expected.add_row(told.what, told.predicted, told.measured, "off by more than twice" if told.is_off else "")
     return Group(*(Text(line) for line in lines), units, types, expected)
@@ -77,7 +77,7 @@ def plan_table(report: RunReport) -> Group:
 
 def compare_table(reports: Mapping[str, RunReport]) -> Table:
     """Return several runs side by side: what was asked, what came of it, who planned."""
-    table = _table("runs", "", *(escape(name) for name in reports))
+    table = folded_table("runs", "", *(escape(name) for name in reports))
 
     def row(name: str, tell: Callable[[RunReport], str]) -> None:
         table.add_row(name, *(Text(tell(report)) for report in reports.values()))
@@ -88,7 +88,7 @@ def compare_table(reports: Mapping[str, RunReport]) -> Table:
     for name in ("accuracy", "speed", "size", "memory"):
         row(f"{name} asked", lambda r, name=name: next((asked(t) for t in r.verdict.terms if t.name == name), ""))
     row("accuracy lost", lambda r: drop(r.heldout.drop) if r.heldout.drop else "")
-    row("times as fast", lambda r: next((speedup(lap) for lap in _laps(r)), "not raced"))
+    row("times as fast", lambda r: speedup(r.lap) if r.lap else "not raced")
     row("bytes", lambda r: f"{percent(r.best.size_bytes / r.baseline.size_bytes)}, {size(r.best.size_bytes)}")
     row("params saved", lambda r: percent(1 - r.best.params / r.baseline.params))
     row("MACs saved", lambda r: percent(1 - r.best.macs / max(r.baseline.macs, 1)))
@@ -97,10 +97,6 @@ def compare_table(reports: Mapping[str, RunReport]) -> Table:
     row("planned by", lambda r: r.planned_by)
     row("stopped", lambda r: str(r.stopped))
     return table
-
-
-def _laps(report: RunReport) -> list[Lap]:
-    return [row.lap for row in report.variants if row.lap and row.evaluation.model == report.heldout.model]
 
 
 def approval_table(question: ApprovalQuestion) -> Group:
@@ -118,7 +114,7 @@ def approval_table(question: ApprovalQuestion) -> Group:
     if question.latency_saved is not None:
         saved.append(f"layers' time {percent(question.latency_saved)} less")
     saved += [f"KL {question.kl:.2g} nats"] if question.kl is not None else []
-    cuts = _table("what would be cut", "unit", "width", "keeps", "KL alone, nats")
+    cuts = folded_table("what would be cut", "unit", "width", "keeps", "KL alone, nats")
     for cut in question.cuts:
         cuts.add_row(Text(cut.unit), str(cut.width), str(cut.keep), "" if cut.kl is None else f"{cut.kl:.2g}")
     return Group(*(Text(line) for line in lines), cuts, Text(f"predicted: {', '.join(saved)}"))
@@ -126,7 +122,7 @@ def approval_table(question: ApprovalQuestion) -> Group:
 
 def race_table(names: Mapping[str, str], race: Race) -> Group:
     """Return the laps of a race and who dropped out; `names` has each model's by the path in its lap."""
-    table = _table("race", "model", "median", "times as fast as the first")
+    table = folded_table("race", "model", "median", "times as fast as the first")
     for lap in race.laps:
         table.add_row(Text(names[lap.model.path]), ms(lap.latency.median_ms), speedup(lap))
     lines = [f"{names[dropped.model.path]} dropped out: {dropped.reason}" for dropped in race.dropped]
@@ -136,7 +132,7 @@ def race_table(names: Mapping[str, str], race: Race) -> Group:
 def measurement_table(measured: Measurements, compared: Sequence[Comparison]) -> Group:
     """Return what models take, each with its ratio to the one it is compared with in brackets."""
     sizes = [row.batch_size for row in measured.models[0].taken.throughput]
-    table = _table("measured", "model", *(f"images/s at {size_}" for size_ in sizes), "peak memory", "on disk")
+    table = folded_table("measured", "model", *(f"images/s at {size_}" for size_ in sizes), "peak memory", "on disk")
     for model, ratio in zip(measured.models, compared, strict=True):
         rows = {row.batch_size: row.images_per_s for row in model.taken.throughput}
         through = [f"{rows[n]:.1f} ({ratio.throughput.get(n, 0):.2f}x)" if n in rows else "can't" for n in sizes]
@@ -174,10 +170,10 @@ def profile_tables(profile: ModelProfile) -> tuple[Table, ...]:
         layers.add_row(
             Text(row.name), row.kind, count(row.params), count(row.macs), ms(row.latency_ms), size(row.activation_bytes)
         )
-    operators = _table("dearest operators", "operator", "calls", "time", "memory", "shapes")
+    operators = folded_table("dearest operators", "operator", "calls", "time", "memory", "shapes")
     for row in profile.operators[:10]:
         operators.add_row(row.name, str(row.calls), ms(row.cpu_time_ms), size(row.memory_bytes), Text(row.input_shapes))
-    units = _table("what can be pruned", "unit", "kind", "width", "step", "params each")
+    units = folded_table("what can be pruned", "unit", "kind", "width", "step", "params each")
     for unit in profile.units:
         units.add_row(Text(unit.name), unit.kind, str(unit.width), str(unit.step), count(unit.params_per_channel))
     return totals, layers, operators, units

@@ -61,6 +61,6 @@ def metrics(report: RunReport) -> dict[str, float]:
             found[f"{side}.{name}"] = float(getattr(summary, name))
     if drop := report.heldout.drop:
         found |= {"drop": drop.drop, "drop.low": drop.low, "drop.high": drop.high}
-    if lap := next((row.lap for row in report.variants if row.evaluation.model == report.heldout.model), None):
+    if lap := report.lap:
         found |= {"speedup": lap.speedup, "speedup.low": lap.speedup_low, "speedup.high": lap.speedup_high}
     return found

@@ -19,7 +19,7 @@ from profiling_agent.records import Contest, Form, Trial
 from profiling_agent.reporting.report import RunReport, VariantRow
 from profiling_agent.reporting.results import read_report
 from profiling_agent.reproduce.paper import CRITERIA, FAMILIES, RATIOS, TABLE_1, Row, Study, family_of
-from profiling_agent.reproduce.study import Bench, Subject, subjects_of
+from profiling_agent.reproduce.study import Reproduction, Subject, subjects_of
 from profiling_agent.reproduce.tables import TABLES, reproduce, table1, table2, table3, table4, table5
 from profiling_agent.workspace import write_atomically
 
@@ -58,15 +58,15 @@ def subject(world: World) -> Subject:
 
 
 @pytest.fixture
-def bench(world: World, finished: Path, tmp_path: Path) -> Bench:
-    """Return a bench in whose folder every run is complete."""
+def runs(world: World, finished: Path, tmp_path: Path) -> Reproduction:
+    """Return runs in whose folder every run is complete."""
     report = by_hand(read_report(finished))
     for name in ("pruned", "quantized", "both", "pruned-openai-a"):
         folder = tmp_path / f"vit-b-16-{name}"
         folder.mkdir()
         write_atomically(folder / "report.json", report.model_dump_json())
         shutil.copy(finished / "request.json", folder)
-    return Bench(tmp_path, str(world.data), num_samples=None)
+    return Reproduction(tmp_path, str(world.data), num_samples=None)
 
 
 def numbers(rows: list[Row], what: str) -> dict[str, tuple[float | None, float | None, float | None]]:
@@ -153,8 +153,8 @@ def test_without_a_network_the_embedded_models_stand_in_and_what_can_not_be_had_
     assert all("can't be reached" in line and "\n" not in line for line in missing)
 
 
-def test_both_effects_are_put_beside_the_papers(bench: Bench, subject: Subject):
-    rows = list(table4(bench, subject, []))
+def test_both_effects_are_put_beside_the_papers(runs: Reproduction, subject: Subject):
+    rows = list(table4(runs, subject))
 
     assert numbers(rows, "pruned") == {
         "points gained": (pytest.approx(-0.8), pytest.approx(-1.2), pytest.approx(-0.4)),
@@ -172,48 +172,52 @@ def test_both_effects_are_put_beside_the_papers(bench: Bench, subject: Subject):
     assert [row.note for row in rows[:4]] == ["95% [-2.20, -0.20]", "", "", "95% [1.90, 2.10]"]
 
 
-def test_pruning_is_put_beside_the_papers_second_table(bench: Bench, subject: Subject):
-    assert numbers(list(table2(bench, subject, [])), "ours") == {
+def test_pruning_is_put_beside_the_papers_second_table(runs: Reproduction, subject: Subject):
+    assert numbers(list(table2(runs, subject)), "ours") == {
         "points gained": (pytest.approx(-0.6), pytest.approx(-1.2), pytest.approx(-0.6)),
         "% of bytes saved": (6.5, 75, pytest.approx(68.5)),
     }
 
 
 def test_quantization_is_put_beside_onnx_runtime_where_both_raced(
-    bench: Bench, subject: Subject, finished: Path, tmp_path: Path
+    runs: Reproduction, subject: Subject, finished: Path, tmp_path: Path
 ):
     name = f"ours ({read_report(finished).best.form.name})"
-    raced = numbers(list(table3(bench, subject, [])), name)
+    raced = numbers(list(table3(runs, subject)), name)
 
     report = read_report(tmp_path / "vit-b-16-quantized").model_copy(update={"contest": None})
     write_atomically(tmp_path / "vit-b-16-quantized" / "report.json", report.model_dump_json())
-    alone = list(table3(bench, subject, []))
+    alone = list(table3(runs, subject))
 
     assert raced["times ONNX Runtime dynamic"] == (1.66, 1.5, pytest.approx(-0.16))
     assert numbers(alone, name)["times ONNX Runtime dynamic"] == (1.66, None, None)
     assert "did not race" in alone[-1].note
 
 
-def test_the_rules_stand_in_for_a_language_model_that_is_not_named(bench: Bench, subject: Subject):
-    named = list(table5(bench, subject, ["openai:a"]))
+def test_the_rules_stand_in_for_a_language_model_that_is_not_named(runs: Reproduction, subject: Subject):
+    runs.advisors = ["openai:a"]
+    named = list(table5(runs, subject))
     assert [row.what for row in named[::2]] == ["openai:a beside GPT-4o", "rules beside GPT-4-Turbo"]
     assert numbers(named, "openai:a beside GPT-4o") == {
         "points gained": (2, pytest.approx(-1.2), pytest.approx(-3.2)),
         "% of params saved": (pytest.approx(9.861, abs=1e-3), pytest.approx(20), pytest.approx(10.139, abs=1e-3)),
     }
 
-    assert [row.what for row in list(table5(bench, subject, []))[::2]] == [
+    runs.advisors = []
+    assert [row.what for row in list(table5(runs, subject))[::2]] == [
         "rules beside GPT-4o",
         "rules beside GPT-4-Turbo",
     ]
 
 
-def test_a_model_that_lost_nothing_gained_nothing_and_no_negative_zero(bench: Bench, subject: Subject, tmp_path: Path):
+def test_a_model_that_lost_nothing_gained_nothing_and_no_negative_zero(
+    runs: Reproduction, subject: Subject, tmp_path: Path
+):
     report = read_report(tmp_path / "vit-b-16-pruned")
     same = report.model_copy(update={"heldout": report.heldout.model_copy(update={"drop": drop(0, 0)})})
     write_atomically(tmp_path / "vit-b-16-pruned" / "report.json", same.model_dump_json())
 
-    assert str(next(table2(bench, subject, [])).ours) == "0.0"
+    assert str(next(table2(runs, subject)).ours) == "0.0"
 
 
 @pytest.mark.parametrize(
@@ -225,19 +229,19 @@ def test_a_model_that_lost_nothing_gained_nothing_and_no_negative_zero(bench: Be
     ],
 )
 def test_a_run_of_something_else_in_the_same_folder_is_not_taken_for_ones_own(
-    world: World, bench: Bench, subject: Subject, tmp_path: Path, changed: dict, says: str
+    world: World, runs: Reproduction, subject: Subject, tmp_path: Path, changed: dict, says: str
 ):
     asked = {"model": subject.model, "data": str(world.data), "num_samples": None} | changed
-    other = Bench(tmp_path, asked["data"], num_samples=asked["num_samples"])
+    other = Reproduction(tmp_path, asked["data"], num_samples=asked["num_samples"])
 
     with pytest.raises(RequestError, match=says):
         other.run(Subject(model=asked["model"], family="ViT-B/16"), "pruned")
 
 
-def test_a_model_on_which_a_table_can_not_be_made_is_told_of_beside_the_others(bench: Bench, subject: Subject):
+def test_a_model_on_which_a_table_can_not_be_made_is_told_of_beside_the_others(runs: Reproduction, subject: Subject):
     other = Subject(model="reference:vit", family="ViT-B/16")
 
-    study = reproduce("table4", bench, [other, subject], [], ["Swin-B: no network"])
+    study = reproduce("table4", runs, [other, subject], ["Swin-B: no network"])
 
     assert {row.model for row in study.rows} == {subject.model}
     assert study.missing[0] == "Swin-B: no network"
@@ -256,7 +260,7 @@ def test_a_folder_that_can_not_be_written_is_told_of(tmp_path: Path):
     assert "can't be written" in study.missing[0]
 
 
-def test_the_command_shows_the_table_and_what_was_different(bench: Bench, world: World, tmp_path: Path):
+def test_the_command_shows_the_table_and_what_was_different(runs: Reproduction, world: World, tmp_path: Path):
     asked = ("table4", "--models", str(world.model), "--data", str(world.data), "--output", str(tmp_path))
 
     said, document = call(*asked), Study.model_validate_json(call(*asked, "--json").stdout)
@@ -275,11 +279,11 @@ def test_every_baseline_of_the_first_table_is_made_and_made_once(
     run = tmp_path / "vit-b-16-pruned"
     shutil.copytree(finished, run, symlinks=True)
     heard = list[str]()
-    bench = Bench(tmp_path, str(world.data), num_samples=None, listener=lambda event: heard.append(event.stage))
+    runs = Reproduction(tmp_path, str(world.data), num_samples=None, listener=lambda event: heard.append(event.stage))
 
-    rows = list(table1(bench, subject, []))
+    rows = list(table1(runs, subject))
     made = {path: path.stat().st_mtime_ns for path in run.glob("jobs/compare-*/result.json")}
-    again = list(table1(bench, subject, []))
+    again = list(table1(runs, subject))
 
     assert again == rows
     assert {path: path.stat().st_mtime_ns for path in run.glob("jobs/compare-*/result.json")} == made
@@ -297,8 +301,8 @@ def test_every_baseline_of_the_first_table_is_made_and_made_once(
 
 @pytest.mark.slow
 def test_a_baseline_that_cuts_nothing_costs_one_cell(world: World, subject: Subject, finished: Path, tmp_path: Path):
-    bench = Bench(tmp_path, str(world.data), num_samples=None)
+    runs = Reproduction(tmp_path, str(world.data), num_samples=None)
     shutil.copytree(finished, tmp_path / "vit-b-16-pruned", symlinks=True)
 
     with pytest.raises(ProfilingAgentError, match="cuts no channel"):
-        bench.baseline(subject, "l1", 0.0001)
+        runs.baseline(subject, "l1", 0.0001)

@@ -1,9 +1,7 @@
 """The jobs around a runtime: export to ONNX, bring a model into a form, ask it what it sees, time it."""
 
 import time
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -18,13 +16,13 @@ from profiling_agent.artifacts.golden import logits_of
 from profiling_agent.artifacts.load import load_module, load_processor, load_recipe, load_skeleton
 from profiling_agent.artifacts.onnx import export_onnx
 from profiling_agent.artifacts.recipe import Counts
-from profiling_agent.errors import QuantizationError, RequestError
+from profiling_agent.errors import QuantizationError
 from profiling_agent.evaluation.footprint import folder_bytes, parameter_bytes
-from profiling_agent.evaluation.predictions import Classes, write_predictions
 from profiling_agent.jobs import tasks
+from profiling_agent.jobs.answers import answers, written
 from profiling_agent.jobs.desk import Desk
 from profiling_agent.profiling.complexity import count_complexity
-from profiling_agent.records import DeployedModel, Footprint, Predictions
+from profiling_agent.records import DeployedModel, Footprint
 from profiling_agent.reproducibility import available_threads
 from profiling_agent.runtimes.protocol import Batch, Session, Source
 from profiling_agent.runtimes.registry import open_session
@@ -116,36 +114,11 @@ def evaluate_job(task: tasks.EvaluateTask, desk: Desk) -> tasks.Measured:
     path = desk.path(task.model)
     recipe = open_folder(path, verify=True)
     session = open_session(path, device=task.device, num_threads=available_threads())
-    batches = iter_batches(
-        desk.path(task.split.file), load_processor(path), batch_size=task.batch_size, limit=task.num_images
-    )
-    predicted, true = _answers(session, batches, desk, min(task.split.num_images, task.num_images or 2**62))
+    predicted, true = answers(session, task.split, path, desk, batch_size=task.batch_size, limit=task.num_images)
     # Last, because a runtime that compiles for each size of batch then has a larger one to put the two images in.
     check_session(session, path, recipe)
-    out = desk.folder / "predictions.safetensors"
-    write_predictions(out, predicted, true)
     counts = recipe.counts or _counts(path)
     return tasks.Measured(
         footprint=Footprint(**counts.model_dump(), size_bytes=folder_bytes(path)),
-        predictions=Predictions(
-            split=task.split.name,
-            num_images=len(true),
-            num_correct=int((predicted == true).sum()),
-            file=desk.ref(out, "predictions"),
-        ),
+        predictions=written(task.split, predicted, true, desk),
     )
-
-
-def _answers(
-    session: Session, batches: Iterable[tuple[Tensor, Tensor]], desk: Desk, num_images: int
-) -> tuple[Classes, Classes]:
-    """Return predicted and true class ids, int64, one each per image."""
-    predicted, true, done = list[Any](), list[Any](), 0
-    for pixel_values, labels in batches:
-        predicted.append(session.run(pixel_values.numpy()).argmax(axis=-1))
-        true.append(labels.numpy())
-        done += len(labels)
-        desk.progress("evaluating", done, num_images)
-    if not predicted:
-        raise RequestError("there are 0 images to evaluate on: raise num_samples")
-    return np.concatenate(predicted).astype(np.int64), np.concatenate(true).astype(np.int64)

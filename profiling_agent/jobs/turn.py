@@ -16,6 +16,16 @@ POLL_S = 0.2
 @contextmanager
 def machine_turn(progress: Progress = silent) -> Generator[None, None, None]:
     """Wait until no other process of this user's does a job; a process that dies gives its turn back."""
+    lock = _taken(progress)
+    try:
+        yield
+    finally:
+        if lock is not None:
+            lock.release()
+
+
+def _taken(progress: Progress) -> FileLock | None:
+    """Return the machine's lock, once it is ours; None where there is no cache to keep it in."""
     folder = cache_folder()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -27,9 +37,5 @@ def machine_turn(progress: Progress = silent) -> Generator[None, None, None]:
             lock.acquire(poll_interval=POLL_S)
     except OSError:
         # Who can't write a cache can't take turns either; acquisition tells of it where a cache is needed.
-        yield
-        return
-    try:
-        yield
-    finally:
-        lock.release()
+        return None
+    return lock

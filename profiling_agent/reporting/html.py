@@ -3,6 +3,7 @@
 import shlex
 from collections.abc import Callable
 from importlib.resources import files
+from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
@@ -10,12 +11,13 @@ from markupsafe import Markup
 from profiling_agent.reporting.charts import charts, library
 from profiling_agent.reporting.reflection import choices, predictions, subject_of
 from profiling_agent.reporting.report import RunReport
-from profiling_agent.reporting.units import asked, count, drop, measured, ms, percent, points, size, speedup
+from profiling_agent.reporting.units import FORMATS
 from profiling_agent.request import Request
 
 # The drawing of the network: a row for each unit, all of one length, in user units of the picture.
 ROW, LEFT, SPAN = 16, 250, 520
 MAX_ROWS = 160
+FILTERS: dict[str, Callable[..., Any]] = FORMATS | {"predictions": predictions}
 
 
 def render_html(report: RunReport) -> str:
@@ -27,19 +29,7 @@ def render_html(report: RunReport) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    filters: dict[str, Callable[..., object]] = {
-        "asked": asked,
-        "count": count,
-        "drop": drop,
-        "measured": measured,
-        "ms": ms,
-        "percent": percent,
-        "points": points,
-        "predictions": predictions,
-        "size": size,
-        "speedup": speedup,
-    }
-    jinja.filters.update(filters)
+    jinja.filters.update(FILTERS)
     subject = subject_of(report)
     here = files("profiling_agent.reporting")
     return jinja.get_template("report.html.jinja").render(

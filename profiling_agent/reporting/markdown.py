@@ -7,7 +7,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from profiling_agent.reporting.reflection import predictions
 from profiling_agent.reporting.report import RunReport
-from profiling_agent.reporting.units import asked, count, drop, measured, ms, percent, size, speedup
+from profiling_agent.reporting.units import FORMATS
 
 
 def prose(text: object) -> str:
@@ -20,15 +20,7 @@ def cell(text: object) -> str:
     return prose(text).replace("|", "\\|")
 
 
-FILTERS: dict[str, Callable[..., Any]] = {
-    "percent": percent,
-    "count": count,
-    "size": size,
-    "ms": ms,
-    "drop": drop,
-    "speedup": speedup,
-    "asked": asked,
-    "measured": measured,
+FILTERS: dict[str, Callable[..., Any]] = FORMATS | {
     "prose": prose,
     "cell": cell,
     "predictions": predictions,

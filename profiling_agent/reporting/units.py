@@ -1,5 +1,7 @@
 """Numbers as people read them: the only place where fractions become percent."""
 
+from collections.abc import Callable
+
 from profiling_agent.records import AccuracyDrop, Lap, Term
 
 
@@ -67,3 +69,9 @@ def measured(term: Term) -> str:
         "size": percent(term.measured),
         "memory": percent(term.measured),
     }[term.name]
+
+
+# What the templates of the report may write with, by the names that they use.
+FORMATS: dict[str, Callable[..., str]] = {
+    format_.__name__: format_ for format_ in (asked, count, drop, measured, ms, percent, size, speedup)
+}

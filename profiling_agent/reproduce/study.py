@@ -46,7 +46,7 @@ class Subject(Record):
     family: Family
 
 
-class Bench:
+class Reproduction:
     """Where the runs of a study lie; what is complete in its folder is taken as it is."""
 
     def __init__(
@@ -56,11 +56,12 @@ class Bench:
         *,
         num_samples: int | None,
         listener: Listener = ignore,
+        advisors: Sequence[str] = (),
         base_url: str | None = None,
     ) -> None:
-        """Work in `output`."""
+        """Work in `output`; `advisors` are the language models that table 5 compares."""
         self.output, self.data, self._listener = output, data, listener
-        self._num_samples, self._base_url = num_samples, base_url
+        self._num_samples, self.advisors, self._base_url = num_samples, advisors, base_url
 
     def run(self, subject: Subject, kind: str, advisor: str = "rules") -> RunReport:
         """Return the report of one kind of run; raises what a run does."""

@@ -19,10 +19,10 @@ from profiling_agent.reproduce.paper import (
     Row,
     Study,
 )
-from profiling_agent.reproduce.study import Bench, Subject
+from profiling_agent.reproduce.study import Reproduction, Subject
 from profiling_agent.reproducibility import environment
 
-Table = Callable[[Bench, Subject, Sequence[str]], Iterator[Row]]
+Table = Callable[[Reproduction, Subject], Iterator[Row]]
 
 
 def _row(subject: Subject, what: str, quantity: str, paper: float | None, ours: float | None, note: str = "") -> Row:
@@ -61,16 +61,15 @@ def _pruned_rows(
     yield _row(subject, what, "% of params saved", _saved(paper[1], whole), saved)
 
 
-def table1(bench: Bench, subject: Subject, advisors: Sequence[str]) -> Iterator[Row]:
+def table1(runs: Reproduction, subject: Subject) -> Iterator[Row]:
     """Pruning on Imagenette: uniform L1, L2 and random cuts at 1, 10 and 20%, and ours."""
-    del advisors
     whole = ORIGINAL[subject.family]
     for criterion in CRITERIA:
         for ratio in RATIOS:
             paper = TABLE_1[subject.family][criterion, ratio]
             what = f"{criterion} {ratio:.0%}, here"
             try:
-                made, drop = bench.baseline(subject, criterion, ratio)
+                made, drop = runs.baseline(subject, criterion, ratio)
             except PruningError as error:
                 # A hundredth of a narrow layer is less than one channel; the other cells can be made.
                 yield _row(subject, what, "points gained", paper[0], None, str(error))
@@ -78,24 +77,22 @@ def table1(bench: Bench, subject: Subject, advisors: Sequence[str]) -> Iterator[
             yield _row(subject, what, "points gained", paper[0], _gained(drop), _interval(drop))
             saved = _saved(made.params, made.params_before)
             yield _row(subject, what, "% of params saved", _saved(paper[1], whole), saved)
-    yield from _pruned_rows(subject, "ours", bench.run(subject, "pruned"), TABLE_1_OURS[subject.family], whole)
+    yield from _pruned_rows(subject, "ours", runs.run(subject, "pruned"), TABLE_1_OURS[subject.family], whole)
 
 
-def table2(bench: Bench, subject: Subject, advisors: Sequence[str]) -> Iterator[Row]:
+def table2(runs: Reproduction, subject: Subject) -> Iterator[Row]:
     """Pruning on CIFAR-10, without fine-tuning: top-1 before and after, bytes saved."""
-    del advisors
     before, after, saved = TABLE_2[subject.family]
-    report = bench.run(subject, "pruned")
+    report = runs.run(subject, "pruned")
     drop = report.heldout.drop
     yield _row(subject, "ours", "points gained", after - before, _gained(drop), _interval(drop))
     yield _row(subject, "ours", "% of bytes saved", saved, _saved(report.best.size_bytes, report.baseline.size_bytes))
 
 
-def table3(bench: Bench, subject: Subject, advisors: Sequence[str]) -> Iterator[Row]:
+def table3(runs: Reproduction, subject: Subject) -> Iterator[Row]:
     """Quantization beside ONNX Runtime's dynamic int8."""
-    del advisors
     gained, saved, faster = TABLE_3[subject.family]
-    report = bench.run(subject, "quantized")
+    report = runs.run(subject, "quantized")
     drop = report.heldout.drop
     yield _row(subject, "ours", "points gained", gained, _gained(drop), _interval(drop))
     yield _row(subject, "ours", "% of bytes saved", saved, _saved(report.best.size_bytes, report.baseline.size_bytes))
@@ -113,11 +110,10 @@ def _over_onnx(report: RunReport) -> tuple[float | None, str]:
     return chosen.speedup / peer.speedup, "both in one race; its attention is fused here, as it is not in the paper's"
 
 
-def table4(bench: Bench, subject: Subject, advisors: Sequence[str]) -> Iterator[Row]:
+def table4(runs: Reproduction, subject: Subject) -> Iterator[Row]:
     """What pruning and quantization do, each alone; and both together, which the paper doesn't have."""
-    del advisors
     for kind in ("pruned", "quantized", "both"):
-        report = bench.run(subject, kind)
+        report = runs.run(subject, kind)
         paper = TABLE_4[subject.family].get(kind)
         drop, lap = report.heldout.drop, report.lap
         yield _row(
@@ -134,23 +130,22 @@ def table4(bench: Bench, subject: Subject, advisors: Sequence[str]) -> Iterator[
         yield _row(subject, kind, "times as fast", paper[4] if paper else None, lap.speedup if lap else 1.0, note)
 
 
-def table5(bench: Bench, subject: Subject, advisors: Sequence[str]) -> Iterator[Row]:
+def table5(runs: Reproduction, subject: Subject) -> Iterator[Row]:
     """The loop planned by two language models; by the built-in rules where fewer are named."""
     papers = TABLE_5[subject.family]
-    for (name, paper), advisor in zip(papers.items(), [*advisors, "rules", "rules"], strict=False):
-        report = bench.run(subject, "pruned", advisor)
+    for (name, paper), advisor in zip(papers.items(), [*runs.advisors, "rules", "rules"], strict=False):
+        report = runs.run(subject, "pruned", advisor)
         yield from _pruned_rows(subject, f"{advisor} beside {name}", report, paper, ORIGINAL[subject.family])
 
 
-def figure5(bench: Bench, subject: Subject, advisors: Sequence[str]) -> Iterator[Row]:
+def figure5(runs: Reproduction, subject: Subject) -> Iterator[Row]:
     """Speed-up and memory saved by pruning: ours, and uniform L1, L2 and random cuts by a tenth."""
-    del advisors
     for criterion in CRITERIA:
-        made, drop = bench.baseline(subject, criterion, 0.10)
+        made, drop = runs.baseline(subject, criterion, 0.10)
         lost = f"loses {100 * drop.drop:+.2f} points"
         yield _row(subject, f"{criterion} 10%, here", "times as fast", None, made.speedup, lost)
         yield _row(subject, f"{criterion} 10%, here", "% of memory saved", None, 100 * (1 - made.size_ratio), lost)
-    report = bench.run(subject, "pruned")
+    report = runs.run(subject, "pruned")
     lap = report.lap
     note = f"the paper's best bar; ours loses {-_gained(report.heldout.drop):+.2f} points"
     yield _row(subject, "ours", "times as fast", FIGURE_5_BEST, lap.speedup if lap else 1.0, note)
@@ -168,29 +163,27 @@ TABLES: dict[str, tuple[str, Table]] = {
 }
 
 
-def reproduce(
-    name: str, bench: Bench, subjects: Sequence[Subject], advisors: Sequence[str], missing: Sequence[str]
-) -> Study:
+def reproduce(name: str, runs: Reproduction, subjects: Sequence[Subject], missing: Sequence[str]) -> Study:
     """Make a table; a model on which it can't be made is told of with the reason."""
     title, table = TABLES[name]
     rows: list[Row] = []
     gone = list(missing)
     for subject in subjects:
         try:
-            rows += table(bench, subject, advisors)
+            rows += table(runs, subject)
         except ProfilingAgentError as error:
             gone.append(f"{subject.family} ({subject.model}): {error}")
     return Study(
-        name=name, title=title, rows=tuple(rows), differences=_differences(bench, subjects), missing=tuple(gone)
+        name=name, title=title, rows=tuple(rows), differences=_differences(runs, subjects), missing=tuple(gone)
     )
 
 
-def _differences(bench: Bench, subjects: Sequence[Subject]) -> tuple[str, ...]:
+def _differences(runs: Reproduction, subjects: Sequence[Subject]) -> tuple[str, ...]:
     here = environment()
     named = ", ".join(f"{subject.model} for {subject.family}" for subject in subjects)
     return (
         f"models: {named}",
-        f"data: {bench.data}; accuracy on held-out images that no decision saw, the paper's on its test subset",
+        f"data: {runs.data}; accuracy on held-out images that no decision saw, the paper's on its test subset",
         f"hardware: {here.cpu}, {here.num_threads} threads; the paper's an AMD EPYC 7763",
         f"software: torch {here.libraries['torch']}, transformers {here.libraries['transformers']}, Python {here.python}",
         "ours is the cheapest float32 model that loses at most one point; the paper's loop keeps the most accurate one",
