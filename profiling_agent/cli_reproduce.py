@@ -12,6 +12,7 @@ from profiling_agent.display import folded_table
 from profiling_agent.errors import ProfilingAgentError, RequestError
 from profiling_agent.progress_display import open_display
 from profiling_agent.reproduce.paper import TABLE_5, Study
+from profiling_agent.streams import keep_stdout
 from profiling_agent.terminal import JsonOption, app, console, errors, refuse
 
 NAMES = "table1|table2|table3|table4|table5|figure5"
@@ -40,11 +41,10 @@ def reproduce(  # noqa: PLR0913, PLR0917 (a command's options)
     from profiling_agent.reproduce.tables import TABLES
     from profiling_agent.reproduce.tables import reproduce as make
 
+    if json_:
+        keep_stdout()
     try:
-        if name not in TABLES:
-            raise RequestError(f"there is no {name!r} to reproduce: name one of {', '.join(TABLES)}")
-        if advisor and (name != "table5" or len(advisor) > len(TABLE_5["ViT-B/16"])):
-            raise RequestError("table5 compares two language models: name two with --advisor, and none for the others")
+        _check(name, advisor or [], list(TABLES))
         subjects, chosen, missing = subjects_of(models or [], data)
         with open_display(errors) as display:
             runs = Reproduction(
@@ -68,6 +68,13 @@ def reproduce(  # noqa: PLR0913, PLR0917 (a command's options)
     else:
         _show(study)
     raise typer.Exit(0 if study.rows else 1)
+
+
+def _check(name: str, advisors: list[str], names: list[str]) -> None:
+    if name not in names:
+        raise RequestError(f"there is no {name!r} to reproduce: name one of {', '.join(names)}")
+    if advisors and (name != "table5" or len(advisors) > len(TABLE_5["ViT-B/16"])):
+        raise RequestError("table5 compares two language models: name two with --advisor, and none for the others")
 
 
 def _show(study: Study) -> None:

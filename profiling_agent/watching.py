@@ -16,6 +16,7 @@ from profiling_agent.iteration.approval import read_answer
 from profiling_agent.progress_display import Display, open_display
 from profiling_agent.records import Approval, ApprovalQuestion
 from profiling_agent.reporting.report import RunReport
+from profiling_agent.streams import keep_stdout
 from profiling_agent.terminal import (
     EXIT_INTERRUPTED,
     EXIT_MET,
@@ -34,6 +35,8 @@ def watch(work: Work, root: Path, *, is_quiet: bool = False, is_json: bool = Fal
 
     As JSON: a line for each event, and one at the end.
     """
+    if is_json:
+        keep_stdout()
     try:
         with open_display(console, is_quiet=is_quiet, is_json=is_json) as display:
             is_here = is_answered_here() and not is_json

@@ -17,14 +17,8 @@ from profiling_agent.jobs.desk import Desk
 from profiling_agent.jobs.fresh import FRESH
 from profiling_agent.jobs.wire import TASKS, Message, Order
 from profiling_agent.records import Record
+from profiling_agent.streams import private_stdout
 from profiling_agent.workspace import TEMPORARY, write_atomically
-
-
-def _private_stdout() -> TextIO:
-    """Keep standard output for messages; what libraries print goes to standard error."""
-    channel = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1)
-    os.dup2(2, 1)
-    return channel
 
 
 def _listen(orders: "queue.SimpleQueue[str]") -> None:
@@ -85,7 +79,7 @@ def _answer(order: Order, channel: TextIO) -> Message:
 
 def main() -> None:
     """Serve orders one after another."""
-    channel = _private_stdout()
+    channel = private_stdout()
     # Warnings are for us, not for the user's screen; they stay in the worker's log.
     warnings.simplefilter("default")
     orders: queue.SimpleQueue[str] = queue.SimpleQueue()
