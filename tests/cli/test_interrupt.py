@@ -3,13 +3,24 @@
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 from conftest import World
 
 from profiling_agent.workspace import read_manifest
 
 
+@pytest.fixture
+def _hears_ctrl_c() -> Iterator[None]:
+    """What a script puts in the background ignores SIGINT, and so does all that it starts: these tests, perhaps."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_hears_ctrl_c")
 def test_ctrl_c_ends_a_run_with_the_command_that_resumes_it_and_leaves_no_process(world: World, tmp_path: Path):
     run = tmp_path / "runs" / "stopped"
     asked = ("--model", world.model, "--dataset", world.data, "--output", run.parent, "--run-id", run.name)
