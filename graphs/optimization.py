@@ -45,7 +45,7 @@ def route_after_approval(state: RunState) -> Literal["pruning", "analysis", "ite
     """Carry the plan out; one that was rejected goes back to whoever proposed it."""
     if state.proposal is not None:
         return "pruning"
-    return "iterative_pruning" if state.journal is not None and state.journal.attempts else "analysis"
+    return "analysis" if state.is_first else "iterative_pruning"
 
 
 def build_graph(

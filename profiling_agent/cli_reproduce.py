@@ -13,7 +13,7 @@ from profiling_agent.errors import ProfilingAgentError, RequestError
 from profiling_agent.progress_display import open_display
 from profiling_agent.reproduce.paper import TABLE_5, Study
 from profiling_agent.streams import keep_stdout
-from profiling_agent.terminal import JsonOption, app, console, errors, refuse
+from profiling_agent.terminal import EXIT_INTERRUPTED, JsonOption, app, console, errors, refuse
 
 NAMES = "table1|table2|table3|table4|table5|figure5"
 
@@ -62,7 +62,7 @@ def reproduce(  # noqa: PLR0913, PLR0917 (a command's options)
         refuse(first_problem(error))
     except KeyboardInterrupt:
         errors.print("stopped; the same command goes on with what is complete", markup=False)
-        raise typer.Exit(130) from None
+        raise typer.Exit(EXIT_INTERRUPTED) from None
     if json_:
         typer.echo(study.model_dump_json(indent=1))
     else:

@@ -8,7 +8,7 @@ from profiling_agent.agents.node import Update, agent
 from profiling_agent.agents.session import Session
 from profiling_agent.agents.state import RunState
 from profiling_agent.errors import RequestError
-from profiling_agent.iteration.approval import edited, pose, read_answer
+from profiling_agent.iteration.approval import TIGHTER, edited, pose, read_answer
 from profiling_agent.records import Approval, Decided, Goal, ModelProfile, Plan
 
 
@@ -19,8 +19,7 @@ def resuming(answer: Approval) -> Command[Any]:
 
 def is_asked(state: RunState) -> bool:
     """Return whether this plan waits for a person."""
-    is_first = state.journal is None or not state.journal.attempts
-    return state.approve == "each" or (state.approve == "plan" and is_first)
+    return state.approve == "each" or (state.approve == "plan" and state.is_first)
 
 
 @agent
@@ -51,5 +50,4 @@ def _taken(answer: Approval, plan: Plan, goal: Goal, profile: ModelProfile) -> t
 
 
 def _changed(goal: Goal) -> Update:
-    names = ("max_accuracy_drop", "min_speedup", "max_size_ratio", "max_memory_ratio", "pins", "caps")
-    return {name: getattr(goal, name) for name in names}
+    return {name: getattr(goal, name) for name in (*TIGHTER, "pins", "caps")}

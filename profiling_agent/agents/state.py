@@ -63,6 +63,11 @@ class RunState(Request):
         return super().goal.model_copy(update={"pins": self.pins, "caps": self.caps})
 
     @property
+    def is_first(self) -> bool:
+        """Return whether no plan has been measured yet."""
+        return self.journal is None or not self.journal.attempts
+
+    @property
     def rejected(self) -> tuple[Decided, ...]:
         """Return the plans that a person rejected, each with the reason."""
         return tuple(decided for decided in self.decisions if decided.answer.decision == "reject")

@@ -1,21 +1,19 @@
 """A person's say in the plans: what is shown to them, and what they answer."""
 
-from typing import Literal, Self
+from typing import Literal, Self, get_args
 
 from pydantic import Field, model_validator
 
 from profiling_agent.records.plan import Cap, Plan, PruningRecommendation, Target
 from profiling_agent.records.record import Record
 
-CHOICES = ("accept", "edit", "reject")
+Decision = Literal["accept", "edit", "reject"]
 
 
 class Approval(Record):
     """The answer. What an edit fixes, every later plan keeps; its target is for this plan, from which later ones go on."""
 
-    decision: Literal["accept", "edit", "reject"] = Field(
-        description="accept the plan, edit it, or reject it for another"
-    )
+    decision: Decision = Field(description="accept the plan, edit it, or reject it for another")
     reason: str = Field(
         default="", max_length=1000, description="a rejection needs one; whoever proposed the plan reads it"
     )
@@ -79,7 +77,7 @@ class ApprovalQuestion(Record):
     latency_saved: float | None = Field(description="fraction of the layers' time, by the latency table")
     kl: float | None = Field(description="nats")
     notes: tuple[str, ...] = ()
-    choices: tuple[str, ...] = CHOICES
+    choices: tuple[str, ...] = get_args(Decision)
     problem: str | None = Field(default=None, description="why the last answer could not be taken")
 
 

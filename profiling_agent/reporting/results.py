@@ -5,6 +5,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from profiling_agent.analysis.plan_file import first_problem
 from profiling_agent.errors import RunError
 from profiling_agent.reporting.report import RunReport
 from profiling_agent.workspace import MANIFEST, read_manifest
@@ -26,9 +27,7 @@ def read_report(folder: Path) -> RunReport:
     try:
         return RunReport.model_validate_json(path.read_bytes())
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise RunError(f"{str(path)!r} is damaged ({where}: {first['msg']}): run again") from error
+        raise RunError(f"{str(path)!r} is damaged ({first_problem(error)}): run again") from error
 
 
 def results_folder(root: Path, report: RunReport) -> Path:

@@ -54,16 +54,26 @@ def _saved(now: float, before: float) -> float:
 
 
 def _pruned_rows(
-    subject: Subject, what: str, report: RunReport, paper: tuple[float, float], whole: float
+    subject: Subject, what: str, paper: tuple[float, float], drop: AccuracyDrop | None, saved: float
 ) -> Iterator[Row]:
-    yield _row(subject, what, "points gained", paper[0], _gained(report.heldout.drop), _interval(report.heldout.drop))
-    saved = _saved(report.best.params, report.baseline.params)
-    yield _row(subject, what, "% of params saved", _saved(paper[1], whole), saved)
+    """Give the rows of a pruned model; `paper` is the points that it gained there, and the params that were left."""
+    yield _row(subject, what, "points gained", paper[0], _gained(drop), _interval(drop))
+    yield _row(subject, what, "% of params saved", _saved(paper[1], ORIGINAL[subject.family]), saved)
+
+
+def _params_saved(report: RunReport) -> float:
+    return _saved(report.best.params, report.baseline.params)
+
+
+def _lighter_rows(subject: Subject, report: RunReport, gained: float, saved: float) -> Iterator[Row]:
+    """Give the rows of a run that is to save bytes, beside what the paper gained and saved."""
+    drop = report.heldout.drop
+    yield _row(subject, "ours", "points gained", gained, _gained(drop), _interval(drop))
+    yield _row(subject, "ours", "% of bytes saved", saved, _saved(report.best.size_bytes, report.baseline.size_bytes))
 
 
 def table1(runs: Reproduction, subject: Subject) -> Iterator[Row]:
     """Pruning on Imagenette: uniform L1, L2 and random cuts at 1, 10 and 20%, and ours."""
-    whole = ORIGINAL[subject.family]
     for criterion in CRITERIA:
         for ratio in RATIOS:
             paper = TABLE_1[subject.family][criterion, ratio]
@@ -74,28 +84,22 @@ def table1(runs: Reproduction, subject: Subject) -> Iterator[Row]:
                 # A hundredth of a narrow layer is less than one channel; the other cells can be made.
                 yield _row(subject, what, "points gained", paper[0], None, str(error))
                 continue
-            yield _row(subject, what, "points gained", paper[0], _gained(drop), _interval(drop))
-            saved = _saved(made.params, made.params_before)
-            yield _row(subject, what, "% of params saved", _saved(paper[1], whole), saved)
-    yield from _pruned_rows(subject, "ours", runs.run(subject, "pruned"), TABLE_1_OURS[subject.family], whole)
+            yield from _pruned_rows(subject, what, paper, drop, _saved(made.params, made.params_before))
+    report = runs.run(subject, "pruned")
+    yield from _pruned_rows(subject, "ours", TABLE_1_OURS[subject.family], report.heldout.drop, _params_saved(report))
 
 
 def table2(runs: Reproduction, subject: Subject) -> Iterator[Row]:
     """Pruning on CIFAR-10, without fine-tuning: top-1 before and after, bytes saved."""
     before, after, saved = TABLE_2[subject.family]
-    report = runs.run(subject, "pruned")
-    drop = report.heldout.drop
-    yield _row(subject, "ours", "points gained", after - before, _gained(drop), _interval(drop))
-    yield _row(subject, "ours", "% of bytes saved", saved, _saved(report.best.size_bytes, report.baseline.size_bytes))
+    yield from _lighter_rows(subject, runs.run(subject, "pruned"), after - before, saved)
 
 
 def table3(runs: Reproduction, subject: Subject) -> Iterator[Row]:
     """Quantization beside ONNX Runtime's dynamic int8."""
     gained, saved, faster = TABLE_3[subject.family]
     report = runs.run(subject, "quantized")
-    drop = report.heldout.drop
-    yield _row(subject, "ours", "points gained", gained, _gained(drop), _interval(drop))
-    yield _row(subject, "ours", "% of bytes saved", saved, _saved(report.best.size_bytes, report.baseline.size_bytes))
+    yield from _lighter_rows(subject, report, gained, saved)
     peer, note = _over_onnx(report)
     yield _row(subject, f"ours ({report.best.form.name})", "times ONNX Runtime dynamic", faster, peer, note)
 
@@ -119,13 +123,11 @@ def table4(runs: Reproduction, subject: Subject) -> Iterator[Row]:
         yield _row(
             subject, kind, "points gained", paper[1] - paper[0] if paper else None, _gained(drop), _interval(drop)
         )
-        size, params = report.best.size_bytes, report.best.params
+        size = report.best.size_bytes
         yield _row(
             subject, kind, "% of bytes saved", paper[2] if paper else None, _saved(size, report.baseline.size_bytes)
         )
-        yield _row(
-            subject, kind, "% of params saved", paper[3] if paper else None, _saved(params, report.baseline.params)
-        )
+        yield _row(subject, kind, "% of params saved", paper[3] if paper else None, _params_saved(report))
         note = f"95% [{lap.speedup_low:.2f}, {lap.speedup_high:.2f}]" if lap else "the baseline itself"
         yield _row(subject, kind, "times as fast", paper[4] if paper else None, lap.speedup if lap else 1.0, note)
 
@@ -135,7 +137,8 @@ def table5(runs: Reproduction, subject: Subject) -> Iterator[Row]:
     papers = TABLE_5[subject.family]
     for (name, paper), advisor in zip(papers.items(), [*runs.advisors, "rules", "rules"], strict=False):
         report = runs.run(subject, "pruned", advisor)
-        yield from _pruned_rows(subject, f"{advisor} beside {name}", report, paper, ORIGINAL[subject.family])
+        what = f"{advisor} beside {name}"
+        yield from _pruned_rows(subject, what, paper, report.heldout.drop, _params_saved(report))
 
 
 def figure5(runs: Reproduction, subject: Subject) -> Iterator[Row]:
