@@ -71,6 +71,11 @@ class CastModule(QuantizedModule):
 class CastLinear(CastModule):
     """`nn.Linear` in bfloat16; x is (..., in_features)."""
 
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take plain tensors; `from_tensors` and `from_float` are the ways in."""
+        super().__init__(tensors)
+        self.out_features, self.in_features = self.rounded.shape
+
     @classmethod
     def from_tensors(
         cls, tensors: Mapping[str, Tensor], like: nn.Module | None = None, *, reduce_range: bool | None = None
@@ -95,6 +100,7 @@ class CastConv2d(CastModule):
         """Take plain tensors; `from_tensors` and `from_float` are the ways in."""
         super().__init__(tensors)
         self.geometry = geometry
+        geometry.tell_(self, self.rounded)
 
     @classmethod
     def from_tensors(

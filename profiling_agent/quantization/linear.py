@@ -111,6 +111,16 @@ class DynamicLinear(QuantizedModule):
             tensors = {"weight": weight.half()}
         return tensors if bias is None else tensors | {"bias": bias.detach()}
 
+    @property
+    def weight(self) -> Tensor:
+        """Return the weight that this layer computes with, unpacked into float32 on every call."""
+        return self.dequantized().weight.detach()
+
+    @property
+    def bias(self) -> Tensor | None:
+        """Return the bias, float32."""
+        return self.export_tensors().get("bias")
+
     def dequantized(self) -> nn.Linear:
         """Return an `nn.Linear` with the weights that this layer computes with, in float32."""
         tensors = self.export_tensors()

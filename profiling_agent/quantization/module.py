@@ -20,6 +20,7 @@ class QuantizedModule(nn.Module, ABC):
 
     `state_dict()` has what `export_tensors` gives, under the names of the float layer where it has the same tensors;
     `load_state_dict` takes nothing: `from_tensors` is the way back. `reduce_range` says that activations have 7 bits.
+    It answers the attributes of the float layer, weight and bias included: a stranger's forward may read any of them.
     """
 
     kind: ClassVar[Kind]
@@ -92,6 +93,18 @@ class Geometry:
         moves: Any = (like.stride, like.padding, like.dilation)
         self.stride, self.padding, self.dilation = moves
         self.groups = like.groups * num_filters // like.out_channels if like.groups > 1 else 1
+
+    def tell_(self, module: nn.Module, weight: Tensor) -> None:
+        """Give `module`, whose weight this is, the attributes by which an `nn.Conv2d` says how it moves."""
+        module.out_channels, module.in_channels = weight.shape[0], weight.shape[1] * self.groups
+        module.kernel_size = tuple(weight.shape[2:])
+        module.stride, module.padding, module.dilation, module.groups = (
+            self.stride,
+            self.padding,
+            self.dilation,
+            self.groups,
+        )
+        module.padding_mode, module.transposed, module.output_padding = "zeros", False, (0, 0)
 
     def apply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return the convolution of x (b, c, h, w)."""

@@ -143,6 +143,11 @@ class StaticModule(QuantizedModule):
 class StaticLinear(StaticModule):
     """`nn.Linear` in static int8; x is (..., in_features)."""
 
+    def __init__(self, tensors: Mapping[str, Tensor], *, reduce_range: bool) -> None:
+        """Take plain tensors; `from_tensors` and `from_float` are the ways in."""
+        super().__init__(tensors, reduce_range=reduce_range)
+        self.out_features, self.in_features = self.steps.shape
+
     @classmethod
     def from_tensors(
         cls, tensors: Mapping[str, Tensor], like: nn.Module | None = None, *, reduce_range: bool | None = None
@@ -167,6 +172,7 @@ class StaticConv2d(StaticModule):
         """Take plain tensors; `from_tensors` and `from_float` are the ways in."""
         super().__init__(tensors, reduce_range=reduce_range)
         self.geometry = geometry
+        geometry.tell_(self, self.steps)
 
     @classmethod
     def from_tensors(

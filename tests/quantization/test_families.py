@@ -1,0 +1,75 @@
+"""Every family in every scheme of torch's own layers: each can be made, answers its layers' attributes, and is near."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from pruning.families import FAMILIES
+from torch import nn
+
+from profiling_agent.quantization.kinds import CLASSES, quantized_modules
+from profiling_agent.quantization.quantize import quantize_model
+from profiling_agent.records import QuantizationRecommendation
+
+SCHEMES = {
+    "dynamic": ("dynamic", "qint8"),
+    "float16": ("dynamic", "float16"),
+    "static": ("static", "qint8"),
+    "bfloat16": ("cast", "bfloat16"),
+}
+SIZES = {"mobilevit": 64, "mobilevitv2": 64, "levit": 64, "levit_teacher": 64}
+
+
+def logits(model: nn.Module, images: torch.Tensor) -> torch.Tensor:
+    with torch.inference_mode():
+        return model(pixel_values=images).logits
+
+
+@pytest.mark.parametrize("scheme", list(SCHEMES))
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_a_family_runs_in_a_scheme(family: str, scheme: str):
+    model, (kind, dtype) = FAMILIES[family](), SCHEMES[scheme]
+    size = SIZES.get(family, 32)
+    images = torch.randn(8, 3, size, size, generator=torch.Generator().manual_seed(1))
+    asked = QuantizationRecommendation(layer="all", quantization_type=kind, dtype=dtype)
+
+    quantized = quantize_model(model, [asked], calibration=lambda: list(images.split(4)))
+
+    expected, found = logits(model, images), logits(quantized.model, images)
+    assert quantized.layers == tuple(quantized_modules(quantized.model))
+    assert any(type(module) is nn.Linear for module in model.modules()) <= bool(quantized.layers)
+    # Random weights feed rounding through to the logits more than trained ones do.
+    assert float((found - expected).norm() / expected.norm()) < 0.5
+
+
+class OneLayer(nn.Module):
+    def __init__(self, layer: nn.Module):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, pixel_values: torch.Tensor) -> SimpleNamespace:
+        return SimpleNamespace(logits=self.layer(pixel_values).flatten(1))
+
+
+LAYERS = {
+    nn.Linear: lambda: nn.Linear(8, 6),
+    nn.Conv2d: lambda: nn.Conv2d(8, 6, (3, 1), stride=2, padding=(1, 0), dilation=1, groups=2),
+}
+
+
+@pytest.mark.parametrize(("kind", "replaced"), list(CLASSES), ids=lambda value: getattr(value, "__name__", value))
+@pytest.mark.parametrize("bias", [True, False])
+def test_what_takes_a_layers_place_answers_its_attributes(kind: str, replaced: type[nn.Module], bias: bool):
+    layer = LAYERS[replaced]()
+    if not bias:
+        layer.bias = None
+    images = torch.randn(4, 8, 8, 8)
+    dtype = {"dynamic": "qint8", "static": "qint8", "cast": "bfloat16"}[kind]
+    asked = QuantizationRecommendation(layer="all", quantization_type=kind, dtype=dtype)
+
+    found = quantize_model(OneLayer(layer), [asked], calibration=lambda: [images, images]).model.layer
+
+    told = [name for name in vars(layer) if not name.startswith("_") and name != "training"]
+    assert {name: getattr(found, name) for name in told} == {name: getattr(layer, name) for name in told}
+    assert torch.allclose(found.weight, layer.weight, atol=0.02)
+    assert (found.bias is None) == (layer.bias is None)
