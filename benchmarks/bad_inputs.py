@@ -30,9 +30,9 @@ from profiling_agent import Request, load, optimize
 from profiling_agent.acquisition.labels import match_labels
 from profiling_agent.analysis.dry_run import dry_run
 from profiling_agent.analysis.plan_file import read_plan
-from profiling_agent.cli import app
+from profiling_agent.cli.main import app
 from profiling_agent.errors import ProfilingAgentError
-from profiling_agent.profiling.job import read_profile
+from profiling_agent.jobs.profile import read_profile
 from profiling_agent.records import ModelProfile
 from profiling_agent.reporting.results import read_report
 from profiling_agent.workspace import Workspace

@@ -15,7 +15,7 @@ from transformers import (
     ViTForImageClassification,
 )
 
-from profiling_agent.profiling.complexity import count_complexity
+from profiling_agent.modules.complexity import count_complexity
 from profiling_agent.pruning.crossings import crossings
 from profiling_agent.pruning.tracing import without_weights
 from profiling_agent.pruning.widths import snap

@@ -23,14 +23,14 @@ from transformers import ViTImageProcessorPil
 from workshop import Made, Workshop, forms
 
 from profiling_agent import Request, optimize
-from profiling_agent.evaluation.heats import Pace
-from profiling_agent.evaluation.race import Result, processes, race_until_clear
+from profiling_agent.benchmarking.contender import racer_command
+from profiling_agent.benchmarking.race import Result, processes, race_until_clear
+from profiling_agent.benchmarking.session import Pace
+from profiling_agent.benchmarking.turns import Start
 from profiling_agent.pruning.prune import prune_model
 from profiling_agent.pruning.units import find_units
 from profiling_agent.records import Variant
 from profiling_agent.reporting.report import RunReport
-from profiling_agent.runtimes.contender import racer_command
-from profiling_agent.runtimes.turns import Start
 from profiling_agent.workspace import read_manifest
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"

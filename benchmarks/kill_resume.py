@@ -30,7 +30,7 @@ QUICK = ["--max-iterations", "2", "--num-samples", "200", "--quantize-dtype", "q
 
 def command(*arguments: str) -> list[str]:
     """Return the command line of our command."""
-    return [sys.executable, "-m", "profiling_agent.cli", *arguments]
+    return [sys.executable, "-m", "profiling_agent.cli.main", *arguments]
 
 
 def start(folder: Path, name: str, quick: list[str]) -> "subprocess.Popen[bytes]":

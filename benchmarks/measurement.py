@@ -18,11 +18,11 @@ from typing import Any
 
 from checks import Check, finish
 
-from profiling_agent.evaluation.heats import Pace
-from profiling_agent.evaluation.race import Result, processes, race_until_clear
-from profiling_agent.runtimes.contender import racer_command
-from profiling_agent.runtimes.racer import open_artifact, serve
-from profiling_agent.runtimes.turns import Start
+from profiling_agent.benchmarking.contender import racer_command
+from profiling_agent.benchmarking.race import Result, processes, race_until_clear
+from profiling_agent.benchmarking.session import Pace
+from profiling_agent.benchmarking.turns import Start
+from profiling_agent.benchmarking.worker import open_artifact, serve
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 GROUP = 5

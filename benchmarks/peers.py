@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
+from profiling_agent.benchmarking.turns import Start
+from profiling_agent.benchmarking.worker import serve
+from profiling_agent.deployment.noise import noise_batch
+from profiling_agent.deployment.silence import muted
 from profiling_agent.reproducibility import available_threads
-from profiling_agent.runtimes.noise import noise_batch
-from profiling_agent.runtimes.racer import serve
-from profiling_agent.runtimes.silence import muted
-from profiling_agent.runtimes.turns import Start
 
 
 def racer_of_papers(folder: Path) -> list[str]:
@@ -36,8 +36,8 @@ def open_papers(folder: str, start: Start) -> Callable[[], float]:
     from torch import nn
 
     from profiling_agent.artifacts.load import load_module, load_recipe
+    from profiling_agent.modules.inference import pin_threads
     from profiling_agent.quantization.quantize import torch_quantize_dynamic
-    from profiling_agent.runtimes.eager import pin_threads
 
     pin_threads(start.num_threads)
     model = load_module(folder, verify=False)

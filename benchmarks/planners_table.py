@@ -6,10 +6,10 @@ from typing import Any
 
 from checks import Check
 
-from profiling_agent.evaluation.race import Pace, processes, race_until_clear
+from profiling_agent.benchmarking.contender import racer_command
+from profiling_agent.benchmarking.race import Pace, processes, race_until_clear
+from profiling_agent.benchmarking.turns import Start
 from profiling_agent.reporting.report import RunReport
-from profiling_agent.runtimes.contender import racer_command
-from profiling_agent.runtimes.turns import Start
 from profiling_agent.workspace import file_sha256
 
 MAX_POINTS = 1.0

@@ -20,15 +20,15 @@ from torch import nn
 from transformers import ViTImageProcessorPil
 
 from profiling_agent.artifacts.save import save_model
+from profiling_agent.benchmarking.contender import racer_command
+from profiling_agent.benchmarking.race import Pace, processes, race_until_clear
+from profiling_agent.benchmarking.statistics import Score
+from profiling_agent.benchmarking.turns import Start
 from profiling_agent.errors import JobError
-from profiling_agent.evaluation.race import Pace, processes, race_until_clear
-from profiling_agent.evaluation.scores import Score
+from profiling_agent.modules.inference import pin_threads
 from profiling_agent.pruning.prune import prune_model
 from profiling_agent.pruning.units import find_units
 from profiling_agent.records import Cut
-from profiling_agent.runtimes.contender import racer_command
-from profiling_agent.runtimes.eager import pin_threads
-from profiling_agent.runtimes.turns import Start
 
 SHARES, QUICK_SHARES = (0.125, 0.25), (0.25,)
 NUM_THREADS = 2

@@ -25,14 +25,14 @@ from pruning_tradeoff import NAMES, SHARED, Subject
 from torch import Tensor, nn
 from transformers import AutoImageProcessor, AutoModelForImageClassification
 
-from profiling_agent.profiling.headline import peak_memory_bytes
+from profiling_agent.benchmarking.headline import peak_memory_bytes
+from profiling_agent.modules.inference import pin_threads, random_batch
 from profiling_agent.profiling.sensitivity import measure_sensitivity
 from profiling_agent.pruning.compensation import compensate
 from profiling_agent.pruning.prune import prune_model
 from profiling_agent.pruning.units import find_units
 from profiling_agent.pruning.widths import snap
 from profiling_agent.records import Cut, Unit
-from profiling_agent.runtimes.eager import pin_threads, random_batch
 
 MAX_FIND_S = MAX_CUT_S = 10.0
 MAX_EVIDENCE_S, NUM_EVIDENCE = 60.0, 256

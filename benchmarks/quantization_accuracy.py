@@ -24,13 +24,13 @@ from outliers import stick_out
 from workshop import Made, Workshop, forms
 
 from profiling_agent.artifacts.load import load_module, load_processor, load_recipe
+from profiling_agent.deployment.choices import recommend
 from profiling_agent.errors import ProfilingAgentError
 from profiling_agent.evaluation.intervals import compare
 from profiling_agent.evaluation.predictions import read_predictions
 from profiling_agent.jobs.racing import RaceTask
 from profiling_agent.jobs.tasks import AcquireTask, EvaluateApartTask, EvaluateTask, ResolveShapeTask
 from profiling_agent.records import AccuracyDrop, Acquired, ArtifactRef, Form, Race, SplitInfo, Variant
-from profiling_agent.runtimes.choices import recommend
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 BATCH_SIZE = 32

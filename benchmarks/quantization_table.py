@@ -25,12 +25,12 @@ from peers import racer_of_papers, racer_of_peer, write_peer
 from transformers import ViTImageProcessorPil
 from workshop import Made, Workshop, forms
 
-from profiling_agent.evaluation.heats import Pace
-from profiling_agent.evaluation.race import Result, processes, race_until_clear
-from profiling_agent.evaluation.scores import Score
-from profiling_agent.runtimes.contender import racer_command
-from profiling_agent.runtimes.noise import noise_batch
-from profiling_agent.runtimes.turns import Start
+from profiling_agent.benchmarking.contender import racer_command
+from profiling_agent.benchmarking.race import Result, processes, race_until_clear
+from profiling_agent.benchmarking.session import Pace
+from profiling_agent.benchmarking.statistics import Score
+from profiling_agent.benchmarking.turns import Start
+from profiling_agent.deployment.noise import noise_batch
 
 NUM_CALIBRATION = 16
 # What int8 with attention products costs (0.11 on ViT-B in a first trial) passes; what computes something else does not.

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from profiling_agent.analysis.allocation import allocate
 from profiling_agent.analysis.savings import params_and_macs_saved
 from profiling_agent.errors import PlanError
-from profiling_agent.profiling.complexity import count_complexity
+from profiling_agent.modules.complexity import count_complexity
 from profiling_agent.profiling.sensitivity import measure_sensitivity
 from profiling_agent.pruning.baselines import paper_to_params, uniform_to_params
 from profiling_agent.pruning.compensation import compensate

@@ -12,13 +12,13 @@ from torch import nn
 
 from profiling_agent.acquisition.batches import write_split
 from profiling_agent.artifacts.save import save_model
+from profiling_agent.deployment import registry
+from profiling_agent.deployment.choices import recommend
 from profiling_agent.errors import ProfilingAgentError
-from profiling_agent.evaluation.footprint import folder_bytes
-from profiling_agent.iteration.bench import deploy, leaving_in_float, tune
+from profiling_agent.iteration.evaluator import deploy, leaving_in_float, tune
 from profiling_agent.jobs.runner import Jobs
+from profiling_agent.quantization.footprint import folder_bytes
 from profiling_agent.records import RUNTIMES, ArtifactRef, Cut, DeployedModel, Form, InputSpec, SplitInfo
-from profiling_agent.runtimes import registry
-from profiling_agent.runtimes.choices import recommend
 from profiling_agent.workspace import Workspace, file_sha256
 
 

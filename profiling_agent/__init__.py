@@ -15,7 +15,7 @@ from profiling_agent.request import Request
 from profiling_agent.torchao_noise import silence_torchao
 
 if TYPE_CHECKING:
-    from profiling_agent.artifacts.deployed import load
+    from profiling_agent.deployment.load import load
     from profiling_agent.graphs.optimization import build_graph  # pyright: ignore[reportMissingImports] - mapped on install
     from profiling_agent.lifecycle import approve, optimize, pending, resume
 
@@ -40,7 +40,7 @@ silence_torchao()
 _LAZY = {
     "approve": "profiling_agent.lifecycle",
     "build_graph": "profiling_agent.graphs.optimization",
-    "load": "profiling_agent.artifacts.deployed",
+    "load": "profiling_agent.deployment.load",
     "optimize": "profiling_agent.lifecycle",
     "pending": "profiling_agent.lifecycle",
     "resume": "profiling_agent.lifecycle",

@@ -9,11 +9,11 @@ import torch
 import zoo
 
 from profiling_agent.artifacts.load import load_module, load_recipe
-from profiling_agent.artifacts.onnx import export_onnx
 from profiling_agent.artifacts.save import save_model
+from profiling_agent.deployment.noise import noise_batch
+from profiling_agent.deployment.onnx_export import export_onnx
+from profiling_agent.deployment.protocol import Source
 from profiling_agent.records import Form
-from profiling_agent.runtimes.noise import noise_batch
-from profiling_agent.runtimes.protocol import Source
 
 MODELS: dict[str, Callable[[], torch.nn.Module]] = {
     "vit": lambda: zoo.vit(num_hidden_layers=1),

@@ -13,7 +13,7 @@ from transformers import (
     ViTForImageClassification,
 )
 
-from profiling_agent.profiling.complexity import count_complexity
+from profiling_agent.modules.complexity import count_complexity
 from profiling_agent.pruning.units import find_units
 from profiling_agent.records import InputSpec, LayerProfile, ModelProfile
 

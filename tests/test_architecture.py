@@ -46,7 +46,7 @@ def test_a_stage_works_where_langgraph_and_langchain_are_not_installed(stage: st
 
 
 def test_the_parent_process_of_a_run_imports_no_torch():
-    code = "import sys, profiling_agent.cli, profiling_agent.lifecycle; print('torch' in sys.modules)"
+    code = "import sys, profiling_agent.cli.main, profiling_agent.lifecycle; print('torch' in sys.modules)"
 
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
 

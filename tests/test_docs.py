@@ -33,7 +33,7 @@ COMMANDS = {
     # Not met and waiting are answers too: what is tested is that the command does what the page says.
     "profiling-agent": f"""
 case "$1" in run) set -- "$@" {QUICK};; reproduce) set -- "$@" --num-samples 60;; esac
-{sys.executable} -m profiling_agent.cli "$@" || {{ code=$?; [ $code = 1 ] || [ $code = 3 ] || exit $code; }}""",
+{sys.executable} -m profiling_agent.cli.main "$@" || {{ code=$?; [ $code = 1 ] || [ $code = 3 ] || exit $code; }}""",
     # Installing and serving have tests of their own (test_wheel.py, server/): here, that what is named exists.
     "make": f'exec {shutil.which("make")} --dry-run --silent -C {ROOT} "$@" > made.txt',
     "pip": f'cd {ROOT}; exec {sys.executable} -m pip --disable-pip-version-check "$1" --dry-run --no-deps --quiet "${{@:2}}"',

@@ -12,8 +12,8 @@ from conftest import World
 from made import drop, lap
 from typer.testing import CliRunner
 
-from profiling_agent.cli import app
-from profiling_agent.cli_reproduce import NAMES
+from profiling_agent.cli.main import app
+from profiling_agent.cli.reproduce import NAMES
 from profiling_agent.errors import ProfilingAgentError, RequestError
 from profiling_agent.records import Contest, Form, Trial
 from profiling_agent.reporting.report import RunReport, VariantRow

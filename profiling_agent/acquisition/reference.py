@@ -13,10 +13,10 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from transformers import ViTImageProcessorPil
 
-from profiling_agent.acquisition.cache import cached
 from profiling_agent.acquisition.images import decode_rgb
 from profiling_agent.acquisition.recipes import CLASSES, RECIPES, Recipe
 from profiling_agent.acquisition.training import accuracy, train
+from profiling_agent.cache import cached
 from profiling_agent.errors import AcquisitionError
 from profiling_agent.progress import Progress, silent
 from profiling_agent.quiet import quiet

@@ -12,11 +12,11 @@ from profiling_agent.agents.session import Session, begin
 from profiling_agent.agents.state import RESULTS, RunState
 from profiling_agent.analysis.plan_file import read_plan
 from profiling_agent.errors import RequestError
-from profiling_agent.iteration.forms import check_runtimes
+from profiling_agent.iteration.deployments import check_runtimes
 from profiling_agent.jobs.tasks import AcquireTask
 from profiling_agent.llm.endpoint import choose_endpoint
+from profiling_agent.reporting.tracking import check_tracker
 from profiling_agent.request import Request
-from profiling_agent.tracking import check_tracker
 
 
 def choose_advisor(request: Request, advisor: Any) -> Update:

@@ -5,13 +5,13 @@ from profiling_agent.agents.session import Session
 from profiling_agent.agents.state import RunState
 from profiling_agent.artifacts.card import write_card
 from profiling_agent.artifacts.recipe import CARD
-from profiling_agent.iteration.settle import settle, torch_form
-from profiling_agent.profiling.job import profile_artifact, read_profile
+from profiling_agent.iteration.finalize import settle, torch_form
+from profiling_agent.jobs.profile import profile_artifact, read_profile
 from profiling_agent.reporting.card import card_notes, card_rows
 from profiling_agent.reporting.report import Sources, build_report
 from profiling_agent.reporting.results import results_folder
+from profiling_agent.reporting.tracking import track
 from profiling_agent.reporting.write import write_report
-from profiling_agent.tracking import track
 
 
 @agent

@@ -9,13 +9,13 @@ from filelock import BaseFileLock
 
 from profiling_agent.agents.state import RunState
 from profiling_agent.errors import RunError
-from profiling_agent.iteration.bench import Bench
-from profiling_agent.iteration.forms import asked_schemes, supported_forms
+from profiling_agent.iteration.deployments import asked_schemes, supported_forms
+from profiling_agent.iteration.evaluator import Bench
+from profiling_agent.jobs.profile import profile_artifact, read_profile
 from profiling_agent.jobs.runner import Jobs
 from profiling_agent.jobs.tasks import Profiled
 from profiling_agent.llm.ledger import read_spent
 from profiling_agent.llm.question import Asks
-from profiling_agent.profiling.job import profile_artifact, read_profile
 from profiling_agent.records import ModelProfile, Spent
 from profiling_agent.request import RUN_ID, Request
 from profiling_agent.workspace import MANIFEST, SCHEMA_VERSION, Workspace, open_workspace, read_manifest

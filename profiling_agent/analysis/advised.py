@@ -15,7 +15,6 @@ from profiling_agent.analysis.digest import (
     goal_text,
     group_rows,
     plan_text,
-    quoted,
     rejection_rows,
     shortened,
     unit_rows,
@@ -23,7 +22,7 @@ from profiling_agent.analysis.digest import (
 from profiling_agent.analysis.guards import Guarded, allowed_kl, complaint, guard
 from profiling_agent.analysis.tools import evidence_tools
 from profiling_agent.errors import ContextTooLongError
-from profiling_agent.llm.question import Advice, Asks, Question, Tool
+from profiling_agent.llm.question import Advice, Asks, Question, Tool, quoted
 from profiling_agent.prompts import render  # pyright: ignore[reportMissingImports] - mapped on install
 from profiling_agent.records import (
     Cap,

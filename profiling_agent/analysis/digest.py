@@ -9,6 +9,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from profiling_agent.analysis.groups import Group, group_units
+from profiling_agent.llm.question import quoted
 from profiling_agent.records import (
     Attempt,
     Decided,
@@ -21,7 +22,7 @@ from profiling_agent.records import (
     nearest_option,
 )
 
-MAX_NAME, MAX_CHARACTERS = 200, 12_000
+MAX_CHARACTERS = 12_000
 # A person's words on a plan; older ones are a handful of plans ago.
 MAX_REASON, MAX_REJECTIONS = 1000, 4
 # Shares of a width that rows tell of, where there are such widths; what lies between costs something between.
@@ -33,11 +34,6 @@ GROUP_LEGEND = (
     "together: KL in nats -> % of params, MACs, time saved"
 )
 UNIT_LEGEND = "unit | KL in nats cut by a quarter, half, three quarters | the group's median"
-
-
-def quoted(text: str, max_length: int = MAX_NAME) -> str:
-    """Return somebody else's text as a JSON string of one line."""
-    return json.dumps(text if len(text) <= max_length else text[:max_length] + "...", ensure_ascii=True)
 
 
 def goal_text(goal: Goal) -> str:

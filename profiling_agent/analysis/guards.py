@@ -10,7 +10,7 @@ from typing import TypeVar
 from profiling_agent.analysis.demands import obeying, scaled
 from profiling_agent.analysis.dry_run import dry_run, most_saving
 from profiling_agent.errors import PlanError
-from profiling_agent.pruning.names import matching_names
+from profiling_agent.modules.layer_names import matching_names
 from profiling_agent.records import EVERYTHING, DryRun, Goal, ModelProfile, Plan, Record
 
 # A point of top-1 went with 0.01 to 0.02 nats on the shared models (docs/decisions/LOG.md), and sums of single KLs are

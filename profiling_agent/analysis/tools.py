@@ -2,12 +2,11 @@
 
 from pydantic import ValidationError
 
-from profiling_agent.analysis.digest import quoted
 from profiling_agent.analysis.guards import guard
 from profiling_agent.analysis.plan_file import first_problem
 from profiling_agent.errors import PlanError
-from profiling_agent.llm.question import Tool
-from profiling_agent.pruning.names import matching_names
+from profiling_agent.llm.question import Tool, quoted
+from profiling_agent.modules.layer_names import matching_names
 from profiling_agent.records import Goal, ModelProfile, Plan, Unit
 
 MAX_UNITS = 12

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from profiling_agent.artifacts.recipe import Recipe
 from profiling_agent.errors import ArtifactError
+from profiling_agent.modules.inference import random_batch
 from profiling_agent.quantization.kinds import quantized_modules
 from profiling_agent.records import InputSpec
-from profiling_agent.runtimes.eager import random_batch
 
 NUM_IMAGES = 2
 # Relative distances of the logits. Another CPU or thread count adds float32 in another order, about 1e-6 apart. An

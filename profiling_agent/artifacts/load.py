@@ -13,8 +13,8 @@ from transformers.initialization import no_init_weights
 from profiling_agent.artifacts.folder import open_folder
 from profiling_agent.artifacts.golden import check_golden
 from profiling_agent.artifacts.recipe import GOLDEN, WEIGHTS, QuantizedLayer, Recipe
-from profiling_agent.artifacts.widths import fit_widths_, say_heads_
 from profiling_agent.errors import ArtifactError, QuantizationError
+from profiling_agent.modules.widths import fit_widths_, say_heads_
 from profiling_agent.quantization.kinds import rebuilt
 
 

@@ -2,9 +2,9 @@
 
 from profiling_agent.analysis.dry_run import dry_run
 from profiling_agent.errors import ArtifactError, JobError, PlanError, PruningError
-from profiling_agent.iteration.bench import REFUSALS, Bench
-from profiling_agent.iteration.contest import hold_contest
-from profiling_agent.iteration.forms import possible_forms
+from profiling_agent.iteration.deployment_search import hold_contest
+from profiling_agent.iteration.deployments import possible_forms
+from profiling_agent.iteration.evaluator import REFUSALS, Bench
 from profiling_agent.iteration.judge import judge
 from profiling_agent.jobs.tasks import PruneTask, RecoverTask
 from profiling_agent.records import (

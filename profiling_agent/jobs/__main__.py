@@ -16,8 +16,8 @@ from profiling_agent.errors import ProfilingAgentError
 from profiling_agent.jobs.desk import Desk
 from profiling_agent.jobs.fresh import FRESH
 from profiling_agent.jobs.wire import TASKS, Message, Order
+from profiling_agent.processes.streams import private_stdout
 from profiling_agent.records import Record
-from profiling_agent.streams import private_stdout
 from profiling_agent.workspace import TEMPORARY, write_atomically
 
 
@@ -36,7 +36,7 @@ def _compute(order: Order, desk: Desk) -> Record:
     import torch
 
     from profiling_agent.jobs.catalogue import CATALOGUE
-    from profiling_agent.runtimes.eager import pin_threads
+    from profiling_agent.modules.inference import pin_threads
 
     pin_threads()
     torch.manual_seed(0)

@@ -7,11 +7,11 @@ import numpy as np
 
 from profiling_agent.acquisition.batches import iter_batches
 from profiling_agent.artifacts.load import load_processor
+from profiling_agent.deployment.protocol import Session
 from profiling_agent.errors import RequestError
 from profiling_agent.evaluation.predictions import Classes, write_predictions
 from profiling_agent.jobs.desk import Desk
 from profiling_agent.records import Predictions, SplitInfo
-from profiling_agent.runtimes.protocol import Session
 
 
 def answers(

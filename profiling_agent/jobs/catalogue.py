@@ -15,8 +15,8 @@ from profiling_agent.acquisition.query import DataQuery
 from profiling_agent.acquisition.splits import DrawnSplit, draw_splits
 from profiling_agent.artifacts.load import load_module, load_processor, load_recipe, load_skeleton
 from profiling_agent.artifacts.save import save_model
+from profiling_agent.benchmarking.latency_table import time_units
 from profiling_agent.errors import PruningError
-from profiling_agent.evaluation.footprint import folder_bytes
 from profiling_agent.jobs import comparing, tasks
 from profiling_agent.jobs.compare_job import compare_job
 from profiling_agent.jobs.deploy_job import deploy_job, evaluate_job, export_job
@@ -24,11 +24,12 @@ from profiling_agent.jobs.desk import Desk
 from profiling_agent.jobs.keeping import keep_model
 from profiling_agent.jobs.recover_job import recover_job
 from profiling_agent.jobs.tune_job import tune_job
-from profiling_agent.profiling.latency_table import time_units
+from profiling_agent.modules.inference import random_batch
 from profiling_agent.profiling.profile import profile_model
 from profiling_agent.profiling.sensitivity import measure_sensitivity
 from profiling_agent.pruning.compensation import compensate
 from profiling_agent.pruning.prune import prune_model
+from profiling_agent.quantization.footprint import folder_bytes
 from profiling_agent.records import (
     Acquired,
     Evidence,
@@ -39,7 +40,6 @@ from profiling_agent.records import (
     ShapeFacts,
     SplitInfo,
 )
-from profiling_agent.runtimes.eager import random_batch
 from profiling_agent.shapes.resolve import resolve_input_shape
 from profiling_agent.shapes.survey import survey
 from profiling_agent.shapes.verify import verify

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import psutil
 
-from profiling_agent.children import child_command, child_environment, ending
 from profiling_agent.errors import JobError
 from profiling_agent.jobs.wire import ERRORS, Message, Order
+from profiling_agent.processes.children import child_command, child_environment, ending
 from profiling_agent.progress import Progress
 
 POLL_S = 0.25

@@ -3,14 +3,14 @@
 import statistics
 
 from profiling_agent.artifacts.load import load_module, load_recipe
-from profiling_agent.evaluation.footprint import parameter_bytes
+from profiling_agent.deployment.protocol import Batch
+from profiling_agent.deployment.torch_session import TorchSession
 from profiling_agent.jobs.answers import answers, written
 from profiling_agent.jobs.comparing import Compared, CompareTask
 from profiling_agent.jobs.desk import Desk
+from profiling_agent.modules.inference import random_batch
 from profiling_agent.pruning.baselines import paper_prune
-from profiling_agent.runtimes.eager import random_batch
-from profiling_agent.runtimes.protocol import Batch
-from profiling_agent.runtimes.torch_session import TorchSession
+from profiling_agent.quantization.footprint import parameter_bytes
 
 NUM_ROUNDS, NUM_WARM_UP = 15, 3
 

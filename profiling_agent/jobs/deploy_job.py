@@ -9,23 +9,23 @@ from torch import Tensor
 from torch.nn import functional
 
 from profiling_agent.acquisition.batches import iter_batches
-from profiling_agent.artifacts.bundle import save_deployed
-from profiling_agent.artifacts.deployed import check_session
 from profiling_agent.artifacts.folder import open_folder
 from profiling_agent.artifacts.golden import logits_of
 from profiling_agent.artifacts.load import load_module, load_processor, load_recipe, load_skeleton
-from profiling_agent.artifacts.onnx import export_onnx
 from profiling_agent.artifacts.recipe import Counts
+from profiling_agent.deployment.load import check_session
+from profiling_agent.deployment.onnx_export import export_onnx
+from profiling_agent.deployment.protocol import Batch, Session, Source
+from profiling_agent.deployment.registry import open_session
+from profiling_agent.deployment.save import save_deployed
 from profiling_agent.errors import QuantizationError
-from profiling_agent.evaluation.footprint import folder_bytes, parameter_bytes
 from profiling_agent.jobs import tasks
 from profiling_agent.jobs.answers import answers, written
 from profiling_agent.jobs.desk import Desk
-from profiling_agent.profiling.complexity import count_complexity
+from profiling_agent.modules.complexity import count_complexity
+from profiling_agent.quantization.footprint import folder_bytes, parameter_bytes
 from profiling_agent.records import DeployedModel, Footprint
 from profiling_agent.reproducibility import available_threads
-from profiling_agent.runtimes.protocol import Batch, Session, Source
-from profiling_agent.runtimes.registry import open_session
 
 # Activation ranges and NNCF's statistics settle well before; more only take longer.
 MAX_CALIBRATION = 128

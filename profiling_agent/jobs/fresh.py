@@ -12,9 +12,9 @@ from profiling_agent.records import Headline, Race, Record
 def headline(task: tasks.HeadlineTask, desk: Desk) -> Headline:
     """Time the model and its memory."""
     from profiling_agent.artifacts.folder import open_folder
-    from profiling_agent.profiling.headline import measure_headline
+    from profiling_agent.benchmarking.headline import measure_headline
+    from profiling_agent.deployment.registry import open_session
     from profiling_agent.reproducibility import available_threads
-    from profiling_agent.runtimes.registry import open_session
 
     path = desk.path(task.model)
     session = open_session(path, device=task.device, num_threads=available_threads())
@@ -23,7 +23,7 @@ def headline(task: tasks.HeadlineTask, desk: Desk) -> Headline:
 
 def run_race(task: racing.RaceTask, desk: Desk) -> Race:
     """Let the models take turns."""
-    from profiling_agent.evaluation.race import race
+    from profiling_agent.benchmarking.race import race
 
     return race(
         task.entries,

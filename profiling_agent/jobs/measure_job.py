@@ -7,7 +7,7 @@ from profiling_agent.records import MemoryUse, Throughputs
 
 def measure_throughput(task: racing.ThroughputTask, desk: Desk) -> Throughputs:
     """Let the models take turns at each batch size."""
-    from profiling_agent.evaluation.measurement import throughput
+    from profiling_agent.benchmarking.throughput import throughput
 
     return throughput(
         task.models,
@@ -21,6 +21,6 @@ def measure_throughput(task: racing.ThroughputTask, desk: Desk) -> Throughputs:
 
 def measure_memory(task: racing.MemoryTask, desk: Desk) -> MemoryUse:
     """Read what a process holds at most that only loads and runs the model."""
-    from profiling_agent.evaluation.measurement import memory_use
+    from profiling_agent.benchmarking.throughput import memory_use
 
     return memory_use(task.model, root=desk.root, batch_size=task.batch_size, device=task.device)

@@ -13,10 +13,10 @@ from profiling_agent.artifacts.load import load_module, load_processor
 from profiling_agent.jobs.desk import Desk
 from profiling_agent.jobs.keeping import keep_model
 from profiling_agent.jobs.tasks import RecoverTask
+from profiling_agent.modules.inference import device_of
 from profiling_agent.pruning.calibration import Calibration
 from profiling_agent.pruning.recovery import recover
 from profiling_agent.records import RecoveredModel
-from profiling_agent.shapes.verify import device_of
 
 
 def recover_job(task: RecoverTask, desk: Desk) -> RecoveredModel:

@@ -8,8 +8,8 @@ from typing import TypeVar
 
 from profiling_agent.jobs.child import Child
 from profiling_agent.jobs.tasks import Task
-from profiling_agent.jobs.turn import machine_turn
 from profiling_agent.jobs.wire import Order, result_of
+from profiling_agent.processes.machine_lock import machine_turn
 from profiling_agent.progress import Progress, silent
 from profiling_agent.records import Record
 from profiling_agent.reproducibility import environment

@@ -1,5 +1,6 @@
 """What agents ask and get, without the library that asks: stages import this and no more."""
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
@@ -61,3 +62,11 @@ class Asks(Protocol):
     ) -> Advice[Answer]:
         """Return a valid answer; AdvisorError where there is none."""
         ...
+
+
+MAX_NAME = 200
+
+
+def quoted(text: str, max_length: int = MAX_NAME) -> str:
+    """Return somebody else's text as a JSON string of one line."""
+    return json.dumps(text if len(text) <= max_length else text[:max_length] + "...", ensure_ascii=True)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from profiling_agent.profiling.hooks import tensors, watched
+from profiling_agent.modules.hooks import tensors, watched
 
 
 @dataclass(slots=True)

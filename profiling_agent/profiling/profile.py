@@ -7,16 +7,15 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from profiling_agent.evaluation.footprint import parameter_bytes
-from profiling_agent.profiling.complexity import Complexity, count_complexity
-from profiling_agent.profiling.hooks import counted_passes
+from profiling_agent.modules.complexity import Complexity, count_complexity
+from profiling_agent.modules.hooks import counted_passes
+from profiling_agent.modules.inference import left_as_found, random_batch
 from profiling_agent.profiling.layers import activation_bytes, layer_latency
 from profiling_agent.profiling.operators import profile_operators
 from profiling_agent.progress import Progress, silent
 from profiling_agent.pruning.units import find_units
+from profiling_agent.quantization.footprint import parameter_bytes
 from profiling_agent.records import Headline, InputSpec, LayerProfile, ModelProfile, OperatorProfile
-from profiling_agent.runtimes.eager import random_batch
-from profiling_agent.shapes.verify import left_as_found
 
 # Time for the passes with layer hooks and for those under the profiler, and the passes that no more time improves.
 LAYERS_MS, OPERATORS_MS = 15_000, 5_000

@@ -12,19 +12,20 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from profiling_agent.benchmarking.latency_table import LatencyTable
 from profiling_agent.errors import PruningError
+from profiling_agent.modules.divergence import mean_kl
+from profiling_agent.modules.inference import device_of, left_as_found
+from profiling_agent.modules.norms import following_norms, has_bias
+from profiling_agent.modules.prefix import Replay, find_prefixes
 from profiling_agent.profiling.drawing import through
-from profiling_agent.profiling.latency_table import LatencyTable
 from profiling_agent.progress import Progress, silent
 from profiling_agent.pruning.calibration import MIN_IMAGES, Calibration, regrouped
-from profiling_agent.pruning.compensation import mean_kl
 from profiling_agent.pruning.criteria import CRITERIA, order_by, predicted_kl
-from profiling_agent.pruning.folding import Folded, fold, following_norms, has_bias, overlay
+from profiling_agent.pruning.folding import Folded, fold, overlay
 from profiling_agent.pruning.moments import gather_moments
-from profiling_agent.pruning.prefix import Replay, find_prefixes
 from profiling_agent.pruning.widths import aligned_widths
 from profiling_agent.records import CriterionScore, Cut, Evidence, Unit, UnitEvidence, UnitKind, WidthOption
-from profiling_agent.shapes.verify import device_of, left_as_found
 
 # Widths that are measured; those between are drawn through them.
 NUM_MEASURED = 4

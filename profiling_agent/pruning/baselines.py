@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from profiling_agent.errors import PruningError, RequestError
+from profiling_agent.modules.inference import REFUSALS
 from profiling_agent.pruning.compounding import compounded, convolutions, left_of, without
 from profiling_agent.pruning.crossings import crossings
 from profiling_agent.pruning.gate import check_saving
@@ -16,7 +17,6 @@ from profiling_agent.pruning.tracing import dependency_graph, without_weights
 from profiling_agent.pruning.units import find_units
 from profiling_agent.pruning.widths import snap
 from profiling_agent.records import Cut, InputSpec, Unit, UnitKind
-from profiling_agent.shapes.verify import REFUSALS
 
 CRITERIA = ("l1", "l2", "random")
 WIDTHS = (UnitKind.MLP, UnitKind.CONV_INNER, UnitKind.INVERTED_RESIDUAL)

@@ -4,16 +4,11 @@ from collections.abc import Iterable
 
 from torch import Tensor, nn
 
+from profiling_agent.modules.norms import batch_norms
 from profiling_agent.pruning.calibration import regrouped
 
-BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 # Whole batches of one size, whatever the run's: every batch weighs the same, and the variance of few is poor.
 BATCH = 32
-
-
-def batch_norms(model: nn.Module) -> list[nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d]:
-    """Return the batch norms of `model` that normalise by running statistics."""
-    return [module for module in model.modules() if isinstance(module, BATCH_NORMS) and module.track_running_stats]
 
 
 def reestimate_(model: nn.Module, batches: Iterable[Tensor]) -> None:

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from profiling_agent.errors import PruningError
+from profiling_agent.modules.divergence import mean_kl
+from profiling_agent.modules.inference import device_of, left_as_found
 from profiling_agent.progress import Progress, silent
 from profiling_agent.pruning.batch_norm import batch_norms, reestimate_
 from profiling_agent.pruning.calibration import MIN_IMAGES, Calibration
 from profiling_agent.pruning.least_squares import compensate_units_
 from profiling_agent.records import Cut
-from profiling_agent.shapes.verify import device_of, left_as_found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,12 +116,6 @@ def _best(original: nn.Module, pruned: nn.Module, steps: Sequence[_Step], calibr
         for tensor, like in zip(step.changed(model), held, strict=True):
             tensor.copy_(like)
     return Compensated(model=model if kept else pruned, kl_before=before, kl_after=kl, steps=tuple(kept))
-
-
-def mean_kl(expected: Tensor, logits: Tensor) -> float:
-    """Return the mean KL(softmax(expected) || softmax(logits)) over images in nats; both are (images, classes)."""
-    target, found = (torch.log_softmax(each.double(), dim=1) for each in (expected, logits))
-    return float((target.exp() * (target - found)).sum(1).mean())
 
 
 def _logits(model: nn.Module, batches: Iterable[Tensor]) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from profiling_agent.pruning.hooks import watching
+from profiling_agent.modules.hooks import watching
 from profiling_agent.records import Unit
 
 # Pixels of one image that a convolution's statistics are taken from: more of them repeat each other.

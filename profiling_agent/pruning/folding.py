@@ -1,17 +1,15 @@
 """The uncut model made to behave as if one unit were cut and compensated: weights to lay over its own."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from profiling_agent.pruning.batch_norm import batch_norms
+from profiling_agent.modules.norms import has_bias
 from profiling_agent.pruning.consumers import columns_of, matrix_of
 from profiling_agent.pruning.elimination import RIDGE
 from profiling_agent.pruning.gate import masked_parameters
-from profiling_agent.pruning.hooks import watching
 from profiling_agent.pruning.moments import UnitMoments
 from profiling_agent.records import Unit
 
@@ -69,28 +67,3 @@ def overlay(model: nn.Module, unit: Unit, folded: Folded, norm: str | None) -> d
         mean = model.get_submodule(norm).get_buffer("running_mean")
         laid[f"{norm}.running_mean"] = mean - folded.shift.to(mean.dtype)
     return laid
-
-
-def has_bias(layer: nn.Module) -> bool:
-    """Say whether `layer` adds a bias."""
-    return dict(layer.named_parameters(recurse=False)).get("bias") is not None
-
-
-def following_norms(model: nn.Module, consumers: Collection[str], image: Tensor) -> dict[str, str]:
-    """Return the batch norm that reads exactly what a consumer gives out, by the consumer's name, where there is one."""
-    norms = {id(norm) for norm in batch_norms(model)}
-    named = [name for name, module in model.named_modules() if name in consumers or id(module) in norms]
-    given: list[tuple[str, Any]] = []
-    found: dict[str, str] = {}
-
-    def read(name: str, inputs: Any) -> None:
-        if name not in consumers:
-            found.update({giver: name for giver, output in given if output is inputs})
-
-    def give(name: str, _inputs: Any, output: Any) -> None:
-        if name in consumers:
-            given.append((name, output))
-
-    with watching(model, named, before=read, after=give):
-        model(pixel_values=image)
-    return found

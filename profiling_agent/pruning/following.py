@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 from torch.overrides import TorchFunctionMode
 
+from profiling_agent.modules.inference import device_of
 from profiling_agent.pruning.operations import RULES, Call, tensors_in
 from profiling_agent.pruning.spaces import Axis, Space
 from profiling_agent.records import InputSpec
-from profiling_agent.shapes.verify import device_of
 
 LAYERS = (nn.Linear, nn.Conv2d)
 

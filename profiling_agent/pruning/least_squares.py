@@ -6,10 +6,10 @@ import torch
 from scipy.linalg import LinAlgError, cho_factor, cho_solve
 from torch import Tensor, nn
 
+from profiling_agent.modules.norms import following_norms, has_bias
 from profiling_agent.progress import Progress, silent
 from profiling_agent.pruning.consumers import columns_of, matrix_of
 from profiling_agent.pruning.elimination import RIDGE
-from profiling_agent.pruning.folding import following_norms, has_bias
 from profiling_agent.pruning.statistics import PairedMoments, in_order, paired_moments
 from profiling_agent.pruning.walk import Walk
 from profiling_agent.records import Cut

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from profiling_agent.modules.hooks import watching
 from profiling_agent.pruning.consumers import features, outputs_of
-from profiling_agent.pruning.hooks import watching
 from profiling_agent.records import Unit
 
 FIELDS = ("mean", "covariance", "sensitivity", "taylor", "fisher")

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from profiling_agent.errors import PlanError
-from profiling_agent.pruning.names import matching_names, near_names
+from profiling_agent.modules.layer_names import matching_names, near_names
 from profiling_agent.pruning.widths import snap
 from profiling_agent.records import Cap, Cut, PruningRecommendation, Record, Unit, UnitKind
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from profiling_agent.modules.hooks import watching
 from profiling_agent.pruning.consumers import features, outputs_of
-from profiling_agent.pruning.hooks import watching
 from profiling_agent.pruning.walk import Walk
 
 

@@ -9,8 +9,8 @@ import torch_pruning as tp
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 
-from profiling_agent.artifacts.widths import say_heads_
-from profiling_agent.pruning.attention import Attention, find_attention
+from profiling_agent.modules.attention import Attention, find_attention
+from profiling_agent.modules.widths import say_heads_
 from profiling_agent.records import Cut, Unit, UnitKind
 
 # Torch-Pruning types these by all layers that its functions of this name take.

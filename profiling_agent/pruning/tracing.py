@@ -10,8 +10,8 @@ import torch
 import torch_pruning as tp
 from torch import nn
 
+from profiling_agent.modules.inference import device_of
 from profiling_agent.records import InputSpec
-from profiling_agent.shapes.verify import device_of
 
 
 def without_weights(model: nn.Module) -> nn.Module:

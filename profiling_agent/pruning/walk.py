@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from profiling_agent.modules.hooks import watching
+from profiling_agent.modules.prefix import answering, ended_before, lasting_outputs
 from profiling_agent.pruning.consumers import stopping_at
-from profiling_agent.pruning.hooks import watching
-from profiling_agent.pruning.prefix import answering, ended_before, lasting_outputs
 
 # Activations of all images that one walk holds; batches beyond it are run from their beginning each time.
 MAX_HELD_BYTES = 2 * 2**30

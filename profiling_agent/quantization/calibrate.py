@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from profiling_agent.errors import QuantizationError
-from profiling_agent.pruning.hooks import watching
+from profiling_agent.modules.hooks import watching
+from profiling_agent.modules.inference import REFUSALS, device_of, left_as_found
 from profiling_agent.quantization.static import LEVELS, Grid
-from profiling_agent.shapes.verify import REFUSALS, device_of, left_as_found
 
 MIN_IMAGES = 8
 # Of each call: so many values of each image from both ends, and so many drawn from all of them.

@@ -94,7 +94,7 @@ class Geometry:
         self.stride, self.padding, self.dilation = moves
         self.groups = like.groups * num_filters // like.out_channels if like.groups > 1 else 1
 
-    def tell_(self, module: nn.Module, weight: Tensor) -> None:
+    def tell_(self, module: Any, weight: Tensor) -> None:
         """Give `module`, whose weight this is, the attributes by which an `nn.Conv2d` says how it moves."""
         module.out_channels, module.in_channels = weight.shape[0], weight.shape[1] * self.groups
         module.kernel_size = tuple(weight.shape[2:])

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
-from profiling_agent.pruning.folding import following_norms
+from profiling_agent.modules.norms import following_norms
 from profiling_agent.quantization.calibrate import run
 
 # Relative distance of the logits: the same function, its float32 products in another order.

@@ -16,7 +16,8 @@ from torch.ao.quantization.qconfig import (
 )
 
 from profiling_agent.errors import PlanError, QuantizationError
-from profiling_agent.pruning.names import matching_names, near_names
+from profiling_agent.modules.inference import left_as_found
+from profiling_agent.modules.layer_names import matching_names, near_names
 from profiling_agent.quantization.calibrate import MIN_IMAGES, Images, Observed, observe
 from profiling_agent.quantization.cast import CastConv2d, CastLinear
 from profiling_agent.quantization.kinds import can_be
@@ -25,7 +26,6 @@ from profiling_agent.quantization.module import Dtype, Kind, Layer, QuantizedMod
 from profiling_agent.quantization.norms import fold_norms_
 from profiling_agent.quantization.static import StaticConv2d, StaticLinear
 from profiling_agent.records import EVERYTHING, QuantizationRecommendation
-from profiling_agent.shapes.verify import left_as_found
 
 # Images on which folding has to leave the logits as they are.
 NUM_CHECKED = 4

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from profiling_agent.profiling.complexity import count_complexity
+from profiling_agent.modules.complexity import count_complexity
+from profiling_agent.modules.divergence import mean_kl
+from profiling_agent.modules.hooks import watching
 from profiling_agent.progress import Progress, silent
-from profiling_agent.pruning.compensation import mean_kl
-from profiling_agent.pruning.hooks import watching
 from profiling_agent.quantization.calibrate import run
 from profiling_agent.quantization.kinds import quantized_modules
 from profiling_agent.quantization.module import QuantizedModule

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from profiling_agent.pruning.hooks import watching
+from profiling_agent.modules.hooks import watching
 from profiling_agent.quantization.calibrate import Observed, run
 
 # Of each site's outputs, so many rows are kept, and so many values of them choose a grid.

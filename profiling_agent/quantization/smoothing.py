@@ -8,8 +8,8 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
+from profiling_agent.modules.divergence import mean_kl
 from profiling_agent.progress import Progress, silent
-from profiling_agent.pruning.compensation import mean_kl
 from profiling_agent.quantization.calibrate import run
 from profiling_agent.quantization.module import QuantizedModule
 from profiling_agent.quantization.norms import is_near

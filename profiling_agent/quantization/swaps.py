@@ -5,8 +5,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from profiling_agent.modules.prefix import answering, find_prefixes, lasting_outputs
 from profiling_agent.progress import Progress, silent
-from profiling_agent.pruning.prefix import answering, find_prefixes, lasting_outputs
 from profiling_agent.quantization.calibrate import run
 from profiling_agent.quantization.sites import place_
 

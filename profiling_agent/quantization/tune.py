@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from profiling_agent.errors import QuantizationError
-from profiling_agent.profiling.complexity import count_complexity
+from profiling_agent.modules.complexity import count_complexity
 from profiling_agent.progress import Progress, silent
 from profiling_agent.quantization.quantize import quantize_model
 from profiling_agent.quantization.sensitivity import mark_kept, measure_layers, spec_of

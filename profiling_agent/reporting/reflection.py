@@ -1,7 +1,7 @@
 """What was expected beside what came: predictions of each attempt, and why each unit was changed or left alone."""
 
 from profiling_agent.errors import PlanError
-from profiling_agent.pruning.names import matching_names
+from profiling_agent.modules.layer_names import matching_names
 from profiling_agent.records import Attempt, Cut, Lap, Plan, Record
 from profiling_agent.reporting.report import RunReport, Sensitivity
 from profiling_agent.reporting.units import count, percent

@@ -5,7 +5,7 @@ from collections import defaultdict
 
 from pydantic import Field
 
-from profiling_agent.iteration.settle import Settlement
+from profiling_agent.iteration.finalize import Settlement
 from profiling_agent.jobs.tasks import Profiled
 from profiling_agent.records import (
     Acquired,

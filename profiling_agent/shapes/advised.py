@@ -5,9 +5,8 @@ from typing import TypeVar
 
 from pydantic import Field
 
-from profiling_agent.analysis.digest import quoted
 from profiling_agent.errors import ShapeUnresolvedError
-from profiling_agent.llm.question import Asks, Question
+from profiling_agent.llm.question import Asks, Question, quoted
 from profiling_agent.prompts import render  # pyright: ignore[reportMissingImports] - mapped on install
 from profiling_agent.records import InputSpec, Record, ShapeFacts
 

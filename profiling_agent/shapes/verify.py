@@ -1,40 +1,13 @@
 """Ask the model itself whether it accepts a shape, and leave no trace of having asked."""
 
-from collections.abc import Generator
-from contextlib import contextmanager
-
 import torch
 from torch import nn
 
 from profiling_agent.errors import ShapeUnresolvedError
+from profiling_agent.modules.inference import REFUSALS, device_of, left_as_found
 from profiling_agent.records import InputSpec
 
 COMPLAINT_LENGTH = 240
-# What models raise at an image of the wrong shape: their own checks, torch's kernels, or indexing and unpacking.
-REFUSALS = (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError, AssertionError)
-
-
-@contextmanager
-def left_as_found(model: nn.Module) -> Generator[nn.Module]:
-    """Put back the plain attributes of every module at the end: train or eval mode, and what forward passes change.
-
-    Swin shrinks its window for good when it is shown a small image, and ptflops leaves methods on the model.
-    Tensors that are changed in place are not restored.
-    """
-    before = [(module, dict(vars(module))) for module in model.modules()]
-    try:
-        yield model
-    finally:
-        for module, attributes in before:
-            vars(module).clear()
-            vars(module).update(attributes)
-
-
-def device_of(model: nn.Module) -> torch.device:
-    """Return where the model's first parameter or buffer lies, the CPU if it has none."""
-    for tensor in (*model.parameters(), *model.buffers()):
-        return tensor.device
-    return torch.device("cpu")
 
 
 def verify(model: nn.Module, spec: InputSpec) -> None:

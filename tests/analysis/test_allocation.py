@@ -9,7 +9,7 @@ from made import evidence, unit
 from profiling_agent.analysis.allocation import MAX_GAP, allocate
 from profiling_agent.analysis.savings import params_and_macs_saved, predicted_kl
 from profiling_agent.errors import PlanError
-from profiling_agent.profiling.complexity import count_complexity
+from profiling_agent.modules.complexity import count_complexity
 from profiling_agent.pruning.prune import prune_model
 from profiling_agent.records import Cut, Target
 

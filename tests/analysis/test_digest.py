@@ -8,11 +8,11 @@ from profiling_agent.analysis.digest import (
     goal_text,
     group_rows,
     plan_text,
-    quoted,
     rejection_rows,
     shortened,
     unit_rows,
 )
+from profiling_agent.llm.question import quoted
 from profiling_agent.records import Approval, Decided, Plan, PruningRecommendation, Target
 
 

@@ -8,7 +8,7 @@ from pruning import families
 from profiling_agent.analysis.dry_run import dry_run, most_saving
 from profiling_agent.analysis.plan_file import read_plan
 from profiling_agent.errors import PlanError
-from profiling_agent.profiling.complexity import count_complexity
+from profiling_agent.modules.complexity import count_complexity
 from profiling_agent.pruning.prune import prune_model
 from profiling_agent.pruning.units import find_units
 from profiling_agent.records import (

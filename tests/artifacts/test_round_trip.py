@@ -14,13 +14,13 @@ from torch import nn
 from profiling_agent.artifacts.load import load_module, load_processor, load_recipe, load_skeleton
 from profiling_agent.artifacts.save import save_model
 from profiling_agent.errors import ArtifactError
-from profiling_agent.evaluation.footprint import parameter_bytes
+from profiling_agent.modules.inference import random_batch
+from profiling_agent.quantization.footprint import parameter_bytes
 from profiling_agent.quantization.linear import DynamicLinear
 from profiling_agent.quantization.module import QuantizedModule
 from profiling_agent.quantization.quantize import Quantized, quantize_model
 from profiling_agent.quantization.static import StaticConv2d
 from profiling_agent.records import Cut, QuantizationRecommendation, Unit, UnitKind
-from profiling_agent.runtimes.eager import random_batch
 
 EVERYTHING = QuantizationRecommendation(layer="all", dtype="qint8")
 STATIC = QuantizationRecommendation(layer="all", quantization_type="static", dtype="qint8")
@@ -36,7 +36,7 @@ ASK = """
 import json, sys, torch
 from profiling_agent.artifacts.load import load_module
 from profiling_agent.records import InputSpec
-from profiling_agent.runtimes.eager import random_batch
+from profiling_agent.modules.inference import random_batch
 batch = random_batch(InputSpec(channels=3, height=32, width=32, source="zoo"), 3, seed=7)
 before = torch.random.get_rng_state()
 for folder in sys.argv[1:]:

@@ -8,14 +8,14 @@ import torch
 from conftest import World
 from typer.testing import CliRunner
 
-from profiling_agent.cli import app
+from profiling_agent.cli.main import app
 from profiling_agent.request import Request
 
 runner = CliRunner()
 
 
 def run_world(world: World, output: Path, *arguments: str):
-    command = [sys.executable, "-m", "profiling_agent.cli", "run", "--model", str(world.model)]
+    command = [sys.executable, "-m", "profiling_agent.cli.main", "run", "--model", str(world.model)]
     command += ["--dataset", str(world.data), "--batch-size", "4", "--output", str(output), *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
@@ -45,7 +45,7 @@ def test_every_field_of_the_request_is_a_flag_of_run():
 )
 def test_a_bad_request_is_one_clear_line_and_exit_code_2(tmp_path: Path, arguments: tuple[str, ...], says: str):
     output = tmp_path / "runs"
-    command = [sys.executable, "-m", "profiling_agent.cli", "run", "--output", str(output), *arguments]
+    command = [sys.executable, "-m", "profiling_agent.cli.main", "run", "--output", str(output), *arguments]
 
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
 
@@ -70,7 +70,7 @@ def test_a_runtime_that_is_not_installed_is_refused_before_anything_is_done(tmp_
     arguments = ["profiling-agent", "run", "--runtimes", "eager,openvino", "--output", str(output)]
     # What Python's import system takes for "not there".
     hidden = "import sys; sys.modules['openvino'] = None"
-    code = f"{hidden}; sys.argv = {arguments!r}; from profiling_agent.cli import main; main()"
+    code = f"{hidden}; sys.argv = {arguments!r}; from profiling_agent.cli.main import main; main()"
 
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
 

@@ -9,11 +9,11 @@ import pytest
 from chat_server import chat_server, error, in_turn
 from typer.testing import CliRunner
 
-from profiling_agent.cli import app
-from profiling_agent.doctor import Finding, examine
+from profiling_agent.cli.examine import Finding, examine
+from profiling_agent.cli.main import app
+from profiling_agent.deployment.probe import probe
 from profiling_agent.records import RUNTIMES
 from profiling_agent.request import Request
-from profiling_agent.runtimes.probe import probe
 
 QUICK = ("software", "CPU", "memory", "disk", "noise", "language model", "Hugging Face")
 NOBODY = "http://127.0.0.1:9/v1"

@@ -28,7 +28,7 @@ def test_ctrl_c_ends_a_run_with_the_command_that_resumes_it_and_leaves_no_proces
         [
             sys.executable,
             "-m",
-            "profiling_agent.cli",
+            "profiling_agent.cli.main",
             "run",
             *map(str, asked),
             "--advisor",

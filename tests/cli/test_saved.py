@@ -9,9 +9,9 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from profiling_agent.cli import app
-from profiling_agent.display import compare_table, measurement_table
-from profiling_agent.racing import Measurements, compare_measurements, read_measurements
+from profiling_agent.benchmarking.saved import Measurements, compare_measurements, read_measurements
+from profiling_agent.cli.main import app
+from profiling_agent.cli.tables import compare_table, measurement_table
 from profiling_agent.records import Race
 from profiling_agent.reporting.report import RunReport
 from profiling_agent.workspace import write_atomically

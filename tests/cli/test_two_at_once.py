@@ -10,7 +10,7 @@ import pytest
 from conftest import World
 from typer.testing import CliRunner
 
-from profiling_agent.cli import app
+from profiling_agent.cli.main import app
 from profiling_agent.reporting.results import read_report
 from profiling_agent.workspace import Workspace
 
@@ -31,7 +31,7 @@ LEAST = (
 
 
 def start(*arguments: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "profiling_agent.cli", *arguments]
+    command = [sys.executable, "-m", "profiling_agent.cli.main", *arguments]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 

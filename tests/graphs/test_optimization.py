@@ -11,9 +11,9 @@ from profiling_agent.agents.state import RunState
 from profiling_agent.analysis.rules import analyse
 from profiling_agent.iteration.attempt import measure_attempt, open_journal, prune_candidate, quantize_candidate
 from profiling_agent.iteration.propose import propose
+from profiling_agent.modules.inference import random_batch
 from profiling_agent.records import Outcome, Plan
 from profiling_agent.reporting.report import RunReport
-from profiling_agent.runtimes.eager import random_batch
 from profiling_agent.workspace import Workspace, read_manifest
 
 

@@ -16,9 +16,9 @@ from profiling_agent.artifacts.save import save_model
 from profiling_agent.jobs.desk import Desk
 from profiling_agent.jobs.recover_job import recover_job
 from profiling_agent.jobs.tasks import RecoverTask
+from profiling_agent.modules.divergence import mean_kl
 from profiling_agent.progress import silent
 from profiling_agent.pruning.baselines import uniform_prune
-from profiling_agent.pruning.compensation import mean_kl
 from profiling_agent.pruning.units import find_units
 from profiling_agent.records import ArtifactRef, SplitInfo
 from profiling_agent.workspace import Workspace

@@ -17,9 +17,9 @@ from profiling_agent.artifacts.save import save_model
 from profiling_agent.jobs.catalogue import CATALOGUE
 from profiling_agent.jobs.desk import Desk
 from profiling_agent.jobs.tasks import TuneTask
+from profiling_agent.modules.inference import random_batch
 from profiling_agent.progress import silent
 from profiling_agent.records import ArtifactRef, SplitInfo, Tuned
-from profiling_agent.runtimes.eager import random_batch
 from profiling_agent.workspace import file_sha256
 
 

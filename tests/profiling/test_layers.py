@@ -3,8 +3,8 @@ import torch
 import zoo
 from torch import nn
 
+from profiling_agent.modules.inference import random_batch
 from profiling_agent.profiling.layers import activation_bytes, layer_latency
-from profiling_agent.runtimes.eager import random_batch
 
 FLOAT = 4
 

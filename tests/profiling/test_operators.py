@@ -4,8 +4,8 @@ import json
 import pytest
 import zoo
 
+from profiling_agent.modules.inference import random_batch
 from profiling_agent.profiling.operators import profile_operators
-from profiling_agent.runtimes.eager import random_batch
 
 
 def without_times(rows):

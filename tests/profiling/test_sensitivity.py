@@ -9,18 +9,19 @@ import zoo
 from pruning import families
 from scipy.stats import spearmanr
 
+from profiling_agent.benchmarking.latency_table import LatencyTable
 from profiling_agent.errors import PruningError
+from profiling_agent.modules.inference import random_batch
+from profiling_agent.modules.norms import following_norms, has_bias
 from profiling_agent.profiling.drawing import through
-from profiling_agent.profiling.latency_table import LatencyTable
 from profiling_agent.profiling.sensitivity import measure_sensitivity
 from profiling_agent.pruning.criteria import CRITERIA, order_by
-from profiling_agent.pruning.folding import fold, following_norms, has_bias
+from profiling_agent.pruning.folding import fold
 from profiling_agent.pruning.moments import gather_moments
 from profiling_agent.pruning.prune import prune_model
 from profiling_agent.pruning.units import find_units
 from profiling_agent.pruning.widths import aligned_widths
 from profiling_agent.records import Cut, Evidence
-from profiling_agent.runtimes.eager import random_batch
 
 IMAGES = random_batch(zoo.SPEC, 160, seed=1)
 # Images come in blocks of 8, of which each fourth is judged by.

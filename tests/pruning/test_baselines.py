@@ -11,10 +11,10 @@ from transformers import (
 )
 
 from profiling_agent.errors import PruningError, RequestError
+from profiling_agent.modules.inference import random_batch
 from profiling_agent.pruning.baselines import paper_prune, paper_to_params, uniform_prune, uniform_to_params
 from profiling_agent.pruning.units import find_units
 from profiling_agent.records import InputSpec, UnitKind
-from profiling_agent.runtimes.eager import random_batch
 
 SWIN_B = {"embed_dim": 128, "depths": [2, 2, 18, 2], "num_heads": [4, 8, 16, 32]}
 FULL_SIZE = {

@@ -7,14 +7,15 @@ from pruning import families
 from torch import nn
 from torch.func import functional_call
 
-from profiling_agent.pruning.folding import fold, following_norms, has_bias, overlay
+from profiling_agent.modules.inference import random_batch
+from profiling_agent.modules.norms import following_norms, has_bias
+from profiling_agent.pruning.folding import fold, overlay
 from profiling_agent.pruning.least_squares import compensate_units_
 from profiling_agent.pruning.moments import gather_moments
 from profiling_agent.pruning.prune import prune_model
 from profiling_agent.pruning.units import find_units
 from profiling_agent.pruning.widths import aligned_widths
 from profiling_agent.records import Cut
-from profiling_agent.runtimes.eager import random_batch
 
 IMAGES = random_batch(zoo.SPEC, 48, seed=7)
 MODELS = {

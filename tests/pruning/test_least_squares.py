@@ -3,6 +3,7 @@ import torch
 import zoo
 from torch import nn
 
+from profiling_agent.modules.inference import random_batch
 from profiling_agent.pruning.consumers import columns_of, features, matrix_of, outputs_of, stopping_at
 from profiling_agent.pruning.elimination import RIDGE
 from profiling_agent.pruning.least_squares import compensate_units_, fit_
@@ -12,7 +13,6 @@ from profiling_agent.pruning.units import find_units
 from profiling_agent.pruning.walk import Walk
 from profiling_agent.pruning.widths import snap
 from profiling_agent.records import Cut
-from profiling_agent.runtimes.eager import random_batch
 
 IMAGES = random_batch(zoo.SPEC, 64, seed=7)
 

@@ -6,11 +6,11 @@ from torch import nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
+from profiling_agent.modules.hooks import watching
+from profiling_agent.modules.inference import random_batch
 from profiling_agent.pruning.consumers import features, matrix_of, outputs_of
-from profiling_agent.pruning.hooks import watching
 from profiling_agent.pruning.moments import gather_moments
 from profiling_agent.pruning.units import find_units
-from profiling_agent.runtimes.eager import random_batch
 
 IMAGES = random_batch(zoo.SPEC, 6, seed=3)
 MODELS = {

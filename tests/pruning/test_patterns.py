@@ -4,7 +4,7 @@ import sys
 import pytest
 
 from profiling_agent.errors import PlanError
-from profiling_agent.pruning.names import matching_names
+from profiling_agent.modules.layer_names import matching_names
 from profiling_agent.pruning.patterns import resolve
 from profiling_agent.records import PruningRecommendation, Unit, UnitKind
 

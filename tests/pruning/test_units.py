@@ -6,7 +6,7 @@ import torch
 import zoo
 from torch import nn
 
-from profiling_agent.profiling.complexity import count_complexity
+from profiling_agent.modules.complexity import count_complexity
 from profiling_agent.pruning.surgery import cut_units
 from profiling_agent.pruning.units import FoundUnits, find_units
 from profiling_agent.records import Cut, UnitKind

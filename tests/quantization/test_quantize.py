@@ -4,11 +4,11 @@ import zoo
 from torch import nn
 
 from profiling_agent.errors import PlanError, QuantizationError
-from profiling_agent.evaluation.footprint import parameter_bytes
+from profiling_agent.modules.inference import random_batch
+from profiling_agent.quantization.footprint import parameter_bytes
 from profiling_agent.quantization.linear import DynamicLinear
 from profiling_agent.quantization.quantize import quantize_model, torch_quantize_dynamic
 from profiling_agent.records import QuantizationRecommendation
-from profiling_agent.runtimes.eager import random_batch
 
 
 def asking(layer: str, dtype: str = "qint8") -> QuantizationRecommendation:

@@ -6,12 +6,12 @@ import zoo
 from torch import nn
 
 from profiling_agent.errors import PlanError, QuantizationError
+from profiling_agent.modules.inference import random_batch
 from profiling_agent.quantization.kinds import quantized_modules
 from profiling_agent.quantization.norms import fold_norms_
 from profiling_agent.quantization.quantize import quantize_model
 from profiling_agent.quantization.static import StaticConv2d, StaticLinear
 from profiling_agent.records import QuantizationRecommendation
-from profiling_agent.runtimes.eager import random_batch
 
 IMAGES = random_batch(zoo.SPEC, 8, seed=3)
 

@@ -7,14 +7,14 @@ from outliers import with_outliers
 from torch import nn
 
 from profiling_agent.errors import QuantizationError
-from profiling_agent.pruning.compensation import mean_kl
+from profiling_agent.modules.divergence import mean_kl
+from profiling_agent.modules.inference import random_batch
 from profiling_agent.quantization.quantize import quantize_model
 from profiling_agent.quantization.sensitivity import mark_kept, measure_layers
 from profiling_agent.quantization.sites import find_sites
 from profiling_agent.quantization.swaps import swapped_logits
 from profiling_agent.quantization.tune import tune
 from profiling_agent.records import LayerCost, QuantizationRecommendation
-from profiling_agent.runtimes.eager import random_batch
 
 IMAGES = random_batch(zoo.SPEC, 16, seed=3)
 OTHERS = random_batch(zoo.SPEC, 16, seed=4)

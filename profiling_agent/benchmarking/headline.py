@@ -1,0 +1,42 @@
+"""The two numbers of a process that does nothing but run the model: latency and peak memory. No torch here."""
+
+import resource
+import sys
+from pathlib import Path
+
+from profiling_agent.benchmarking.latency import latency_stats
+from profiling_agent.deployment.noise import noise_batch
+from profiling_agent.deployment.protocol import Session
+from profiling_agent.records import Headline, InputSpec
+
+TIME_MS = 20_000
+MIN_RUNS, MAX_RUNS = 2, 20
+
+
+def measure_headline(session: Session, spec: InputSpec, *, batch_size: int) -> Headline:
+    """Time an opened model, without hooks or profiler, and read this process's peak resident memory.
+
+    Two passes of warm-up, then as many as fit in 20 s, 2 to 20. The memory means something only in a fresh process
+    that has loaded one model; whoever starts that process pins its threads.
+    """
+    run_once = session.bound(noise_batch(spec, batch_size))
+    # What a runtime does on its first pass, as compiling, says nothing of how many passes fit.
+    run_once()
+    runs = max(MIN_RUNS, min(MAX_RUNS, int(TIME_MS / run_once())))
+    samples_ms = [run_once() for _ in range(runs)]
+    return Headline(
+        latency=latency_stats(samples_ms, batch_size),
+        peak_memory_bytes=peak_memory_bytes(),
+        forward_passes=2 + runs,
+    )
+
+
+def peak_memory_bytes() -> int:
+    """Return the most memory this process has had resident."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        # Linux hands a parent's ru_maxrss on to the child it starts; VmHWM begins anew with the program.
+        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
+        return int(line.split()[1]) * 1024
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

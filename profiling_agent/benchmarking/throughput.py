@@ -1,0 +1,182 @@
+"""What deployed models take on this machine: images per second, memory of a process that only runs one, bytes on disk.
+
+Everything is measured in processes of their own, whatever the runtime. No torch here.
+"""
+
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+
+from profiling_agent.benchmarking.contender import Contender, racer_command
+from profiling_agent.benchmarking.latency import latency_stats
+from profiling_agent.benchmarking.race import processes
+from profiling_agent.benchmarking.session import Pace, run_heat
+from profiling_agent.benchmarking.turns import Start
+from profiling_agent.errors import JobError, RequestError
+from profiling_agent.progress import Progress, silent
+from profiling_agent.records import (
+    ArtifactRef,
+    Comparison,
+    LatencyStats,
+    Machine,
+    MemoryUse,
+    Refusal,
+    Taken,
+    Throughput,
+    Throughputs,
+)
+from profiling_agent.reproducibility import environment
+
+BATCH_SIZES = (1, 8, 32)
+# Libraries that a runtime's speed depends on and that need not be installed.
+RUNTIME_LIBRARIES = ("onnxruntime", "openvino", "nncf", "torchao")
+# A runtime may take another way through its kernels, and more memory, after its first pass.
+MEMORY_PASSES = 3
+# Throughput is reported, and decides nothing: fewer rounds than a race has will do.
+PACE = Pace(seconds_per_turn=0.25, min_rounds=8, max_seconds=20.0)
+
+
+def machine(device: str = "cpu") -> Machine:
+    """Return what measurements taken here and now belong to."""
+    here = environment()
+    optional: dict[str, str] = {}
+    for name in RUNTIME_LIBRARIES:
+        try:
+            optional[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return Machine(
+        cpu=here.cpu,
+        cpu_flags=here.cpu_flags,
+        num_threads=here.num_threads,
+        memory_bytes=here.memory_bytes,
+        system=here.system,
+        device=device,
+        libraries=here.libraries | optional,
+    )
+
+
+def throughput(  # noqa: PLR0913 (how it is measured belongs to the result)
+    models: Sequence[ArtifactRef],
+    *,
+    root: Path,
+    batch_sizes: Sequence[int] = BATCH_SIZES,
+    device: str = "cpu",
+    num_threads: int | None = None,
+    seed: int = 0,
+    pace: Pace = PACE,
+    progress: Progress = silent,
+) -> Throughputs:
+    """Return images per second of each model at each batch size, by turns across processes.
+
+    A model that can't be run at a batch size (its files are of another one, or its process dies) has a refusal there.
+    """
+    rows: list[Throughput] = []
+    refused: list[Refusal] = []
+    for batch_size in batch_sizes:
+        start = Start(batch_size=batch_size, device=device, num_threads=num_threads)
+        able = list(models)
+        while able:
+            line_up = processes([racer_command(root / ref.path) for ref in able], start)
+            try:
+                with line_up(range(len(able))) as runners:
+                    heat = run_heat(runners, pace=pace, seed=seed, progress=progress)
+            except JobError as error:
+                refused.append(Refusal(model=able.pop(0), batch_size=batch_size, reason=str(error)))
+                continue
+            refused += [Refusal(model=able[i], batch_size=batch_size, reason=why) for i, why in heat.lost.items()]
+            rows += [_row(able[i], batch_size, turns) for i, turns in sorted(heat.turns.items())]
+            break
+    return Throughputs(rows=tuple(rows), refused=tuple(refused), machine=machine(device))
+
+
+def _row(model: ArtifactRef, batch_size: int, turns: Sequence[Sequence[float]]) -> Throughput:
+    latency: LatencyStats = latency_stats([sample for turn in turns for sample in turn], batch_size)
+    return Throughput(
+        model=model,
+        batch_size=batch_size,
+        images_per_s=batch_size * 1e3 / latency.median_ms,
+        low=batch_size * 1e3 / latency.high_ms,
+        high=batch_size * 1e3 / latency.low_ms,
+        latency=latency,
+    )
+
+
+def memory_use(
+    model: ArtifactRef, *, root: Path, batch_size: int, device: str = "cpu", num_threads: int | None = None
+) -> MemoryUse:
+    """Return the most that a process held resident that only loaded `model` and ran it, files mapped into it included.
+
+    Raises:
+        JobError: the process died or hung; or this system doesn't tell what a process held at most.
+    """
+    start = Start(batch_size=batch_size, device=device, num_threads=num_threads)
+    with Contender(racer_command(root / model.path), start, keeps_memory=False) as contender:
+        contender.wait_until_ready()
+        contender.take_turn(MEMORY_PASSES)
+        peak_bytes = _peak_bytes(contender.pid)
+    return MemoryUse(
+        model=model,
+        batch_size=batch_size,
+        peak_bytes=peak_bytes,
+        size_bytes=model.size_bytes,
+        machine=machine(device),
+    )
+
+
+def _peak_bytes(pid: int) -> int:
+    status = Path(f"/proc/{pid}/status")
+    if not status.exists():
+        raise JobError("what another process held at most is told by Linux alone (/proc): measure memory there")
+    line = next(line for line in status.read_text(encoding="utf-8").splitlines() if line.startswith("VmHWM:"))
+    return int(line.split()[1]) * 1024
+
+
+def taken(model: ArtifactRef, throughputs: Throughputs, memory: MemoryUse) -> Taken:
+    """Return what `model` takes, from both measurements.
+
+    Raises:
+        RequestError: they weren't taken on the same machine.
+    """
+    check_same_machine(throughputs.machine, memory.machine)
+    return Taken(model=model, throughput=throughputs.of(model), memory=memory, machine=memory.machine)
+
+
+def compare(first: Taken, second: Taken) -> Comparison:
+    """Return `second` beside `first`, at the batch sizes that both were measured at.
+
+    Raises:
+        RequestError: they were measured on different machines.
+    """
+    check_same_machine(first.machine, second.machine)
+    by_size = {row.batch_size: row.images_per_s for row in first.throughput}
+    changed = sorted(
+        name
+        for name in first.machine.libraries.keys() | second.machine.libraries.keys()
+        if first.machine.libraries.get(name) != second.machine.libraries.get(name)
+    )
+    return Comparison(
+        throughput={
+            row.batch_size: row.images_per_s / by_size[row.batch_size]
+            for row in second.throughput
+            if row.batch_size in by_size
+        },
+        peak_memory=second.memory.peak_bytes / first.memory.peak_bytes,
+        size=second.memory.size_bytes / first.memory.size_bytes,
+        notes=(f"measured with other versions of {', '.join(changed)}",) if changed else (),
+    )
+
+
+def check_same_machine(first: Machine, second: Machine) -> None:
+    """Raise RequestError where two measurements are of different machines; other libraries are allowed."""
+    if first.model_dump(exclude={"libraries"}) != second.model_dump(exclude={"libraries"}):
+        raise RequestError(
+            f"measurements of different machines can't be compared ({_name(first)}; {_name(second)}): "
+            "measure both on one of them"
+        )
+
+
+def _name(machine: Machine) -> str:
+    flags = ", ".join(machine.cpu_flags) or "no vector extensions known"
+    size = f"{machine.num_threads} threads, {machine.memory_bytes / 2**30:.1f} GiB"
+    return f"{machine.cpu} with {flags}, {size}, {machine.system}, on {machine.device}"

@@ -1,0 +1,73 @@
+"""One model in a process of its own that runs when it is its turn: `python -m profiling_agent.benchmarking.worker FOLDER`.
+
+It ends when its standard input does, also in the middle of a turn: whoever kills the parent leaves no racer behind.
+It imports torch where the model's runtime is torch's, and only there.
+"""
+
+import os
+import queue
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TextIO
+
+from profiling_agent.artifacts.folder import open_folder
+from profiling_agent.benchmarking.turns import Reply, Start, Turn
+from profiling_agent.deployment.noise import noise_batch
+from profiling_agent.deployment.registry import open_session
+from profiling_agent.reproducibility import available_threads
+
+# The first pass of a turn finds caches and threads as the other racers left them; it isn't counted.
+WARMUP = 1
+
+
+def _lines(stream: TextIO) -> Callable[[], str]:
+    """Return a function that waits for the next line; the process ends when there is none."""
+    waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def watch() -> None:
+        for line in stream:
+            waiting.put(line)
+        os._exit(0)
+
+    threading.Thread(target=watch, daemon=True).start()
+    return waiting.get
+
+
+def _own_output() -> TextIO:
+    """Return standard output for our replies alone; what libraries print goes to standard error from now on."""
+    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    return replies
+
+
+def serve(open_model: Callable[[Start], Callable[[], float]]) -> None:
+    """Load a model, then take turns until standard input ends; never returns.
+
+    `open_model` returns a function that runs the batch once and returns the milliseconds it took; it also sees to it
+    that no more than the number of threads in `Start` are used.
+    """
+    replies, next_line = _own_output(), _lines(sys.stdin)
+
+    def reply(said: Reply) -> None:
+        replies.write(said.model_dump_json() + "\n")
+        replies.flush()
+
+    run_once = open_model(Start.model_validate_json(next_line()))
+    reply(Reply(kind="ready"))
+    while True:
+        turn = Turn.model_validate_json(next_line())
+        times = [run_once() for _ in range(WARMUP + turn.runs)]
+        reply(Reply(kind="times", samples_ms=tuple(times[WARMUP:])))
+
+
+def open_artifact(folder: Path, start: Start) -> Callable[[], float]:
+    """Return one pass of a saved model over a batch of noise."""
+    threads = start.num_threads or available_threads()
+    session = open_session(folder, device=start.device, num_threads=threads)
+    return session.bound(noise_batch(open_folder(folder, verify=False).input, start.batch_size))
+
+
+if __name__ == "__main__":
+    serve(lambda start: open_artifact(Path(sys.argv[1]), start))

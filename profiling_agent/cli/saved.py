@@ -1,0 +1,128 @@
+"""The commands on models that are saved already: export, race, measure, compare."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from profiling_agent.cli.progress import open_display
+from profiling_agent.cli.terminal import JsonOption, app, console, errors, refuse, run_folder
+from profiling_agent.errors import ProfilingAgentError
+
+
+@app.command()
+def export(
+    source: Annotated[
+        Path,
+        typer.Argument(parser=run_folder, metavar="RUN_OR_FOLDER", help="run (its best model), or a saved model"),
+    ],
+    format_: Annotated[
+        str, typer.Option("--format", help="onnx: one file for ONNX Runtime; hf: a folder for from_pretrained")
+    ],
+    output: Annotated[Path, typer.Option(help="file (onnx) or folder (hf) to write; nothing is overwritten")],
+    batch_size: Annotated[int | None, typer.Option(min=1, help="onnx: fix the batch; else any batch will do")] = None,
+) -> None:
+    """Write a model for other tools, after checking that it computes the same there.
+
+    Float32 models alone: quantized ones are loaded with `profiling_agent.load`. A pruned model is an ordinary Hugging
+    Face folder only where its layers were cut alike; where they weren't, the reason is given and nothing is written.
+
+    `profiling-agent export runs/my-run --format onnx --output model.onnx`
+    """
+    from profiling_agent.deployment.export import export as write
+
+    try:
+        said = write(source, format_, output, batch_size=batch_size)
+    except ProfilingAgentError as error:
+        refuse(str(error))
+    console.print(said, markup=False, highlight=False, soft_wrap=True)
+
+
+@app.command()
+def race(
+    sources: Annotated[
+        list[Path],
+        typer.Argument(parser=run_folder, metavar="RUN_OR_FOLDER...", help="a run (its models), or saved models"),
+    ],
+    batch_size: Annotated[int, typer.Option(min=1, max=4096, help="images in a forward pass")] = 32,
+    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+    json_: JsonOption = False,  # noqa: FBT002 - a flag
+) -> None:
+    """Race saved models on this machine: they take turns, a process each; speed-ups are over the first.
+
+    What was the fastest on one CPU need not be on another: race a run's models again where you deploy them.
+
+    `profiling-agent race runs/my-run --batch-size 1`
+    """
+    from profiling_agent.benchmarking.saved import race_saved
+    from profiling_agent.cli.tables import race_table
+
+    try:
+        with open_display(errors) as display:
+            names, held = race_saved(sources, batch_size=batch_size, device=device, progress=display.stage("race"))
+    except ProfilingAgentError as error:
+        refuse(str(error))
+    if json_:
+        typer.echo(held.model_dump_json(indent=1))
+        return
+    console.print(race_table(names, held))
+
+
+@app.command()
+def measure(
+    sources: Annotated[
+        list[Path],
+        typer.Argument(
+            parser=run_folder, metavar="RUN_OR_FOLDER...", help="a run (its baseline and best), or saved models"
+        ),
+    ],
+    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+    against: Annotated[
+        Path | None, typer.Option(help="file that an earlier --json wrote; another machine's is refused")
+    ] = None,
+    json_: JsonOption = False,  # noqa: FBT002 - a flag
+) -> None:
+    """Measure what saved models take: images per second at batch sizes 1, 8 and 32, peak memory, bytes on disk.
+
+    `profiling-agent measure runs/my-run --json > now.json`
+    """
+    from profiling_agent.benchmarking.saved import compare_measurements, measure_saved, read_measurements
+    from profiling_agent.cli.tables import measurement_table
+
+    try:
+        earlier = read_measurements(against, device=device) if against else None
+        with open_display(errors) as display:
+            measured = measure_saved(sources, device=device, progress=display.stage("measure"))
+        compared = compare_measurements(measured, earlier or measured)
+    except ProfilingAgentError as error:
+        refuse(str(error))
+    if json_:
+        typer.echo(measured.model_dump_json(indent=1))
+        return
+    console.print(measurement_table(measured, compared))
+
+
+@app.command()
+def compare(
+    runs: Annotated[
+        list[Path],
+        typer.Argument(parser=run_folder, metavar="RUN...", help="finished runs, or forks of one"),
+    ],
+    json_: JsonOption = False,  # noqa: FBT002 - a flag
+) -> None:
+    """Show finished runs side by side: contract, verdict, accuracy, speed, size, plans.
+
+    `profiling-agent compare runs/mild runs/bold`
+    """
+    from profiling_agent.cli.tables import compare_table
+    from profiling_agent.reporting.results import read_report
+
+    try:
+        reports = {str(run): read_report(run) for run in runs}
+    except ProfilingAgentError as error:
+        refuse(str(error))
+    if json_:
+        typer.echo(json.dumps({name: report.model_dump(mode="json") for name, report in reports.items()}))
+        return
+    console.print(compare_table(reports))

@@ -1,0 +1,179 @@
+"""What the terminal shows when work is done: tables."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from rich.console import Group
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from profiling_agent.benchmarking.race import noise_warning
+from profiling_agent.benchmarking.saved import Measurements
+from profiling_agent.records import ApprovalQuestion, Comparison, ModelProfile, Race
+from profiling_agent.reporting.reflection import choices, predictions, subject_of
+from profiling_agent.reporting.report import RunReport
+from profiling_agent.reporting.units import asked, count, drop, measured, ms, percent, size, speedup
+
+
+def folded_table(title: str, first: str, *others: str) -> Table:
+    """Return a table whose first column, a name, is folded and never cut."""
+    table = Table(title=title, title_justify="left")
+    table.add_column(first, overflow="fold")
+    for name in others:
+        table.add_column(name, overflow="fold")
+    return table
+
+
+def verdict_table(report: RunReport, root: Path) -> Group:
+    """Return the verdict, the contract, before and after, the attempts and the files."""
+    verdict = report.verdict
+    head = f"{verdict.outcome}{' (certified)' if verdict.certified else ''}: {verdict.explanation}"
+    terms = folded_table("contract", "term", "asked", "measured", "holds")
+    for term in verdict.terms:
+        terms.add_row(term.name, asked(term), measured(term), "yes" if term.holds else "no")
+    sides = folded_table("before and after", "", "baseline", f"best ({report.best.variant}, {report.best.form.name})")
+    base, best = report.baseline, report.best
+    for name, text in (("top1", percent), ("latency_ms", ms), ("params", count), ("macs", count), ("size_bytes", size)):
+        sides.add_row(name, text(getattr(base, name)), text(getattr(best, name)))
+    tries = folded_table("attempts", "attempt", "accepted", "params", "search top-1", "reason")
+    for attempt in report.attempts:
+        deployed = attempt.deployed
+        tries.add_row(
+            str(attempt.number),
+            "yes" if attempt.accepted else "no",
+            count(deployed.footprint.params) if deployed else "",
+            percent(deployed.top1) if deployed else "",
+            Text(attempt.reason),
+        )
+    files = "\n".join(f"{name}: {root / path}" for name, path in report.artifacts.items())
+    return Group(Text(head, style="bold"), terms, sides, tries, Text(f"stopped: {report.stopped}"), Text(files))
+
+
+def plan_table(report: RunReport) -> Group:
+    """Return why each unit and layer was changed or left alone, by the attempt that the best model came from."""
+    attempt = subject_of(report)
+    if attempt is None:
+        return Group(Text("no plan was carried out"))
+    state = "accepted" if attempt.accepted else f"refused: {attempt.reason}"
+    lines = [f"attempt {attempt.number} by {attempt.origin.by}, {state}"]
+    lines += [f"reason: {attempt.origin.reason}"] if attempt.origin.reason else []
+    target = attempt.plan.target
+    if target is not None:
+        lines.append(f"target: {percent(target.saving)} of the {target.metric}. {target.justification}".strip())
+    lines += [f"left out: {part}" for part in attempt.origin.dropped]
+    lines += [f"made milder: {attempt.origin.cut_back}"] if attempt.origin.cut_back else []
+    units = folded_table("what can be pruned", "unit", "width", "kept", "why")
+    for row in choices(report, attempt):
+        units.add_row(Text(row.unit), str(row.width), str(row.kept), Text(row.reason))
+    types = folded_table("what is quantized", "layers", "type", "why")
+    for rec in attempt.plan.quantization or ():
+        types.add_row(Text(rec.layer), f"{rec.quantization_type} {rec.dtype}", Text(rec.justification))
+    expected = folded_table("predicted and measured", "", "predicted", "measured", "")
+    for told in predictions(attempt, report):
+        expected.add_row(told.what, told.predicted, told.measured, "off by more than twice" if told.is_off else "")
+    return Group(*(Text(line) for line in lines), units, types, expected)
+
+
+def compare_table(reports: Mapping[str, RunReport]) -> Table:
+    """Return several runs side by side: what was asked, what came of it, who planned."""
+    table = folded_table("runs", "", *(escape(name) for name in reports))
+
+    def row(name: str, tell: Callable[[RunReport], str]) -> None:
+        table.add_row(name, *(Text(tell(report)) for report in reports.values()))
+
+    row("verdict", lambda r: f"{r.verdict.outcome}{', certified' if r.verdict.certified else ''}")
+    row("model", lambda r: r.request.model)
+    row("data", lambda r: r.request.dataset)
+    for name in ("accuracy", "speed", "size", "memory"):
+        row(f"{name} asked", lambda r, name=name: next((asked(t) for t in r.verdict.terms if t.name == name), ""))
+    row("accuracy lost", lambda r: drop(r.heldout.drop) if r.heldout.drop else "")
+    row("times as fast", lambda r: speedup(r.lap) if r.lap else "not raced")
+    row("bytes", lambda r: f"{percent(r.best.size_bytes / r.baseline.size_bytes)}, {size(r.best.size_bytes)}")
+    row("params saved", lambda r: percent(1 - r.best.params / r.baseline.params))
+    row("MACs saved", lambda r: percent(1 - r.best.macs / max(r.baseline.macs, 1)))
+    row("runs as", lambda r: r.best.form.name)
+    row("attempts", lambda r: f"{len(r.attempts)}, {sum(one.accepted for one in r.attempts)} accepted")
+    row("planned by", lambda r: r.planned_by)
+    row("stopped", lambda r: str(r.stopped))
+    return table
+
+
+def approval_table(question: ApprovalQuestion) -> Group:
+    """Return a plan that waits for a person: who proposed it, what it would cut, and what that is predicted to do."""
+    lines = [
+        f"attempt {question.attempt}, proposed by {question.proposed_by}{': ' if question.reason else ''}{question.reason}"
+    ]
+    lines += [f"your last answer could not be taken: {question.problem}"] if question.problem else []
+    target = question.plan.target
+    lines += (
+        [f"target: {percent(target.saving)} of the {target.metric}. {target.justification}".strip()] if target else []
+    )
+    lines += [f"left alone: {note}" for note in question.notes[:6]]
+    saved = [f"params {percent(question.params_saved)} less", f"MACs {percent(question.macs_saved)} less"]
+    if question.latency_saved is not None:
+        saved.append(f"layers' time {percent(question.latency_saved)} less")
+    saved += [f"KL {question.kl:.2g} nats"] if question.kl is not None else []
+    cuts = folded_table("what would be cut", "unit", "width", "keeps", "KL alone, nats")
+    for cut in question.cuts:
+        cuts.add_row(Text(cut.unit), str(cut.width), str(cut.keep), "" if cut.kl is None else f"{cut.kl:.2g}")
+    return Group(*(Text(line) for line in lines), cuts, Text(f"predicted: {', '.join(saved)}"))
+
+
+def race_table(names: Mapping[str, str], race: Race) -> Group:
+    """Return the laps of a race and who dropped out; `names` has each model's by the path in its lap."""
+    table = folded_table("race", "model", "median", "times as fast as the first")
+    for lap in race.laps:
+        table.add_row(Text(names[lap.model.path]), ms(lap.latency.median_ms), speedup(lap))
+    lines = [f"{names[dropped.model.path]} dropped out: {dropped.reason}" for dropped in race.dropped]
+    return Group(table, *(Text(line) for line in (*lines, noise_warning(race)) if line))
+
+
+def measurement_table(measured: Measurements, compared: Sequence[Comparison]) -> Group:
+    """Return what models take, each with its ratio to the one it is compared with in brackets."""
+    sizes = [row.batch_size for row in measured.models[0].taken.throughput]
+    table = folded_table("measured", "model", *(f"images/s at {size_}" for size_ in sizes), "peak memory", "on disk")
+    for model, ratio in zip(measured.models, compared, strict=True):
+        rows = {row.batch_size: row.images_per_s for row in model.taken.throughput}
+        through = [f"{rows[n]:.1f} ({ratio.throughput.get(n, 0):.2f}x)" if n in rows else "can't" for n in sizes]
+        memory = model.taken.memory
+        table.add_row(
+            Text(model.name),
+            *through,
+            f"{size(memory.peak_bytes)} ({ratio.peak_memory:.2f}x)",
+            f"{size(memory.size_bytes)} ({ratio.size:.2f}x)",
+        )
+    return Group(table, *(Text(note) for ratio in compared for note in ratio.notes))
+
+
+def profile_tables(profile: ModelProfile) -> tuple[Table, ...]:
+    """Return the totals, the dearest layers and operators, and the units that can be pruned."""
+    totals = Table("", "", title=profile.architecture, title_justify="left", show_header=False)
+    latency = profile.headline.latency
+    for name, value in (
+        ("params", count(profile.params)),
+        ("macs of one image", count(profile.macs)),
+        ("on disk", size(profile.size_bytes)),
+        ("in memory", size(profile.parameter_bytes)),
+        (
+            f"latency of a batch of {profile.batch_size}",
+            f"{ms(latency.median_ms)} [{ms(latency.low_ms)}, {ms(latency.high_ms)}]",
+        ),
+        ("peak memory of the process", size(profile.headline.peak_memory_bytes)),
+        ("forward passes that this took", str(profile.forward_passes)),
+    ):
+        totals.add_row(name, value)
+    layers = Table(
+        "layer", "kind", "params", "macs", "time", "activations", title="dearest layers", title_justify="left"
+    )
+    for row in sorted(profile.layers, key=lambda layer: -layer.latency_ms)[:15]:
+        layers.add_row(
+            Text(row.name), row.kind, count(row.params), count(row.macs), ms(row.latency_ms), size(row.activation_bytes)
+        )
+    operators = folded_table("dearest operators", "operator", "calls", "time", "memory", "shapes")
+    for row in profile.operators[:10]:
+        operators.add_row(row.name, str(row.calls), ms(row.cpu_time_ms), size(row.memory_bytes), Text(row.input_shapes))
+    units = folded_table("what can be pruned", "unit", "kind", "width", "step", "params each")
+    for unit in profile.units:
+        units.add_row(Text(unit.name), unit.kind, str(unit.width), str(unit.step), count(unit.params_per_channel))
+    return totals, layers, operators, units

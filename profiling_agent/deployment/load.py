@@ -1,0 +1,146 @@
+"""A saved model, whatever runs it: pixel values in, logits out; or images in, labels out."""
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, overload
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from safetensors import SafetensorError
+from safetensors.numpy import load_file
+from torch import Tensor, nn
+
+from profiling_agent.artifacts.folder import open_folder
+from profiling_agent.artifacts.golden import FLOAT_TOLERANCE, REDUCED_TOLERANCE, STEP_TOLERANCE, refuse_far_logits
+from profiling_agent.artifacts.load import load_processor
+from profiling_agent.artifacts.recipe import GOLDEN, Recipe
+from profiling_agent.deployment.batches import check_images
+from profiling_agent.deployment.protocol import Session
+from profiling_agent.deployment.registry import open_session
+from profiling_agent.errors import ArtifactError
+from profiling_agent.records import RuntimeName
+from profiling_agent.reproducibility import environment
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a model says of a batch: `logits`, float32 (n, classes), on the CPU."""
+
+    logits: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """The class that a model finds likeliest for one image."""
+
+    label: str
+    class_id: int
+    probability: float
+
+
+class Deployed:
+    """A saved model, opened in its runtime."""
+
+    def __init__(self, folder: Path, recipe: Recipe, session: Session) -> None:
+        """Take an opened session; `load` is the way in."""
+        self.folder, self.recipe, self.session = folder, recipe, session
+
+    @property
+    def runtime(self) -> RuntimeName:
+        """Return the name of the runtime."""
+        return self.recipe.form.runtime
+
+    @property
+    def module(self) -> nn.Module:
+        """Return the torch module; ArtifactError where the runtime isn't torch's."""
+        module = getattr(self.session, "module", None)
+        if not isinstance(module, nn.Module):
+            raise ArtifactError(f"a model for {self.runtime} is no torch module: run it, or load its float32 parent")
+        return module
+
+    def __call__(self, pixel_values: Tensor | NDArray[Any]) -> Answer:
+        """Return the logits of images (n, channels, height, width) as the processor prepares them.
+
+        Raises:
+            ArtifactError: the shape isn't the model's, or the model was exported for another number of images.
+        """
+        held = pixel_values.detach().cpu().numpy() if isinstance(pixel_values, Tensor) else pixel_values
+        batch = np.ascontiguousarray(held, dtype=np.float32)
+        check_images(self.recipe.input, batch)
+        return Answer(logits=torch.from_numpy(self.session.run(batch)))
+
+    @cached_property
+    def _processor(self) -> Any:
+        return load_processor(self.folder)
+
+    @overload
+    def predict(self, images: Image.Image) -> Prediction: ...
+
+    @overload
+    def predict(self, images: Sequence[Image.Image]) -> list[Prediction]: ...
+
+    def predict(self, images: Image.Image | Sequence[Image.Image]) -> Prediction | list[Prediction]:
+        """Return the likeliest class of a PIL image, or of each of several, which go through as one batch."""
+        if isinstance(images, Image.Image):
+            return self.predict([images])[0]
+        if not images:
+            return []
+        prepared = self._processor(images=[image.convert("RGB") for image in images], return_tensors="np")
+        likelihoods, classes = self(prepared["pixel_values"]).logits.softmax(dim=-1).max(dim=-1)
+        return [
+            Prediction(label=self._label(class_id), class_id=class_id, probability=probability)
+            for class_id, probability in zip(classes.tolist(), likelihoods.tolist(), strict=True)
+        ]
+
+    def _label(self, class_id: int) -> str:
+        """Return the name of a class, or its number where it has none."""
+        return str(self.recipe.config.get("id2label", {}).get(str(class_id), class_id))
+
+
+def load(path: str | Path, *, verify: bool = True, device: str = "cpu") -> Deployed:
+    """Return a saved model that is called as `model(pixel_values).logits` whatever its runtime.
+
+    `verify` compares every file with its sha256, and what the model says of two images with what it said when it was
+    saved. Warns where it was made on another type of CPU: another form may be faster here.
+
+    Raises:
+        ArtifactError: a file is missing, foreign or damaged, the model doesn't compute what it did, or its runtime
+            isn't installed.
+    """
+    folder = Path(path).resolve()
+    recipe = open_folder(folder, verify=verify)
+    session = open_session(folder, device=device)
+    if recipe.cpu != environment().cpu:
+        warnings.warn(
+            f"{str(folder)!r} was made on {recipe.cpu}, this is {environment().cpu}: it computes the same, but another "
+            "form may be faster here; `profiling-agent race` finds out",
+            stacklevel=2,
+        )
+    if verify:
+        check_session(session, folder, recipe)
+    return Deployed(folder, recipe, session)
+
+
+def check_session(session: Session, folder: Path, recipe: Recipe) -> None:
+    """Raise ArtifactError where `session` doesn't compute the logits that were saved in `folder`."""
+    try:
+        golden = load_file(folder / GOLDEN)
+        expected, found = golden["logits"], session.run(golden["pixel_values"].astype(np.float32))
+    except (OSError, SafetensorError, KeyError, RuntimeError) as error:
+        line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ArtifactError(
+            f"the golden images in {str(folder)!r} can't be run ({line}): save the model again"
+        ) from error
+    refuse_far_logits(repr(str(folder)), found, expected, _tolerance(recipe))
+
+
+def _tolerance(recipe: Recipe) -> float:
+    if recipe.form.scheme == "float32" and not recipe.quantized:
+        return FLOAT_TOLERANCE
+    # Another CPU may have other kernels, whose activations have 7 bits or whose sums are rounded elsewhere.
+    return STEP_TOLERANCE if recipe.cpu == environment().cpu else REDUCED_TOLERANCE

@@ -1,0 +1,153 @@
+"""Write a model as one ONNX file, which appears only when ONNX Runtime computes from it what torch does."""
+
+import copy
+import importlib
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from profiling_agent.artifacts.golden import logits_of
+from profiling_agent.deployment.plain_attention import attend_plainly
+from profiling_agent.deployment.protocol import INPUT, OUTPUT
+from profiling_agent.deployment.silence import muted
+from profiling_agent.errors import ArtifactError
+from profiling_agent.modules.inference import random_batch
+from profiling_agent.quantization.kinds import quantized_modules
+from profiling_agent.records import InputSpec
+from profiling_agent.workspace import TEMPORARY
+
+# The first opset with Gelu as one operator.
+OPSET = 20
+# Relative distance of the logits. Float32 added in another order is 1e-7 to 1e-6 apart on every family we tried.
+TOLERANCE = 1e-4
+# A trace with one image would fix the batch dimension at one.
+TRACED_IMAGES = 2
+CHECKED_BATCHES = (1, 3)
+
+
+class _Logits(nn.Module):
+    """A classifier as a function of one tensor to one tensor."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        return self.model(pixel_values=pixel_values).logits
+
+
+def export_onnx(model: nn.Module, path: Path, *, spec: InputSpec, batch_size: int | None = None) -> float:
+    """Write `model` to the ONNX file `path`; return how far ONNX Runtime's logits are from torch's, relatively.
+
+    The input `pixel_values` is (batch, channels, height, width) float32, the output `logits` (batch, classes). The
+    batch dimension is dynamic, or `batch_size` where one is given. The distance is ||onnx - torch|| / ||torch||, the
+    largest over the batches that are checked. The model is left as it was found.
+
+    Raises:
+        ArtifactError: `path` exists, the extra `onnx` isn't installed, the model is quantized or can't be exported,
+            or the logits are more than 1e-4 apart; nothing is left behind.
+    """
+    if path.exists() or path.is_symlink():
+        raise ArtifactError(f"{str(path)!r} exists already: exports never overwrite, choose another file")
+    if quantized_modules(model):
+        raise ArtifactError(
+            "the model is quantized, and only float32 models can be exported: export its float32 parent"
+        )
+    _check_installed()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.parent / f"{TEMPORARY}{path.name}-{uuid4().hex}"
+    try:
+        write_graph(model, temporary, spec=spec, batch_size=batch_size)
+        checked = CHECKED_BATCHES if batch_size is None else (batch_size,)
+        distance = max(_distance(model, temporary, random_batch(spec, size, seed=size)) for size in checked)
+        # `not <=` so that a NaN fails.
+        if not distance <= TOLERANCE:
+            raise ArtifactError(
+                f"ONNX Runtime's logits are {distance:.2g} from torch's (relative), {TOLERANCE:g} is allowed: "
+                "deploy the saved folder instead"
+            )
+        temporary.rename(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return distance
+
+
+def _check_installed() -> None:
+    for name in ("onnx", "onnxruntime", "onnxscript"):
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            raise ArtifactError(
+                f"an export to ONNX needs {name}, which isn't installed: pip install profiling-agent[onnx]"
+            ) from error
+
+
+def write_graph(model: nn.Module, path: Path, *, spec: InputSpec, batch_size: int | None = None) -> None:
+    """Write `model`, float32 or statically quantized, to the ONNX file `path` without comparing what it computes.
+
+    Raises:
+        ArtifactError: an extra isn't installed, or torch can't export the model; says why and, if known, the operator.
+    """
+    _check_installed()
+    exported, batch = _Logits(copy.deepcopy(model)).cpu().eval(), random_batch(spec, batch_size or TRACED_IMAGES)
+    with muted("transformers"):
+        attend_plainly(exported.model)
+    is_dynamic = batch_size is None
+    try:
+        # Models that call torch's fused attention by themselves are traced as products and softmax too: it lays its output
+        # out in another way than its decomposition, on which the exporter stumbles where the number of heads is odd.
+        with muted("torch.onnx"), sdpa_kernel(SDPBackend.MATH):
+            program: Any = torch.onnx.export(
+                exported,
+                (batch,),
+                dynamo=True,
+                verbose=False,
+                opset_version=OPSET,
+                input_names=[INPUT],
+                output_names=[OUTPUT],
+                dynamic_shapes={INPUT: {0: "batch"}} if is_dynamic else None,
+            )
+            program.save(str(path), external_data=False)
+    # A model above protobuf's 2 GB is a ValueError.
+    except (torch.onnx.OnnxExporterError, RuntimeError, ValueError) as error:
+        advice = "a fixed batch size may work" if is_dynamic else "deploy the saved folder instead"
+        raise ArtifactError(f"torch can't export the model to ONNX ({_cause(error)}): {advice}") from error
+
+
+def _cause(error: BaseException) -> str:
+    """Return the first line of the innermost cause: the outer ones are the exporter's advice to its developers."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:200] if lines else ''}"
+
+
+def _distance(model: nn.Module, path: Path, batch: Tensor) -> float:
+    import onnxruntime
+    from onnxruntime.capi.onnxruntime_pybind11_state import (
+        Fail,
+        InvalidArgument,
+        InvalidGraph,
+        NotImplemented,
+        RuntimeException,
+    )
+
+    options = onnxruntime.SessionOptions()
+    # Errors alone: the advice is about the graph's optimisation.
+    options.log_severity_level = 3
+    # Enough for a few images; a pool of its own would try to pin threads to cores that a container may not have.
+    options.intra_op_num_threads = 1
+    try:
+        session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        found = torch.from_numpy(session.run([OUTPUT], {INPUT: batch.numpy()})[0])
+    except (Fail, InvalidArgument, InvalidGraph, NotImplemented, RuntimeException) as error:
+        raise ArtifactError(
+            f"ONNX Runtime can't run the exported model on {len(batch)} images ({_cause(error)}): "
+            "a fixed batch size may work"
+        ) from error
+    expected = logits_of(model, batch)
+    return float((found - expected).norm() / expected.norm().clamp_min(torch.finfo(torch.float32).tiny))

@@ -1,0 +1,94 @@
+"""ONNX Runtime on the CPU: float32, its dynamic int8, and static int8 as pairs of quantize and dequantize."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from profiling_agent.artifacts.recipe import ONNX, Recipe
+from profiling_agent.deployment.batches import check_fixed_batch
+from profiling_agent.deployment.installed import missing_packages
+from profiling_agent.deployment.protocol import INPUT, OUTPUT, Batch, Prepared, Source
+from profiling_agent.errors import ArtifactError
+from profiling_agent.records import Form, Scheme
+
+if TYPE_CHECKING:
+    from onnxruntime import InferenceSession
+
+
+def missing() -> str | None:
+    """Return what has to be installed, or None."""
+    return missing_packages(("onnxruntime", "onnx", "onnxscript"), extra="onnx")
+
+
+def schemes(device: str) -> tuple[Scheme, ...]:
+    """Return the schemes of a device."""
+    return ("float32", "dynamic", "static") if device == "cpu" else ()
+
+
+def prepare(source: Source, form: Form, folder: Path) -> Prepared:
+    """Write `model.onnx`."""
+    from profiling_agent.deployment.onnx_quantization import write_form
+
+    return write_form(source, form, folder / ONNX)
+
+
+class OnnxSession:
+    """An ONNX file, opened."""
+
+    def __init__(self, session: "InferenceSession", precision: str, num_threads: int) -> None:
+        """Take a session that was opened with so many threads."""
+        self._session = session
+        self._precision, self._num_threads = precision, num_threads
+        # A dynamic size has a name.
+        size = session.get_inputs()[0].shape[0]
+        self.fixed_size: int | None = size if isinstance(size, int) else None
+
+    def run(self, pixel_values: Batch) -> Batch:
+        """Return the logits, float32 (n, classes), of images (n, channels, height, width)."""
+        check_fixed_batch(self.fixed_size, pixel_values)
+        logits: Any = self._session.run([OUTPUT], {INPUT: pixel_values})[0]
+        return logits
+
+    def bound(self, pixel_values: Batch) -> Callable[[], float]:
+        """Return a function that runs these images once and returns the milliseconds it took."""
+        check_fixed_batch(self.fixed_size, pixel_values)
+        feed = {INPUT: pixel_values}
+
+        def run_once() -> float:
+            started = time.perf_counter()
+            self._session.run([OUTPUT], feed)
+            return (time.perf_counter() - started) * 1e3
+
+        return run_once
+
+    def describe(self) -> dict[str, str]:
+        """Return the runtime's version, its number of threads and the precision that it computes in."""
+        import onnxruntime
+
+        return {
+            "onnxruntime": onnxruntime.__version__,
+            "threads": str(self._num_threads or "one a core"),
+            "precision": self._precision,
+        }
+
+
+def open(folder: Path, recipe: Recipe, *, device: str, num_threads: int | None) -> OnnxSession:  # noqa: ARG001 (every runtime's name and signature)
+    """Open a saved folder; without `num_threads` there is a thread for each core."""
+    import onnxruntime
+    from onnxruntime.capi.onnxruntime_pybind11_state import Fail, InvalidGraph, InvalidProtobuf, NotImplemented
+
+    options = onnxruntime.SessionOptions()
+    # Errors alone: the advice is about the graph's optimisation.
+    options.log_severity_level = 3
+    # 0 means that the library chooses.
+    options.intra_op_num_threads = num_threads or 0
+    options.inter_op_num_threads = 1
+    # Its threads wait for the next pass by spinning, which takes the cores from whoever has the next turn.
+    options.add_session_config_entry("session.force_spinning_stop", "1")
+    try:
+        session = onnxruntime.InferenceSession(str(folder / ONNX), options, providers=["CPUExecutionProvider"])
+    except (Fail, InvalidGraph, InvalidProtobuf, NotImplemented) as error:
+        first_line = str(error).strip().splitlines()[0][:200]
+        raise ArtifactError(f"ONNX Runtime can't open {str(folder / ONNX)!r} ({first_line}): save it again") from error
+    return OnnxSession(session, recipe.form.scheme, num_threads or 0)

@@ -1,0 +1,162 @@
+"""A float32 model brought into OpenVINO's forms."""
+
+import importlib
+import tempfile
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import numpy as np
+import onnx
+import torch
+
+from profiling_agent.artifacts.recipe import QuantizedLayer
+from profiling_agent.deployment.choices import recommended
+from profiling_agent.deployment.installed import missing_packages
+from profiling_agent.deployment.onnx_export import write_graph
+from profiling_agent.deployment.onnx_names import LAYER_OPS, is_convnet, nodes_of_layers
+from profiling_agent.deployment.protocol import INPUT, Batch, Prepared, Source
+from profiling_agent.deployment.silence import import_openvino, muted, without_telemetry
+from profiling_agent.deployment.torch_weights import calibration_batches
+from profiling_agent.errors import ArtifactError, QuantizationError
+from profiling_agent.quantization.kinds import quantized_modules
+from profiling_agent.quantization.quantize import chosen_layers, quantize_model
+from profiling_agent.records import Form
+
+# Below this a constant is a scale or a small bias, of which there are many and which together are nothing.
+LARGE_BYTES = 2048
+SHAPING = ("Reshape", "Transpose", "Unsqueeze")
+# What becomes of the layers' operators in OpenVINO's graph.
+LAYER_TYPES = ("MatMul", "Convolution", "GroupConvolution")
+
+
+def write_form(source: Source, form: Form, path: Path) -> Prepared:
+    """Write the graph of a form to `path` (.xml) and its weights beside it (.bin).
+
+    Raises:
+        ArtifactError: there is no ONNX file to begin with, or the int8 model can't be exported.
+        PlanError: a pattern hits no layer.
+        QuantizationError: OpenVINO can't convert the model, or NNCF can't quantize it.
+    """
+    try:
+        if form.scheme == "static":
+            return _write_ours(source, form, path)
+        if source.onnx is None:
+            raise ArtifactError("OpenVINO needs the model as ONNX, which torch could not export")
+        if form.scheme == "static_nncf":
+            return _write_nncf(source, source.onnx, form, path)
+        # bfloat16 is how it computes; half of the bytes are what float16 weights take.
+        _save(import_openvino().Core().read_model(source.onnx), path, halve=form.scheme == "bfloat16")
+    except (RuntimeError, ValueError, TypeError) as error:
+        line = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+        raise QuantizationError(f"OpenVINO can't take the model as {form.scheme} ({line})") from error
+    layers = chosen_layers(source.module, recommended(form))
+    return Prepared(quantized=_rows(layers) if form.scheme == "bfloat16" else (), tied={})
+
+
+def _rows(layers: Mapping[str, Any]) -> tuple[QuantizedLayer, ...]:
+    return tuple(QuantizedLayer(name=name, kind="cast", dtype="bfloat16") for name in layers)
+
+
+def _save(model: Any, path: Path, *, halve: bool) -> None:
+    import_openvino().save_model(model, path, compress_to_fp16=halve)
+    # A sixth of the graph's file is indentation.
+    graph = ElementTree.parse(path)
+    for element in graph.iter():
+        element.text = element.text.strip() if element.text else None
+        element.tail = None
+    graph.write(path, encoding="utf-8", xml_declaration=True)
+
+
+def _halve_constants(model: Any) -> None:
+    """Store large constants as float16, which OpenVINO itself doesn't do once weights are int8.
+
+    What is added to activations (position embeddings and biases) is rounded; anything else only where that changes
+    nothing (masks), so that weights which are left in float stay what they are. In a trained Swin-B it is 2 MB of 94.
+    """
+    openvino = import_openvino()
+    opset: Any = importlib.import_module("openvino.opset13")
+    for constant in model.get_ops():
+        if constant.get_type_name() != "Constant" or constant.get_element_type() != openvino.Type.f32:
+            continue
+        values = constant.get_data()
+        if values.nbytes < LARGE_BYTES or np.abs(values).max() > np.finfo(np.float16).max:
+            continue
+        rounded = values.astype(np.float16)
+        if _is_added(constant) or np.array_equal(rounded, values):
+            halved = opset.convert(opset.constant(rounded), "f32")
+            for reader in constant.output(0).get_target_inputs():
+                reader.replace_source_output(halved.output(0))
+
+
+def _is_added(node: Any) -> bool:
+    """Return whether all that a node's values are used for is to be added, at most in another shape."""
+    readers = [reader.get_node() for reader in node.output(0).get_target_inputs()]
+    return bool(readers) and all(
+        reader.get_type_name() == "Add" or (reader.get_type_name() in SHAPING and _is_added(reader))
+        for reader in readers
+    )
+
+
+def _write_ours(source: Source, form: Form, path: Path) -> Prepared:
+    """Quantize in torch and export that: OpenVINO finds int8 arithmetic in quantize, dequantize and matmul."""
+    quantized = quantize_model(source.module, recommended(form), calibration=lambda: calibration_batches(source))
+    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+        exported = Path(scratch) / "static.onnx"
+        write_graph(quantized.model, exported, spec=source.recipe.input)
+        model: Any = import_openvino().Core().read_model(exported)
+        _halve_constants(model)
+        _save(model, path, halve=False)
+    rows = tuple(
+        QuantizedLayer(name=name, kind=module.kind, dtype=module.dtype)
+        for name, module in quantized_modules(quantized.model).items()
+    )
+    return Prepared(quantized=rows, tied={})
+
+
+def _write_nncf(source: Source, exported: Path, form: Form, path: Path) -> Prepared:
+    if line := missing_packages(("nncf",), extra="openvino"):
+        raise ArtifactError(f"static_nncf is made by NNCF: {line}")
+    layers = chosen_layers(source.module, recommended(form))
+    graph = onnx.load(exported, load_external_data=False)
+    every = nodes_of_layers(graph, [name for name, _ in source.module.named_modules()], LAYER_OPS)
+    model: Any = import_openvino().Core().read_model(exported)
+    kept = {node for node, layer in every.items() if layer not in layers}
+    quantized = _quantized(model, source.calibration, kept, is_transformer=not is_convnet(graph))
+    _halve_constants(quantized)
+    _save(quantized, path, halve=False)
+    rows = (QuantizedLayer(name=name, kind="static", dtype="qint8") for name in layers if name in every.values())
+    return Prepared(quantized=tuple(rows), tied={})
+
+
+def _quantized(model: Any, images: Batch, kept: Collection[str], *, is_transformer: bool) -> Any:
+    with without_telemetry(), muted("nncf", "torch.utils._pytree"):
+        nncf: Any = importlib.import_module("nncf")
+        names = [
+            name
+            for op in model.get_ops()
+            if op.get_type_name() in LAYER_TYPES and _node_of(name := op.get_friendly_name()) in kept
+        ]
+        random_state = torch.get_rng_state()
+        try:
+            return nncf.quantize(
+                model,
+                nncf.Dataset(list(_single(images))),
+                subset_size=len(images),
+                fast_bias_correction=True,
+                # Knows attention: leaves softmax and norms in float, and evens out activations (SmoothQuant).
+                model_type=nncf.ModelType.TRANSFORMER if is_transformer else None,
+                ignored_scope=nncf.IgnoredScope(names=names) if names else None,
+            )
+        finally:
+            torch.set_rng_state(random_state)
+
+
+def _single(images: Batch) -> Iterator[dict[str, Batch]]:
+    return ({INPUT: image[None]} for image in images)
+
+
+def _node_of(name: str) -> str:
+    """Return the ONNX node's name; of one that became several, as a convolution and its bias, all begin with it."""
+    return name.split("/", maxsplit=1)[0]

@@ -1,0 +1,64 @@
+"""Does a runtime work here? `python -m profiling_agent.deployment.probe NAME` brings a tiny model into it, opens and runs it.
+
+A process of its own: a runtime that was built for another CPU takes its process down.
+"""
+
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import cast
+
+import torch
+from transformers import ViTConfig, ViTForImageClassification
+from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
+
+from profiling_agent.artifacts.load import load_module, load_processor, load_recipe
+from profiling_agent.artifacts.save import save_model
+from profiling_agent.deployment.noise import noise_batch
+from profiling_agent.deployment.onnx_export import export_onnx
+from profiling_agent.deployment.protocol import Source
+from profiling_agent.deployment.registry import open_session
+from profiling_agent.deployment.save import save_deployed
+from profiling_agent.records import Form, InputSpec, RuntimeName
+
+SPEC = InputSpec(channels=3, height=32, width=32, source="probe")
+NUM_RUNS = 20
+
+
+def probe(name: RuntimeName, folder: Path) -> float:
+    """Return the milliseconds of one image in a tiny model that `name` executes; raises whatever keeps it from that."""
+    torch.manual_seed(0)
+    config = ViTConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, image_size=32, patch_size=8
+    )
+    model = ViTForImageClassification(config).eval()
+    processor = ViTImageProcessorPil(size={"height": SPEC.height, "width": SPEC.width})
+    save_model(model, folder / "float32", spec=SPEC, processor=processor, base_model="probe")
+    source = Source(
+        module=load_module(folder / "float32"),
+        recipe=load_recipe(folder / "float32"),
+        processor=load_processor(folder / "float32"),
+        calibration=noise_batch(SPEC, 4),
+        batch_size=1,
+        onnx=_exported(model, folder / "model.onnx") if name in ("onnxruntime", "openvino") else None,
+    )
+    save_deployed(source, Form(runtime=name), folder / "deployed")
+    session = open_session(folder / "deployed")
+    images = noise_batch(SPEC, session.fixed_size or 1)
+    session.run(images)
+    started = time.perf_counter()
+    for _ in range(NUM_RUNS):
+        session.run(images)
+    return (time.perf_counter() - started) * 1000 / NUM_RUNS
+
+
+def _exported(model: ViTForImageClassification, path: Path) -> Path:
+    export_onnx(model, path, spec=SPEC)
+    return path
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory(prefix="profiling-agent-") as scratch:
+        print(json.dumps({"latency_ms": probe(cast("RuntimeName", sys.argv[1]), Path(scratch))}))  # noqa: T201

@@ -1,0 +1,45 @@
+"""Which runtimes there are, by name; each is imported when it is first used. No torch here."""
+
+import importlib
+from pathlib import Path
+from typing import cast
+
+from profiling_agent.artifacts.folder import open_folder
+from profiling_agent.deployment.protocol import Runtime, Session
+from profiling_agent.errors import ArtifactError
+from profiling_agent.records import RUNTIMES, Form, RuntimeName
+
+MODULES: dict[RuntimeName, str] = {
+    "eager": "profiling_agent.deployment.torch_eager",
+    "inductor": "profiling_agent.deployment.torch_inductor",
+    "onnxruntime": "profiling_agent.deployment.onnx_runtime",
+    "openvino": "profiling_agent.deployment.open_vino",
+}
+
+
+def runtime(name: RuntimeName) -> Runtime:
+    """Return a runtime, installed or not."""
+    return cast("Runtime", importlib.import_module(MODULES[name]))
+
+
+def missing(name: RuntimeName) -> str | None:
+    """Return what has to be installed for a runtime, as one line, or None."""
+    return runtime(name).missing()
+
+
+def all_forms(device: str = "cpu") -> tuple[Form, ...]:
+    """Return a form for every runtime and scheme on a device, runtimes that aren't installed included."""
+    return tuple(Form(runtime=name, scheme=scheme) for name in RUNTIMES for scheme in runtime(name).schemes(device))
+
+
+def open_session(folder: Path, *, device: str = "cpu", num_threads: int | None = None) -> Session:
+    """Open a saved model in the runtime that it was saved for; its hashes and golden logits aren't compared.
+
+    Raises:
+        ArtifactError: a file is missing, foreign or unreadable, or the runtime isn't installed.
+    """
+    recipe = open_folder(folder, verify=False)
+    name = recipe.form.runtime
+    if line := missing(name):
+        raise ArtifactError(f"{str(folder)!r} was saved for {name}: {line}")
+    return runtime(name).open(folder, recipe, device=device, num_threads=num_threads)

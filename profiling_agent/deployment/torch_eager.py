@@ -1,0 +1,41 @@
+"""torch as it is: the runtime that is always there. torch itself is imported when a model is prepared or opened."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from profiling_agent.artifacts.recipe import Recipe
+from profiling_agent.deployment.protocol import Prepared, Source
+from profiling_agent.records import Form, Scheme
+
+if TYPE_CHECKING:
+    from profiling_agent.deployment.torch_session import TorchSession
+
+
+def missing() -> str | None:
+    """Return None: torch is required."""
+    return None
+
+
+def schemes(device: str) -> tuple[Scheme, ...]:
+    """Return the schemes of a device; int8 kernels are the CPU's."""
+    if device == "cuda":
+        return ("float32", "bfloat16", "float16")
+    return ("float32", "bfloat16", "float16", "dynamic")
+
+
+def prepare(source: Source, form: Form, folder: Path) -> Prepared:
+    """Write the weights in the form's dtypes; on CUDA the whole model is in half precision, on the CPU layers are."""
+    from profiling_agent.deployment.torch_weights import write_weights
+
+    return write_weights(source, form, folder)
+
+
+def open(folder: Path, recipe: Recipe, *, device: str, num_threads: int | None) -> "TorchSession":  # noqa: ARG001 (every runtime's name and signature)
+    """Open a saved folder; without `num_threads` the process keeps its own."""
+    from profiling_agent.artifacts.load import load_module
+    from profiling_agent.deployment.torch_session import TorchSession
+    from profiling_agent.modules.inference import pin_threads
+
+    if num_threads:
+        pin_threads(num_threads)
+    return TorchSession(load_module(folder, verify=False).to(device), device=device)

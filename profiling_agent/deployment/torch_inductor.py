@@ -1,0 +1,50 @@
+"""torch.compile with frozen weights; compiled when it is opened, so that only weights are stored. Imports no torch."""
+
+import os
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from profiling_agent.artifacts.recipe import Recipe
+from profiling_agent.deployment.installed import missing_packages
+from profiling_agent.deployment.protocol import Prepared, Source
+from profiling_agent.records import Form, Scheme
+
+if TYPE_CHECKING:
+    from profiling_agent.deployment.inductor_session import InductorSession
+
+# What torch looks for, in its order; CXX names another one.
+COMPILERS = ("g++", "clang++")
+
+
+def missing() -> str | None:
+    """Return what has to be installed, or None: torchao's int8 patterns, and a compiler."""
+    if line := missing_packages(("torchao",), extra="inductor"):
+        return line
+    wanted = (os.environ["CXX"],) if os.environ.get("CXX") else COMPILERS
+    if not any(map(shutil.which, wanted)):
+        return f"there is no {wanted[0]}, with which torch.compile compiles: install a C++ compiler (apt install g++)"
+    return None
+
+
+def schemes(device: str) -> tuple[Scheme, ...]:
+    """Return the schemes of a device; int8 kernels are the CPU's."""
+    return ("float32", "bfloat16", "float16") if device == "cuda" else ("float32", "bfloat16", "static")
+
+
+def prepare(source: Source, form: Form, folder: Path) -> Prepared:
+    """Write the weights in the form's dtypes, as eager torch has them."""
+    from profiling_agent.deployment.torch_weights import write_weights
+
+    return write_weights(source, form, folder)
+
+
+def open(folder: Path, recipe: Recipe, *, device: str, num_threads: int | None) -> "InductorSession":  # noqa: ARG001 (every runtime's name and signature)
+    """Open a saved folder; without `num_threads` the process keeps its own."""
+    from profiling_agent.artifacts.load import load_module
+    from profiling_agent.deployment.inductor_session import InductorSession
+    from profiling_agent.modules.inference import pin_threads
+
+    if num_threads:
+        pin_threads(num_threads)
+    return InductorSession(load_module(folder, verify=False).to(device), device=device)

@@ -1,0 +1,118 @@
+"""Parameters and multiply-accumulates, module by module, with ptflops.
+
+What counts as a multiply-accumulate: those of linear and convolution layers, as ptflops counts them (one for each
+bias addition too: 17.58 G for ViT-B/16), and attention's two matrix products. Activations, norms, pools, softmax and
+additions do not count.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from ptflops import get_model_complexity_info
+from ptflops.pytorch_ops import MODULES_MAPPING
+from torch import nn
+
+from profiling_agent.errors import RequestError
+from profiling_agent.modules.attention_macs import counted_matmuls
+from profiling_agent.modules.inference import device_of, left_as_found
+from profiling_agent.records import InputSpec
+
+COUNTED = (
+    nn.Linear,
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Complexity:
+    """What one module owns and does itself, without its children: `macs` are for one image."""
+
+    kind: str
+    params: int
+    macs: int
+
+
+def count_complexity(model: nn.Module, spec: InputSpec) -> dict[str, Complexity]:
+    """Return a row for every module that owns parameters or multiplies, by module name in the model's own order.
+
+    One forward pass of one image. A tensor that several modules share is counted at the first, so the rows add up
+    to `sum(p.numel() for p in model.parameters())`. The model may lie on the meta device.
+
+    Raises:
+        RequestError: ptflops can't run the model on `spec`.
+    """
+    params, macs = _params(model), _macs(model, spec)
+    return {
+        name: Complexity(kind=type(module).__name__, params=params[name], macs=macs[name])
+        for name, module in model.named_modules()
+        if params[name] or macs[name]
+    }
+
+
+def _params(model: nn.Module) -> Counter[str]:
+    """Count each parameter at its owner; `named_parameters` names a shared one once."""
+    params: Counter[str] = Counter()
+    for name, parameter in model.named_parameters():
+        params[name.rpartition(".")[0]] += parameter.numel()
+    return params
+
+
+def _macs(model: nn.Module, spec: InputSpec) -> Counter[str]:
+    names = {module: name for name, module in model.named_modules()}
+    macs: Counter[str] = Counter()
+    hooks = {
+        type(module): partial(_add_macs, names=names, macs=macs, formula=_formula(module))
+        for module in names
+        if isinstance(module, COUNTED)
+    }
+    with left_as_found(model), torch.inference_mode(), counted_matmuls(model) as matmul_macs:
+        total, _ = get_model_complexity_info(
+            model,
+            spec.batch(1),
+            input_constructor=partial(_one_image, device_of(model)),
+            print_per_layer_stat=False,
+            as_strings=False,
+            backend="pytorch",
+            ignore_modules=[kind for kind in MODULES_MAPPING if kind not in COUNTED],
+            custom_modules_hooks=hooks,
+            # ptflops adds patched functions to the total alone; counted_matmuls counts them at their module.
+            backend_specific_config={"count_functional": False},
+        )
+    if total is None:
+        raise RequestError(
+            f"ptflops can't count {type(model).__name__!r} on an image of {spec.batch(1)[1:]!r}; check the input shape"
+        )
+    return macs + matmul_macs
+
+
+def _one_image(device: torch.device, shape: Any) -> Any:
+    """Return the image itself: ptflops declares a dict here, but prints a warning for every model given one."""
+    return torch.zeros(shape, device=device)
+
+
+def _formula(module: nn.Module) -> Callable[..., None]:
+    """Return ptflops' hook for the module's kind; ptflops itself would skip a subclass of `nn.Linear`."""
+    return next(MODULES_MAPPING[kind] for kind in COUNTED if isinstance(module, kind))
+
+
+def _add_macs(
+    module: Any,
+    inputs: Any,
+    output: Any,
+    *,
+    names: dict[nn.Module, str],
+    macs: Counter[str],
+    formula: Callable[..., None],
+) -> None:
+    before = module.__flops__
+    formula(module, inputs, output)
+    macs[names[module]] += module.__flops__ - before

@@ -1,0 +1,49 @@
+"""What every process that runs torch needs: its threads, and a batch to run."""
+
+from collections.abc import Generator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from profiling_agent.records import InputSpec
+from profiling_agent.reproducibility import available_threads
+
+
+def pin_threads(num_threads: int | None = None) -> int:
+    """Fix the number of compute threads of this process; by default one per core it may use."""
+    count = num_threads or available_threads()
+    torch.set_num_threads(count)
+    return count
+
+
+def random_batch(spec: InputSpec, batch_size: int, *, seed: int = 0) -> torch.Tensor:
+    """Return standard normal noise in the model's input shape: (batch, channels, height, width), float32."""
+    return torch.randn(spec.batch(batch_size), generator=torch.Generator().manual_seed(seed))
+
+
+# What models raise at an image of the wrong shape: their own checks, torch's kernels, or indexing and unpacking.
+REFUSALS = (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError, AssertionError)
+
+
+@contextmanager
+def left_as_found(model: nn.Module) -> Generator[nn.Module]:
+    """Put back the plain attributes of every module at the end: train or eval mode, and what forward passes change.
+
+    Swin shrinks its window for good when it is shown a small image, and ptflops leaves methods on the model.
+    Tensors that are changed in place are not restored.
+    """
+    before = [(module, dict(vars(module))) for module in model.modules()]
+    try:
+        yield model
+    finally:
+        for module, attributes in before:
+            vars(module).clear()
+            vars(module).update(attributes)
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Return where the model's first parameter or buffer lies, the CPU if it has none."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        return tensor.device
+    return torch.device("cpu")

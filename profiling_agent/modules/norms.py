@@ -1,0 +1,40 @@
+"""Norms of a model: which there are, and which one reads what a layer gives out."""
+
+from collections.abc import Collection
+from typing import Any
+
+from torch import Tensor, nn
+
+from profiling_agent.modules.hooks import watching
+
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
+def batch_norms(model: nn.Module) -> list[nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d]:
+    """Return the batch norms of `model` that normalise by running statistics."""
+    return [module for module in model.modules() if isinstance(module, BATCH_NORMS) and module.track_running_stats]
+
+
+def has_bias(layer: nn.Module) -> bool:
+    """Say whether `layer` adds a bias."""
+    return dict(layer.named_parameters(recurse=False)).get("bias") is not None
+
+
+def following_norms(model: nn.Module, consumers: Collection[str], image: Tensor) -> dict[str, str]:
+    """Return the batch norm that reads exactly what a consumer gives out, by the consumer's name, where there is one."""
+    norms = {id(norm) for norm in batch_norms(model)}
+    named = [name for name, module in model.named_modules() if name in consumers or id(module) in norms]
+    given: list[tuple[str, Any]] = []
+    found: dict[str, str] = {}
+
+    def read(name: str, inputs: Any) -> None:
+        if name not in consumers:
+            found.update({giver: name for giver, output in given if output is inputs})
+
+    def give(name: str, _inputs: Any, output: Any) -> None:
+        if name in consumers:
+            given.append((name, output))
+
+    with watching(model, named, before=read, after=give):
+        model(pixel_values=image)
+    return found

@@ -1,1 +1,0 @@
-"""How a model is executed and timed."""

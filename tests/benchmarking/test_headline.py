@@ -1,0 +1,34 @@
+import subprocess
+import sys
+
+import zoo
+
+from profiling_agent.benchmarking.headline import MAX_RUNS, measure_headline
+from profiling_agent.deployment.torch_session import TorchSession
+
+
+def test_a_fast_model_is_timed_as_often_as_helps_and_every_pass_is_counted():
+    model, passes = zoo.vit(), []
+    model.register_forward_hook(lambda *_: passes.append(1))
+
+    headline = measure_headline(TorchSession(model, device="cpu"), zoo.SPEC, batch_size=2)
+
+    assert headline.forward_passes == len(passes) == 2 + MAX_RUNS
+    assert len(headline.latency.samples_ms) == MAX_RUNS
+    assert headline.latency.batch_size == 2
+
+
+# In a process of its own: what other tests leave behind, and free meanwhile, would hide the block.
+PEAKS = """
+from profiling_agent.benchmarking.headline import peak_memory_bytes
+before = peak_memory_bytes()
+block = b"1" * int(256e6)
+del block
+print(peak_memory_bytes() - before)
+"""
+
+
+def test_the_peak_stays_when_the_memory_is_freed():
+    child = subprocess.run([sys.executable, "-c", PEAKS], capture_output=True, text=True, check=True)
+
+    assert 200e6 < int(child.stdout) < 300e6

@@ -1,0 +1,110 @@
+"""What deployed models take. Real processes, a tiny model, no bounds on time."""
+
+from pathlib import Path
+
+import psutil
+import pytest
+import zoo
+
+from profiling_agent.artifacts.save import save_model
+from profiling_agent.benchmarking.session import Pace
+from profiling_agent.benchmarking.throughput import compare, machine, memory_use, taken, throughput
+from profiling_agent.errors import JobError, RequestError
+from profiling_agent.records import ArtifactRef, LatencyStats, MemoryUse, Taken, Throughput
+from profiling_agent.workspace import file_sha256
+
+PACE = Pace(seconds_per_turn=0.01, min_rounds=3, max_seconds=0)
+REF = ArtifactRef(path="model", sha256="0" * 64, size_bytes=1000, kind="model")
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("run")
+    save_model(zoo.vit(), root / "model", spec=zoo.SPEC, processor=zoo.processor(), base_model="zoo")
+    return root
+
+
+@pytest.fixture(scope="module")
+def saved(root: Path) -> ArtifactRef:
+    return REF.model_copy(update={"sha256": file_sha256(root / "model" / "recipe.json")})
+
+
+def made(images_per_s: dict[int, float], *, peak: int, size: int, **machine_update: object) -> Taken:
+    here = machine().model_copy(update=machine_update)
+    latency = LatencyStats(batch_size=1, median_ms=1, low_ms=1, high_ms=1, samples_ms=(1,))
+    rows = tuple(
+        Throughput(model=REF, batch_size=batch, images_per_s=rate, low=rate, high=rate, latency=latency)
+        for batch, rate in images_per_s.items()
+    )
+    memory = MemoryUse(model=REF, batch_size=1, peak_bytes=peak, size_bytes=size, machine=here)
+    return Taken(model=REF, throughput=rows, memory=memory, machine=here)
+
+
+def test_images_per_second_are_the_batch_over_the_median_pass(root: Path, saved: ArtifactRef):
+    measured = throughput([saved], root=root, batch_sizes=(1, 3), num_threads=1, pace=PACE)
+
+    assert [row.batch_size for row in measured.of(saved)] == [1, 3]
+    for row in measured.rows:
+        assert row.images_per_s == pytest.approx(row.batch_size * 1000 / row.latency.median_ms)
+        assert 0 < row.low <= row.images_per_s <= row.high
+        assert len(row.latency.samples_ms) >= PACE.min_rounds
+    assert not psutil.Process().children(recursive=True)
+
+
+def test_a_model_that_can_not_be_run_is_refused_and_the_others_are_measured(root: Path, saved: ArtifactRef):
+    nowhere = REF.model_copy(update={"path": "nowhere"})
+
+    measured = throughput([nowhere, saved], root=root, batch_sizes=(2,), num_threads=1, pace=PACE)
+
+    assert [(refusal.model, refusal.batch_size) for refusal in measured.refused] == [(nowhere, 2)]
+    assert "recipe.json" in measured.refused[0].reason
+    assert [row.model for row in measured.rows] == [saved]
+
+
+def test_memory_holds_the_interpreter_and_the_batch_but_not_the_machine(root: Path, saved: ArtifactRef):
+    used = memory_use(saved, root=root, batch_size=2, num_threads=1)
+
+    # A Python that has imported torch holds more than 50 MB; the model and its batch are a few hundred KB.
+    assert 50e6 < used.peak_bytes < 2e9
+    assert used.size_bytes == saved.size_bytes
+
+
+def test_memory_of_a_process_that_dies_is_no_number(root: Path):
+    with pytest.raises(JobError, match=r"recipe\.json"):
+        memory_use(REF.model_copy(update={"path": "nowhere"}), root=root, batch_size=2)
+
+
+def test_models_of_one_machine_are_compared_where_both_were_measured():
+    before = made({1: 10.0, 8: 20.0}, peak=400, size=100)
+    after = made({1: 30.0, 32: 90.0}, peak=300, size=25)
+
+    found = compare(before, after)
+
+    assert found.throughput == {1: 3.0}
+    assert (found.peak_memory, found.size) == (0.75, 0.25)
+    assert not found.notes
+
+
+def test_other_libraries_are_said_and_not_refused():
+    newer = machine().libraries | {"torch": "99.0"}
+
+    found = compare(made({}, peak=1, size=1), made({}, peak=1, size=1, libraries=newer))
+
+    assert found.notes == ("measured with other versions of torch",)
+
+
+@pytest.mark.parametrize("changed", [{"cpu": "Another 9000"}, {"num_threads": 64}, {"device": "cuda"}])
+def test_measurements_of_different_machines_are_not_compared(changed: dict[str, object]):
+    with pytest.raises(RequestError, match=r"different machines.*measure both on one") as caught:
+        compare(made({}, peak=1, size=1), made({}, peak=1, size=1, **changed))
+
+    assert str(next(iter(changed.values()))) in str(caught.value)
+    assert machine().cpu in str(caught.value)
+
+
+def test_throughput_and_memory_of_different_machines_are_not_put_together(root: Path, saved: ArtifactRef):
+    measured = throughput([], root=root)
+    elsewhere = made({}, peak=1, size=1, cpu="Another 9000").memory
+
+    with pytest.raises(RequestError, match="Another 9000"):
+        taken(saved, measured, elsewhere)

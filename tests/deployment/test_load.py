@@ -1,0 +1,248 @@
+"""A deployed model as its user sees it: loaded, asked, checked, refused."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import forms
+import numpy as np
+import pytest
+import torch
+import zoo
+from PIL import Image
+from safetensors.numpy import load_file, save_file
+
+from profiling_agent import load
+from profiling_agent.artifacts.card import CardRow, write_card
+from profiling_agent.artifacts.recipe import read_recipe
+from profiling_agent.deployment.export import export
+from profiling_agent.deployment.noise import noise_batch
+from profiling_agent.deployment.protocol import Source
+from profiling_agent.deployment.save import save_deployed
+from profiling_agent.errors import ArtifactError
+from profiling_agent.workspace import file_sha256
+
+IMAGES = noise_batch(zoo.SPEC, 3, seed=2)
+NAMES = ("eager float32", "eager dynamic", "onnxruntime float32", "openvino float32")
+SIMPLE = NAMES[2]
+
+
+def folder_of(root: Path, name: str) -> Path:
+    return root / name.replace(" ", "-")
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("deployed")
+    source = forms.source_of("vit", root / "source")
+    for name in NAMES:
+        save_deployed(source, forms.form(name), folder_of(root, name), num_threads=1)
+    return root
+
+
+@pytest.fixture
+def copy(root: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(folder_of(root, SIMPLE), tmp_path / "copy")
+
+
+def picture(seed: int) -> Image.Image:
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (48, 40, 3), dtype=np.uint8))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_runtime_is_called_in_the_same_way(root: Path, name: str):
+    model = load(folder_of(root, name))
+
+    given_a_tensor = model(pixel_values=torch.from_numpy(IMAGES)).logits
+    given_an_array = model(IMAGES).logits
+
+    assert given_a_tensor.shape == (3, 5)
+    assert given_a_tensor.dtype == torch.float32
+    assert torch.equal(given_a_tensor, given_an_array)
+    assert model.runtime == name.split()[0]
+
+
+@pytest.mark.parametrize("name", [NAMES[0], SIMPLE])
+def test_pictures_become_labels_with_their_probability(root: Path, name: str):
+    model = load(folder_of(root, name))
+    pixel_values = zoo.processor()(images=[picture(0), picture(1)], return_tensors="pt")["pixel_values"]
+
+    both = model.predict([picture(0), picture(1)])
+
+    expected = model(pixel_values).logits.softmax(-1)
+    assert [found.class_id for found in both] == expected.argmax(-1).tolist()
+    assert [found.probability for found in both] == pytest.approx(expected.amax(-1).tolist())
+    assert [found.label for found in both] == [f"class {found.class_id}" for found in both]
+    assert model.predict(picture(1)).class_id == both[1].class_id
+    assert model.predict(picture(1).convert("L")).label.startswith("class ")
+    assert model.predict([]) == []
+
+
+def test_a_torch_model_gives_its_module_and_another_says_that_it_has_none(root: Path):
+    assert isinstance(load(folder_of(root, NAMES[0])).module, torch.nn.Module)
+    with pytest.raises(ArtifactError, match="onnxruntime is no torch module"):
+        _ = load(folder_of(root, SIMPLE)).module
+
+
+def test_a_file_that_is_onnx_already_is_not_exported_again(root: Path, tmp_path: Path):
+    with pytest.raises(ArtifactError, match=r"for onnxruntime: copy model\.onnx from it"):
+        export(folder_of(root, SIMPLE), "onnx", tmp_path / "again.onnx")
+
+
+def test_images_of_another_shape_are_one_line(root: Path):
+    model = load(folder_of(root, SIMPLE))
+
+    for wrong in (IMAGES[0], IMAGES[:, :, :16], IMAGES[:0]):
+        with pytest.raises(ArtifactError, match=r"takes pixel_values of shape \(n, 3, 32, 32\)"):
+            model(wrong)
+
+
+@pytest.mark.parametrize("name", ["model.onnx", "config.json", "golden.safetensors"])
+def test_a_changed_byte_is_found_and_named(copy: Path, name: str):
+    data = bytearray((copy / name).read_bytes())
+    data[len(data) // 2] ^= 1
+    (copy / name).write_bytes(data)
+
+    with pytest.raises(ArtifactError, match=re.escape(name)):
+        load(copy)
+
+
+def test_a_foreign_file_is_refused_but_the_card_may_be_rewritten(copy: Path):
+    write_card(copy, [CardRow(name="accuracy | here", before="88%", after="87%")], ["on <one> machine"])
+
+    assert "| accuracy \\| here | 88% | 87% |" in (copy / "README.md").read_text()
+    load(copy)
+
+    (copy / "code.md").write_text("mine")
+    with pytest.raises(ArtifactError, match=r"code\.md"):
+        load(copy)
+
+
+def resigned(folder: Path, **changes) -> None:
+    recipe = json.loads((folder / "recipe.json").read_text())
+    recipe |= changes
+    recipe["files"] = {name: file_sha256(folder / name) for name in recipe["files"]}
+    (folder / "recipe.json").write_text(json.dumps(recipe))
+
+
+def test_a_model_that_computes_something_else_is_refused(copy: Path):
+    golden = load_file(copy / "golden.safetensors")
+    save_file(golden | {"logits": golden["logits"] * 1.001}, copy / "golden.safetensors")
+    resigned(copy)
+
+    with pytest.raises(ArtifactError, match=r"logits are 0\.001 apart"):
+        load(copy)
+    load(copy, verify=False)
+
+
+def test_an_artifact_of_another_cpu_loads_with_a_warning(copy: Path):
+    resigned(copy, cpu="Z80")
+
+    with pytest.warns(UserWarning, match=r"made on Z80.*profiling-agent race"):
+        model = load(copy)
+
+    assert model(IMAGES).logits.shape == (3, 5)
+
+
+def test_a_runtime_that_is_not_there_is_named_with_its_extra(root: Path):
+    code = (
+        "import sys\n"
+        "from importlib.machinery import PathFinder\n"
+        "find = PathFinder.find_spec\n"
+        "PathFinder.find_spec = staticmethod(lambda name, *rest, **named: (\n"
+        "    None if name.startswith('onnxruntime') else find(name, *rest, **named)\n))\n"
+        "from profiling_agent import load, ProfilingAgentError\n"
+        "try:\n"
+        "    load(sys.argv[1])\n"
+        "except ProfilingAgentError as error:\n"
+        "    print(error)\n"
+    )
+
+    command = [sys.executable, "-c", code, str(folder_of(root, SIMPLE))]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    assert "pip install profiling-agent[onnx]" in said
+    assert said.count("\n") == 1
+
+
+def test_a_disk_that_fills_leaves_nothing_and_is_one_line(tmp_path: Path):
+    code = (
+        "import resource, signal, sys\n"
+        "from pathlib import Path\n"
+        "sys.path.insert(0, sys.argv[2])\n"
+        "import zoo\n"
+        "from profiling_agent.artifacts.save import save_model\n"
+        "from profiling_agent.errors import ArtifactError\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
+        "try:\n"
+        "    save_model(zoo.vit(), Path(sys.argv[1]), spec=zoo.SPEC, processor=zoo.processor(), base_model='zoo')\n"
+        "except ArtifactError as error:\n"
+        "    print(error)\n"
+    )
+
+    command = [sys.executable, "-c", code, str(tmp_path / "model"), str(Path(zoo.__file__).parent)]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    assert "no space for" in said
+    assert said.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def snippet(folder: Path) -> str:
+    """Return the card's way to run the model without us."""
+    _, without_us = (folder / "README.md").read_text().split("## Run it without\n")
+    return without_us.split("```python\n")[1].split("```")[0]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_cards_way_to_run_it_without_us_works(root: Path, tmp_path: Path, name: str):
+    folder = shutil.copytree(folder_of(root, name), tmp_path / "model")
+    picture(3).save(folder / "image.png")
+    code = snippet(folder)
+
+    ended = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=False)
+
+    assert "profiling_agent" not in code
+    assert ended.returncode == 0, ended.stderr
+    if name == "eager dynamic":
+        assert "classifier.scale (5,) torch.float32" in ended.stdout
+    else:
+        assert ended.stdout.strip() == load(folder_of(root, name)).predict(picture(3)).label
+
+
+def test_the_card_says_what_it_is_and_where_it_was_made(root: Path):
+    folder = folder_of(root, "eager dynamic")
+    card, recipe = (folder / "README.md").read_text(), read_recipe(folder)
+
+    assert card.startswith("---\n")
+    assert recipe.cpu in card
+    assert "Layers that aren't float32: 7." in card
+    assert "(n, 3, 32, 32)" in card
+    assert "model.predict" in card
+
+
+def test_loading_is_silent(root: Path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load(folder_of(root, "openvino float32"))
+
+
+def test_a_source_without_onnx_is_refused_where_a_runtime_reads_it(root: Path, tmp_path: Path):
+    source = forms.source_of("resnet", tmp_path / "source")
+    bare = Source(
+        module=source.module,
+        recipe=source.recipe,
+        processor=source.processor,
+        calibration=source.calibration,
+        batch_size=8,
+    )
+
+    for name in ("onnxruntime float32", "openvino float32"):
+        with pytest.raises(ArtifactError, match="needs the model as ONNX"):
+            save_deployed(bare, forms.form(name), tmp_path / "model")
+        assert not (tmp_path / "model").exists()

@@ -1,0 +1,166 @@
+"""A model that was cut alike in every layer is an ordinary Hugging Face model; others are refused, with the reason."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import zoo
+from transformers import AutoImageProcessor, AutoModelForImageClassification
+
+from profiling_agent.deployment.plain import plain_config, save_plain
+from profiling_agent.errors import ArtifactError
+from profiling_agent.modules.inference import random_batch
+from profiling_agent.pruning.prune import prune_model
+from profiling_agent.pruning.units import find_units
+from profiling_agent.pruning.widths import snap
+from profiling_agent.quantization.quantize import quantize_model
+from profiling_agent.records import Cut, QuantizationRecommendation, UnitKind
+
+ASK = """
+import json, sys, torch
+from transformers import AutoModelForImageClassification
+model = AutoModelForImageClassification.from_pretrained(sys.argv[1], local_files_only=True)
+batch = torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(7))
+with torch.inference_mode():
+    print(json.dumps(model(pixel_values=batch).logits.tolist()))
+"""
+
+
+def cut(model, kinds=tuple(UnitKind), ratio=0.25):
+    units = [unit for unit in find_units(model, zoo.SPEC, {}).units if unit.kind in kinds]
+    cuts = [Cut(unit=unit, keep=snap(unit, ratio), requested_ratio=ratio) for unit in units]
+    return prune_model(model, cuts, spec=zoo.SPEC).model, cuts
+
+
+def write(model, folder, cuts=()):
+    return save_plain(model, folder, spec=zoo.SPEC, processor=zoo.processor(), cuts=cuts)
+
+
+def say(model):
+    with torch.inference_mode():
+        return model(pixel_values=random_batch(zoo.SPEC, 3, seed=7)).logits
+
+
+def test_a_vit_that_was_cut_alike_loads_in_a_process_that_knows_nothing_of_us(tmp_path: Path):
+    small, cuts = cut(zoo.vit())
+
+    assert write(small, tmp_path / "model", cuts) is None
+
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    assert (config["num_attention_heads"], config["head_dim"], config["intermediate_size"]) == (3, 16, 192)
+    assert sorted(path.name for path in (tmp_path / "model").iterdir()) == [
+        "config.json",
+        "model.safetensors",
+        "preprocessor_config.json",
+    ]
+    heard = subprocess.run(
+        [sys.executable, "-c", ASK, tmp_path / "model"], capture_output=True, text=True, check=True
+    ).stdout
+    torch.testing.assert_close(torch.tensor(json.loads(heard)), say(small), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["deit", "swin"])
+def test_mlps_that_were_cut_alike_are_a_config(tmp_path: Path, family: str):
+    small, cuts = cut(zoo.FAMILIES[family](), kinds=(UnitKind.MLP,))
+
+    assert write(small, tmp_path / "model", cuts) is None
+
+    loaded = AutoModelForImageClassification.from_pretrained(tmp_path / "model", local_files_only=True)
+    assert torch.equal(say(loaded), say(small))
+    assert loaded.config.id2label == zoo.LABELS
+    assert AutoImageProcessor.from_pretrained(tmp_path / "model", backend="pil").size["height"] == 32
+
+
+def test_a_ratio_that_no_float_holds_exactly(tmp_path: Path):
+    model = zoo.swin()
+    mlps = [unit for unit in find_units(model, zoo.SPEC, {}).units if unit.kind is UnitKind.MLP]
+    # 4 * 49 / 128 times 32, and the same share of the second stage's 256.
+    cuts = [Cut(unit=unit, keep=unit.width * 49 // 128, requested_ratio=0.6) for unit in mlps]
+    small = prune_model(model, cuts, spec=zoo.SPEC).model
+
+    assert write(small, tmp_path / "model", cuts) is None
+
+
+def test_a_model_that_was_not_cut_is_an_ordinary_folder(tmp_path: Path):
+    model = zoo.resnet()
+
+    assert write(model, tmp_path / "model") is None
+
+    loaded = AutoModelForImageClassification.from_pretrained(tmp_path / "model", local_files_only=True)
+    assert torch.equal(say(loaded), say(model))
+
+
+def test_layers_that_were_cut_differently_are_refused_with_the_widths(tmp_path: Path):
+    model = zoo.vit()
+    mlps = [unit for unit in find_units(model, zoo.SPEC, {}).units if unit.kind is UnitKind.MLP]
+    cuts = [Cut(unit=unit, keep=keep, requested_ratio=0.5) for unit, keep in zip(mlps, (64, 128), strict=True)]
+    small = prune_model(model, cuts, spec=zoo.SPEC).model
+
+    reason = write(small, tmp_path / "model", cuts)
+
+    assert reason == "layers of 256 channels keep different numbers of them (64 and 128)"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_layer_that_was_left_alone_is_refused_by_name(tmp_path: Path):
+    model = zoo.vit()
+    first = next(unit for unit in find_units(model, zoo.SPEC, {}).units if unit.kind is UnitKind.MLP)
+    cuts = [Cut(unit=first, keep=128, requested_ratio=0.5)]
+
+    reason = write(prune_model(model, cuts, spec=zoo.SPEC).model, tmp_path / "model", cuts)
+
+    assert reason is not None
+    assert "no ViTConfig has fields" in reason
+    assert "mlp" in reason
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("family", "says"), [("swin", "no SwinConfig"), ("resnet", "no ResNetConfig")])
+def test_what_the_config_of_a_family_can_not_say_is_refused(tmp_path: Path, family: str, says: str):
+    small, cuts = cut(zoo.FAMILIES[family](), kinds=(UnitKind.HEADS, UnitKind.CONV_INNER))
+
+    reason = write(small, tmp_path / "model", cuts)
+
+    assert reason is not None
+    assert says in reason
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_layers_that_share_weights_are_not_written_as_two(tmp_path: Path):
+    model = zoo.vit()
+    model.vit.layers[1].mlp.fc1.weight = model.vit.layers[0].mlp.fc1.weight
+
+    reason = write(model, tmp_path / "model")
+
+    assert reason is not None
+    assert "vit.layers.1.mlp.fc1.weight" in reason
+
+
+def test_a_quantized_model_is_refused():
+    everything = QuantizationRecommendation(layer="all", dtype="qint8")
+
+    assert "quantized" in plain_config(quantize_model(zoo.vit(), [everything]).model, ())
+
+
+def test_a_model_that_computes_something_else_than_its_config_is_refused_and_leaves_nothing(tmp_path: Path):
+    model = zoo.vit()
+    model.vit.layers[0].attention.scaling *= 2
+
+    with pytest.raises(ArtifactError, match="computes logits"):
+        write(model, tmp_path / "model")
+
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_model_is_left_as_it_was(tmp_path: Path):
+    small, cuts = cut(zoo.vit())
+    before = small.config.to_json_string()
+    small.train()
+
+    write(small, tmp_path / "model", cuts)
+
+    assert small.config.to_json_string() == before
+    assert small.training

@@ -1,0 +1,84 @@
+import pytest
+
+from profiling_agent.deployment.choices import recommend
+from profiling_agent.iteration.deployments import asked_schemes, possible_forms, schemes_of
+from profiling_agent.iteration.evaluator import leaving_in_float
+from profiling_agent.modules.layer_names import matching_names
+from profiling_agent.records import Form, Plan, QuantizationRecommendation
+
+EVERY = {
+    "eager": ("float32", "bfloat16", "float16", "dynamic"),
+    "inductor": ("float32", "bfloat16", "static"),
+    "onnxruntime": ("float32", "dynamic", "static"),
+    "openvino": ("float32", "bfloat16", "static", "static_nncf"),
+}
+
+
+def rec(layer: str, kind: str, dtype: str) -> QuantizationRecommendation:
+    return QuantizationRecommendation.model_validate({"layer": layer, "quantization_type": kind, "dtype": dtype})
+
+
+def names(plan: Plan, dtype: str = "auto", supported=EVERY) -> set[str]:
+    return {form.name for form in possible_forms(plan, supported, schemes=asked_schemes(dtype))}
+
+
+def test_where_nothing_is_said_every_form_but_the_baselines_own_is_tried():
+    assert len(names(Plan())) == sum(map(len, EVERY.values())) - 1
+    assert "eager float32" not in names(Plan())
+
+
+def test_a_runtime_that_is_not_there_has_no_form():
+    assert names(Plan(), supported={"eager": EVERY["eager"]}) == {"eager bfloat16", "eager float16", "eager dynamic"}
+
+
+def test_no_quantization_leaves_the_choice_of_runtime():
+    assert names(Plan(), "none") == {"inductor float32", "onnxruntime float32", "openvino float32"}
+    assert names(Plan(quantization=())) == {"inductor float32", "onnxruntime float32", "openvino float32"}
+
+
+def test_the_papers_plan_is_carried_out_by_whoever_can():
+    plan = Plan(quantization=(QuantizationRecommendation(layer="all", dtype="qint8"),))
+
+    assert names(plan) == {"eager dynamic", "onnxruntime dynamic"}
+    forms = possible_forms(plan, EVERY, schemes=asked_schemes("auto"))
+    assert all(form.recommendations == plan.quantization for form in forms)
+
+
+@pytest.mark.parametrize(
+    ("recommendations", "expected"),
+    [
+        (
+            (rec("all", "static", "qint8"),),
+            {"inductor static", "onnxruntime static", "openvino static", "openvino static_nncf"},
+        ),
+        ((rec("all", "dynamic", "float16"),), {"eager float16"}),
+        ((rec("all", "static", "qint8"), rec("fc2", "cast", "bfloat16")), {"inductor static"}),
+        ((rec("all", "dynamic", "qint8"), rec("fc2", "cast", "bfloat16")), {"eager dynamic"}),
+        (
+            (rec("all", "dynamic", "qint8"), rec("fc2", "cast", "float32")),
+            {"eager dynamic", "onnxruntime dynamic"},
+        ),
+        ((rec("all", "static", "qint8"), rec("fc2", "dynamic", "qint8")), set()),
+    ],
+)
+def test_a_mixture_goes_to_the_runtimes_that_can_mix(recommendations, expected: set[str]):
+    assert names(Plan(quantization=recommendations)) == expected
+
+
+def test_each_scheme_is_read_back_from_its_own_recommendation():
+    for scheme in ("bfloat16", "float16", "dynamic", "static"):
+        assert scheme in schemes_of(recommend(scheme))
+    assert recommend("float32") == ()
+
+
+def test_a_layer_left_in_float_is_that_layer_alone():
+    form = leaving_in_float(Form(scheme="static", recommendations=recommend("static")), ["vit.layers.1.mlp.fc1"])
+
+    layers = ["vit.layers.1.mlp.fc1", "vit.layers.1.mlp.fc10", "vit.layers.11.mlp.fc1"]
+    assert form.recommendations[-1].dtype == "float32"
+    assert matching_names(form.recommendations[-1].layer, layers) == layers[:1]
+
+
+def test_dtypes_that_do_not_go_with_their_type_are_refused():
+    with pytest.raises(ValueError, match="takes dtype qint8, not 'float16'"):
+        rec("all", "static", "float16")

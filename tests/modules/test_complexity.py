@@ -1,0 +1,169 @@
+from collections import Counter
+
+import pytest
+import torch
+import zoo
+from ptflops import get_model_complexity_info
+from ptflops.pytorch_ops import MODULES_MAPPING
+from torch import nn
+from transformers import ViTConfig, ViTForImageClassification
+
+from profiling_agent.errors import RequestError
+from profiling_agent.modules.complexity import COUNTED, Complexity, count_complexity
+from profiling_agent.records import InputSpec
+
+ATTENTION_KINDS = ("ViTAttention", "DeiTAttention", "SwinAttention")
+
+
+def linear(tokens, inputs, outputs, *, bias=True):
+    return tokens * (inputs * outputs + bias * outputs)
+
+
+def total(rows, what):
+    return sum(getattr(row, what) for row in rows.values())
+
+
+def test_a_full_size_vit_has_86567656_params_and_17_58_gmacs():
+    with torch.device("meta"):
+        model = ViTForImageClassification(ViTConfig(num_labels=1000))
+    spec = InputSpec(channels=3, height=224, width=224, source="hand")
+    patches = linear(196, 3 * 16 * 16, 768)
+    projections = 4 * linear(197, 768, 768)
+    products = 2 * 12 * 197 * 197 * 64
+    mlp = linear(197, 768, 3072) + linear(197, 3072, 768)
+
+    rows = count_complexity(model, spec)
+
+    assert total(rows, "params") == 86_567_656
+    assert total(rows, "macs") == patches + 12 * (projections + products + mlp) + linear(1, 768, 1000)
+    assert total(rows, "macs") == 17_580_319_720
+    assert rows["vit.layers.0.attention"].macs == products
+
+
+def test_a_vits_rows_are_those_worked_out_by_hand():
+    rows = count_complexity(zoo.vit(), zoo.SPEC)
+
+    assert rows["vit.embeddings"] == Complexity(kind="ViTEmbeddings", params=64 + 17 * 64, macs=0)
+    assert rows["vit.embeddings.patch_embeddings.projection"].macs == linear(16, 3 * 8 * 8, 64)
+    assert rows["vit.layers.1.attention"] == Complexity(kind="ViTAttention", params=0, macs=2 * 4 * 17 * 17 * 16)
+    assert rows["vit.layers.1.attention.q_proj"] == Complexity(kind="Linear", params=64 * 65, macs=linear(17, 64, 64))
+    assert rows["vit.layers.1.mlp.fc1"].macs == linear(17, 64, 256)
+    assert rows["vit.layers.1.mlp.fc2"].macs == linear(17, 256, 64)
+    assert rows["vit.layernorm"] == Complexity(kind="LayerNorm", params=128, macs=0)
+    assert rows["classifier"] == Complexity(kind="Linear", params=325, macs=325)
+    assert "vit.layers.1.mlp" not in rows
+
+
+def test_swin_attends_inside_its_windows():
+    stages = [(256, 32), (64, 64)]
+    blocks = [
+        4 * linear(tokens, dim, dim)
+        + 2 * tokens * 16 * dim
+        + linear(tokens, dim, 4 * dim)
+        + linear(tokens, 4 * dim, dim)
+        for tokens, dim in stages
+    ]
+    merging = linear(64, 4 * 32, 64, bias=False)
+
+    rows = count_complexity(zoo.swin(), zoo.SPEC)
+
+    assert total(rows, "macs") == linear(256, 3 * 2 * 2, 32) + 2 * sum(blocks) + merging + linear(1, 64, 5)
+    assert sum(row.params for name, row in rows.items() if name.endswith("relative_position_bias")) == 2 * 49 * (2 + 4)
+
+
+def test_a_resnets_convolutions_are_those_worked_out_by_hand():
+    stem = 16 * 16 * 7 * 7 * 3 * 32
+    first = 64 * (32 * 128 + 32 * 32 + 9 * 32 * 32 + 32 * 128)
+    second = 64 * (128 * 32 + 9 * 32 * 32 + 32 * 128)
+    third = 16 * 128 * 256 + 64 * 128 * 64 + 16 * (9 * 64 * 64 + 64 * 256)
+    fourth = 16 * (256 * 64 + 9 * 64 * 64 + 64 * 256)
+
+    rows = count_complexity(zoo.resnet(), zoo.SPEC)
+
+    assert total(rows, "macs") == stem + first + second + third + fourth + linear(1, 256, 5)
+    assert rows["resnet.embedder.embedder.normalization"] == Complexity(kind="BatchNorm2d", params=64, macs=0)
+
+
+@pytest.mark.parametrize("family", ["vit", "deit", "swin"])
+def test_fused_attention_counts_what_the_eager_matmuls_count(family):
+    fused, eager = zoo.FAMILIES[family](), zoo.FAMILIES[family]()
+    eager.set_attn_implementation("eager")
+
+    rows = count_complexity(fused, zoo.SPEC)
+
+    assert rows == count_complexity(eager, zoo.SPEC)
+    assert sum(row.macs > 0 for row in rows.values() if row.kind in ATTENTION_KINDS) >= 2
+
+
+@pytest.mark.parametrize("family", zoo.FAMILIES)
+def test_rows_less_attention_are_ptflops_own_total(family):
+    model = zoo.FAMILIES[family]()
+    rows = count_complexity(model, zoo.SPEC)
+    products = sum(row.macs for row in rows.values() if row.kind in ATTENTION_KINDS)
+
+    bare, _ = get_model_complexity_info(
+        model,
+        (3, 32, 32),
+        input_constructor=lambda _: torch.zeros(1, 3, 32, 32),
+        as_strings=False,
+        print_per_layer_stat=False,
+        backend="pytorch",
+        ignore_modules=[kind for kind in MODULES_MAPPING if kind not in COUNTED],
+        backend_specific_config={"count_functional": False},
+    )
+
+    assert total(rows, "macs") - products == bare
+
+
+@pytest.mark.parametrize("family", zoo.FAMILIES)
+def test_parameters_add_up_to_the_models(family):
+    model = zoo.FAMILIES[family]()
+
+    assert total(count_complexity(model, zoo.SPEC), "params") == sum(p.numel() for p in model.parameters())
+
+
+def test_tied_weights_are_counted_once_and_multiplied_twice():
+    model = zoo.vit()
+    model.vit.layers[1].mlp.fc1.weight = model.vit.layers[0].mlp.fc1.weight
+
+    rows = count_complexity(model, zoo.SPEC)
+
+    assert rows["vit.layers.0.mlp.fc1"].params == 64 * 256 + 256
+    assert rows["vit.layers.1.mlp.fc1"] == Complexity(kind="Linear", params=256, macs=linear(17, 64, 256))
+    assert total(rows, "params") == sum(p.numel() for p in model.parameters())
+
+
+def test_frozen_parameters_count():
+    model = zoo.resnet().requires_grad_(requires_grad=False)
+
+    assert count_complexity(model, zoo.SPEC) == count_complexity(zoo.resnet(), zoo.SPEC)
+
+
+def test_a_subclass_of_linear_is_counted_as_one():
+    class Named(nn.Linear):
+        pass
+
+    model = zoo.vit()
+    model.classifier = Named(64, 5)
+
+    assert count_complexity(model, zoo.SPEC)["classifier"] == Complexity(kind="Named", params=325, macs=325)
+
+
+def test_counting_leaves_no_trace(capfd):
+    model = zoo.swin().train()
+
+    def state():
+        return [
+            (module.training, Counter(vars(module).keys()), len(module._forward_hooks)) for module in model.modules()
+        ]
+
+    before = state()
+    count_complexity(model, zoo.SPEC)
+
+    assert state() == before
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_model_that_cannot_run_is_named():
+    with pytest.raises(RequestError, match="ptflops can't count 'ViTForImageClassification'"):
+        count_complexity(zoo.vit(), InputSpec(channels=3, height=48, width=48, source="wrong"))

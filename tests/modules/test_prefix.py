@@ -1,0 +1,154 @@
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+import torch
+import zoo
+from pruning import families
+from torch import nn
+from torch.func import functional_call
+
+from profiling_agent.modules.hooks import watching
+from profiling_agent.modules.inference import random_batch
+from profiling_agent.modules.prefix import Replay, find_prefixes
+from profiling_agent.pruning.units import find_units
+from profiling_agent.records import InputSpec
+
+# Bottlenecks, SwiftFormer and PoolFormer among them because they add in place or share what they read.
+NAMES = ("mobilevit", "efficientnet", "segformer", "mobilenet_v2", "levit", "regnet_y", "swiftformer", "focalnet")
+MODELS = {
+    "vit": zoo.vit,
+    "swin": zoo.swin,
+    "resnet": zoo.resnet,
+    **{name: families.FAMILIES[name] for name in NAMES},
+}
+SIZES = {"mobilevit": 64, "levit": 64}
+
+
+def prepared(family):
+    size = SIZES.get(family, 32)
+    spec = InputSpec(channels=3, height=size, width=size, source="zoo")
+    model = MODELS[family]()
+    units = find_units(model, spec, {}).units
+    return model, {unit.name: (unit.consumer, *unit.side_readers) for unit in units}, random_batch(spec, 3, seed=4)
+
+
+def changed(model, names):
+    """Weights of these layers, a half of their columns gone."""
+    laid = {}
+    for name in names:
+        weight = model.get_parameter(f"{name}.weight").detach().clone()
+        weight[:, ::2] = 0
+        laid[f"{name}.weight"] = weight
+    return laid
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_a_run_from_any_unit_gives_what_a_whole_run_gives(family):
+    model, readers, images = prepared(family)
+    with torch.no_grad():
+        replay = Replay(model, find_prefixes(model, readers, images[:1]), images)
+        before = model(pixel_values=images).logits
+        assert torch.equal(replay.logits, before)
+        for unit, names in readers.items():
+            laid = changed(model, names)
+            expected = functional_call(model, laid, (), {"pixel_values": images}).logits
+            assert torch.equal(replay.run_from(unit, laid), expected)
+            assert not torch.equal(expected, before)
+        assert torch.equal(model(pixel_values=images).logits, before)
+
+
+# Where one stage of one unit comes before the last one, it is run again.
+@pytest.mark.parametrize("family", [name for name in MODELS if name not in ("mobilevit", "focalnet")])
+def test_the_last_unit_is_reached_without_most_of_the_model(family):
+    model, readers, images = prepared(family)
+    leaves = {name for name, module in model.named_modules() if not list(module.children())}
+    calls = Counter()
+    with torch.no_grad():
+        replay = Replay(model, find_prefixes(model, readers, images[:1]), images)
+        last = list(readers)[-1]
+        laid = changed(model, readers[last])
+        with watching(model, leaves, before=lambda name, _inputs: calls.update([name])):
+            replay.run_from(last, laid)
+            skipping = calls.total()
+            model(pixel_values=images)
+
+    assert skipping < 0.7 * (calls.total() - skipping)
+
+
+def test_blocks_before_a_unit_are_skipped_and_its_own_and_later_ones_run():
+    model = zoo.vit(num_hidden_layers=4)
+    units = find_units(model, zoo.SPEC, {}).units
+    readers = {unit.name: (unit.consumer,) for unit in units}
+    skipped = find_prefixes(model, readers, random_batch(zoo.SPEC, 1)).skipped["vit.layers.2.mlp"]
+
+    assert {"vit.embeddings", "vit.layers.0", "vit.layers.1"} <= set(skipped)
+    assert not any(name.startswith(("vit.layers.2.mlp.fc2", "vit.layers.3", "classifier")) for name in skipped)
+    assert not any(other != name and other.startswith(f"{name}.") for name in skipped for other in skipped)
+
+
+class AddsInPlace(nn.Module):
+    """Three layers in a row, the stem's output changed by what the first two add to it."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.first, self.second, self.last = (nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, pixel_values):
+        x = self.stem(pixel_values.flatten(1))
+        x += self.first(x)
+        x += self.second(x)
+        return SimpleNamespace(logits=self.last(x))
+
+
+def test_an_output_that_was_changed_in_place_is_computed_again():
+    model, images = AddsInPlace().eval(), torch.randn(3, 4, 1, 1)
+    readers = {name: (name,) for name in ("first", "second", "last")}
+    prefixes = find_prefixes(model, readers, images[:1])
+    with torch.no_grad():
+        replay = Replay(model, prefixes, images)
+        assert "stem" in prefixes.skipped["last"]
+        for _ in range(2):
+            for name in readers:
+                laid = changed(model, [name])
+                expected = functional_call(model, laid, (), {"pixel_values": images}).logits
+                assert torch.equal(replay.run_from(name, laid), expected)
+
+
+class CallsTwice(nn.Module):
+    """One layer that serves before and after another."""
+
+    def __init__(self):
+        super().__init__()
+        self.shared, self.middle, self.last = (nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, pixel_values):
+        x = self.shared(pixel_values.flatten(1))
+        return SimpleNamespace(logits=self.last(self.shared(self.middle(x))))
+
+
+def test_a_layer_that_is_called_twice_is_never_skipped():
+    model, images = CallsTwice().eval(), torch.randn(3, 4, 1, 1)
+    readers = {"middle": ("middle",), "last": ("last",)}
+    prefixes = find_prefixes(model, readers, images[:1])
+    with torch.no_grad():
+        replay = Replay(model, prefixes, images)
+        laid = changed(model, ["middle"])
+        expected = functional_call(model, laid, (), {"pixel_values": images}).logits
+        assert torch.equal(replay.run_from("middle", laid), expected)
+
+    assert all("shared" not in names for names in prefixes.skipped.values())
+
+
+def test_the_model_is_left_as_it_was_found_also_where_a_run_fails():
+    model, readers, images = prepared("vit")
+    own = {name: dict(vars(module)) for name, module in model.named_modules()}
+    with torch.no_grad():
+        replay = Replay(model, find_prefixes(model, readers, images[:1]), images)
+        last = list(readers)[-1]
+        replay.run_from(last, {})
+        with pytest.raises(RuntimeError):
+            replay.run_from(last, {f"{readers[last][0]}.weight": torch.zeros(3, 3)})
+
+    assert own == {name: dict(vars(module)) for name, module in model.named_modules()}
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
