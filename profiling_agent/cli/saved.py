@@ -57,10 +57,12 @@ def race(
     """
     from profiling_agent.benchmarking.saved import race_saved
     from profiling_agent.cli.tables import race_table
+    from profiling_agent.reporting.results import models_of
 
     try:
         with open_display(errors) as display:
-            names, held = race_saved(sources, batch_size=batch_size, device=device, progress=display.stage("race"))
+            models = [model for source in sources for model in models_of(source)]
+            names, held = race_saved(models, batch_size=batch_size, device=device, progress=display.stage("race"))
     except ProfilingAgentError as error:
         refuse(str(error))
     if json_:
@@ -89,11 +91,13 @@ def measure(
     """
     from profiling_agent.benchmarking.saved import compare_measurements, measure_saved, read_measurements
     from profiling_agent.cli.tables import measurement_table
+    from profiling_agent.reporting.results import before_and_after
 
     try:
         earlier = read_measurements(against, device=device) if against else None
         with open_display(errors) as display:
-            measured = measure_saved(sources, device=device, progress=display.stage("measure"))
+            models = [model for source in sources for model in before_and_after(source)]
+            measured = measure_saved(models, device=device, progress=display.stage("measure"))
         compared = compare_measurements(measured, earlier or measured)
     except ProfilingAgentError as error:
         refuse(str(error))

@@ -6,6 +6,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from profiling_agent.analysis.plan_file import first_problem
+from profiling_agent.benchmarking.saved import SavedModel, saved_model
 from profiling_agent.errors import RunError
 from profiling_agent.reporting.report import RunReport
 from profiling_agent.workspace import MANIFEST, read_manifest
@@ -49,6 +50,28 @@ def run_of(folder: Path) -> Path:
     """Return the run folder of a run's results, or of a fork's."""
     folder = folder.resolve()
     return folder if (folder / MANIFEST).is_file() or folder.parent.name != FORKS else folder.parents[1]
+
+
+def models_of(source: Path) -> list[SavedModel]:
+    """Return the models that a run's verdict rests on, the baseline first; of a saved model, itself.
+
+    Raises:
+        ArtifactError: it is neither a run nor a saved model.
+        RunError: the run has no report yet.
+    """
+    if not ((source / MANIFEST).is_file() or (source / REPORT).is_file()):
+        return [saved_model(source)]
+    rows, root = [row.evaluation for row in read_report(source).variants], run_of(source)
+    return [
+        SavedModel(f"{row.variant} ({row.form.name})", row.variant, (root / row.model.path).resolve()) for row in rows
+    ]
+
+
+def before_and_after(source: Path) -> list[SavedModel]:
+    """Return a run's baseline and its best model; of a saved model, itself. Raises what `models_of` does."""
+    models = models_of(source)
+    best = (source / "best").resolve()
+    return [models[0], *(model for model in models[1:] if model.folder == best)]
 
 
 def _question(report: RunReport) -> tuple[str, ...]:
