@@ -3,10 +3,10 @@
     python benchmarks/joint.py [--models DIR...] [--full-size NAME...] [--data DIR] [--output DIR] [--quick]
                                [--json FILE]
 
-On the shared models: the four corners of the product's own runs, with the default contract, in the forms that its
-contest chose; accuracy on search images, speed by its own race. A run of the same request that is complete in the
+On the shared models: the four variants of the product's own runs, with the default contract, in the deployments that its
+deployment search chose; accuracy on search images, speed by its own race. A run of the same request that is complete in the
 output folder (verdicts.py leaves them there) is read, not made again. On the paper's models at full size, with random
-weights: a uniform cut of `SHARE` of the MACs, and the fastest int8 form of each; accuracy says nothing there. The aims
+weights: a uniform cut of `SHARE` of the MACs, and the fastest int8 deployment of each; accuracy says nothing there. The aims
 are those that the project set itself, and count as met where the interval reaches them.
 """
 
@@ -20,12 +20,12 @@ import numpy as np
 from checks import Check, finish
 from full_size import MODELS, SPEC, build, cuts_for_macs, macs_by_module
 from transformers import ViTImageProcessorPil
-from workshop import Made, Workshop, forms
+from workshop import Made, Workshop, deployments
 
 from profiling_agent import Request, optimize
-from profiling_agent.benchmarking.contender import racer_command
+from profiling_agent.benchmarking.contender import worker_command
 from profiling_agent.benchmarking.race import Result, processes, race_until_clear
-from profiling_agent.benchmarking.session import Pace
+from profiling_agent.benchmarking.session import SessionLimits
 from profiling_agent.benchmarking.turns import Start
 from profiling_agent.pruning.prune import prune_model
 from profiling_agent.pruning.units import find_units
@@ -35,27 +35,29 @@ from profiling_agent.workspace import read_manifest
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 SHARE = 0.45
-# The forms that were ever the fastest at full size (quantization_table.py); the others would only take time.
+# The deployments that were ever the fastest at full size (quantization_table.py); the others would only take time.
 FAST = ("openvino static", "openvino static_nncf", "inductor static", "onnxruntime static", "onnxruntime dynamic")
 NUM_CALIBRATION = 16
 MAX_ERROR = 0.15
 AIMS = {"ViT-B/16": 5.0, "DeiT-B/16": 5.0, "Swin-B": 5.5, "ResNet-101": 7.0}
 # Table 4 of arXiv 2509.05584, times as fast: pruning alone, quantization alone. It has no row for both.
 PAPER = {"ViT-B/16": (1.02, 1.74), "DeiT-B/16": (0.98, 1.73), "Swin-B": (1.02, 1.59), "ResNet-101": (0.97, 1.01)}
-Corner = tuple[Variant, str, list[str]]
+MeasuredVariant = tuple[Variant, str, list[str]]
 
 
 def shared_rows(model: Path, report: RunReport) -> list[dict[str, Any]]:
-    """Return the corners of a run."""
+    """Return the variants of a run."""
     return [
         {
             "model": model.name,
             "variant": str(row.evaluation.variant),
-            "form": row.evaluation.form.name,
+            "deployment": row.evaluation.deployment.name,
             "top1": row.evaluation.top1,
             "drop": row.evaluation.drop.drop if row.evaluation.drop else 0.0,
             "size_bytes": row.evaluation.footprint.size_bytes,
-            "speedup": [row.lap.speedup, row.lap.speedup_low, row.lap.speedup_high] if row.lap else None,
+            "speedup": [row.race_result.speedup, row.race_result.speedup_low, row.race_result.speedup_high]
+            if row.race_result
+            else None,
         }
         for row in report.variants
     ]
@@ -76,7 +78,7 @@ def _asked(request: Request) -> dict[str, Any]:
 
 
 def best_of(rows: Sequence[dict[str, Any]], variant: Variant, floor: float) -> dict[str, Any] | None:
-    """Return the fastest row of a corner that keeps the accuracy floor."""
+    """Return the fastest row of a variant that keeps the accuracy floor."""
     able = [row for row in rows if row["variant"] == variant and row["speedup"] and row.get("drop", 0.0) <= floor]
     return max(able, key=lambda row: row["speedup"][0], default=None)
 
@@ -107,12 +109,14 @@ def run_shared(
         report = report_of(request, folder) or optimize(request)
     rows = shared_rows(model, report)
     for row in rows:
-        print(f"  {row['variant']:<17}{row['form']:<24}top-1 {row['top1']:.2%}  {_told(row['speedup'])}", flush=True)
+        print(
+            f"  {row['variant']:<17}{row['deployment']:<24}top-1 {row['top1']:.2%}  {_told(row['speedup'])}", flush=True
+        )
     return rows, beats_each_alone(model.name, rows, request.max_accuracy_drop)
 
 
-def prepare(name: str, shop: Workshop) -> tuple[list[Corner], float]:
-    """Make the dense and the cut model in float32 and in every fast form; return them, and the MACs that are gone."""
+def prepare(name: str, shop: Workshop) -> tuple[list[MeasuredVariant], float]:
+    """Make the dense and the cut model in float32 and in every fast deployment; return them, and the MACs that are gone."""
     dense = build(name)
     macs = macs_by_module(dense)
     cuts = cuts_for_macs(dense, find_units(dense, SPEC, macs).units, macs, SHARE)
@@ -122,39 +126,43 @@ def prepare(name: str, shop: Workshop) -> tuple[list[Corner], float]:
     processor = ViTImageProcessorPil()
     plain = shop.add(dense, "dense", spec=SPEC, processor=processor)
     pruned = shop.add(cut, "cut", spec=SPEC, processor=processor, cuts=cuts)
-    corners: list[Corner] = [
-        (Variant.BASELINE, "eager float32", racer_command(shop.root / plain.path)),
-        (Variant.PRUNED, "eager float32", racer_command(shop.root / pruned.path)),
+    variants: list[MeasuredVariant] = [
+        (Variant.BASELINE, "eager float32", worker_command(shop.root / plain.path)),
+        (Variant.PRUNED, "eager float32", worker_command(shop.root / pruned.path)),
     ]
     for variant, model in ((Variant.QUANTIZED, plain), (Variant.BOTH, pruned)):
-        for form in (form for form in forms() if form.name in FAST):
-            made = shop.deploy(model, form, calibration, batch_size=1)
+        for deployment in (deployment for deployment in deployments() if deployment.name in FAST):
+            made = shop.deploy(model, deployment, calibration, batch_size=1)
             if made.deployed and made.deployed.distance <= MAX_ERROR:
-                corners.append((variant, made.name, racer_command(shop.path(made))))
+                variants.append((variant, made.name, worker_command(shop.path(made))))
             else:
                 print(f"  {variant} {made.name} is left out: {_why(made)}", flush=True)
-    return corners, saved
+    return variants, saved
 
 
 def _why(made: Made) -> str:
     return f"logits {made.deployed.distance:.3f} away from float32's" if made.deployed else made.reason
 
 
-def run(corners: Sequence[Corner], *, is_quick: bool, line_ups: int) -> Result:
+def run(variants: Sequence[MeasuredVariant], *, is_quick: bool, sessions: int) -> Result:
     """Let all take turns at batch 1; the first is eager float32, unpruned."""
-    pace = Pace(seconds_per_turn=0.3, min_rounds=6 if is_quick else 10, max_seconds=20 if is_quick else 60)
-    line_up = processes([command for _, _, command in corners], Start(batch_size=1, device="cpu"))
-    return race_until_clear(line_up, len(corners), pace=pace, min_races=line_ups)
+    limits = SessionLimits(
+        seconds_per_sample=0.3, min_repeats=6 if is_quick else 10, max_seconds=20 if is_quick else 60
+    )
+    start_session = processes([command for _, _, command in variants], Start(batch_size=1, device="cpu"))
+    return race_until_clear(start_session, len(variants), limits=limits, min_sessions=sessions)
 
 
-def full_size_rows(name: str, corners: Sequence[Corner], result: Result, saved: float) -> list[dict[str, Any]]:
+def full_size_rows(
+    name: str, variants: Sequence[MeasuredVariant], result: Result, saved: float
+) -> list[dict[str, Any]]:
     """Return a row for each that lasted."""
     return [
         {
             "model": name,
-            "variant": str(corners[index][0]),
-            "form": corners[index][1],
-            "macs_saved": saved if corners[index][0] in (Variant.PRUNED, Variant.BOTH) else 0.0,
+            "variant": str(variants[index][0]),
+            "deployment": variants[index][1],
+            "macs_saved": saved if variants[index][0] in (Variant.PRUNED, Variant.BOTH) else 0.0,
             "latency_ms": float(np.median(score.samples_ms)),
             "speedup": [score.speedup, score.low, score.high],
             "place": index,
@@ -164,17 +172,21 @@ def full_size_rows(name: str, corners: Sequence[Corner], result: Result, saved: 
 
 
 def run_full_size(name: str, *, is_quick: bool) -> tuple[list[dict[str, Any]], list[Check]]:
-    """Race all forms once, then the four corners in three line-ups of their own."""
+    """Race all deployments once, then the four variants in three sessions of their own."""
     print(f"\n{name}, random weights", flush=True)
     with tempfile.TemporaryDirectory() as root, Workshop(Path(root)) as shop:
-        corners, saved = prepare(name, shop)
-        first = full_size_rows(name, corners, run(corners, is_quick=is_quick, line_ups=1), saved)
+        variants, saved = prepare(name, shop)
+        first = full_size_rows(name, variants, run(variants, is_quick=is_quick, sessions=1), saved)
         best = [best_of(first, variant, 1.0) for variant in (Variant.QUANTIZED, Variant.BOTH)]
-        finalists = [corners[0], corners[1], *(corners[row["place"]] for row in best if row)]
-        rows = full_size_rows(name, finalists, run(finalists, is_quick=is_quick, line_ups=1 if is_quick else 3), saved)
+        candidates = [variants[0], variants[1], *(variants[row["place"]] for row in best if row)]
+        rows = full_size_rows(
+            name, candidates, run(candidates, is_quick=is_quick, sessions=1 if is_quick else 3), saved
+        )
     for row in rows:
         gone = f"{row['macs_saved']:.0%} fewer MACs" if row["macs_saved"] else ""
-        print(f"  {row['variant']:<17}{row['form']:<24}{row['latency_ms']:>7.1f} ms  {_told(row['speedup'])}  {gone}")
+        print(
+            f"  {row['variant']:<17}{row['deployment']:<24}{row['latency_ms']:>7.1f} ms  {_told(row['speedup'])}  {gone}"
+        )
     print(f"  the paper: pruning {PAPER[name][0]:.2f}, quantization {PAPER[name][1]:.2f}", flush=True)
     both = best_of(rows, Variant.BOTH, 1.0)
     aim = Check.at_least(

@@ -3,7 +3,7 @@
     python benchmarks/measurement.py [--models DIR] [--batch-size N] [--comparisons N] [--quick] [--json FILE]
 
 A comparison is the product's own: called slower or faster where the race's 95% interval leaves 1 out, after as many
-line-ups as the product's rule asks for, each in new processes. To be done in minutes, five copies race one baseline at
+sessions as the product's rule asks for, each in new processes. To be done in minutes, five copies race one baseline at
 a time; every group starts all its processes anew, and each copy is one comparison. The copy that is slower waits after
 each pass, busily, for a tenth of what the pass took. Pinned to all cores that there are; run it on a quiet machine.
 """
@@ -18,9 +18,9 @@ from typing import Any
 
 from checks import Check, finish
 
-from profiling_agent.benchmarking.contender import racer_command
+from profiling_agent.benchmarking.contender import worker_command
 from profiling_agent.benchmarking.race import Result, processes, race_until_clear
-from profiling_agent.benchmarking.session import Pace
+from profiling_agent.benchmarking.session import SessionLimits
 from profiling_agent.benchmarking.turns import Start
 from profiling_agent.benchmarking.worker import open_artifact, serve
 
@@ -29,7 +29,7 @@ GROUP = 5
 SLOWER = 0.10
 MIN_EQUAL, MIN_FOUND = 0.95, 0.95
 # As the product's, with turns that suit a pass of ten milliseconds.
-PACE = Pace(seconds_per_turn=0.1, min_rounds=12, max_seconds=15.0)
+LIMITS = SessionLimits(seconds_per_sample=0.1, min_repeats=12, max_seconds=15.0)
 # How many are made slower for each one that is left as it is; fewer, because they race three times.
 SLOWER_SHARE = 0.3
 
@@ -62,8 +62,8 @@ def save(model: Path, folder: Path) -> Path:
 
 def compare_group(folder: Path, copy: list[str], size: int, *, batch_size: int, seed: int) -> Result:
     """Race `size` copies against one baseline."""
-    line_up = processes([racer_command(folder), *[copy] * size], Start(batch_size=batch_size, device="cpu"))
-    return race_until_clear(line_up, size + 1, pace=PACE, seed=seed)
+    start_session = processes([worker_command(folder), *[copy] * size], Start(batch_size=batch_size, device="cpu"))
+    return race_until_clear(start_session, size + 1, limits=LIMITS, seed=seed)
 
 
 def compare_all(name: str, copy: list[str], folder: Path, num: int, batch_size: int) -> list[dict[str, Any]]:
@@ -73,7 +73,7 @@ def compare_all(name: str, copy: list[str], folder: Path, num: int, batch_size: 
         size = min(GROUP, num - group)
         result = compare_group(folder, copy, size, batch_size=batch_size, seed=group)
         if result.dropped:
-            raise SystemExit(f"racers dropped out: {result.dropped!r}")
+            raise SystemExit(f"workers dropped out: {result.dropped!r}")
         for index, score in result.scores.items():
             if index == 0:
                 continue
@@ -85,7 +85,7 @@ def compare_all(name: str, copy: list[str], folder: Path, num: int, batch_size: 
                     "speedup": score.speedup,
                     "low": score.low,
                     "high": score.high,
-                    "num_races": result.num_races,
+                    "num_races": result.num_sessions,
                     "detectable": result.detectable,
                 }
             )
@@ -106,22 +106,22 @@ def share(rows: list[dict[str, Any]], kind: str, said: str) -> float:
 
 
 def main() -> int:
-    """Run the benchmark, or the racer that is slower."""
+    """Run the benchmark, or the worker that is slower."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", type=Path, default=SHARED / "models" / "vit-cifar10", metavar="DIR")
     parser.add_argument("--batch-size", type=int, default=1)
     parser.add_argument("--comparisons", type=int, default=100, help="with itself; 3 in 10 as many with a slower one")
     parser.add_argument("--quick", action="store_true", help="ten comparisons")
     parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--slower-racer", metavar="FOLDER", help=argparse.SUPPRESS)
+    parser.add_argument("--slower-worker", metavar="FOLDER", help=argparse.SUPPRESS)
     asked = parser.parse_args()
-    if asked.slower_racer:
-        serve(lambda start: open_slower(asked.slower_racer, start))
+    if asked.slower_worker:
+        serve(lambda start: open_slower(asked.slower_worker, start))
     num = 10 if asked.quick else asked.comparisons
     with tempfile.TemporaryDirectory() as scratch:
         folder = save(asked.models, Path(scratch) / "model")
-        slower = [sys.executable, __file__, "--slower-racer", str(folder)]
-        rows = compare_all("equal", racer_command(folder), folder, num, asked.batch_size)
+        slower = [sys.executable, __file__, "--slower-worker", str(folder)]
+        rows = compare_all("equal", worker_command(folder), folder, num, asked.batch_size)
         rows += compare_all("slower", slower, folder, max(GROUP, int(SLOWER_SHARE * num)), asked.batch_size)
     widths = sorted(row["detectable"] for row in rows)
     print(f"\nthe median race could tell {widths[len(widths) // 2]:.1%} apart, the worst {widths[-1]:.1%}")

@@ -1,4 +1,4 @@
-"""Int8 as others make it, and racers for it, each without the other's libraries.
+"""Int8 as others make it, and workers for it, each without the other's libraries.
 
 python benchmarks/peers.py papers FOLDER
 python benchmarks/peers.py peer FILE
@@ -20,12 +20,12 @@ from profiling_agent.deployment.silence import muted
 from profiling_agent.reproducibility import available_threads
 
 
-def racer_of_papers(folder: Path) -> list[str]:
+def worker_of_papers(folder: Path) -> list[str]:
     """Return the command line that races the paper's recipe on a saved float32 model."""
     return [sys.executable, __file__, "papers", str(folder)]
 
 
-def racer_of_peer(path: Path) -> list[str]:
+def worker_of_peer(path: Path) -> list[str]:
     """Return the command line that races an ONNX file."""
     return [sys.executable, __file__, "peer", str(path)]
 

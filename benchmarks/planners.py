@@ -6,7 +6,7 @@
 Each persona is a script behind a real HTTP server in the OpenAI dialect (tests/personas.py); it sees the prompt and
 nothing else. Contract: at most 1.0 point on held-out images, five iterations. With `hybrid` the rules plan beside the
 model, with `llm` it plans alone, as the paper's does. All runs on a model share its profile, its evidence and its
-unpruned forms, made once by the run of the rules alone. `--advisor` measures a real model instead of the personas: the
+unpruned deployments, made once by the run of the rules alone. `--advisor` measures a real model instead of the personas: the
 paper's Table 5 for any two of them is two runs of this. There a weaker model cost ResNet-101 14.0 points.
 """
 
@@ -41,7 +41,7 @@ Listener = Callable[[Any], None]
 
 
 @dataclass(frozen=True)
-class Bench:
+class Evaluator:
     """One model, its data, and the folder of its runs."""
 
     model: Path
@@ -92,42 +92,44 @@ def with_label(model: Path, folder: Path) -> Path:
     return folder
 
 
-def measure(bench: Bench, people: dict[str, Script], planners: Sequence[str]) -> list[dict[str, Any]]:
+def measure(evaluator: Evaluator, people: dict[str, Script], planners: Sequence[str]) -> list[dict[str, Any]]:
     """Return the rows of one model: the rules alone, everybody with each planner, and the baselines."""
-    name = bench.model.name.removesuffix("-cifar10")
+    name = evaluator.model.name.removesuffix("-cifar10")
     print(f"\n{name}\n{HEAD}", flush=True)
-    rows, run_ids = [row_of(name, "rules alone", "rules", *bench.run("rules", advisor="rules"))], ["rules"]
+    rows, run_ids = [row_of(name, "rules alone", "rules", *evaluator.run("rules", advisor="rules"))], ["rules"]
     tell(rows[0])
     entries = [(persona, script, planner) for persona, script in people.items() for planner in planners]
     entries += [(persona, script, "llm") for persona, script in BASELINES.items()]
     for persona, script, planner in entries:
         run_id = f"{persona.split()[0]}-{planner}"
-        model = with_label(bench.model, bench.folder / "injected") if persona == "injected" else bench.model
+        model = with_label(evaluator.model, evaluator.folder / "injected") if persona == "injected" else evaluator.model
         with chat_server(script) as server:
             asked = {"advisor": "openai:scripted", "base_url": server.url, "planner": planner, "model": model}
             # What is silent is waited for; the others answer at once.
             asked["advisor_timeout_s"] = 6.0 if persona == "silent" else 60.0
-            rows.append(row_of(name, persona, planner, *bench.run(run_id, bench.sharing(run_id), **asked)))
+            rows.append(row_of(name, persona, planner, *evaluator.run(run_id, evaluator.sharing(run_id), **asked)))
         if persona == "injected":
             shutil.rmtree(model)
         run_ids.append(run_id)
         tell(rows[-1])
-    return bench.raced(rows, run_ids)
+    return evaluator.raced(rows, run_ids)
 
 
-def measure_real(bench: Bench, advisor: str, base_url: str | None, planners: Sequence[str]) -> list[dict[str, Any]]:
+def measure_real(
+    evaluator: Evaluator, advisor: str, base_url: str | None, planners: Sequence[str]
+) -> list[dict[str, Any]]:
     """Return the rows of one model planned for by a real endpoint."""
-    name = bench.model.name
+    name = evaluator.model.name
     print(f"\n{name}\n{HEAD}", flush=True)
-    rows, run_ids = [row_of(name, "rules alone", "rules", *bench.run("rules", advisor="rules"))], ["rules"]
+    rows, run_ids = [row_of(name, "rules alone", "rules", *evaluator.run("rules", advisor="rules"))], ["rules"]
     tell(rows[0])
     for planner in planners:
         run_id = f"model-{planner}"
         asked = {"advisor": advisor, "base_url": base_url, "planner": planner}
-        rows.append(row_of(name, advisor, planner, *bench.run(run_id, bench.sharing(run_id), **asked)))
+        rows.append(row_of(name, advisor, planner, *evaluator.run(run_id, evaluator.sharing(run_id), **asked)))
         run_ids.append(run_id)
         tell(rows[-1])
-    return bench.raced(rows, run_ids)
+    return evaluator.raced(rows, run_ids)
 
 
 def main() -> int:
@@ -151,12 +153,12 @@ def main() -> int:
     checks: list[Check] = []
     for model in asked.models:
         with tempfile.TemporaryDirectory() as folder:
-            bench = Bench(model, asked.data, Path(folder), wanted)
+            evaluator = Evaluator(model, asked.data, Path(folder), wanted)
             if asked.advisor:
-                found = measure_real(bench, asked.advisor, asked.base_url, asked.planners)
+                found = measure_real(evaluator, asked.advisor, asked.base_url, asked.planners)
             else:
                 people = {name: PERSONAS[name] for name in asked.personas}
-                found = measure(bench, people, asked.planners)
+                found = measure(evaluator, people, asked.planners)
         rows += found
         checks += checks_of(found)
     print()

@@ -6,8 +6,8 @@ from typing import Any
 
 from checks import Check
 
-from profiling_agent.benchmarking.contender import racer_command
-from profiling_agent.benchmarking.race import Pace, processes, race_until_clear
+from profiling_agent.benchmarking.contender import worker_command
+from profiling_agent.benchmarking.race import SessionLimits, processes, race_until_clear
 from profiling_agent.benchmarking.turns import Start
 from profiling_agent.reporting.report import RunReport
 from profiling_agent.workspace import file_sha256
@@ -15,13 +15,13 @@ from profiling_agent.workspace import file_sha256
 MAX_POINTS = 1.0
 # A run may take this many times what the rules' own takes, which also makes what all share, and a minute.
 MAX_TIMES, GRACE_S = 2.0, 60.0
-# Two processes of equal models differ by luck; three line-ups average that out.
-PACE, LINE_UPS = Pace(seconds_per_turn=0.2, min_rounds=8, max_seconds=30.0), 3
+# Two processes of equal models differ by luck; three sessions average that out.
+LIMITS, SESSIONS = SessionLimits(seconds_per_sample=0.2, min_repeats=8, max_seconds=30.0), 3
 
 
 def row_of(model: str, persona: str, planner: str, report: RunReport, seconds: float) -> dict[str, Any]:
     """Return a run's line of the table."""
-    lap = report.lap
+    race_result = report.race_result
     drop, spent = report.heldout.drop, report.spent
     origins = [attempt.origin for attempt in report.attempts]
     return {
@@ -29,7 +29,9 @@ def row_of(model: str, persona: str, planner: str, report: RunReport, seconds: f
         "persona": persona,
         "planner": planner,
         "points": [100 * value for value in (drop.drop, drop.low, drop.high)] if drop else [0.0] * 3,
-        "speedup": [lap.speedup, lap.speedup_low, lap.speedup_high] if lap else [1.0] * 3,
+        "speedup": [race_result.speedup, race_result.speedup_low, race_result.speedup_high]
+        if race_result
+        else [1.0] * 3,
         "params_saved": 1 - report.best.params / report.baseline.params,
         "macs_saved": 1 - report.best.macs / report.baseline.macs,
         "size": report.best.size_bytes / report.baseline.size_bytes,
@@ -76,16 +78,16 @@ def tell(row: dict[str, Any]) -> None:
 def race_the_best(folders: Sequence[Path], batch_size: int) -> list[list[float]]:
     """Return each run's best model over the first run's: times as fast with its 95% interval, all in the same races.
 
-    Models of the same bytes are one contender.
+    Models of the same bytes are one model.
     """
     models = [(folder / "best").resolve() for folder in folders]
     prints = ["".join(file_sha256(file) for file in sorted(model.glob("*.safetensors"))) for model in models]
     places = {sha256: place for place, sha256 in enumerate(dict.fromkeys(prints))}
-    commands = [racer_command(models[prints.index(sha256)]) for sha256 in places]
+    commands = [worker_command(models[prints.index(sha256)]) for sha256 in places]
     if len(commands) == 1:
         return [[1.0] * 3 for _ in models]
-    line_up = processes(commands, Start(batch_size=batch_size, device="cpu"))
-    scores = race_until_clear(line_up, len(commands), pace=PACE, min_races=LINE_UPS).scores
+    start_session = processes(commands, Start(batch_size=batch_size, device="cpu"))
+    scores = race_until_clear(start_session, len(commands), limits=LIMITS, min_sessions=SESSIONS).scores
     of_place = {place: [score.speedup, score.low, score.high] for place, score in scores.items()}
     of_place[0] = [1.0] * 3
     return [of_place[places[sha256]] for sha256 in prints]

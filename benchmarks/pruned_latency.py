@@ -20,8 +20,8 @@ from torch import nn
 from transformers import ViTImageProcessorPil
 
 from profiling_agent.artifacts.save import save_model
-from profiling_agent.benchmarking.contender import racer_command
-from profiling_agent.benchmarking.race import Pace, processes, race_until_clear
+from profiling_agent.benchmarking.contender import worker_command
+from profiling_agent.benchmarking.race import SessionLimits, processes, race_until_clear
 from profiling_agent.benchmarking.statistics import Score
 from profiling_agent.benchmarking.turns import Start
 from profiling_agent.errors import JobError
@@ -66,9 +66,11 @@ def prepare(name: str, shares: Sequence[float], root: Path) -> list[tuple[Path, 
 def run(folders: Sequence[Path], *, batch_size: int, is_quick: bool) -> list[Score]:
     """Let all take turns; the first is the dense model."""
     start = Start(batch_size=batch_size, device="cpu", num_threads=NUM_THREADS)
-    pace = Pace(seconds_per_turn=0.5, min_rounds=5 if is_quick else 15, max_seconds=20 if is_quick else 90)
-    line_up = processes([racer_command(folder) for folder in folders], start)
-    result = race_until_clear(line_up, len(folders), pace=pace)
+    limits = SessionLimits(
+        seconds_per_sample=0.5, min_repeats=5 if is_quick else 15, max_seconds=20 if is_quick else 90
+    )
+    start_session = processes([worker_command(folder) for folder in folders], start)
+    result = race_until_clear(start_session, len(folders), limits=limits)
     if result.dropped:
         raise JobError(f"models dropped out of the race: {result.dropped!r}")
     return [result.scores[index] for index in range(len(folders))]

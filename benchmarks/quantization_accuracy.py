@@ -2,8 +2,8 @@
 
     python benchmarks/quantization_accuracy.py [--models DIR...] [--data DIR] [--quick] [--json FILE]
 
-Each model is brought into every form by the product's own jobs: tuned, calibrated on images of the train split,
-converted. Choices are made on 2,000 search images of the test split (the fastest form, by a race at batch 32, that loses
+Each model is brought into every deployment by the product's own jobs: tuned, calibrated on images of the train split,
+converted. Choices are made on 2,000 search images of the test split (the fastest deployment, by a race at batch 32, that loses
 no more than `FLOOR` there) and reported on the other 8,000, with paired 95% intervals. The last table is of a model with
 strong outliers: some channels of each LayerNorm of the first model are scaled up, and the columns that read them down,
 which changes nothing in float32. The paper's Table 3 reports 0 to 1 point lost for dynamic int8 on ImageNet-1K.
@@ -21,7 +21,7 @@ import numpy as np
 from checks import Check, finish
 from numpy.typing import NDArray
 from outliers import stick_out
-from workshop import Made, Workshop, forms
+from workshop import Made, Workshop, deployments
 
 from profiling_agent.artifacts.load import load_module, load_processor, load_recipe
 from profiling_agent.deployment.choices import recommend
@@ -30,16 +30,16 @@ from profiling_agent.evaluation.intervals import compare
 from profiling_agent.evaluation.predictions import read_predictions
 from profiling_agent.jobs.racing import RaceTask
 from profiling_agent.jobs.tasks import AcquireTask, EvaluateApartTask, EvaluateTask, ResolveShapeTask
-from profiling_agent.records import AccuracyDrop, Acquired, ArtifactRef, Form, Race, SplitInfo, Variant
+from profiling_agent.records import AccuracyDrop, Acquired, ArtifactRef, Deployment, Race, SplitInfo, Variant
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 BATCH_SIZE = 32
 # Top-1 that may be lost on search images by what is chosen, and on the others by the choice.
 FLOOR = MAX_DROP = 0.003
 QUICK = ("eager dynamic", "openvino static")
-OUTLIER_FORMS = (
-    Form(scheme="dynamic", recommendations=recommend("dynamic")),
-    Form(runtime="inductor", scheme="static", recommendations=recommend("static")),
+OUTLIER_DEPLOYMENTS = (
+    Deployment(scheme="dynamic", recommendations=recommend("dynamic")),
+    Deployment(runtime="inductor", scheme="static", recommendations=recommend("static")),
 )
 Right = NDArray[np.bool_]
 
@@ -58,9 +58,9 @@ class Exam:
         """Return the images that choices are made on, and those that are reported."""
         return self.acquired.search, self.acquired.heldout
 
-    def answers(self, model: ArtifactRef, form: Form) -> tuple[Right, Right]:
+    def answers(self, model: ArtifactRef, deployment: Deployment) -> tuple[Right, Right]:
         """Return which images of each split `model` gets right."""
-        kind = EvaluateTask if form.runtime == "eager" else EvaluateApartTask
+        kind = EvaluateTask if deployment.runtime == "eager" else EvaluateApartTask
         found: list[Right] = []
         for split in self.splits:
             task = kind(model=model, split=split, batch_size=BATCH_SIZE, device="cpu", num_images=self.num_images)
@@ -94,42 +94,51 @@ def _triple(drop: AccuracyDrop) -> list[float]:
 
 
 def grade(exam: Exam, name: str, made: Made, base: tuple[Right, Right]) -> dict[str, Any] | None:
-    """Return a form's line, None where it can't be run."""
+    """Return a deployment's line, None where it can't be run."""
     assert made.deployed is not None
     try:
-        own = exam.answers(made.deployed.model, made.form)
+        own = exam.answers(made.deployed.model, made.deployment)
     except ProfilingAgentError as error:
         print(f"  {made.name} could not be run: {error}", flush=True)
         return None
     return {
         "model": name,
-        "form": made.name,
+        "deployment": made.name,
         "size_bytes": made.deployed.model.size_bytes,
         "kl": made.deployed.kl,
         "error": made.deployed.distance,
-        "kept": sum(rec.dtype == "float32" for rec in made.form.recommendations),
+        "kept": sum(rec.dtype == "float32" for rec in made.deployment.recommendations),
         **drops(base, own),
     }
 
 
 def measure(
-    model: Path, data: Path, chosen: Sequence[Form], *, is_quick: bool
+    model: Path, data: Path, chosen: Sequence[Deployment], *, is_quick: bool
 ) -> tuple[list[dict[str, Any]], list[Check]]:
     """Return one model's rows and its check."""
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as root, Workshop(Path(root)) as shop:
         exam = sit(shop, model, data, is_quick=is_quick)
-        base = exam.answers(exam.baseline, Form())
+        base = exam.answers(exam.baseline, Deployment())
         made = [
-            shop.deploy(exam.baseline, form, exam.acquired.calibration, batch_size=BATCH_SIZE, tuned=True)
-            for form in chosen
+            shop.deploy(exam.baseline, deployment, exam.acquired.calibration, batch_size=BATCH_SIZE, tuned=True)
+            for deployment in chosen
         ]
         graded = [(one, grade(exam, model.name, one, base)) for one in made if one.deployed]
         rows = [(one, row) for one, row in graded if row]
         race = run(shop, exam.baseline, [one for one, _ in rows])
     for one, row in rows:
-        lap = next((lap for lap in race.laps if one.deployed and lap.model.sha256 == one.deployed.model.sha256), None)
-        row["speedup"] = [lap.speedup, lap.speedup_low, lap.speedup_high] if lap else None
+        race_result = next(
+            (
+                race_result
+                for race_result in race.results
+                if one.deployed and race_result.model.sha256 == one.deployed.model.sha256
+            ),
+            None,
+        )
+        row["speedup"] = (
+            [race_result.speedup, race_result.speedup_low, race_result.speedup_high] if race_result else None
+        )
     found = [row for _, row in rows]
     ours = choose(found)
     show(model.name, float(np.concatenate(base).mean()), found, ours)
@@ -138,14 +147,14 @@ def measure(
 
 
 def run(shop: Workshop, baseline: ArtifactRef, made: Sequence[Made]) -> Race:
-    """Let the forms take turns at batch 32."""
+    """Let the deployments take turns at batch 32."""
     entries = [(Variant.QUANTIZED, one.deployed.model) for one in made if one.deployed]
     first = (Variant.BASELINE, baseline)
     return shop.jobs.run(RaceTask(entries=(first, *entries), batch_size=BATCH_SIZE, device="cpu", seed=0))
 
 
 def choose(rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """Return the fastest form that keeps the floor on the search images."""
+    """Return the fastest deployment that keeps the floor on the search images."""
     able = [row for row in rows if row["speedup"] and row["search"][0] <= FLOOR]
     return max(able, key=lambda row: row["speedup"][0], default=None)
 
@@ -153,10 +162,10 @@ def choose(rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
 def checks_of(name: str, ours: dict[str, Any] | None) -> list[Check]:
     """Return what must hold for one model."""
     if ours is None:
-        return [Check.at_least(f"{name}: forms that keep the floor", 0, 1)]
+        return [Check.at_least(f"{name}: deployments that keep the floor", 0, 1)]
     return [
         Check.at_most(
-            f"{name}: points that {ours['form']} loses on 8,000 images", 100 * ours["heldout"][0], 100 * MAX_DROP
+            f"{name}: points that {ours['deployment']} loses on 8,000 images", 100 * ours["heldout"][0], 100 * MAX_DROP
         )
     ]
 
@@ -167,12 +176,12 @@ def _told(triple: Sequence[float], scale: float = 100) -> str:
 
 def show(name: str, top1: float, rows: Sequence[dict[str, Any]], ours: dict[str, Any] | None) -> None:
     """Print one model's table: points lost."""
-    print(f"\n{name}: float32 {top1:.2%} on {rows[0]['num_images']} images" if rows else f"\n{name}: no form")
+    print(f"\n{name}: float32 {top1:.2%} on {rows[0]['num_images']} images" if rows else f"\n{name}: no deployment")
     print(f"  {'form':<30}{'KL':>9}  {'kept':>4}  {'all':<22}{'search':<22}{'the others':<22}times as fast")
     for row in rows:
         fast = f"{row['speedup'][0]:.2f}" if row.get("speedup") else "-"
         print(
-            f"{'*' if row is ours else ' '} {row['form']:<30}{row['kl']:>9.5f}  {row['kept']:>4}  {_told(row['all']):<22}"
+            f"{'*' if row is ours else ' '} {row['deployment']:<30}{row['kl']:>9.5f}  {row['kept']:>4}  {_told(row['all']):<22}"
             f"{_told(row['search']):<22}{_told(row['heldout']):<22}{fast}"
         )
 
@@ -182,23 +191,23 @@ def outliers(model: Path, data: Path, *, is_quick: bool) -> tuple[list[dict[str,
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as root, Workshop(Path(root)) as shop:
         exam = sit(shop, model, data, is_quick=is_quick)
-        base = exam.answers(exam.baseline, Form())
+        base = exam.answers(exam.baseline, Deployment())
         plain = shop.root / exam.baseline.path
         module = load_module(plain)
         num_norms = stick_out(module)
         spiky = shop.add(module, "spiky", spec=load_recipe(plain).input, processor=load_processor(plain))
-        changed = int(sum(np.sum(a != b) for a, b in zip(base, exam.answers(spiky, Form()), strict=True)))
+        changed = int(sum(np.sum(a != b) for a, b in zip(base, exam.answers(spiky, Deployment()), strict=True)))
         name = f"{model.name}, channels of {num_norms} norms scaled"
-        for form in OUTLIER_FORMS:
+        for deployment in OUTLIER_DEPLOYMENTS:
             for tuned in (False, True):
-                made = shop.deploy(spiky, form, exam.acquired.calibration, batch_size=BATCH_SIZE, tuned=tuned)
+                made = shop.deploy(spiky, deployment, exam.acquired.calibration, batch_size=BATCH_SIZE, tuned=tuned)
                 row = grade(exam, name, made, base) if made.deployed else None
                 if row:
-                    rows.append(row | {"form": f"{row['form']}, {'folded' if tuned else 'as it is'}"})
+                    rows.append(row | {"deployment": f"{row['deployment']}, {'folded' if tuned else 'as it is'}"})
     show(name, float(np.concatenate(base).mean()), rows, None)
     checks = [Check.at_most("answers that scaling changes in float32", changed, 5)]
     for plain_row, folded in zip(rows[::2], rows[1::2], strict=False):
-        name = f"outliers, {folded['form']}: points lost, over those without folding"
+        name = f"outliers, {folded['deployment']}: points lost, over those without folding"
         checks.append(Check.at_most(name, 100 * folded["all"][0], max(100 * plain_row["all"][0], 100 * MAX_DROP)))
     return rows, checks
 
@@ -209,13 +218,13 @@ def main() -> int:
     names = ("vit", "deit", "swin", "resnet")
     parser.add_argument("--models", nargs="+", type=Path, default=[SHARED / "models" / f"{n}-cifar10" for n in names])
     parser.add_argument("--data", type=Path, default=SHARED / "data" / "cifar10")
-    parser.add_argument("--quick", action="store_true", help="one model, two forms, 500 images of each split")
+    parser.add_argument("--quick", action="store_true", help="one model, two deployments, 500 images of each split")
     parser.add_argument("--json", type=Path, metavar="FILE")
     asked = parser.parse_args()
     rows: list[dict[str, Any]] = []
     checks: list[Check] = []
-    chosen = [form for form in forms() if not asked.quick or form.name in QUICK]
-    chosen = [form for form in chosen if form.name != "eager float32"]
+    chosen = [deployment for deployment in deployments() if not asked.quick or deployment.name in QUICK]
+    chosen = [deployment for deployment in chosen if deployment.name != "eager float32"]
     for model in asked.models[: 1 if asked.quick else None]:
         measured, found = measure(model, asked.data, chosen, is_quick=asked.quick)
         rows += measured

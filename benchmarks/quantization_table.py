@@ -3,10 +3,10 @@
     python benchmarks/quantization_table.py [--models NAME...] [--quick] [--json FILE]
 
 Batch 1, random weights: accuracy isn't measured here (see quantization_accuracy.py), the distance of the logits to the
-float32 model's is. Each form is made by the product's own jobs and runs in a process of its own; all take turns. Then
+float32 model's is. Each deployment is made by the product's own jobs and runs in a process of its own; all take turns. Then
 ours, the paper's recipe (torch.ao's quantize_dynamic as it comes), ONNX Runtime's dynamic int8 as it comes (what
 torch.onnx.export and quantize_dynamic make of the model; our own form of it has its attention fused) and eager float32
-meet in a race of their own, of three line-ups, which the checks are read from. Ours is the fastest form that is small
+meet in a race of their own, of three sessions, which the checks are read from. Ours is the fastest deployment that is small
 enough and no further from float32 than `MAX_ERROR`.
 """
 
@@ -21,19 +21,19 @@ import numpy as np
 import torch
 from checks import Check, finish
 from full_size import MODELS, SPEC, build
-from peers import racer_of_papers, racer_of_peer, write_peer
+from peers import worker_of_papers, worker_of_peer, write_peer
 from transformers import ViTImageProcessorPil
-from workshop import Made, Workshop, forms
+from workshop import Made, Workshop, deployments
 
-from profiling_agent.benchmarking.contender import racer_command
+from profiling_agent.benchmarking.contender import worker_command
 from profiling_agent.benchmarking.race import Result, processes, race_until_clear
-from profiling_agent.benchmarking.session import Pace
+from profiling_agent.benchmarking.session import SessionLimits
 from profiling_agent.benchmarking.statistics import Score
 from profiling_agent.benchmarking.turns import Start
 from profiling_agent.deployment.noise import noise_batch
 
 NUM_CALIBRATION = 16
-# What int8 with attention products costs (0.11 on ViT-B in a first trial) passes; what computes something else does not.
+# What int8 with attention products costs (0.11 on ViT-B in a first option) passes; what computes something else does not.
 MAX_ERROR = 0.15
 PEER_FILE = "peer.onnx"
 BASELINE, PEER, PAPERS = "eager float32", "ONNX Runtime dynamic (as it comes)", "torch.ao dynamic (the paper's)"
@@ -51,36 +51,38 @@ PAPER = {
 
 
 def prepare(name: str, shop: Workshop, *, is_quick: bool) -> list[Made]:
-    """Save the float32 model and bring it into every form; eager float32 comes first."""
+    """Save the float32 model and bring it into every deployment; eager float32 comes first."""
     model = build(name)
     saved = shop.add(model, "float32", spec=SPEC, processor=ViTImageProcessorPil())
     if not (peer := shop.root / PEER_FILE).exists():
         write_peer(model, torch.from_numpy(noise_batch(SPEC, 2)), peer)
     calibration = shop.noise(NUM_CALIBRATION, SPEC.width)
     made: list[Made] = []
-    for form in forms():
-        if is_quick and form.name not in QUICK:
+    for deployment in deployments():
+        if is_quick and deployment.name not in QUICK:
             continue
         started = time.perf_counter()
-        made.append(shop.deploy(saved, form, calibration, batch_size=1))
-        print(f"  {form.name}: made in {time.perf_counter() - started:.0f} s", flush=True)
+        made.append(shop.deploy(saved, deployment, calibration, batch_size=1))
+        print(f"  {deployment.name}: made in {time.perf_counter() - started:.0f} s", flush=True)
     return sorted((one for one in made if one.deployed), key=lambda one: one.name != BASELINE)
 
 
-def run(commands: Sequence[Sequence[str]], *, is_quick: bool, line_ups: int = 1) -> Result:
+def run(commands: Sequence[Sequence[str]], *, is_quick: bool, sessions: int = 1) -> Result:
     """Let all take turns at batch size 1."""
-    pace = Pace(seconds_per_turn=0.3, min_rounds=6 if is_quick else 10, max_seconds=20 if is_quick else 60)
+    limits = SessionLimits(
+        seconds_per_sample=0.3, min_repeats=6 if is_quick else 10, max_seconds=20 if is_quick else 60
+    )
     start = Start(batch_size=1, device="cpu")
-    return race_until_clear(processes(commands, start), len(commands), pace=pace, min_races=line_ups)
+    return race_until_clear(processes(commands, start), len(commands), limits=limits, min_sessions=sessions)
 
 
 def row_of(model: str, made: Made, baseline_bytes: int, result: Result, index: int, peer: int) -> dict[str, Any]:
-    """Return a form's line of the table."""
+    """Return a deployment's line of the table."""
     assert made.deployed is not None
     score = result.scores.get(index)
     return {
         "model": model,
-        "form": made.name,
+        "deployment": made.name,
         "size_bytes": made.deployed.model.size_bytes,
         "size": made.deployed.model.size_bytes / baseline_bytes,
         "error": made.deployed.distance,
@@ -102,32 +104,32 @@ def _against(result: Result, index: int, peer: int) -> list[float] | None:
 
 
 def choose(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return ours: the fastest form that is small enough and near enough to float32."""
+    """Return ours: the fastest deployment that is small enough and near enough to float32."""
     able = [row for row in rows if row["over_fp32"]]
     good = [row for row in able if row["size"] <= MAX_SIZE and row["error"] <= MAX_ERROR]
     return max(good or able, key=lambda row: row["over_fp32"][0])
 
 
 def finals(name: str, shop: Workshop, made: Sequence[Made], ours: Made, *, is_quick: bool) -> list[dict[str, Any]]:
-    """Race ours, the paper's recipe and ONNX Runtime's dynamic int8 against eager float32, in three line-ups."""
+    """Race ours, the paper's recipe and ONNX Runtime's dynamic int8 against eager float32, in three sessions."""
     entered = [
-        (BASELINE, racer_command(shop.path(made[0]))),
-        (PAPERS, racer_of_papers(shop.root / "float32")),
-        (PEER, racer_of_peer(shop.root / PEER_FILE)),
-        (ours.name, racer_command(shop.path(ours))),
+        (BASELINE, worker_command(shop.path(made[0]))),
+        (PAPERS, worker_of_papers(shop.root / "float32")),
+        (PEER, worker_of_peer(shop.root / PEER_FILE)),
+        (ours.name, worker_command(shop.path(ours))),
     ]
-    result = run([command for _, command in entered], is_quick=is_quick, line_ups=1 if is_quick else 3)
-    names = [form for form, _ in entered]
+    result = run([command for _, command in entered], is_quick=is_quick, sessions=1 if is_quick else 3)
+    names = [deployment for deployment, _ in entered]
     return [
         {
             "model": name,
-            "final": form,
+            "final": deployment,
             "latency_ms": float(np.median(result.scores[index].samples_ms)),
             "over_fp32": _triple(result.scores[index]),
             "over_onnxruntime_dynamic": _against(result, index, names.index(PEER)),
             "detectable": result.detectable,
         }
-        for index, form in enumerate(names)
+        for index, deployment in enumerate(names)
         if index in result.scores
     ]
 
@@ -137,34 +139,34 @@ def measure(name: str, root: Path, *, is_quick: bool) -> tuple[list[dict[str, An
     print(f"\n{name}", flush=True)
     with Workshop(root / name.replace("/", "-")) as shop:
         made = prepare(name, shop, is_quick=is_quick)
-        commands = [racer_command(shop.path(one)) for one in made]
-        result = run([*commands, racer_of_peer(shop.root / PEER_FILE)], is_quick=is_quick)
+        commands = [worker_command(shop.path(one)) for one in made]
+        result = run([*commands, worker_of_peer(shop.root / PEER_FILE)], is_quick=is_quick)
         assert made[0].deployed is not None
         whole = made[0].deployed.model.size_bytes
         rows = [row_of(name, one, whole, result, index, len(made)) for index, one in enumerate(made)]
         ours = choose(rows)
-        chosen = next(one for one in made if one.name == ours["form"])
+        chosen = next(one for one in made if one.name == ours["deployment"])
         last = finals(name, shop, made, chosen, is_quick=is_quick)
-    show(name, rows, last, ours["form"])
+    show(name, rows, last, ours["deployment"])
     return [*rows, *last], checks_of(name, ours, last)
 
 
 def checks_of(name: str, ours: dict[str, Any], last: Sequence[dict[str, Any]]) -> list[Check]:
     """Return what must hold; a bound on speed is met where the interval reaches it."""
-    raced = next((row for row in last if row["final"] == ours["form"]), None)
+    raced = next((row for row in last if row["final"] == ours["deployment"]), None)
     over = raced["over_fp32"] if raced else None
     beside = raced["over_onnxruntime_dynamic"] if raced else None
     return [
         Check.at_least(
-            f"{name}: {ours['form']} over eager float32, upper bound", over[2] if over else 0.0, MIN_OVER_FP32
+            f"{name}: {ours['deployment']} over eager float32, upper bound", over[2] if over else 0.0, MIN_OVER_FP32
         ),
         Check.at_least(
-            f"{name}: {ours['form']} over ONNX Runtime dynamic, upper bound",
+            f"{name}: {ours['deployment']} over ONNX Runtime dynamic, upper bound",
             beside[2] if beside else 0.0,
             MIN_OVER_PEER[name],
         ),
-        Check.at_most(f"{name}: {ours['form']}, size on disk of float32's", ours["size"], MAX_SIZE),
-        Check.at_most(f"{name}: {ours['form']}, relative distance of logits", ours["error"], MAX_ERROR),
+        Check.at_most(f"{name}: {ours['deployment']}, size on disk of float32's", ours["size"], MAX_SIZE),
+        Check.at_most(f"{name}: {ours['deployment']}, relative distance of logits", ours["error"], MAX_ERROR),
     ]
 
 
@@ -178,12 +180,12 @@ def show(name: str, rows: Sequence[dict[str, Any]], last: Sequence[dict[str, Any
     for row in rows:
         took = f"{row['latency_ms']:>8.1f}" if row["latency_ms"] else f"{'-':>8}"
         print(
-            f"{'*' if row['form'] == ours else ' '} {row['form']:<31}{row['size_bytes'] / 1e6:>7.1f}{row['size']:>9.1%}"
+            f"{'*' if row['deployment'] == ours else ' '} {row['deployment']:<31}{row['size_bytes'] / 1e6:>7.1f}{row['size']:>9.1%}"
             f"{row['error']:>8.4f}{took}  {_told(row['over_fp32']):<20}{_told(row['over_onnxruntime_dynamic'])}"
             + (f"  {row['dropped']}" if row["dropped"] else "")
         )
     print(
-        f"  ours and its peers, in line-ups of their own (could tell {last[0]['detectable']:.1%} apart):"
+        f"  ours and its peers, in sessions of their own (could tell {last[0]['detectable']:.1%} apart):"
         if last
         else "  no finals"
     )
@@ -203,7 +205,7 @@ def main() -> int:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=tuple(MODELS), metavar="NAME")
-    parser.add_argument("--quick", action="store_true", help="one model, three forms, few rounds")
+    parser.add_argument("--quick", action="store_true", help="one model, three deployments, few rounds")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument(
         "--scratch", type=Path, metavar="DIR", help="keep the models here, and go on with those there are"

@@ -31,7 +31,7 @@ MIN_PRUNED = 0.05
 def row_of(name: str, report: RunReport) -> dict[str, object]:
     """Return one model's line of the table."""
     base, best, drop = report.baseline, report.best, report.heldout.drop
-    lap = report.lap
+    race_result = report.race_result
     return {
         "model": name,
         "verdict": report.verdict.outcome + (" certified" if report.verdict.certified else ""),
@@ -41,7 +41,9 @@ def row_of(name: str, report: RunReport) -> dict[str, object]:
         "points lost": f"{drop.drop * 100:+.2f} [{drop.low * 100:+.2f}, {drop.high * 100:+.2f}]" if drop else "0",
         "params saved": f"{1 - best.params / base.params:.1%}",
         "bytes": f"{best.size_bytes / base.size_bytes:.1%}",
-        "times as fast": f"{lap.speedup:.2f} [{lap.speedup_low:.2f}, {lap.speedup_high:.2f}]" if lap else "1",
+        "times as fast": f"{race_result.speedup:.2f} [{race_result.speedup_low:.2f}, {race_result.speedup_high:.2f}]"
+        if race_result
+        else "1",
         "attempts": len(report.attempts),
         "deepest measured prune": f"{deepest(report):.1%}",
     }
@@ -55,11 +57,11 @@ def deepest(report: RunReport) -> float:
 
 def checks_of(name: str, report: RunReport) -> list[Check]:
     """Return what must hold for one model."""
-    lap = report.lap
+    race_result = report.race_result
     drop = report.heldout.drop
     checks = [
         Check.at_most(f"{name}: points lost on held-out images", drop.drop * 100 if drop else 0.0, 1.0),
-        Check.at_least(f"{name}: upper bound of the speed-up", lap.speedup_high if lap else 1.0, 1.0),
+        Check.at_least(f"{name}: upper bound of the speed-up", race_result.speedup_high if race_result else 1.0, 1.0),
         Check.at_most(f"{name}: bytes, of the baseline's", report.best.size_bytes / report.baseline.size_bytes, 1.0),
         Check.at_least(f"{name}: params removed by the deepest measured attempt", deepest(report), MIN_PRUNED),
     ]

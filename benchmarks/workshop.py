@@ -1,4 +1,4 @@
-"""A scratch run folder in which benchmarks bring models into forms, by the product's own jobs."""
+"""A scratch run folder in which benchmarks bring models into deployments, by the product's own jobs."""
 
 import io
 from collections.abc import Sequence
@@ -18,33 +18,33 @@ from profiling_agent.errors import ProfilingAgentError
 from profiling_agent.iteration.evaluator import deploy, leaving_in_float, tune
 from profiling_agent.jobs.runner import Jobs
 from profiling_agent.quantization.footprint import folder_bytes
-from profiling_agent.records import RUNTIMES, ArtifactRef, Cut, DeployedModel, Form, InputSpec, SplitInfo
+from profiling_agent.records import RUNTIMES, ArtifactRef, Cut, DeployedModel, Deployment, InputSpec, SplitInfo
 from profiling_agent.workspace import Workspace, file_sha256
 
 
 @dataclass(frozen=True)
 class Made:
-    """A form of a model, or why there is none."""
+    """A deployment of a model, or why there is none."""
 
-    form: Form
+    deployment: Deployment
     deployed: DeployedModel | None = None
     reason: str = ""
 
     @property
     def name(self) -> str:
-        """Return the form's name."""
-        return self.form.name
+        """Return the deployment's name."""
+        return self.deployment.name
 
 
-def forms() -> list[Form]:
-    """Return every form whose runtime is installed, each for all layers; prints what isn't."""
-    found: list[Form] = []
+def deployments() -> list[Deployment]:
+    """Return every deployment whose runtime is installed, each for all layers; prints what isn't."""
+    found: list[Deployment] = []
     for name in RUNTIMES:
         if line := registry.missing(name):
             print(f"{name} is left out: {line}", flush=True)
             continue
         schemes = registry.runtime(name).schemes("cpu")
-        found += [Form(runtime=name, scheme=scheme, recommendations=recommend(scheme)) for scheme in schemes]
+        found += [Deployment(runtime=name, scheme=scheme, recommendations=recommend(scheme)) for scheme in schemes]
     return found
 
 
@@ -100,19 +100,25 @@ class Workshop:
         return self.split("calibration", encoded, [0] * num_images)
 
     def deploy(
-        self, model: ArtifactRef, form: Form, calibration: SplitInfo, *, batch_size: int, tuned: bool = False
+        self,
+        model: ArtifactRef,
+        deployment: Deployment,
+        calibration: SplitInfo,
+        *,
+        batch_size: int,
+        tuned: bool = False,
     ) -> Made:
-        """Bring a float32 model into a form, `tuned` for int8 first where asked; what fails is said."""
+        """Bring a float32 model into a deployment, `tuned` for int8 first where asked; what fails is said."""
         try:
-            found = tune(self.jobs, model, form, calibration, batch_size=batch_size) if tuned else None
+            found = tune(self.jobs, model, deployment, calibration, batch_size=batch_size) if tuned else None
             if found:
-                model, form = found.model, leaving_in_float(form, found.kept)
-            return Made(form, deploy(self.jobs, model, form, calibration, batch_size=batch_size))
+                model, deployment = found.model, leaving_in_float(deployment, found.kept)
+            return Made(deployment, deploy(self.jobs, model, deployment, calibration, batch_size=batch_size))
         except ProfilingAgentError as error:
-            print(f"  {form.name} could not be made: {error}", flush=True)
-            return Made(form, reason=str(error))
+            print(f"  {deployment.name} could not be made: {error}", flush=True)
+            return Made(deployment, reason=str(error))
 
     def path(self, made: Made) -> Path:
-        """Return where a form lies."""
+        """Return where a deployment lies."""
         assert made.deployed is not None, "only what was made lies somewhere"
         return self.root / made.deployed.model.path

@@ -58,19 +58,19 @@ def build_graph(
     model to plan with, instead of what the request names; it is never stored, so a graph that resumes needs it again.
     """
 
-    def seated(node: Node) -> Node:
+    def bind_advisor(node: Node) -> Node:
         return node if advisor is None else partial(node, advisor=advisor)
 
     graph = StateGraph(RunState, input_schema=Request, output_schema=RunResult)
-    graph.add_node("acquisition", seated(acquisition))
-    graph.add_node("input_shape_resolver", seated(input_shape_resolver))
+    graph.add_node("acquisition", bind_advisor(acquisition))
+    graph.add_node("input_shape_resolver", bind_advisor(input_shape_resolver))
     graph.add_node("profiling", profiling)
-    graph.add_node("analysis", seated(analysis))
+    graph.add_node("analysis", bind_advisor(analysis))
     graph.add_node("approval", approval)
     graph.add_node("pruning", pruning)
     graph.add_node("quantization", quantization)
     graph.add_node("evaluation", evaluation)
-    graph.add_node("iterative_pruning", seated(iterative_pruning))
+    graph.add_node("iterative_pruning", bind_advisor(iterative_pruning))
     graph.add_node("report", report)
 
     graph.add_edge(START, "acquisition")

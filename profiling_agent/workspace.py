@@ -20,7 +20,7 @@ from profiling_agent.records import ArtifactRef, Record
 from profiling_agent.reproducibility import machine
 from profiling_agent.request import Request
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 # What a folder holds that is a run of ours.
 MANIFEST = "request.json"
 TEMPORARY = ".tmp-"

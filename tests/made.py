@@ -15,7 +15,6 @@ from profiling_agent.records import (
     Headline,
     InputSpec,
     Journal,
-    Lap,
     LatencyStats,
     LayerProfile,
     ModelProfile,
@@ -23,6 +22,7 @@ from profiling_agent.records import (
     Predictions,
     PruningRecommendation,
     QuantizationRecommendation,
+    RaceResult,
     Unit,
     UnitEvidence,
     UnitKind,
@@ -76,8 +76,10 @@ def evaluation(
 BASELINE = evaluation("m0", Variant.BASELINE, against=None)
 
 
-def lap(name: str, speedup: float, low: float, high: float, variant: Variant = Variant.BOTH) -> Lap:
-    return Lap(variant=variant, model=ref(name), latency=STATS, speedup=speedup, speedup_low=low, speedup_high=high)
+def race_result(name: str, speedup: float, low: float, high: float, variant: Variant = Variant.BOTH) -> RaceResult:
+    return RaceResult(
+        variant=variant, model=ref(name), latency=STATS, speedup=speedup, speedup_low=low, speedup_high=high
+    )
 
 
 def plan(ratio: float, layer: str = r"mlp\.fc1") -> Plan:

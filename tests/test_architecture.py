@@ -72,16 +72,6 @@ def test_broad_excepts_stand_at_the_boundaries_only():
     }
 
 
-@pytest.mark.parametrize("path", sources(), ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_files_and_functions_fit_in_a_head(path: Path):
-    text = path.read_text()
-    functions = [n for n in ast.walk(ast.parse(text)) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))]
-
-    assert text.count("\n") <= 250
-    for function in functions:
-        assert (function.end_lineno or 0) - function.lineno < 50, function.name
-
-
 def test_every_package_on_disk_is_in_the_wheel():
     listed = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
     on_disk = {f"profiling_agent.{folder.name}" for folder in PACKAGE.iterdir() if (folder / "__init__.py").exists()}

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 from conftest import World
-from made import drop, lap
+from made import drop, race_result
 from typer.testing import CliRunner
 
 from profiling_agent.cli.main import app
 from profiling_agent.cli.reproduce import NAMES
 from profiling_agent.errors import ProfilingAgentError, RequestError
-from profiling_agent.records import Contest, Form, Trial
+from profiling_agent.records import Deployment, DeploymentOption, DeploymentSearch
 from profiling_agent.reporting.report import RunReport, VariantRow
 from profiling_agent.reporting.results import read_report
 from profiling_agent.reproduce.paper import CRITERIA, FAMILIES, RATIOS, TABLE_1, Row, Study, family_of
@@ -36,10 +36,15 @@ def config(folder: Path, text: str) -> str:
 
 def by_hand(report: RunReport) -> RunReport:
     """Return a report with numbers for the head: 12 of 1000 images lost, a quarter of the bytes, twice as fast."""
-    row = VariantRow(evaluation=report.heldout, lap=lap("x", 2.0, 1.9, 2.1))
-    trials = tuple(
-        Trial(form=form, lap=lap("x", speedup, 1, 9), keeps_accuracy=True, reason="made")
-        for form, speedup in ((report.best.form, 3.0), (Form(runtime="onnxruntime", scheme="dynamic"), 2.0))
+    row = VariantRow(evaluation=report.heldout, race_result=race_result("x", 2.0, 1.9, 2.1))
+    options = tuple(
+        DeploymentOption(
+            deployment=deployment, race_result=race_result("x", speedup, 1, 9), keeps_accuracy=True, reason="made"
+        )
+        for deployment, speedup in (
+            (report.best.deployment, 3.0),
+            (Deployment(runtime="onnxruntime", scheme="dynamic"), 2.0),
+        )
     )
     return report.model_copy(
         update={
@@ -47,7 +52,7 @@ def by_hand(report: RunReport) -> RunReport:
             "best": report.best.model_copy(update={"params": 800, "size_bytes": 1000}),
             "heldout": report.heldout.model_copy(update={"drop": drop(15, 3)}),
             "variants": (report.variants[0], row.model_copy(update={"evaluation": report.heldout})),
-            "contest": Contest(trials=trials, chosen=report.best.form),
+            "deployment_search": DeploymentSearch(options=options, chosen=report.best.deployment),
         }
     )
 
@@ -182,10 +187,10 @@ def test_pruning_is_put_beside_the_papers_second_table(runs: Reproduction, subje
 def test_quantization_is_put_beside_onnx_runtime_where_both_raced(
     runs: Reproduction, subject: Subject, finished: Path, tmp_path: Path
 ):
-    name = f"ours ({read_report(finished).best.form.name})"
+    name = f"ours ({read_report(finished).best.deployment.name})"
     raced = numbers(list(table3(runs, subject)), name)
 
-    report = read_report(tmp_path / "vit-b-16-quantized").model_copy(update={"contest": None})
+    report = read_report(tmp_path / "vit-b-16-quantized").model_copy(update={"deployment_search": None})
     write_atomically(tmp_path / "vit-b-16-quantized" / "report.json", report.model_dump_json())
     alone = list(table3(runs, subject))
 

@@ -38,7 +38,7 @@ def test_a_run_of_another_schema_version_is_refused(tmp_path: Path):
         read_manifest(root)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema_version": 1}', '{"schema_version": 1, "request": 3}'])
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema_version": 2}', '{"schema_version": 2, "request": 3}'])
 def test_a_damaged_manifest_is_refused(tmp_path: Path, text: str):
     (tmp_path / "request.json").write_text(text)
 

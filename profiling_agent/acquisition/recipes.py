@@ -29,7 +29,7 @@ ARCHITECTURES: dict[str, tuple[Any, Any]] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recipe:
+class TrainingRecipe:
     """One classifier's configuration and its training, all that the weights depend on besides the images.
 
     `image_size` is in pixels; shifts and scales are fractions of the image, rotations in degrees.
@@ -71,9 +71,9 @@ class Recipe:
 TRANSFORMER = {"hidden_size": 128, "num_hidden_layers": 6, "num_attention_heads": 4, "intermediate_size": 512,
                "image_size": 16, "patch_size": 4, "initializer_range": 0.08}  # fmt: skip
 RECIPES = {
-    "vit": Recipe(family="vit", config=TRANSFORMER, image_size=16, num_steps=400, learning_rate=1e-3),
-    "deit": Recipe(family="deit", config=TRANSFORMER, image_size=16, num_steps=400, learning_rate=1e-3),
-    "swin": Recipe(
+    "vit": TrainingRecipe(family="vit", config=TRANSFORMER, image_size=16, num_steps=400, learning_rate=1e-3),
+    "deit": TrainingRecipe(family="deit", config=TRANSFORMER, image_size=16, num_steps=400, learning_rate=1e-3),
+    "swin": TrainingRecipe(
         family="swin",
         config={"image_size": 16, "patch_size": 2, "embed_dim": 48, "depths": [2, 4], "num_heads": [3, 6],
                 "window_size": 4, "drop_path_rate": 0.0, "initializer_range": 0.08},
@@ -83,7 +83,7 @@ RECIPES = {
         shift=0.06,
         rotation=8.0,
     ),
-    "resnet": Recipe(
+    "resnet": TrainingRecipe(
         family="resnet",
         config={"embedding_size": 32, "hidden_sizes": [64, 128, 256, 512], "depths": [2, 2, 2, 2],
                 "layer_type": "bottleneck"},

@@ -14,7 +14,7 @@ from sklearn.model_selection import train_test_split
 from transformers import ViTImageProcessorPil
 
 from profiling_agent.acquisition.images import decode_rgb
-from profiling_agent.acquisition.recipes import CLASSES, RECIPES, Recipe
+from profiling_agent.acquisition.recipes import CLASSES, RECIPES, TrainingRecipe
 from profiling_agent.acquisition.training import accuracy, train
 from profiling_agent.cache import cached
 from profiling_agent.errors import AcquisitionError
@@ -66,7 +66,7 @@ def _pixels(split: str, processor: Any, progress: Progress) -> tuple[torch.Tenso
     return processor(images=images, return_tensors="pt")["pixel_values"], torch.tensor(rows["label"].to_pylist())
 
 
-def _train_into(folder: Path, recipe: Recipe, progress: Progress) -> None:
+def _train_into(folder: Path, recipe: TrainingRecipe, progress: Progress) -> None:
     side = {"height": recipe.image_size, "width": recipe.image_size}
     processor = ViTImageProcessorPil(size=side, image_mean=[0.5] * 3, image_std=[0.5] * 3)
     model: Any = train(recipe, *_pixels("train", processor, progress), progress)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from profiling_agent.acquisition.recipes import Recipe
+from profiling_agent.acquisition.recipes import TrainingRecipe
 from profiling_agent.progress import Progress
 
 # About fifty steps of memory: smooths the last steps of a run of several hundred.
@@ -20,7 +20,7 @@ MAX_GRADIENT_NORM = 1.0
 BETAS = (0.9, 0.95)
 
 
-def distort(images: Tensor, recipe: Recipe, generator: torch.Generator) -> Tensor:
+def distort(images: Tensor, recipe: TrainingRecipe, generator: torch.Generator) -> Tensor:
     """Return each image (b, c, h, w) shifted, scaled and rotated at random, its border repeated outwards."""
 
     def spread(width: float) -> Tensor:
@@ -35,7 +35,7 @@ def distort(images: Tensor, recipe: Recipe, generator: torch.Generator) -> Tenso
     return F.grid_sample(images, grid, align_corners=False, padding_mode="border")
 
 
-def _optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
+def _optimizer(model: nn.Module, recipe: TrainingRecipe) -> torch.optim.Optimizer:
     """Return AdamW that decays matrices and leaves biases and norms alone."""
     matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
     vectors = [parameter for parameter in model.parameters() if parameter.dim() <= 1]
@@ -43,7 +43,7 @@ def _optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=BETAS)
 
 
-def _fit(model: Any, recipe: Recipe, images: Tensor, labels: Tensor, progress: Progress) -> nn.Module:
+def _fit(model: Any, recipe: TrainingRecipe, images: Tensor, labels: Tensor, progress: Progress) -> nn.Module:
     generator = torch.Generator().manual_seed(recipe.seed)
     optimizer = _optimizer(model, recipe)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
@@ -82,7 +82,7 @@ def _one_thread() -> Generator[None]:
         torch.set_num_threads(num_threads)
 
 
-def train(recipe: Recipe, images: Tensor, labels: Tensor, progress: Progress) -> nn.Module:
+def train(recipe: TrainingRecipe, images: Tensor, labels: Tensor, progress: Progress) -> nn.Module:
     """Return the trained classifier in eval mode: the running average of its weights.
 
     Args:

@@ -7,8 +7,8 @@ from langgraph.config import get_config
 from langgraph.runtime import Runtime
 
 from profiling_agent.acquisition.query import MAX_RECOVERY
-from profiling_agent.agents.node import Update, attend
-from profiling_agent.agents.session import Session, begin
+from profiling_agent.agents.node import Update, run_node
+from profiling_agent.agents.session import RunSession, begin
 from profiling_agent.agents.state import RESULTS, RunState
 from profiling_agent.analysis.plan_file import read_plan
 from profiling_agent.errors import RequestError
@@ -52,7 +52,7 @@ def _planned_by(name: str, request: Request, **chosen: Any) -> Update:
     return chosen | {"advisor_note": f"{name} plans{beside}"}
 
 
-def acquire(request: Request, session: Session, advisor: Any = None) -> Update:
+def acquire(request: Request, session: RunSession, advisor: Any = None) -> Update:
     """Reset every result of an earlier turn of this thread, and record what was acquired.
 
     A plan of the user's is read here, before anything expensive, and kept: its file may be gone when a run resumes.
@@ -85,4 +85,4 @@ def acquisition(state: Request, *, runtime: Runtime[None], advisor: Any = None) 
         )
     session = begin(state, info.thread_id if info else None)
     session.chat_model = advisor
-    return attend(session, "acquisition", runtime, lambda: acquire(state, session, advisor))
+    return run_node(session, "acquisition", runtime, lambda: acquire(state, session, advisor))

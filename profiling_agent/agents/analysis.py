@@ -1,7 +1,7 @@
 """Analysis agent: from the profile to the first plan."""
 
 from profiling_agent.agents.node import Update, agent
-from profiling_agent.agents.session import Session
+from profiling_agent.agents.session import RunSession
 from profiling_agent.agents.state import RunState
 from profiling_agent.analysis.demands import obeying
 from profiling_agent.analysis.dry_run import dry_run
@@ -12,7 +12,7 @@ from profiling_agent.records import Origin
 
 
 @agent
-def analysis(state: RunState, session: Session) -> Update:
+def analysis(state: RunState, session: RunSession) -> Update:
     """Plan by the built-in rules or a language model, or take the user's own plan once it is known to fit the model."""
     profile = session.profile(state)
     if state.proposal is not None:

@@ -5,7 +5,7 @@ from typing import Any
 from langgraph.types import Command, interrupt
 
 from profiling_agent.agents.node import Update, agent
-from profiling_agent.agents.session import Session
+from profiling_agent.agents.session import RunSession
 from profiling_agent.agents.state import RunState
 from profiling_agent.errors import RequestError
 from profiling_agent.iteration.approval import TIGHTER, edited, pose, read_answer
@@ -23,7 +23,7 @@ def is_asked(state: RunState) -> bool:
 
 
 @agent
-def approval(state: RunState, session: Session) -> Update:
+def approval(state: RunState, session: RunSession) -> Update:
     """Ask until an answer can be taken. Nothing is done here that a second pass would do twice."""
     if not is_asked(state):
         return {}

@@ -1,17 +1,17 @@
 """Evaluation agent: measures what was made, on the same images as the baseline."""
 
 from profiling_agent.agents.node import Update, agent
-from profiling_agent.agents.session import Session
+from profiling_agent.agents.session import RunSession
 from profiling_agent.agents.state import RunState
 from profiling_agent.iteration.attempt import measure_attempt
 from profiling_agent.records import StopReason
 
 
 @agent
-def evaluation(state: RunState, session: Session) -> Update:
+def evaluation(state: RunState, session: RunSession) -> Update:
     """Add a measured and judged attempt to the journal."""
-    assert state.candidate is not None, "pruning comes first"
+    assert state.prepared is not None, "pruning comes first"
     assert state.journal is not None, "quantization opens it"
-    attempt = measure_attempt(session.bench(state), state.candidate, state.journal)
+    attempt = measure_attempt(session.evaluator(state), state.prepared, state.journal)
     journal = state.journal.with_attempt(attempt.model_copy(update={"origin": state.origin or attempt.origin}))
     return {"journal": journal, "stopped": None if state.iterate else StopReason.SINGLE_PASS}

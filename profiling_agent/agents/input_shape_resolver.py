@@ -1,17 +1,17 @@
 """Input shape resolver agent: finds the input shape and saves the baseline with it."""
 
 from profiling_agent.agents.node import Update, agent
-from profiling_agent.agents.session import Session
+from profiling_agent.agents.session import RunSession
 from profiling_agent.agents.state import RunState
 from profiling_agent.errors import AdvisorError, ShapeUnresolvedError
 from profiling_agent.jobs.runner import Jobs
-from profiling_agent.jobs.tasks import Resolved, ResolveShapeTask, SurveyShapeTask
+from profiling_agent.jobs.tasks import ResolvedShape, ResolveShapeTask, SurveyShapeTask
 from profiling_agent.llm.question import Asks
 from profiling_agent.shapes.advised import advised_shape
 
 
 @agent
-def input_shape_resolver(state: RunState, session: Session) -> Update:
+def input_shape_resolver(state: RunState, session: RunSession) -> Update:
     """Resolve the input shape by the ordered rules, or by a language model where they disagree or don't know."""
     assert state.acquired is not None, "acquisition comes first"
     source = state.acquired.source
@@ -20,7 +20,7 @@ def input_shape_resolver(state: RunState, session: Session) -> Update:
     return {"resolved": resolve_with(advisor, task, session.jobs) if advisor else session.jobs.run(task)}
 
 
-def resolve_with(advisor: Asks, task: ResolveShapeTask, jobs: Jobs) -> Resolved:
+def resolve_with(advisor: Asks, task: ResolveShapeTask, jobs: Jobs) -> ResolvedShape:
     """Resolve by the rules where they are certain, else by the language model, and by the rules again where it fails."""
     facts = jobs.run(SurveyShapeTask(model=task.model, revision=task.revision, device=task.device))
     if facts.is_certain:

@@ -6,11 +6,11 @@ from typing import Any, Protocol
 from langgraph.runtime import Runtime
 from pydantic import Field
 
-from profiling_agent.agents.session import Session, rejoin
+from profiling_agent.agents.session import RunSession, get_session
 from profiling_agent.agents.state import RunState
 from profiling_agent.errors import RequestError
 from profiling_agent.iteration.selection import ranked, size_ratio
-from profiling_agent.records import Finalist, Journal, Record
+from profiling_agent.records import Candidate, Journal, Record
 
 Update = dict[str, Any]
 LOOP = ("approval", "pruning", "quantization", "evaluation")
@@ -48,8 +48,8 @@ class ProgressEvent(Record):
     best: Best | None = None
 
 
-def attend(
-    session: Session,
+def run_node(
+    session: RunSession,
     stage: str,
     runtime: Runtime[None],
     work: Callable[[], Update],
@@ -91,26 +91,26 @@ def standing_of(state: RunState, stage: str) -> ProgressEvent:
     )
 
 
-def _told(finalist: Finalist, journal: Journal) -> Best:
-    measured, baseline = finalist.evaluation, journal.baseline
-    assert finalist.attempt is not None, "only attempts are told of"
+def _told(candidate: Candidate, journal: Journal) -> Best:
+    measured, baseline = candidate.evaluation, journal.baseline
+    assert candidate.attempt is not None, "only attempts are told of"
     assert measured.drop is not None, "an attempt is compared with the baseline"
     return Best(
-        attempt=finalist.attempt,
+        attempt=candidate.attempt,
         drop=measured.drop.drop,
         macs_saved=1 - measured.footprint.macs / max(baseline.footprint.macs, 1),
         size_ratio=size_ratio(measured, baseline),
     )
 
 
-def agent(work: Callable[[RunState, Session], Update]) -> Node:
+def agent(work: Callable[[RunState, RunSession], Update]) -> Node:
     """Make a node of an agent: a function of the state and the run's session that returns what it changed."""
     name = work.__module__.rsplit(".", 1)[-1]
 
     def node(state: RunState, *, runtime: Runtime[None], advisor: Any = None) -> Update:
-        session = rejoin(state)
+        session = get_session(state)
         session.chat_model = advisor
-        return attend(session, name, runtime, lambda: work(state, session), standing_of(state, name))
+        return run_node(session, name, runtime, lambda: work(state, session), standing_of(state, name))
 
     node.__name__ = name
     node.__doc__ = work.__doc__

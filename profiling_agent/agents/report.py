@@ -1,11 +1,11 @@
-"""Report agent: races the finalists, opens the held-out images, gives the verdict and writes it down."""
+"""Report agent: races the candidates, opens the held-out images, gives the verdict and writes it down."""
 
 from profiling_agent.agents.node import Update, agent
-from profiling_agent.agents.session import Session
+from profiling_agent.agents.session import RunSession
 from profiling_agent.agents.state import RunState
 from profiling_agent.artifacts.card import write_card
 from profiling_agent.artifacts.recipe import CARD
-from profiling_agent.iteration.finalize import settle, torch_form
+from profiling_agent.iteration.finalize import finalize, torch_model
 from profiling_agent.jobs.profile import profile_artifact, read_profile
 from profiling_agent.reporting.card import card_notes, card_rows
 from profiling_agent.reporting.report import Sources, build_report
@@ -15,27 +15,27 @@ from profiling_agent.reporting.write import write_report
 
 
 @agent
-def report(state: RunState, session: Session) -> Update:
+def report(state: RunState, session: RunSession) -> Update:
     """Settle the run, profile the winner as the baseline was, and write the report."""
     assert state.acquired is not None, "acquisition comes first"
     assert state.resolved is not None, "the input shape resolver comes first"
     assert state.profiled is not None, "profiling comes first"
     assert state.stopped is not None, "the loop says why it stopped"
-    bench, workspace, journal = session.bench(state), session.workspace, state.seen
-    settlement = settle(bench, journal)
-    best = settlement.winner.evaluation.model
-    profiles = {"baseline": (state.profiled, bench.profile)}
-    if (seen := torch_form(settlement.winner, journal, state.resolved.baseline)) != state.resolved.baseline:
-        profiled = profile_artifact(session.jobs, seen, batch_size=state.batch_size, device=bench.device)
+    evaluator, workspace, journal = session.evaluator(state), session.workspace, state.seen
+    final = finalize(evaluator, journal)
+    best = final.winner.evaluation.model
+    profiles = {"baseline": (state.profiled, evaluator.profile)}
+    if (seen := torch_model(final.winner, journal, state.resolved.baseline)) != state.resolved.baseline:
+        profiled = profile_artifact(session.jobs, seen, batch_size=state.batch_size, device=evaluator.device)
         profiles["best"] = (profiled, read_profile(workspace, profiled))
     written = build_report(
         state.request,
-        settlement,
+        final,
         Sources(
             acquired=state.acquired,
             input=state.resolved.input,
-            contest=journal.contest,
-            peak_memory_bytes=(bench.peak_memory(bench.baseline), bench.peak_memory(best)),
+            deployment_search=journal.deployment_search,
+            peak_memory_bytes=(evaluator.peak_memory(evaluator.baseline), evaluator.peak_memory(best)),
             attempts=journal.attempts,
             stopped=state.stopped,
             planned_by=state.advisor_note,

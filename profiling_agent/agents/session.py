@@ -9,8 +9,8 @@ from filelock import BaseFileLock
 
 from profiling_agent.agents.state import RunState
 from profiling_agent.errors import RunError
-from profiling_agent.iteration.deployments import asked_schemes, supported_forms
-from profiling_agent.iteration.evaluator import Bench
+from profiling_agent.iteration.deployments import asked_schemes, supported_deployments
+from profiling_agent.iteration.evaluator import Evaluator
 from profiling_agent.jobs.profile import profile_artifact, read_profile
 from profiling_agent.jobs.runner import Jobs
 from profiling_agent.jobs.tasks import Profiled
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from profiling_agent.llm.advisor import Advisor
 
 
-class Session:
+class RunSession:
     """One run in this process; closed when the run ends, fails, or the process does."""
 
     def __init__(self, workspace: Workspace, lock: BaseFileLock, *, created: bool) -> None:
@@ -79,13 +79,13 @@ class Session:
             return None
         return read_spent(self.workspace.root)
 
-    def bench(self, state: RunState) -> Bench:
+    def evaluator(self, state: RunState) -> Evaluator:
         """Return what attempts are measured with."""
         assert state.acquired is not None, "acquisition comes first"
         assert state.resolved is not None, "the input shape resolver comes first"
         device = state.acquired.source.device
-        supported, notes = supported_forms(state.runtime_names, device)
-        return Bench(
+        supported, notes = supported_deployments(state.runtime_names, device)
+        return Evaluator(
             jobs=self.jobs,
             acquired=state.acquired,
             baseline=state.resolved.baseline,
@@ -122,14 +122,14 @@ class Session:
 
 
 # By run id. Whoever drives a run from outside the graph opens its session first; otherwise its first node does.
-SESSIONS: dict[str, Session] = {}
+SESSIONS: dict[str, RunSession] = {}
 
 
-def open_session(workspace: Workspace, *, created: bool = False) -> Session:
+def open_session(workspace: Workspace, *, created: bool = False) -> RunSession:
     """Take the run for this process; RunError where another process has it, or this one has its namesake."""
     known = SESSIONS.get(workspace.root.name)
     if known is None:
-        known = SESSIONS[workspace.root.name] = Session(workspace, workspace.lock(), created=created)
+        known = SESSIONS[workspace.root.name] = RunSession(workspace, workspace.lock(), created=created)
     if known.workspace.root.resolve() != workspace.root.resolve():
         raise RunError(f"a run called {workspace.root.name!r} is under way in this process: choose another run_id")
     return known
@@ -155,7 +155,7 @@ def choose_run_id(request: Request, thread: str | None) -> str:
     return run_id
 
 
-def begin(request: Request, thread: str | None) -> Session:
+def begin(request: Request, thread: str | None) -> RunSession:
     """Start, or start again, the run that the request asks for."""
     run_id = choose_run_id(request, thread)
     if (known := SESSIONS.get(run_id)) is not None:
@@ -164,7 +164,7 @@ def begin(request: Request, thread: str | None) -> Session:
     return open_session(open_workspace(request, run_id), created=created)
 
 
-def rejoin(state: RunState) -> Session:
+def get_session(state: RunState) -> RunSession:
     """Return the session of a run that is under way, opening it where this process has none yet."""
     root = Path(state.run_dir)
     if state.schema_version != SCHEMA_VERSION:

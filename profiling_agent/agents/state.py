@@ -5,9 +5,9 @@ Everything large is on disk; the state holds records and references, so any mome
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from profiling_agent.iteration.attempt import Candidate
+from profiling_agent.iteration.attempt import PreparedAttempt
 from profiling_agent.iteration.judge import rejudged
-from profiling_agent.jobs.tasks import Profiled, Resolved
+from profiling_agent.jobs.tasks import Profiled, ResolvedShape
 from profiling_agent.llm.endpoint import Endpoint
 from profiling_agent.records import (
     Acquired,
@@ -39,14 +39,14 @@ class RunState(Request):
     advisor_note: str = Field(default="", description="who plans, and why")
     advisor_object: str | None = Field(default=None, description="the name of one that was passed as an object")
     acquired: Acquired | None = None
-    resolved: Resolved | None = None
+    resolved: ResolvedShape | None = None
     profiled: Profiled | None = None
     proposal: Plan | None = Field(default=None, description="the plan to measure next")
     origin: Origin | None = Field(default=None, description="who proposed it")
     pins: tuple[PruningRecommendation, ...] = Field(default=(), description="ratios that a person fixed")
     caps: tuple[Cap, ...] = Field(default=(), description="units that a person lets be cut no further")
     decisions: tuple[Decided, ...] = Field(default=(), description="what a person decided of the plans so far")
-    candidate: Candidate | None = None
+    prepared: PreparedAttempt | None = None
     journal: Journal | None = None
     stopped: StopReason | None = None
     verdict: Verdict | None = None

@@ -7,7 +7,7 @@ from torch import nn
 
 from profiling_agent.artifacts.load import load_processor, load_recipe
 from profiling_agent.artifacts.save import save_model
-from profiling_agent.records import Cut, Form
+from profiling_agent.records import Cut, Deployment
 
 
 def save_derived(
@@ -17,11 +17,11 @@ def save_derived(
     *,
     cuts: Sequence[Cut] | None = None,
     folded: Sequence[str] | None = None,
-    form: Form | None = None,
+    deployment: Deployment | None = None,
 ) -> None:
     """Write `model`, made of the saved model in `source`, to `folder`.
 
-    Without `cuts` it has those of its source, and so with `folded`, the batch norms that are identities, and `form`.
+    Without `cuts` it has those of its source, and so with `folded`, the batch norms that are identities, and `deployment`.
 
     Raises:
         ArtifactError: `folder` exists, or `source` is damaged.
@@ -36,5 +36,5 @@ def save_derived(
         base_revision=recipe.base_revision,
         cuts=recipe.cuts if cuts is None else cuts,
         folded=recipe.folded if folded is None else folded,
-        form=recipe.form if form is None else form,
+        deployment=recipe.deployment if deployment is None else deployment,
     )

@@ -7,9 +7,9 @@ from typing import Any, Literal, Self
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from profiling_agent.errors import ArtifactError
-from profiling_agent.records import Cut, Form, InputSpec, Record, RuntimeName
+from profiling_agent.records import Cut, Deployment, InputSpec, Record, RuntimeName
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 RECIPE, WEIGHTS, CONFIG, GOLDEN = "recipe.json", "model.safetensors", "config.json", "golden.safetensors"
 ONNX, IR, IR_WEIGHTS, CARD = "model.onnx", "model.xml", "model.bin", "README.md"
 REQUIRED = frozenset({CONFIG, GOLDEN})
@@ -52,7 +52,7 @@ class Recipe(Record):
     input: InputSpec
     cuts: tuple[Cut, ...]
     quantized: tuple[QuantizedLayer, ...]
-    form: Form = Field(default=Form(), description="the runtime that executes it, and the scheme")
+    deployment: Deployment = Field(default=Deployment(), description="the runtime that executes it, and the scheme")
     counts: Counts | None = Field(default=None, description="None where the weights are torch's and can be counted")
     folded: tuple[str, ...] = Field(default=(), description="batch norms that went into the convolutions before them")
     tied: dict[str, str] = Field(description="parameters that are stored under the name of another one")
@@ -75,9 +75,9 @@ class Recipe(Record):
 
     @model_validator(mode="after")
     def _has_weights(self) -> Self:
-        for name in MODEL_FILES[self.form.runtime]:
+        for name in MODEL_FILES[self.deployment.runtime]:
             if name not in self.files:
-                raise ValueError(f"file {name!r} isn't listed, and {self.form.runtime} reads it")
+                raise ValueError(f"file {name!r} isn't listed, and {self.deployment.runtime} reads it")
         return self
 
 

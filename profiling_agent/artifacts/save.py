@@ -12,7 +12,7 @@ from profiling_agent.artifacts.folder import appearing
 from profiling_agent.artifacts.golden import golden_tensors
 from profiling_agent.artifacts.recipe import CONFIG, GOLDEN, RECIPE, WEIGHTS, QuantizedLayer, Recipe
 from profiling_agent.quantization.kinds import quantized_modules
-from profiling_agent.records import Cut, Form, InputSpec
+from profiling_agent.records import Cut, Deployment, InputSpec
 from profiling_agent.reproducibility import environment
 from profiling_agent.workspace import file_sha256
 
@@ -56,12 +56,12 @@ def save_model(  # noqa: PLR0913 (a recipe says where a model comes from)
     base_revision: str | None = None,
     cuts: Sequence[Cut] = (),
     folded: Sequence[str] = (),
-    form: Form | None = None,
+    deployment: Deployment | None = None,
 ) -> Recipe:
     """Write `model` and its image processor to `folder`, which appears complete or not at all; return its recipe.
 
     `model` is a Hugging Face image classifier, pruned or quantized or neither; `cuts` say how its widths came about,
-    `folded` names the batch norms that are identities now, and `form` what runs it, eager torch by default.
+    `folded` names the batch norms that are identities now, and `deployment` what runs it, eager torch by default.
     Weights keep their live names; quantized layers are stored as plain int8 or fp16 tensors; shared ones once.
 
     Raises:
@@ -82,7 +82,7 @@ def save_model(  # noqa: PLR0913 (a recipe says where a model comes from)
             input=spec,
             cuts=tuple(cuts),
             quantized=_quantized_layers(model),
-            form=form or Form(),
+            deployment=deployment or Deployment(),
             folded=tuple(folded),
             tied=tied,
             files={path.name: file_sha256(path) for path in sorted(temporary.iterdir())},

@@ -1,4 +1,4 @@
-"""A racer seen from the parent: started, given turns, listened to with a deadline, ended."""
+"""A worker seen from the parent: started, given turns, listened to with a deadline, ended."""
 
 import queue
 import subprocess
@@ -13,14 +13,14 @@ from typing import IO, Self
 import psutil
 from pydantic import ValidationError
 
-from profiling_agent.benchmarking.turns import Reply, Start, Turn
+from profiling_agent.benchmarking.turns import Reply, SampleRequest, Start
 from profiling_agent.errors import JobError
 from profiling_agent.processes.children import child_command, child_environment, ending
 
 # Importing torch and reading a large model takes a minute on a busy machine; a hang takes for ever.
-LOAD_TIMEOUT_S, TURN_TIMEOUT_S = 600.0, 300.0
+LOAD_TIMEOUT_S, SAMPLE_TIMEOUT_S = 600.0, 300.0
 MAX_TAIL = 500
-# How often a racer that says nothing is looked after, and how much of the machine it may hold.
+# How often a worker that says nothing is looked after, and how much of the machine it may hold.
 POLL_S, MEMORY_FRACTION = 0.5, 0.92
 # glibc hands large buffers back to the system and fetches them again, pass after pass, or doesn't, by what a process
 # happened to allocate before: processes of equal models differed by 12% for as long as they lived, and by 1.4% where all
@@ -28,12 +28,12 @@ POLL_S, MEMORY_FRACTION = 0.5, 0.92
 KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
 
 
-def racer_command(folder: Path) -> list[str]:
+def worker_command(folder: Path) -> list[str]:
     """Return the command line that races a saved model."""
     return child_command("profiling_agent.benchmarking.worker", str(folder))
 
 
-class Contender:
+class TimedProcess:
     """One child process with one model; a context manager that leaves no process behind."""
 
     def __init__(self, command: Sequence[str], start: Start, *, keeps_memory: bool = True) -> None:
@@ -78,12 +78,12 @@ class Contender:
         self.start()
         self._hear(timeout_s)
 
-    def take_turn(self, runs: int, timeout_s: float = TURN_TIMEOUT_S) -> list[float]:
+    def take_sample(self, runs: int, timeout_s: float = SAMPLE_TIMEOUT_S) -> list[float]:
         """Return the milliseconds of `runs` forward passes; JobError where the child crashes or takes too long."""
-        self._say(Turn(runs=runs))
+        self._say(SampleRequest(runs=runs))
         return list(self._hear(timeout_s).samples_ms)
 
-    def _say(self, message: Start | Turn) -> None:
+    def _say(self, message: Start | SampleRequest) -> None:
         assert self._process.stdin is not None, "the pipe was asked for"
         try:
             self._process.stdin.write(message.model_dump_json() + "\n")

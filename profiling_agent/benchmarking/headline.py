@@ -6,14 +6,14 @@ from pathlib import Path
 
 from profiling_agent.benchmarking.latency import latency_stats
 from profiling_agent.deployment.noise import noise_batch
-from profiling_agent.deployment.protocol import Session
+from profiling_agent.deployment.protocol import ModelSession
 from profiling_agent.records import Headline, InputSpec
 
 TIME_MS = 20_000
 MIN_RUNS, MAX_RUNS = 2, 20
 
 
-def measure_headline(session: Session, spec: InputSpec, *, batch_size: int) -> Headline:
+def measure_headline(session: ModelSession, spec: InputSpec, *, batch_size: int) -> Headline:
     """Time an opened model, without hooks or profiler, and read this process's peak resident memory.
 
     Two passes of warm-up, then as many as fit in 20 s, 2 to 20. The memory means something only in a fresh process

@@ -26,7 +26,7 @@ from profiling_agent.records import Unit, UnitKind
 from profiling_agent.reproducibility import environment
 
 # Widths of one shape that are timed, the full one among them; those between are interpolated.
-NUM_TIMED, NUM_ROUNDS, WARM_UP = 9, 7, 2
+NUM_TIMED, NUM_REPEATS, WARM_UP = 9, 7, 2
 # A width is an option only if it brings at least this share of what time proportional to the width would: on a
 # staircase (oneDNN blocks 16 channels) the widths inside a step bring nothing (facts/pruning.md, section 4).
 MIN_GAIN = 0.25
@@ -42,7 +42,7 @@ class LatencyTable:
     times: Mapping[str, Times]
 
     def of(self, unit: Unit) -> float | None:
-        """Return what `unit` takes uncut; None if untimed."""
+        """Return what `unit` takes unpruned; None if untimed."""
         times = self.times.get(unit.name)
         return times[unit.width] if times else None
 
@@ -152,7 +152,7 @@ def _timed(unit: Unit, parts: Sequence[_Part], batch: Tensor) -> dict[int, float
     runs = {width: list(_runs(unit, parts, width, batch.device)) for width in _chosen(unit)}
     samples: dict[int, list[float]] = {width: [] for width in runs}
     with torch.inference_mode():
-        for number in range(WARM_UP + NUM_ROUNDS):
+        for number in range(WARM_UP + NUM_REPEATS):
             for width, calls in runs.items():
                 started = time.perf_counter()
                 for call in calls:

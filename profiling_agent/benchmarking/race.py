@@ -6,42 +6,42 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from profiling_agent.benchmarking.contender import Contender, racer_command
+from profiling_agent.benchmarking.contender import TimedProcess, worker_command
 from profiling_agent.benchmarking.latency import latency_stats
-from profiling_agent.benchmarking.session import MAX_ROUNDS as MAX_ROUNDS
+from profiling_agent.benchmarking.session import MAX_REPEATS as MAX_REPEATS
 from profiling_agent.benchmarking.session import MAX_RUNS as MAX_RUNS
-from profiling_agent.benchmarking.session import Heat, Pace, Runner, hopeless, run_heat
-from profiling_agent.benchmarking.statistics import PROCESS_LUCK, Ratios, Score, detectable, log_ratios, pool
+from profiling_agent.benchmarking.session import RaceSession, SessionLimits, Timed, hopeless, run_session
+from profiling_agent.benchmarking.statistics import PROCESS_SPREAD, Ratios, Score, detectable, log_ratios, pool
 from profiling_agent.benchmarking.turns import Start
 from profiling_agent.progress import Progress, silent
-from profiling_agent.records import ArtifactRef, Dropped, Lap, Race, Variant
+from profiling_agent.records import ArtifactRef, Dropped, Race, RaceResult, Variant
 
 # A model is called slower, or faster by less than `NEAR` or with an interval as wide as `WIDE`, only where every one of
-# this many line-ups leaves it so.
-MAX_RACES = 3
+# this many sessions leaves it so.
+MAX_SESSIONS = 3
 NEAR, WIDE = 1.25, 0.5
 # Equal so far, but this far from it as a share of the interval's width (a bound of the interval lies at about a half):
-# a model that is 10% slower often looks like that after one line-up.
+# a model that is 10% slower often looks like that after one session.
 UNDECIDED = 0.35
 # A race that can't tell apart what differs by less than this is worth a warning.
 TOO_NOISY = 0.05
 
-LineUp = Callable[[Sequence[int]], AbstractContextManager[Mapping[int, Runner]]]
+StartSession = Callable[[Sequence[int]], AbstractContextManager[Mapping[int, Timed]]]
 
 
 @dataclass(slots=True)
 class Result:
-    """How a race ended, by the contenders' places: scores of all but those that dropped out.
+    """How a race ended, by the models' places: scores of all but those that dropped out.
 
-    `ratios` are log(first's time / its time) of every round, by line-up; not every contender is in each line-up.
+    `ratios` are log(first's time / its time) of every round, by session; not every model is in each session.
     """
 
     scores: dict[int, Score] = field(default_factory=dict[int, Score])
     dropped: dict[int, str] = field(default_factory=dict[int, str])
     ratios: dict[int, dict[int, Ratios]] = field(default_factory=dict[int, dict[int, Ratios]])
-    num_rounds: int = 0
-    num_races: int = 0
-    luck: float = PROCESS_LUCK
+    num_repeats: int = 0
+    num_sessions: int = 0
+    process_spread: float = PROCESS_SPREAD
 
     @property
     def detectable(self) -> float:
@@ -49,12 +49,14 @@ class Result:
         return detectable([result for index, result in self.scores.items() if index])
 
     def against(self, index: int, other: int, *, seed: int = 0) -> Score:
-        """Return the score of one contender against any other, over the line-ups that both were in."""
+        """Return the score of one model against any other, over the sessions that both were in."""
         if index == other:
             return Score(self.scores[index].samples_ms, 1.0, 1.0, 1.0)
         own, others = self.ratios[index], self.ratios[other]
-        rounds = [_paired(own[line_up], others[line_up]) for line_up in sorted(own.keys() & others.keys())]
-        return pool(rounds, self.scores[index].samples_ms, seed=seed, luck=self.luck)
+        rounds = [
+            _paired(own[start_session], others[start_session]) for start_session in sorted(own.keys() & others.keys())
+        ]
+        return pool(rounds, self.scores[index].samples_ms, seed=seed, process_spread=self.process_spread)
 
 
 def _paired(own: Ratios, others: Ratios) -> Ratios:
@@ -63,53 +65,55 @@ def _paired(own: Ratios, others: Ratios) -> Ratios:
 
 
 def race_until_clear(  # noqa: PLR0913 (how a race is run belongs to its result)
-    line_up: LineUp,
-    num_contenders: int,
+    start_session: StartSession,
+    num_models: int,
     *,
-    pace: Pace | None = None,
+    limits: SessionLimits | None = None,
     seed: int = 0,
     progress: Progress = silent,
-    luck: float = PROCESS_LUCK,
-    min_races: int = 1,
+    process_spread: float = PROCESS_SPREAD,
+    min_sessions: int = 1,
 ) -> Result:
-    """Return each contender's score against the first.
+    """Return each model's score against the first.
 
-    After `min_races` of all, those in doubt race the first again, three races at most, each time in new processes, and
+    After `min_sessions` of all, those in doubt race the first again, three races at most, each time in new processes, and
     are scored on all their races together: two processes of equal models can differ by several per cent for as long as
     they live, which no number of turns averages out. In doubt is who is shown slower so far, a little faster, or faster by
     nobody knows how much, or is neither by a hair, and is not hopeless.
 
     Raises:
-        JobError: the first contender crashed or hung.
+        JobError: the first model crashed or hung.
     """
-    result, samples = Result(luck=luck), dict[int, list[float]]()
-    entered = list(range(num_contenders))
-    while result.num_races < min_races or (len(entered) > 1 and result.num_races < MAX_RACES):
-        with line_up(entered) as runners:
-            heat = run_heat(runners, pace=pace or Pace(), seed=seed + result.num_races, progress=progress)
-        _take_down(heat, result, samples)
+    result, samples = Result(process_spread=process_spread), dict[int, list[float]]()
+    entered = list(range(num_models))
+    while result.num_sessions < min_sessions or (len(entered) > 1 and result.num_sessions < MAX_SESSIONS):
+        with start_session(entered) as processes:
+            session = run_session(
+                processes, limits=limits or SessionLimits(), seed=seed + result.num_sessions, progress=progress
+            )
+        _take_down(session, result, samples)
         result.scores = {
             index: _score(index, result, samples[index], seed=seed) for index in samples.keys() - result.dropped.keys()
         }
         lasting = [index for index in entered if index not in result.dropped]
-        entered = lasting if result.num_races < min_races else [0, *_doubtful(result.scores, lasting)]
+        entered = lasting if result.num_sessions < min_sessions else [0, *_doubtful(result.scores, lasting)]
     return result
 
 
-def _take_down(heat: Heat, result: Result, samples: dict[int, list[float]]) -> None:
-    for index, turns in heat.turns.items():
-        ratios = log_ratios(turns, heat.turns[0])
-        result.ratios.setdefault(index, {})[result.num_races] = ratios
-        samples.setdefault(index, []).extend(sample for turn in turns for sample in turn)
-    result.dropped |= heat.lost
-    result.num_rounds += heat.num_rounds
-    result.num_races += 1
+def _take_down(session: RaceSession, result: Result, samples: dict[int, list[float]]) -> None:
+    for index, own in session.samples.items():
+        ratios = log_ratios(own, session.samples[0])
+        result.ratios.setdefault(index, {})[result.num_sessions] = ratios
+        samples.setdefault(index, []).extend(pass_ms for sample in own for pass_ms in sample)
+    result.dropped |= session.lost
+    result.num_repeats += session.num_repeats
+    result.num_sessions += 1
 
 
 def _score(index: int, result: Result, samples_ms: list[float], *, seed: int) -> Score:
     if index == 0:
         return Score(samples_ms, 1.0, 1.0, 1.0)
-    return pool(list(result.ratios[index].values()), samples_ms, seed=seed, luck=result.luck)
+    return pool(list(result.ratios[index].values()), samples_ms, seed=seed, process_spread=result.process_spread)
 
 
 def _doubtful(scores: Mapping[int, Score], entered: Sequence[int]) -> list[int]:
@@ -123,15 +127,15 @@ def _is_doubtful(score: Score) -> bool:
     return score.is_shown_slower or abs(math.log(score.speedup)) > UNDECIDED * math.log(score.high / score.low)
 
 
-def processes(commands: Sequence[Sequence[str]], start: Start) -> LineUp:
+def processes(commands: Sequence[Sequence[str]], start: Start) -> StartSession:
     """Return what lines up a process for each of the chosen `commands` and ends them all after the race."""
 
     @contextmanager
-    def line_up(chosen: Sequence[int]) -> Generator[Mapping[int, Runner]]:
+    def start_session(chosen: Sequence[int]) -> Generator[Mapping[int, Timed]]:
         with ExitStack() as stack:
-            yield {index: stack.enter_context(Contender(commands[index], start)) for index in chosen}
+            yield {index: stack.enter_context(TimedProcess(commands[index], start)) for index in chosen}
 
-    return line_up
+    return start_session
 
 
 def race(  # noqa: PLR0913 (how a race is run belongs to its result)
@@ -142,10 +146,10 @@ def race(  # noqa: PLR0913 (how a race is run belongs to its result)
     device: str = "cpu",
     num_threads: int | None = None,
     seed: int = 0,
-    pace: Pace | None = None,
+    limits: SessionLimits | None = None,
     progress: Progress = silent,
 ) -> Race:
-    """Return one lap per entry that lasted, in their order; the first is the baseline. Paths are relative to `root`.
+    """Return one race result per entry that lasted, in their order; the first is the baseline. Paths are relative to `root`.
 
     Every model loads in a process of its own; then they take turns, one at a time, in a shuffled order each round. A
     speed-up is the median over rounds of baseline time over candidate time in the same round, its interval a
@@ -155,12 +159,14 @@ def race(  # noqa: PLR0913 (how a race is run belongs to its result)
         JobError: the baseline crashed or hung; says what it said last.
     """
     start = Start(batch_size=batch_size, device=device, num_threads=num_threads)
-    line_up = processes([racer_command(root / ref.path) for _, ref in entries], start)
-    result = race_until_clear(line_up, len(entries), pace=pace, seed=seed, progress=progress)
+    start_session = processes([worker_command(root / ref.path) for _, ref in entries], start)
+    result = race_until_clear(start_session, len(entries), limits=limits, seed=seed, progress=progress)
     return Race(
-        laps=tuple(_lap(*entries[index], result.scores[index], batch_size) for index in sorted(result.scores)),
-        num_rounds=result.num_rounds,
-        num_races=result.num_races,
+        results=tuple(
+            _race_result(*entries[index], result.scores[index], batch_size) for index in sorted(result.scores)
+        ),
+        num_repeats=result.num_repeats,
+        num_sessions=result.num_sessions,
         dropped=tuple(
             Dropped(variant=entries[index][0], model=entries[index][1], reason=reason)
             for index, reason in sorted(result.dropped.items())
@@ -179,8 +185,8 @@ def noise_warning(race: Race) -> str | None:
     )
 
 
-def _lap(variant: Variant, model: ArtifactRef, result: Score, batch_size: int) -> Lap:
-    return Lap(
+def _race_result(variant: Variant, model: ArtifactRef, result: Score, batch_size: int) -> RaceResult:
+    return RaceResult(
         variant=variant,
         model=model,
         latency=latency_stats(result.samples_ms, batch_size),

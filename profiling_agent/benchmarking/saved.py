@@ -11,7 +11,7 @@ from profiling_agent.artifacts.recipe import RECIPE
 from profiling_agent.benchmarking.race import race
 from profiling_agent.benchmarking.throughput import check_same_machine, compare, machine, memory_use, taken, throughput
 from profiling_agent.errors import RequestError
-from profiling_agent.processes.machine_lock import machine_turn
+from profiling_agent.processes.machine_lock import machine_lock
 from profiling_agent.progress import Progress, silent
 from profiling_agent.records import ArtifactRef, Comparison, Race, Record, Taken, Variant
 from profiling_agent.workspace import file_sha256
@@ -29,7 +29,7 @@ class SavedModel:
 def race_saved(
     models: Sequence[SavedModel], *, batch_size: int, device: str = "cpu", progress: Progress = silent
 ) -> tuple[dict[str, str], Race]:
-    """Return the race of saved models, compared with the first, and the name of each by the path in its lap.
+    """Return the race of saved models, compared with the first, and the name of each by the path in its race result.
 
     Raises:
         JobError: the first one can't be run.
@@ -38,7 +38,7 @@ def race_saved(
     if len(models) < 2:
         raise RequestError(f"a race takes two models, {len(models)} was given: name a run, or another saved model")
     refs = tuple((model.variant, _ref(model.folder)) for model in models)
-    with machine_turn(progress):
+    with machine_lock(progress):
         held = race(refs, root=Path("/"), batch_size=batch_size, device=device, progress=progress)
     return {ref.path: model.name for (_, ref), model in zip(refs, models, strict=True)}, held
 
@@ -64,7 +64,7 @@ def measure_saved(models: Sequence[SavedModel], *, device: str = "cpu", progress
     """
     refs = [_ref(model.folder) for model in models]
     measured: list[MeasuredModel] = []
-    with machine_turn(progress):
+    with machine_lock(progress):
         through = throughput(refs, root=Path("/"), device=device, progress=progress)
         for number, (ref, model) in enumerate(zip(refs, models, strict=True)):
             progress("reading memory", number, len(refs))
@@ -96,7 +96,7 @@ def compare_measurements(measured: Measurements, earlier: Measurements) -> tuple
 def saved_model(source: Path) -> SavedModel:
     """Return a saved model under the path that it was given; ArtifactError where it is none."""
     folder = source.resolve()
-    return SavedModel(f"{source} ({open_folder(folder, verify=False).form.name})", Variant.BASELINE, folder)
+    return SavedModel(f"{source} ({open_folder(folder, verify=False).deployment.name})", Variant.BASELINE, folder)
 
 
 def _ref(folder: Path) -> ArtifactRef:

@@ -1,4 +1,4 @@
-"""One line-up of a race: contenders load, take turns in a shuffled order, and drop out. No torch here."""
+"""One session of a race: models load, take turns in a shuffled order, and drop out. No torch here."""
 
 import random
 import time
@@ -12,7 +12,7 @@ from profiling_agent.progress import Progress, silent
 
 # No more rounds are run once every interval is this narrow, relative to its speed-up, or once there are this many. What
 # luck alone makes of an interval is about twice that wide, so the bound is on the part that rounds can narrow.
-NARROW, MAX_ROUNDS = 0.04, 40
+NARROW, MAX_REPEATS = 0.04, 40
 # Forty rounds of ten keep 400 samples a model at most.
 MAX_RUNS = 10
 # Whoever is surely less than half as fast as the best stops taking turns.
@@ -22,15 +22,15 @@ ROUGH = 300
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pace:
-    """How long one line-up may take: it ends after `max_seconds`, but not before `min_rounds`."""
+class SessionLimits:
+    """How long one session may take: it ends after `max_seconds`, but not before `min_repeats`."""
 
-    seconds_per_turn: float = 0.25
-    min_rounds: int = 12
+    seconds_per_sample: float = 0.25
+    min_repeats: int = 12
     max_seconds: float = 30.0
 
 
-class Runner(Protocol):
+class Timed(Protocol):
     """Whoever takes turns."""
 
     def start(self) -> None:
@@ -41,89 +41,91 @@ class Runner(Protocol):
         """Wait until it can take turns; JobError where it never will."""
         ...
 
-    def take_turn(self, runs: int) -> list[float]:
+    def take_sample(self, runs: int) -> list[float]:
         """Return the milliseconds of `runs` passes; JobError where it crashed or hung."""
         ...
 
 
 @dataclass(slots=True)
-class Heat:
-    """What one line-up brought, by contender: turns, who stopped early without a chance, and who failed, with why."""
+class RaceSession:
+    """What one session brought, by model: turns, who stopped early without a chance, and who failed, with why."""
 
-    turns: dict[int, list[list[float]]] = field(default_factory=dict[int, list[list[float]]])
+    samples: dict[int, list[list[float]]] = field(default_factory=dict[int, list[list[float]]])
     hopeless: set[int] = field(default_factory=set[int])
     lost: dict[int, str] = field(default_factory=dict[int, str])
-    num_rounds: int = 0
+    num_repeats: int = 0
 
 
-def run_heat(runners: Mapping[int, Runner], *, pace: Pace, seed: int = 0, progress: Progress = silent) -> Heat:
-    """Let `runners` take turns; number 0 is the baseline, and all others are compared with it.
+def run_session(
+    processes: Mapping[int, Timed], *, limits: SessionLimits, seed: int = 0, progress: Progress = silent
+) -> RaceSession:
+    """Let `processes` take turns; number 0 is the baseline, and all others are compared with it.
 
     Raises:
         JobError: the baseline crashed or hung. Others that do drop out.
     """
-    heat, shuffle = Heat(), random.Random(seed)
-    runs = _load(runners, heat, pace)
+    session, shuffle = RaceSession(), random.Random(seed)
+    runs = _load(processes, session, limits)
     order, started = list(runs), time.monotonic()
-    heat.turns = {index: [] for index in order}
+    session.samples = {index: [] for index in order}
     while True:
         # Whoever always ran after the largest model would always find the caches as that one left them.
         shuffle.shuffle(order)
         for index in order:
-            _take_turn(runners[index], index, runs[index], heat)
-        heat.num_rounds += 1
-        progress("racing", heat.num_rounds, MAX_ROUNDS)
-        order = [index for index in order if index not in heat.lost]
-        if heat.num_rounds < pace.min_rounds:
+            _take_sample(processes[index], index, runs[index], session)
+        session.num_repeats += 1
+        progress("racing", session.num_repeats, MAX_REPEATS)
+        order = [index for index in order if index not in session.lost]
+        if session.num_repeats < limits.min_repeats:
             continue
-        scores = {index: _so_far(heat, index, seed) for index in order if index}
-        heat.hopeless |= hopeless(scores)
-        order = [index for index in order if index not in heat.hopeless]
+        scores = {index: _so_far(session, index, seed) for index in order if index}
+        session.hopeless |= hopeless(scores)
+        order = [index for index in order if index not in session.hopeless]
         is_narrow = all(result.width <= NARROW for index, result in scores.items() if index in order)
-        if is_narrow or heat.num_rounds >= MAX_ROUNDS or time.monotonic() - started > pace.max_seconds:
-            return heat
+        if is_narrow or session.num_repeats >= MAX_REPEATS or time.monotonic() - started > limits.max_seconds:
+            return session
 
 
 def hopeless(scores: Mapping[int, Score]) -> set[int]:
-    """Return the contenders that are surely less than half as fast as the best, the baseline among those."""
+    """Return the models that are surely less than half as fast as the best, the baseline among those."""
     best = max((result.low for result in scores.values()), default=1.0)
     return {index for index, result in scores.items() if result.high < HOPELESS * max(best, 1.0)}
 
 
-def _so_far(heat: Heat, index: int, seed: int) -> Score:
-    ratios = log_ratios(heat.turns[index], heat.turns[0])
-    return pool([ratios], [], seed=seed, luck=0.0, num_resamples=ROUGH)
+def _so_far(session: RaceSession, index: int, seed: int) -> Score:
+    ratios = log_ratios(session.samples[index], session.samples[0])
+    return pool([ratios], [], seed=seed, process_spread=0.0, num_resamples=ROUGH)
 
 
-def _load(runners: Mapping[int, Runner], heat: Heat, pace: Pace) -> dict[int, int]:
+def _load(processes: Mapping[int, Timed], session: RaceSession, limits: SessionLimits) -> dict[int, int]:
     """Have each load while the next one starts, and return how many passes of each fit in a turn.
 
     No more than two load at a time: converting weights takes several times what holding them does.
     """
     runs: dict[int, int] = {}
-    waiting = list(runners)
+    waiting = list(processes)
     for place, index in enumerate(waiting):
         try:
             for ahead in waiting[place : place + 2]:
-                runners[ahead].start()
-            runners[index].wait_until_ready()
-            pass_ms = min(runners[index].take_turn(2))
+                processes[ahead].start()
+            processes[index].wait_until_ready()
+            pass_ms = min(processes[index].take_sample(2))
         except JobError as error:
-            _drop(index, error, heat)
+            _drop(index, error, session)
         else:
-            runs[index] = max(1, min(MAX_RUNS, int(pace.seconds_per_turn * 1e3 / pass_ms)))
+            runs[index] = max(1, min(MAX_RUNS, int(limits.seconds_per_sample * 1e3 / pass_ms)))
     return runs
 
 
-def _take_turn(runner: Runner, index: int, runs: int, heat: Heat) -> None:
+def _take_sample(timed: Timed, index: int, runs: int, session: RaceSession) -> None:
     try:
-        heat.turns[index].append(runner.take_turn(runs))
+        session.samples[index].append(timed.take_sample(runs))
     except JobError as error:
-        _drop(index, error, heat)
+        _drop(index, error, session)
 
 
-def _drop(index: int, error: JobError, heat: Heat) -> None:
+def _drop(index: int, error: JobError, session: RaceSession) -> None:
     if index == 0:
         raise error
-    heat.lost[index] = str(error)
-    heat.turns.pop(index, None)
+    session.lost[index] = str(error)
+    session.samples.pop(index, None)

@@ -1,8 +1,8 @@
 """The turns of a race to speed-ups with intervals.
 
-Rounds of one line-up share its processes, and two processes of equal models differ for as long as they live. So an
-interval covers both: a bootstrap over the rounds of each line-up, and the luck of the draw between line-ups, which is
-taken to be no smaller than what equal models showed (`PROCESS_LUCK`).
+Rounds of one session share its processes, and two processes of equal models differ for as long as they live. So an
+interval covers both: a bootstrap over the rounds of each session, and the luck of the draw between sessions, which is
+taken to be no smaller than what equal models showed (`PROCESS_SPREAD`).
 """
 
 import math
@@ -14,16 +14,16 @@ from numpy.typing import NDArray
 
 NUM_RESAMPLES = 2000
 CONFIDENCE = 0.95
-# Standard deviation of the log ratio of two processes of one model, with racers that keep their memory: six processes
+# Standard deviation of the log ratio of two processes of one model, with workers that keep their memory: six processes
 # of a small ViT at batch 32 by turns, two cores (docs/decisions/LOG.md).
-PROCESS_LUCK = 0.02
-Turns = Sequence[Sequence[float]]
+PROCESS_SPREAD = 0.02
+Samples = Sequence[Sequence[float]]
 Ratios = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """One contender's times in a race, and its speed-up over the first contender with a 95% interval."""
+    """One model's times in a race, and its speed-up over the first model with a 95% interval."""
 
     samples_ms: list[float]
     speedup: float
@@ -46,33 +46,33 @@ class Score:
         return (self.high - self.low) / self.speedup
 
 
-def log_ratios(turns: Turns, baseline: Turns) -> Ratios:
+def log_ratios(samples: Samples, baseline: Samples) -> Ratios:
     """Return log(baseline time / time) of each round that both took part in.
 
     Times of a round are medians taken within seconds of each other: a machine that slows down over a minute slows both.
     """
-    own, first = (np.array([np.median(turn) for turn in of]) for of in (turns, baseline))
+    own, first = (np.array([np.median(sample) for sample in of]) for of in (samples, baseline))
     return np.log(first[: len(own)] / own)
 
 
 def pool(
-    line_ups: Sequence[Ratios],
+    sessions: Sequence[Ratios],
     samples_ms: list[float],
     *,
     seed: int,
-    luck: float = PROCESS_LUCK,
+    process_spread: float = PROCESS_SPREAD,
     num_resamples: int = NUM_RESAMPLES,
 ) -> Score:
-    """Return the score that the log ratios of one or more line-ups give together.
+    """Return the score that the log ratios of one or more sessions give together.
 
-    The speed-up is the geometric mean over line-ups of the median over rounds; the interval holds the middle 95% of
-    bootstrap draws of it, to each of which the luck of that many line-ups is added.
+    The speed-up is the geometric mean over sessions of the median over rounds; the interval holds the middle 95% of
+    bootstrap draws of it, to each of which the luck of that many sessions is added.
     """
     rng = np.random.default_rng(seed)
-    medians = np.array([np.median(ratios) for ratios in line_ups])
+    medians = np.array([np.median(ratios) for ratios in sessions])
     spread = float(np.std(medians, ddof=1)) if len(medians) > 1 else 0.0
-    draws = np.mean([_resampled(ratios, rng, num_resamples) for ratios in line_ups], axis=0)
-    draws = draws + rng.normal(0.0, max(luck, spread) / math.sqrt(len(line_ups)), num_resamples)
+    draws = np.mean([_resampled(ratios, rng, num_resamples) for ratios in sessions], axis=0)
+    draws = draws + rng.normal(0.0, max(process_spread, spread) / math.sqrt(len(sessions)), num_resamples)
     low, high = np.quantile(draws, ((1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2))
     return Score(samples_ms, *(math.exp(value) for value in (medians.mean(), low, high)))
 
@@ -85,7 +85,7 @@ def _resampled(ratios: Ratios, rng: np.random.Generator, num_resamples: int) -> 
 def detectable(scores: Sequence[Score]) -> float:
     """Return the share of time by which one of two equal models would have to differ to be told apart.
 
-    It is the half width of a 95% interval of this race, the median over `scores` (the first contender's not among
+    It is the half width of a 95% interval of this race, the median over `scores` (the first model's not among
     them); 0 where there are none.
     """
     halves = [math.sqrt(score.high / score.low) - 1 for score in scores]

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
-from profiling_agent.benchmarking.contender import Contender, racer_command
+from profiling_agent.benchmarking.contender import TimedProcess, worker_command
 from profiling_agent.benchmarking.latency import latency_stats
 from profiling_agent.benchmarking.race import processes
-from profiling_agent.benchmarking.session import Pace, run_heat
+from profiling_agent.benchmarking.session import SessionLimits, run_session
 from profiling_agent.benchmarking.turns import Start
 from profiling_agent.errors import JobError, RequestError
 from profiling_agent.progress import Progress, silent
@@ -33,7 +33,7 @@ RUNTIME_LIBRARIES = ("onnxruntime", "openvino", "nncf", "torchao")
 # A runtime may take another way through its kernels, and more memory, after its first pass.
 MEMORY_PASSES = 3
 # Throughput is reported, and decides nothing: fewer rounds than a race has will do.
-PACE = Pace(seconds_per_turn=0.25, min_rounds=8, max_seconds=20.0)
+LIMITS = SessionLimits(seconds_per_sample=0.25, min_repeats=8, max_seconds=20.0)
 
 
 def machine(device: str = "cpu") -> Machine:
@@ -64,7 +64,7 @@ def throughput(  # noqa: PLR0913 (how it is measured belongs to the result)
     device: str = "cpu",
     num_threads: int | None = None,
     seed: int = 0,
-    pace: Pace = PACE,
+    limits: SessionLimits = LIMITS,
     progress: Progress = silent,
 ) -> Throughputs:
     """Return images per second of each model at each batch size, by turns across processes.
@@ -77,21 +77,21 @@ def throughput(  # noqa: PLR0913 (how it is measured belongs to the result)
         start = Start(batch_size=batch_size, device=device, num_threads=num_threads)
         able = list(models)
         while able:
-            line_up = processes([racer_command(root / ref.path) for ref in able], start)
+            start_session = processes([worker_command(root / ref.path) for ref in able], start)
             try:
-                with line_up(range(len(able))) as runners:
-                    heat = run_heat(runners, pace=pace, seed=seed, progress=progress)
+                with start_session(range(len(able))) as timed:
+                    session = run_session(timed, limits=limits, seed=seed, progress=progress)
             except JobError as error:
                 refused.append(Refusal(model=able.pop(0), batch_size=batch_size, reason=str(error)))
                 continue
-            refused += [Refusal(model=able[i], batch_size=batch_size, reason=why) for i, why in heat.lost.items()]
-            rows += [_row(able[i], batch_size, turns) for i, turns in sorted(heat.turns.items())]
+            refused += [Refusal(model=able[i], batch_size=batch_size, reason=why) for i, why in session.lost.items()]
+            rows += [_row(able[i], batch_size, samples) for i, samples in sorted(session.samples.items())]
             break
     return Throughputs(rows=tuple(rows), refused=tuple(refused), machine=machine(device))
 
 
-def _row(model: ArtifactRef, batch_size: int, turns: Sequence[Sequence[float]]) -> Throughput:
-    latency: LatencyStats = latency_stats([sample for turn in turns for sample in turn], batch_size)
+def _row(model: ArtifactRef, batch_size: int, samples: Sequence[Sequence[float]]) -> Throughput:
+    latency: LatencyStats = latency_stats([pass_ms for sample in samples for pass_ms in sample], batch_size)
     return Throughput(
         model=model,
         batch_size=batch_size,
@@ -111,10 +111,10 @@ def memory_use(
         JobError: the process died or hung; or this system doesn't tell what a process held at most.
     """
     start = Start(batch_size=batch_size, device=device, num_threads=num_threads)
-    with Contender(racer_command(root / model.path), start, keeps_memory=False) as contender:
-        contender.wait_until_ready()
-        contender.take_turn(MEMORY_PASSES)
-        peak_bytes = _peak_bytes(contender.pid)
+    with TimedProcess(worker_command(root / model.path), start, keeps_memory=False) as process:
+        process.wait_until_ready()
+        process.take_sample(MEMORY_PASSES)
+        peak_bytes = _peak_bytes(process.pid)
     return MemoryUse(
         model=model,
         batch_size=batch_size,

@@ -1,4 +1,4 @@
-"""What the one who starts a race and a racer say to each other: one JSON line each way at a time. No torch here."""
+"""What the one who starts a race and a worker say to each other: one JSON line each way at a time. No torch here."""
 
 from typing import Literal
 
@@ -6,21 +6,21 @@ from profiling_agent.records import Record
 
 
 class Start(Record):
-    """First line to a racer: how it is to run its model."""
+    """First line to a worker: how it is to run its model."""
 
     batch_size: int
     device: str
     num_threads: int | None = None
 
 
-class Turn(Record):
-    """Further lines to a racer: it is its turn to run that many forward passes."""
+class SampleRequest(Record):
+    """Further lines to a worker: it is its turn to run that many forward passes."""
 
     runs: int
 
 
 class Reply(Record):
-    """A racer's answer: it has loaded its model, or how long each pass took."""
+    """A worker's answer: it has loaded its model, or how long each pass took."""
 
     kind: Literal["ready", "times"]
     samples_ms: tuple[float, ...] = ()

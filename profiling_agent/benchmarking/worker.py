@@ -1,6 +1,6 @@
 """One model in a process of its own that runs when it is its turn: `python -m profiling_agent.benchmarking.worker FOLDER`.
 
-It ends when its standard input does, also in the middle of a turn: whoever kills the parent leaves no racer behind.
+It ends when its standard input does, also in the middle of a turn: whoever kills the parent leaves no worker behind.
 It imports torch where the model's runtime is torch's, and only there.
 """
 
@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import TextIO
 
 from profiling_agent.artifacts.folder import open_folder
-from profiling_agent.benchmarking.turns import Reply, Start, Turn
+from profiling_agent.benchmarking.turns import Reply, SampleRequest, Start
 from profiling_agent.deployment.noise import noise_batch
 from profiling_agent.deployment.registry import open_session
 from profiling_agent.reproducibility import available_threads
 
-# The first pass of a turn finds caches and threads as the other racers left them; it isn't counted.
+# The first pass of a turn finds caches and threads as the other workers left them; it isn't counted.
 WARMUP = 1
 
 
@@ -57,8 +57,8 @@ def serve(open_model: Callable[[Start], Callable[[], float]]) -> None:
     run_once = open_model(Start.model_validate_json(next_line()))
     reply(Reply(kind="ready"))
     while True:
-        turn = Turn.model_validate_json(next_line())
-        times = [run_once() for _ in range(WARMUP + turn.runs)]
+        sample = SampleRequest.model_validate_json(next_line())
+        times = [run_once() for _ in range(WARMUP + sample.runs)]
         reply(Reply(kind="times", samples_ms=tuple(times[WARMUP:])))
 
 

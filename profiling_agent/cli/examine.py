@@ -30,7 +30,7 @@ from profiling_agent.request import Request
 FREE_MEMORY, FREE_DISK = 4e9, 5e9
 # A probe imports torch and compiles at worst; who needs longer is broken.
 PROBE_S = 180.0
-# Equal turns that differ by more make a race ask for several line-ups.
+# Equal turns that differ by more make a race ask for several sessions.
 NOISY = 0.10
 NUM_TURNS = 40
 

@@ -177,6 +177,10 @@ def main() -> None:
 
 
 # Last, so that `--help` lists these after the commands above.
+from profiling_agent.cli import approval as approval  # noqa: E402
+from profiling_agent.cli import doctor as doctor  # noqa: E402
+from profiling_agent.cli import reproduce as reproduce  # noqa: E402
+from profiling_agent.cli import saved as saved  # noqa: E402
 
 if __name__ == "__main__":
     main()

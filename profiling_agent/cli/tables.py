@@ -32,7 +32,9 @@ def verdict_table(report: RunReport, root: Path) -> Group:
     terms = folded_table("contract", "term", "asked", "measured", "holds")
     for term in verdict.terms:
         terms.add_row(term.name, asked(term), measured(term), "yes" if term.holds else "no")
-    sides = folded_table("before and after", "", "baseline", f"best ({report.best.variant}, {report.best.form.name})")
+    sides = folded_table(
+        "before and after", "", "baseline", f"best ({report.best.variant}, {report.best.deployment.name})"
+    )
     base, best = report.baseline, report.best
     for name, text in (("top1", percent), ("latency_ms", ms), ("params", count), ("macs", count), ("size_bytes", size)):
         sides.add_row(name, text(getattr(base, name)), text(getattr(best, name)))
@@ -88,11 +90,11 @@ def compare_table(reports: Mapping[str, RunReport]) -> Table:
     for name in ("accuracy", "speed", "size", "memory"):
         row(f"{name} asked", lambda r, name=name: next((asked(t) for t in r.verdict.terms if t.name == name), ""))
     row("accuracy lost", lambda r: drop(r.heldout.drop) if r.heldout.drop else "")
-    row("times as fast", lambda r: speedup(r.lap) if r.lap else "not raced")
+    row("times as fast", lambda r: speedup(r.race_result) if r.race_result else "not raced")
     row("bytes", lambda r: f"{percent(r.best.size_bytes / r.baseline.size_bytes)}, {size(r.best.size_bytes)}")
     row("params saved", lambda r: percent(1 - r.best.params / r.baseline.params))
     row("MACs saved", lambda r: percent(1 - r.best.macs / max(r.baseline.macs, 1)))
-    row("runs as", lambda r: r.best.form.name)
+    row("runs as", lambda r: r.best.deployment.name)
     row("attempts", lambda r: f"{len(r.attempts)}, {sum(one.accepted for one in r.attempts)} accepted")
     row("planned by", lambda r: r.planned_by)
     row("stopped", lambda r: str(r.stopped))
@@ -121,10 +123,10 @@ def approval_table(question: ApprovalQuestion) -> Group:
 
 
 def race_table(names: Mapping[str, str], race: Race) -> Group:
-    """Return the laps of a race and who dropped out; `names` has each model's by the path in its lap."""
+    """Return the race results of a race and who dropped out; `names` has each model's by the path in its race result."""
     table = folded_table("race", "model", "median", "times as fast as the first")
-    for lap in race.laps:
-        table.add_row(Text(names[lap.model.path]), ms(lap.latency.median_ms), speedup(lap))
+    for race_result in race.results:
+        table.add_row(Text(names[race_result.model.path]), ms(race_result.latency.median_ms), speedup(race_result))
     lines = [f"{names[dropped.model.path]} dropped out: {dropped.reason}" for dropped in race.dropped]
     return Group(table, *(Text(line) for line in (*lines, noise_warning(race)) if line))
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from profiling_agent.records import EVERYTHING, Form, QuantizationRecommendation, Scheme
+from profiling_agent.records import EVERYTHING, Deployment, QuantizationRecommendation, Scheme
 
 # What one recommendation for all layers makes of a model; float32 needs none.
 RECOMMENDED: Mapping[Scheme, Mapping[str, str]] = {
@@ -21,6 +21,6 @@ def recommend(scheme: Scheme, layers: str = EVERYTHING) -> tuple[QuantizationRec
     return (QuantizationRecommendation.model_validate({**RECOMMENDED[scheme], "layer": layers}),)
 
 
-def recommended(form: Form) -> tuple[QuantizationRecommendation, ...]:
-    """Return the form's recommendations; where there are none, its scheme for every layer."""
-    return form.recommendations or recommend(form.scheme)
+def recommended(deployment: Deployment) -> tuple[QuantizationRecommendation, ...]:
+    """Return the deployment's recommendations; where there are none, its scheme for every layer."""
+    return deployment.recommendations or recommend(deployment.scheme)

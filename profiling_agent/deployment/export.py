@@ -31,7 +31,7 @@ def export(source: Path, format_: str, output: Path, *, batch_size: int | None =
         raise RequestError("batch_size is for the format onnx alone: leave it out, a folder takes any batch")
     folder = _saved_model(source)
     recipe = load_recipe(folder)
-    if (runtime := recipe.form.runtime) not in TORCH:
+    if (runtime := recipe.deployment.runtime) not in TORCH:
         raise ArtifactError(
             f"{str(folder)!r} is a model for {runtime}: copy {' and '.join(MODEL_FILES[runtime])} from it, or export "
             "its float32 parent"

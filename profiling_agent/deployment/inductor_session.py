@@ -59,7 +59,7 @@ def _compiled(module: nn.Module) -> Callable[[Tensor], Tensor]:
         if pixel_values.shape in known:
             return compiled(pixel_values)
         # Frozen weights are constants that kernels may lay out anew; what is set here counts while it is compiled. A
-        # pool of compiling processes would outlive a killed racer.
+        # pool of compiling processes would outlive a killed worker.
         with (
             inductor.patch(freezing=True, compile_threads=1),
             torch._dynamo.config.patch(recompile_limit=MAX_SIZES),  # pyright: ignore[reportPrivateUsage]

@@ -20,7 +20,7 @@ from profiling_agent.artifacts.golden import FLOAT_TOLERANCE, REDUCED_TOLERANCE,
 from profiling_agent.artifacts.load import load_processor
 from profiling_agent.artifacts.recipe import GOLDEN, Recipe
 from profiling_agent.deployment.batches import check_images
-from profiling_agent.deployment.protocol import Session
+from profiling_agent.deployment.protocol import ModelSession
 from profiling_agent.deployment.registry import open_session
 from profiling_agent.errors import ArtifactError
 from profiling_agent.records import RuntimeName
@@ -46,14 +46,14 @@ class Prediction:
 class Deployed:
     """A saved model, opened in its runtime."""
 
-    def __init__(self, folder: Path, recipe: Recipe, session: Session) -> None:
+    def __init__(self, folder: Path, recipe: Recipe, session: ModelSession) -> None:
         """Take an opened session; `load` is the way in."""
         self.folder, self.recipe, self.session = folder, recipe, session
 
     @property
     def runtime(self) -> RuntimeName:
         """Return the name of the runtime."""
-        return self.recipe.form.runtime
+        return self.recipe.deployment.runtime
 
     @property
     def module(self) -> nn.Module:
@@ -106,7 +106,7 @@ def load(path: str | Path, *, verify: bool = True, device: str = "cpu") -> Deplo
     """Return a saved model that is called as `model(pixel_values).logits` whatever its runtime.
 
     `verify` compares every file with its sha256, and what the model says of two images with what it said when it was
-    saved. Warns where it was made on another type of CPU: another form may be faster here.
+    saved. Warns where it was made on another type of CPU: another deployment may be faster here.
 
     Raises:
         ArtifactError: a file is missing, foreign or damaged, the model doesn't compute what it did, or its runtime
@@ -118,7 +118,7 @@ def load(path: str | Path, *, verify: bool = True, device: str = "cpu") -> Deplo
     if recipe.cpu != environment().cpu:
         warnings.warn(
             f"{str(folder)!r} was made on {recipe.cpu}, this is {environment().cpu}: it computes the same, but another "
-            "form may be faster here; `profiling-agent race` finds out",
+            "deployment may be faster here; `profiling-agent race` finds out",
             stacklevel=2,
         )
     if verify:
@@ -126,7 +126,7 @@ def load(path: str | Path, *, verify: bool = True, device: str = "cpu") -> Deplo
     return Deployed(folder, recipe, session)
 
 
-def check_session(session: Session, folder: Path, recipe: Recipe) -> None:
+def check_session(session: ModelSession, folder: Path, recipe: Recipe) -> None:
     """Raise ArtifactError where `session` doesn't compute the logits that were saved in `folder`."""
     try:
         golden = load_file(folder / GOLDEN)
@@ -140,7 +140,7 @@ def check_session(session: Session, folder: Path, recipe: Recipe) -> None:
 
 
 def _tolerance(recipe: Recipe) -> float:
-    if recipe.form.scheme == "float32" and not recipe.quantized:
+    if recipe.deployment.scheme == "float32" and not recipe.quantized:
         return FLOAT_TOLERANCE
     # Another CPU may have other kernels, whose activations have 7 bits or whose sums are rounded elsewhere.
     return STEP_TOLERANCE if recipe.cpu == environment().cpu else REDUCED_TOLERANCE

@@ -1,4 +1,4 @@
-"""An ONNX file of a float32 model brought into ONNX Runtime's int8 forms."""
+"""An ONNX file of a float32 model brought into ONNX Runtime's int8 deployments."""
 
 import contextlib
 import itertools
@@ -17,11 +17,11 @@ from profiling_agent.artifacts.recipe import QuantizedLayer
 from profiling_agent.deployment.choices import recommended
 from profiling_agent.deployment.onnx_attention import ATTENTION, fuse_attention
 from profiling_agent.deployment.onnx_names import LAYER_OPS, is_convnet, nodes_of_layers
-from profiling_agent.deployment.protocol import INPUT, Batch, Prepared, Source
+from profiling_agent.deployment.protocol import INPUT, Batch, PreparedFiles, Source
 from profiling_agent.deployment.silence import muted
 from profiling_agent.errors import ArtifactError, QuantizationError
 from profiling_agent.quantization.quantize import chosen_layers
-from profiling_agent.records import Form
+from profiling_agent.records import Deployment
 
 # Between int8 convolutions everything has to be int8, or each result is turned into float and back. In a transformer
 # norms, softmax, GELU and residual adds stay in float: they cost little, and int8 costs them much.
@@ -30,8 +30,8 @@ CONVNET_OPS = (*LAYER_OPS, "Add", "Relu", "MaxPool")
 ERRORS = (ValueError, RuntimeError, KeyError, IndexError, ValidationError)
 
 
-def write_form(source: Source, form: Form, path: Path) -> Prepared:
-    """Write the ONNX file of a form; layers that aren't to be quantized stay in float.
+def write_deployment(source: Source, deployment: Deployment, path: Path) -> PreparedFiles:
+    """Write the ONNX file of a deployment; layers that aren't to be quantized stay in float.
 
     Raises:
         ArtifactError: there is no ONNX file to begin with.
@@ -42,22 +42,22 @@ def write_form(source: Source, form: Form, path: Path) -> Prepared:
         raise ArtifactError("ONNX Runtime needs the model as ONNX, which torch could not export")
     path = path.resolve()
     model = onnx.load(source.onnx)
-    layers = chosen_layers(source.module, recommended(form)) if form.scheme != "float32" else {}
+    layers = chosen_layers(source.module, recommended(deployment)) if deployment.scheme != "float32" else {}
     # The operator's kernels know ranges that are measured as it runs, and no static ones.
     fused: Mapping[str, tuple[str, ...]] = {}
-    if form.scheme != "static":
+    if deployment.scheme != "static":
         model, fused = fuse_attention(model, layers)
     # The exporter notes shapes that the quantizer's own inference contradicts once it has transposed a weight.
     del model.graph.value_info[:]
-    if form.scheme == "float32":
+    if deployment.scheme == "float32":
         _write_bare(model, path)
-        return Prepared(quantized=(), tied={})
+        return PreparedFiles(quantized=(), tied={})
     nodes = nodes_of_layers(model, layers, LAYER_OPS)
     attention = {node: taken for node, taken in fused.items() if taken[0] in layers}
     reached = {*nodes.values(), *itertools.chain.from_iterable(attention.values())}
     try:
         with _muted_in_scratch():
-            if form.scheme == "dynamic":
+            if deployment.scheme == "dynamic":
                 _quantize_dynamic(model, path, [*nodes, *attention])
             else:
                 _quantize_static(model, path, nodes, source.calibration)
@@ -65,9 +65,9 @@ def write_form(source: Source, form: Form, path: Path) -> Prepared:
     except ERRORS as error:
         line = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
         raise QuantizationError(f"ONNX Runtime can't quantize the model ({line})") from error
-    kind = "dynamic" if form.scheme == "dynamic" else "static"
+    kind = "dynamic" if deployment.scheme == "dynamic" else "static"
     quantized = tuple(QuantizedLayer(name=name, kind=kind, dtype="qint8") for name in layers if name in reached)
-    return Prepared(quantized=quantized, tied={})
+    return PreparedFiles(quantized=quantized, tied={})
 
 
 def _write_bare(model: onnx.ModelProto, path: Path) -> None:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from profiling_agent.artifacts.recipe import ONNX, Recipe
 from profiling_agent.deployment.batches import check_fixed_batch
 from profiling_agent.deployment.installed import missing_packages
-from profiling_agent.deployment.protocol import INPUT, OUTPUT, Batch, Prepared, Source
+from profiling_agent.deployment.protocol import INPUT, OUTPUT, Batch, PreparedFiles, Source
 from profiling_agent.errors import ArtifactError
-from profiling_agent.records import Form, Scheme
+from profiling_agent.records import Deployment, Scheme
 
 if TYPE_CHECKING:
     from onnxruntime import InferenceSession
@@ -26,11 +26,11 @@ def schemes(device: str) -> tuple[Scheme, ...]:
     return ("float32", "dynamic", "static") if device == "cpu" else ()
 
 
-def prepare(source: Source, form: Form, folder: Path) -> Prepared:
+def prepare(source: Source, deployment: Deployment, folder: Path) -> PreparedFiles:
     """Write `model.onnx`."""
-    from profiling_agent.deployment.onnx_quantization import write_form
+    from profiling_agent.deployment.onnx_quantization import write_deployment
 
-    return write_form(source, form, folder / ONNX)
+    return write_deployment(source, deployment, folder / ONNX)
 
 
 class OnnxSession:
@@ -91,4 +91,4 @@ def open(folder: Path, recipe: Recipe, *, device: str, num_threads: int | None) 
     except (Fail, InvalidGraph, InvalidProtobuf, NotImplemented) as error:
         first_line = str(error).strip().splitlines()[0][:200]
         raise ArtifactError(f"ONNX Runtime can't open {str(folder / ONNX)!r} ({first_line}): save it again") from error
-    return OnnxSession(session, recipe.form.scheme, num_threads or 0)
+    return OnnxSession(session, recipe.deployment.scheme, num_threads or 0)

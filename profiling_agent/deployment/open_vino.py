@@ -8,10 +8,10 @@ from typing import Any
 from profiling_agent.artifacts.recipe import IR, Recipe
 from profiling_agent.deployment.batches import check_fixed_batch
 from profiling_agent.deployment.installed import missing_packages
-from profiling_agent.deployment.protocol import Batch, Prepared, Source
+from profiling_agent.deployment.protocol import Batch, PreparedFiles, Source
 from profiling_agent.deployment.silence import import_openvino
 from profiling_agent.errors import ArtifactError
-from profiling_agent.records import Form, Scheme
+from profiling_agent.records import Deployment, Scheme
 
 # In what the parts compute that aren't int8. Without a hint OpenVINO takes bfloat16 wherever the CPU has it.
 PRECISIONS: dict[Scheme, str] = {"bfloat16": "bf16"}
@@ -33,11 +33,11 @@ def schemes(device: str) -> tuple[Scheme, ...]:
     return ("float32", "bfloat16", "static", "static_nncf") if device == "cpu" else ()
 
 
-def prepare(source: Source, form: Form, folder: Path) -> Prepared:
+def prepare(source: Source, deployment: Deployment, folder: Path) -> PreparedFiles:
     """Write `model.xml` and `model.bin`."""
-    from profiling_agent.deployment.open_vino_conversion import write_form
+    from profiling_agent.deployment.open_vino_conversion import write_deployment
 
-    return write_form(source, form, folder / IR)
+    return write_deployment(source, deployment, folder / IR)
 
 
 class OpenVinoSession:
@@ -106,4 +106,4 @@ class OpenVinoSession:
 def open(folder: Path, recipe: Recipe, *, device: str, num_threads: int | None) -> OpenVinoSession:  # noqa: ARG001 (every runtime's name and signature)
     """Open a saved folder; without `num_threads` there is a thread for each core."""
     core = import_openvino().Core()
-    return OpenVinoSession(core, folder / IR, scheme=recipe.form.scheme, num_threads=num_threads)
+    return OpenVinoSession(core, folder / IR, scheme=recipe.deployment.scheme, num_threads=num_threads)

@@ -1,4 +1,4 @@
-"""A float32 model brought into OpenVINO's forms."""
+"""A float32 model brought into OpenVINO's deployments."""
 
 import importlib
 import tempfile
@@ -16,13 +16,13 @@ from profiling_agent.deployment.choices import recommended
 from profiling_agent.deployment.installed import missing_packages
 from profiling_agent.deployment.onnx_export import write_graph
 from profiling_agent.deployment.onnx_names import LAYER_OPS, is_convnet, nodes_of_layers
-from profiling_agent.deployment.protocol import INPUT, Batch, Prepared, Source
+from profiling_agent.deployment.protocol import INPUT, Batch, PreparedFiles, Source
 from profiling_agent.deployment.silence import import_openvino, muted, without_telemetry
 from profiling_agent.deployment.torch_weights import calibration_batches
 from profiling_agent.errors import ArtifactError, QuantizationError
 from profiling_agent.quantization.kinds import quantized_modules
 from profiling_agent.quantization.quantize import chosen_layers, quantize_model
-from profiling_agent.records import Form
+from profiling_agent.records import Deployment
 
 # Below this a constant is a scale or a small bias, of which there are many and which together are nothing.
 LARGE_BYTES = 2048
@@ -31,8 +31,8 @@ SHAPING = ("Reshape", "Transpose", "Unsqueeze")
 LAYER_TYPES = ("MatMul", "Convolution", "GroupConvolution")
 
 
-def write_form(source: Source, form: Form, path: Path) -> Prepared:
-    """Write the graph of a form to `path` (.xml) and its weights beside it (.bin).
+def write_deployment(source: Source, deployment: Deployment, path: Path) -> PreparedFiles:
+    """Write the graph of a deployment to `path` (.xml) and its weights beside it (.bin).
 
     Raises:
         ArtifactError: there is no ONNX file to begin with, or the int8 model can't be exported.
@@ -40,19 +40,19 @@ def write_form(source: Source, form: Form, path: Path) -> Prepared:
         QuantizationError: OpenVINO can't convert the model, or NNCF can't quantize it.
     """
     try:
-        if form.scheme == "static":
-            return _write_ours(source, form, path)
+        if deployment.scheme == "static":
+            return _write_ours(source, deployment, path)
         if source.onnx is None:
             raise ArtifactError("OpenVINO needs the model as ONNX, which torch could not export")
-        if form.scheme == "static_nncf":
-            return _write_nncf(source, source.onnx, form, path)
+        if deployment.scheme == "static_nncf":
+            return _write_nncf(source, source.onnx, deployment, path)
         # bfloat16 is how it computes; half of the bytes are what float16 weights take.
-        _save(import_openvino().Core().read_model(source.onnx), path, halve=form.scheme == "bfloat16")
+        _save(import_openvino().Core().read_model(source.onnx), path, halve=deployment.scheme == "bfloat16")
     except (RuntimeError, ValueError, TypeError) as error:
         line = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-        raise QuantizationError(f"OpenVINO can't take the model as {form.scheme} ({line})") from error
-    layers = chosen_layers(source.module, recommended(form))
-    return Prepared(quantized=_rows(layers) if form.scheme == "bfloat16" else (), tied={})
+        raise QuantizationError(f"OpenVINO can't take the model as {deployment.scheme} ({line})") from error
+    layers = chosen_layers(source.module, recommended(deployment))
+    return PreparedFiles(quantized=_rows(layers) if deployment.scheme == "bfloat16" else (), tied={})
 
 
 def _rows(layers: Mapping[str, Any]) -> tuple[QuantizedLayer, ...]:
@@ -99,9 +99,9 @@ def _is_added(node: Any) -> bool:
     )
 
 
-def _write_ours(source: Source, form: Form, path: Path) -> Prepared:
+def _write_ours(source: Source, deployment: Deployment, path: Path) -> PreparedFiles:
     """Quantize in torch and export that: OpenVINO finds int8 arithmetic in quantize, dequantize and matmul."""
-    quantized = quantize_model(source.module, recommended(form), calibration=lambda: calibration_batches(source))
+    quantized = quantize_model(source.module, recommended(deployment), calibration=lambda: calibration_batches(source))
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         exported = Path(scratch) / "static.onnx"
         write_graph(quantized.model, exported, spec=source.recipe.input)
@@ -112,13 +112,13 @@ def _write_ours(source: Source, form: Form, path: Path) -> Prepared:
         QuantizedLayer(name=name, kind=module.kind, dtype=module.dtype)
         for name, module in quantized_modules(quantized.model).items()
     )
-    return Prepared(quantized=rows, tied={})
+    return PreparedFiles(quantized=rows, tied={})
 
 
-def _write_nncf(source: Source, exported: Path, form: Form, path: Path) -> Prepared:
+def _write_nncf(source: Source, exported: Path, deployment: Deployment, path: Path) -> PreparedFiles:
     if line := missing_packages(("nncf",), extra="openvino"):
         raise ArtifactError(f"static_nncf is made by NNCF: {line}")
-    layers = chosen_layers(source.module, recommended(form))
+    layers = chosen_layers(source.module, recommended(deployment))
     graph = onnx.load(exported, load_external_data=False)
     every = nodes_of_layers(graph, [name for name, _ in source.module.named_modules()], LAYER_OPS)
     model: Any = import_openvino().Core().read_model(exported)
@@ -127,7 +127,7 @@ def _write_nncf(source: Source, exported: Path, form: Form, path: Path) -> Prepa
     _halve_constants(quantized)
     _save(quantized, path, halve=False)
     rows = (QuantizedLayer(name=name, kind="static", dtype="qint8") for name in layers if name in every.values())
-    return Prepared(quantized=tuple(rows), tied={})
+    return PreparedFiles(quantized=tuple(rows), tied={})
 
 
 def _quantized(model: Any, images: Batch, kept: Collection[str], *, is_transformer: bool) -> Any:

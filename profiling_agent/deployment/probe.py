@@ -21,7 +21,7 @@ from profiling_agent.deployment.onnx_export import export_onnx
 from profiling_agent.deployment.protocol import Source
 from profiling_agent.deployment.registry import open_session
 from profiling_agent.deployment.save import save_deployed
-from profiling_agent.records import Form, InputSpec, RuntimeName
+from profiling_agent.records import Deployment, InputSpec, RuntimeName
 
 SPEC = InputSpec(channels=3, height=32, width=32, source="probe")
 NUM_RUNS = 20
@@ -44,7 +44,7 @@ def probe(name: RuntimeName, folder: Path) -> float:
         batch_size=1,
         onnx=_exported(model, folder / "model.onnx") if name in ("onnxruntime", "openvino") else None,
     )
-    save_deployed(source, Form(runtime=name), folder / "deployed")
+    save_deployed(source, Deployment(runtime=name), folder / "deployed")
     session = open_session(folder / "deployed")
     images = noise_batch(SPEC, session.fixed_size or 1)
     session.run(images)

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from profiling_agent.artifacts.recipe import QuantizedLayer, Recipe
-from profiling_agent.records import Form, Scheme
+from profiling_agent.records import Deployment, Scheme
 
 Batch = NDArray[np.float32]
 # What goes in and what comes out, by the names that exported graphs have for them.
@@ -18,7 +18,7 @@ INPUT, OUTPUT = "pixel_values", "logits"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """A float32 model that is to be brought into a form.
+    """A float32 model that is to be brought into a deployment.
 
     `module` is the model in eval mode on the CPU, `recipe` that of its saved folder, `calibration` float32 images of
     shape (n, channels, height, width), `onnx` the same model as ONNX where it could be exported.
@@ -34,7 +34,7 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prepared:
+class PreparedFiles:
     """What became of the layers, as the recipe says it; `tied` and `folded` for weights that torch reads alone."""
 
     quantized: tuple[QuantizedLayer, ...]
@@ -42,7 +42,7 @@ class Prepared:
     folded: tuple[str, ...] = ()
 
 
-class Session(Protocol):
+class ModelSession(Protocol):
     """An opened model; `fixed_size` is the only number of images that it takes at a time, None where it takes any."""
 
     fixed_size: int | None
@@ -71,17 +71,17 @@ class Runtime(Protocol):
         """Return the schemes that it has on "cpu" or "cuda"."""
         ...
 
-    def prepare(self, source: Source, form: Form, folder: Path) -> Prepared:
+    def prepare(self, source: Source, deployment: Deployment, folder: Path) -> PreparedFiles:
         """Write the files of `MODEL_FILES` into `folder`.
 
         Raises:
             ArtifactError: the runtime needs the model as ONNX, and there is none.
             PlanError: a pattern hits no layer.
-            QuantizationError: the model can't be brought into this form.
+            QuantizationError: the model can't be brought into this deployment.
         """
         ...
 
-    def open(self, folder: Path, recipe: Recipe, *, device: str, num_threads: int | None) -> Session:
+    def open(self, folder: Path, recipe: Recipe, *, device: str, num_threads: int | None) -> ModelSession:
         """Open a saved folder; without `num_threads`, the threads are those of the process or the library.
 
         Raises:

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import cast
 
 from profiling_agent.artifacts.folder import open_folder
-from profiling_agent.deployment.protocol import Runtime, Session
+from profiling_agent.deployment.protocol import ModelSession, Runtime
 from profiling_agent.errors import ArtifactError
-from profiling_agent.records import RUNTIMES, Form, RuntimeName
+from profiling_agent.records import RUNTIMES, Deployment, RuntimeName
 
 MODULES: dict[RuntimeName, str] = {
     "eager": "profiling_agent.deployment.torch_eager",
@@ -27,19 +27,21 @@ def missing(name: RuntimeName) -> str | None:
     return runtime(name).missing()
 
 
-def all_forms(device: str = "cpu") -> tuple[Form, ...]:
-    """Return a form for every runtime and scheme on a device, runtimes that aren't installed included."""
-    return tuple(Form(runtime=name, scheme=scheme) for name in RUNTIMES for scheme in runtime(name).schemes(device))
+def all_deployments(device: str = "cpu") -> tuple[Deployment, ...]:
+    """Return a deployment for every runtime and scheme on a device, runtimes that aren't installed included."""
+    return tuple(
+        Deployment(runtime=name, scheme=scheme) for name in RUNTIMES for scheme in runtime(name).schemes(device)
+    )
 
 
-def open_session(folder: Path, *, device: str = "cpu", num_threads: int | None = None) -> Session:
+def open_session(folder: Path, *, device: str = "cpu", num_threads: int | None = None) -> ModelSession:
     """Open a saved model in the runtime that it was saved for; its hashes and golden logits aren't compared.
 
     Raises:
         ArtifactError: a file is missing, foreign or unreadable, or the runtime isn't installed.
     """
     recipe = open_folder(folder, verify=False)
-    name = recipe.form.runtime
+    name = recipe.deployment.runtime
     if line := missing(name):
         raise ArtifactError(f"{str(folder)!r} was saved for {name}: {line}")
     return runtime(name).open(folder, recipe, device=device, num_threads=num_threads)

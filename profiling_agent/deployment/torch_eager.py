@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from profiling_agent.artifacts.recipe import Recipe
-from profiling_agent.deployment.protocol import Prepared, Source
-from profiling_agent.records import Form, Scheme
+from profiling_agent.deployment.protocol import PreparedFiles, Source
+from profiling_agent.records import Deployment, Scheme
 
 if TYPE_CHECKING:
     from profiling_agent.deployment.torch_session import TorchSession
@@ -23,11 +23,11 @@ def schemes(device: str) -> tuple[Scheme, ...]:
     return ("float32", "bfloat16", "float16", "dynamic")
 
 
-def prepare(source: Source, form: Form, folder: Path) -> Prepared:
-    """Write the weights in the form's dtypes; on CUDA the whole model is in half precision, on the CPU layers are."""
+def prepare(source: Source, deployment: Deployment, folder: Path) -> PreparedFiles:
+    """Write the weights in the deployment's dtypes; on CUDA the whole model is in half precision, on the CPU layers are."""
     from profiling_agent.deployment.torch_weights import write_weights
 
-    return write_weights(source, form, folder)
+    return write_weights(source, deployment, folder)
 
 
 def open(folder: Path, recipe: Recipe, *, device: str, num_threads: int | None) -> "TorchSession":  # noqa: ARG001 (every runtime's name and signature)

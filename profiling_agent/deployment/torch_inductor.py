@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from profiling_agent.artifacts.recipe import Recipe
 from profiling_agent.deployment.installed import missing_packages
-from profiling_agent.deployment.protocol import Prepared, Source
-from profiling_agent.records import Form, Scheme
+from profiling_agent.deployment.protocol import PreparedFiles, Source
+from profiling_agent.records import Deployment, Scheme
 
 if TYPE_CHECKING:
     from profiling_agent.deployment.inductor_session import InductorSession
@@ -32,11 +32,11 @@ def schemes(device: str) -> tuple[Scheme, ...]:
     return ("float32", "bfloat16", "float16") if device == "cuda" else ("float32", "bfloat16", "static")
 
 
-def prepare(source: Source, form: Form, folder: Path) -> Prepared:
-    """Write the weights in the form's dtypes, as eager torch has them."""
+def prepare(source: Source, deployment: Deployment, folder: Path) -> PreparedFiles:
+    """Write the weights in the deployment's dtypes, as eager torch has them."""
     from profiling_agent.deployment.torch_weights import write_weights
 
-    return write_weights(source, form, folder)
+    return write_weights(source, deployment, folder)
 
 
 def open(folder: Path, recipe: Recipe, *, device: str, num_threads: int | None) -> "InductorSession":  # noqa: ARG001 (every runtime's name and signature)

@@ -1,4 +1,4 @@
-"""A float32 module's weights in the dtypes of a form."""
+"""A float32 module's weights in the dtypes of a deployment."""
 
 import shutil
 from collections.abc import Iterator
@@ -11,14 +11,14 @@ from torch import Tensor
 from profiling_agent.artifacts.recipe import WEIGHTS
 from profiling_agent.artifacts.save import save_model
 from profiling_agent.deployment.choices import recommended
-from profiling_agent.deployment.protocol import Prepared, Source
+from profiling_agent.deployment.protocol import PreparedFiles, Source
 from profiling_agent.quantization.quantize import quantize_model
-from profiling_agent.records import Form
+from profiling_agent.records import Deployment
 
 HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def write_weights(source: Source, form: Form, folder: Path) -> Prepared:
+def write_weights(source: Source, deployment: Deployment, folder: Path) -> PreparedFiles:
     """Write `model.safetensors`.
 
     Raises:
@@ -26,7 +26,7 @@ def write_weights(source: Source, form: Form, folder: Path) -> Prepared:
         QuantizationError: a layer's weights or inputs aren't finite, or there are too few images.
     """
     on_cuda = source.device == "cuda"
-    chosen = () if on_cuda else recommended(form)
+    chosen = () if on_cuda else recommended(deployment)
     quantized = quantize_model(source.module, chosen, calibration=lambda: calibration_batches(source))
     # `save_model` knows every kind of layer; of what it writes, the weights are wanted.
     whole = folder / "whole"
@@ -38,11 +38,11 @@ def write_weights(source: Source, form: Form, folder: Path) -> Prepared:
         base_model=source.recipe.base_model,
         folded=(*source.recipe.folded, *quantized.folded),
     )
-    if on_cuda and form.scheme in HALVES:
-        _halve(whole / WEIGHTS, HALVES[form.scheme])
+    if on_cuda and deployment.scheme in HALVES:
+        _halve(whole / WEIGHTS, HALVES[deployment.scheme])
     (whole / WEIGHTS).rename(folder / WEIGHTS)
     shutil.rmtree(whole)
-    return Prepared(quantized=recipe.quantized, tied=recipe.tied, folded=recipe.folded)
+    return PreparedFiles(quantized=recipe.quantized, tied=recipe.tied, folded=recipe.folded)
 
 
 def calibration_batches(source: Source) -> Iterator[Tensor]:

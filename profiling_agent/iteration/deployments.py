@@ -1,11 +1,11 @@
-"""Which forms a model could be deployed in here: the runtimes that are installed, the schemes that were asked for."""
+"""Which deployments a model could be deployed in here: the runtimes that are installed, the schemes that were asked for."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
 from profiling_agent.deployment import registry
 from profiling_agent.deployment.choices import RECOMMENDED, recommend
 from profiling_agent.errors import RequestError
-from profiling_agent.records import EVERYTHING, Form, Plan, QuantizationRecommendation, RuntimeName, Scheme
+from profiling_agent.records import EVERYTHING, Deployment, Plan, QuantizationRecommendation, RuntimeName, Scheme
 from profiling_agent.request import Request
 
 INT8: frozenset[Scheme] = frozenset({"dynamic", "static", "static_nncf"})
@@ -21,32 +21,34 @@ def schemes_of(recommendations: Iterable[QuantizationRecommendation]) -> frozens
     )
 
 
-def possible_forms(
+def possible_deployments(
     plan: Plan,
     supported: Mapping[RuntimeName, Sequence[Scheme]],
     *,
     schemes: frozenset[Scheme],
     layers: str = EVERYTHING,
-) -> tuple[Form, ...]:
-    """Return the forms to try, in the order of `supported`; eager float32 is the baseline and no form.
+) -> tuple[Deployment, ...]:
+    """Return the deployments to try, in the order of `supported`; eager float32 is the baseline and no deployment.
 
     `supported` has the schemes of each runtime that is there. A plan that says how to quantize is taken at its word;
     otherwise every one of `schemes` is tried on `layers`. float32 is always one: another runtime alone may suffice.
     """
-    found: list[Form] = []
+    found: list[Deployment] = []
     for runtime, known in supported.items():
         if plan.quantization is None:
             chosen = [
-                Form(runtime=runtime, scheme=scheme, recommendations=recommend(scheme, layers))
+                Deployment(runtime=runtime, scheme=scheme, recommendations=recommend(scheme, layers))
                 for scheme in known
                 if scheme in schemes or scheme == "float32"
             ]
         else:
             chosen = [
-                Form(runtime=runtime, scheme=scheme, recommendations=plan.quantization)
+                Deployment(runtime=runtime, scheme=scheme, recommendations=plan.quantization)
                 for scheme in _planned(runtime, known, schemes_of(plan.quantization))
             ]
-        found += [form for form in chosen if (form.runtime, form.scheme) != ("eager", "float32")]
+        found += [
+            deployment for deployment in chosen if (deployment.runtime, deployment.scheme) != ("eager", "float32")
+        ]
     return tuple(found)
 
 
@@ -76,7 +78,7 @@ def asked_schemes(dtype: str) -> frozenset[Scheme]:
     return ASKED[dtype]
 
 
-def supported_forms(
+def supported_deployments(
     names: Sequence[RuntimeName], device: str
 ) -> tuple[dict[RuntimeName, tuple[Scheme, ...]], tuple[str, ...]]:
     """Return the schemes of each runtime of `names` that is installed, and a line for each one that isn't."""

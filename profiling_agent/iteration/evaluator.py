@@ -27,8 +27,8 @@ from profiling_agent.records import (
     ArtifactRef,
     Cut,
     DeployedModel,
+    Deployment,
     Evaluation,
-    Form,
     Goal,
     ModelProfile,
     Predictions,
@@ -41,14 +41,14 @@ from profiling_agent.records import (
     Variant,
 )
 
-# What a conversion or a runtime may end with; it costs the form its place, or the attempt, and never the run.
+# What a conversion or a runtime may end with; it costs the deployment its place, or the attempt, and never the run.
 REFUSALS = (ArtifactError, JobError, QuantizationError)
 # The runtimes that read the float32 model as ONNX; OpenVINO's `static` is exported with its int8 layers instead.
 READS_ONNX: frozenset[RuntimeName] = frozenset({"onnxruntime", "openvino"})
 
 
 @dataclass(frozen=True)
-class Bench:
+class Evaluator:
     """What a run measures with; `supported` has the schemes of each runtime that is there and may be used."""
 
     jobs: Jobs
@@ -74,22 +74,22 @@ class Bench:
         evidence = self.profile.evidence
         return evidence.kept({cut.unit.name: cut.keep for cut in cuts}) if evidence else {}
 
-    def tune(self, model: ArtifactRef, form: Form) -> Tuned | None:
-        """Make a float32 model ready for an int8 form; None where the form is none."""
+    def tune(self, model: ArtifactRef, deployment: Deployment) -> Tuned | None:
+        """Make a float32 model ready for an int8 deployment; None where the deployment is none."""
         times = {row.name: row.latency_ms for row in self.profile.layers}
         total = sum(times.values()) or 1.0
         shares = {name: time / total for name, time in times.items()}
-        return tune(self.jobs, model, form, self.acquired.calibration, batch_size=self.batch_size, shares=shares)
+        return tune(self.jobs, model, deployment, self.acquired.calibration, batch_size=self.batch_size, shares=shares)
 
-    def deploy(self, model: ArtifactRef, form: Form) -> DeployedModel:
-        """Bring a float32 model into a form as it is; raises what the conversion does, JobError where it crashed or hung."""
+    def deploy(self, model: ArtifactRef, deployment: Deployment) -> DeployedModel:
+        """Bring a float32 model into a deployment as it is; raises what the conversion does, JobError where it crashed or hung."""
         calibration = self.acquired.calibration
-        return deploy(self.jobs, model, form, calibration, batch_size=self.batch_size, device=self.device)
+        return deploy(self.jobs, model, deployment, calibration, batch_size=self.batch_size, device=self.device)
 
-    def deploy_tuned(self, model: ArtifactRef, form: Form) -> DeployedModel:
-        """Bring a float32 model into a form, made ready for it first."""
-        tuned = self.tune(model, form)
-        return self.deploy(tuned.model if tuned else model, form)
+    def deploy_tuned(self, model: ArtifactRef, deployment: Deployment) -> DeployedModel:
+        """Bring a float32 model into a deployment, made ready for it first."""
+        tuned = self.tune(model, deployment)
+        return self.deploy(tuned.model if tuned else model, deployment)
 
     def evaluate(
         self,
@@ -97,30 +97,32 @@ class Bench:
         model: ArtifactRef,
         split: SplitInfo,
         against: Evaluation | None = None,
-        form: Form | None = None,
+        deployment: Deployment | None = None,
     ) -> Evaluation:
         """Measure `model` on `split`, paired with the baseline's evaluation `against` on the same images."""
-        measured = self.jobs.run(self._evaluation(model, split, form))
+        measured = self.jobs.run(self._evaluation(model, split, deployment))
         drop = self._drop(against.predictions, measured.predictions) if against else None
         return Evaluation(
             variant=variant,
             model=model,
-            form=form or Form(),
+            deployment=deployment or Deployment(),
             footprint=measured.footprint,
             predictions=measured.predictions,
             drop=drop,
         )
 
-    def sample(self, model: ArtifactRef, split: SplitInfo, against: Evaluation, form: Form, size: int) -> AccuracyDrop:
+    def sample(
+        self, model: ArtifactRef, split: SplitInfo, against: Evaluation, deployment: Deployment, size: int
+    ) -> AccuracyDrop:
         """Return the drop on the first `size` images of `split`, of which `against` knows all."""
-        measured = self.jobs.run(self._evaluation(model, split, form, size))
+        measured = self.jobs.run(self._evaluation(model, split, deployment, size))
         return self._drop(against.predictions, measured.predictions)
 
     def _evaluation(
-        self, model: ArtifactRef, split: SplitInfo, form: Form | None, num_images: int | None = None
+        self, model: ArtifactRef, split: SplitInfo, deployment: Deployment | None, num_images: int | None = None
     ) -> EvaluateTask:
         # Other runtimes may take their process down, which is then not to be the worker.
-        kind = EvaluateTask if form is None or form.runtime == "eager" else EvaluateApartTask
+        kind = EvaluateTask if deployment is None or deployment.runtime == "eager" else EvaluateApartTask
         return kind(model=model, split=split, batch_size=self.batch_size, device=self.device, num_images=num_images)
 
     def race(self, entries: tuple[tuple[Variant, ArtifactRef], ...]) -> Race:
@@ -148,18 +150,18 @@ class Bench:
 def tune(
     jobs: Jobs,
     model: ArtifactRef,
-    form: Form,
+    deployment: Deployment,
     calibration: SplitInfo,
     *,
     batch_size: int,
     shares: Mapping[str, float] | None = None,
 ) -> Tuned | None:
-    """Make a float32 model ready for an int8 form, `shares` being the layers' of the time; None for other forms."""
-    if form.scheme not in INT8:
+    """Make a float32 model ready for an int8 deployment, `shares` being the layers' of the time; None for other deployments."""
+    if deployment.scheme not in INT8:
         return None
     task = TuneTask(
         model=model,
-        scheme="dynamic" if form.scheme == "dynamic" else "static",
+        scheme="dynamic" if deployment.scheme == "dynamic" else "static",
         calibration=calibration,
         latency_shares=dict(shares or {}),
         batch_size=batch_size,
@@ -168,18 +170,26 @@ def tune(
 
 
 def deploy(
-    jobs: Jobs, model: ArtifactRef, form: Form, calibration: SplitInfo, *, batch_size: int, device: str = "cpu"
+    jobs: Jobs,
+    model: ArtifactRef,
+    deployment: Deployment,
+    calibration: SplitInfo,
+    *,
+    batch_size: int,
+    device: str = "cpu",
 ) -> DeployedModel:
-    """Bring a float32 model into a form, as ONNX first where its runtime reads that."""
-    reads_onnx = form.runtime in READS_ONNX and (form.runtime, form.scheme) != ("openvino", "static")
+    """Bring a float32 model into a deployment, as ONNX first where its runtime reads that."""
+    reads_onnx = deployment.runtime in READS_ONNX and (deployment.runtime, deployment.scheme) != ("openvino", "static")
     onnx = jobs.run(ExportTask(model=model)).onnx if reads_onnx else None
-    kind = DeployTask if form.runtime == "eager" else DeployApartTask
-    task = kind(model=model, form=form, calibration=calibration, onnx=onnx, batch_size=batch_size, device=device)
+    kind = DeployTask if deployment.runtime == "eager" else DeployApartTask
+    task = kind(
+        model=model, deployment=deployment, calibration=calibration, onnx=onnx, batch_size=batch_size, device=device
+    )
     return jobs.run(task)
 
 
-def leaving_in_float(form: Form, layers: Sequence[str]) -> Form:
-    """Return `form` with `layers` left in float32, by their names."""
+def leaving_in_float(deployment: Deployment, layers: Sequence[str]) -> Deployment:
+    """Return `deployment` with `layers` left in float32, by their names."""
     kept = tuple(
         QuantizationRecommendation(
             layer=f"^{_quoted(name)}$",
@@ -189,7 +199,7 @@ def leaving_in_float(form: Form, layers: Sequence[str]) -> Form:
         )
         for name in layers
     )
-    return form.model_copy(update={"recommendations": (*form.recommendations, *kept)})
+    return deployment.model_copy(update={"recommendations": (*deployment.recommendations, *kept)})
 
 
 def _quoted(name: str) -> str:

@@ -3,18 +3,18 @@
 import math
 
 from profiling_agent.iteration.judge import judge
-from profiling_agent.records import Evaluation, Finalist, Goal, Journal, Variant
+from profiling_agent.records import Candidate, Evaluation, Goal, Journal, Variant
 
 
-def _finalists(journal: Journal) -> list[Finalist]:
-    found: list[Finalist] = []
+def _candidates(journal: Journal) -> list[Candidate]:
+    found: list[Candidate] = []
     if journal.quantized is not None:
-        found.append(Finalist(variant=Variant.QUANTIZED, evaluation=journal.quantized))
+        found.append(Candidate(variant=Variant.QUANTIZED, evaluation=journal.quantized))
     for attempt in journal.attempts:
-        forms = {e.variant: e for e in (attempt.pruned, attempt.deployed) if e is not None}
+        deployments = {e.variant: e for e in (attempt.pruned, attempt.deployed) if e is not None}
         found += [
-            Finalist(variant=variant, attempt=attempt.number, evaluation=evaluation)
-            for variant, evaluation in forms.items()
+            Candidate(variant=variant, attempt=attempt.number, evaluation=evaluation)
+            for variant, evaluation in deployments.items()
             if variant in (Variant.PRUNED, Variant.BOTH)
         ]
     return found
@@ -36,9 +36,9 @@ def preference(goal: Goal, *, size: float, speedup: float, memory: float | None)
     return size > goal.max_size_ratio, speedup < goal.min_speedup, is_greedy, wanted
 
 
-def _by_contract(journal: Journal, goal: Goal) -> list[Finalist]:
+def _by_contract(journal: Journal, goal: Goal) -> list[Candidate]:
     """Return those that keep the accuracy, the cheapest first: small enough, then fewest MACs, then fewest bytes."""
-    passed = [f for f in _finalists(journal) if judge(f.evaluation, journal.baseline, goal).accepted]
+    passed = [f for f in _candidates(journal) if judge(f.evaluation, journal.baseline, goal).accepted]
     return sorted(
         passed,
         key=lambda f: (
@@ -49,7 +49,7 @@ def _by_contract(journal: Journal, goal: Goal) -> list[Finalist]:
     )
 
 
-def _by_paper(journal: Journal) -> list[Finalist]:
+def _by_paper(journal: Journal) -> list[Candidate]:
     """Return fp32 pruned models by accuracy, then params, then latency, as far as they beat the baseline (Algorithm 1).
 
     MACs stand in for latency: two plans with equal accuracy and params differ by less than timing can tell.
@@ -58,12 +58,12 @@ def _by_paper(journal: Journal) -> list[Finalist]:
     def rank(evaluation: Evaluation) -> tuple[float, int, int]:
         return -evaluation.top1, evaluation.footprint.params, evaluation.footprint.macs
 
-    pruned = [f for f in _finalists(journal) if f.variant is Variant.PRUNED]
+    pruned = [f for f in _candidates(journal) if f.variant is Variant.PRUNED]
     better = [f for f in pruned if rank(f.evaluation) < rank(journal.baseline)]
     return sorted(better, key=lambda f: rank(f.evaluation))
 
 
-def ranked(journal: Journal, goal: Goal) -> tuple[Finalist, ...]:
+def ranked(journal: Journal, goal: Goal) -> tuple[Candidate, ...]:
     """Return the candidates that may be returned, best first; the baseline, always one of them, comes last."""
     found = _by_paper(journal) if goal.selection == "paper" else _by_contract(journal, goal)
-    return (*found, Finalist(variant=Variant.BASELINE, evaluation=journal.baseline))
+    return (*found, Candidate(variant=Variant.BASELINE, evaluation=journal.baseline))

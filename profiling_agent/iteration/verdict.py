@@ -1,7 +1,7 @@
 """The contract against what was measured: met, nearly met, or shown to be out of reach."""
 
 from profiling_agent.evaluation.intervals import images_to_certify, one_sided_bound
-from profiling_agent.records import AccuracyDrop, Goal, Lap, Outcome, Record, Term, Verdict
+from profiling_agent.records import AccuracyDrop, Goal, Outcome, RaceResult, Record, Term, Verdict
 
 CONFIDENCE = 0.95
 
@@ -10,7 +10,7 @@ class Facts(Record):
     """What the verdict rests on: the winner on the held-out images, in the race and on disk."""
 
     drop: AccuracyDrop | None = None
-    lap: Lap | None = None
+    race_result: RaceResult | None = None
     size_ratio: float
     memory_ratio: float | None = None
     refused: str | None = None
@@ -25,7 +25,7 @@ class Limit(Record):
 
 def _terms(facts: Facts, goal: Goal) -> tuple[Term, ...]:
     drop = facts.drop.drop if facts.drop else 0.0
-    speedup = facts.lap.speedup if facts.lap else 1.0
+    speedup = facts.race_result.speedup if facts.race_result else 1.0
     terms = (
         Term(name="accuracy", required=goal.max_accuracy_drop, measured=drop, holds=drop <= goal.max_accuracy_drop),
         Term(name="speed", required=goal.min_speedup, measured=speedup, holds=speedup >= goal.min_speedup),
@@ -60,7 +60,7 @@ def out_of_reach(limit: Limit, goal: Goal) -> str | None:
 
 
 def _met(facts: Facts, goal: Goal, terms: tuple[Term, ...]) -> Verdict:
-    is_fast = goal.min_speedup <= (facts.lap.speedup_low if facts.lap else 1.0)
+    is_fast = goal.min_speedup <= (facts.race_result.speedup_low if facts.race_result else 1.0)
     bound = one_sided_bound(facts.drop, CONFIDENCE) if facts.drop else 0.0
     certified = is_fast and bound <= goal.max_accuracy_drop
     needed = images_to_certify(facts.drop, goal.max_accuracy_drop) if facts.drop and not certified else None

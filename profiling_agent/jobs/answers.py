@@ -7,7 +7,7 @@ import numpy as np
 
 from profiling_agent.acquisition.batches import iter_batches
 from profiling_agent.artifacts.load import load_processor
-from profiling_agent.deployment.protocol import Session
+from profiling_agent.deployment.protocol import ModelSession
 from profiling_agent.errors import RequestError
 from profiling_agent.evaluation.predictions import Classes, write_predictions
 from profiling_agent.jobs.desk import Desk
@@ -15,7 +15,7 @@ from profiling_agent.records import Predictions, SplitInfo
 
 
 def answers(
-    session: Session, split: SplitInfo, model: Path, desk: Desk, *, batch_size: int, limit: int | None = None
+    session: ModelSession, split: SplitInfo, model: Path, desk: Desk, *, batch_size: int, limit: int | None = None
 ) -> tuple[Classes, Classes]:
     """Return predicted and true class ids, int64, one each per image; `model` is the saved folder whose processor is used.
 

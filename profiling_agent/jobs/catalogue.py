@@ -88,7 +88,7 @@ def survey_shape(task: tasks.SurveyShapeTask, desk: Desk) -> ShapeFacts:
     return survey(loaded.model, loaded.processor)
 
 
-def resolve_shape(task: tasks.ResolveShapeTask, desk: Desk) -> tasks.Resolved:
+def resolve_shape(task: tasks.ResolveShapeTask, desk: Desk) -> tasks.ResolvedShape:
     """Find the input shape; save the baseline with it."""
     device = resolve_device(task.device)
     loaded = load_model(task.model, revision=task.revision, device=device, progress=desk.progress)
@@ -104,7 +104,7 @@ def resolve_shape(task: tasks.ResolveShapeTask, desk: Desk) -> tasks.Resolved:
         base_model=task.model,
         base_revision=loaded.revision,
     )
-    return tasks.Resolved(input=spec, baseline=desk.ref(folder, "model"), device=device)
+    return tasks.ResolvedShape(input=spec, baseline=desk.ref(folder, "model"), device=device)
 
 
 def profile(task: tasks.ProfileTask, desk: Desk) -> tasks.Profiled:

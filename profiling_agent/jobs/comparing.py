@@ -6,8 +6,8 @@ from profiling_agent.jobs.tasks import Task
 from profiling_agent.records import ArtifactRef, Predictions, Record, SplitInfo
 
 
-class Compared(Record):
-    """What a baseline came to; `speedup` is over the uncut model, by turns in one process of one runtime."""
+class PaperBaseline(Record):
+    """What a baseline came to; `speedup` is over the unpruned model, by turns in one process of one runtime."""
 
     params: int
     params_before: int
@@ -17,10 +17,10 @@ class Compared(Record):
     predictions_before: Predictions
 
 
-class CompareTask(Task[Compared]):
+class CompareTask(Task[PaperBaseline]):
     """Prune a saved model as the paper's baselines were, and measure both: what it says of a split, and how fast it is."""
 
-    result: ClassVar[type[Record]] = Compared
+    result: ClassVar[type[Record]] = PaperBaseline
     model: ArtifactRef
     criterion: Literal["l1", "l2", "random"]
     ratio: float

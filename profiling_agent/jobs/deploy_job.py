@@ -1,4 +1,4 @@
-"""The jobs around a runtime: export to ONNX, bring a model into a form, ask it what it sees, time it."""
+"""The jobs around a runtime: export to ONNX, bring a model into a deployment, ask it what it sees, time it."""
 
 import time
 from pathlib import Path
@@ -15,7 +15,7 @@ from profiling_agent.artifacts.load import load_module, load_processor, load_rec
 from profiling_agent.artifacts.recipe import Counts
 from profiling_agent.deployment.load import check_session
 from profiling_agent.deployment.onnx_export import export_onnx
-from profiling_agent.deployment.protocol import Batch, Session, Source
+from profiling_agent.deployment.protocol import Batch, ModelSession, Source
 from profiling_agent.deployment.registry import open_session
 from profiling_agent.deployment.save import save_deployed
 from profiling_agent.errors import QuantizationError
@@ -29,7 +29,7 @@ from profiling_agent.reproducibility import available_threads
 
 # Activation ranges and NNCF's statistics settle well before; more only take longer.
 MAX_CALIBRATION = 128
-# Each form is compared anew, and float32 takes longest of all; a form that is far off is so on half of the images.
+# Each deployment is compared anew, and float32 takes longest of all; a deployment that is far off is so on half of the images.
 MAX_COMPARED = 64
 
 
@@ -41,20 +41,20 @@ def export_job(task: tasks.ExportTask, desk: Desk) -> tasks.Exported:
 
 
 def deploy_job(task: tasks.DeployTask, desk: Desk) -> DeployedModel:
-    """Bring a float32 model into a form, save it, open it again, and see how far it is from its parent."""
+    """Bring a float32 model into a deployment, save it, open it again, and see how far it is from its parent."""
     source, folder = _source(task, desk), desk.folder / "model"
     num_threads = available_threads()
-    desk.progress(f"converting to {task.form.name}", 0, 0)
+    desk.progress(f"converting to {task.deployment.name}", 0, 0)
     started = time.perf_counter()
     complexity = complexity_of(desk.path(task.model))
-    recipe = save_deployed(source, task.form, folder, complexity=complexity, num_threads=num_threads)
+    recipe = save_deployed(source, task.deployment, folder, complexity=complexity, num_threads=num_threads)
     seconds = time.perf_counter() - started
     session = open_session(folder, device=task.device, num_threads=num_threads)
     distance, kl = _differences(session, source)
     check_session(session, folder, recipe)
     return DeployedModel(
         model=desk.ref(folder, "model"),
-        form=task.form,
+        deployment=task.deployment,
         layers=tuple(layer.name for layer in recipe.quantized),
         distance=distance,
         kl=kl,
@@ -91,7 +91,7 @@ def _counts(path: Path) -> Counts:
     return Counts(params=params, macs=macs, parameter_bytes=parameter_bytes(load_module(path, verify=False)))
 
 
-def _differences(session: Session, source: Source) -> tuple[float, float]:
+def _differences(session: ModelSession, source: Source) -> tuple[float, float]:
     """Return the relative distance of the logits from the float32 model's, and the KL divergence to it, nats."""
     expected, found = list[Tensor](), list[Tensor]()
     compared: Batch = source.calibration[:MAX_COMPARED]
@@ -101,7 +101,7 @@ def _differences(session: Session, source: Source) -> tuple[float, float]:
         found.append(torch.from_numpy(session.run(images)))
     ours, theirs = torch.cat(found).double(), torch.cat(expected).double()
     if not ours.isfinite().all():
-        raise QuantizationError("on calibration images the logits aren't finite in this form: leave it out")
+        raise QuantizationError("on calibration images the logits aren't finite in this deployment: leave it out")
     distance = (ours - theirs).norm() / theirs.norm().clamp_min(torch.finfo(torch.float32).tiny)
     logs = functional.log_softmax(ours, dim=-1), functional.log_softmax(theirs, dim=-1)
     kl = functional.kl_div(*logs, reduction="batchmean", log_target=True)
@@ -109,7 +109,7 @@ def _differences(session: Session, source: Source) -> tuple[float, float]:
     return float(distance), max(0.0, float(kl))
 
 
-def evaluate_job(task: tasks.EvaluateTask, desk: Desk) -> tasks.Measured:
+def evaluate_job(task: tasks.EvaluateTask, desk: Desk) -> tasks.Evaluated:
     """Run the model over the split, or its first images; count what it takes."""
     path = desk.path(task.model)
     recipe = open_folder(path, verify=True)
@@ -118,7 +118,7 @@ def evaluate_job(task: tasks.EvaluateTask, desk: Desk) -> tasks.Measured:
     # Last, because a runtime that compiles for each size of batch then has a larger one to put the two images in.
     check_session(session, path, recipe)
     counts = recipe.counts or _counts(path)
-    return tasks.Measured(
+    return tasks.Evaluated(
         footprint=Footprint(**counts.model_dump(), size_bytes=folder_bytes(path)),
         predictions=written(task.split, predicted, true, desk),
     )

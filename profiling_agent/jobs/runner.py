@@ -9,7 +9,7 @@ from typing import TypeVar
 from profiling_agent.jobs.child import Child
 from profiling_agent.jobs.tasks import Task
 from profiling_agent.jobs.wire import Order, result_of
-from profiling_agent.processes.machine_lock import machine_turn
+from profiling_agent.processes.machine_lock import machine_lock
 from profiling_agent.progress import Progress, silent
 from profiling_agent.records import Record
 from profiling_agent.reproducibility import environment
@@ -59,7 +59,7 @@ class Jobs:
             kind=type(task).__name__,
             task=task.model_dump(mode="json"),
         )
-        with machine_turn(self.progress):
+        with machine_lock(self.progress):
             child = self._start() if task.fresh else self._warm()
             try:
                 child.carry_out(order, timeout_s=task.timeout_s, progress=self.progress)

@@ -9,8 +9,8 @@ from profiling_agent.records import (
     ArtifactRef,
     Cut,
     DeployedModel,
+    Deployment,
     Footprint,
-    Form,
     Headline,
     InputSpec,
     Predictions,
@@ -52,7 +52,7 @@ class AcquireTask(Task[Acquired]):
     seed: int = 0
 
 
-class Resolved(Record):
+class ResolvedShape(Record):
     """The model's input shape, verified by a forward pass, and the baseline saved as an artifact of ours."""
 
     input: InputSpec
@@ -60,10 +60,10 @@ class Resolved(Record):
     device: str
 
 
-class ResolveShapeTask(Task[Resolved]):
+class ResolveShapeTask(Task[ResolvedShape]):
     """Find the input shape of a model, or verify the one that is `stated`, and save the model with it."""
 
-    result: ClassVar[type[Record]] = Resolved
+    result: ClassVar[type[Record]] = ResolvedShape
     model: str
     revision: str | None = None
     device: Device = "auto"
@@ -177,11 +177,11 @@ class ExportTask(Task[Exported]):
 
 
 class DeployTask(Task[DeployedModel]):
-    """Bring a float32 model into one form of eager torch."""
+    """Bring a float32 model into one deployment of eager torch."""
 
     result: ClassVar[type[Record]] = DeployedModel
     model: ArtifactRef
-    form: Form
+    deployment: Deployment
     calibration: SplitInfo
     onnx: ArtifactRef | None = Field(default=None, description="the model as ONNX, for the runtimes that read it")
     batch_size: int
@@ -189,23 +189,23 @@ class DeployTask(Task[DeployedModel]):
 
 
 class DeployApartTask(DeployTask):
-    """Into a form of another runtime, in a process of its own: converters and compilers crash and hang."""
+    """Into a deployment of another runtime, in a process of its own: converters and compilers crash and hang."""
 
     fresh: ClassVar[bool] = True
     timeout_s: ClassVar[float] = 1800.0
 
 
-class Measured(Record):
+class Evaluated(Record):
     """A model's answers and what it takes."""
 
     footprint: Footprint
     predictions: Predictions
 
 
-class EvaluateTask(Task[Measured]):
+class EvaluateTask(Task[Evaluated]):
     """Run a model over a split."""
 
-    result: ClassVar[type[Record]] = Measured
+    result: ClassVar[type[Record]] = Evaluated
     model: ArtifactRef
     split: SplitInfo
     batch_size: int

@@ -9,7 +9,7 @@ from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, System
 from pydantic import ValidationError
 
 from profiling_agent.errors import AdvisorError
-from profiling_agent.llm.chat import Chat, Turn
+from profiling_agent.llm.chat import Chat, ChatTurn
 from profiling_agent.llm.endpoint import redacted
 from profiling_agent.llm.extract import NoJsonError, extract_object
 from profiling_agent.llm.ledger import Ledger, key_of
@@ -97,7 +97,7 @@ class _Talk:
             raise AdvisorError(f"{self._chat.name} gave no valid answer in {max_repairs + 1} turns ({complaint})")
         return usable
 
-    def _after_tools(self, tools: Sequence[Tool]) -> Turn | None:
+    def _after_tools(self, tools: Sequence[Tool]) -> ChatTurn | None:
         """Let the model call tools; return what it said when it was done, None where it is still to be asked."""
         by_name = {tool.__name__: tool for tool in tools}
         for _ in range(MAX_TOOL_ROUNDS):
@@ -114,7 +114,7 @@ class _Talk:
     def _left(self) -> float:
         return self._deadline - time.monotonic()
 
-    def _note(self, turn: Turn, complaint: str | None) -> None:
+    def _note(self, turn: ChatTurn, complaint: str | None) -> None:
         self._ledger.note_turn(
             agent=self._question.agent,
             model=self._chat.name,

@@ -32,7 +32,7 @@ FATAL = (ModelAuthenticationError, ModelPermissionDeniedError, ModelNotFoundErro
 
 
 @dataclass(frozen=True)
-class Turn:
+class ChatTurn:
     """What the model said: text, calls of tools, and the tokens that its server counted, None where it counts none."""
 
     message: AIMessage
@@ -60,7 +60,7 @@ class Chat:
         """Return the way of asking for JSON that is used now."""
         return self._modes[0]
 
-    def ask(self, messages: Sequence[BaseMessage], schema: Mapping[str, Any], *, deadline_s: float) -> Turn:
+    def ask(self, messages: Sequence[BaseMessage], schema: Mapping[str, Any], *, deadline_s: float) -> ChatTurn:
         """Return the model's turn; JSON of this schema is asked for, and may still not be what comes.
 
         Raises:
@@ -79,7 +79,7 @@ class Chat:
 
     def ask_with_tools(
         self, messages: Sequence[BaseMessage], tools: Sequence[Any], *, deadline_s: float
-    ) -> Turn | None:
+    ) -> ChatTurn | None:
         """Return the model's turn, which may call tools; None where its server knows no tools."""
         if not self._knows_tools:
             return None
@@ -99,7 +99,7 @@ class Chat:
             raise ModelInvalidRequestError(str(error)) from error
         return answer["raw"]
 
-    def _tried(self, call: Callable[[], Any], deadline_s: float) -> Turn:
+    def _tried(self, call: Callable[[], Any], deadline_s: float) -> ChatTurn:
         retrying = tenacity.Retrying(
             retry=tenacity.retry_if_exception(_is_passing),
             stop=tenacity.stop_after_attempt(MAX_TRIES) | tenacity.stop_after_delay(deadline_s),
@@ -178,23 +178,23 @@ def _within(seconds: float, call: Callable[[], Any]) -> Any:
     return value
 
 
-def _turn(message: Any) -> Turn:
+def _turn(message: Any) -> ChatTurn:
     if not isinstance(message, AIMessage):
         raise AdvisorError(f"the chat model returned {type(message).__name__} and no message")
     usage = message.usage_metadata
-    return Turn(
+    return ChatTurn(
         message=message,
         input_tokens=usage["input_tokens"] if usage else None,
         output_tokens=usage["output_tokens"] if usage else None,
     )
 
 
-def _cut_off(error: openai.LengthFinishReasonError) -> Turn:
+def _cut_off(error: openai.LengthFinishReasonError) -> ChatTurn:
     """Return the turn of a model that ran out of tokens: what it said so far, which it may mend."""
     completion = error.completion
     text = completion.choices[0].message.content or ""
     usage = completion.usage
-    return Turn(
+    return ChatTurn(
         message=AIMessage(content=text),
         input_tokens=usage.prompt_tokens if usage else None,
         output_tokens=usage.completion_tokens if usage else None,

@@ -14,7 +14,7 @@ POLL_S = 0.2
 
 
 @contextmanager
-def machine_turn(progress: Progress = silent) -> Generator[None, None, None]:
+def machine_lock(progress: Progress = silent) -> Generator[None, None, None]:
     """Wait until no other process of this user's does a job; a process that dies gives its turn back."""
     lock = _taken(progress)
     try:

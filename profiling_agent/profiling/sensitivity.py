@@ -51,7 +51,7 @@ def measure_sensitivity(  # noqa: PLR0913 (how, and on what, a study is made)
     the one with the lowest KL for each kind of unit. `table` has the units' times, where they are known.
 
     Raises:
-        PruningError: there are fewer than 128 different images, or the model, cut or uncut, can't be measured on them.
+        PruningError: there are fewer than 128 different images, or the model, cut or unpruned, can't be measured on them.
     """
     started = time.perf_counter()
     weight = next(parameter for parameter in model.parameters() if parameter.is_floating_point())

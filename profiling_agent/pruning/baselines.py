@@ -25,7 +25,7 @@ NUM_HALVINGS = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Compared:
+class PaperPruned:
     """A model that a method cut by `ratio`, uncompensated, and the share of params that is gone.
 
     `keep` are the kept channels or heads by unit; by convolution, and without `cuts`, where the paper's method cut
@@ -49,7 +49,7 @@ def uniform_prune(  # noqa: PLR0913 (a comparison names all that it was made wit
     seed: int = 0,
     aligned: bool = True,
     kinds: Collection[UnitKind] = WIDTHS,
-) -> Compared:
+) -> PaperPruned:
     """Return a copy of `model` with each of `units` of `kinds` cut once, by the same `ratio` of its width.
 
     Aligned: to the aligned width nearest to that; otherwise by exactly floor(ratio * width).
@@ -73,7 +73,7 @@ def uniform_to_params(  # noqa: PLR0913 (a comparison names all that it was made
     seed: int = 0,
     aligned: bool = True,
     kinds: Collection[UnitKind] = WIDTHS,
-) -> Compared:
+) -> PaperPruned:
     """Return `uniform_prune` by the ratio that removes as nearly as it can the `share` of params.
 
     Raises:
@@ -90,7 +90,9 @@ def uniform_to_params(  # noqa: PLR0913 (a comparison names all that it was made
     return uniform_prune(model, units, spec, ratio, criterion, seed=seed, aligned=aligned, kinds=kinds)
 
 
-def paper_prune(model: nn.Module, spec: InputSpec, ratio: float, criterion: str = "l1", *, seed: int = 0) -> Compared:
+def paper_prune(
+    model: nn.Module, spec: InputSpec, ratio: float, criterion: str = "l1", *, seed: int = 0
+) -> PaperPruned:
     """Return a copy of `model` cut as the baselines in Table 1 of the paper (arXiv 2509.05584) were.
 
     A model with MLPs loses floor(ratio * width) of each hidden width, a multiple of nothing. Any other loses, for each
@@ -121,12 +123,12 @@ def paper_prune(model: nn.Module, spec: InputSpec, ratio: float, criterion: str 
     except REFUSALS as error:
         reason = " ".join(str(error).split())[:200]
         raise PruningError(f"the paper's method can't cut {type(model).__name__!r} ({reason!r})") from error
-    return Compared(model=pruned, ratio=ratio, share=1 - _num_params(pruned) / _num_params(model), keep=keep)
+    return PaperPruned(model=pruned, ratio=ratio, share=1 - _num_params(pruned) / _num_params(model), keep=keep)
 
 
 def paper_to_params(
     model: nn.Module, spec: InputSpec, share: float, criterion: str = "l1", *, seed: int = 0
-) -> Compared:
+) -> PaperPruned:
     """Return `paper_prune` by the ratio that removes as nearly as it can the `share` of params.
 
     Raises:
@@ -173,12 +175,14 @@ def _uniform_cuts(
     )
 
 
-def _cut(model: nn.Module, cuts: tuple[Cut, ...], spec: InputSpec, ratio: float, criterion: str, seed: int) -> Compared:
+def _cut(
+    model: nn.Module, cuts: tuple[Cut, ...], spec: InputSpec, ratio: float, criterion: str, seed: int
+) -> PaperPruned:
     if not cuts:
         raise PruningError(f"a ratio of {ratio!r} cuts no channel of any unit; raise it")
     pruned = prune_model(model, cuts, spec=spec, importance=criterion, seed=seed)
     share = 1 - _num_params(pruned.model) / _num_params(model)
-    return Compared(model=pruned.model, ratio=ratio, share=share, keep=pruned.keep, cuts=cuts)
+    return PaperPruned(model=pruned.model, ratio=ratio, share=share, keep=pruned.keep, cuts=cuts)
 
 
 def _num_params(model: nn.Module) -> int:

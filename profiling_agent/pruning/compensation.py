@@ -33,7 +33,7 @@ class Compensated:
 
 
 def compensate(
-    original: nn.Module,
+    baseline: nn.Module,
     pruned: nn.Module,
     cuts: Sequence[Cut],
     keep: Mapping[str, list[int]],
@@ -41,7 +41,7 @@ def compensate(
     *,
     progress: Progress = silent,
 ) -> Compensated:
-    """Return a compensated copy of `pruned`, which `cuts` and `keep` made of `original`; both are left as found.
+    """Return a compensated copy of `pruned`, which `cuts` and `keep` made of `baseline`; both are left as found.
 
     `batches` begins a pass over the calibration images: (pixel_values, labels), labels unused. Steps are fitted to
     three quarters of them, and each is kept only if it lowers the mean KL(original || pruned) of the other quarter.
@@ -50,18 +50,18 @@ def compensate(
     Raises:
         PruningError: there is no image, or a model gives logits that aren't finite.
     """
-    weight = next(parameter for parameter in original.parameters() if parameter.is_floating_point())
-    calibration = Calibration(batches=batches, device=device_of(original), dtype=weight.dtype)
-    with left_as_found(original), left_as_found(pruned), torch.no_grad():
-        original.eval()
+    weight = next(parameter for parameter in baseline.parameters() if parameter.is_floating_point())
+    calibration = Calibration(batches=batches, device=device_of(baseline), dtype=weight.dtype)
+    with left_as_found(baseline), left_as_found(pruned), torch.no_grad():
+        baseline.eval()
         pruned.eval()
         found = calibration.count_different(MIN_IMAGES)
         if found < MIN_IMAGES:
-            kl = mean_kl(_logits(original, calibration.every()), _logits(pruned, calibration.every()))
+            kl = mean_kl(_logits(baseline, calibration.every()), _logits(pruned, calibration.every()))
             note = f"not compensated: {found} different calibration images, at least {MIN_IMAGES} are needed"
             return Compensated(model=pruned, kl_before=_finite(kl), kl_after=kl, note=note)
-        steps = _steps(original, pruned, cuts, keep, calibration, progress)
-        compensated = _best(original, pruned, steps, calibration)
+        steps = _steps(baseline, pruned, cuts, keep, calibration, progress)
+        compensated = _best(baseline, pruned, steps, calibration)
     for module, like in zip(compensated.model.modules(), pruned.modules(), strict=True):
         module.training = like.training
     return compensated
@@ -77,7 +77,7 @@ class _Step:
 
 
 def _steps(
-    original: nn.Module,
+    baseline: nn.Module,
     pruned: nn.Module,
     cuts: Sequence[Cut],
     keep: Mapping[str, list[int]],
@@ -91,7 +91,7 @@ def _steps(
         return [*(tensor for consumer in consumers for tensor in consumer.parameters()), *model.buffers()]
 
     def fit_(model: nn.Module) -> None:
-        compensate_units_(original, model, cuts, keep, calibration.fitted, progress)
+        compensate_units_(baseline, model, cuts, keep, calibration.fitted, progress)
 
     steps = [_Step("least squares", fit_, fitted)]
     if batch_norms(pruned):
@@ -99,9 +99,9 @@ def _steps(
     return steps
 
 
-def _best(original: nn.Module, pruned: nn.Module, steps: Sequence[_Step], calibration: Calibration) -> Compensated:
+def _best(baseline: nn.Module, pruned: nn.Module, steps: Sequence[_Step], calibration: Calibration) -> Compensated:
     """Take each step on one copy, and take back those that don't help: a copy for each would be a model more held."""
-    expected = _logits(original, calibration.judged())
+    expected = _logits(baseline, calibration.judged())
     model, kept = copy.deepcopy(pruned), list[str]()
     before = kl = _finite(mean_kl(expected, _logits(pruned, calibration.judged())))
     for step in steps:

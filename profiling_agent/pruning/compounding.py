@@ -21,7 +21,7 @@ def convolutions(graph: Any, skeleton: nn.Module) -> list[tuple[str, nn.Conv2d]]
 
 
 def compounded(graph: Any, skeleton: nn.Module, model: nn.Module, ratio: float, scores: Scoring) -> Removals:
-    """Return what goes, in the uncut model's indices, when each convolution in turn loses `ratio` of what it has left."""
+    """Return what goes, in the unpruned model's indices, when each convolution in turn loses `ratio` of what it has left."""
     names: Mapping[nn.Module, str] = {module: name for name, module in skeleton.named_modules()}
     removals: Removals = {}
     for name, layer in convolutions(graph, skeleton):
@@ -39,7 +39,7 @@ def compounded(graph: Any, skeleton: nn.Module, model: nn.Module, ratio: float, 
 
 
 def left_of(graph: Any, layer: nn.Conv2d, name: str, removals: Removals, *, of: str = "out") -> list[int]:
-    """Return the channels of the uncut convolution that `removals` leave, outputs or inputs."""
+    """Return the channels of the unpruned convolution that `removals` leave, outputs or inputs."""
     pruner = graph.get_pruner_of_module(layer)
     width = layer.out_channels if of == "out" else layer.in_channels
     cut = pruner.prune_out_channels if of == "out" else pruner.prune_in_channels

@@ -21,7 +21,7 @@ def matrix_of(layer: nn.Module) -> Tensor:
 
 
 def columns_of(unit: Unit, layer: nn.Module, kept: Sequence[int]) -> list[int]:
-    """Return the columns of `matrix_of(layer)` that belong to the channels or heads `kept`, `layer` being uncut."""
+    """Return the columns of `matrix_of(layer)` that belong to the channels or heads `kept`, `layer` being unpruned."""
     size = matrix_of(layer).shape[1] // unit.width
     return [index * size + column for index in kept for column in range(size)]
 

@@ -1,4 +1,4 @@
-"""The uncut model made to behave as if one unit were cut and compensated: weights to lay over its own."""
+"""The unpruned model made to behave as if one unit were cut and compensated: weights to lay over its own."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""The gate that every prune passes: the pruned model computes what the masked original computes, with less."""
+"""The gate that every prune passes: the pruned model computes what the masked baseline computes, with less."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -20,9 +20,9 @@ MAX_MASK_ERROR = 1e-4
 
 
 def mask_error(
-    original: nn.Module, pruned: nn.Module, cuts: Sequence[Cut], keep: Mapping[str, list[int]], images: Tensor
+    baseline: nn.Module, pruned: nn.Module, cuts: Sequence[Cut], keep: Mapping[str, list[int]], images: Tensor
 ) -> float:
-    """Return how far the logits of `pruned` are from those of `original` with the cut channels masked.
+    """Return how far the logits of `pruned` are from those of `baseline` with the cut channels masked.
 
     Masked: see `masked_parameters`. The result is the largest difference
     of a logit over the norm of the image's logits, the worst of `images` (batch, channels, height, width), nan where
@@ -30,9 +30,9 @@ def mask_error(
     """
     masked: dict[str, Tensor] = {}
     for cut in cuts:
-        masked |= masked_parameters(original, cut.unit, keep[cut.unit.name])
-    with left_as_found(original), left_as_found(pruned), torch.inference_mode():
-        expected = functional_call(original.eval(), masked, (), {"pixel_values": images}).logits.float()
+        masked |= masked_parameters(baseline, cut.unit, keep[cut.unit.name])
+    with left_as_found(baseline), left_as_found(pruned), torch.inference_mode():
+        expected = functional_call(baseline.eval(), masked, (), {"pixel_values": images}).logits.float()
         logits = pruned.eval()(pixel_values=images).logits.float()
     norms = expected.norm(dim=1).clamp_min(torch.finfo(torch.float32).tiny)
     # An infinite logit in both makes nan, and amax lets nan through.
@@ -71,27 +71,27 @@ def _blind(tensor: Tensor, unit: Unit, kept: Sequence[int], *, dim: int) -> Tens
 
 
 def check_mask_error(error: float) -> None:
-    """Refuse a prune whose logits differ from the masked original's, or aren't finite.
+    """Refuse a prune whose logits differ from the masked baseline's, or aren't finite.
 
     Raises:
         PruningError: `error` is above 1e-4, or nan.
     """
     if not math.isfinite(error):
-        raise PruningError("the pruned model or the masked original gives logits that aren't finite; check the weights")
+        raise PruningError("the pruned model or the masked baseline gives logits that aren't finite; check the weights")
     if error > MAX_MASK_ERROR:
         raise PruningError(
-            f"the pruned model doesn't compute what the masked original does: its logits differ by {error!r} of "
+            f"the pruned model doesn't compute what the masked baseline does: its logits differ by {error!r} of "
             f"their norm, at most {MAX_MASK_ERROR:g} is allowed; leave these units alone"
         )
 
 
-def check_saving(original: nn.Module, pruned: nn.Module, spec: InputSpec) -> None:
+def check_saving(baseline: nn.Module, pruned: nn.Module, spec: InputSpec) -> None:
     """Refuse a prune that saved nothing.
 
     Raises:
         PruningError: params or MACs did not go down.
     """
-    before, after = (_totals(model, spec) for model in (original, pruned))
+    before, after = (_totals(model, spec) for model in (baseline, pruned))
     for name, old, new in zip(("params", "macs"), before, after, strict=True):
         if new >= old:
             raise PruningError(f"the prune saves no {name}: {new!r} after, {old!r} before; cut more")

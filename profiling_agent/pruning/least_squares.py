@@ -53,7 +53,7 @@ def _divided_(missing: Tensor, gram: Tensor) -> Tensor:
 
 
 def compensate_units_(
-    original: nn.Module,
+    baseline: nn.Module,
     pruned: nn.Module,
     cuts: Sequence[Cut],
     keep: Mapping[str, list[int]],
@@ -70,12 +70,12 @@ def compensate_units_(
     consumers = {cut.unit.consumer: cut.unit for cut in cuts}
     cut_rows = {producer: keep[cut.unit.name] for cut in cuts for producer in cut.unit.producers}
     image = next(iter(images()))[:1]
-    norms = following_norms(original, list(consumers), image)
-    order = in_order(original, consumers, image)
-    walks = Walk(original, order, image), Walk(pruned, order, image)
+    norms = following_norms(baseline, list(consumers), image)
+    order = in_order(baseline, consumers, image)
+    walks = Walk(baseline, order, image), Walk(pruned, order, image)
     for number, name in enumerate(order):
         progress("compensating", number, len(consumers))
-        dense, unit = original.get_submodule(name), consumers[name]
+        dense, unit = baseline.get_submodule(name), consumers[name]
         rows = cut_rows.get(name, range(len(dense.get_parameter("weight"))))
         columns = columns_of(unit, dense, keep[unit.name])
         start = matrix_of(dense).double()[list(rows)][:, columns]
@@ -88,5 +88,5 @@ def compensate_units_(
         if has_bias(layer):
             layer.get_parameter("bias").copy_(shift)
         elif norm is not None:
-            mean = original.get_submodule(norm).get_buffer("running_mean")[list(rows)]
+            mean = baseline.get_submodule(norm).get_buffer("running_mean")[list(rows)]
             pruned.get_submodule(norm).get_buffer("running_mean").copy_(mean - shift)

@@ -8,7 +8,7 @@ from profiling_agent.pruning.widths import snap
 from profiling_agent.records import Cap, Cut, PruningRecommendation, Record, Unit, UnitKind
 
 
-class Resolved(Record):
+class ResolvedCuts(Record):
     """What recommendations come to: each unit cut at most once, in network order, and what was read differently."""
 
     cuts: tuple[Cut, ...]
@@ -17,7 +17,7 @@ class Resolved(Record):
 
 def resolve(
     recommendations: Sequence[PruningRecommendation], *, units: Sequence[Unit], refusals: Mapping[str, str]
-) -> Resolved:
+) -> ResolvedCuts:
     """Return the cuts that `recommendations` ask for, widths aligned.
 
     A pattern is searched for in the names of units, of their members and of refused layers; a hit on any member
@@ -40,7 +40,7 @@ def resolve(
             cuts.append(Cut(unit=unit, keep=keep, requested_ratio=ratio))
         else:
             notes.append(f"{unit.name!r} is left alone: a cut of {ratio:g} is nearest to its full width, {unit.width}")
-    return Resolved(cuts=tuple(cuts), notes=tuple(notes))
+    return ResolvedCuts(cuts=tuple(cuts), notes=tuple(notes))
 
 
 def _owners(units: Sequence[Unit]) -> dict[str, Unit]:

@@ -21,7 +21,7 @@ NUM_GATE_IMAGES = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pruned:
-    """A pruned model, how far it is from the masked original, and the kept channels or heads of each unit by name."""
+    """A pruned model, how far it is from the masked baseline, and the kept channels or heads of each unit by name."""
 
     model: nn.Module
     mask_error: float

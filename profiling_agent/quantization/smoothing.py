@@ -96,8 +96,8 @@ def _fold_sites_(
 ) -> list[FoldedSite]:
     """Fold, in both models, each site that gains by itself; return what was folded."""
     sites = [site for site in spreads if any(isinstance(tried.get_submodule(n), QuantizedModule) for n in site.readers)]
-    trials = {_key(site, alpha): (site, alpha) for site in sites for alpha in ALPHAS}
-    swaps = {key: _modules(smoothed, tried, site, spreads[site], alpha) for key, (site, alpha) in trials.items()}
+    options = {_key(site, alpha): (site, alpha) for site in sites for alpha in ALPHAS}
+    swaps = {key: _modules(smoothed, tried, site, spreads[site], alpha) for key, (site, alpha) in options.items()}
     plain = {site.norm: {name: tried.get_submodule(name) for name in site.readers} for site in sites}
     expected, logits = swapped_logits(smoothed, plain | swaps, images, message="smooth", progress=progress)
     divergences = {key: _Divergence.between(expected, found) for key, found in logits.items()}
@@ -105,7 +105,7 @@ def _fold_sites_(
     for site in sites:
         best = min((_key(site, alpha) for alpha in ALPHAS), key=lambda key: divergences[key].kl)
         before, after = divergences[site.norm], divergences[best]
-        alpha = trials[best][1]
+        alpha = options[best][1]
         float_modules = folded_modules(smoothed, site, smoothing_scales(smoothed, site, spreads[site], alpha))
         if not after.is_better_than(before) or not _preserves(smoothed, float_modules, images[:NUM_CHECKED]):
             continue

@@ -1,4 +1,4 @@
-"""The form in which a model is deployed: which runtime executes it, and what its layers become there."""
+"""The deployment in which a model is deployed: which runtime executes it, and what its layers become there."""
 
 from typing import Literal
 
@@ -13,7 +13,7 @@ RUNTIMES: tuple[RuntimeName, ...] = ("eager", "inductor", "onnxruntime", "openvi
 Scheme = Literal["float32", "bfloat16", "float16", "dynamic", "static", "static_nncf"]
 
 
-class Form(Record):
+class Deployment(Record):
     """One way to deploy a float32 model; of several recommendations the last one that hits a layer counts."""
 
     runtime: RuntimeName = "eager"
@@ -22,15 +22,15 @@ class Form(Record):
 
     @property
     def name(self) -> str:
-        """Return the form as a reader sees it."""
+        """Return the deployment as a reader sees it."""
         return f"{self.runtime} {self.scheme}"
 
 
 class DeployedModel(Record):
-    """A model in the form that it would be deployed in; distances are to its float32 parent."""
+    """A model in the deployment that it would be deployed in; distances are to its float32 parent."""
 
     model: ArtifactRef
-    form: Form
+    deployment: Deployment
     layers: tuple[str, ...] = Field(description="the layers that aren't float32 any more")
     distance: float = Field(description="||logits - float32 logits|| / ||float32 logits|| on calibration images")
     kl: float = Field(description="KL divergence to the float32 parent on calibration images, nats")

@@ -28,7 +28,7 @@ class UnitEvidence(Record):
     """A unit's options, widest first, and its channels or heads in the order in which they would go."""
 
     unit: str
-    latency_ms: float | None = Field(default=None, description="uncut, by the latency table, for one batch")
+    latency_ms: float | None = Field(default=None, description="unpruned, by the latency table, for one batch")
     order: tuple[int, ...]
     options: tuple[WidthOption, ...]
 

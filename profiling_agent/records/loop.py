@@ -6,8 +6,8 @@ from typing import Literal
 from pydantic import Field
 
 from profiling_agent.records.approval import Decided
-from profiling_agent.records.deployment import DeployedModel, Form, Tuned
-from profiling_agent.records.measurement import AccuracyDrop, Evaluation, Lap, Variant
+from profiling_agent.records.deployment import DeployedModel, Deployment, Tuned
+from profiling_agent.records.measurement import AccuracyDrop, Evaluation, RaceResult, Variant
 from profiling_agent.records.plan import Cap, DryRun, Plan, PruningRecommendation, RecoveredModel
 from profiling_agent.records.record import ArtifactRef, Record
 
@@ -25,15 +25,15 @@ class Goal(Record):
     caps: tuple[Cap, ...] = Field(default=(), description="units that a person lets be cut no further, in any plan")
 
 
-class Trial(Record):
-    """One form in the race for a model: how far it came, and why no further."""
+class DeploymentOption(Record):
+    """One deployment in the race for a model: how far it came, and why no further."""
 
-    form: Form
+    deployment: Deployment
     tuned: Tuned | None = Field(default=None, description="what was done to the float32 model first, for int8")
     deployed: DeployedModel | None = None
     sample: AccuracyDrop | None = Field(default=None, description="on the first few hundred search images")
     evaluation: Evaluation | None = Field(default=None, description="on all search images")
-    lap: Lap | None = None
+    race_result: RaceResult | None = None
     memory_ratio: float | None = Field(
         default=None, description="peak memory of the baseline's, where the contract asks"
     )
@@ -41,22 +41,22 @@ class Trial(Record):
     reason: str
 
 
-class Contest(Record):
-    """The forms of one model that were tried, in their order; `chosen` is the best that keeps the accuracy."""
+class DeploymentSearch(Record):
+    """The deployments of one model that were tried, in their order; `chosen` is the best that keeps the accuracy."""
 
-    trials: tuple[Trial, ...]
-    chosen: Form | None
+    options: tuple[DeploymentOption, ...]
+    chosen: Deployment | None
     notes: tuple[str, ...] = ()
 
-    def of(self, form: Form) -> Trial:
-        """Return the trial of a form that was tried."""
-        return next(trial for trial in self.trials if trial.form == form)
+    def of(self, deployment: Deployment) -> DeploymentOption:
+        """Return the option of a deployment that was tried."""
+        return next(option for option in self.options if option.deployment == deployment)
 
     @property
-    def finalists(self) -> tuple[Trial, ...]:
-        """Return the forms that keep the accuracy on all search images, the chosen one first."""
-        kept = [trial for trial in self.trials if trial.keeps_accuracy]
-        return tuple(sorted(kept, key=lambda trial: trial.form != self.chosen))
+    def candidates(self) -> tuple[DeploymentOption, ...]:
+        """Return the deployments that keep the accuracy on all search images, the chosen one first."""
+        kept = [option for option in self.options if option.keeps_accuracy]
+        return tuple(sorted(kept, key=lambda option: option.deployment != self.chosen))
 
 
 class Origin(Record):
@@ -102,9 +102,9 @@ class Attempt(Record):
     recovery: RecoveredModel | None = Field(
         default=None, description="what training brought back; without it the attempt is training-free"
     )
-    form: Form | None = Field(default=None, description="what it was deployed in; None is eager float32")
+    deployment: Deployment | None = Field(default=None, description="what it was deployed in; None is eager float32")
     pruned: Evaluation | None = Field(default=None, description="fp32, where it was measured")
-    deployed: Evaluation | None = Field(default=None, description="in the form it would be deployed")
+    deployed: Evaluation | None = Field(default=None, description="in the deployment it would be deployed")
     accepted: bool
     reason: str
 
@@ -123,24 +123,26 @@ class Journal(Record):
     """Everything the loop has seen; decisions, the report and the language model read the same one."""
 
     baseline: Evaluation
-    contest: Contest | None = Field(default=None, description="the forms that the baseline was tried in")
-    quantized: Evaluation | None = Field(default=None, description="the baseline in the chosen form")
+    deployment_search: DeploymentSearch | None = Field(
+        default=None, description="the deployments that the baseline was tried in"
+    )
+    quantized: Evaluation | None = Field(default=None, description="the baseline in the chosen deployment")
     attempts: tuple[Attempt, ...] = ()
     rejected: tuple[Decided, ...] = Field(
         default=(), description="plans that a person turned down before they cost anything"
     )
 
     @property
-    def form(self) -> Form | None:
-        """Return the form that attempts are deployed in; None is eager float32."""
-        return self.contest.chosen if self.contest else None
+    def deployment(self) -> Deployment | None:
+        """Return the deployment that attempts are deployed in; None is eager float32."""
+        return self.deployment_search.chosen if self.deployment_search else None
 
     def with_attempt(self, attempt: Attempt) -> "Journal":
         """Return a journal with `attempt` at its end."""
         return self.model_copy(update={"attempts": (*self.attempts, attempt)})
 
 
-class Finalist(Record):
+class Candidate(Record):
     """A candidate that may be returned: which attempt made it, and how it did on the search images."""
 
     variant: Variant

@@ -5,13 +5,13 @@ from typing import Literal
 
 from pydantic import Field
 
-from profiling_agent.records.deployment import Form
+from profiling_agent.records.deployment import Deployment
 from profiling_agent.records.profile import LatencyStats
 from profiling_agent.records.record import ArtifactRef, Record
 
 
 class Variant(StrEnum):
-    """The four corners of pruning and quantization."""
+    """The four variants of pruning and quantization."""
 
     BASELINE = "baseline"
     PRUNED = "pruned"
@@ -59,7 +59,7 @@ class Evaluation(Record):
 
     variant: Variant
     model: ArtifactRef
-    form: Form = Field(default=Form(), description="what executes it")
+    deployment: Deployment = Field(default=Deployment(), description="what executes it")
     footprint: Footprint
     predictions: Predictions
     drop: AccuracyDrop | None = Field(default=None, description="against the baseline; None for the baseline itself")
@@ -70,7 +70,7 @@ class Evaluation(Record):
         return self.predictions.top1
 
 
-class Lap(Record):
+class RaceResult(Record):
     """One model's times in a race against the baseline; `speedup` is baseline over model, with a 95% interval."""
 
     variant: Variant
@@ -90,22 +90,22 @@ class Dropped(Record):
 
 
 class Race(Record):
-    """Models that took turns, one process each, on one machine; of those that dropped out there is no lap."""
+    """Models that took turns, one process each, on one machine; of those that dropped out there is no race result."""
 
-    laps: tuple[Lap, ...]
-    num_rounds: int
-    num_races: int
+    results: tuple[RaceResult, ...]
+    num_repeats: int
+    num_sessions: int
     dropped: tuple[Dropped, ...] = ()
     detectable: float = Field(
         default=0.0, description="two equal models would have been told apart if one were slower by this share"
     )
 
-    def lap(self, model: ArtifactRef) -> Lap:
-        """Return the lap of `model`; LookupError where it dropped out or took no part."""
-        for lap in self.laps:
-            if lap.model.sha256 == model.sha256:
-                return lap
-        raise LookupError(f"{model.path!r} has no lap in this race")
+    def result_of(self, model: ArtifactRef) -> RaceResult:
+        """Return the race result of `model`; LookupError where it dropped out or took no part."""
+        for race_result in self.results:
+            if race_result.model.sha256 == model.sha256:
+                return race_result
+        raise LookupError(f"{model.path!r} has no race result in this race")
 
     def reason(self, model: ArtifactRef) -> str | None:
         """Return why `model` dropped out, None where it didn't."""

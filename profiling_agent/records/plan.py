@@ -115,7 +115,7 @@ class PrunedModel(Record):
 
     model: ArtifactRef
     cuts: tuple[Cut, ...]
-    mask_error: float = Field(description="largest logit difference to the masked original, relative to its norm")
+    mask_error: float = Field(description="largest logit difference to the masked baseline, relative to its norm")
     kl: float | None = Field(
         default=None, description="KL divergence to the unpruned model on calibration images, nats"
     )

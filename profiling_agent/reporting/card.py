@@ -22,13 +22,13 @@ def card_rows(report: RunReport) -> tuple[CardRow, ...]:
 
 def card_notes(report: RunReport) -> tuple[str, ...]:
     """Return the intervals, and where they were measured."""
-    lap = report.lap
+    race_result = report.race_result
     here = report.environment
     notes = [f"{report.verdict.outcome}: {report.verdict.explanation}."]
     if report.heldout.drop:
         notes.append(f"Top-1 lost: {drop(report.heldout.drop)}.")
-    if lap:
-        notes.append(f"Times as fast as the original in eager float32, in turns: {speedup(lap)}.")
+    if race_result:
+        notes.append(f"Times as fast as the original in eager float32, in turns: {speedup(race_result)}.")
     notes.append(
         f"Measured on {here.cpu}, {here.num_threads} threads, {here.system}, device {report.acquired.source.device}."
     )

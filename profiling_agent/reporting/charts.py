@@ -8,7 +8,7 @@ import plotly.graph_objects as go
 from plotly.io import to_html
 from plotly.offline import get_plotlyjs
 
-from profiling_agent.records import Attempt, Trial
+from profiling_agent.records import Attempt, DeploymentOption
 from profiling_agent.reporting.report import RunReport, Sensitivity, VariantRow
 
 INK, MUTED, ACCENT, SECOND, WARN = "#1f2933", "#9aa5b1", "#0b7285", "#e8590c", "#c92a2a"
@@ -102,20 +102,22 @@ def _floor(figure: go.Figure, report: RunReport) -> None:
 
 
 def _name(row: VariantRow) -> str:
-    return f"{row.evaluation.variant}, {row.evaluation.form.name}"
+    return f"{row.evaluation.variant}, {row.evaluation.deployment.name}"
 
 
 def against_speed(report: RunReport) -> go.Figure | None:
     """Return top-1 on the search images against milliseconds a batch, of all that raced, on one scale."""
-    first = next((row.lap for row in report.variants if row.lap and row.lap.speedup == 1), None)
+    first = next((row.race_result for row in report.variants if row.race_result and row.race_result.speedup == 1), None)
     if first is None:
         return None
     whole = first.latency.median_ms
-    raced = [(whole / row.lap.speedup, row.evaluation.top1, _name(row)) for row in report.variants if row.lap]
-    forms = [
-        (whole / trial.lap.speedup, trial.evaluation.top1, f"unpruned, {trial.form.name}")
-        for trial in _trials(report)
-        if trial.lap and trial.evaluation
+    raced = [
+        (whole / row.race_result.speedup, row.evaluation.top1, _name(row)) for row in report.variants if row.race_result
+    ]
+    deployments = [
+        (whole / option.race_result.speedup, option.evaluation.top1, f"unpruned, {option.deployment.name}")
+        for option in _options(report)
+        if option.race_result and option.evaluation
     ]
     guessed = [
         (raced[-1][0] * share, attempt.deployed.top1, f"attempt {attempt.number}: time by its MACs, not raced")
@@ -124,10 +126,10 @@ def against_speed(report: RunReport) -> go.Figure | None:
     ]
     figure = _figure("Accuracy against latency", "milliseconds a batch", "top-1, search images")
     _scatter(figure, "attempt, not raced", MUTED, guessed, symbol="circle-open", line={"width": 2, "color": MUTED})
-    _scatter(figure, "unpruned, other forms", SECOND, forms, symbol="diamond")
+    _scatter(figure, "unpruned, other deployments", SECOND, deployments, symbol="diamond")
     _scatter(figure, "raced", ACCENT, raced)
     _floor(figure, report)
-    return _with_front(figure, [*raced, *forms])
+    return _with_front(figure, [*raced, *deployments])
 
 
 def _macs_share(attempt: Attempt, report: RunReport) -> float | None:
@@ -137,13 +139,13 @@ def _macs_share(attempt: Attempt, report: RunReport) -> float | None:
     return attempt.deployed.footprint.macs / max(report.best.macs, 1)
 
 
-def _trials(report: RunReport) -> tuple[Trial, ...]:
-    return report.contest.trials if report.contest else ()
+def _options(report: RunReport) -> tuple[DeploymentOption, ...]:
+    return report.deployment_search.options if report.deployment_search else ()
 
 
 def against_size(report: RunReport) -> go.Figure:
     """Return top-1 on the search images against megabytes on disk."""
-    corners = [(row.evaluation.footprint.size_bytes / 1e6, row.evaluation.top1, _name(row)) for row in report.variants]
+    variants = [(row.evaluation.footprint.size_bytes / 1e6, row.evaluation.top1, _name(row)) for row in report.variants]
     tries = [
         (one.deployed.footprint.size_bytes / 1e6, one.deployed.top1, f"attempt {one.number}: {one.reason[:60]}")
         for one in report.attempts
@@ -151,9 +153,9 @@ def against_size(report: RunReport) -> go.Figure:
     ]
     figure = _figure("Accuracy against size", "MB on disk", "top-1, search images")
     _scatter(figure, "attempts", MUTED, tries, symbol="circle-open", line={"width": 2, "color": MUTED})
-    _scatter(figure, "corners", ACCENT, corners)
+    _scatter(figure, "variants", ACCENT, variants)
     _floor(figure, report)
-    return _with_front(figure, [*corners, *tries])
+    return _with_front(figure, [*variants, *tries])
 
 
 def by_group(report: RunReport, field: str, label: str) -> go.Figure | None:
@@ -226,20 +228,20 @@ def predicted_and_measured(attempts: Sequence[Attempt]) -> go.Figure | None:
 
 
 def runtime_race(report: RunReport) -> go.Figure | None:
-    """Return how many times as fast as eager float32 each form of the unpruned model ran, with its interval."""
-    raced = [(trial.form.name, trial.lap) for trial in _trials(report) if trial.lap]
+    """Return how many times as fast as eager float32 each deployment of the unpruned model ran, with its interval."""
+    raced = [(option.deployment.name, option.race_result) for option in _options(report) if option.race_result]
     if not raced:
         return None
     raced.sort(key=lambda row: row[1].speedup)
     figure = _figure("The runtime race, unpruned", "times as fast", "", height=120 + 30 * len(raced))
     figure.add_bar(
         y=[plain(name) for name, _ in raced],
-        x=[lap.speedup for _, lap in raced],
+        x=[race_result.speedup for _, race_result in raced],
         error_x={
             "type": "data",
             "symmetric": False,
-            "array": [lap.speedup_high - lap.speedup for _, lap in raced],
-            "arrayminus": [lap.speedup - lap.speedup_low for _, lap in raced],
+            "array": [race_result.speedup_high - race_result.speedup for _, race_result in raced],
+            "arrayminus": [race_result.speedup - race_result.speedup_low for _, race_result in raced],
         },
         orientation="h",
         marker_color=ACCENT,

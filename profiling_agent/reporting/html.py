@@ -45,7 +45,7 @@ def render_html(report: RunReport) -> str:
         left=LEFT,
         span=SPAN,
         command=command(report.request),
-        lap=report.lap,
+        race_result=report.race_result,
     )
 
 

@@ -5,20 +5,20 @@ from collections import defaultdict
 
 from pydantic import Field
 
-from profiling_agent.iteration.finalize import Settlement
+from profiling_agent.iteration.finalize import FinalChoice
 from profiling_agent.jobs.tasks import Profiled
 from profiling_agent.records import (
     Acquired,
     Attempt,
-    Contest,
     CriterionScore,
     Decided,
+    Deployment,
+    DeploymentSearch,
     Evaluation,
-    Form,
     Goal,
     InputSpec,
-    Lap,
     ModelProfile,
+    RaceResult,
     Record,
     Spent,
     StopReason,
@@ -40,7 +40,7 @@ class Summary(Record):
     """One model in one line; `top1` is that of the held-out images."""
 
     variant: Variant
-    form: Form = Field(default=Form(), description="what executes it")
+    deployment: Deployment = Field(default=Deployment(), description="what executes it")
     attempt: int | None = None
     top1: float
     num_images: int
@@ -53,10 +53,10 @@ class Summary(Record):
 
 
 class VariantRow(Record):
-    """One corner of pruning and quantization: the search images and the race."""
+    """One variant of pruning and quantization: the search images and the race."""
 
     evaluation: Evaluation
-    lap: Lap | None = None
+    race_result: RaceResult | None = None
 
 
 class LayerGroup(Record):
@@ -95,7 +95,9 @@ class RunReport(Record):
     planned_by: str = Field(default="", description="who planned, and why")
     spent: Spent | None = Field(default=None, description="what was asked of a language model")
     decisions: tuple[Decided, ...] = Field(default=(), description="what a person decided of the plans")
-    contest: Contest | None = Field(default=None, description="the forms that the unpruned model was tried in")
+    deployment_search: DeploymentSearch | None = Field(
+        default=None, description="the deployments that the unpruned model was tried in"
+    )
     baseline: Summary
     best: Summary
     heldout: Evaluation = Field(description="the returned model on the held-out images")
@@ -114,9 +116,9 @@ class RunReport(Record):
     environment: Environment
 
     @property
-    def lap(self) -> Lap | None:
+    def race_result(self) -> RaceResult | None:
         """Return the race of the returned model; None where it did not race."""
-        return next((row.lap for row in self.variants if row.evaluation.model == self.heldout.model), None)
+        return next((row.race_result for row in self.variants if row.evaluation.model == self.heldout.model), None)
 
 
 def compare_layers(before: ModelProfile, after: ModelProfile) -> tuple[LayerGroup, ...]:
@@ -143,16 +145,21 @@ def compare_layers(before: ModelProfile, after: ModelProfile) -> tuple[LayerGrou
 
 
 def summarise(
-    evaluation: Evaluation, profiled: Profiled, *, attempt: int | None, lap: Lap | None, peak_memory_bytes: int
+    evaluation: Evaluation,
+    profiled: Profiled,
+    *,
+    attempt: int | None,
+    race_result: RaceResult | None,
+    peak_memory_bytes: int,
 ) -> Summary:
     """Return a model's line; the race's latency where it was raced, its own process's otherwise."""
     return Summary(
         variant=evaluation.variant,
-        form=evaluation.form,
+        deployment=evaluation.deployment,
         attempt=attempt,
         top1=evaluation.top1,
         num_images=evaluation.predictions.num_images,
-        latency_ms=lap.latency.median_ms if lap else profiled.latency_ms,
+        latency_ms=race_result.latency.median_ms if race_result else profiled.latency_ms,
         peak_memory_bytes=peak_memory_bytes,
         **evaluation.footprint.model_dump(),
     )
@@ -173,7 +180,7 @@ class Sources(Record):
 
     acquired: Acquired
     input: InputSpec
-    contest: Contest | None = None
+    deployment_search: DeploymentSearch | None = None
     peak_memory_bytes: tuple[int, int] = Field(
         description="of a fresh process that only loads and runs the baseline, and of one with the winner"
     )
@@ -191,47 +198,47 @@ def _evidence_notes(profile: ModelProfile) -> tuple[str, ...]:
     return (f"no sensitivity was measured, so ratios are uniform: {profile.evidence_note}",)
 
 
-def _contest_notes(contest: Contest | None) -> tuple[str, ...]:
-    return contest.notes if contest else ()
+def _search_notes(deployment_search: DeploymentSearch | None) -> tuple[str, ...]:
+    return deployment_search.notes if deployment_search else ()
 
 
-def build_report(request: Request, settlement: Settlement, sources: Sources) -> RunReport:
+def build_report(request: Request, final: FinalChoice, sources: Sources) -> RunReport:
     """Gather the report."""
-    race, winner, acquired, profiles = settlement.race, settlement.winner, sources.acquired, sources.profiles
+    race, winner, acquired, profiles = final.race, final.winner, sources.acquired, sources.profiles
     baseline, best = profiles["baseline"], profiles.get("best", profiles["baseline"])
-    laps = {lap.model.sha256: lap for lap in race.laps} if race else {}
-    kept = settlement.kept_beside.evaluation.model.path if settlement.kept_beside else None
+    results = {race_result.model.sha256: race_result for race_result in race.results} if race else {}
+    kept = final.kept_beside.evaluation.model.path if final.kept_beside else None
     artifacts = {"best": "best", "report": "report.html", "text": "report.md", "json": "report.json"}
     artifacts |= {f"{name} profile": profiled.profile.path for name, (profiled, _) in profiles.items()}
-    artifacts |= {f"{row.variant} model ({row.form.name})": row.model.path for row in settlement.corners}
+    artifacts |= {f"{row.variant} model ({row.deployment.name})": row.model.path for row in final.variants}
     return RunReport(
         run_id=request.run_id or "",
-        verdict=settlement.verdict,
+        verdict=final.verdict,
         goal=request.goal,
         stopped=sources.stopped,
         planned_by=sources.planned_by,
         spent=sources.spent,
         decisions=sources.decisions,
-        contest=sources.contest,
+        deployment_search=sources.deployment_search,
         baseline=summarise(
-            settlement.heldout_baseline,
+            final.heldout_baseline,
             baseline[0],
             attempt=None,
-            lap=laps.get(settlement.heldout_baseline.model.sha256),
+            race_result=results.get(final.heldout_baseline.model.sha256),
             peak_memory_bytes=sources.peak_memory_bytes[0],
         ),
         best=summarise(
-            settlement.heldout_winner,
+            final.heldout_winner,
             best[0],
             attempt=winner.attempt,
-            lap=laps.get(settlement.heldout_winner.model.sha256),
+            race_result=results.get(final.heldout_winner.model.sha256),
             peak_memory_bytes=sources.peak_memory_bytes[1],
         ),
-        heldout=settlement.heldout_winner,
-        variants=tuple(VariantRow(evaluation=row, lap=laps.get(row.model.sha256)) for row in settlement.corners),
+        heldout=final.heldout_winner,
+        variants=tuple(VariantRow(evaluation=row, race_result=results.get(row.model.sha256)) for row in final.variants),
         attempts=sources.attempts,
         kept_beside=kept,
-        notes=(*acquired.notes, *_evidence_notes(baseline[1]), *_contest_notes(sources.contest), *settlement.notes),
+        notes=(*acquired.notes, *_evidence_notes(baseline[1]), *_search_notes(sources.deployment_search), *final.notes),
         acquired=acquired,
         input=sources.input,
         profiles={name: profiled for name, (profiled, _) in profiles.items()},

@@ -63,7 +63,8 @@ def models_of(source: Path) -> list[SavedModel]:
         return [saved_model(source)]
     rows, root = [row.evaluation for row in read_report(source).variants], run_of(source)
     return [
-        SavedModel(f"{row.variant} ({row.form.name})", row.variant, (root / row.model.path).resolve()) for row in rows
+        SavedModel(f"{row.variant} ({row.deployment.name})", row.variant, (root / row.model.path).resolve())
+        for row in rows
     ]
 
 

@@ -61,6 +61,10 @@ def metrics(report: RunReport) -> dict[str, float]:
             found[f"{side}.{name}"] = float(getattr(summary, name))
     if drop := report.heldout.drop:
         found |= {"drop": drop.drop, "drop.low": drop.low, "drop.high": drop.high}
-    if lap := report.lap:
-        found |= {"speedup": lap.speedup, "speedup.low": lap.speedup_low, "speedup.high": lap.speedup_high}
+    if race_result := report.race_result:
+        found |= {
+            "speedup": race_result.speedup,
+            "speedup.low": race_result.speedup_low,
+            "speedup.high": race_result.speedup_high,
+        }
     return found

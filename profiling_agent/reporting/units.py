@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from profiling_agent.records import AccuracyDrop, Lap, Term
+from profiling_agent.records import AccuracyDrop, RaceResult, Term
 
 
 def percent(fraction: float) -> str:
@@ -45,10 +45,14 @@ def drop(drop: AccuracyDrop) -> str:
     )
 
 
-def speedup(lap: Lap) -> str:
+def speedup(race_result: RaceResult) -> str:
     """Return a speed-up with its 95% interval, and say where it is inside the noise."""
-    inside = " (inside the noise)" if lap.speedup_low <= 1 <= lap.speedup_high and lap.speedup != 1 else ""
-    return f"{lap.speedup:.2f} [{lap.speedup_low:.2f}, {lap.speedup_high:.2f}]{inside}"
+    inside = (
+        " (inside the noise)"
+        if race_result.speedup_low <= 1 <= race_result.speedup_high and race_result.speedup != 1
+        else ""
+    )
+    return f"{race_result.speedup:.2f} [{race_result.speedup_low:.2f}, {race_result.speedup_high:.2f}]{inside}"
 
 
 def asked(term: Term) -> str:

@@ -10,7 +10,7 @@ from profiling_agent.agents.node import ProgressEvent
 from profiling_agent.errors import AcquisitionError, ProfilingAgentError, RequestError
 from profiling_agent.evaluation.intervals import compare
 from profiling_agent.evaluation.predictions import read_predictions
-from profiling_agent.jobs.comparing import Compared, CompareTask
+from profiling_agent.jobs.comparing import CompareTask, PaperBaseline
 from profiling_agent.jobs.runner import Jobs
 from profiling_agent.lifecycle import Listener, ignore, optimize, resume
 from profiling_agent.records import AccuracyDrop, Record
@@ -89,7 +89,7 @@ class Reproduction:
             ) from error
         return path
 
-    def baseline(self, subject: Subject, criterion: Criterion, ratio: float) -> tuple[Compared, AccuracyDrop]:
+    def baseline(self, subject: Subject, criterion: Criterion, ratio: float) -> tuple[PaperBaseline, AccuracyDrop]:
         """Return one of the paper's baselines on the held-out images of the "pruned" run, and what it lost."""
         report = self.run(subject, "pruned")
         workspace = Workspace(self.output / _run_name(subject, "pruned"))
@@ -110,7 +110,7 @@ class Reproduction:
         )
         lock = workspace.lock()
         try:
-            compared: Compared = jobs.run(task)
+            compared: PaperBaseline = jobs.run(task)
         finally:
             jobs.close()
             lock.release()

@@ -101,14 +101,14 @@ def table3(runs: Reproduction, subject: Subject) -> Iterator[Row]:
     report = runs.run(subject, "quantized")
     yield from _lighter_rows(subject, report, gained, saved)
     peer, note = _over_onnx(report)
-    yield _row(subject, f"ours ({report.best.form.name})", "times ONNX Runtime dynamic", faster, peer, note)
+    yield _row(subject, f"ours ({report.best.deployment.name})", "times ONNX Runtime dynamic", faster, peer, note)
 
 
 def _over_onnx(report: RunReport) -> tuple[float | None, str]:
     """Return how many times as fast as ONNX Runtime's dynamic int8 the chosen form was, in one race."""
-    trials = report.contest.trials if report.contest else ()
-    laps = {trial.form.name: trial.lap for trial in trials if trial.lap}
-    chosen, peer = laps.get(report.best.form.name), laps.get("onnxruntime dynamic")
+    options = report.deployment_search.options if report.deployment_search else ()
+    results = {option.deployment.name: option.race_result for option in options if option.race_result}
+    chosen, peer = results.get(report.best.deployment.name), results.get("onnxruntime dynamic")
     if chosen is None or peer is None:
         return None, "ONNX Runtime did not race: pip install profiling-agent[onnx]"
     return chosen.speedup / peer.speedup, "both in one race; its attention is fused here, as it is not in the paper's"
@@ -119,7 +119,7 @@ def table4(runs: Reproduction, subject: Subject) -> Iterator[Row]:
     for kind in ("pruned", "quantized", "both"):
         report = runs.run(subject, kind)
         paper = TABLE_4[subject.family].get(kind)
-        drop, lap = report.heldout.drop, report.lap
+        drop, race_result = report.heldout.drop, report.race_result
         yield _row(
             subject, kind, "points gained", paper[1] - paper[0] if paper else None, _gained(drop), _interval(drop)
         )
@@ -128,8 +128,19 @@ def table4(runs: Reproduction, subject: Subject) -> Iterator[Row]:
             subject, kind, "% of bytes saved", paper[2] if paper else None, _saved(size, report.baseline.size_bytes)
         )
         yield _row(subject, kind, "% of params saved", paper[3] if paper else None, _params_saved(report))
-        note = f"95% [{lap.speedup_low:.2f}, {lap.speedup_high:.2f}]" if lap else "the baseline itself"
-        yield _row(subject, kind, "times as fast", paper[4] if paper else None, lap.speedup if lap else 1.0, note)
+        note = (
+            f"95% [{race_result.speedup_low:.2f}, {race_result.speedup_high:.2f}]"
+            if race_result
+            else "the baseline itself"
+        )
+        yield _row(
+            subject,
+            kind,
+            "times as fast",
+            paper[4] if paper else None,
+            race_result.speedup if race_result else 1.0,
+            note,
+        )
 
 
 def table5(runs: Reproduction, subject: Subject) -> Iterator[Row]:
@@ -149,9 +160,9 @@ def figure5(runs: Reproduction, subject: Subject) -> Iterator[Row]:
         yield _row(subject, f"{criterion} 10%, here", "times as fast", None, made.speedup, lost)
         yield _row(subject, f"{criterion} 10%, here", "% of memory saved", None, 100 * (1 - made.size_ratio), lost)
     report = runs.run(subject, "pruned")
-    lap = report.lap
+    race_result = report.race_result
     note = f"the paper's best bar; ours loses {-_gained(report.heldout.drop):+.2f} points"
-    yield _row(subject, "ours", "times as fast", FIGURE_5_BEST, lap.speedup if lap else 1.0, note)
+    yield _row(subject, "ours", "times as fast", FIGURE_5_BEST, race_result.speedup if race_result else 1.0, note)
     saved = _saved(report.best.parameter_bytes, report.baseline.parameter_bytes)
     yield _row(subject, "ours", "% of memory saved", None, saved)
 

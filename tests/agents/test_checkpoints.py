@@ -12,7 +12,7 @@ from profiling_agent.agents.checkpoints import RunSaver, checkpointed_types, str
 from profiling_agent.agents.state import RunState
 from profiling_agent.analysis.dry_run import dry_run
 from profiling_agent.errors import RunError
-from profiling_agent.iteration.attempt import Candidate
+from profiling_agent.iteration.attempt import PreparedAttempt
 from profiling_agent.records import Journal, RecoveredModel, StopReason
 from profiling_agent.reporting.report import RunReport
 
@@ -52,7 +52,7 @@ def test_records_made_by_hand_come_back_equal():
         update={"dry_run": dry_run(attempt(1, 0.25, accepted=True).plan, measured)}
     )
     recovery = RecoveredModel(model=ref("m1"), epochs_run=3, kl_before=0.2, kl_after=0.1, stopped="made")
-    recovered = (tried.model_copy(update={"recovery": recovery}), Candidate(plan=tried.plan, recovery=recovery))
+    recovered = (tried.model_copy(update={"recovery": recovery}), PreparedAttempt(plan=tried.plan, recovery=recovery))
 
     for value in (measured, tried, *recovered, journal(tried, quantized=BASELINE), StopReason.CONVERGED):
         assert round_trip(value) == value

@@ -9,13 +9,13 @@ from contextlib import nullcontext
 import pytest
 
 from profiling_agent.benchmarking.race import noise_warning, race_until_clear
-from profiling_agent.benchmarking.session import MAX_ROUNDS, MAX_RUNS, Pace
+from profiling_agent.benchmarking.session import MAX_REPEATS, MAX_RUNS, SessionLimits
 from profiling_agent.benchmarking.statistics import detectable, log_ratios, pool
 from profiling_agent.errors import JobError
 from profiling_agent.records import Race
 
-PACE = Pace(seconds_per_turn=0.1, min_rounds=8)
-SHORT = Pace(seconds_per_turn=0.1, min_rounds=12, max_seconds=0)
+LIMITS = SessionLimits(seconds_per_sample=0.1, min_repeats=8)
+SHORT = SessionLimits(seconds_per_sample=0.1, min_repeats=12, max_seconds=0)
 
 
 class Scripted:
@@ -25,7 +25,7 @@ class Scripted:
         self.times = times
         self.loads = loads
         self.is_ready = False
-        self.turns: list[int] = []
+        self.samples: list[int] = []
 
     def start(self) -> None:
         self.is_ready = False
@@ -35,9 +35,9 @@ class Scripted:
             raise JobError("there is no model")
         self.is_ready = True
 
-    def take_turn(self, runs: int) -> list[float]:
+    def take_sample(self, runs: int) -> list[float]:
         assert self.is_ready
-        self.turns.append(runs)
+        self.samples.append(runs)
         took = next(self.times)
         if took is None:
             raise JobError("it died of SIGFPE")
@@ -51,21 +51,21 @@ def steady(milliseconds: float) -> Scripted:
 
 def per_race(choose: Callable[[int], float]) -> Scripted:
     """A runner with one time per race, which is a turn to warm up and eight rounds."""
-    return Scripted(choose(turn // (PACE.min_rounds + 1)) for turn in itertools.count())
+    return Scripted(choose(sample // (LIMITS.min_repeats + 1)) for sample in itertools.count())
 
 
-def run(*runners: Scripted, pace: Pace = PACE):
-    def line_up(chosen: Sequence[int]):
-        return nullcontext({index: runners[index] for index in chosen})
+def run(*processes: Scripted, limits: SessionLimits = LIMITS):
+    def start_session(chosen: Sequence[int]):
+        return nullcontext({index: processes[index] for index in chosen})
 
-    return race_until_clear(line_up, len(runners), pace=pace)
+    return race_until_clear(start_session, len(processes), limits=limits)
 
 
 def test_a_model_raced_against_its_equal_is_neither_slower_nor_faster():
     result = run(steady(10), steady(10))
 
     assert result.scores[1].low <= 1 <= result.scores[1].high
-    assert result.num_races == 1
+    assert result.num_sessions == 1
 
 
 def test_a_much_faster_model_is_clear_after_one_race():
@@ -75,21 +75,21 @@ def test_a_much_faster_model_is_clear_after_one_race():
     assert faster.speedup == pytest.approx(2, rel=0.02)
     assert 1.8 < faster.low <= faster.high < 2.2
     assert (baseline.speedup, baseline.low, baseline.high) == (1, 1, 1)
-    assert result.num_races == 1
+    assert result.num_sessions == 1
 
 
 def test_a_slower_model_is_shown_slower_three_times():
     result = run(steady(10), steady(11.1))
 
     assert result.scores[1].is_shown_slower
-    assert (result.num_races, result.num_rounds) == (3, 3 * PACE.min_rounds)
+    assert (result.num_sessions, result.num_repeats) == (3, 3 * LIMITS.min_repeats)
 
 
 def test_a_model_that_is_a_little_faster_has_to_show_it_three_times():
     result = run(steady(10), steady(9))
 
     assert result.scores[1].is_shown_faster
-    assert result.num_races == 3
+    assert result.num_sessions == 3
 
 
 def test_a_race_that_was_lucky_is_made_up_for_by_the_next():
@@ -97,7 +97,7 @@ def test_a_race_that_was_lucky_is_made_up_for_by_the_next():
 
     result = run(per_race(lambda _: 10), lucky)
 
-    assert result.num_races == 2
+    assert result.num_sessions == 2
     assert result.scores[1].low <= 1 <= result.scores[1].high
     assert result.scores[1].speedup == pytest.approx(math.sqrt(10 / 9 * 10 / 10.2))
 
@@ -107,9 +107,9 @@ def test_only_those_in_doubt_race_again():
 
     result = run(steady(10), fast, slow)
 
-    assert result.num_races == 3
+    assert result.num_sessions == 3
     assert result.scores[2].is_shown_slower
-    assert len(slow.turns) - 3 == 3 * (len(fast.turns) - 1) == 3 * PACE.min_rounds
+    assert len(slow.samples) - 3 == 3 * (len(fast.samples) - 1) == 3 * LIMITS.min_repeats
 
 
 def test_the_hopeless_stop_early_and_keep_their_score():
@@ -119,9 +119,9 @@ def test_the_hopeless_stop_early_and_keep_their_score():
 
     result = run(steady(10), best, hopeless)
 
-    assert len(hopeless.turns) - 1 == PACE.min_rounds < len(best.turns) - 1
+    assert len(hopeless.samples) - 1 == LIMITS.min_repeats < len(best.samples) - 1
     assert result.scores[2].speedup == pytest.approx(10 / 9, rel=0.05)
-    assert result.num_races == 1
+    assert result.num_sessions == 1
 
 
 @pytest.mark.parametrize(
@@ -142,13 +142,13 @@ def test_who_fails_drops_out_with_the_reason_and_the_others_go_on(loser: Scripte
 
 
 def test_who_fails_in_a_later_race_has_no_score():
-    ends = Scripted(itertools.chain([12.0] * (PACE.min_rounds + 3), itertools.repeat(None)))
+    ends = Scripted(itertools.chain([12.0] * (LIMITS.min_repeats + 3), itertools.repeat(None)))
 
     result = run(steady(10), ends)
 
     assert result.dropped == {1: "it died of SIGFPE"}
     assert sorted(result.scores) == [0]
-    assert result.num_races == 2
+    assert result.num_sessions == 2
 
 
 def test_the_race_ends_with_its_baseline():
@@ -157,14 +157,17 @@ def test_the_race_ends_with_its_baseline():
 
 
 def test_what_differs_by_less_than_the_noise_is_called_too_noisy_to_tell():
-    calm = [pool([log_ratios([[10.0]] * 9, [[10.0]] * 9)], [], seed=0, luck=luck) for luck in (0.01, 0.1)]
+    calm = [
+        pool([log_ratios([[10.0]] * 9, [[10.0]] * 9)], [], seed=0, process_spread=process_spread)
+        for process_spread in (0.01, 0.1)
+    ]
 
     halves = [detectable([score]) for score in calm]
 
     assert halves[0] == pytest.approx(1.96 * 0.01, rel=0.1)
     assert halves[1] == pytest.approx(1.96 * 0.1, rel=0.2)
-    assert noise_warning(Race(laps=(), num_rounds=9, num_races=1, detectable=halves[0])) is None
-    warning = noise_warning(Race(laps=(), num_rounds=9, num_races=1, detectable=0.213))
+    assert noise_warning(Race(results=(), num_repeats=9, num_sessions=1, detectable=halves[0])) is None
+    warning = noise_warning(Race(results=(), num_repeats=9, num_sessions=1, detectable=0.213))
     assert warning is not None
     assert "differ by less than 21%" in warning
 
@@ -178,7 +181,7 @@ def test_three_line_ups_tell_apart_what_one_can_not():
 def test_drift_that_slows_everybody_changes_no_speedup():
     fast, slow = ([[base * (1 + round_number)] for round_number in range(20)] for base in (5.0, 10.0))
 
-    faster = pool([log_ratios(fast, slow)], [], seed=0, luck=0.0)
+    faster = pool([log_ratios(fast, slow)], [], seed=0, process_spread=0.0)
 
     assert (faster.speedup, faster.low, faster.high) == pytest.approx((2, 2, 2))
 
@@ -187,7 +190,7 @@ def test_noise_widens_the_interval():
     rng = random.Random(1)
     baseline = [[10 * rng.uniform(0.9, 1.1)] for _ in range(20)]
 
-    calm = pool([log_ratios([[turn[0] / 2] for turn in baseline], baseline)], [], seed=0)
+    calm = pool([log_ratios([[sample[0] / 2] for sample in baseline], baseline)], [], seed=0)
     noisy = pool([log_ratios([[5 * rng.uniform(0.7, 1.3)] for _ in range(20)], baseline)], [], seed=0)
 
     assert calm.width < noisy.width
@@ -201,11 +204,11 @@ def test_line_ups_that_disagree_widen_the_interval():
 
 def test_rounds_go_on_until_intervals_are_narrow_but_not_for_ever():
     rng = random.Random(2)
-    runner = Scripted(10 * rng.uniform(0.2, 2) for _ in itertools.count())
+    timed = Scripted(10 * rng.uniform(0.2, 2) for _ in itertools.count())
 
-    result = run(steady(10), runner)
+    result = run(steady(10), timed)
 
-    assert PACE.min_rounds < result.num_rounds <= MAX_ROUNDS * result.num_races
+    assert LIMITS.min_repeats < result.num_repeats <= MAX_REPEATS * result.num_sessions
 
 
 def test_short_passes_are_repeated_within_a_turn_and_samples_are_kept():
@@ -213,25 +216,25 @@ def test_short_passes_are_repeated_within_a_turn_and_samples_are_kept():
 
     result = run(long, quick)
 
-    assert set(quick.turns[1:]) == {MAX_RUNS}
-    assert set(long.turns[1:]) == {1}
+    assert set(quick.samples[1:]) == {MAX_RUNS}
+    assert set(long.samples[1:]) == {1}
     assert [len(score.samples_ms) for score in result.scores.values()] == [
-        result.num_rounds,
-        result.num_rounds * MAX_RUNS,
+        result.num_repeats,
+        result.num_repeats * MAX_RUNS,
     ]
 
 
 def test_every_race_lines_up_anew():
     pairs: list[dict[int, Scripted]] = []
 
-    def line_up(chosen: Sequence[int]):
+    def start_session(chosen: Sequence[int]):
         pairs.append({index: steady((10, 11.5)[index]) for index in chosen})
         return nullcontext(pairs[-1])
 
-    race_until_clear(line_up, 2, pace=PACE)
+    race_until_clear(start_session, 2, limits=LIMITS)
 
     assert len(pairs) == 3
-    assert all(runner.turns for pair in pairs for runner in pair.values())
+    assert all(timed.samples for pair in pairs for timed in pair.values())
 
 
 def test_any_two_contenders_can_be_compared():
@@ -242,11 +245,13 @@ def test_any_two_contenders_can_be_compared():
 
 
 def test_all_race_as_often_as_is_asked():
-    runners = (steady(10), steady(2))
+    processes = (steady(10), steady(2))
 
-    result = race_until_clear(lambda chosen: nullcontext({i: runners[i] for i in chosen}), 2, pace=PACE, min_races=2)
+    result = race_until_clear(
+        lambda chosen: nullcontext({i: processes[i] for i in chosen}), 2, limits=LIMITS, min_sessions=2
+    )
 
-    assert result.num_races == 2
+    assert result.num_sessions == 2
     assert sorted(result.ratios[1]) == [0, 1]
 
 
@@ -262,10 +267,10 @@ def test_what_is_so_is_said_in_95_of_100_races_of_processes_with_luck(millisecon
     for number in range(100):
         noise = random.Random(number)
 
-        def line_up(chosen: Sequence[int], noise: random.Random = noise):
+        def start_session(chosen: Sequence[int], noise: random.Random = noise):
             return nullcontext({index: drawn((10, milliseconds)[index], noise) for index in chosen})
 
-        score = race_until_clear(line_up, 2, pace=SHORT, seed=number).scores[1]
+        score = race_until_clear(start_session, 2, limits=SHORT, seed=number).scores[1]
         found["slower" if score.is_shown_slower else "faster" if score.is_shown_faster else "equal"] += 1
 
     assert found[said] >= 95

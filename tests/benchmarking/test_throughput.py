@@ -7,13 +7,13 @@ import pytest
 import zoo
 
 from profiling_agent.artifacts.save import save_model
-from profiling_agent.benchmarking.session import Pace
+from profiling_agent.benchmarking.session import SessionLimits
 from profiling_agent.benchmarking.throughput import compare, machine, memory_use, taken, throughput
 from profiling_agent.errors import JobError, RequestError
 from profiling_agent.records import ArtifactRef, LatencyStats, MemoryUse, Taken, Throughput
 from profiling_agent.workspace import file_sha256
 
-PACE = Pace(seconds_per_turn=0.01, min_rounds=3, max_seconds=0)
+LIMITS = SessionLimits(seconds_per_sample=0.01, min_repeats=3, max_seconds=0)
 REF = ArtifactRef(path="model", sha256="0" * 64, size_bytes=1000, kind="model")
 
 
@@ -41,20 +41,20 @@ def made(images_per_s: dict[int, float], *, peak: int, size: int, **machine_upda
 
 
 def test_images_per_second_are_the_batch_over_the_median_pass(root: Path, saved: ArtifactRef):
-    measured = throughput([saved], root=root, batch_sizes=(1, 3), num_threads=1, pace=PACE)
+    measured = throughput([saved], root=root, batch_sizes=(1, 3), num_threads=1, limits=LIMITS)
 
     assert [row.batch_size for row in measured.of(saved)] == [1, 3]
     for row in measured.rows:
         assert row.images_per_s == pytest.approx(row.batch_size * 1000 / row.latency.median_ms)
         assert 0 < row.low <= row.images_per_s <= row.high
-        assert len(row.latency.samples_ms) >= PACE.min_rounds
+        assert len(row.latency.samples_ms) >= LIMITS.min_repeats
     assert not psutil.Process().children(recursive=True)
 
 
 def test_a_model_that_can_not_be_run_is_refused_and_the_others_are_measured(root: Path, saved: ArtifactRef):
     nowhere = REF.model_copy(update={"path": "nowhere"})
 
-    measured = throughput([nowhere, saved], root=root, batch_sizes=(2,), num_threads=1, pace=PACE)
+    measured = throughput([nowhere, saved], root=root, batch_sizes=(2,), num_threads=1, limits=LIMITS)
 
     assert [(refusal.model, refusal.batch_size) for refusal in measured.refused] == [(nowhere, 2)]
     assert "recipe.json" in measured.refused[0].reason

@@ -1,4 +1,4 @@
-"""Real racers: processes that load a saved model, run when it is their turn, and leave nothing behind."""
+"""Real workers: processes that load a saved model, run when it is their turn, and leave nothing behind."""
 
 import os
 import signal
@@ -13,8 +13,8 @@ import zoo
 from transformers import ViTForImageClassification
 
 from profiling_agent.artifacts.save import save_model
-from profiling_agent.benchmarking.contender import Contender, racer_command
-from profiling_agent.benchmarking.race import Pace, race
+from profiling_agent.benchmarking.contender import TimedProcess, worker_command
+from profiling_agent.benchmarking.race import SessionLimits, race
 from profiling_agent.benchmarking.turns import Start
 from profiling_agent.errors import JobError
 from profiling_agent.quantization.footprint import folder_bytes
@@ -26,11 +26,11 @@ START = Start(batch_size=2, device="cpu", num_threads=1)
 BROOD = """
 import sys, time
 from pathlib import Path
-from profiling_agent.benchmarking.contender import Contender, racer_command
-from profiling_agent.benchmarking.turns import Start, Turn
-child = Contender(racer_command(Path(sys.argv[1])), Start(batch_size=2, device="cpu", num_threads=1))
+from profiling_agent.benchmarking.contender import TimedProcess, worker_command
+from profiling_agent.benchmarking.turns import SampleRequest, Start
+child = TimedProcess(worker_command(Path(sys.argv[1])), Start(batch_size=2, device="cpu", num_threads=1))
 child.wait_until_ready()
-child._say(Turn(runs=10**9))
+child._say(SampleRequest(runs=10**9))
 print(child.pid, flush=True)
 time.sleep(600)
 """
@@ -59,16 +59,19 @@ def test_laps_come_back_in_the_order_of_the_entries(root: Path):
         root=root,
         batch_size=2,
         num_threads=1,
-        pace=Pace(seconds_per_turn=0.01, min_rounds=3, max_seconds=0),
+        limits=SessionLimits(seconds_per_sample=0.01, min_repeats=3, max_seconds=0),
         progress=lambda *said: seen.append(said),
     )
 
-    assert [lap.variant for lap in result.laps] == [Variant.BASELINE, Variant.QUANTIZED]
-    assert result.num_rounds == 3 * result.num_races == len(seen)
-    first, second = result.laps
+    assert [race_result.variant for race_result in result.results] == [Variant.BASELINE, Variant.QUANTIZED]
+    assert result.num_repeats == 3 * result.num_sessions == len(seen)
+    first, second = result.results
     assert (first.speedup, first.speedup_low, first.speedup_high) == (1, 1, 1)
     assert 0 < second.speedup_low <= second.speedup <= second.speedup_high
-    assert all(lap.latency.batch_size == 2 and len(lap.latency.samples_ms) >= 3 for lap in result.laps)
+    assert all(
+        race_result.latency.batch_size == 2 and len(race_result.latency.samples_ms) >= 3
+        for race_result in result.results
+    )
     assert not psutil.Process().children(recursive=True)
 
 
@@ -82,45 +85,45 @@ def test_a_much_larger_model_is_shown_slower(root: Path):
 
     result = race(entries, root=root, batch_size=8, num_threads=1)
 
-    # So much slower that no other line-up could make up for it.
-    assert result.num_races == 1
-    assert result.laps[1].speedup_high < 0.5
+    # So much slower that no other session could make up for it.
+    assert result.num_sessions == 1
+    assert result.results[1].speedup_high < 0.5
 
 
 def test_a_racer_that_can_not_load_says_why(root: Path, tmp_path: Path):
     with (
-        Contender(racer_command(tmp_path / "nowhere"), START) as contender,
+        TimedProcess(worker_command(tmp_path / "nowhere"), START) as process,
         pytest.raises(JobError, match=r"nowhere.*recipe\.json"),
     ):
-        contender.wait_until_ready()
+        process.wait_until_ready()
 
 
 def test_a_racer_that_hangs_is_ended():
     command = [sys.executable, "-c", "import time; time.sleep(600)"]
 
-    with Contender(command, START) as contender, pytest.raises(JobError, match=r"said nothing for 0\.2 s"):
-        contender.wait_until_ready(timeout_s=0.2)
+    with TimedProcess(command, START) as process, pytest.raises(JobError, match=r"said nothing for 0\.2 s"):
+        process.wait_until_ready(timeout_s=0.2)
 
     assert not psutil.Process().children()
 
 
 def test_a_racer_that_is_killed_between_turns_is_noticed(root: Path):
-    with Contender(racer_command(root / "baseline"), START) as contender:
-        contender.wait_until_ready()
-        os.kill(contender.pid, signal.SIGKILL)
+    with TimedProcess(worker_command(root / "baseline"), START) as process:
+        process.wait_until_ready()
+        os.kill(process.pid, signal.SIGKILL)
 
         with pytest.raises(JobError, match="exit status -9"):
-            contender.take_turn(10**9)
+            process.take_sample(10**9)
 
 
 def test_a_racer_in_the_middle_of_its_turn_dies_with_its_parent(root: Path):
     parent = subprocess.Popen([sys.executable, "-c", BROOD, str(root / "baseline")], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     with parent, parent.stdout:
-        racer = psutil.Process(int(parent.stdout.readline()))
+        worker = psutil.Process(int(parent.stdout.readline()))
         os.kill(parent.pid, signal.SIGKILL)
 
     deadline = time.monotonic() + 30
-    while racer.is_running() and racer.status() != psutil.STATUS_ZOMBIE and time.monotonic() < deadline:
+    while worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not racer.is_running() or racer.status() == psutil.STATUS_ZOMBIE
+    assert not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE

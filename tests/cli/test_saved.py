@@ -27,9 +27,9 @@ def test_a_finished_run_is_raced_again_at_another_batch_size(finished: Path):
 
     race = Race.model_validate_json(said.stdout)
     report = json.loads((finished / "report.json").read_text())
-    assert len(race.laps) == len(report["variants"])
-    assert all(lap.latency.batch_size == 2 for lap in race.laps)
-    assert race.laps[0].speedup == 1
+    assert len(race.results) == len(report["variants"])
+    assert all(race_result.latency.batch_size == 2 for race_result in race.results)
+    assert race.results[0].speedup == 1
 
 
 @pytest.mark.slow

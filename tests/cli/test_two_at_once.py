@@ -14,7 +14,7 @@ from profiling_agent.cli.main import app
 from profiling_agent.reporting.results import read_report
 from profiling_agent.workspace import Workspace
 
-# One plan, one form: as little as a run can be.
+# One plan, one deployment: as little as a run can be.
 LEAST = (
     "--no-iterate",
     "--batch-size",

@@ -1,10 +1,10 @@
-"""Every form of every runtime computes what the float32 model does, nearly, from weights as small as it says."""
+"""Every deployment of every runtime computes what the float32 model does, nearly, from weights as small as it says."""
 
 import subprocess
 import sys
 from pathlib import Path
 
-import forms
+import deployed
 import numpy as np
 import onnx
 import pytest
@@ -13,21 +13,21 @@ import zoo
 from onnx import TensorProto
 
 from profiling_agent.artifacts.recipe import IR_WEIGHTS, ONNX, WEIGHTS
-from profiling_agent.benchmarking.contender import Contender, racer_command
+from profiling_agent.benchmarking.contender import TimedProcess, worker_command
 from profiling_agent.benchmarking.turns import Start
 from profiling_agent.deployment.noise import noise_batch
 from profiling_agent.deployment.protocol import Source
-from profiling_agent.deployment.registry import all_forms, open_session, runtime
+from profiling_agent.deployment.registry import all_deployments, open_session, runtime
 from profiling_agent.deployment.save import save_deployed
 from profiling_agent.errors import ArtifactError, JobError, PlanError
-from profiling_agent.records import RUNTIMES, Form, QuantizationRecommendation
+from profiling_agent.records import RUNTIMES, Deployment, QuantizationRecommendation
 
 IMAGES = noise_batch(zoo.SPEC, 3, seed=2)
 # Float32 in another order; bfloat16 has 8 significant bits; int8 of random weights and noise, of residual adds as well.
 BOUNDS = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 2e-2, "dynamic": 6e-2, "static": 6e-2, "static_nncf": 0.2}
 # Compiling takes seconds for each size of batch, an export of int8 layers as long.
 SLOW = {("resnet", "openvino static")}
-NAMES = [form.name for form in all_forms()]
+NAMES = [deployment.name for deployment in all_deployments()]
 
 
 def case(family: str, name: str):
@@ -38,38 +38,38 @@ def case(family: str, name: str):
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Source]:
     root = tmp_path_factory.mktemp("sources")
-    return {family: forms.source_of(family, root / family) for family in forms.MODELS}
+    return {family: deployed.source_of(family, root / family) for family in deployed.MODELS}
 
 
-@pytest.mark.parametrize(("family", "name"), [case(family, name) for family in forms.MODELS for name in NAMES])
+@pytest.mark.parametrize(("family", "name"), [case(family, name) for family in deployed.MODELS for name in NAMES])
 def test_an_opened_form_says_what_the_float_model_does(sources: dict[str, Source], tmp_path: Path, family, name):
-    source, form = sources[family], forms.form(name)
+    source, deployment = sources[family], deployed.deployment(name)
 
-    save_deployed(source, form, tmp_path / "model", num_threads=1)
+    save_deployed(source, deployment, tmp_path / "model", num_threads=1)
     session = open_session(tmp_path / "model", num_threads=1)
 
-    expected = forms.float_logits(source, IMAGES)
+    expected = deployed.float_logits(source, IMAGES)
     assert session.run(IMAGES).dtype == np.float32
-    assert forms.distance(session.run(IMAGES), expected) < BOUNDS[form.scheme]
-    assert forms.distance(session.run(IMAGES[:1]), expected[:1]) < 2 * BOUNDS[form.scheme]
+    assert deployed.distance(session.run(IMAGES), expected) < BOUNDS[deployment.scheme]
+    assert deployed.distance(session.run(IMAGES[:1]), expected[:1]) < 2 * BOUNDS[deployment.scheme]
     assert session.bound(IMAGES)() > 0
     assert session.describe()["threads"] == "1"
 
 
 def test_every_runtime_has_float32_and_the_cpu_has_all_of_them():
-    assert {form.runtime for form in all_forms() if form.scheme == "float32"} == set(RUNTIMES)
-    assert {form.runtime for form in all_forms("cuda")} == {"eager", "inductor"}
+    assert {deployment.runtime for deployment in all_deployments() if deployment.scheme == "float32"} == set(RUNTIMES)
+    assert {deployment.runtime for deployment in all_deployments("cuda")} == {"eager", "inductor"}
     assert "static" not in runtime("inductor").schemes("cuda")
 
 
-def weight_bytes(folder: Path, form: Form) -> int:
-    file = {"eager": WEIGHTS, "inductor": WEIGHTS, "onnxruntime": ONNX, "openvino": IR_WEIGHTS}[form.runtime]
+def weight_bytes(folder: Path, deployment: Deployment) -> int:
+    file = {"eager": WEIGHTS, "inductor": WEIGHTS, "onnxruntime": ONNX, "openvino": IR_WEIGHTS}[deployment.runtime]
     return (folder / file).stat().st_size
 
 
 @pytest.mark.parametrize("name", ["eager dynamic", "onnxruntime dynamic", "openvino static_nncf", "openvino bfloat16"])
 def test_weights_are_stored_as_small_as_they_are(sources: dict[str, Source], tmp_path: Path, name: str):
-    form = forms.form(name)
+    deployment = deployed.deployment(name)
     params = sum(parameter.numel() for parameter in sources["vit"].module.parameters())
     in_layers = sum(
         module.weight.numel()
@@ -77,29 +77,29 @@ def test_weights_are_stored_as_small_as_they_are(sources: dict[str, Source], tmp
         if isinstance(module, torch.nn.Linear | torch.nn.Conv2d)
     )
 
-    save_deployed(sources["vit"], form, tmp_path / "model", num_threads=1)
+    save_deployed(sources["vit"], deployment, tmp_path / "model", num_threads=1)
 
-    each = 2 if form.scheme == "bfloat16" else 1
+    each = 2 if deployment.scheme == "bfloat16" else 1
     expected = in_layers * each + (params - in_layers) * 4
     # Scales, the patch embedding that dynamic int8 leaves alone, and the graph itself.
-    assert expected * 0.9 < weight_bytes(tmp_path / "model", form) < expected + 75_000
+    assert expected * 0.9 < weight_bytes(tmp_path / "model", deployment) < expected + 75_000
 
 
 @pytest.mark.parametrize("name", ["eager dynamic", "onnxruntime dynamic", "onnxruntime static", "openvino static_nncf"])
 def test_a_layer_that_is_to_stay_in_float_does(sources: dict[str, Source], tmp_path: Path, name: str):
-    form = forms.form(name)
-    kind = "dynamic" if form.scheme == "dynamic" else "static"
+    deployment = deployed.deployment(name)
+    kind = "dynamic" if deployment.scheme == "dynamic" else "static"
     recommendations = (
         QuantizationRecommendation(layer="all", quantization_type=kind, dtype="qint8"),
         QuantizationRecommendation(layer=r"mlp\.fc2$", quantization_type="cast", dtype="float32"),
     )
 
-    def saved(form: Form, folder: Path) -> tuple[set[str], int]:
-        recipe = save_deployed(sources["vit"], form, folder, num_threads=1)
-        return {layer.name for layer in recipe.quantized}, weight_bytes(folder, form)
+    def saved(deployment: Deployment, folder: Path) -> tuple[set[str], int]:
+        recipe = save_deployed(sources["vit"], deployment, folder, num_threads=1)
+        return {layer.name for layer in recipe.quantized}, weight_bytes(folder, deployment)
 
-    every, small = saved(form, tmp_path / "every")
-    kept, larger = saved(form.model_copy(update={"recommendations": recommendations}), tmp_path / "kept")
+    every, small = saved(deployment, tmp_path / "every")
+    kept, larger = saved(deployment.model_copy(update={"recommendations": recommendations}), tmp_path / "kept")
 
     assert every - kept == {"vit.layers.0.mlp.fc2"}
     # 256 x 64 weights of four bytes instead of one; NNCF stores a float weight that it is told to ignore as it is.
@@ -107,7 +107,7 @@ def test_a_layer_that_is_to_stay_in_float_does(sources: dict[str, Source], tmp_p
 
 
 def test_static_int8_of_a_convnet_has_integers_for_every_layer(sources: dict[str, Source], tmp_path: Path):
-    save_deployed(sources["resnet"], forms.form("onnxruntime static"), tmp_path / "model", num_threads=1)
+    save_deployed(sources["resnet"], deployed.deployment("onnxruntime static"), tmp_path / "model", num_threads=1)
 
     graph = onnx.load(tmp_path / "model" / ONNX).graph
     weights = {held.name: held.data_type for held in graph.initializer if len(held.dims) == 4}
@@ -118,22 +118,22 @@ def test_a_pattern_that_hits_nothing_is_refused_and_leaves_nothing(sources: dict
     wrong = QuantizationRecommendation(layer="no_such_layer", quantization_type="static", dtype="qint8")
 
     for name in ("onnxruntime static", "openvino static_nncf", "openvino static"):
-        form = forms.form(name).model_copy(update={"recommendations": (wrong,)})
+        deployment = deployed.deployment(name).model_copy(update={"recommendations": (wrong,)})
         with pytest.raises(PlanError, match="no_such_layer"):
-            save_deployed(sources["vit"], form, tmp_path / "model")
+            save_deployed(sources["vit"], deployment, tmp_path / "model")
 
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_fixed_batch_is_run_as_it_is_and_no_other(tmp_path: Path):
-    source = forms.source_of("resnet", tmp_path / "source", batch_size=4)
+    source = deployed.source_of("resnet", tmp_path / "source", batch_size=4)
     images = noise_batch(zoo.SPEC, 4)
 
     for name in ("onnxruntime float32", "openvino float32"):
         folder = tmp_path / name.replace(" ", "-")
-        save_deployed(source, forms.form(name), folder, num_threads=1)
+        save_deployed(source, deployed.deployment(name), folder, num_threads=1)
         session = open_session(folder, num_threads=1)
-        assert forms.distance(session.run(images), forms.float_logits(source, images)) < 1e-5
+        assert deployed.distance(session.run(images), deployed.float_logits(source, images)) < 1e-5
         with pytest.raises(ArtifactError, match="exactly 4 images, not 3"):
             session.run(images[:3])
         with pytest.raises(ArtifactError, match="exactly 4 images, not 1"):
@@ -154,7 +154,7 @@ print([name for name in ("torch", "transformers", "openvino_telemetry.main", "nn
 def test_what_needs_no_torch_is_raced_without_it_and_reports_to_nobody(
     sources: dict[str, Source], tmp_path: Path, name: str
 ):
-    save_deployed(sources["vit"], forms.form(name), tmp_path / "model", num_threads=1)
+    save_deployed(sources["vit"], deployed.deployment(name), tmp_path / "model", num_threads=1)
 
     command = [sys.executable, "-c", OPENED, str(tmp_path / "model")]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -201,19 +201,19 @@ def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 @pytest.mark.parametrize("name", ["onnxruntime float32", "openvino float32"])
 def test_a_racer_with_a_broken_graph_says_which_file(sources: dict[str, Source], tmp_path: Path, name: str):
-    form = forms.form(name)
-    save_deployed(sources["vit"], form, tmp_path / "model", num_threads=1)
-    graph = tmp_path / "model" / (ONNX if form.runtime == "onnxruntime" else "model.xml")
+    deployment = deployed.deployment(name)
+    save_deployed(sources["vit"], deployment, tmp_path / "model", num_threads=1)
+    graph = tmp_path / "model" / (ONNX if deployment.runtime == "onnxruntime" else "model.xml")
     graph.write_bytes(graph.read_bytes()[:1000])
 
     start = Start(batch_size=2, device="cpu", num_threads=1)
-    with Contender(racer_command(tmp_path / "model"), start) as contender, pytest.raises(JobError, match=graph.name):
-        contender.wait_until_ready()
+    with TimedProcess(worker_command(tmp_path / "model"), start) as process, pytest.raises(JobError, match=graph.name):
+        process.wait_until_ready()
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
-@pytest.mark.parametrize("name", [form.name for form in all_forms("cuda")])
+@pytest.mark.parametrize("name", [deployment.name for deployment in all_deployments("cuda")])
 def test_forms_on_cuda(sources: dict[str, Source], tmp_path: Path, name: str):
     source = Source(
         module=sources["vit"].module,
@@ -223,13 +223,13 @@ def test_forms_on_cuda(sources: dict[str, Source], tmp_path: Path, name: str):
         batch_size=8,
         device="cuda",
     )
-    form = forms.form(name)
+    deployment = deployed.deployment(name)
 
-    save_deployed(source, form, tmp_path / "model")
+    save_deployed(source, deployment, tmp_path / "model")
     session = open_session(tmp_path / "model", device="cuda")
 
     # CUDA multiplies float32 as tf32 where it is allowed to.
-    bound = max(1e-3, BOUNDS[form.scheme])
-    assert forms.distance(session.run(IMAGES), forms.float_logits(source, IMAGES)) < bound
+    bound = max(1e-3, BOUNDS[deployment.scheme])
+    assert deployed.distance(session.run(IMAGES), deployed.float_logits(source, IMAGES)) < bound
     assert session.bound(IMAGES)() > 0
     assert session.describe()["device"] == "cuda"

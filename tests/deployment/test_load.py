@@ -8,7 +8,7 @@ import sys
 import warnings
 from pathlib import Path
 
-import forms
+import deployed
 import numpy as np
 import pytest
 import torch
@@ -38,9 +38,9 @@ def folder_of(root: Path, name: str) -> Path:
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("deployed")
-    source = forms.source_of("vit", root / "source")
+    source = deployed.source_of("vit", root / "source")
     for name in NAMES:
-        save_deployed(source, forms.form(name), folder_of(root, name), num_threads=1)
+        save_deployed(source, deployed.deployment(name), folder_of(root, name), num_threads=1)
     return root
 
 
@@ -233,7 +233,7 @@ def test_loading_is_silent(root: Path):
 
 
 def test_a_source_without_onnx_is_refused_where_a_runtime_reads_it(root: Path, tmp_path: Path):
-    source = forms.source_of("resnet", tmp_path / "source")
+    source = deployed.source_of("resnet", tmp_path / "source")
     bare = Source(
         module=source.module,
         recipe=source.recipe,
@@ -244,5 +244,5 @@ def test_a_source_without_onnx_is_refused_where_a_runtime_reads_it(root: Path, t
 
     for name in ("onnxruntime float32", "openvino float32"):
         with pytest.raises(ArtifactError, match="needs the model as ONNX"):
-            save_deployed(bare, forms.form(name), tmp_path / "model")
+            save_deployed(bare, deployed.deployment(name), tmp_path / "model")
         assert not (tmp_path / "model").exists()

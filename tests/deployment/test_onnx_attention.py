@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-import forms
+import deployed
 import numpy as np
 import onnx
 import onnxruntime
@@ -25,7 +25,7 @@ IMAGES = noise_batch(zoo.SPEC, 3, seed=4)
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Source]:
     root = tmp_path_factory.mktemp("sources")
-    return {family: forms.source_of(family, root / family) for family in ("vit", "swin")}
+    return {family: deployed.source_of(family, root / family) for family in ("vit", "swin")}
 
 
 def operators(model: onnx.ModelProto) -> list[str]:
@@ -53,11 +53,13 @@ def test_each_block_becomes_one_node_that_computes_the_same(sources: dict[str, S
     assert len(taken) == operators(found).count("Attention") == blocks > 0
     assert "Softmax" not in operators(found)
     assert all([name.rsplit(".", 1)[1] for name in names] == ["q_proj", "k_proj", "v_proj"] for names in taken.values())
-    assert forms.distance(logits(found), logits(model)) < 1e-6
+    assert deployed.distance(logits(found), logits(model)) < 1e-6
 
 
 def test_dynamic_int8_has_attention_in_int8_and_says_so(sources: dict[str, Source], tmp_path: Path):
-    recipe = save_deployed(sources["vit"], forms.form("onnxruntime dynamic"), tmp_path / "model", num_threads=1)
+    recipe = save_deployed(
+        sources["vit"], deployed.deployment("onnxruntime dynamic"), tmp_path / "model", num_threads=1
+    )
 
     saved = operators(onnx.load(tmp_path / "model" / ONNX))
     projections = [row.name for row in recipe.quantized if row.name.endswith(("q_proj", "k_proj", "v_proj"))]
@@ -67,9 +69,9 @@ def test_dynamic_int8_has_attention_in_int8_and_says_so(sources: dict[str, Sourc
 
 def test_with_keys_left_in_float_nothing_is_fused(sources: dict[str, Source], tmp_path: Path):
     recommendation = QuantizationRecommendation(layer=r"q_proj|v_proj|fc1", quantization_type="dynamic", dtype="qint8")
-    form = forms.form("onnxruntime dynamic").model_copy(update={"recommendations": (recommendation,)})
+    deployment = deployed.deployment("onnxruntime dynamic").model_copy(update={"recommendations": (recommendation,)})
 
-    recipe = save_deployed(sources["vit"], form, tmp_path / "model", num_threads=1)
+    recipe = save_deployed(sources["vit"], deployment, tmp_path / "model", num_threads=1)
 
     assert not {"Attention", "QAttention"} & set(operators(onnx.load(tmp_path / "model" / ONNX)))
     assert recipe.quantized

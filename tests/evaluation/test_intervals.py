@@ -77,7 +77,7 @@ def test_the_interval_covers_the_true_drop_as_often_as_it_says(lost: float, gain
         covered += drop.low <= lost - gained <= drop.high
         below += lost - gained <= one_sided_bound(drop, 0.95)
 
-    # Four standard errors of 1500 trials below 95% are 0.927; being too careful where images are few is allowed.
+    # Four standard errors of 1500 options below 95% are 0.927; being too careful where images are few is allowed.
     assert covered / num_trials > 0.927
     assert below / num_trials > 0.927
 

@@ -6,10 +6,10 @@ import zoo
 from conftest import World
 
 from profiling_agent import Request, build_graph, load
-from profiling_agent.agents.session import SESSIONS, Session
+from profiling_agent.agents.session import SESSIONS, RunSession
 from profiling_agent.agents.state import RunState
 from profiling_agent.analysis.rules import analyse
-from profiling_agent.iteration.attempt import measure_attempt, open_journal, prune_candidate, quantize_candidate
+from profiling_agent.iteration.attempt import measure_attempt, open_journal, prune_attempt, quantize_attempt
 from profiling_agent.iteration.propose import propose
 from profiling_agent.modules.inference import random_batch
 from profiling_agent.records import Outcome, Plan
@@ -71,7 +71,7 @@ def test_the_graph_and_a_plain_loop_yield_the_same_journal(finished: Path):
     report = report_of(finished)
     request = read_manifest(finished).request
     workspace = Workspace(finished)
-    session = Session(workspace, workspace.lock(), created=False)
+    session = RunSession(workspace, workspace.lock(), created=False)
     state = RunState(
         **request.model_dump(),
         run_dir=str(finished),
@@ -83,15 +83,15 @@ def test_the_graph_and_a_plain_loop_yield_the_same_journal(finished: Path):
         },
         profiled=report.profiles["baseline"],
     )
-    bench, before = session.bench(state), job_names(finished)
+    evaluator, before = session.evaluator(state), job_names(finished)
 
-    plan, journal = analyse(bench.profile, bench.goal), None
+    plan, journal = analyse(evaluator.profile, evaluator.goal), None
     while isinstance(plan, Plan):
-        candidate = prune_candidate(bench, plan)
-        journal = journal or open_journal(bench, plan)
-        candidate = quantize_candidate(bench, candidate, journal.form)
-        journal = journal.with_attempt(measure_attempt(bench, candidate, journal))
-        plan = propose(bench.goal, bench.profile, journal, max_iterations=request.max_iterations)
+        candidate = prune_attempt(evaluator, plan)
+        journal = journal or open_journal(evaluator, plan)
+        candidate = quantize_attempt(evaluator, candidate, journal.deployment)
+        journal = journal.with_attempt(measure_attempt(evaluator, candidate, journal))
+        plan = propose(evaluator.goal, evaluator.profile, journal, max_iterations=request.max_iterations)
     session.close()
 
     assert journal is not None

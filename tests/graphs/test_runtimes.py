@@ -15,8 +15,8 @@ pytestmark = pytest.mark.slow
 def test_runtimes_compete_and_the_winner_is_loaded_in_its_own(world: World, tmp_path: Path):
     report = optimize(world.request(tmp_path, runtimes="onnxruntime,openvino", quantize_dtype="qint8", iterate=False))
 
-    assert report.contest is not None
-    tried = {trial.form.name: trial for trial in report.contest.trials}
+    assert report.deployment_search is not None
+    tried = {option.deployment.name: option for option in report.deployment_search.options}
     assert set(tried) == {
         "onnxruntime float32",
         "onnxruntime dynamic",
@@ -25,10 +25,10 @@ def test_runtimes_compete_and_the_winner_is_loaded_in_its_own(world: World, tmp_
         "openvino static",
         "openvino static_nncf",
     }
-    assert all(trial.deployed for trial in tried.values()), {name: trial.reason for name, trial in tried.items()}
-    assert report.contest.chosen is not None
-    assert report.best.form.runtime in ("onnxruntime", "openvino")
-    # Each corner, and the winner's float32 model in every form that suited the baseline.
+    assert all(option.deployed for option in tried.values()), {name: option.reason for name, option in tried.items()}
+    assert report.deployment_search.chosen is not None
+    assert report.best.deployment.runtime in ("onnxruntime", "openvino")
+    # Each variant, and the winner's float32 model in every deployment that suited the baseline.
     assert {row.evaluation.variant for row in report.variants} >= {
         "baseline",
         "quantized",
@@ -38,8 +38,8 @@ def test_runtimes_compete_and_the_winner_is_loaded_in_its_own(world: World, tmp_
 
     best = load(tmp_path / "quick" / "best")
     answer = best.predict(Image.new("RGB", (32, 32), (200, 40, 40)))
-    assert best.runtime == report.best.form.runtime
+    assert best.runtime == report.best.deployment.runtime
     assert 0 < answer.probability <= 1
     card = (tmp_path / "quick" / "best" / "README.md").read_text()
-    assert SCHEMES[report.best.form.scheme] in card
+    assert SCHEMES[report.best.deployment.scheme] in card
     assert "held-out images" in card

@@ -1,4 +1,4 @@
-"""The contest on scripted jobs: each form's conversion, answers and times are made up; the decisions are real."""
+"""The deployment search on scripted jobs: each deployment's conversion, answers and times are made up; the decisions are real."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,20 +11,20 @@ from profiling_agent.benchmarking.throughput import machine
 from profiling_agent.deployment.choices import recommend
 from profiling_agent.errors import JobError, QuantizationError
 from profiling_agent.evaluation.predictions import write_predictions
-from profiling_agent.iteration.deployment_search import NUM_FINALISTS, hold_contest
-from profiling_agent.iteration.evaluator import Bench
+from profiling_agent.iteration.deployment_search import NUM_IN_FULL, search_deployments
+from profiling_agent.iteration.evaluator import Evaluator
 from profiling_agent.jobs import racing, tasks
 from profiling_agent.records import (
     Acquired,
     DeployedModel,
+    Deployment,
     Dropped,
     Footprint,
-    Form,
-    Lap,
     MemoryUse,
     ModelSource,
     Predictions,
     Race,
+    RaceResult,
     SplitInfo,
     Tuned,
     Variant,
@@ -35,7 +35,7 @@ NUM_IMAGES = 2000
 
 @dataclass
 class Made:
-    """What a form is made to do."""
+    """What a deployment is made to do."""
 
     speedup: float = 2.0
     lost: int = 0
@@ -52,7 +52,7 @@ class Script:
     """Jobs that answer at once, and remember what they were asked."""
 
     root: Path
-    forms: dict[str, Made]
+    deployments: dict[str, Made]
     kept: tuple[str, ...] = ()
     asked: list[tasks.Task] = field(default_factory=list)
 
@@ -77,12 +77,12 @@ class Script:
         return tasks.Exported(onnx=made.ref("onnx", "onnx"), distance=0.0)
 
     def DeployTask(self, task):  # noqa: N802
-        does = self.forms[task.form.name]
+        does = self.deployments[task.deployment.name]
         if does.fails:
             raise does.fails
         return DeployedModel(
-            model=made.ref(task.form.name, size_bytes=does.size_bytes),
-            form=task.form,
+            model=made.ref(task.deployment.name, size_bytes=does.size_bytes),
+            deployment=task.deployment,
             layers=(),
             distance=does.distance,
             kl=does.kl,
@@ -90,7 +90,7 @@ class Script:
         )
 
     def EvaluateTask(self, task):  # noqa: N802
-        does = self.forms.get(task.model.path.removeprefix("jobs/"), Made())
+        does = self.deployments.get(task.model.path.removeprefix("jobs/"), Made())
         num_images = task.num_images or NUM_IMAGES
         true = np.zeros(num_images, dtype=np.int64)
         predicted = true.copy()
@@ -98,7 +98,7 @@ class Script:
         name = f"{task.model.sha256}-{num_images}.safetensors".replace(" ", "-")
         write_predictions(self.root / name, predicted, true)
         file = made.ref("x", "predictions").model_copy(update={"path": name})
-        return tasks.Measured(
+        return tasks.Evaluated(
             footprint=Footprint(params=1000, macs=1000, parameter_bytes=1000, size_bytes=does.size_bytes),
             predictions=Predictions(
                 split="search", num_images=num_images, num_correct=int((predicted == true).sum()), file=file
@@ -109,15 +109,15 @@ class Script:
     DeployApartTask = DeployTask
 
     def RaceTask(self, task):  # noqa: N802
-        laps, dropped = [], []
+        results, dropped = [], []
         for variant, ref in task.entries:
-            does = self.forms.get(ref.path.removeprefix("jobs/"), Made(speedup=1.0))
+            does = self.deployments.get(ref.path.removeprefix("jobs/"), Made(speedup=1.0))
             if does.crashes:
                 dropped.append(Dropped(variant=variant, model=ref, reason="died of SIGFPE"))
                 continue
             fast = does.speedup
-            laps.append(
-                Lap(
+            results.append(
+                RaceResult(
                     variant=variant,
                     model=ref,
                     latency=made.STATS,
@@ -126,10 +126,10 @@ class Script:
                     speedup_high=fast * 1.03,
                 )
             )
-        return Race(laps=tuple(laps), num_rounds=12, num_races=1, dropped=tuple(dropped))
+        return Race(results=tuple(results), num_repeats=12, num_sessions=1, dropped=tuple(dropped))
 
     def MemoryTask(self, task):  # noqa: N802
-        peak = self.forms[task.model.path.removeprefix("jobs/")].peak
+        peak = self.deployments[task.model.path.removeprefix("jobs/")].peak
         return MemoryUse(model=task.model, batch_size=4, peak_bytes=peak, size_bytes=1000, machine=machine())
 
 
@@ -137,8 +137,8 @@ def split(name: str) -> SplitInfo:
     return SplitInfo(name=name, source_split="test", num_images=NUM_IMAGES, file=made.ref(name, "split"))
 
 
-def contest(root: Path, forms: dict[str, Made], *, kept: tuple[str, ...] = (), **goal):
-    script = Script(root, forms, kept)
+def deployment_search(root: Path, deployments: dict[str, Made], *, kept: tuple[str, ...] = (), **goal):
+    script = Script(root, deployments, kept)
     source = ModelSource(name="m", architecture="ViTForImageClassification", device="cpu")
     acquired = Acquired(
         source=source,
@@ -147,7 +147,7 @@ def contest(root: Path, forms: dict[str, Made], *, kept: tuple[str, ...] = (), *
         heldout=split("heldout"),
         labels=(),
     )
-    bench = Bench(
+    evaluator = Evaluator(
         jobs=script,
         acquired=acquired,
         baseline=made.ref("m0", size_bytes=4000),
@@ -156,21 +156,21 @@ def contest(root: Path, forms: dict[str, Made], *, kept: tuple[str, ...] = (), *
         batch_size=4,
         seed=0,
     )
-    script.forms["m0"] = Made(speedup=1.0, size_bytes=4000)
-    baseline = bench.evaluate(Variant.BASELINE, bench.baseline, acquired.search)
+    script.deployments["m0"] = Made(speedup=1.0, size_bytes=4000)
+    baseline = evaluator.evaluate(Variant.BASELINE, evaluator.baseline, acquired.search)
     asked = [
-        Form(runtime=runtime, scheme=scheme, recommendations=recommend(scheme))
-        for runtime, scheme in (name.split() for name in forms if name != "m0")
+        Deployment(runtime=runtime, scheme=scheme, recommendations=recommend(scheme))
+        for runtime, scheme in (name.split() for name in deployments if name != "m0")
     ]
-    return hold_contest(bench, bench.baseline, asked, baseline, variant=Variant.QUANTIZED), script
+    return search_deployments(evaluator, evaluator.baseline, asked, baseline, variant=Variant.QUANTIZED), script
 
 
 def reasons(held) -> dict[str, str]:
-    return {trial.form.name: trial.reason for trial in held.trials}
+    return {option.deployment.name: option.reason for option in held.options}
 
 
 def test_the_fastest_that_keeps_the_accuracy_is_chosen(tmp_path: Path):
-    held, _ = contest(
+    held, _ = deployment_search(
         tmp_path,
         {
             "eager dynamic": Made(speedup=2.0),
@@ -182,11 +182,11 @@ def test_the_fastest_that_keeps_the_accuracy_is_chosen(tmp_path: Path):
     assert held.chosen is not None
     assert held.chosen.name == "openvino static"
     assert "lost 9.8% of top-1 on 256 images" in reasons(held)["openvino static_nncf"]
-    assert held.finalists[0].form == held.chosen
+    assert held.candidates[0].deployment == held.chosen
 
 
 def test_a_small_one_comes_before_a_faster_one_that_breaks_the_contract(tmp_path: Path):
-    held, _ = contest(
+    held, _ = deployment_search(
         tmp_path, {"openvino bfloat16": Made(speedup=6.0, size_bytes=2100), "eager dynamic": Made(speedup=2.0)}
     )
 
@@ -195,7 +195,7 @@ def test_a_small_one_comes_before_a_faster_one_that_breaks_the_contract(tmp_path
 
 
 def test_whoever_fails_is_out_with_its_reason_and_the_others_go_on(tmp_path: Path):
-    held, _ = contest(
+    held, _ = deployment_search(
         tmp_path,
         {
             "inductor static": Made(fails=JobError("the child process died of SIGSEGV")),
@@ -218,27 +218,29 @@ def test_whoever_fails_is_out_with_its_reason_and_the_others_go_on(tmp_path: Pat
 
 
 def test_hopeless_forms_are_not_raced_and_slow_ones_not_measured_in_full(tmp_path: Path):
-    forms = {
+    deployments = {
         f"openvino {scheme}": Made(speedup=5 - i) for i, scheme in enumerate(("static", "static_nncf", "bfloat16"))
     }
-    held, script = contest(tmp_path, forms | {"eager dynamic": Made(speedup=1.1), "onnxruntime static": Made(kl=9.0)})
+    held, script = deployment_search(
+        tmp_path, deployments | {"eager dynamic": Made(speedup=1.1), "onnxruntime static": Made(kl=9.0)}
+    )
 
     (race,) = [task for task in script.asked if isinstance(task, racing.RaceTask)]
     whole = [t for t in script.asked if isinstance(t, tasks.EvaluateTask) and t.num_images is None]
     assert len(race.entries) == 5
-    assert len(whole) == 1 + NUM_FINALISTS
+    assert len(whole) == 1 + NUM_IN_FULL
     assert "not measured in full" in reasons(held)["eager dynamic"]
 
 
 def test_nothing_is_chosen_that_is_shown_slower_than_the_baseline(tmp_path: Path):
-    held, _ = contest(tmp_path, {"eager dynamic": Made(speedup=0.9), "eager bfloat16": Made(speedup=0.8)})
+    held, _ = deployment_search(tmp_path, {"eager dynamic": Made(speedup=0.9), "eager bfloat16": Made(speedup=0.8)})
 
     assert held.chosen is None
     assert "shown slower than the baseline (0.90x)" in reasons(held)["eager dynamic"]
 
 
 def test_a_form_without_rivals_is_left_to_the_race_at_the_end(tmp_path: Path):
-    held, script = contest(tmp_path, {"eager dynamic": Made(speedup=0.9)})
+    held, script = deployment_search(tmp_path, {"eager dynamic": Made(speedup=0.9)})
 
     assert held.chosen is not None
     assert not [task for task in script.asked if isinstance(task, racing.RaceTask)]
@@ -249,7 +251,7 @@ def test_a_form_without_rivals_is_left_to_the_race_at_the_end(tmp_path: Path):
     [("speed", "eager dynamic"), ("size", "openvino static"), ("memory", "onnxruntime dynamic")],
 )
 def test_the_contract_may_ask_for_size_or_memory_instead(tmp_path: Path, objective: str, expected: str):
-    held, _ = contest(
+    held, _ = deployment_search(
         tmp_path,
         {
             "eager dynamic": Made(speedup=5.0, size_bytes=1200, peak=300),
@@ -264,8 +266,10 @@ def test_the_contract_may_ask_for_size_or_memory_instead(tmp_path: Path, objecti
 
 
 def test_layers_that_cost_much_for_little_are_left_in_float_in_int8_forms_alone(tmp_path: Path):
-    held, _ = contest(tmp_path, {"openvino static": Made(), "eager bfloat16": Made()}, kept=("vit.layers.1.mlp.fc2",))
+    held, _ = deployment_search(
+        tmp_path, {"openvino static": Made(), "eager bfloat16": Made()}, kept=("vit.layers.1.mlp.fc2",)
+    )
 
-    told = {trial.form.name: trial.form.recommendations for trial in held.trials}
+    told = {option.deployment.name: option.deployment.recommendations for option in held.options}
     assert [rec.dtype for rec in told["openvino static"]] == ["qint8", "float32"]
     assert [rec.dtype for rec in told["eager bfloat16"]] == ["bfloat16"]

@@ -1,10 +1,10 @@
 import pytest
 
 from profiling_agent.deployment.choices import recommend
-from profiling_agent.iteration.deployments import asked_schemes, possible_forms, schemes_of
+from profiling_agent.iteration.deployments import asked_schemes, possible_deployments, schemes_of
 from profiling_agent.iteration.evaluator import leaving_in_float
 from profiling_agent.modules.layer_names import matching_names
-from profiling_agent.records import Form, Plan, QuantizationRecommendation
+from profiling_agent.records import Deployment, Plan, QuantizationRecommendation
 
 EVERY = {
     "eager": ("float32", "bfloat16", "float16", "dynamic"),
@@ -19,7 +19,7 @@ def rec(layer: str, kind: str, dtype: str) -> QuantizationRecommendation:
 
 
 def names(plan: Plan, dtype: str = "auto", supported=EVERY) -> set[str]:
-    return {form.name for form in possible_forms(plan, supported, schemes=asked_schemes(dtype))}
+    return {deployment.name for deployment in possible_deployments(plan, supported, schemes=asked_schemes(dtype))}
 
 
 def test_where_nothing_is_said_every_form_but_the_baselines_own_is_tried():
@@ -40,8 +40,8 @@ def test_the_papers_plan_is_carried_out_by_whoever_can():
     plan = Plan(quantization=(QuantizationRecommendation(layer="all", dtype="qint8"),))
 
     assert names(plan) == {"eager dynamic", "onnxruntime dynamic"}
-    forms = possible_forms(plan, EVERY, schemes=asked_schemes("auto"))
-    assert all(form.recommendations == plan.quantization for form in forms)
+    deployments = possible_deployments(plan, EVERY, schemes=asked_schemes("auto"))
+    assert all(deployment.recommendations == plan.quantization for deployment in deployments)
 
 
 @pytest.mark.parametrize(
@@ -72,11 +72,13 @@ def test_each_scheme_is_read_back_from_its_own_recommendation():
 
 
 def test_a_layer_left_in_float_is_that_layer_alone():
-    form = leaving_in_float(Form(scheme="static", recommendations=recommend("static")), ["vit.layers.1.mlp.fc1"])
+    deployment = leaving_in_float(
+        Deployment(scheme="static", recommendations=recommend("static")), ["vit.layers.1.mlp.fc1"]
+    )
 
     layers = ["vit.layers.1.mlp.fc1", "vit.layers.1.mlp.fc10", "vit.layers.11.mlp.fc1"]
-    assert form.recommendations[-1].dtype == "float32"
-    assert matching_names(form.recommendations[-1].layer, layers) == layers[:1]
+    assert deployment.recommendations[-1].dtype == "float32"
+    assert matching_names(deployment.recommendations[-1].layer, layers) == layers[:1]
 
 
 def test_dtypes_that_do_not_go_with_their_type_are_refused():

@@ -39,7 +39,7 @@ def test_a_candidate_that_is_larger_than_the_baseline_is_refused(grown: dict[str
 def test_the_baseline_is_always_a_candidate_and_comes_last():
     order = ranked(journal(), GOAL)
 
-    assert [finalist.variant for finalist in order] == [Variant.BASELINE]
+    assert [candidate.variant for candidate in order] == [Variant.BASELINE]
 
 
 def test_best_is_not_the_last_attempt():
@@ -50,7 +50,7 @@ def test_best_is_not_the_last_attempt():
         attempt(4, 0.15, accepted=True, macs=850, params=850, size_bytes=950),
     )
 
-    assert [finalist.attempt for finalist in ranked(seen, GOAL)] == [3, 4, 1, None]
+    assert [candidate.attempt for candidate in ranked(seen, GOAL)] == [3, 4, 1, None]
 
 
 def test_a_candidate_that_is_small_enough_comes_before_a_cheaper_one_that_is_not():
@@ -69,7 +69,7 @@ def test_the_papers_rule_prefers_accuracy_then_params_and_keeps_the_baseline_whe
         pruned(1, correct=905, params=950), pruned(2, correct=905, params=900), pruned(3, correct=899, params=100)
     )
 
-    assert [finalist.attempt for finalist in ranked(seen, PAPER)] == [2, 1, None]
+    assert [candidate.attempt for candidate in ranked(seen, PAPER)] == [2, 1, None]
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,11 @@
 import pytest
-from made import GOAL, drop, lap
+from made import GOAL, drop, race_result
 
 from profiling_agent.iteration.verdict import Facts, Limit, decide
 from profiling_agent.records import Outcome
 
-FAST = lap("best", 1.5, 1.4, 1.6)
-GOOD = Facts(drop=drop(5, 3, 8000), lap=FAST, size_ratio=0.3)
+FAST = race_result("best", 1.5, 1.4, 1.6)
+GOOD = Facts(drop=drop(5, 3, 8000), race_result=FAST, size_ratio=0.3)
 
 
 def test_a_contract_that_the_bounds_meet_too_is_certified():
@@ -27,7 +27,7 @@ def test_met_by_the_point_estimate_alone_is_not_certified_and_says_how_many_imag
     ("facts", "binding"),
     [
         (GOOD.model_copy(update={"size_ratio": 0.6}), "size"),
-        (GOOD.model_copy(update={"lap": lap("best", 0.99, 0.95, 1.03)}), "speed"),
+        (GOOD.model_copy(update={"race_result": race_result("best", 0.99, 0.95, 1.03)}), "speed"),
         (GOOD.model_copy(update={"drop": drop(200, 10, 8000)}), "accuracy"),
     ],
 )
@@ -38,7 +38,7 @@ def test_a_near_miss_names_the_term_that_binds(facts: Facts, binding: str):
 
 
 def test_the_term_that_is_missed_by_most_binds():
-    missed_both = GOOD.model_copy(update={"lap": lap("best", 0.97, 0.94, 1.01), "size_ratio": 0.9})
+    missed_both = GOOD.model_copy(update={"race_result": race_result("best", 0.97, 0.94, 1.01), "size_ratio": 0.9})
 
     assert decide(missed_both, GOAL).binding == "size"
 

@@ -15,7 +15,7 @@ from profiling_agent.artifacts.save import save_model
 from profiling_agent.errors import PruningError
 from profiling_agent.evaluation.predictions import read_predictions
 from profiling_agent.jobs.catalogue import CATALOGUE
-from profiling_agent.jobs.comparing import Compared, CompareTask
+from profiling_agent.jobs.comparing import CompareTask, PaperBaseline
 from profiling_agent.jobs.desk import Desk
 from profiling_agent.records import ArtifactRef, SplitInfo
 from profiling_agent.workspace import file_sha256
@@ -52,12 +52,12 @@ def task(tmp_path: Path) -> CompareTask:
     )
 
 
-def compared(task: CompareTask, root: Path, heard: list[tuple[str, int, int]] | None = None) -> Compared:
+def compared(task: CompareTask, root: Path, heard: list[tuple[str, int, int]] | None = None) -> PaperBaseline:
     folder = root / "jobs" / "compare"
     folder.mkdir(parents=True, exist_ok=True)
     desk = Desk(root, folder, "jobs/compare", lambda *said: (heard if heard is not None else []).append(said))
     done = CATALOGUE[CompareTask](task, desk)
-    assert isinstance(done, Compared)
+    assert isinstance(done, PaperBaseline)
     return done
 
 

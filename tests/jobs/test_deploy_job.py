@@ -19,7 +19,7 @@ from profiling_agent.jobs.deploy_job import deploy_job, evaluate_job, export_job
 from profiling_agent.jobs.desk import Desk
 from profiling_agent.jobs.tasks import DeployTask, EvaluateTask, ExportTask
 from profiling_agent.progress import silent
-from profiling_agent.records import ArtifactRef, Form, SplitInfo
+from profiling_agent.records import ArtifactRef, Deployment, SplitInfo
 
 NUM_IMAGES = 20
 
@@ -60,13 +60,13 @@ def onnx(root: Path) -> ArtifactRef:
     return exported.onnx
 
 
-def deployed(root: Path, name: str, form: Form, onnx: ArtifactRef | None = None, **asked):
-    given = {"model": ref("baseline"), "form": form, "calibration": split(), "batch_size": 8, "onnx": onnx}
+def deployed(root: Path, name: str, deployment: Deployment, onnx: ArtifactRef | None = None, **asked):
+    given = {"model": ref("baseline"), "deployment": deployment, "calibration": split(), "batch_size": 8, "onnx": onnx}
     return deploy_job(DeployTask(**(given | asked)), desk_in(root, name))
 
 
 def test_a_deployed_model_and_how_far_it_is_from_its_parent(root: Path, onnx: ArtifactRef):
-    made = deployed(root, "static", Form(runtime="onnxruntime", scheme="static"), onnx)
+    made = deployed(root, "static", Deployment(runtime="onnxruntime", scheme="static"), onnx)
 
     parent = load_module(root / "baseline")
     layers = [name for name, module in parent.named_modules() if isinstance(module, torch.nn.Linear | torch.nn.Conv2d)]
@@ -78,7 +78,7 @@ def test_a_deployed_model_and_how_far_it_is_from_its_parent(root: Path, onnx: Ar
 
 
 def test_what_is_counted_is_the_float_parent_and_its_bytes_are_those_held(root: Path, onnx: ArtifactRef):
-    made = deployed(root, "counted", Form(runtime="onnxruntime"), onnx)
+    made = deployed(root, "counted", Deployment(runtime="onnxruntime"), onnx)
 
     counts = load_recipe(root / made.model.path).counts
 
@@ -90,7 +90,7 @@ def test_what_is_counted_is_the_float_parent_and_its_bytes_are_those_held(root: 
 
 
 def test_every_runtime_answers_the_same_images_in_their_order(root: Path, onnx: ArtifactRef):
-    made = deployed(root, "answering", Form(runtime="onnxruntime"), onnx)
+    made = deployed(root, "answering", Deployment(runtime="onnxruntime"), onnx)
 
     def answers(model: ArtifactRef, name: str, num_images: int | None = None):
         task = EvaluateTask(model=model, split=split(), batch_size=8, device="cpu", num_images=num_images)
@@ -124,7 +124,7 @@ def test_a_damaged_model_is_not_evaluated(root: Path):
 
 def test_no_calibration_images_are_refused(root: Path):
     with pytest.raises(QuantizationError, match="0 calibration images"):
-        deployed(root, "empty", Form(scheme="dynamic"), calibration=split("empty.parquet", 0))
+        deployed(root, "empty", Deployment(scheme="dynamic"), calibration=split("empty.parquet", 0))
 
 
 def test_too_few_calibration_images_for_static_scales_are_refused(root: Path):
@@ -132,4 +132,4 @@ def test_too_few_calibration_images_for_static_scales_are_refused(root: Path):
     write_split(root / "two.parquet", [png(rng) for _ in range(2)], [0, 0])
 
     with pytest.raises(QuantizationError, match="at least"):
-        deployed(root, "few", Form(runtime="inductor", scheme="static"), calibration=split("two.parquet", 2))
+        deployed(root, "few", Deployment(runtime="inductor", scheme="static"), calibration=split("two.parquet", 2))

@@ -5,7 +5,7 @@ import pytest
 from filelock import FileLock
 
 from profiling_agent.cache import VARIABLE
-from profiling_agent.processes.machine_lock import machine_turn
+from profiling_agent.processes.machine_lock import machine_lock
 
 
 def test_a_job_waits_for_the_one_of_another_run_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -17,7 +17,7 @@ def test_a_job_waits_for_the_one_of_another_run_and_says_so(tmp_path: Path, monk
         waits.set()
 
     def work() -> None:
-        with machine_turn(progress):
+        with machine_lock(progress):
             heard.append("worked")
 
     with FileLock(tmp_path / "machine.lock"):
@@ -35,7 +35,7 @@ def test_nothing_is_said_where_the_machine_is_free(tmp_path: Path, monkeypatch: 
     heard = []
 
     for _ in range(2):
-        with machine_turn(lambda *event: heard.append(event)):
+        with machine_lock(lambda *event: heard.append(event)):
             pass
 
     assert heard == []
@@ -45,7 +45,7 @@ def test_without_a_cache_that_can_be_written_work_goes_on(tmp_path: Path, monkey
     (tmp_path / "file").write_text("")
     monkeypatch.setenv(VARIABLE, str(tmp_path / "file" / "cache"))
 
-    with machine_turn():
+    with machine_lock():
         done = True
 
     assert done

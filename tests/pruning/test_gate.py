@@ -54,7 +54,7 @@ def test_channels_that_are_off_by_one_are_caught(make, kind, keep):
     assert error_of(model, cut_out(model, cut, right), cut, right) < 1e-6
     error = error_of(model, cut_out(model, cut, wrong), cut, right)
     assert error > 3 * MAX_MASK_ERROR
-    with pytest.raises(PruningError, match="doesn't compute what the masked original does"):
+    with pytest.raises(PruningError, match="doesn't compute what the masked baseline does"):
         check_mask_error(error)
 
 
@@ -113,8 +113,8 @@ def test_a_position_table_with_the_wrong_heads_is_caught():
     cut = first_cut(model, UnitKind.HEADS, 1)
     wrong = cut_out(model, cut, [1])
     bias = wrong.swin.encoder.layers[0].blocks[0].attention.relative_position_bias
-    original = model.swin.encoder.layers[0].blocks[0].attention.relative_position_bias
-    bias.relative_position_bias_table = nn.Parameter(original.relative_position_bias_table[:, :1].detach())
+    baseline = model.swin.encoder.layers[0].blocks[0].attention.relative_position_bias
+    bias.relative_position_bias_table = nn.Parameter(baseline.relative_position_bias_table[:, :1].detach())
 
     assert error_of(model, wrong, cut, [1]) > 3 * MAX_MASK_ERROR
 

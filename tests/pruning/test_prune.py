@@ -76,8 +76,8 @@ def test_heads_go_as_wholes_and_their_number_is_kept_in_the_books():
     assert (attention.num_attention_heads, attention.head_dim, attention.scaling) == (2, 16, 16**-0.5)
     assert attention.q_proj.weight.shape == (32, 64)
     table = attention.relative_position_bias.relative_position_bias_table
-    original = model.swin.encoder.layers[1].blocks[0].attention.relative_position_bias.relative_position_bias_table
-    assert torch.equal(table, original[:, kept])
+    baseline = model.swin.encoder.layers[1].blocks[0].attention.relative_position_bias.relative_position_bias_table
+    assert torch.equal(table, baseline[:, kept])
 
 
 def test_a_pruned_model_can_be_pruned_again():

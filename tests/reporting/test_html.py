@@ -32,11 +32,13 @@ def test_every_chart_that_has_something_to_show_is_there(finished: Path):
     made = charts(report)
 
     assert set(made) >= {"speed", "size", "time", "memory", "sensitivity", "predictions"}
-    assert ("runtimes" in made) == (report.contest is not None and len(report.contest.trials) > 1)
+    assert ("runtimes" in made) == (report.deployment_search is not None and len(report.deployment_search.options) > 1)
 
 
 def test_a_report_without_evidence_contest_or_attempts_is_a_page_too(finished: Path):
-    bare = read_report(finished).model_copy(update={"sensitivity": (), "contest": None, "attempts": (), "layers": ()})
+    bare = read_report(finished).model_copy(
+        update={"sensitivity": (), "deployment_search": None, "attempts": (), "layers": ()}
+    )
 
     page = render_html(bare)
 

@@ -1,4 +1,4 @@
-"""Tiny models brought into every form, for several test files."""
+"""Tiny models brought into every deployment, for several test files."""
 
 from collections.abc import Callable
 from functools import cache
@@ -13,13 +13,13 @@ from profiling_agent.artifacts.save import save_model
 from profiling_agent.deployment.noise import noise_batch
 from profiling_agent.deployment.onnx_export import export_onnx
 from profiling_agent.deployment.protocol import Source
-from profiling_agent.records import Form
+from profiling_agent.records import Deployment
 
 MODELS: dict[str, Callable[[], torch.nn.Module]] = {
     "vit": lambda: zoo.vit(num_hidden_layers=1),
     "resnet": lambda: zoo.resnet(layer_type="basic"),
 }
-# Not brought into every form, which takes minutes.
+# Not brought into every deployment, which takes minutes.
 OTHERS: dict[str, Callable[[], torch.nn.Module]] = {"swin": zoo.swin}
 
 
@@ -51,7 +51,7 @@ def distance(found: np.ndarray, expected: np.ndarray) -> float:
 
 
 @cache
-def form(name: str) -> Form:
-    """Return the form of a name such as `onnxruntime static`."""
+def deployment(name: str) -> Deployment:
+    """Return the deployment of a name such as `onnxruntime static`."""
     runtime, scheme = name.split()
-    return Form(runtime=runtime, scheme=scheme)
+    return Deployment(runtime=runtime, scheme=scheme)
