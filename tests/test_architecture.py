@@ -7,27 +7,53 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from architecture import BASE, ORDER, ROOT, Import, drawing, drawn, imports, in_a_cycle, sources, upward
 
-ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "profiling_agent"
-STAGES = (
-    "acquisition",
-    "shapes",
-    "profiling",
-    "analysis",
-    "pruning",
-    "quantization",
-    "runtimes",
-    "jobs",
-    "evaluation",
-    "iteration",
-    "artifacts",
-    "reporting",
+STAGES = ORDER[ORDER.index("modules") : ORDER.index("agents")]
+
+
+def test_every_package_has_its_place_in_the_order_and_the_root_holds_a_handful_of_modules():
+    folders = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    modules = {path.stem for path in PACKAGE.glob("*.py")}
+
+    assert {*ORDER} - {"base", "lifecycle", "graphs", "prompts"} == folders
+    assert modules == {*BASE, "lifecycle", "__init__"}
+
+
+def test_packages_import_one_way():
+    found = list(imports())
+
+    assert upward(found) == []
+    assert in_a_cycle(found) == set()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from profiling_agent.iteration.judge import judge",
+        "def late():\n    from profiling_agent.jobs import tasks",
+        "if TYPE_CHECKING:\n    import profiling_agent.cli.main",
+    ],
 )
+def test_an_import_that_runs_the_other_way_is_found(tmp_path: Path, line: str):
+    for name in ORDER:
+        (tmp_path / "profiling_agent" / name).mkdir(parents=True)
+    (tmp_path / "profiling_agent" / "records" / "bad.py").write_text(line)
+
+    (found,) = upward(imports(tmp_path))
+
+    assert (found.package, found.path) == ("records", "profiling_agent/records/bad.py")
 
 
-def sources() -> list[Path]:
-    return [*PACKAGE.rglob("*.py"), *(ROOT / "graphs").glob("*.py"), *(ROOT / "prompts").glob("*.py")]
+def test_a_cycle_is_found():
+    found = [Import("a", "b", "", 1), Import("b", "c", "", 1), Import("c", "b", "", 1)]
+
+    assert in_a_cycle(found) == {"b", "c"}
+
+
+def test_the_drawing_is_that_of_the_imports():
+    assert drawn() == drawing(), "the imports changed: python tests/architecture.py"
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -1,0 +1,144 @@
+"""The order of the packages, read from the imports; `python tests/architecture.py` draws it into docs/architecture.md."""
+
+import ast
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "architecture.md"
+BEGIN, END = "<!-- drawn from the imports by tests/architecture.py -->", "<!-- end of the drawing -->"
+
+# The root's modules that everything may use; `lifecycle` and the package itself are the front door.
+BASE = ("errors", "request", "workspace", "reproducibility", "cache", "progress", "quiet", "torchao_noise")
+# Lowest first: a package imports itself and what stands before it.
+ORDER = (
+    "records",
+    "base",
+    "processes",
+    "prompts",
+    "llm",
+    "modules",
+    "acquisition",
+    "shapes",
+    "evaluation",
+    "pruning",
+    "quantization",
+    "artifacts",
+    "deployment",
+    "benchmarking",
+    "profiling",
+    "analysis",
+    "jobs",
+    "iteration",
+    "reporting",
+    "agents",
+    "graphs",
+    "lifecycle",
+    "reproduce",
+    "cli",
+)
+
+
+@dataclass(frozen=True, order=True)
+class Import:
+    """One import of ours by one of ours, wherever in the file it stands."""
+
+    package: str
+    imported: str
+    path: str
+    line: int
+
+
+def sources(root: Path = ROOT) -> list[Path]:
+    """Return every file that is installed."""
+    mapped = [path for name in ("graphs", "prompts") for path in (root / name).glob("*.py")]
+    return [*(root / "profiling_agent").rglob("*.py"), *mapped]
+
+
+def package_of(module: str, root: Path = ROOT) -> str | None:
+    """Return the package that a dotted name of ours lies in: `base` for the root's own, None for the front door."""
+    first = module.split(".")[1] if "." in module else ""
+    if ((root / "profiling_agent" / first).is_dir() and first) or first in ("graphs", "prompts"):
+        return first
+    return "base" if first in BASE else first if first in ORDER else None
+
+
+def imports(root: Path = ROOT) -> Iterator[Import]:
+    """Yield every import of one of our packages by another, those inside functions and `if TYPE_CHECKING` included."""
+    for path in sources(root):
+        relative = path.relative_to(root)
+        own = ".".join(relative.with_suffix("").parts).removeprefix("profiling_agent.")
+        package = package_of(f"profiling_agent.{own}", root)
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            for module in _modules(node):
+                imported = package_of(module, root)
+                if package is not None and imported is not None and imported != package:
+                    yield Import(package, imported, relative.as_posix(), getattr(node, "lineno", 0))
+
+
+def _modules(node: ast.AST) -> Iterator[str]:
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names if alias.name.startswith("profiling_agent."))
+    elif isinstance(node, ast.ImportFrom) and node.module == "profiling_agent":
+        yield from (f"profiling_agent.{alias.name}" for alias in node.names)
+    elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("profiling_agent."):
+        yield node.module or ""
+
+
+def upward(found: Iterable[Import]) -> list[Import]:
+    """Return the imports that run against the order."""
+    return sorted(i for i in found if ORDER.index(i.imported) >= ORDER.index(i.package))
+
+
+def in_a_cycle(found: Iterable[Import]) -> set[str]:
+    """Return the packages that import themselves by way of others."""
+    edges: dict[str, set[str]] = {}
+    for each in found:
+        edges.setdefault(each.package, set()).add(each.imported)
+    return {package for package in edges if package in _reached(package, edges)}
+
+
+def _reached(package: str, edges: dict[str, set[str]]) -> set[str]:
+    seen: set[str] = set()
+    waiting = list(edges.get(package, ()))
+    while waiting:
+        if (one := waiting.pop()) not in seen:
+            seen.add(one)
+            waiting += edges.get(one, ())
+    return seen
+
+
+def drawing(root: Path = ROOT) -> str:
+    """Return the imports as Mermaid, without those that follow from others, and a table of the packages."""
+    edges: dict[str, set[str]] = {name: set() for name in ORDER}
+    for each in imports(root):
+        edges[each.package].add(each.imported)
+    lines = ["```mermaid", "graph BT"]
+    for name in ORDER:
+        implied = set[str]().union(*(_reached(other, edges) for other in edges[name]))
+        lines += [f"    {name} --> {other}" for other in ORDER if other in edges[name] - implied]
+    lines += ["```", "", "| package | what it is | imports |", "|---|---|---|"]
+    for name in ORDER:
+        told = ", ".join(other for other in ORDER if other in edges[name]) or "nothing of ours"
+        lines.append(f"| `{name}` | {_told(name, root)} | {told} |")
+    return "\n".join(lines)
+
+
+def _told(name: str, root: Path) -> str:
+    if name == "base":
+        return "the root's own modules: " + ", ".join(f"`{module}`" for module in BASE)
+    folder = root / name if name in ("graphs", "prompts") else root / "profiling_agent" / name
+    path = folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
+    said = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    return said.split("\n\n")[0].replace("\n", " ").removesuffix(".")
+
+
+def drawn() -> str:
+    """Return the drawing that the page holds."""
+    return PAGE.read_text(encoding="utf-8").split(BEGIN)[1].split(END)[0].strip()
+
+
+if __name__ == "__main__":
+    before, rest = PAGE.read_text(encoding="utf-8").split(BEGIN)
+    PAGE.write_text(f"{before}{BEGIN}\n{drawing()}\n{END}{rest.split(END)[1]}", encoding="utf-8")
