@@ -4,12 +4,16 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: run install test test-slow test-all check lint types format clean
+.PHONY: run install hooks test test-slow test-all check lint types format clean
 
 run: $(VENV)/.installed
 	$(BIN)/profiling-agent run
 
 install: $(VENV)/.installed
+
+# Each commit is checked from then on, as .pre-commit-config.yaml says.
+hooks: $(VENV)/.installed-dev
+	$(BIN)/pre-commit install
 
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest --cov --cov-report=term:skip-covered --durations=20 -q -n auto --dist loadfile
@@ -24,6 +28,7 @@ check: lint types
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/pre-commit validate-config
 
 types: $(VENV)/.installed-dev
 	$(BIN)/pyright --pythonpath $(BIN)/python
