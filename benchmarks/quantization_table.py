@@ -25,10 +25,10 @@ from peers import worker_of_papers, worker_of_peer, write_peer
 from transformers import ViTImageProcessorPil
 from workshop import Made, Workshop, deployments
 
-from profiling_agent.benchmarking.contender import worker_command
 from profiling_agent.benchmarking.race import Result, processes, race_until_clear
 from profiling_agent.benchmarking.session import SessionLimits
 from profiling_agent.benchmarking.statistics import Score
+from profiling_agent.benchmarking.timed_process import worker_command
 from profiling_agent.benchmarking.turns import Start
 from profiling_agent.deployment.noise import noise_batch
 

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
-from profiling_agent.benchmarking.contender import TimedProcess, worker_command
 from profiling_agent.benchmarking.latency import latency_stats
 from profiling_agent.benchmarking.race import processes
 from profiling_agent.benchmarking.session import SessionLimits, run_session
+from profiling_agent.benchmarking.timed_process import TimedProcess, worker_command
 from profiling_agent.benchmarking.turns import Start
 from profiling_agent.errors import JobError, RequestError
 from profiling_agent.progress import Progress, silent

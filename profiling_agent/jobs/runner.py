@@ -6,9 +6,9 @@ import shutil
 from pathlib import Path
 from typing import TypeVar
 
-from profiling_agent.jobs.child import Child
 from profiling_agent.jobs.tasks import Task
 from profiling_agent.jobs.wire import Order, result_of
+from profiling_agent.processes.child import Child
 from profiling_agent.processes.machine_lock import machine_lock
 from profiling_agent.progress import Progress, silent
 from profiling_agent.records import Record

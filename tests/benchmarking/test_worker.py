@@ -13,8 +13,8 @@ import zoo
 from transformers import ViTForImageClassification
 
 from profiling_agent.artifacts.save import save_model
-from profiling_agent.benchmarking.contender import TimedProcess, worker_command
 from profiling_agent.benchmarking.race import SessionLimits, race
+from profiling_agent.benchmarking.timed_process import TimedProcess, worker_command
 from profiling_agent.benchmarking.turns import Start
 from profiling_agent.errors import JobError
 from profiling_agent.quantization.footprint import folder_bytes
@@ -26,7 +26,7 @@ START = Start(batch_size=2, device="cpu", num_threads=1)
 BROOD = """
 import sys, time
 from pathlib import Path
-from profiling_agent.benchmarking.contender import TimedProcess, worker_command
+from profiling_agent.benchmarking.timed_process import TimedProcess, worker_command
 from profiling_agent.benchmarking.turns import SampleRequest, Start
 child = TimedProcess(worker_command(Path(sys.argv[1])), Start(batch_size=2, device="cpu", num_threads=1))
 child.wait_until_ready()

@@ -13,7 +13,7 @@ import zoo
 from onnx import TensorProto
 
 from profiling_agent.artifacts.recipe import IR_WEIGHTS, ONNX, WEIGHTS
-from profiling_agent.benchmarking.contender import TimedProcess, worker_command
+from profiling_agent.benchmarking.timed_process import TimedProcess, worker_command
 from profiling_agent.benchmarking.turns import Start
 from profiling_agent.deployment.noise import noise_batch
 from profiling_agent.deployment.protocol import Source
