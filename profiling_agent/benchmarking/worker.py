@@ -4,42 +4,19 @@ It ends when its standard input does, also in the middle of a turn: whoever kill
 It imports torch where the model's runtime is torch's, and only there.
 """
 
-import os
-import queue
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import TextIO
 
 from profiling_agent.artifacts.folder import open_folder
 from profiling_agent.benchmarking.turns import Reply, SampleRequest, Start
 from profiling_agent.deployment.noise import noise_batch
 from profiling_agent.deployment.registry import open_session
+from profiling_agent.processes.serve import Parent
 from profiling_agent.reproducibility import available_threads
 
 # The first pass of a turn finds caches and threads as the other workers left them; it isn't counted.
 WARMUP = 1
-
-
-def _lines(stream: TextIO) -> Callable[[], str]:
-    """Return a function that waits for the next line; the process ends when there is none."""
-    waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
-
-    def watch() -> None:
-        for line in stream:
-            waiting.put(line)
-        os._exit(0)
-
-    threading.Thread(target=watch, daemon=True).start()
-    return waiting.get
-
-
-def _own_output() -> TextIO:
-    """Return standard output for our replies alone; what libraries print goes to standard error from now on."""
-    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
-    return replies
 
 
 def serve(open_model: Callable[[Start], Callable[[], float]]) -> None:
@@ -48,18 +25,13 @@ def serve(open_model: Callable[[Start], Callable[[], float]]) -> None:
     `open_model` returns a function that runs the batch once and returns the milliseconds it took; it also sees to it
     that no more than the number of threads in `Start` are used.
     """
-    replies, next_line = _own_output(), _lines(sys.stdin)
-
-    def reply(said: Reply) -> None:
-        replies.write(said.model_dump_json() + "\n")
-        replies.flush()
-
-    run_once = open_model(Start.model_validate_json(next_line()))
-    reply(Reply(kind="ready"))
+    parent = Parent()
+    run_once = open_model(parent.receive(Start))
+    parent.send(Reply(kind="ready"))
     while True:
-        sample = SampleRequest.model_validate_json(next_line())
+        sample = parent.receive(SampleRequest)
         times = [run_once() for _ in range(WARMUP + sample.runs)]
-        reply(Reply(kind="times", samples_ms=tuple(times[WARMUP:])))
+        parent.send(Reply(kind="times", samples_ms=tuple(times[WARMUP:])))
 
 
 def open_artifact(folder: Path, start: Start) -> Callable[[], float]:

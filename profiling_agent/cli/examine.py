@@ -19,7 +19,7 @@ from profiling_agent.cache import cache_folder
 from profiling_agent.deployment import registry
 from profiling_agent.errors import RequestError
 from profiling_agent.llm.endpoint import choose_endpoint
-from profiling_agent.processes.children import child_command, child_environment, ending
+from profiling_agent.processes.child import child_command, child_environment, ending
 from profiling_agent.progress import Progress, silent
 from profiling_agent.records import RUNTIMES, Record, RuntimeName
 from profiling_agent.reporting.units import percent, size

@@ -1,14 +1,10 @@
-"""The child process: reads orders from standard input until it closes, and dies with whoever holds the other end."""
+"""The process that does jobs: one order after another, until its parent is gone."""
 
 import os
-import queue
 import shutil
-import sys
-import threading
 import traceback
 import warnings
 from pathlib import Path
-from typing import TextIO
 
 from pydantic import ValidationError
 
@@ -16,16 +12,9 @@ from profiling_agent.errors import ProfilingAgentError
 from profiling_agent.jobs.desk import Desk
 from profiling_agent.jobs.fresh import FRESH
 from profiling_agent.jobs.wire import TASKS, Message, Order
-from profiling_agent.processes.streams import private_stdout
+from profiling_agent.processes.serve import Parent
 from profiling_agent.records import Record
 from profiling_agent.workspace import TEMPORARY, write_atomically
-
-
-def _listen(orders: "queue.SimpleQueue[str]") -> None:
-    """Pass orders on; the parent's end closing, however it died, ends this process at once."""
-    for line in sys.stdin:
-        orders.put(line)
-    os._exit(1)
 
 
 def _compute(order: Order, desk: Desk) -> Record:
@@ -43,12 +32,11 @@ def _compute(order: Order, desk: Desk) -> Record:
     return CATALOGUE[kind](task, desk)
 
 
-def _carry_out(order: Order, channel: TextIO) -> None:
+def _carry_out(order: Order, parent: Parent) -> None:
     """Do one job in a temporary folder and rename it; a job is either whole or not there."""
 
     def progress(message: str, done: int, total: int) -> None:
-        said = Message(kind="progress", text=message, done=done, total=total)
-        channel.write(said.model_dump_json() + "\n")
+        parent.send(Message(kind="progress", text=message, done=done, total=total))
 
     root, final = Path(order.root), f"jobs/{order.key}"
     folder = root / "jobs" / f"{TEMPORARY}{order.key}-{os.getpid()}"
@@ -61,9 +49,9 @@ def _carry_out(order: Order, channel: TextIO) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _answer(order: Order, channel: TextIO) -> Message:
+def _answer(order: Order, parent: Parent) -> Message:
     try:
-        _carry_out(order, channel)
+        _carry_out(order, parent)
     except ProfilingAgentError as error:
         return Message(kind="failed", error=type(error).__name__, text=str(error))
     except MemoryError:
@@ -79,14 +67,11 @@ def _answer(order: Order, channel: TextIO) -> Message:
 
 def main() -> None:
     """Serve orders one after another."""
-    channel = private_stdout()
+    parent = Parent()
     # Warnings are for us, not for the user's screen; they stay in the worker's log.
     warnings.simplefilter("default")
-    orders: queue.SimpleQueue[str] = queue.SimpleQueue()
-    threading.Thread(target=_listen, args=(orders,), daemon=True).start()
     while True:
-        order = Order.model_validate_json(orders.get())
-        channel.write(_answer(order, channel).model_dump_json() + "\n")
+        parent.send(_answer(parent.receive(Order), parent))
 
 
 if __name__ == "__main__":

@@ -6,9 +6,9 @@ import shutil
 from pathlib import Path
 from typing import TypeVar
 
+from profiling_agent.jobs.process import JobProcess
 from profiling_agent.jobs.tasks import Task
 from profiling_agent.jobs.wire import Order, result_of
-from profiling_agent.processes.child import Child
 from profiling_agent.processes.machine_lock import machine_lock
 from profiling_agent.progress import Progress, silent
 from profiling_agent.records import Record
@@ -39,7 +39,7 @@ class Jobs:
         """Use `workspace`; nothing is started before the first job."""
         self.workspace = workspace
         self.progress = progress
-        self._worker: Child | None = None
+        self._worker: JobProcess | None = None
 
     def run(self, task: Task[ResultT]) -> ResultT:
         """Return the task's result, from disk where this run has it; raises what the stage raised, or JobError."""
@@ -69,10 +69,10 @@ class Jobs:
                 # A killed or crashed child leaves its folder; nobody else writes here while this run is locked.
                 self.workspace.sweep()
 
-    def _start(self) -> Child:
-        return Child(self.workspace.root / "worker.log")
+    def _start(self) -> JobProcess:
+        return JobProcess(self.workspace.root / "worker.log")
 
-    def _warm(self) -> Child:
+    def _warm(self) -> JobProcess:
         if self._worker is not None and not self._worker.is_alive:
             self.close()
         self._worker = self._worker or self._start()

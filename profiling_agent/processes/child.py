@@ -1,100 +1,174 @@
-"""A child process of ours, seen from the parent: started, spoken to, limited, ended."""
+"""Child process: one of our modules in a process of its own; records go in and come out, one JSON line each.
+
+It is listened to with a deadline and a memory limit, an obituary says how it ended, and it leaves no process behind.
+The child's own side is `serve`.
+"""
 
 import contextlib
+import os
 import queue
+import signal
 import subprocess
+import sys
+import tempfile
 import threading
 import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import IO, Generic, TypeVar
 
 import psutil
+from pydantic import ValidationError
 
 from profiling_agent.errors import JobError
-from profiling_agent.jobs.wire import ERRORS, Message, Order
-from profiling_agent.processes.children import child_command, child_environment, ending
-from profiling_agent.progress import Progress
+from profiling_agent.records import Record
 
+QUIET = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "TOKENIZERS_PARALLELISM": "false"}
+# How often a child that says nothing is looked after.
 POLL_S = 0.25
 # A child may take nearly everything: past this the machine would start to kill processes of its own choice.
 MEMORY_FRACTION = 0.92
+# How much of what a dead child printed last goes into its obituary.
+TAIL_LINES, TAIL_CHARACTERS = 3, 500
+
+AnswerT = TypeVar("AnswerT", bound=Record)
 
 
-class Child:
-    """One `python -m profiling_agent.jobs`; it dies when this process does, because its standard input closes."""
+def child_command(module: str, *arguments: str) -> list[str]:
+    """Return the command line that runs one of our modules."""
+    # -P: a file of the user's called torch.py in the working folder is not to be imported.
+    return [sys.executable, "-P", "-m", module, *arguments]
 
-    def __init__(self, log: Path) -> None:
-        """Start it; `log` takes what it and its libraries print."""
-        self._log = log
-        with log.open("ab") as stderr:
-            self._process = subprocess.Popen(
-                child_command("profiling_agent.jobs"),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=stderr,
-                env=child_environment(),
-                text=True,
-                encoding="utf-8",
-            )
-        self._messages: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+
+def child_environment() -> dict[str, str]:
+    """Return a child's environment: no progress bars, no telemetry, no parallel tokenizers."""
+    return os.environ | QUIET
+
+
+def ending(code: int) -> str:
+    """Return how a process ended, after its exit status: by which signal, where it was one."""
+    if code >= 0:
+        return f"exit status {code}"
+    name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+    meaning = {
+        "SIGKILL": ", killed from outside, as the system does when memory runs out; lower batch_size or num_samples"
+    }.get(name, "")
+    return f"exit status {code} ({name}{meaning})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wording:
+    """What error messages call a child process and what it does, and what a user can do about its limits."""
+
+    process: str
+    work: str
+    too_slow: str
+    too_large: str
+
+
+class Child(Generic[AnswerT]):
+    """One child process whose answers are records of one type.
+
+    It dies when this process does, because its standard input closes; `end` has to be called otherwise.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        answer: type[AnswerT],
+        wording: Wording,
+        *,
+        log: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """Start it; `log` takes what it and its libraries print, and `environment` adds to what children see."""
+        self._answer, self._wording = answer, wording
+        # Closed with the process.
+        self._stderr: IO[bytes] = log.open("a+b") if log is not None else tempfile.TemporaryFile()  # noqa: SIM115
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._stderr,
+            env=child_environment() | dict(environment or {}),
+            text=True,
+            encoding="utf-8",
+        )
+        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
-    def _read(self) -> None:
-        assert self._process.stdout is not None, "the pipe was asked for"
-        for line in self._process.stdout:
-            self._messages.put(Message.model_validate_json(line))
-        self._messages.put(None)
+    @property
+    def pid(self) -> int:
+        """Return the child's process id."""
+        return self._process.pid
 
     @property
     def is_alive(self) -> bool:
         """Return whether the process still runs."""
         return self._process.poll() is None
 
-    def carry_out(self, order: Order, *, timeout_s: float, progress: Progress) -> None:
-        """Have one job done; raises what the job raised, or JobError for a crash, a hang or too much memory."""
+    def send(self, record: Record) -> None:
+        """Say one thing to the child; JobError where it is dead."""
         assert self._process.stdin is not None, "the pipe was asked for"
         try:
-            self._process.stdin.write(order.model_dump_json() + "\n")
+            self._process.stdin.write(record.model_dump_json() + "\n")
             self._process.stdin.flush()
         except BrokenPipeError:
             raise JobError(self._obituary()) from None
-        deadline = time.monotonic() + timeout_s
-        while (message := self._next(deadline, timeout_s)).kind == "progress":
-            progress(message.text, message.done, message.total)
-        if message.kind == "failed":
-            raise ERRORS.get(message.error, JobError)(message.text)
 
-    def _next(self, deadline: float, timeout_s: float) -> Message:
-        while True:
-            try:
-                message = self._messages.get(timeout=POLL_S)
-            except queue.Empty:
-                self._enforce(deadline, timeout_s)
-                continue
-            if message is None:
-                raise JobError(self._obituary())
-            return message
+    def receive(self, deadline: float, late: str) -> AnswerT:
+        """Return the child's next answer.
 
-    def _enforce(self, deadline: float, timeout_s: float) -> None:
-        if time.monotonic() > deadline:
-            self.end()
-            raise JobError(f"the job took longer than {timeout_s:.0f} s and was ended: lower num_samples")
-        limit = MEMORY_FRACTION * psutil.virtual_memory().total
-        if self.is_alive and (used := psutil.Process(self._process.pid).memory_info().rss) > limit:
-            self.end()
-            raise JobError(f"the job used {used / 2**30:.1f} GiB and was ended: lower batch_size or num_samples")
-
-    def _obituary(self) -> str:
-        code = self._process.wait()
-        tail = self._log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-3:]
-        return f"the child process died with {ending(code)}: {' | '.join(tail) or 'it said nothing'}"
+        Raises:
+            JobError: it crashed; it took too much memory, or until `deadline` (in `time.monotonic`'s seconds; `late` says
+                what it did then), and was ended; or it said something else than an answer.
+        """
+        line = self._next_line(deadline, late)
+        if line is None:
+            raise JobError(self._obituary())
+        try:
+            return self._answer.model_validate_json(line)
+        except ValidationError:
+            said = line[:TAIL_CHARACTERS]
+            raise JobError(f"{self._wording.process} said {said!r}, which is no reply") from None
 
     def end(self) -> None:
         """Kill the process, if it still runs, wait until it is gone, and close its pipes."""
         self._process.kill()
         self._process.wait()
         self._reader.join()
-        for pipe in (self._process.stdin, self._process.stdout):
+        for pipe in (self._process.stdin, self._process.stdout, self._stderr):
             assert pipe is not None, "the pipes were asked for"
             with contextlib.suppress(BrokenPipeError):
                 pipe.close()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None, "the pipe was asked for"
+        for line in self._process.stdout:
+            self._lines.put(line)
+        self._lines.put(None)
+
+    def _next_line(self, deadline: float, late: str) -> str | None:
+        while True:
+            try:
+                return self._lines.get(timeout=max(0.0, min(POLL_S, deadline - time.monotonic())))
+            except queue.Empty:
+                self._enforce(deadline, late)
+
+    def _enforce(self, deadline: float, late: str) -> None:
+        if time.monotonic() >= deadline:
+            self.end()
+            raise JobError(f"{self._wording.work} {late} and was ended: {self._wording.too_slow}")
+        limit = MEMORY_FRACTION * psutil.virtual_memory().total
+        if self.is_alive and (used := psutil.Process(self.pid).memory_info().rss) > limit:
+            self.end()
+            raise JobError(f"{self._wording.work} used {used / 2**30:.1f} GiB and was ended: {self._wording.too_large}")
+
+    def _obituary(self) -> str:
+        code = self._process.wait()
+        self._stderr.seek(0)
+        lines = self._stderr.read().decode(errors="replace").strip().splitlines()[-TAIL_LINES:]
+        said = " | ".join(lines)[-TAIL_CHARACTERS:] or "it said nothing"
+        return f"{self._wording.process} died with {ending(code)}: {said}"

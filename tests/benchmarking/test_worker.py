@@ -30,7 +30,7 @@ from profiling_agent.benchmarking.timed_process import TimedProcess, worker_comm
 from profiling_agent.benchmarking.turns import SampleRequest, Start
 child = TimedProcess(worker_command(Path(sys.argv[1])), Start(batch_size=2, device="cpu", num_threads=1))
 child.wait_until_ready()
-child._say(SampleRequest(runs=10**9))
+child._child.send(SampleRequest(runs=10**9))
 print(child.pid, flush=True)
 time.sleep(600)
 """

@@ -13,10 +13,10 @@ from PIL import Image
 from profiling_agent.acquisition.batches import write_split
 from profiling_agent.artifacts.save import save_model
 from profiling_agent.errors import ArtifactError, JobError
+from profiling_agent.jobs.process import JobProcess
 from profiling_agent.jobs.runner import Jobs, job_key
 from profiling_agent.jobs.tasks import EvaluateTask, ProfileTask
 from profiling_agent.jobs.wire import Order
-from profiling_agent.processes.child import Child
 from profiling_agent.progress import silent
 from profiling_agent.records import ArtifactRef, Headline, LatencyStats, SplitInfo
 from profiling_agent.workspace import Workspace, file_sha256
@@ -105,7 +105,7 @@ def test_a_crash_is_a_jobs_result_and_the_next_job_gets_a_new_worker(
 
 def test_a_job_that_takes_too_long_is_ended(baseline: tuple[Workspace, ArtifactRef], tmp_path: Path):
     workspace, model = baseline
-    child = Child(tmp_path / "log")
+    child = JobProcess(tmp_path / "log")
     task = evaluation(model).model_dump(mode="json")
     order = Order(root=str(workspace.root), key="late", kind="EvaluateTask", task=task)
 
@@ -130,9 +130,9 @@ def test_a_key_covers_every_input(baseline: tuple[Workspace, ArtifactRef]):
 def test_children_die_with_a_parent_that_is_killed(tmp_path: Path):
     code = (
         "import pathlib, sys, time\n"
-        "from profiling_agent.processes.child import Child\n"
-        f"child = Child(pathlib.Path({str(tmp_path / 'log')!r}))\n"
-        "print(child._process.pid, flush=True)\n"
+        "from profiling_agent.jobs.process import JobProcess\n"
+        f"child = JobProcess(pathlib.Path({str(tmp_path / 'log')!r}))\n"
+        "print(child.pid, flush=True)\n"
         "time.sleep(60)"
     )
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
