@@ -67,7 +67,7 @@ def write_peer(model: Any, example: Any, path: Path) -> None:
             dynamic_shapes={"pixel_values": {0: "batch"}},
         )
         graph = program.model_proto
-        # Without this the quantizer refuses the file (shared/facts/quantization.md).
+        # Without this the quantizer refuses the file (docs/facts.md, "Runtimes").
         del graph.graph.value_info[:]
         quantize_dynamic(
             graph, path, op_types_to_quantize=["MatMul", "Gemm"], per_channel=True, weight_type=QuantType.QInt8

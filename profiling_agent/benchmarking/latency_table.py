@@ -28,7 +28,7 @@ from profiling_agent.reproducibility import environment
 # Widths of one shape that are timed, the full one among them; those between are interpolated.
 NUM_TIMED, NUM_REPEATS, WARM_UP = 9, 7, 2
 # A width is an option only if it brings at least this share of what time proportional to the width would: on a
-# staircase (oneDNN blocks 16 channels) the widths inside a step bring nothing (facts/pruning.md, section 4).
+# staircase (oneDNN blocks 16 channels) the widths inside a step bring nothing (docs/facts.md, "Widths that bring time").
 MIN_GAIN = 0.25
 
 Times = Mapping[int, float]

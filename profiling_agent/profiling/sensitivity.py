@@ -1,7 +1,7 @@
 """How much each unit is missed: T0 predicts it for every width from one forward and backward pass, T1 measures some.
 
 The measure is the KL divergence to the unpruned model, with the compensation that a prune would get folded in: paired,
-smooth and free of labels, where accuracy on as many images would be noise (facts/pruning.md, section 6).
+smooth and free of labels, where accuracy on as many images would be noise (docs/facts.md, "KL, not accuracy").
 """
 
 import math

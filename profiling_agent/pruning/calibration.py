@@ -9,7 +9,8 @@ from torch import Tensor
 
 # Blocks of neighbours, so that both parts hold all classes whether the images come class by class or in turns.
 BLOCK, BLOCKS_PER_JUDGED = 8, 4
-# With 8 images the fold is unusable, with 32 it falls 1.5 points short of 128, and 512 add 0.2 (facts/pruning.md, 3.2).
+# With 8 images the fold is unusable, with 32 it falls 1.5 points short of 128, and 512 add 0.2 (docs/facts.md,
+# "Calibration images and ridge").
 MIN_IMAGES = 128
 
 

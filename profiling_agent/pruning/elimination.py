@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Share of the columns' mean variance, so that few images aren't fitted by heart (facts/pruning.md, 3.2).
+# Share of the columns' mean variance, so that the noise of few images isn't fitted (docs/facts.md, "Calibration images
+# and ridge").
 RIDGE = 1e-2
 # Channels taken out between two updates: a share of the width, so that wide layers take seconds and not minutes.
 UPDATES = 128

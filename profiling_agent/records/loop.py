@@ -151,7 +151,7 @@ class Candidate(Record):
 
 
 class Outcome(StrEnum):
-    """How a run ended; DESIGN.md, "The flow", defines the three."""
+    """The answer to the contract in one word; docs/verdict.md defines the three."""
 
     MET = "MET"
     NEAREST_MISS = "NEAREST_MISS"
