@@ -30,7 +30,7 @@ from profiling_agent.benchmarking.session import SessionLimits
 from profiling_agent.benchmarking.statistics import Score
 from profiling_agent.benchmarking.timed_process import worker_command
 from profiling_agent.benchmarking.turns import Start
-from profiling_agent.deployment.noise import noise_batch
+from profiling_agent.deployment.batches import noise_batch
 
 NUM_CALIBRATION = 16
 # What int8 with attention products costs (0.11 on ViT-B in a first option) passes; what computes something else does not.

@@ -10,9 +10,9 @@ evaluation go round with iterative_pruning until the loop has nothing more to tr
 from typing import TYPE_CHECKING, Any
 
 from profiling_agent.errors import ProfilingAgentError
+from profiling_agent.quiet import silence_torchao
 from profiling_agent.records import Approval, ApprovalQuestion, Goal, Plan
 from profiling_agent.request import Request
-from profiling_agent.torchao_noise import silence_torchao
 
 if TYPE_CHECKING:
     from profiling_agent.deployment.load import load

@@ -1,18 +1,46 @@
-"""Libraries that talk on their own, silenced while they work for us: we report progress ourselves."""
+"""Silence: libraries that log, print, draw progress bars or call home on their own, kept from it while they work for us.
 
+Everything uses this module, so that it imports none of them before it is asked to.
+"""
+
+import contextlib
+import importlib
+import io
 import logging
+import sys
+import warnings
 from collections.abc import Generator
 from contextlib import contextmanager
+from types import ModuleType
 
-import datasets
-import transformers
-from huggingface_hub import logging as hub_logging
-from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+# CUDA libraries that no CPU has, and a deprecation between torchao and torch: nothing that a user of ours could mend.
+UNWANTED = {"torchao": "Failed to load", "torch.utils._pytree": "is an Enum subclass and is now natively supported"}
+TELEMETRY = "openvino_telemetry"
+
+
+def _is_wanted(record: logging.LogRecord) -> bool:
+    return UNWANTED[record.name] not in str(record.msg)
+
+
+def silence_torchao() -> None:
+    """Filter out two messages that torchao logs on every import, and nothing else; once, before torch is imported.
+
+    transformers imports torchao wherever it is installed.
+    """
+    for name in UNWANTED:
+        logger = logging.getLogger(name)
+        if _is_wanted not in logger.filters:
+            logger.addFilter(_is_wanted)
 
 
 @contextmanager
 def quiet() -> Generator[None]:
     """Turn off the log lines and progress bars of Hugging Face's libraries, and turn back on what was on."""
+    import datasets
+    import transformers
+    from huggingface_hub import logging as hub_logging
+    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
     libraries = (transformers.logging, datasets.logging, hub_logging)
     levels = [library.get_verbosity() for library in libraries]
     bars = transformers.logging.is_progress_bar_enabled(), datasets.are_progress_bars_disabled()
@@ -33,3 +61,47 @@ def quiet() -> Generator[None]:
             datasets.enable_progress_bars()
         if not hub_bars_off:
             enable_progress_bars()
+
+
+@contextmanager
+def without_telemetry() -> Generator[None]:
+    """Hide the package through which OpenVINO and NNCF report their use; both fall back on stubs, and keep them.
+
+    OpenVINO reports its import, NNCF each call: to the network, without asking, unless the machine says it is a CI.
+    """
+    absent = object()
+    before: object = sys.modules.get(TELEMETRY, absent)
+    sys.modules[TELEMETRY] = None  # pyright: ignore[reportArgumentType] - the import system's own way to say "not there"
+    try:
+        yield
+    finally:
+        if isinstance(before, ModuleType):
+            sys.modules[TELEMETRY] = before
+        else:
+            del sys.modules[TELEMETRY]
+
+
+def import_openvino() -> ModuleType:
+    """Return `openvino`, which then sends nothing."""
+    with without_telemetry():
+        return importlib.import_module("openvino")
+
+
+@contextmanager
+def muted(*loggers: str) -> Generator[None]:
+    """Mute loggers, warnings and what is printed: advice for others; what goes wrong is raised."""
+    found = [logging.getLogger(name) for name in loggers]
+    levels = [logger.level for logger in found]
+    for logger in found:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        with (
+            warnings.catch_warnings(),
+            contextlib.redirect_stdout(io.StringIO()),
+            contextlib.redirect_stderr(io.StringIO()),
+        ):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(found, levels, strict=True):
+            logger.setLevel(level)

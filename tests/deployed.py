@@ -10,7 +10,7 @@ import zoo
 
 from profiling_agent.artifacts.load import load_module, load_recipe
 from profiling_agent.artifacts.save import save_model
-from profiling_agent.deployment.noise import noise_batch
+from profiling_agent.deployment.batches import noise_batch
 from profiling_agent.deployment.onnx_export import export_onnx
 from profiling_agent.deployment.protocol import Source
 from profiling_agent.records import Deployment

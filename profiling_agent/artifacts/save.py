@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from profiling_agent.artifacts.folder import appearing
 from profiling_agent.artifacts.golden import golden_tensors
+from profiling_agent.artifacts.load import load_processor, load_recipe
 from profiling_agent.artifacts.recipe import CONFIG, GOLDEN, RECIPE, WEIGHTS, QuantizedLayer, Recipe
 from profiling_agent.quantization.kinds import quantized_modules
 from profiling_agent.records import Cut, Deployment, InputSpec
@@ -91,3 +92,33 @@ def save_model(  # noqa: PLR0913 (a recipe says where a model comes from)
         )
         (temporary / RECIPE).write_text(recipe.model_dump_json(indent=1) + "\n", encoding="utf-8")
     return recipe
+
+
+def save_derived(
+    model: nn.Module,
+    source: Path,
+    folder: Path,
+    *,
+    cuts: Sequence[Cut] | None = None,
+    folded: Sequence[str] | None = None,
+    deployment: Deployment | None = None,
+) -> None:
+    """Write `model`, made of the saved model in `source`, to `folder`.
+
+    Without `cuts` it has those of its source, and so with `folded`, the batch norms that are identities, and `deployment`.
+
+    Raises:
+        ArtifactError: `folder` exists, or `source` is damaged.
+    """
+    recipe = load_recipe(source)
+    save_model(
+        model,
+        folder,
+        spec=recipe.input,
+        processor=load_processor(source),
+        base_model=recipe.base_model,
+        base_revision=recipe.base_revision,
+        cuts=recipe.cuts if cuts is None else cuts,
+        folded=recipe.folded if folded is None else folded,
+        deployment=recipe.deployment if deployment is None else deployment,
+    )

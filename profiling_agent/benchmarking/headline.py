@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from profiling_agent.benchmarking.latency import latency_stats
-from profiling_agent.deployment.noise import noise_batch
+from profiling_agent.deployment.batches import noise_batch
 from profiling_agent.deployment.protocol import ModelSession
 from profiling_agent.records import Headline, InputSpec
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from profiling_agent.artifacts.folder import open_folder
 from profiling_agent.benchmarking.turns import Reply, SampleRequest, Start
-from profiling_agent.deployment.noise import noise_batch
+from profiling_agent.deployment.batches import noise_batch
 from profiling_agent.deployment.registry import open_session
 from profiling_agent.processes.serve import Parent
 from profiling_agent.reproducibility import available_threads

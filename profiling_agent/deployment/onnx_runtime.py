@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from profiling_agent.artifacts.recipe import ONNX, Recipe
 from profiling_agent.deployment.batches import check_fixed_batch
-from profiling_agent.deployment.installed import missing_packages
-from profiling_agent.deployment.protocol import INPUT, OUTPUT, Batch, PreparedFiles, Source
+from profiling_agent.deployment.protocol import INPUT, OUTPUT, Batch, PreparedFiles, Source, missing_packages
 from profiling_agent.errors import ArtifactError
 from profiling_agent.records import Deployment, Scheme
 
@@ -28,7 +27,7 @@ def schemes(device: str) -> tuple[Scheme, ...]:
 
 def prepare(source: Source, deployment: Deployment, folder: Path) -> PreparedFiles:
     """Write `model.onnx`."""
-    from profiling_agent.deployment.onnx_quantization import write_deployment
+    from profiling_agent.deployment.onnx_runtime_conversion import write_deployment
 
     return write_deployment(source, deployment, folder / ONNX)
 

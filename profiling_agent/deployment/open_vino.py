@@ -7,10 +7,9 @@ from typing import Any
 
 from profiling_agent.artifacts.recipe import IR, Recipe
 from profiling_agent.deployment.batches import check_fixed_batch
-from profiling_agent.deployment.installed import missing_packages
-from profiling_agent.deployment.protocol import Batch, PreparedFiles, Source
-from profiling_agent.deployment.silence import import_openvino
+from profiling_agent.deployment.protocol import Batch, PreparedFiles, Source, missing_packages
 from profiling_agent.errors import ArtifactError
+from profiling_agent.quiet import import_openvino
 from profiling_agent.records import Deployment, Scheme
 
 # In what the parts compute that aren't int8. Without a hint OpenVINO takes bfloat16 wherever the CPU has it.

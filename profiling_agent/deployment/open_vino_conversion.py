@@ -13,15 +13,14 @@ import torch
 
 from profiling_agent.artifacts.recipe import QuantizedLayer
 from profiling_agent.deployment.choices import recommended
-from profiling_agent.deployment.installed import missing_packages
 from profiling_agent.deployment.onnx_export import write_graph
 from profiling_agent.deployment.onnx_names import LAYER_OPS, is_convnet, nodes_of_layers
-from profiling_agent.deployment.protocol import INPUT, Batch, PreparedFiles, Source
-from profiling_agent.deployment.silence import import_openvino, muted, without_telemetry
+from profiling_agent.deployment.protocol import INPUT, Batch, PreparedFiles, Source, missing_packages
 from profiling_agent.deployment.torch_weights import calibration_batches
 from profiling_agent.errors import ArtifactError, QuantizationError
 from profiling_agent.quantization.kinds import quantized_modules
 from profiling_agent.quantization.quantize import chosen_layers, quantize_model
+from profiling_agent.quiet import import_openvino, muted, without_telemetry
 from profiling_agent.records import Deployment
 
 # Below this a constant is a scale or a small bias, of which there are many and which together are nothing.

@@ -16,7 +16,7 @@ from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPi
 
 from profiling_agent.artifacts.load import load_module, load_processor, load_recipe
 from profiling_agent.artifacts.save import save_model
-from profiling_agent.deployment.noise import noise_batch
+from profiling_agent.deployment.batches import noise_batch
 from profiling_agent.deployment.onnx_export import export_onnx
 from profiling_agent.deployment.protocol import Source
 from profiling_agent.deployment.registry import open_session

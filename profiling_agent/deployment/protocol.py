@@ -1,7 +1,8 @@
-"""What every runtime offers: say what is missing, write a model's files, open them, run. No torch here."""
+"""Runtime protocol: say what is missing, write a model's files, open them, run. No torch here."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -88,3 +89,11 @@ class Runtime(Protocol):
             ArtifactError: the files can't be read.
         """
         ...
+
+
+def missing_packages(packages: Sequence[str], *, extra: str) -> str | None:
+    """Return the line that says how to install the first of `packages` that isn't there, or None; imports none."""
+    for name in packages:
+        if find_spec(name) is None:
+            return f"{name} isn't installed: pip install profiling-agent[{extra}]"
+    return None

@@ -11,7 +11,7 @@ from profiling_agent.artifacts.card import write_card
 from profiling_agent.artifacts.folder import appearing
 from profiling_agent.artifacts.golden import NUM_IMAGES
 from profiling_agent.artifacts.recipe import CARD, CONFIG, GOLDEN, MODEL_FILES, RECIPE, Counts, Recipe
-from profiling_agent.deployment.noise import noise_batch
+from profiling_agent.deployment.batches import noise_batch
 from profiling_agent.deployment.protocol import PreparedFiles, Source
 from profiling_agent.deployment.registry import runtime
 from profiling_agent.errors import QuantizationError

@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from profiling_agent.artifacts.recipe import Recipe
-from profiling_agent.deployment.installed import missing_packages
-from profiling_agent.deployment.protocol import PreparedFiles, Source
+from profiling_agent.deployment.protocol import PreparedFiles, Source, missing_packages
 from profiling_agent.records import Deployment, Scheme
 
 if TYPE_CHECKING:
-    from profiling_agent.deployment.inductor_session import InductorSession
+    from profiling_agent.deployment.torch_session import InductorSession
 
 # What torch looks for, in its order; CXX names another one.
 COMPILERS = ("g++", "clang++")
@@ -42,7 +41,7 @@ def prepare(source: Source, deployment: Deployment, folder: Path) -> PreparedFil
 def open(folder: Path, recipe: Recipe, *, device: str, num_threads: int | None) -> "InductorSession":  # noqa: ARG001 (every runtime's name and signature)
     """Open a saved folder; without `num_threads` the process keeps its own."""
     from profiling_agent.artifacts.load import load_module
-    from profiling_agent.deployment.inductor_session import InductorSession
+    from profiling_agent.deployment.torch_session import InductorSession
     from profiling_agent.modules.inference import pin_threads
 
     if num_threads:

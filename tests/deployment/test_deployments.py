@@ -15,7 +15,7 @@ from onnx import TensorProto
 from profiling_agent.artifacts.recipe import IR_WEIGHTS, ONNX, WEIGHTS
 from profiling_agent.benchmarking.timed_process import TimedProcess, worker_command
 from profiling_agent.benchmarking.turns import Start
-from profiling_agent.deployment.noise import noise_batch
+from profiling_agent.deployment.batches import noise_batch
 from profiling_agent.deployment.protocol import Source
 from profiling_agent.deployment.registry import all_deployments, open_session, runtime
 from profiling_agent.deployment.save import save_deployed

@@ -11,10 +11,9 @@ import torch
 import zoo
 
 from profiling_agent.artifacts.recipe import ONNX
-from profiling_agent.deployment.noise import noise_batch
-from profiling_agent.deployment.onnx_attention import DOMAIN, fuse_attention
-from profiling_agent.deployment.onnx_export import export_onnx
-from profiling_agent.deployment.plain_attention import _attend, _mask
+from profiling_agent.deployment.batches import noise_batch
+from profiling_agent.deployment.onnx_export import _attend, _mask, export_onnx
+from profiling_agent.deployment.onnx_runtime_conversion import DOMAIN, fuse_attention
 from profiling_agent.deployment.protocol import Source
 from profiling_agent.deployment.save import save_deployed
 from profiling_agent.records import QuantizationRecommendation
