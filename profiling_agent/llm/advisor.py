@@ -1,12 +1,13 @@
-"""`Advisor.ask(question, AnswerType)`: a validated answer, after at most two repairs, or AdvisorError."""
+"""Advisor: a question in, a validated answer out after at most two repairs, or AdvisorError."""
 
+import inspect
 import json
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_type_hints
 
 from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, SystemMessage, ToolMessage
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from profiling_agent.errors import AdvisorError
 from profiling_agent.llm.chat import Chat, ChatTurn
@@ -143,7 +144,11 @@ def _read(text: str, answer_type: type[Answer]) -> tuple[Answer | None, str | No
     except NoJsonError as error:
         return None, str(error)
     except ValidationError as error:
-        return None, "; ".join(_problem(each) for each in error.errors(include_url=False, include_context=False)[:5])
+        return None, _problems(error)
+
+
+def _problems(error: ValidationError) -> str:
+    return "; ".join(_problem(each) for each in error.errors(include_url=False, include_context=False)[:5])
 
 
 def _problem(found: Any) -> str:
@@ -159,7 +164,19 @@ def _called(tools: dict[str, Tool], name: str, arguments: dict[str, Any]) -> str
     tool = tools.get(name)
     if tool is None:
         return f"there is no tool {name!r}; there are {', '.join(sorted(tools))}"
+    wrong = _misfit(tool, arguments)
+    return f"{name} can't be called so ({wrong})" if wrong else tool(**arguments)
+
+
+def _misfit(tool: Tool, arguments: dict[str, Any]) -> str | None:
+    """Return what of a call doesn't fit the tool's parameters; what a tool raises after that is a bug of ours."""
+    kinds = get_type_hints(tool)
     try:
-        return tool(**arguments)
-    except (TypeError, ValueError) as error:
-        return f"{name} can't be called so ({error})"
+        inspect.signature(tool).bind(**arguments)
+        for name, value in arguments.items():
+            TypeAdapter(kinds.get(name, Any)).validate_python(value)
+    except TypeError as error:
+        return str(error)
+    except ValidationError as error:
+        return _problems(error)
+    return None

@@ -29,6 +29,8 @@ MAX_TRIES, MAX_WAIT_S = 4, 20.0
 TOO_LONG = re.compile(r"context (length|window|size)|context_length|prompt is too long", re.IGNORECASE)
 # A wrong key, a wrong model: asking again changes nothing, and every question would fail.
 FATAL = (ModelAuthenticationError, ModelPermissionDeniedError, ModelNotFoundError)
+# What the client trips over in a response that is no completion, such as a page of HTML, wherever it first looks into it.
+NO_COMPLETION = (AttributeError, TypeError, ValueError, LookupError)
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,7 @@ class Chat:
         return answer["raw"]
 
     def _tried(self, call: Callable[[], Any], deadline_s: float) -> ChatTurn:
+        """Return what `call`, which does nothing but ask the model, comes back with; what passes is tried again."""
         retrying = tenacity.Retrying(
             retry=tenacity.retry_if_exception(_is_passing),
             stop=tenacity.stop_after_attempt(MAX_TRIES) | tenacity.stop_after_delay(deadline_s),
@@ -108,23 +111,38 @@ class Chat:
         )
         started = time.monotonic()
 
-        def once() -> Any:
+        def once() -> ChatTurn:
+            # Outside of every except: what goes wrong in whoever counts is no answer of the model's.
             self._spend()
-            return _within(deadline_s - (time.monotonic() - started), call)
+            return self._asked(call, deadline_s - (time.monotonic() - started))
 
         try:
-            return _turn(retrying(once))
-        except openai.LengthFinishReasonError as error:
-            return _cut_off(error)
-        except (ContextOverflowError, ModelInvalidRequestError) as error:
-            if isinstance(error, ContextOverflowError) or _is_too_long(error):
+            return retrying(once)
+        except ContextOverflowError as error:
+            raise ContextTooLongError(f"the question is too long for {self.name}") from error
+        except ModelInvalidRequestError as error:
+            if _is_too_long(error):
                 raise ContextTooLongError(f"the question is too long for {self.name}") from error
             raise
         except FATAL as error:
             raise AdvisorError(f"{self.name} can't be asked ({first_line(error)})") from error
-        # The client trips over what is no completion, such as a page of HTML, wherever it first looks into it.
-        except (ModelError, openai.OpenAIError, TimeoutError, AttributeError, TypeError, ValueError, KeyError) as error:
-            raise AdvisorError(f"{self.name} gave no answer ({type(error).__name__}: {first_line(error)})") from error
+        except ModelError as error:
+            raise self._no_answer(error) from error
+
+    def _asked(self, call: Callable[[], Any], seconds: float) -> ChatTurn:
+        """Return the turn of one request; ModelError comes out as it is, for whoever tries again."""
+        try:
+            message = _within(seconds, call)
+        except openai.LengthFinishReasonError as error:
+            return _cut_off(error)
+        except ModelError:
+            raise
+        except (openai.OpenAIError, TimeoutError, *NO_COMPLETION) as error:
+            raise self._no_answer(error) from error
+        return _turn(message)
+
+    def _no_answer(self, error: Exception) -> AdvisorError:
+        return AdvisorError(f"{self.name} gave no answer ({type(error).__name__}: {first_line(error)})")
 
 
 def first_line(error: BaseException) -> str:

@@ -131,10 +131,75 @@ def test_a_server_that_hangs_is_left_at_the_deadline(tmp_path: Path):
         advisor_of(server, tmp_path, deadline_s=0.3).ask(QUESTION, Ratio)
 
 
-def test_a_page_of_html_is_no_answer(tmp_path: Path):
-    page = Said(body="<html>Welcome</html>", headers={"content-type": "text/html"})
-    with chat_server(in_turn(page)) as server, pytest.raises(AdvisorError):
+@pytest.mark.parametrize(
+    ("body", "kind"),
+    [
+        ("<html>Welcome</html>", "text/html"),
+        ("[]", "application/json"),
+        ("null", "application/json"),
+        ('{"choices": []}', "application/json"),
+        ('{"choices": [{}]}', "application/json"),
+        ('{"choices": [{"message": 7}]}', "application/json"),
+    ],
+)
+def test_what_is_no_completion_is_no_answer(tmp_path: Path, body: str, kind: str):
+    said = Said(body=body, headers={"content-type": kind})
+    with chat_server(in_turn(said)) as server, pytest.raises(AdvisorError):
         advisor_of(server, tmp_path).ask(QUESTION, Ratio)
+
+
+class BrokenLedger(Ledger):
+    """A ledger with a bug in one of its methods."""
+
+    def __init__(self, folder: Path, broken: str) -> None:
+        super().__init__(folder, max_requests=9, max_tokens=1000)
+        self.broken = broken
+
+    def _trip(self, method: str) -> None:
+        if method == self.broken:
+            raise KeyError("a bug of ours")
+
+    def spend(self) -> None:
+        self._trip("spend")
+        super().spend()
+
+    def answer(self, key: str) -> object:
+        self._trip("answer")
+        return super().answer(key)
+
+    def note_turn(self, **said: object) -> None:
+        self._trip("note_turn")
+        super().note_turn(**said)
+
+    def accept(self, key: str, agent: str, answer: object) -> None:
+        self._trip("accept")
+        super().accept(key, agent, answer)
+
+
+@pytest.mark.parametrize("broken", ["spend", "answer", "note_turn", "accept"])
+def test_a_bug_of_the_ledger_comes_out_as_what_it_is(tmp_path: Path, broken: str):
+    ledger = BrokenLedger(tmp_path, broken)
+    chat = Chat(FakeListChatModel(responses=['{"ratio": 0.25}']), "object", spend=ledger.spend)
+
+    with pytest.raises(KeyError, match="a bug of ours") as caught:
+        Advisor(chat, ledger, deadline_s=20).ask(QUESTION, Ratio)
+
+    assert "_trip" in [entry.name for entry in caught.traceback]
+
+
+def test_a_bug_of_a_tool_comes_out_as_what_it_is_and_a_call_that_doesnt_fit_goes_back(tmp_path: Path):
+    def width_of(group: str) -> str:
+        """Return how wide a group of layers is."""
+        raise ValueError("a bug of ours")
+
+    wrong = Said(tool_calls=tuple(("width_of", given) for given in ({"unit": "mlp"}, {"group": 7}, {"group": None})))
+    right = Said(tool_calls=(("width_of", {"group": "mlp"}),))
+    with chat_server(in_turn(wrong, right)) as server, pytest.raises(ValueError, match="a bug of ours"):
+        advisor_of(server, tmp_path).ask(QUESTION, Ratio, tools=[width_of])
+
+    said = [message["content"] for message in server.asked[1]["messages"] if message["role"] == "tool"]
+    assert len(said) == 3
+    assert all("width_of can't be called so" in line for line in said)
 
 
 @pytest.mark.parametrize(
