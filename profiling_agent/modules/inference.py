@@ -22,10 +22,6 @@ def random_batch(spec: InputSpec, batch_size: int, *, seed: int = 0) -> torch.Te
     return torch.randn(spec.batch(batch_size), generator=torch.Generator().manual_seed(seed))
 
 
-# What models raise at an image of the wrong shape: their own checks, torch's kernels, or indexing and unpacking.
-REFUSALS = (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError, AssertionError)
-
-
 @contextmanager
 def left_as_found(model: nn.Module) -> Generator[nn.Module]:
     """Put back the plain attributes of every module at the end: train or eval mode, and what forward passes change.

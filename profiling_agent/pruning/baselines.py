@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from profiling_agent.errors import PruningError, RequestError
-from profiling_agent.modules.inference import REFUSALS
+from profiling_agent.modules.foreign import foreign_code
 from profiling_agent.pruning.compounding import compounded, convolutions, left_of, without
 from profiling_agent.pruning.crossings import crossings
 from profiling_agent.pruning.gate import check_saving
@@ -114,15 +114,15 @@ def paper_prune(
         return IMPORTANCE[criterion](UnitWeights(rows=rows, columns=rows[:, :0]), generator)
 
     skeleton = without_weights(model)
-    try:
-        with torch.no_grad(), dependency_graph(skeleton, spec) as graph:
-            removals = compounded(graph, skeleton, model, ratio, scores)
-            pruned = without(model, removals)
-            keep = {name: left_of(graph, layer, name, removals) for name, layer in convolutions(graph, skeleton)}
-        check_saving(model, pruned, spec)
-    except REFUSALS as error:
-        reason = " ".join(str(error).split())[:200]
-        raise PruningError(f"the paper's method can't cut {type(model).__name__!r} ({reason!r})") from error
+
+    def refuse(raised: str) -> PruningError:
+        return PruningError(f"the paper's method can't cut {type(model).__name__!r}: {raised}")
+
+    with foreign_code(refuse), torch.no_grad(), dependency_graph(skeleton, spec) as graph:
+        removals = compounded(graph, skeleton, model, ratio, scores)
+        pruned = without(model, removals)
+        keep = {name: left_of(graph, layer, name, removals) for name, layer in convolutions(graph, skeleton)}
+    check_saving(model, pruned, spec)
     return PaperPruned(model=pruned, ratio=ratio, share=1 - _num_params(pruned) / _num_params(model), keep=keep)
 
 

@@ -14,12 +14,18 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 from torch.overrides import TorchFunctionMode
 
+from profiling_agent.errors import PruningError
+from profiling_agent.modules.foreign import logits_of, on_behalf
 from profiling_agent.modules.inference import device_of
-from profiling_agent.pruning.operations import RULES, Call, tensors_in
+from profiling_agent.pruning.operations import RULES, Call, UnknownSpellingError, tensors_in
 from profiling_agent.pruning.spaces import Axis, Space
 from profiling_agent.records import InputSpec
 
 LAYERS = (nn.Linear, nn.Conv2d)
+
+
+class UntraceableError(PruningError):
+    """A model doesn't run without weights; says what it raised."""
 
 
 class Trace(TorchFunctionMode):
@@ -57,7 +63,7 @@ class Trace(TorchFunctionMode):
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
+        result = on_behalf(func, *args, **kwargs)
         name = getattr(func, "__name__", "an operation").strip("_")
         if not self._running and ((results := list(tensors_in(result))) or name == "setitem"):
             self._follow(name, args, kwargs, results)
@@ -81,8 +87,7 @@ class Trace(TorchFunctionMode):
     def _ruled(self, call: Call) -> Axis | None:
         try:
             return RULES[call.name](call)
-        except (IndexError, TypeError, ValueError):
-            # A spelling that the rule doesn't know loses this axis and not the whole trace.
+        except UnknownSpellingError:
             return None
 
     def enter(self, _module: nn.Module, _inputs: Any) -> None:
@@ -149,7 +154,11 @@ def _is_known(module: nn.Module) -> bool:
 
 
 def follow_channels(skeleton: nn.Module, spec: InputSpec) -> Trace:
-    """Run one blank image of `spec` through `skeleton`, a copy on the meta device made for it, and return the trace."""
+    """Run one blank image of `spec` through `skeleton`, a copy on the meta device made for it, and return the trace.
+
+    Raises:
+        UntraceableError: the model can't be run so; names what it raised.
+    """
     dtype = next((parameter.dtype for parameter in skeleton.parameters() if parameter.is_floating_point()), None)
     image = torch.zeros(spec.batch(1), device=device_of(skeleton), dtype=dtype)
     trace = Trace(skeleton)
@@ -158,7 +167,7 @@ def follow_channels(skeleton: nn.Module, spec: InputSpec) -> Trace:
         module.register_forward_pre_hook(trace.enter)
         module.register_forward_hook(trace.leave, with_kwargs=True)
     with torch.no_grad(), trace:
-        logits: Tensor = skeleton.eval()(pixel_values=image).logits
+        logits = logits_of(skeleton.eval(), image, UntraceableError)
     if (axis := trace.axis_of(logits)) is not None:
         axis.space.is_logits = True
     return trace

@@ -42,6 +42,21 @@ class Call:
             return self.kwargs[name]
         return self.args[position] if len(self.args) > position else default
 
+    def integer(self, name: str, position: int, default: Any = None) -> int:
+        """Return an argument that has to be a whole number."""
+        value = self.given(name, position, default)
+        if not isinstance(value, int):
+            raise UnknownSpellingError(f"{self.name} with {name} = {value!r}")
+        return value
+
+    def integers(self, name: str, position: int, default: Any = None) -> Sequence[int]:
+        """Return an argument that is a whole number or several."""
+        value = self.given(name, position, default)
+        values = [value] if isinstance(value, int) else value
+        if not isinstance(values, (list, tuple)) or not all(isinstance(each, int) for each in values):
+            raise UnknownSpellingError(f"{self.name} with {name} = {value!r}")
+        return values
+
     @property
     def axis(self) -> Axis:
         """Return the axis of the first operand that has one; there is always one."""
@@ -51,6 +66,10 @@ class Call:
     def source(self) -> Tensor:
         """Return the operand that `axis` belongs to."""
         return next(operand for operand in self.operands if self.axes(operand) is not None)
+
+
+class UnknownSpellingError(Exception):
+    """An operation was called in a way that its rule can't read: its axis is lost, and the trace goes on."""
 
 
 def tensors_in(values: Any) -> Iterator[Tensor]:
@@ -95,7 +114,7 @@ def _couple_with_unknown(call: Call, operand: Tensor, axis: Axis) -> None:
 
 def concatenation(call: Call) -> Axis | None:
     """Couple the channels of tensors that are joined along another dimension."""
-    dim = call.given("dim", 1, 0)
+    dim = call.integer("dim", 1, 0)
     return None if _negative(dim, call.result) == call.axis.dim else elementwise(call)
 
 
@@ -111,27 +130,23 @@ def view(call: Call) -> Axis | None:
 
 def transposition(call: Call) -> Axis | None:
     """Follow the channels through an exchange of two dimensions."""
-    one = _negative(call.given("dim0", 1), call.result)
-    other = _negative(call.given("dim1", 2), call.result)
+    one = _negative(call.integer("dim0", 1), call.result)
+    other = _negative(call.integer("dim1", 2), call.result)
     return Axis(call.axis.space, {one: other, other: one}.get(call.axis.dim, call.axis.dim))
 
 
 def permutation(call: Call) -> Axis | None:
     """Follow the channels through an order of dimensions, given as a list or one by one."""
-    order = call.given("dims", 1)
-    if isinstance(order, int):
-        order = call.args[1:]
+    order = call.args[1:] if len(call.args) > 2 else call.integers("dims", 1)
     dims = [_negative(dim, call.result) for dim in order]
     return Axis(call.axis.space, dims.index(call.axis.dim) - len(dims))
 
 
 def reduction(call: Call) -> Axis | None:
     """Keep the channels where a sum or mean is over other dimensions."""
-    asked = call.given("dim", 1)
-    if asked is None or isinstance(asked, Tensor):
-        return None
     source, axis = call.source, call.axis
-    reduced = {_negative(dim, source) for dim in ([asked] if isinstance(asked, int) else asked)}
+    # Without dimensions it is over all of them.
+    reduced = {_negative(dim, source) for dim in call.integers("dim", 1)}
     if axis.dim in reduced:
         return None
     kept = call.result.dim() == source.dim()
@@ -145,13 +160,12 @@ def spatial(dims: int) -> Callable[[Call], Axis | None]:
 
 def padding(call: Call) -> Axis | None:
     """Keep the channels where other dimensions are padded."""
-    return call.axis if -call.axis.dim > len(call.given("pad", 1)) // 2 else None
+    return call.axis if -call.axis.dim > len(call.integers("pad", 1)) // 2 else None
 
 
 def rolling(call: Call) -> Axis | None:
     """Keep the channels where other dimensions are rolled."""
-    dims = call.given("dims", 2, ())
-    rolled = [_negative(dim, call.result) for dim in ([dims] if isinstance(dims, int) else dims)]
+    rolled = [_negative(dim, call.result) for dim in call.integers("dims", 2, ())]
     return call.axis if rolled and call.axis.dim not in rolled else None
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from profiling_agent.errors import PruningError, RequestError
+from profiling_agent.modules.foreign import foreign_code
 from profiling_agent.modules.inference import device_of, random_batch
 from profiling_agent.pruning.following import LAYERS
 from profiling_agent.pruning.gate import check_mask_error, check_saving, mask_error
@@ -57,15 +58,14 @@ def prune_model(  # noqa: PLR0913 (what chooses the channels, and what goes thro
     else:
         kept = {cut.unit.name: _checked(keep.get(cut.unit.name), cut) for cut in cuts}
     batch = random_batch(spec, NUM_GATE_IMAGES, seed=seed) if images is None else images
-    try:
+
+    def refuse(raised: str) -> PruningError:
+        return PruningError(f"cutting {len(cuts)} units failed with {raised}; leave some of them alone")
+
+    # Torch-Pruning and a model that it left half cut raise whatever the first broken line raises.
+    with foreign_code(refuse):
         pruned = cut_units(model, cuts, kept)
         error = mask_error(model, pruned, cuts, kept, batch.to(device_of(model)))
-    # Torch-Pruning and a model that it left half cut raise whatever the first broken line raises.
-    except Exception as failure:
-        reason = " ".join(str(failure).split())[:200]
-        raise PruningError(
-            f"cutting {len(cuts)} units failed with {type(failure).__name__} ({reason!r}); leave some of them alone"
-        ) from failure
     check_mask_error(error)
     check_saving(model, pruned, spec)
     return Pruned(model=pruned, mask_error=error, keep=kept)

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from profiling_agent.modules.attention import Attention, Refused, find_attention
-from profiling_agent.modules.inference import REFUSALS
 from profiling_agent.pruning.chains import Chain, block_of, chain_of, tied_modules
-from profiling_agent.pruning.following import LAYERS, Trace, follow_channels
+from profiling_agent.pruning.following import LAYERS, Trace, UntraceableError, follow_channels
 from profiling_agent.pruning.tracing import without_weights
 from profiling_agent.pruning.widths import aligned_widths, step_for
 from profiling_agent.records import InputSpec, Record, Unit, UnitKind
@@ -68,8 +67,8 @@ def _trace(skeleton: nn.Module, spec: InputSpec) -> Trace | str:
     """Return the trace of a copy without weights, or why there is none."""
     try:
         return follow_channels(skeleton, spec)
-    except REFUSALS as error:
-        return f"untraceable: {' '.join(str(error).split())[:120]}"
+    except UntraceableError as error:
+        return f"untraceable: {error}"
 
 
 def _apart(found: Mapping[str, Unit | str]) -> dict[str, Unit | str]:

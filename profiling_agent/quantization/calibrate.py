@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from profiling_agent.errors import QuantizationError
+from profiling_agent.modules.foreign import logits_of
 from profiling_agent.modules.hooks import watching
-from profiling_agent.modules.inference import REFUSALS, device_of, left_as_found
+from profiling_agent.modules.inference import device_of, left_as_found
 from profiling_agent.quantization.static import LEVELS, Grid
 
 MIN_IMAGES = 8
@@ -129,11 +130,11 @@ def run(model: nn.Module, images: Tensor) -> Tensor:
     seen = tuple(images.shape)
     if images.dim() != 4:
         raise QuantizationError(f"calibration images are (batch, channels, height, width), not {seen!r}")
-    try:
-        return model(pixel_values=images.to(device_of(model))).logits
-    except REFUSALS as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise QuantizationError(
-            f"the model can't be run on calibration images of shape {seen[1:]!r} ({reason}): "
+
+    def refuse(raised: str) -> QuantizationError:
+        return QuantizationError(
+            f"the model can't be run on calibration images of shape {seen[1:]!r}, it gives {raised}: "
             "give them the input shape of the model"
-        ) from error
+        )
+
+    return logits_of(model, images.to(device_of(model)), refuse)

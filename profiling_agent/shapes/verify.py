@@ -4,10 +4,9 @@ import torch
 from torch import nn
 
 from profiling_agent.errors import ShapeUnresolvedError
-from profiling_agent.modules.inference import REFUSALS, device_of, left_as_found
+from profiling_agent.modules.foreign import foreign_code, on_behalf
+from profiling_agent.modules.inference import device_of, left_as_found
 from profiling_agent.records import InputSpec
-
-COMPLAINT_LENGTH = 240
 
 
 def verify(model: nn.Module, spec: InputSpec) -> None:
@@ -18,12 +17,12 @@ def verify(model: nn.Module, spec: InputSpec) -> None:
     """
     shape = f"{spec.channels}x{spec.height}x{spec.width}"
     image = torch.zeros(spec.batch(1), device=device_of(model))
-    with left_as_found(model), torch.inference_mode():
-        try:
-            answer = model.eval()(pixel_values=image)
-        except REFUSALS as error:
-            complaint = " ".join(str(error).split())[:COMPLAINT_LENGTH]
-            raise ShapeUnresolvedError(f"the model refuses an image of {shape!r}: {complaint!r}") from error
+
+    def refuse(raised: str) -> ShapeUnresolvedError:
+        return ShapeUnresolvedError(f"the model refuses an image of {shape!r} with {raised}")
+
+    with left_as_found(model), torch.inference_mode(), foreign_code(refuse):
+        answer = on_behalf(model.eval(), pixel_values=image)
     logits = getattr(answer, "logits", None)
     if not isinstance(logits, torch.Tensor) or logits.dim() != 2 or len(logits) != 1:
         seen = tuple(logits.shape) if isinstance(logits, torch.Tensor) else type(answer).__name__

@@ -1,0 +1,75 @@
+"""Foreign calls: what a stranger's code raises becomes an error of ours that names it; a bug of ours goes through.
+
+Our hooks and torch-function modes run inside a stranger's forward pass, so that it isn't enough to wrap the call: whose
+fault an exception is, the innermost frame says that is neither torch's nor the standard library's.
+"""
+
+import sys
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from types import FrameType, TracebackType
+from typing import Any, ParamSpec, TypeVar
+
+from torch import Tensor, nn
+
+from profiling_agent.errors import ProfilingAgentError
+
+MAX_TEXT = 200
+# They raise on behalf of whoever calls them.
+TOOLS = frozenset({"torch", *sys.stdlib_module_names})
+OURS = __name__.partition(".")[0]
+
+Args = ParamSpec("Args")
+Result = TypeVar("Result")
+Refuse = Callable[[str], ProfilingAgentError]
+
+
+@contextmanager
+def foreign_code(refuse: Refuse) -> Generator[None]:
+    """Raise `refuse("KeyError ('its text')")` where the block raises a KeyError, unless our own code did.
+
+    Errors that we raise on purpose and a lack of memory go through as they are.
+    """
+    try:
+        yield
+    except (ProfilingAgentError, MemoryError):
+        raise
+    except Exception as error:
+        if _is_ours(error.__traceback__):
+            raise
+        raise refuse(f"{type(error).__name__} ({' '.join(str(error).split())[:MAX_TEXT]!r})") from error
+
+
+def on_behalf(call: Callable[Args, Result], *args: Args.args, **kwargs: Args.kwargs) -> Result:
+    """Return what a stranger's `call` does: what it raises by itself is the stranger's, whoever called."""
+    return call(*args, **kwargs)
+
+
+def logits_of(model: nn.Module, images: Tensor, refuse: Refuse) -> Tensor:
+    """Return the logits that a stranger's model answers images (b, c, h, w) with.
+
+    Raises:
+        ProfilingAgentError: `refuse` of what the model raised, or of what it answered instead of logits.
+    """
+    with foreign_code(refuse):
+        answer: Any = on_behalf(model, pixel_values=images)
+    logits = getattr(answer, "logits", None)
+    if not isinstance(logits, Tensor):
+        raise refuse(f"an answer without logits ({type(answer).__name__!r})")
+    return logits
+
+
+def _is_ours(trace: TracebackType | None) -> bool:
+    """Say whether the innermost frame is ours that isn't a tool's; a call on behalf is its caller's caller's."""
+    frames: list[FrameType] = []
+    # The outermost is `foreign_code` itself.
+    while trace is not None and (trace := trace.tb_next) is not None:
+        if _package(trace.tb_frame) not in TOOLS:
+            frames.append(trace.tb_frame)
+    while frames and frames[-1].f_code is on_behalf.__code__:
+        del frames[-2:]
+    return bool(frames) and _package(frames[-1]) == OURS
+
+
+def _package(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
