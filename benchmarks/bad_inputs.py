@@ -2,7 +2,7 @@
 
     python benchmarks/bad_inputs.py [--cases N] [--quick] [--json FILE]
 
-Six kinds take turns: requests, plans, label maps, run folders, checkpoints and saved models. A request or a plan is drawn
+Six kinds, one after the other: requests, plans, label maps, run folders, checkpoints and saved models. A request or a plan is drawn
 from values that the field doesn't take; a folder is a finished run's, or its model's, with one file cut short, filled
 with other bytes, edited as JSON, swapped or removed. `refused` ended with exit code 2 (or our own exception) and one
 line; `harmless` was answered as if nothing were wrong, because what was hurt isn't read, or still says the same.

@@ -1,4 +1,4 @@
-"""What every benchmark ends with: its checks, one a line, and the same as JSON."""
+"""Checks that every benchmark ends with: one a line, and the same as JSON."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Pruned, quantized, and both: what each brings alone and together.
+"""Joint table: what pruning and quantization bring, each alone and both together.
 
     python benchmarks/joint.py [--models DIR...] [--full-size NAME...] [--data DIR] [--output DIR] [--quick]
                                [--json FILE]
@@ -116,7 +116,7 @@ def run_shared(
 
 
 def prepare(name: str, shop: Workshop) -> tuple[list[MeasuredVariant], float]:
-    """Make the dense and the cut model in float32 and in every fast deployment; return them, and the MACs that are gone."""
+    """Make the unpruned and the cut model in float32 and in every fast deployment; return them, and the MACs that are gone."""
     dense = build(name)
     macs = macs_by_module(dense)
     cuts = cuts_for_macs(dense, find_units(dense, SPEC, macs).units, macs, SHARE)
@@ -206,7 +206,7 @@ def main() -> int:
     parser.add_argument("--models", nargs="*", type=Path, default=[SHARED / "models" / f"{n}-cifar10" for n in names])
     parser.add_argument("--full-size", nargs="*", choices=tuple(MODELS), default=None, metavar="NAME")
     parser.add_argument("--data", type=Path, default=SHARED / "data" / "cifar10")
-    parser.add_argument("--quick", action="store_true", help="one model of each, few images and rounds")
+    parser.add_argument("--quick", action="store_true", help="one model of each, few images and repeats")
     parser.add_argument(
         "--output", type=Path, metavar="DIR", help="read the complete runs in this folder, and keep others here"
     )

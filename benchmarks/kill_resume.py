@@ -5,7 +5,7 @@
 One run is left alone; as many more as asked are killed once, at moments spread evenly at random over what that run took,
 and resumed by the command line. Verdict, plans and decisions have to be those of the undisturbed run; no process of ours
 may be left, no temporary file, and no job that was finished may be done again. What was timed differs from run to run,
-killed or not, so one runtime alone competes: which of two equally fast ones wins is a matter of luck.
+killed or not, so one runtime alone competes: which of two equally fast ones wins may differ from run to run.
 """
 
 import argparse

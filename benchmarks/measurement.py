@@ -28,7 +28,7 @@ SHARED = Path(__file__).resolve().parents[2] / "shared"
 GROUP = 5
 SLOWER = 0.10
 MIN_EQUAL, MIN_FOUND = 0.95, 0.95
-# As the product's, with turns that suit a pass of ten milliseconds.
+# As the product's, with samples that suit a pass of ten milliseconds.
 LIMITS = SessionLimits(seconds_per_sample=0.1, min_repeats=12, max_seconds=15.0)
 # How many are made slower for each one that is left as it is; fewer, because they race three times.
 SLOWER_SHARE = 0.3

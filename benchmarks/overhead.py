@@ -1,4 +1,4 @@
-"""What the graph itself costs: its nodes, state and checkpoints, as a share of a default run.
+"""Cost of the graph itself: its nodes, state and checkpoints, as a share of a default run.
 
     python benchmarks/overhead.py [--quick] [--json FILE]
 

@@ -15,7 +15,7 @@ from profiling_agent.workspace import file_sha256
 MAX_POINTS = 1.0
 # A run may take this many times what the rules' own takes, which also makes what all share, and a minute.
 MAX_TIMES, GRACE_S = 2.0, 60.0
-# Two processes of equal models differ by luck; three sessions average that out.
+# Two processes of equal models differ for as long as they live; three sessions average that out.
 LIMITS, SESSIONS = SessionLimits(seconds_per_sample=0.2, min_repeats=8, max_seconds=30.0), 3
 
 

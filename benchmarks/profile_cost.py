@@ -1,4 +1,4 @@
-"""What a profile costs: forward passes and seconds for a full-size ViT-B/16 with random weights."""
+"""Cost of a profile: forward passes and seconds for a full-size ViT-B/16 with random weights."""
 
 import argparse
 import tempfile

@@ -1,4 +1,4 @@
-"""What a prune brings in time: the paper's four models at full size, cut to aligned widths, raced against the dense ones.
+"""Pruned latency, what a prune brings in time: the paper's four models at full size, cut to aligned widths, raced against the unpruned ones.
 
     python benchmarks/pruned_latency.py [--models NAME…] [--batch-size N] [--quick] [--json FILE]
 
@@ -45,7 +45,7 @@ def save(model: nn.Module, folder: Path, name: str, cuts: Sequence[Cut] = ()) ->
 
 
 def prepare(name: str, shares: Sequence[float], root: Path) -> list[tuple[Path, dict[str, Any]]]:
-    """Save the dense model and one pruned model for each share of MACs; return the folders and what is in them."""
+    """Save the unpruned model and one pruned model for each share of MACs; return the folders and what is in them."""
     model = build(name)
     macs = macs_by_module(model)
     units = find_units(model, SPEC, macs).units
@@ -64,7 +64,7 @@ def prepare(name: str, shares: Sequence[float], root: Path) -> list[tuple[Path, 
 
 
 def run(folders: Sequence[Path], *, batch_size: int, is_quick: bool) -> list[Score]:
-    """Let all take turns; the first is the dense model."""
+    """Let all take turns; the first is the unpruned model."""
     start = Start(batch_size=batch_size, device="cpu", num_threads=NUM_THREADS)
     limits = SessionLimits(
         seconds_per_sample=0.5, min_repeats=5 if is_quick else 15, max_seconds=20 if is_quick else 90
@@ -116,7 +116,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=tuple(MODELS), default=list(MODELS), metavar="NAME")
     parser.add_argument("--batch-size", type=int, default=1)
-    parser.add_argument("--quick", action="store_true", help="25%% alone, few rounds")
+    parser.add_argument("--quick", action="store_true", help="25%% alone, few repeats")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write checks and rows to this file")
     asked = parser.parse_args()
     pin_threads(NUM_THREADS)

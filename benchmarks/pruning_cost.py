@@ -1,4 +1,4 @@
-"""What pruning costs: at full size seconds to find units and to cut them, and memory; on trained models the evidence.
+"""Cost of pruning: at full size seconds to find units and to cut them, and memory; on trained models the evidence.
 
     python benchmarks/pruning_cost.py [--models NAME…] [--trained DIR…] [--data DIR] [--quick] [--json FILE]
 
@@ -37,7 +37,7 @@ from profiling_agent.records import Cut, Unit
 MAX_FIND_S = MAX_CUT_S = 10.0
 MAX_EVIDENCE_S, NUM_EVIDENCE = 60.0, 256
 SHARE = 0.25
-# The dense model, the pruned one, a candidate of it, and one for all else: activations and copies of single weights.
+# The unpruned model, the pruned one, a candidate of it, and one for all else: activations and copies of single weights.
 NUM_COPIES = 4
 # As few as compensation takes, in batches that add little to what is measured.
 NUM_IMAGES, BATCH = 128, 4

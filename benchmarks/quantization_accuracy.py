@@ -1,4 +1,4 @@
-"""What every scheme costs in accuracy, on all test images of CIFAR-10, and what folding saves where activations stick out.
+"""Accuracy that every scheme costs, on all test images of CIFAR-10, and that folding saves where activations stick out.
 
     python benchmarks/quantization_accuracy.py [--models DIR...] [--data DIR] [--quick] [--json FILE]
 
@@ -177,7 +177,7 @@ def _told(triple: Sequence[float], scale: float = 100) -> str:
 def show(name: str, top1: float, rows: Sequence[dict[str, Any]], ours: dict[str, Any] | None) -> None:
     """Print one model's table: points lost."""
     print(f"\n{name}: float32 {top1:.2%} on {rows[0]['num_images']} images" if rows else f"\n{name}: no deployment")
-    print(f"  {'form':<30}{'KL':>9}  {'kept':>4}  {'all':<22}{'search':<22}{'the others':<22}times as fast")
+    print(f"  {'deployment':<30}{'KL':>9}  {'kept':>4}  {'all':<22}{'search':<22}{'the others':<22}times as fast")
     for row in rows:
         fast = f"{row['speedup'][0]:.2f}" if row.get("speedup") else "-"
         print(

@@ -5,7 +5,7 @@
 Batch 1, random weights: accuracy isn't measured here (see quantization_accuracy.py), the distance of the logits to the
 float32 model's is. Each deployment is made by the product's own jobs and runs in a process of its own; all take turns. Then
 ours, the paper's recipe (torch.ao's quantize_dynamic as it comes), ONNX Runtime's dynamic int8 as it comes (what
-torch.onnx.export and quantize_dynamic make of the model; our own form of it has its attention fused) and eager float32
+torch.onnx.export and quantize_dynamic make of the model; ours has its attention fused) and eager float32
 meet in a race of their own, of three sessions, which the checks are read from. Ours is the fastest deployment that is small
 enough and no further from float32 than `MAX_ERROR`.
 """
@@ -176,7 +176,7 @@ def _told(triple: list[float] | None) -> str:
 
 def show(name: str, rows: Sequence[dict[str, Any]], last: Sequence[dict[str, Any]], ours: str) -> None:
     """Print one model's table, the paper's beside it."""
-    print(f"  {'form':<31}{'MB':>7}{'of fp32':>9}{'error':>8}{'ms':>8}  {'over eager fp32':<20}over ORT dynamic")
+    print(f"  {'deployment':<31}{'MB':>7}{'of fp32':>9}{'error':>8}{'ms':>8}  {'over eager fp32':<20}over ORT dynamic")
     for row in rows:
         took = f"{row['latency_ms']:>8.1f}" if row["latency_ms"] else f"{'-':>8}"
         print(
@@ -205,7 +205,7 @@ def main() -> int:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=tuple(MODELS), metavar="NAME")
-    parser.add_argument("--quick", action="store_true", help="one model, three deployments, few rounds")
+    parser.add_argument("--quick", action="store_true", help="one model, three deployments, few repeats")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument(
         "--scratch", type=Path, metavar="DIR", help="keep the models here, and go on with those there are"

@@ -1,4 +1,4 @@
-"""How pruning_tradeoff.py shows its table: printed, and drawn."""
+"""The table of pruning_tradeoff.py, printed and drawn."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The records that cross stages or reach disk: frozen, typed, without tensors.
+"""Records: what crosses stages or reaches disk, frozen, typed and without tensors.
 
 Ratios and accuracies are fractions in [0, 1]; units are in the names; `macs` are multiply-accumulates of one image.
 """

@@ -1,4 +1,4 @@
-"""A person's say in the plans: what is shown to them, and what they answer."""
+"""Approval: the plan that a person is shown, and the answer."""
 
 from typing import Literal, Self, get_args
 

@@ -1,4 +1,4 @@
-"""The model's input and the images it is measured on."""
+"""Input and images: the shape that a model takes, where it comes from, and the images it is measured on."""
 
 from typing import Literal
 
@@ -22,7 +22,7 @@ class InputSpec(Record):
 
 
 class ShapeFacts(Record):
-    """What is known of a model's input shape before it is settled; certain where all that state one agree."""
+    """What is known of a model's input shape before one is chosen; certain where all that state one agree."""
 
     settings: tuple[str, ...]
     findings: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""The deployment in which a model is deployed: which runtime executes it, and what its layers become there."""
+"""Deployment: the runtime that executes a model, and what its layers become there."""
 
 from typing import Literal
 
@@ -27,7 +27,7 @@ class Deployment(Record):
 
 
 class DeployedModel(Record):
-    """A model in the deployment that it would be deployed in; distances are to its float32 parent."""
+    """A model in a deployment, ready to be loaded; distances are to its float32 parent."""
 
     model: ArtifactRef
     deployment: Deployment

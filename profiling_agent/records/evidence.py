@@ -1,4 +1,4 @@
-"""What cutting each unit to each width is expected to cost and to save, before anything is cut."""
+"""Evidence: what cutting each unit to each width is expected to cost and to save, before anything is cut."""
 
 from collections.abc import Mapping, Sequence
 

@@ -1,4 +1,4 @@
-"""The contract, the attempts to meet it, and the answer."""
+"""The loop: the contract, the attempts to meet it, and the verdict."""
 
 from enum import StrEnum
 from typing import Literal
@@ -26,7 +26,7 @@ class Goal(Record):
 
 
 class DeploymentOption(Record):
-    """One deployment in the race for a model: how far it came, and why no further."""
+    """One deployment that a model was tried in: how far it came, and why no further."""
 
     deployment: Deployment
     tuned: Tuned | None = Field(default=None, description="what was done to the float32 model first, for int8")
@@ -83,7 +83,7 @@ class Spent(Record):
 
 
 class Attempt(Record):
-    """One turn of the loop: a plan, what it was expected to do, what it did, and what we made of it."""
+    """One turn of the loop: a plan, its dry run, what it did when it was carried out, and whether it was accepted."""
 
     number: int
     plan: Plan
@@ -102,9 +102,9 @@ class Attempt(Record):
     recovery: RecoveredModel | None = Field(
         default=None, description="what training brought back; without it the attempt is training-free"
     )
-    deployment: Deployment | None = Field(default=None, description="what it was deployed in; None is eager float32")
+    deployment: Deployment | None = Field(default=None, description="None is eager float32")
     pruned: Evaluation | None = Field(default=None, description="fp32, where it was measured")
-    deployed: Evaluation | None = Field(default=None, description="in the deployment it would be deployed")
+    deployed: Evaluation | None = Field(default=None, description="in that deployment")
     accepted: bool
     reason: str
 
@@ -120,7 +120,7 @@ class StopReason(StrEnum):
 
 
 class Journal(Record):
-    """Everything the loop has seen; decisions, the report and the language model read the same one."""
+    """All that the loop has seen; decisions, the report and the language model read the same one."""
 
     baseline: Evaluation
     deployment_search: DeploymentSearch | None = Field(
@@ -143,7 +143,7 @@ class Journal(Record):
 
 
 class Candidate(Record):
-    """A candidate that may be returned: which attempt made it, and how it did on the search images."""
+    """A model that may be returned: the attempt that made it, and how it did on the search images."""
 
     variant: Variant
     attempt: int | None = Field(default=None, description="number of the attempt; None where nothing was pruned")

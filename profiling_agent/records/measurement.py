@@ -1,4 +1,4 @@
-"""What was measured of one model, beside the baseline."""
+"""Measurements of a model: answers, footprint, races, throughput and memory, and the machine they belong to."""
 
 from enum import StrEnum
 from typing import Literal
@@ -11,7 +11,7 @@ from profiling_agent.records.record import ArtifactRef, Record
 
 
 class Variant(StrEnum):
-    """The four variants of pruning and quantization."""
+    """A model by what was done to it: nothing, one of pruning and quantization, or both."""
 
     BASELINE = "baseline"
     PRUNED = "pruned"
@@ -71,7 +71,7 @@ class Evaluation(Record):
 
 
 class RaceResult(Record):
-    """One model's times in a race against the baseline; `speedup` is baseline over model, with a 95% interval."""
+    """One model's times in a race; `speedup` is the baseline's time over its own, with a 95% interval."""
 
     variant: Variant
     model: ArtifactRef
@@ -82,7 +82,7 @@ class RaceResult(Record):
 
 
 class Dropped(Record):
-    """A model that could not finish a race: it crashed, hung, took too much memory or could not be loaded."""
+    """A model that left a race: it crashed, hung, took too much memory or could not be loaded."""
 
     variant: Variant
     model: ArtifactRef
@@ -90,7 +90,10 @@ class Dropped(Record):
 
 
 class Race(Record):
-    """Models that took turns, one process each, on one machine; of those that dropped out there is no race result."""
+    """Models that took turns, one process each, on one machine; those that dropped out have no result.
+
+    A session starts all processes anew, and a repeat goes once through all models of a session.
+    """
 
     results: tuple[RaceResult, ...]
     num_repeats: int
@@ -113,7 +116,7 @@ class Race(Record):
 
 
 class Machine(Record):
-    """What measurements belong to: they can be compared where all but `libraries` is the same."""
+    """The machine that measurements belong to: they can be compared where all but `libraries` is the same."""
 
     cpu: str
     cpu_flags: tuple[str, ...]
@@ -125,7 +128,7 @@ class Machine(Record):
 
 
 class Throughput(Record):
-    """How many images one model gets through at one batch size, with the 95% interval of the median pass."""
+    """Images per second of one model at one batch size, with the 95% interval of the median pass."""
 
     model: ArtifactRef
     batch_size: int
@@ -156,7 +159,7 @@ class Throughputs(Record):
 
 
 class MemoryUse(Record):
-    """What a process held at most that only loaded a model and ran it, its libraries included, and bytes on disk."""
+    """Peak memory of a process that only loads a model and runs it, libraries included, and bytes on disk."""
 
     model: ArtifactRef
     batch_size: int
@@ -166,7 +169,7 @@ class MemoryUse(Record):
 
 
 class Taken(Record):
-    """What a deployed model takes on one machine; compared by `evaluation.measurement.compare`."""
+    """Throughput and memory of a deployed model on one machine; compared by `benchmarking.throughput.compare`."""
 
     model: ArtifactRef
     throughput: tuple[Throughput, ...]

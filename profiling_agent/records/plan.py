@@ -1,4 +1,4 @@
-"""What is to be done to the unpruned model, and what came of it."""
+"""Plans: what is to be done to the unpruned model, what it would do, and the models that came of it."""
 
 from typing import Literal, Self
 
@@ -13,7 +13,7 @@ DTYPES = {"dynamic": ("qint8", "float16"), "static": ("qint8",), "cast": ("bfloa
 
 
 class PruningRecommendation(Record):
-    """Cut a fraction of the original width of every unit that the pattern hits (paper, Figure 4)."""
+    """Cut a fraction of the unpruned width of every unit that the pattern hits (paper, Figure 4)."""
 
     layer: str = Field(min_length=1, max_length=300, description="RE2 pattern searched for in live module names")
     pruning_type: Literal["structured", "head"]
@@ -135,4 +135,4 @@ class RecoveredModel(Record):
     kl_before: float
     kl_after: float
     stopped: str = Field(description="why there were no more epochs")
-    note: str | None = Field(default=None, description="why a checkpoint that was there was not gone on from")
+    note: str | None = Field(default=None, description="why training began anew although a checkpoint was there")

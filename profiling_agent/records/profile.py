@@ -1,4 +1,4 @@
-"""Where a model spends its time, memory and parameters, and what of it can be cut."""
+"""Profile: where a model's time, memory and parameters go, and the units of it that can be cut."""
 
 from enum import StrEnum
 from typing import Self

@@ -1,4 +1,4 @@
-"""What every record is, and what points to a file."""
+"""The base of every record, and the reference to a file of the run folder."""
 
 from typing import Literal
 
