@@ -21,6 +21,9 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```(console|python|json)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)")
+# A path of this repository, as prose and comments name it; a placeholder in capitals is none.
+NAMED = re.compile(r"`((?:profiling_agent|graphs|prompts|tests|docs|benchmarks|notebooks)/[\w./]*)(?:::\w+)?`")
+CITED = re.compile(r"\b(?:[\w/]*facts/\w+\.md|docs/[\w/-]+\.md|[A-Z]{4,}\.md)")
 # What a run in these pages is asked for besides, so that it ends soon: its plan is asked about, and that is enough here.
 QUICK = "--runtimes eager --max-iterations 1 --num-samples 60 --quantize-dtype none --approve plan"
 CARD = """---
@@ -81,6 +84,21 @@ def test_every_link_of_the_pages_leads_somewhere():
                 headings = re.findall(r"^#+ (.*)$", target.read_text(encoding="utf-8"), flags=re.MULTILINE)
                 slugs = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
                 assert anchor in slugs, (page.name, anchor)
+
+
+def test_every_path_that_the_pages_name_exists():
+    for page in PAGES:
+        for path in NAMED.findall(page.read_text(encoding="utf-8")):
+            assert (ROOT / path).exists(), (page.name, path)
+
+
+def test_what_sources_and_records_cite_lies_in_the_repository():
+    folders = ("profiling_agent", "graphs", "prompts", "tests", "benchmarks")
+    sources = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    for source in [*sources, *(ROOT / "docs" / "decisions").glob("*.md")]:
+        for path in CITED.findall(source.read_text(encoding="utf-8")):
+            places = (ROOT, ROOT / "docs", ROOT / "docs" / "decisions")
+            assert any((place / path).exists() for place in places), (str(source.relative_to(ROOT)), path)
 
 
 def test_the_json_blocks_are_a_plan_and_an_answer(tmp_path: Path):

@@ -1,3 +1,5 @@
+import ast
+import importlib
 from pathlib import Path
 
 import nbformat
@@ -27,3 +29,13 @@ def test_a_notebook_is_committed_without_outputs_and_defines_nothing(path: Path)
             assert not cell.outputs
             assert not cell.source.startswith(("def ", "class "))
             assert "\ndef " not in cell.source
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_what_a_notebook_imports_of_ours_is_there(path: Path):
+    cells = (cell.source for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code")
+
+    for node in (node for source in cells for node in ast.walk(ast.parse(source))):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("profiling_agent"):
+            module = importlib.import_module(node.module or "")
+            assert [alias.name for alias in node.names if not hasattr(module, alias.name)] == []
