@@ -87,7 +87,8 @@ def test_every_link_of_the_pages_leads_somewhere():
 
 
 def test_every_path_that_the_pages_name_exists():
-    for page in PAGES:
+    # peers.md names files of the peers, and architecture.md is drawn, with a test of its own.
+    for page in (page for page in PAGES if page.name not in ("peers.md", "architecture.md")):
         for path in NAMED.findall(page.read_text(encoding="utf-8")):
             assert (ROOT / path).exists(), (page.name, path)
 
