@@ -11,6 +11,7 @@ import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock, Timeout
 from pydantic import Field, ValidationError
@@ -102,8 +103,17 @@ class Workspace:
                     leftover.unlink()
 
 
+def check_version(path: Path, version: Any) -> None:
+    """Raise RunError where a run's folder or file was written by another version than this one can read."""
+    if version != SCHEMA_VERSION:
+        raise RunError(
+            f"{str(path)!r} was written with schema version {version!r}, this version reads {SCHEMA_VERSION}: "
+            "resume it with the version that wrote it, or start a new run"
+        )
+
+
 def read_manifest(root: Path) -> Manifest:
-    """Return what a run folder was asked to do; RunError where it is no run of ours."""
+    """Return what a run folder was asked to do; RunError where it is no run of ours, or another version's."""
     path = root / MANIFEST
     if not path.is_file():
         raise RunError(f"{str(root)!r} is no run folder: it has no request.json; give a folder under the output folder")
@@ -112,11 +122,7 @@ def read_manifest(root: Path) -> Manifest:
         version = raw["schema_version"]
     except (ValueError, TypeError, KeyError) as error:
         raise RunError(f"{str(path)!r} is damaged and can't be read: start a new run") from error
-    if version != SCHEMA_VERSION:
-        raise RunError(
-            f"{str(root)!r} was written with schema version {version!r}, this version reads {SCHEMA_VERSION}: "
-            "resume it with the version that wrote it, or start a new run"
-        )
+    check_version(root, version)
     try:
         return Manifest.model_validate(raw)
     except ValidationError as error:

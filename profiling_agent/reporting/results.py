@@ -1,7 +1,9 @@
-"""Where a run's answer lies, and how it is read back."""
+"""A run's results, read back: its report, and the models that it names."""
 
 import hashlib
+import json
 from pathlib import Path
+from typing import Any, cast
 
 from pydantic import ValidationError
 
@@ -9,7 +11,7 @@ from profiling_agent.analysis.plan_file import first_problem
 from profiling_agent.benchmarking.saved import SavedModel, saved_model
 from profiling_agent.errors import RunError
 from profiling_agent.reporting.report import RunReport
-from profiling_agent.workspace import MANIFEST, read_manifest
+from profiling_agent.workspace import MANIFEST, check_version, read_manifest
 
 REPORT = "report.json"
 FORKS = "forks"
@@ -19,12 +21,18 @@ def read_report(folder: Path) -> RunReport:
     """Return the report of a finished run, or of a fork of one.
 
     Raises:
-        RunError: the folder is no run, the run has no report yet, or its report is damaged.
+        RunError: the folder is no run, the run has no report yet, or its report is damaged or another version's.
     """
     path = folder / REPORT
     if not path.is_file():
         read_manifest(folder)
         raise RunError(f"run {str(folder)!r} has no report yet: finish it with `profiling-agent resume {folder}`")
+    try:
+        document = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise RunError(f"{str(path)!r} is damaged ({error}): run again") from error
+    if isinstance(document, dict) and "schema_version" in document:
+        check_version(path, cast("dict[str, Any]", document)["schema_version"])
     try:
         return RunReport.model_validate_json(path.read_bytes())
     except ValidationError as error:
