@@ -1,4 +1,4 @@
-"""The run folder: where everything large lies, and the only code that knows its layout.
+"""Run folder: where everything large lies, and the only code that knows its layout.
 
 `request.json` is what was asked; `jobs/<key>/` one finished job each, its `result.json` and artifacts, never
 overwritten; `checkpoints.sqlite` the graph's checkpoints; `best` a pointer to the model to deploy, replaced

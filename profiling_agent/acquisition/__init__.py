@@ -1,1 +1,1 @@
-"""Request -> model, processor and three disjoint splits."""
+"""Acquisition: from a request to a model, its image processor and disjoint splits of a data set."""

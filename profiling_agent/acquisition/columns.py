@@ -1,4 +1,4 @@
-"""Which columns hold the images and the labels, and what the labels mean to the model."""
+"""Columns of a data set: the one of images, the one of labels, and what its labels mean to the model."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Labelled image data sets: Hub ids as streams, local folders as they lie on disk."""
+"""Data sets: labelled images, of Hub ids as streams, of local folders as they lie on disk."""
 
 import itertools
 from collections.abc import Generator, Iterator, Mapping
@@ -11,16 +11,35 @@ import datasets
 import pyarrow as pa
 from datasets.exceptions import DatasetsError
 from datasets.packaged_modules.parquet.parquet import Parquet
+from pydantic import Field
 
 from profiling_agent.acquisition.hub import hub_errors, is_local, local_folder, resolve_dataset
-from profiling_agent.acquisition.query import DataQuery
 from profiling_agent.acquisition.reference import DIGITS, PREFIX, reference_dataset
 from profiling_agent.errors import AcquisitionError
 from profiling_agent.progress import Progress
+from profiling_agent.records import Record
 
 READ_ERRORS = (OSError, ValueError, RuntimeError, NotImplementedError, pa.ArrowException, DatasetsError)
 BATCH_ROWS = 2048
 SHUFFLE_BUFFER = 1000
+
+
+class DataQuery(Record):
+    """A labelled image data set, the split and columns to use where they were named, and how much to draw."""
+
+    dataset: str = Field(min_length=1, description="Hub id, local folder, or reference:digits")
+    dataset_config: str | None = None
+    dataset_revision: str | None = None
+    split: str | None = Field(default=None, description="split to evaluate on")
+    image_column: str | None = None
+    label_column: str | None = None
+    num_samples: int | None = Field(
+        default=None, ge=1, description="images to search on; by default half, at most 2000"
+    )
+    num_recovery: int = Field(
+        default=0, ge=0, description="most images of the train split to recover with; 0 draws none"
+    )
+    seed: int = Field(default=0, ge=0, lt=2**32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""How the labels of a data set become classes of a model."""
+"""Label matching: the labels of a data set as classes of a model."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence

@@ -1,10 +1,10 @@
-"""An image classifier and its image processor, from the Hub, a folder, or the references."""
+"""Models: an image classifier and its image processor, from the Hub, a folder or the references, and where it runs."""
 
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
@@ -14,7 +14,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_CLASSIFICATIO
 
 from profiling_agent.acquisition.hub import fetch_model, hub_files, is_local, local_folder
 from profiling_agent.acquisition.reference import PREFIX, reference_model
-from profiling_agent.errors import AcquisitionError
+from profiling_agent.errors import AcquisitionError, RequestError
 from profiling_agent.progress import Progress, silent
 from profiling_agent.quiet import quiet
 
@@ -145,3 +145,17 @@ def load_model(
         revision=commit,
         architecture=type(model).__name__,
     )
+
+
+def resolve_device(name: str) -> Literal["cpu", "cuda"]:
+    """Return `cpu` or `cuda` for `auto`, `cpu` or `cuda`.
+
+    Raises:
+        RequestError: CUDA was asked for and this machine has none, or the name is another one.
+    """
+    if name not in ("auto", "cpu", "cuda"):
+        raise RequestError(f"device is {name!r}: use auto, cpu or cuda")
+    has_cuda = torch.cuda.is_available()
+    if name == "cuda" and not has_cuda:
+        raise RequestError("device is 'cuda' but torch finds no CUDA device: use auto or cpu")
+    return "cuda" if has_cuda and name != "cpu" else "cpu"

@@ -1,4 +1,4 @@
-"""The labelled images of one split that can be drawn from: all rows of a local one, an excerpt of a stream."""
+"""Pools: the labelled images of one split that can be drawn from, all of a local one, an excerpt of a stream."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

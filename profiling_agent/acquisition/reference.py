@@ -13,9 +13,8 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from transformers import ViTImageProcessorPil
 
-from profiling_agent.acquisition.images import decode_rgb
-from profiling_agent.acquisition.recipes import CLASSES, RECIPES, TrainingRecipe
-from profiling_agent.acquisition.training import accuracy, train
+from profiling_agent.acquisition.batches import decode_rgb
+from profiling_agent.acquisition.training import CLASSES, RECIPES, TrainingRecipe, accuracy, train
 from profiling_agent.cache import cached
 from profiling_agent.errors import AcquisitionError
 from profiling_agent.progress import Progress, silent

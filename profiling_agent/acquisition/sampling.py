@@ -1,4 +1,4 @@
-"""Which images to draw: seeded, stratified by class, and the same whatever order the classes come in."""
+"""Sampling: the images to draw, seeded, stratified by class, the same whatever order the classes come in."""
 
 import numpy as np
 from numpy.typing import NDArray

@@ -1,25 +1,72 @@
-"""Disjoint sets of images, drawn once with the run's seed."""
+"""Splits: which ones of a data set to use, and disjoint sets of their images, drawn once with the run's seed."""
 
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from profiling_agent.acquisition.batches import write_split
-from profiling_agent.acquisition.columns import Columns, choose_columns
-from profiling_agent.acquisition.data import OpenedData, open_data
-from profiling_agent.acquisition.images import UNREADABLE, decode_rgb
+from profiling_agent.acquisition.batches import UNREADABLE, decode_rgb, write_split
+from profiling_agent.acquisition.columns import Columns, choose_columns, is_label, label_candidates
+from profiling_agent.acquisition.data import DataQuery, OpenedData, open_data
 from profiling_agent.acquisition.pools import UNMAPPED, Pool, open_pool
-from profiling_agent.acquisition.query import DataQuery
-from profiling_agent.acquisition.roles import TRAIN, choose_calibration_split, choose_evaluation_split
 from profiling_agent.acquisition.sampling import NUM_CALIBRATION, evaluation_sizes, stratified_order, stream_target
 from profiling_agent.errors import AcquisitionError
 from profiling_agent.progress import Progress, silent
 from profiling_agent.quiet import quiet
 from profiling_agent.records import LabelMatch
+
+TRAIN = ("train", "training")
+EVALUATION = ("test", "validation", "valid", "val", "dev")
+# Enough rows to see past a stray unlabelled image; a split of a competition has no label at all.
+NUM_LABELS_SEEN = 100
+
+
+def _is_labelled(data: OpenedData, split: str) -> bool:
+    """Say whether any of a split's first rows has a label; columns are checked on the way."""
+    tiers = label_candidates(data.features(split), data.query.label_column)
+    return any(
+        is_label(cell)
+        for tier in tiers
+        for column in tier
+        for cell in islice(data.labels(split, column), NUM_LABELS_SEEN)
+    )
+
+
+def choose_evaluation_split(data: OpenedData) -> str:
+    """Return the labelled split to evaluate on: the named one, else the first usual one but train.
+
+    Raises:
+        AcquisitionError: there is none.
+    """
+    name, there = data.query.dataset, ", ".join(data.splits)
+    if (named := data.query.split) is not None:
+        if named not in data.splits:
+            raise AcquisitionError(f"dataset {name!r} has no split {named!r}: use one of {there}")
+        if not _is_labelled(data, named):
+            raise AcquisitionError(f"split {named!r} of {name!r} has no labels (missing or -1): use another of {there}")
+        return named
+    refusal: AcquisitionError | None = None
+    for split in (split for split in EVALUATION if split in data.splits):
+        try:
+            if _is_labelled(data, split):
+                return split
+        except AcquisitionError as error:
+            # A test split may come without the label column that the others have.
+            refusal = refusal or error
+    raise refusal or AcquisitionError(
+        f"dataset {name!r} has no labelled test or validation split (it has {there}): name one with split; "
+        "accuracies on images that the model was trained on are optimistic"
+    )
+
+
+def choose_calibration_split(data: OpenedData, evaluation: str) -> str:
+    """Return the train split, or the evaluation split where there is no other."""
+    return next((split for split in TRAIN if split in data.splits and split != evaluation), evaluation)
+
 
 MAX_CORRUPT = 0.01
 # A train split's share of the evaluation images, where calibration has to come from among them.

@@ -6,7 +6,6 @@ from typing import Any
 from langgraph.config import get_config
 from langgraph.runtime import Runtime
 
-from profiling_agent.acquisition.query import MAX_RECOVERY
 from profiling_agent.agents.node import Update, run_node
 from profiling_agent.agents.session import RunSession, begin
 from profiling_agent.agents.state import RESULTS, RunState
@@ -17,6 +16,10 @@ from profiling_agent.jobs.tasks import AcquireTask
 from profiling_agent.llm.endpoint import choose_endpoint
 from profiling_agent.reporting.tracking import check_tracker
 from profiling_agent.request import Request
+
+# Recovery's settings were chosen with 1,000 images an epoch. Five times as many leave room for a thousand classes, and
+# bound what a stream has to fetch, since those are downloaded one by one.
+MAX_RECOVERY = 5000
 
 
 def choose_advisor(request: Request, advisor: Any) -> Update:

@@ -1,4 +1,4 @@
-"""Where checkpoints live: each thread's own file inside its run folder, read by the command line and Studio alike."""
+"""Checkpoints: each thread's own file inside its run folder, read by the command line and Studio alike."""
 
 import asyncio
 import enum

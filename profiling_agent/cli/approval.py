@@ -1,4 +1,4 @@
-"""The command that answers a run which waits for a person."""
+"""`approve`: the command that answers a run which waits for a person."""
 
 from pathlib import Path
 from typing import Annotated, Any

@@ -1,4 +1,4 @@
-"""A run while it works: bars on a terminal, plain lines elsewhere, JSON lines for machines, or nothing."""
+"""Progress display: bars on a terminal, plain lines elsewhere, JSON lines for machines, or nothing."""
 
 import json
 from collections.abc import Generator, Iterable

@@ -1,4 +1,4 @@
-"""The command that puts the paper's numbers beside a user's own."""
+"""`reproduce`: the command that puts the paper's numbers beside a user's own."""
 
 from pathlib import Path
 from typing import Annotated

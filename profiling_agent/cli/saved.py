@@ -1,4 +1,4 @@
-"""The commands on models that are saved already: export, race, measure, compare."""
+"""`export`, `race`, `measure`, `compare`: the commands on models that are saved already."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What the terminal shows when work is done: tables."""
+"""Terminal tables: what is shown when work is done."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A run in a terminal, from its first event to its verdict: progress, questions, Ctrl-C, exit codes."""
+"""Watching a run in a terminal, from its first event to its verdict: progress, questions, Ctrl-C, exit codes."""
 
 import json
 import sys

@@ -8,10 +8,9 @@ from functools import partial
 from typing import Any
 
 from profiling_agent.acquisition.batches import iter_batches
-from profiling_agent.acquisition.device import resolve_device
+from profiling_agent.acquisition.data import DataQuery
 from profiling_agent.acquisition.hub import is_local, local_folder
-from profiling_agent.acquisition.models import load_model
-from profiling_agent.acquisition.query import DataQuery
+from profiling_agent.acquisition.models import load_model, resolve_device
 from profiling_agent.acquisition.splits import DrawnSplit, draw_splits
 from profiling_agent.artifacts.load import load_module, load_processor, load_recipe, load_skeleton
 from profiling_agent.artifacts.save import save_model

@@ -1,1 +1,1 @@
-"""The language model, behind one door: a question in, a validated answer or None out."""
+"""The language model, behind one door: a question in, a validated answer or AdvisorError out."""

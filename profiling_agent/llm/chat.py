@@ -1,4 +1,4 @@
-"""Turns with a chat model: deadlines, retries, and the ways of asking for JSON that a server may know or not."""
+"""Chat: turns with a chat model, their deadlines and retries, and the ways of asking for JSON that a server may know."""
 
 import re
 import threading

@@ -1,4 +1,4 @@
-"""Which model to ask, and where: read from the request and the environment. No LangChain here."""
+"""Endpoint: the model to ask and its address, read from the request and the environment. No LangChain here."""
 
 import os
 from collections.abc import Mapping

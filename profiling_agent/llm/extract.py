@@ -1,4 +1,4 @@
-"""The JSON object in what a model wrote, whatever it wrote around it."""
+"""JSON extraction: the object in what a model wrote, whatever it wrote around it."""
 
 import json
 import re

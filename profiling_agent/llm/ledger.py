@@ -1,4 +1,4 @@
-"""What a run has asked and been told, in its folder: answers are replayed by it, and nothing is paid for twice.
+"""Ledger: what a run has asked and been told, in its folder; it replays answers, so that nothing is paid for twice.
 
 `llm.jsonl` has one line for each turn with a model and each answer that was accepted; keys are never part of either.
 """

@@ -1,4 +1,4 @@
-"""What agents ask and get, without the library that asks: stages import this and no more."""
+"""Questions and advice: what agents ask and get, without the library that asks. Stages import this and no more."""
 
 import json
 from collections.abc import Callable, Sequence

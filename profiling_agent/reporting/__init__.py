@@ -1,1 +1,1 @@
-"""Formatting: owns no numbers."""
+"""Reporting: formatting; it owns no numbers."""

@@ -1,4 +1,4 @@
-"""What the model card of the returned model says of its measurements."""
+"""Model card rows: what the returned model's card says of its measurements."""
 
 from collections.abc import Callable
 

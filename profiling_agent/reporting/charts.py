@@ -1,4 +1,4 @@
-"""The report's interactive charts: numbers of a RunReport to Plotly figures, and those to HTML that loads nothing."""
+"""Interactive charts: numbers of a RunReport as Plotly figures, and those as HTML that loads nothing."""
 
 import math
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""A finished run in an experiment tracker that the user keeps: parameters, metrics, report, model. Off by default."""
+"""Experiment tracking: a finished run in a tracker that the user keeps. Off by default."""
 
 from importlib.util import find_spec
 from pathlib import Path

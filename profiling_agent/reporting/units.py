@@ -1,4 +1,4 @@
-"""Numbers as people read them: the only place where fractions become percent."""
+"""Units: numbers as people read them, the only place where fractions become percent."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""Put the report where readers look for it."""
+"""Report files: report.json, report.md and report.html, where readers look for them."""
 
 from pathlib import Path
 

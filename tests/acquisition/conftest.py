@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from profiling_agent.acquisition.query import DataQuery
+from profiling_agent.acquisition.data import DataQuery
 from profiling_agent.acquisition.splits import draw_splits
 
 

@@ -18,7 +18,7 @@ ASK = """
 import json, sys, tempfile
 from pathlib import Path
 from profiling_agent.acquisition.models import load_model
-from profiling_agent.acquisition.query import DataQuery
+from profiling_agent.acquisition.data import DataQuery
 from profiling_agent.acquisition.splits import draw_splits
 from profiling_agent.errors import AcquisitionError
 

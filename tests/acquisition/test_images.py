@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from profiling_agent.acquisition.images import UNREADABLE, decode_rgb
+from profiling_agent.acquisition.batches import UNREADABLE, decode_rgb
 
 
 def encoded(image, kind="PNG", **options):

@@ -7,8 +7,7 @@ import torch
 import zoo
 from safetensors.torch import load_file, save_file
 
-from profiling_agent.acquisition.device import resolve_device
-from profiling_agent.acquisition.models import load_model
+from profiling_agent.acquisition.models import load_model, resolve_device
 from profiling_agent.errors import AcquisitionError, RequestError
 
 

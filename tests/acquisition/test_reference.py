@@ -10,9 +10,8 @@ from sklearn.datasets import load_digits
 
 from profiling_agent.acquisition.batches import read_split
 from profiling_agent.acquisition.models import load_model
-from profiling_agent.acquisition.recipes import RECIPES
 from profiling_agent.acquisition.reference import reference_dataset, reference_model
-from profiling_agent.acquisition.training import accuracy, distort, train
+from profiling_agent.acquisition.training import RECIPES, accuracy, distort, train
 from profiling_agent.cache import cache_folder, cached
 from profiling_agent.errors import AcquisitionError
 from profiling_agent.progress import silent
