@@ -6,14 +6,13 @@ from typing import Annotated, Any
 import typer
 
 from profiling_agent.cli.tables import approval_table
-from profiling_agent.cli.terminal import EXIT_WAITING, JsonOption, RunArgument, app, console, refuse
+from profiling_agent.cli.terminal import EXIT_WAITING, JsonOption, RunArgument, console, refuse
 from profiling_agent.cli.watching import ask, is_answered_here, read_edit, watch
 from profiling_agent.errors import ProfilingAgentError, RequestError
 from profiling_agent.iteration.approval import read_answer
 from profiling_agent.records import Approval
 
 
-@app.command()
 def approve(
     run: RunArgument,
     accept: Annotated[bool, typer.Option("--accept", help="carry the plan out")] = False,  # noqa: FBT002 - a flag

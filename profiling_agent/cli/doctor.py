@@ -1,24 +1,48 @@
-"""The command that looks at the machine before a run does."""
+"""`doctor`: is this machine fit for a run? Versions, CPU, memory, disk, noise, runtimes, the language model's server."""
 
 import json
+import os
+import shutil
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
+import numpy as np
+import psutil
 import typer
 from pydantic import ValidationError
 from rich.text import Text
 
 from profiling_agent.analysis.plan_file import first_problem
+from profiling_agent.cache import cache_folder
 from profiling_agent.cli.progress import open_display
 from profiling_agent.cli.tables import folded_table
-from profiling_agent.cli.terminal import JsonOption, app, console, errors, refuse
-from profiling_agent.errors import ProfilingAgentError
+from profiling_agent.cli.terminal import JsonOption, console, errors, refuse
+from profiling_agent.deployment import registry
+from profiling_agent.errors import ProfilingAgentError, RequestError
+from profiling_agent.llm.endpoint import choose_endpoint
+from profiling_agent.processes.child import child_command, child_environment, ending
+from profiling_agent.progress import Progress, silent
+from profiling_agent.records import RUNTIMES, Record, RuntimeName
+from profiling_agent.reporting.units import percent, size
+from profiling_agent.reproducibility import environment
 from profiling_agent.request import Request
 
+# What a run of the paper's largest model asks for, with some air.
+FREE_MEMORY, FREE_DISK = 4e9, 5e9
+# A probe imports torch and compiles at worst; who needs longer is broken.
+PROBE_S = 180.0
+# Equal repeats that differ by more make a race ask for several sessions.
+NOISY = 0.10
+NUM_REPEATS = 40
 COLORS = {"ok": "green", "note": "yellow", "problem": "red"}
 
 
-@app.command()
 def doctor(
     output: Annotated[Path, typer.Option(help="folder that would hold the run folders")] = Path("runs"),
     advisor: Annotated[str, typer.Option(help="the language model that would plan")] = "auto",
@@ -29,8 +53,6 @@ def doctor(
 
     Ends with 1 where something would keep a run from working.
     """
-    from profiling_agent.cli.examine import examine
-
     try:
         request = Request(output=str(output), advisor=advisor, base_url=base_url)
         with open_display(errors) as display:
@@ -47,3 +69,125 @@ def doctor(
             table.add_row(one.name, Text(one.state, style=COLORS[one.state]), Text(one.seen), Text(one.advice))
         console.print(table)
     raise typer.Exit(1 if any(one.state == "problem" for one in findings) else 0)
+
+
+class Finding(Record):
+    """One thing that was looked at; `advice` says what to do where it isn't well."""
+
+    name: str
+    state: Literal["ok", "note", "problem"]
+    seen: str
+    advice: str = ""
+
+
+def examine(request: Request, progress: Progress = silent) -> Iterator[Finding]:
+    """Give what was found, as it is found; nothing is raised."""
+    looks: list[Callable[[], Finding]] = [_software, _cpu, _memory, lambda: _disk(request.output_dir), _noise]
+    looks += [lambda: _advisor(request), _hub]
+    # Last: each takes seconds.
+    looks += [partial(_runtime, name) for name in RUNTIMES]
+    for number, look in enumerate(looks):
+        progress("looking", number, len(looks))
+        yield look()
+
+
+def _software() -> Finding:
+    found = environment()
+    named = ", ".join(f"{name} {found.libraries[name]}" for name in ("torch", "transformers", "langgraph"))
+    return Finding(name="software", state="ok", seen=f"Python {found.python}, {named}, code {found.code_version}")
+
+
+def _cpu() -> Finding:
+    found = environment()
+    seen = f"{found.cpu}, {found.num_threads} threads, {', '.join(found.cpu_flags) or 'no vector flags that matter'}"
+    if not {"avx512_vnni", "avx_vnni", "amx_int8"} & set(found.cpu_flags):
+        advice = "no int8 instructions (VNNI): int8 saves bytes here and less time; it is measured either way"
+        return Finding(name="CPU", state="note", seen=seen, advice=advice)
+    return Finding(name="CPU", state="ok", seen=seen)
+
+
+def _memory() -> Finding:
+    free = psutil.virtual_memory().available
+    seen = f"{size(free)} free of {size(environment().memory_bytes)}"
+    if free < FREE_MEMORY:
+        return Finding(name="memory", state="problem", seen=seen, advice="end other programs, or lower --batch-size")
+    return Finding(name="memory", state="ok", seen=seen)
+
+
+def _disk(output: Path) -> Finding:
+    folder = output.absolute()
+    while not os.path.lexists(folder):
+        folder = folder.parent
+    try:
+        # What permissions say isn't enough: the file system may be read-only, and the folder may be a file.
+        tempfile.TemporaryFile(dir=folder).close()
+        free = shutil.disk_usage(folder).free
+    except OSError as error:
+        seen = f"{folder} can't be written ({error.strerror})"
+        return Finding(name="disk", state="problem", seen=seen, advice="choose another --output")
+    seen = f"{size(free)} free under {folder}; cache in {cache_folder()}"
+    if free < FREE_DISK:
+        return Finding(name="disk", state="problem", seen=seen, advice="make room, or choose another --output")
+    return Finding(name="disk", state="ok", seen=seen)
+
+
+def _noise() -> Finding:
+    """Time the same product of matrices again and again: how far the quartiles lie apart, relative to the median."""
+    left = np.random.default_rng(0).standard_normal((384, 384), dtype=np.float32)
+    product, repeats = np.empty_like(left), list[float]()
+    for _ in range(NUM_REPEATS):
+        started = time.perf_counter()
+        for _ in range(8):
+            np.matmul(left, left, out=product)
+        repeats.append(time.perf_counter() - started)
+    low, median, high = statistics.quantiles(repeats[NUM_REPEATS // 4 :], n=4)
+    spread, load = (high - low) / median, os.getloadavg()[0]
+    seen = f"equal work differs by {percent(spread)} between quartiles; load {load:.1f}"
+    if spread > NOISY or load > environment().num_threads:
+        return Finding(
+            name="noise", state="note", seen=seen, advice="races take longer and tell less: end other programs"
+        )
+    return Finding(name="noise", state="ok", seen=seen)
+
+
+def _runtime(name: RuntimeName) -> Finding:
+    if line := registry.missing(name):
+        return Finding(name=name, state="note", seen="not installed", advice=line)
+    command = child_command("profiling_agent.deployment.probe", name)
+    try:
+        ended = subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=PROBE_S, env=child_environment()
+        )
+    except subprocess.TimeoutExpired:
+        return Finding(
+            name=name, state="problem", seen=f"hangs for {PROBE_S:.0f} s", advice="leave it out with --runtimes"
+        )
+    if ended.returncode:
+        last = (ended.stderr.strip().splitlines() or [""])[-1][:200]
+        advice = "install it again, or leave it out with --runtimes"
+        return Finding(name=name, state="problem", seen=f"{ending(ended.returncode)}: {last}", advice=advice)
+    latency_ms = json.loads(ended.stdout.strip().splitlines()[-1])["latency_ms"]
+    return Finding(name=name, state="ok", seen=f"runs a tiny model in {latency_ms:.2f} ms")
+
+
+def _advisor(request: Request) -> Finding:
+    try:
+        endpoint = choose_endpoint(request.advisor, request.base_url, os.environ)
+        if endpoint is None:
+            return Finding(name="language model", state="ok", seen="none is configured: the built-in rules plan")
+        from profiling_agent.llm.open import look_at
+
+        look_at(endpoint)
+    except RequestError as error:
+        # One that the environment alone speaks for is left out by a run, which then works without it.
+        if request.advisor == "auto" and request.base_url is None:
+            return Finding(name="language model", state="note", seen=str(error), advice="the built-in rules would plan")
+        return Finding(name="language model", state="problem", seen=str(error), advice="or use --advisor rules")
+    return Finding(name="language model", state="ok", seen=f"{endpoint.name} answers")
+
+
+def _hub() -> Finding:
+    offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+    cache = os.environ.get("HF_HOME", "~/.cache/huggingface")
+    seen = f"cache in {cache}{'; HF_HUB_OFFLINE is set: only what lies there, and local folders' if offline else ''}"
+    return Finding(name="Hugging Face", state="ok", seen=seen)

@@ -10,7 +10,7 @@ from rich.text import Text
 from profiling_agent.analysis.plan_file import first_problem
 from profiling_agent.cli.progress import open_display
 from profiling_agent.cli.tables import folded_table
-from profiling_agent.cli.terminal import EXIT_INTERRUPTED, JsonOption, app, console, errors, refuse
+from profiling_agent.cli.terminal import EXIT_INTERRUPTED, JsonOption, console, errors, refuse
 from profiling_agent.errors import ProfilingAgentError, RequestError
 from profiling_agent.processes.streams import keep_stdout
 from profiling_agent.reproduce.paper import TABLE_5, Study
@@ -18,7 +18,6 @@ from profiling_agent.reproduce.paper import TABLE_5, Study
 NAMES = "table1|table2|table3|table4|table5|figure5"
 
 
-@app.command()
 def reproduce(  # noqa: PLR0913, PLR0917 (a command's options)
     name: Annotated[str, typer.Argument(metavar=NAMES, help="what of the paper to make")],
     models: Annotated[list[str] | None, typer.Option(help="your models; by default the paper's, from the Hub")] = None,

@@ -7,11 +7,10 @@ from typing import Annotated
 import typer
 
 from profiling_agent.cli.progress import open_display
-from profiling_agent.cli.terminal import JsonOption, app, console, errors, refuse, run_folder
+from profiling_agent.cli.terminal import JsonOption, console, errors, refuse, run_folder
 from profiling_agent.errors import ProfilingAgentError
 
 
-@app.command()
 def export(
     source: Annotated[
         Path,
@@ -39,7 +38,6 @@ def export(
     console.print(said, markup=False, highlight=False, soft_wrap=True)
 
 
-@app.command()
 def race(
     sources: Annotated[
         list[Path],
@@ -49,7 +47,7 @@ def race(
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
     json_: JsonOption = False,  # noqa: FBT002 - a flag
 ) -> None:
-    """Race saved models on this machine: they take turns, a process each; speed-ups are over the first.
+    """Race saved models on this machine: samples are interleaved, a process each; speed-ups are over the first.
 
     What was the fastest on one CPU need not be on another: race a run's models again where you deploy them.
 
@@ -71,7 +69,6 @@ def race(
     console.print(race_table(names, held))
 
 
-@app.command()
 def measure(
     sources: Annotated[
         list[Path],
@@ -107,7 +104,6 @@ def measure(
     console.print(measurement_table(measured, compared))
 
 
-@app.command()
 def compare(
     runs: Annotated[
         list[Path],

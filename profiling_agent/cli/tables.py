@@ -94,7 +94,7 @@ def compare_table(reports: Mapping[str, RunReport]) -> Table:
     row("bytes", lambda r: f"{percent(r.best.size_bytes / r.baseline.size_bytes)}, {size(r.best.size_bytes)}")
     row("params saved", lambda r: percent(1 - r.best.params / r.baseline.params))
     row("MACs saved", lambda r: percent(1 - r.best.macs / max(r.baseline.macs, 1)))
-    row("runs as", lambda r: r.best.deployment.name)
+    row("deployment", lambda r: r.best.deployment.name)
     row("attempts", lambda r: f"{len(r.attempts)}, {sum(one.accepted for one in r.attempts)} accepted")
     row("planned by", lambda r: r.planned_by)
     row("stopped", lambda r: str(r.stopped))

@@ -1,4 +1,4 @@
-"""What all commands share: the application, the console, how a bad request ends, how a run is named."""
+"""Terminal: what all commands share, the console, how a bad request ends, how a run is named."""
 
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -10,13 +10,6 @@ from profiling_agent.request import Request
 
 EXIT_MET, EXIT_NOT_MET, EXIT_BAD_REQUEST, EXIT_WAITING, EXIT_INTERRUPTED = 0, 1, 2, 3, 130
 
-app = typer.Typer(
-    no_args_is_help=True,
-    rich_markup_mode="markdown",
-    pretty_exceptions_enable=False,
-    help="Measure, prune and quantize a vision model until a contract is met.",
-    epilog="Exit codes: 0 the contract is met, 1 it is not (the report says why), 2 bad request, 3 it waits for an approval, 130 stopped.",
-)
 console = Console()
 errors = Console(stderr=True)
 

@@ -9,7 +9,7 @@ import pytest
 from chat_server import chat_server, error, in_turn
 from typer.testing import CliRunner
 
-from profiling_agent.cli.examine import Finding, examine
+from profiling_agent.cli.doctor import Finding, examine
 from profiling_agent.cli.main import app
 from profiling_agent.deployment.probe import probe
 from profiling_agent.records import RUNTIMES
