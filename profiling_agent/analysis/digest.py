@@ -40,7 +40,7 @@ def goal_text(goal: Goal) -> str:
     """Return the contract in a sentence."""
     terms = [
         f"lose at most {goal.max_accuracy_drop:.2%} of top-1",
-        f"at least {goal.min_speedup:g} times as fast as the original",
+        f"at least {goal.min_speedup:g} times as fast as the baseline",
         f"at most {goal.max_size_ratio:.0%} of its bytes on disk",
     ]
     if goal.max_memory_ratio is not None:

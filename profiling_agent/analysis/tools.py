@@ -27,7 +27,7 @@ def evidence_tools(profile: ModelProfile, goal: Goal) -> tuple[Tool, ...]:
         return "\n".join((*told, *more)) or f"the pattern {pattern!r} hits no unit"
 
     def try_plan(plan: str) -> str:
-        """Return what a plan would cut, save and cost by the evidence; `plan` is a JSON object in the answer's deployment."""
+        """Return what a plan would cut, save and cost by the evidence; `plan` is a JSON object in the answer's form."""
         try:
             asked = Plan.model_validate_json(plan)
         except ValidationError as error:

@@ -96,7 +96,7 @@ def read_spent(folder: Path) -> Spent:
 
 
 def key_of(model: str, texts: tuple[str, ...], schema: dict[str, Any]) -> str:
-    """Return the hash of a question: who is asked, what, and in which form the answer is wanted."""
+    """Return the hash of a question: who is asked, what, and by which schema the answer is wanted."""
     document = json.dumps([model, *texts, schema], sort_keys=True)
     return hashlib.sha256(document.encode()).hexdigest()[:20]
 

@@ -1,4 +1,4 @@
-"""The run's advisor: the chat model behind an endpoint, looked at once before anything expensive begins, or one of the caller's."""
+"""Opening the run's advisor: the chat model behind an endpoint, looked at before anything expensive begins, or the caller's."""
 
 import os
 from pathlib import Path

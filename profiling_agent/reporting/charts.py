@@ -115,7 +115,7 @@ def against_speed(report: RunReport) -> go.Figure | None:
         (whole / row.race_result.speedup, row.evaluation.top1, _name(row)) for row in report.variants if row.race_result
     ]
     deployments = [
-        (whole / option.race_result.speedup, option.evaluation.top1, f"unpruned, {option.deployment.name}")
+        (whole / option.race_result.speedup, option.evaluation.top1, f"baseline, {option.deployment.name}")
         for option in _options(report)
         if option.race_result and option.evaluation
     ]
@@ -126,7 +126,7 @@ def against_speed(report: RunReport) -> go.Figure | None:
     ]
     figure = _figure("Accuracy against latency", "milliseconds a batch", "top-1, search images")
     _scatter(figure, "attempt, not raced", MUTED, guessed, symbol="circle-open", line={"width": 2, "color": MUTED})
-    _scatter(figure, "unpruned, other deployments", SECOND, deployments, symbol="diamond")
+    _scatter(figure, "baseline, other deployments", SECOND, deployments, symbol="diamond")
     _scatter(figure, "raced", ACCENT, raced)
     _floor(figure, report)
     return _with_front(figure, [*raced, *deployments])
@@ -228,12 +228,12 @@ def predicted_and_measured(attempts: Sequence[Attempt]) -> go.Figure | None:
 
 
 def runtime_race(report: RunReport) -> go.Figure | None:
-    """Return how many times as fast as eager float32 each deployment of the unpruned model ran, with its interval."""
+    """Return how many times as fast as eager float32 each deployment of the baseline ran, with its interval."""
     raced = [(option.deployment.name, option.race_result) for option in _options(report) if option.race_result]
     if not raced:
         return None
     raced.sort(key=lambda row: row[1].speedup)
-    figure = _figure("The runtime race, unpruned", "times as fast", "", height=120 + 30 * len(raced))
+    figure = _figure("The race of the baseline's deployments", "times as fast", "", height=120 + 30 * len(raced))
     figure.add_bar(
         y=[plain(name) for name, _ in raced],
         x=[race_result.speedup for _, race_result in raced],

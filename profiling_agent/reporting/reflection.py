@@ -1,4 +1,4 @@
-"""What was expected beside what came: predictions of each attempt, and why each unit was changed or left alone."""
+"""Reflection: predictions of each attempt, and why each unit was changed or left alone."""
 
 from profiling_agent.errors import PlanError
 from profiling_agent.modules.layer_names import matching_names

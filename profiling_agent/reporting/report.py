@@ -176,7 +176,7 @@ def sensitivity_of(profile: ModelProfile) -> tuple[Sensitivity, ...]:
 
 
 class Sources(Record):
-    """What the report is gathered from besides the settlement; `profiles` has `baseline` and, if another won, `best`."""
+    """What the report is gathered from besides the final choice; `profiles` has `baseline` and, if another won, `best`."""
 
     acquired: Acquired
     input: InputSpec

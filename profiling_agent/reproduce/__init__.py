@@ -1,1 +1,1 @@
-"""A paper's tables, a user's models and data -> the paper's numbers, ours, and what was different."""
+"""Reproduction of the paper: its tables on a user's models and data, its numbers, ours, and what was different."""

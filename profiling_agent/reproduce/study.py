@@ -1,4 +1,4 @@
-"""Our pipeline and the paper's baselines on somebody's models and data: each model acquired once, each run made once."""
+"""Reproduction: our pipeline and the paper's baselines on somebody's models and data, each model acquired once, each run made once."""
 
 import json
 from collections.abc import Mapping, Sequence

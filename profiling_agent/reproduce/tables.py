@@ -1,4 +1,4 @@
-"""Each table of the paper beside the same question put to our runs."""
+"""Reproduced tables: each of the paper's beside the same question put to our runs."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -6,9 +6,9 @@ from profiling_agent.errors import ProfilingAgentError, PruningError
 from profiling_agent.records import AccuracyDrop
 from profiling_agent.reporting.report import RunReport
 from profiling_agent.reproduce.paper import (
+    BASELINE_PARAMS,
     CRITERIA,
     FIGURE_5_BEST,
-    ORIGINAL,
     RATIOS,
     TABLE_1,
     TABLE_1_OURS,
@@ -58,7 +58,7 @@ def _pruned_rows(
 ) -> Iterator[Row]:
     """Give the rows of a pruned model; `paper` is the points that it gained there, and the params that were left."""
     yield _row(subject, what, "points gained", paper[0], _gained(drop), _interval(drop))
-    yield _row(subject, what, "% of params saved", _saved(paper[1], ORIGINAL[subject.family]), saved)
+    yield _row(subject, what, "% of params saved", _saved(paper[1], BASELINE_PARAMS[subject.family]), saved)
 
 
 def _params_saved(report: RunReport) -> float:
@@ -105,7 +105,7 @@ def table3(runs: Reproduction, subject: Subject) -> Iterator[Row]:
 
 
 def _over_onnx(report: RunReport) -> tuple[float | None, str]:
-    """Return how many times as fast as ONNX Runtime's dynamic int8 the chosen form was, in one race."""
+    """Return how many times as fast as ONNX Runtime's dynamic int8 the chosen deployment was, in one race."""
     options = report.deployment_search.options if report.deployment_search else ()
     results = {option.deployment.name: option.race_result for option in options if option.race_result}
     chosen, peer = results.get(report.best.deployment.name), results.get("onnxruntime dynamic")
