@@ -16,8 +16,8 @@ from transformers import (
 )
 
 from profiling_agent.modules.complexity import count_complexity
+from profiling_agent.modules.inference import without_weights
 from profiling_agent.pruning.crossings import crossings
-from profiling_agent.pruning.tracing import without_weights
 from profiling_agent.pruning.widths import snap
 from profiling_agent.records import Cut, InputSpec, Unit
 

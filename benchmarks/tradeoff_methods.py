@@ -1,6 +1,6 @@
 """The methods that pruning_tradeoff.py compares, and what they are applied to."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from profiling_agent.analysis.allocation import allocate
 from profiling_agent.analysis.savings import params_and_macs_saved
-from profiling_agent.errors import PlanError
+from profiling_agent.errors import PlanError, PruningError
 from profiling_agent.modules.complexity import count_complexity
 from profiling_agent.profiling.sensitivity import measure_sensitivity
-from profiling_agent.pruning.baselines import paper_to_params, uniform_to_params
+from profiling_agent.pruning.baselines import PaperPruned, paper_prune, uniform_prune
 from profiling_agent.pruning.compensation import compensate
 from profiling_agent.pruning.prune import prune_model
 from profiling_agent.pruning.units import find_units
@@ -25,6 +25,8 @@ from profiling_agent.pruning.widths import snap
 from profiling_agent.records import Cut, Evidence, InputSpec, LayerProfile, Target, UnitKind
 
 NUM_CALIBRATION = 512
+# Twelve leave a step of 0.0002 between ratios, less than one channel of most layers.
+NUM_HALVINGS = 12
 
 
 @dataclass(frozen=True)
@@ -146,11 +148,36 @@ def _batches(images: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         yield batch, torch.zeros(len(batch))
 
 
+def nearest_to_share(prune: Callable[[float], PaperPruned], share: float) -> PaperPruned:
+    """Return what `prune` makes by the ratio that, of those that halving comes to, removes nearest to `share` of params."""
+    low, high = 0.0, 1.0
+    made: list[PaperPruned] = []
+    for _ in range(NUM_HALVINGS):
+        ratio = (low + high) / 2
+        try:
+            made.append(prune(ratio))
+        except PruningError:  # it cuts no channel
+            low = ratio
+            continue
+        low, high = (ratio, high) if made[-1].share < share else (low, ratio)
+    if not made:
+        raise PruningError("no ratio cuts a channel of any unit; compare another model")
+    return min(made, key=lambda pruned: abs(pruned.share - share))
+
+
 def uniform(subject: Subject, share: float, *, criterion: str, seed: int) -> nn.Module:
     """Return the model with every width cut by the same ratio, once."""
-    return uniform_to_params(subject.model, subject.units, subject.spec, share, criterion, seed=seed).model
+
+    def prune(ratio: float) -> PaperPruned:
+        return uniform_prune(subject.model, subject.units, subject.spec, ratio, criterion, seed=seed)
+
+    return nearest_to_share(prune, share).model
 
 
 def paper(subject: Subject, share: float, *, criterion: str, seed: int) -> nn.Module:
     """Return the model cut as the paper's baselines were."""
-    return paper_to_params(subject.model, subject.spec, share, criterion, seed=seed).model
+
+    def prune(ratio: float) -> PaperPruned:
+        return paper_prune(subject.model, subject.spec, ratio, criterion, seed=seed)
+
+    return nearest_to_share(prune, share).model

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from profiling_agent.cache import cache_folder
+from profiling_agent.modules.hooks import watching
 from profiling_agent.modules.inference import left_as_found
 from profiling_agent.progress import Progress, silent
 from profiling_agent.pruning.widths import aligned_widths
@@ -114,17 +115,12 @@ def _shapes(model: nn.Module, units: Sequence[Unit], batch: Tensor) -> dict[str,
     names = {name for unit in units for name in unit.members}
     shapes: dict[str, tuple[int, ...]] = {}
 
-    def note(_layer: nn.Module, inputs: tuple[Any, ...], *, name: str) -> None:
-        shapes.setdefault(name, tuple(inputs[0].shape))
+    def note(name: str, given: Tensor) -> None:
+        shapes.setdefault(name, tuple(given.shape))
 
-    handles = [model.get_submodule(name).register_forward_pre_hook(partial(note, name=name)) for name in names]
-    try:
-        with left_as_found(model), torch.inference_mode():
-            model.eval()
-            model(pixel_values=batch)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with left_as_found(model), torch.inference_mode(), watching(model, names, before=note):
+        model.eval()
+        model(pixel_values=batch)
     return shapes
 
 

@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from profiling_agent.acquisition.batches import iter_batches
 from profiling_agent.artifacts.folder import open_folder
@@ -23,6 +22,7 @@ from profiling_agent.jobs import tasks
 from profiling_agent.jobs.answers import answers, written
 from profiling_agent.jobs.desk import Desk
 from profiling_agent.modules.complexity import count_complexity
+from profiling_agent.modules.divergence import mean_kl
 from profiling_agent.quantization.footprint import folder_bytes, parameter_bytes
 from profiling_agent.records import DeployedModel, Footprint
 from profiling_agent.reproducibility import available_threads
@@ -103,10 +103,8 @@ def _differences(session: ModelSession, source: Source) -> tuple[float, float]:
     if not ours.isfinite().all():
         raise QuantizationError("on calibration images the logits aren't finite in this deployment: leave it out")
     distance = (ours - theirs).norm() / theirs.norm().clamp_min(torch.finfo(torch.float32).tiny)
-    logs = functional.log_softmax(ours, dim=-1), functional.log_softmax(theirs, dim=-1)
-    kl = functional.kl_div(*logs, reduction="batchmean", log_target=True)
     # Rounding makes it a hair negative where both are equal.
-    return float(distance), max(0.0, float(kl))
+    return float(distance), max(0.0, mean_kl(theirs, ours))
 
 
 def evaluate_job(task: tasks.EvaluateTask, desk: Desk) -> tasks.Evaluated:

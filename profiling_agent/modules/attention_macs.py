@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from profiling_agent.modules.foreign import on_behalf
-from profiling_agent.modules.hooks import watched
+from profiling_agent.modules.hooks import watching
 
 
 def sdpa_macs(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
@@ -54,7 +54,12 @@ def counted_matmuls(model: nn.Module) -> Generator[Counter[str]]:
     """
     running: list[str] = []
     counter = _MatmulCounter(running)
-    with watched(model, running.append, lambda _name, _output: running.pop()), counter:
+    with (
+        watching(
+            model, before=lambda name, _: running.append(name), after=lambda _name, _input, _output: running.pop()
+        ),
+        counter,
+    ):
         yield counter.macs
 
 

@@ -1,43 +1,58 @@
-"""Watch every module of a model go in and out of its forward pass."""
+"""Hooks: callbacks around the forward passes of a model's modules, gone at the end."""
 
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
+
+Before = Callable[[str, Any], Any]
+After = Callable[[str, Any, Any], Any]
 
 
 @contextmanager
-def watched(model: nn.Module, entered: Callable[[str], Any], left: Callable[[str, Any], Any]) -> Generator[None]:
-    """Call `entered(name)` and `left(name, output)` around the forward pass of every module, the root being ''."""
+def watching(
+    model: nn.Module, names: Iterable[str] | None = None, *, before: Before | None = None, after: After | None = None
+) -> Generator[None]:
+    """Call `before(name, input)` and `after(name, input, output)` around every call of the named modules, or of all.
+
+    The input is the first argument, by position or by name; the root's name is ''. What they return counts for nothing.
+    """
     with ExitStack() as hooks:
-        for name, module in model.named_modules():
-            before = module.register_forward_pre_hook(partial(_tell, entered, name))
-            hooks.callback(before.remove)
-            after = module.register_forward_hook(partial(_tell_output, left, name))
-            hooks.callback(after.remove)
+        for name in [name for name, _ in model.named_modules()] if names is None else names:
+            module = model.get_submodule(name)
+            if before is not None:
+                tell = partial(_before, name=name, tell=before)
+                hooks.callback(module.register_forward_pre_hook(tell, with_kwargs=True).remove)
+            if after is not None:
+                tell = partial(_after, name=name, tell=after)
+                hooks.callback(module.register_forward_hook(tell, with_kwargs=True).remove)
         yield
 
 
-def _tell(entered: Callable[[str], Any], name: str, _module: nn.Module, _inputs: Any) -> None:
-    entered(name)
+def _before(_module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, name: str, tell: Before) -> None:
+    tell(name, _first(args, kwargs))
 
 
-def _tell_output(left: Callable[[str, Any], Any], name: str, _module: nn.Module, _inputs: Any, output: Any) -> None:
-    left(name, output)
+def _after(
+    _module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any, *, name: str, tell: After
+) -> None:
+    tell(name, _first(args, kwargs), output)
+
+
+def _first(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    return next(iter((*args, *kwargs.values())), None)
 
 
 @contextmanager
 def counted_passes(*models: nn.Module) -> Generator[Callable[[], int]]:
     """Count the forward passes of `models`, each once if it is named twice; the value yielded gives the number."""
-    passes: list[nn.Module] = []
-    with ExitStack() as hooks:
+    passes: list[str] = []
+    with ExitStack() as watched:
         for model in dict.fromkeys(models):
-            handle = model.register_forward_hook(lambda module, _inputs, _output: passes.append(module))
-            hooks.callback(handle.remove)
+            watched.enter_context(watching(model, [""], after=lambda name, _input, _output: passes.append(name)))
         yield lambda: len(passes)
 
 
@@ -51,36 +66,3 @@ def tensors(output: Any) -> Iterator[torch.Tensor]:
     elif isinstance(output, (tuple, list)):
         for part in output:
             yield from tensors(part)
-
-
-def _before(_module: nn.Module, inputs: tuple[Any, ...], *, name: str, tell: Callable[[str, Any], None]) -> None:
-    tell(name, inputs[0] if inputs else None)
-
-
-def _after(
-    _module: nn.Module, inputs: tuple[Any, ...], output: Any, *, name: str, tell: Callable[[str, Any, Any], None]
-) -> None:
-    tell(name, inputs[0] if inputs else None, output)
-
-
-@contextmanager
-def watching(
-    model: nn.Module,
-    names: Iterable[str],
-    *,
-    before: Callable[[str, Any], None] | None = None,
-    after: Callable[[str, Any, Any], None] | None = None,
-) -> Generator[None]:
-    """Call `before(name, input)` and `after(name, input, output)` around every call of the named modules."""
-    handles: list[RemovableHandle] = []
-    try:
-        for name in names:
-            module = model.get_submodule(name)
-            if before is not None:
-                handles.append(module.register_forward_pre_hook(partial(_before, name=name, tell=before)))
-            if after is not None:
-                handles.append(module.register_forward_hook(partial(_after, name=name, tell=after)))
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -1,7 +1,9 @@
-"""What every process that runs torch needs: its threads, and a batch to run."""
+"""Running models: threads, a batch to run, a copy without weights, and a model left as it was found."""
 
+import copy
 from collections.abc import Generator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -43,3 +45,13 @@ def device_of(model: nn.Module) -> torch.device:
     for tensor in (*model.parameters(), *model.buffers()):
         return tensor.device
     return torch.device("cpu")
+
+
+def without_weights(model: nn.Module) -> nn.Module:
+    """Return a copy of `model` on the meta device: its structure and shapes, no memory and no arithmetic."""
+    memo: dict[int, Any] = {
+        id(parameter): nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+        for parameter in model.parameters()
+    }
+    memo |= {id(buffer): buffer.to("meta") for buffer in model.buffers()}
+    return copy.deepcopy(model, memo)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from profiling_agent.modules.hooks import tensors, watched
+from profiling_agent.modules.hooks import tensors, watching
 
 
 @dataclass(slots=True)
@@ -21,10 +21,10 @@ class _Stopwatch:
     own_ns: Counter[str] = field(default_factory=Counter[str])
     _open: list[list[int]] = field(default_factory=list[list[int]])
 
-    def enter(self, _name: str) -> None:
+    def enter(self, _name: str, _input: Any) -> None:
         self._open.append([self._now_ns(), 0])
 
-    def leave(self, name: str, _output: Any) -> None:
+    def leave(self, name: str, _input: Any, _output: Any) -> None:
         started, children = self._open.pop()
         whole = self._now_ns() - started
         self.own_ns[name] += whole - children
@@ -48,7 +48,7 @@ def layer_latency(model: nn.Module, batch: Tensor, *, passes: int) -> dict[str, 
     with torch.inference_mode():
         for _ in range(passes):
             watch = _Stopwatch(batch.device)
-            with watched(model, watch.enter, watch.leave):
+            with watching(model, before=watch.enter, after=watch.leave):
                 model(pixel_values=batch)
             for name, own_ns in watch.own_ns.items():
                 samples_ms.setdefault(name, []).append(own_ns / 1e6)
@@ -65,11 +65,11 @@ def activation_bytes(model: nn.Module, batch: Tensor) -> dict[str, int]:
     # Weak, so that the pass needs no more memory than usual, and a freed tensor's id can't stand for another.
     seen: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
-    def leave(name: str, output: Any) -> None:
+    def leave(name: str, _input: Any, output: Any) -> None:
         fresh = [tensor for tensor in tensors(output) if tensor not in seen]
         seen.update((tensor, True) for tensor in fresh)
         made[name] += sum(tensor.nbytes for tensor in fresh)
 
-    with torch.inference_mode(), watched(model, lambda _name: None, leave):
+    with torch.inference_mode(), watching(model, after=leave):
         model(pixel_values=batch)
     return dict(made)

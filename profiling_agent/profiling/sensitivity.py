@@ -1,4 +1,4 @@
-"""How much each unit is missed: T0 predicts it for every width from one forward and backward pass, T1 measures some.
+"""Sensitivity: how much each unit is missed. T0 predicts it for every width from one forward and backward pass, T1 measures some.
 
 The measure is the KL divergence to the unpruned model, with the compensation that a prune would get folded in: paired,
 smooth and free of labels, where accuracy on as many images would be noise (docs/facts.md, "KL, not accuracy").
@@ -8,7 +8,9 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -18,7 +20,6 @@ from profiling_agent.modules.divergence import mean_kl
 from profiling_agent.modules.inference import device_of, left_as_found
 from profiling_agent.modules.norms import following_norms, has_bias
 from profiling_agent.modules.prefix import Replay, find_prefixes
-from profiling_agent.profiling.drawing import through
 from profiling_agent.progress import Progress, silent
 from profiling_agent.pruning.calibration import MIN_IMAGES, Calibration, regrouped
 from profiling_agent.pruning.criteria import CRITERIA, order_by, predicted_kl
@@ -227,3 +228,29 @@ def _evidence(
         for keep, cut in cuts.items()
     )
     return UnitEvidence(unit=unit.name, latency_ms=table.of(unit), order=order, options=options)
+
+
+def through(measured: Mapping[int, float], predicted: Mapping[int, float]) -> dict[int, float]:
+    """Return a KL for every width of `predicted`, widest first: at least that of any wider one.
+
+    Between two measured widths it is drawn along the prediction; above the widest of them the prediction is scaled to
+    meet it, none being known at the full width but zero.
+    """
+    widest_first = sorted(measured, reverse=True)
+    along = np.maximum.accumulate([0.0, *(predicted[keep] for keep in widest_first)]).tolist()
+    up = np.maximum.accumulate([0.0, *(measured[keep] for keep in widest_first)]).tolist()
+    keeps = sorted(predicted, reverse=True)
+    drawn = [max(measured[keep], 0.0) if keep in measured else _between(along, up, predicted[keep]) for keep in keeps]
+    rising = dict(zip(keeps, np.maximum.accumulate(drawn).tolist(), strict=True))
+    return {keep: rising[keep] for keep in predicted}
+
+
+def _between(along: Sequence[float], up: Sequence[float], value: float) -> float:
+    """Return the height at `value`; where several points have it, as that of a silent prediction, the first step up.
+
+    `np.interp` gives the last.
+    """
+    for (left, low), (right, high) in pairwise(zip(along, up, strict=True)):
+        if value <= right:
+            return high if right == left else low + (high - low) * (value - left) / (right - left)
+    return up[-1]

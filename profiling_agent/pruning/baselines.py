@@ -1,27 +1,33 @@
-"""What we are compared with: the paper's own baselines, which cut coupled layers again and again, and uniform cuts."""
+"""Rival methods that we are compared with: the paper's own, which cuts coupled layers again and again, and uniform cuts."""
 
-from collections.abc import Callable, Collection, Sequence
+import copy
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
 
 import torch
+import torch_pruning as tp
 from torch import Tensor, nn
 
 from profiling_agent.errors import PruningError, RequestError
 from profiling_agent.modules.foreign import foreign_code
-from profiling_agent.pruning.compounding import compounded, convolutions, left_of, without
-from profiling_agent.pruning.crossings import crossings
+from profiling_agent.modules.inference import device_of, without_weights
 from profiling_agent.pruning.gate import check_saving
-from profiling_agent.pruning.importance import IMPORTANCE, UnitWeights
+from profiling_agent.pruning.importance import IMPORTANCE, UnitWeights, keep_indices
 from profiling_agent.pruning.prune import prune_model
-from profiling_agent.pruning.tracing import dependency_graph, without_weights
 from profiling_agent.pruning.units import find_units
 from profiling_agent.pruning.widths import snap
 from profiling_agent.records import Cut, InputSpec, Unit, UnitKind
 
 CRITERIA = ("l1", "l2", "random")
 WIDTHS = (UnitKind.MLP, UnitKind.CONV_INNER, UnitKind.INVERTED_RESIDUAL)
-# Twelve leave a step of 0.0002 between ratios, less than one channel of most layers.
-NUM_HALVINGS = 12
+
+# The indices that each function of Torch-Pruning is to remove from a module of this name.
+Removals = dict[tuple[str, Callable[..., Any]], set[int]]
+# Scores (channels,) of what is left of a convolution's filters (channels, inputs, height, width).
+Scoring = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,33 +69,6 @@ def uniform_prune(  # noqa: PLR0913 (a comparison names all that it was made wit
     return _cut(model, cuts, spec, ratio, criterion, seed)
 
 
-def uniform_to_params(  # noqa: PLR0913 (a comparison names all that it was made with)
-    model: nn.Module,
-    units: Sequence[Unit],
-    spec: InputSpec,
-    share: float,
-    criterion: str = "l1",
-    *,
-    seed: int = 0,
-    aligned: bool = True,
-    kinds: Collection[UnitKind] = WIDTHS,
-) -> PaperPruned:
-    """Return `uniform_prune` by the ratio that removes as nearly as it can the `share` of params.
-
-    Raises:
-        RequestError: as `uniform_prune`, or the share isn't between 0 and 1.
-        PruningError: as `uniform_prune`.
-    """
-    _check(share, criterion)
-    total = _num_params(model)
-
-    def share_at(ratio: float) -> float:
-        return _params_saved(model, _uniform_cuts(units, ratio, aligned=aligned, kinds=kinds)) / total
-
-    ratio = _nearest_ratio(share_at, share)
-    return uniform_prune(model, units, spec, ratio, criterion, seed=seed, aligned=aligned, kinds=kinds)
-
-
 def paper_prune(
     model: nn.Module, spec: InputSpec, ratio: float, criterion: str = "l1", *, seed: int = 0
 ) -> PaperPruned:
@@ -124,32 +103,6 @@ def paper_prune(
         keep = {name: left_of(graph, layer, name, removals) for name, layer in convolutions(graph, skeleton)}
     check_saving(model, pruned, spec)
     return PaperPruned(model=pruned, ratio=ratio, share=1 - _num_params(pruned) / _num_params(model), keep=keep)
-
-
-def paper_to_params(
-    model: nn.Module, spec: InputSpec, share: float, criterion: str = "l1", *, seed: int = 0
-) -> PaperPruned:
-    """Return `paper_prune` by the ratio that removes as nearly as it can the `share` of params.
-
-    Raises:
-        RequestError: as `paper_prune`, or the share isn't between 0 and 1.
-        PruningError: as `paper_prune`.
-    """
-    _check(share, criterion)
-    total, mlps = _num_params(model), _mlps(model, spec)
-    if mlps:
-        ratio = _nearest_ratio(lambda r: _params_saved(model, _uniform_cuts(mlps, r, aligned=False)) / total, share)
-        return paper_prune(model, spec, ratio, criterion, seed=seed)
-    skeleton = without_weights(model)
-    with torch.no_grad(), dependency_graph(skeleton, spec) as graph:
-
-        def share_at(ratio: float) -> float:
-            # Which channels go doesn't change how many do.
-            removals = compounded(graph, skeleton, skeleton, ratio, lambda filters: torch.zeros(len(filters)))
-            return 1 - _num_params(without(without_weights(skeleton), removals)) / total
-
-        ratio = _nearest_ratio(share_at, share)
-    return paper_prune(model, spec, ratio, criterion, seed=seed)
 
 
 def _check(fraction: float, criterion: str) -> None:
@@ -189,23 +142,66 @@ def _num_params(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def _params_saved(model: nn.Module, cuts: Sequence[Cut]) -> int:
-    """Return the params that `cuts` remove; where columns of one cross the rows of another, they are counted once."""
-    saved = sum(cut.params_saved for cut in cuts)
-    for crossing in crossings(cuts):
-        saved -= model.get_submodule(crossing.layer).get_parameter("weight")[0, 0].numel() * crossing.gone
-    return saved
+@contextmanager
+def dependency_graph(skeleton: nn.Module, spec: InputSpec) -> Generator[Any]:
+    """Trace `skeleton`, a copy made for it, and give its Torch-Pruning dependency graph.
+
+    Torch-Pruning raises nearly anything on a model that it can't trace, and leaves its hooks there; either way the
+    copy is in eval mode, its parameters require gradients, and it may have changed itself as it ran.
+    """
+    image = torch.zeros(spec.batch(1), device=device_of(skeleton))
+    graph = tp.DependencyGraph()
+    with torch.enable_grad():
+        # The trace is read off autograd, so frozen parameters would be invisible to it.
+        skeleton.requires_grad_(requires_grad=True)
+        graph.build_dependency(skeleton, {"pixel_values": image}, output_transform=attrgetter("logits"), verbose=False)
+    try:
+        yield graph
+    finally:
+        # Its nodes refer to each other and to autograd's, which keep the copy and its activations alive.
+        for node in graph.module2node.values():
+            vars(node).update(inputs=[], outputs=[], dependencies=[], grad_fn=None)
+        graph.module2node.clear()
 
 
-def _nearest_ratio(share_at: Callable[[float], float], share: float) -> float:
-    """Return the ratio whose share is nearest to `share` of those that halving comes to and that cut anything."""
-    low, high = 0.0, 1.0
-    tried: dict[float, float] = {}
-    for _ in range(NUM_HALVINGS):
-        ratio = (low + high) / 2
-        tried[ratio] = share_at(ratio)
-        low, high = (ratio, high) if tried[ratio] < share else (low, ratio)
-    cutting = [ratio for ratio in tried if tried[ratio] > 0]
-    if not cutting:
-        raise PruningError("no ratio cuts a channel of any unit; compare another model")
-    return min(cutting, key=lambda ratio: abs(tried[ratio] - share))
+def convolutions(graph: Any, skeleton: nn.Module) -> list[tuple[str, nn.Conv2d]]:
+    """Return the ungrouped convolutions that the forward pass reaches, in the order in which the model holds them."""
+    named = [(name, layer) for name, layer in skeleton.named_modules() if isinstance(layer, nn.Conv2d)]
+    return [(name, layer) for name, layer in named if layer.groups == 1 and layer in graph.module2node]
+
+
+def compounded(graph: Any, skeleton: nn.Module, model: nn.Module, ratio: float, scores: Scoring) -> Removals:
+    """Return what goes, in the unpruned model's indices, when each convolution in turn loses `ratio` of what it has left."""
+    names: Mapping[nn.Module, str] = {module: name for name, module in skeleton.named_modules()}
+    removals: Removals = {}
+    for name, layer in convolutions(graph, skeleton):
+        left = left_of(graph, layer, name, removals)
+        inputs = left_of(graph, layer, name, removals, of="in")
+        filters = model.get_submodule(name).get_parameter("weight")[left][:, inputs]
+        kept = set(keep_indices(scores(filters), len(left) - int(ratio * len(left))))
+        if dropped := [channel for index, channel in enumerate(left) if index not in kept]:
+            group = graph.get_pruning_group(layer, graph.get_pruner_of_module(layer).prune_out_channels, dropped)
+            for dependency, channels in group.items:
+                # Members without a name are operations of the trace, which hold no weights.
+                if (member := names.get(dependency.target.module)) is not None:
+                    removals.setdefault((member, dependency.handler), set()).update(channels)
+    return removals
+
+
+def left_of(graph: Any, layer: nn.Conv2d, name: str, removals: Removals, *, of: str = "out") -> list[int]:
+    """Return the channels of the unpruned convolution that `removals` leave, outputs or inputs."""
+    pruner = graph.get_pruner_of_module(layer)
+    width = layer.out_channels if of == "out" else layer.in_channels
+    cut = pruner.prune_out_channels if of == "out" else pruner.prune_in_channels
+    return sorted(set(range(width)) - removals.get((name, cut), set()))
+
+
+def without(model: nn.Module, removals: Removals) -> nn.Module:
+    """Return a copy of `model` without the channels `removals`; what was frozen stays so."""
+    pruned = copy.deepcopy(model)
+    trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    for (name, cut), channels in removals.items():
+        cut(pruned.get_submodule(name), sorted(channels))
+    for name, parameter in pruned.named_parameters():
+        parameter.requires_grad_(trained[name])
+    return pruned

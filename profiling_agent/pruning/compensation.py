@@ -1,4 +1,4 @@
-"""Make up for a prune without training, as far as images that it was not fitted to say that it helps."""
+"""Compensation: a prune is made up for without training, as far as images that it was not fitted to say that it helps."""
 
 import copy
 import math
@@ -11,11 +11,15 @@ from torch import Tensor, nn
 from profiling_agent.errors import PruningError
 from profiling_agent.modules.divergence import mean_kl
 from profiling_agent.modules.inference import device_of, left_as_found
+from profiling_agent.modules.norms import batch_norms
 from profiling_agent.progress import Progress, silent
-from profiling_agent.pruning.batch_norm import batch_norms, reestimate_
-from profiling_agent.pruning.calibration import MIN_IMAGES, Calibration
+from profiling_agent.pruning.calibration import MIN_IMAGES, Calibration, regrouped
 from profiling_agent.pruning.least_squares import compensate_units_
 from profiling_agent.records import Cut
+
+# Batch norms are estimated anew from whole batches of one size, whatever the run's: every batch weighs the same, and the
+# variance of few is poor.
+NORM_BATCH = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,3 +133,23 @@ def _finite(kl: float) -> float:
     if not math.isfinite(kl):
         raise PruningError(f"the KL of the pruned model to the original is {kl!r} on calibration images; cut less")
     return kl
+
+
+def reestimate_(model: nn.Module, batches: Iterable[Tensor]) -> None:
+    """Set the running statistics of every batch norm to the average over batches of 32 of `batches` (b, c, h, w).
+
+    All else stays in the mode it is in, so nothing is dropped; modes and momenta are as found at the end. Needs 32
+    images.
+    """
+    norms = batch_norms(model)
+    found = [(norm, norm.training, norm.momentum) for norm in norms]
+    try:
+        for norm in norms:
+            norm.reset_running_stats()
+            # No momentum is the cumulative average.
+            norm.train().momentum = None
+        for images in regrouped(batches, NORM_BATCH):
+            model(pixel_values=images)
+    finally:
+        for norm, training, momentum in found:
+            norm.train(training).momentum = momentum

@@ -1,13 +1,11 @@
 """What the consumer of a unit computes, seen as one matrix: columns are what it reads of each channel or head."""
 
-import contextlib
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from profiling_agent.modules.hooks import watching
 from profiling_agent.records import Unit
 
 # Pixels of one image that a convolution's statistics are taken from: more of them repeat each other.
@@ -60,23 +58,3 @@ def _thinned(pixels: Tensor) -> Tensor:
         return pixels
     chosen = torch.linspace(0, count - 1, MAX_PIXELS, device=pixels.device).round().long()
     return pixels[..., chosen]
-
-
-class _LayerReachedError(Exception):
-    """The forward pass came through the layer, and nothing after it is needed."""
-
-
-def stopping_at(model: nn.Module, name: str, images: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what the layer `name` reads and gives of `images` (b, c, h, w); the forward pass ends there.
-
-    A layer that is called more than once is seen the first time.
-    """
-    seen: list[tuple[Tensor, Tensor]] = []
-
-    def catch(_name: str, inputs: Tensor, output: Tensor) -> None:
-        seen.append((inputs, output))
-        raise _LayerReachedError
-
-    with contextlib.suppress(_LayerReachedError), watching(model, [name], after=catch):
-        model(pixel_values=images)
-    return seen[0]

@@ -16,8 +16,9 @@ from torch.overrides import TorchFunctionMode
 
 from profiling_agent.errors import PruningError
 from profiling_agent.modules.foreign import logits_of, on_behalf
+from profiling_agent.modules.hooks import tensors, watching
 from profiling_agent.modules.inference import device_of
-from profiling_agent.pruning.operations import RULES, Call, UnknownSpellingError, tensors_in
+from profiling_agent.pruning.operations import RULES, Call, UnknownSpellingError
 from profiling_agent.pruning.spaces import Axis, Space
 from profiling_agent.records import InputSpec
 
@@ -33,6 +34,7 @@ class Trace(TorchFunctionMode):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
+        self._model = model
         self.writes: dict[nn.Module, Space] = {}
         self.reads: dict[nn.Module, Space] = {}
         self.calls: Counter[nn.Module] = Counter()
@@ -65,12 +67,12 @@ class Trace(TorchFunctionMode):
         kwargs = kwargs or {}
         result = on_behalf(func, *args, **kwargs)
         name = getattr(func, "__name__", "an operation").strip("_")
-        if not self._running and ((results := list(tensors_in(result))) or name == "setitem"):
+        if not self._running and ((results := list(tensors(result))) or name == "setitem"):
             self._follow(name, args, kwargs, results)
         return result
 
     def _follow(self, name: str, args: Sequence[Any], kwargs: dict[str, Any], results: list[Tensor]) -> None:
-        operands = list(tensors_in((*args, *kwargs.values())))
+        operands = list(tensors((*args, *kwargs.values())))
         for operand in operands:
             if (owner := self._owners.get(id(operand))) is not None:
                 self.borrowed.setdefault(owner, name)
@@ -90,15 +92,15 @@ class Trace(TorchFunctionMode):
         except UnknownSpellingError:
             return None
 
-    def enter(self, _module: nn.Module, _inputs: Any) -> None:
+    def enter(self, _name: str, _input: Any) -> None:
         """Look away while a layer that is known as a whole runs."""
         self._running += 1
 
-    def leave(self, module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], output: Tensor) -> None:
+    def leave(self, name: str, given: Tensor, output: Tensor) -> None:
         """Note what a layer, which has one input, read and wrote."""
         self._running -= 1
+        module = self._model.get_submodule(name)
         self.calls[module] += 1
-        given = next(tensors_in((*args, kwargs)))
         axis = self.axis_of(given)
         if isinstance(module, LAYERS):
             self.put(output, self._through_layer(module, axis))
@@ -163,10 +165,8 @@ def follow_channels(skeleton: nn.Module, spec: InputSpec) -> Trace:
     image = torch.zeros(spec.batch(1), device=device_of(skeleton), dtype=dtype)
     trace = Trace(skeleton)
     trace.put(image, Axis(Space(spec.channels, spec.channels, is_image=True, obstacle="the image"), -3))
-    for module in filter(_is_known, list(skeleton.modules())):
-        module.register_forward_pre_hook(trace.enter)
-        module.register_forward_hook(trace.leave, with_kwargs=True)
-    with torch.no_grad(), trace:
+    known = [name for name, module in skeleton.named_modules() if _is_known(module)]
+    with torch.no_grad(), watching(skeleton, known, before=trace.enter, after=trace.leave), trace:
         logits = logits_of(skeleton.eval(), image, UntraceableError)
     if (axis := trace.axis_of(logits)) is not None:
         axis.space.is_logits = True

@@ -11,9 +11,8 @@ from torch.func import functional_call
 from profiling_agent.errors import PruningError
 from profiling_agent.modules.complexity import count_complexity
 from profiling_agent.modules.foreign import on_behalf
-from profiling_agent.modules.inference import left_as_found
+from profiling_agent.modules.inference import left_as_found, without_weights
 from profiling_agent.pruning.following import is_response_norm
-from profiling_agent.pruning.tracing import without_weights
 from profiling_agent.records import Cut, InputSpec, Unit
 
 # Correct surgery differs by the order of fp32 sums, 1e-7 to 1e-6; one wrong index, head or batch-norm mean by 4e-4 and

@@ -1,21 +1,59 @@
-"""Let the consumer of a cut unit compute from what was kept what it computed before: ridge regression, no training."""
+"""Least squares: the consumer of a cut unit computes from what was kept what it computed before; no training."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from scipy.linalg import LinAlgError, cho_factor, cho_solve
 from torch import Tensor, nn
 
 from profiling_agent.modules.norms import following_norms, has_bias
+from profiling_agent.modules.prefix import Walk, in_order
 from profiling_agent.progress import Progress, silent
-from profiling_agent.pruning.consumers import columns_of, matrix_of
+from profiling_agent.pruning.consumers import columns_of, features, matrix_of, outputs_of
 from profiling_agent.pruning.elimination import RIDGE
-from profiling_agent.pruning.statistics import PairedMoments, in_order, paired_moments
-from profiling_agent.pruning.walk import Walk
 from profiling_agent.records import Cut
 
 # Below this share of the second moment a variance is the rounding of float32 products.
 ROUNDING = 1e-6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairedMoments:
+    """Averages over positions of images, float64: z is what the pruned consumer multiplies, y what the dense one gives.
+
+    Second moments are about the means. A position is a token, or an output pixel of a convolution.
+    """
+
+    read_mean: Tensor  # E[z], (columns,)
+    given_mean: Tensor  # E[y], (outputs,)
+    cross: Tensor  # Cov(y, z), (outputs, columns)
+    gram: Tensor  # Cov(z), (columns, columns)
+
+
+def paired_moments(
+    dense: Walk, pruned: Walk, layer: nn.Module, name: str, rows: Sequence[int], batches: Iterable[Tensor]
+) -> PairedMoments:
+    """Return the moments of the pruned model's `layer`, called `name`; y are the dense one's outputs `rows`."""
+    count, sums, about = 0, list[Tensor](), list[Tensor]()
+    for number, images in enumerate(batches):
+        y = outputs_of(layer, dense.reach(name, number, images)[1])[:, list(rows)]
+        z = features(layer, pruned.reach(name, number, images)[0])
+        # About the first batch's means: beside the square of a channel far from zero float32 loses how the others vary.
+        about = about or [z.mean(0), y.mean(0)]
+        z, y = z - about[0], y - about[1]
+        # Products in the model's own precision: their rounding, 1e-6, is far below the ridge, and float64 takes twice
+        # the time. The sums, which grow with the number of images, are float64, and held once: a Gram matrix of a
+        # wide convolution is as large as the model (170 MB on ResNet-101).
+        parts = (z.sum(0, dtype=torch.float64), y.sum(0, dtype=torch.float64), y.T @ z, z.T @ z)
+        sums = sums or [torch.zeros_like(part, dtype=torch.float64) for part in parts]
+        for total, part in zip(sums, parts, strict=True):
+            total.add_(part)
+        count += len(z)
+    read_mean, given_mean, cross, gram = (total.div_(count) for total in sums)
+    cross.addr_(given_mean, read_mean, alpha=-1)
+    gram.addr_(read_mean, read_mean, alpha=-1)
+    return PairedMoments(read_mean=read_mean + about[0], given_mean=given_mean + about[1], cross=cross, gram=gram)
 
 
 def fit_(moments: PairedMoments, start: Tensor, *, centred: bool, ridge: float = RIDGE) -> tuple[Tensor, Tensor]:

@@ -1,12 +1,13 @@
 """What torch's operations do with a channel axis: keep it, move it, couple it with another, or lose it."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
+from profiling_agent.modules.hooks import tensors
 from profiling_agent.pruning.spaces import Axis, merge
 
 ADDITIONS = frozenset({"add", "iadd", "radd", "sub", "isub", "rsub", "cat", "concat"})
@@ -34,7 +35,7 @@ class Call:
     @property
     def operands(self) -> list[Tensor]:
         """Return the tensors among the arguments, those in lists too."""
-        return list(tensors_in((*self.args, *self.kwargs.values())))
+        return list(tensors((*self.args, *self.kwargs.values())))
 
     def given(self, name: str, position: int, default: Any = None) -> Any:
         """Return an argument by name or position."""
@@ -70,17 +71,6 @@ class Call:
 
 class UnknownSpellingError(Exception):
     """An operation was called in a way that its rule can't read: its axis is lost, and the trace goes on."""
-
-
-def tensors_in(values: Any) -> Iterator[Tensor]:
-    """Yield the tensors in nested tuples, lists and dicts."""
-    if isinstance(values, Tensor):
-        yield values
-    elif isinstance(values, (tuple, list)):
-        for value in values:
-            yield from tensors_in(value)
-    elif isinstance(values, dict):
-        yield from tensors_in(list(values.values()))
 
 
 def elementwise(call: Call) -> Axis | None:

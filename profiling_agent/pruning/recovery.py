@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from profiling_agent.errors import PruningError, RequestError
-from profiling_agent.modules.divergence import mean_kl
+from profiling_agent.modules.divergence import divergences, mean_kl
 from profiling_agent.modules.inference import device_of, left_as_found
 from profiling_agent.progress import Progress, silent
 from profiling_agent.pruning.recovery_state import Reached, fingerprint, read_state, trained_parameters, write_state
@@ -137,8 +137,7 @@ def distillation(target: Tensor, logits: Tensor, temperature: float = TEMPERATUR
 
     The square keeps the gradient's size, which falls with it (Hinton et al., 2015, section 2).
     """
-    expected, found = (torch.log_softmax(each / temperature, dim=1) for each in (target, logits))
-    return (expected.exp() * (expected - found)).sum(1).mean() * temperature**2
+    return divergences(target / temperature, logits / temperature).mean() * temperature**2
 
 
 def _logits(model: nn.Module, batches: Iterable[Tensor]) -> Tensor:

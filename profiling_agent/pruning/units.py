@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from profiling_agent.modules.attention import Attention, Refused, find_attention
+from profiling_agent.modules.inference import without_weights
 from profiling_agent.pruning.chains import Chain, block_of, chain_of, tied_modules
 from profiling_agent.pruning.following import LAYERS, Trace, UntraceableError, follow_channels
-from profiling_agent.pruning.tracing import without_weights
 from profiling_agent.pruning.widths import aligned_widths, step_for
 from profiling_agent.records import InputSpec, Record, Unit, UnitKind
 

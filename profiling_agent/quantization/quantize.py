@@ -1,19 +1,11 @@
-"""A model and recommendations to a quantized copy; and torch's own dynamic quantization, behind one function."""
+"""Quantization of a model: recommendations to a copy with the layers quantized that they name."""
 
 import copy
-import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.ao.quantization import quantize_dynamic  # pyright: ignore[reportDeprecated]
-from torch.ao.quantization.qconfig import (
-    QConfig,
-    default_dynamic_qconfig,
-    float16_dynamic_qconfig,
-    per_channel_dynamic_qconfig,
-)
 
 from profiling_agent.errors import PlanError, QuantizationError
 from profiling_agent.modules.inference import left_as_found
@@ -22,7 +14,7 @@ from profiling_agent.quantization.calibrate import MIN_IMAGES, Images, Observed,
 from profiling_agent.quantization.cast import CastConv2d, CastLinear
 from profiling_agent.quantization.kinds import can_be
 from profiling_agent.quantization.linear import DynamicLinear
-from profiling_agent.quantization.module import Dtype, Kind, Layer, QuantizedModule
+from profiling_agent.quantization.module import Kind, Layer, QuantizedModule
 from profiling_agent.quantization.norms import fold_norms_
 from profiling_agent.quantization.static import StaticConv2d, StaticLinear
 from profiling_agent.records import EVERYTHING, QuantizationRecommendation
@@ -140,20 +132,3 @@ def quantized_layer(layer: Layer, kind: Kind, dtype: str, observed: Observed | N
         return (StaticConv2d if is_conv else StaticLinear).from_float(layer, *observed.range())
     assert not is_conv, "dynamic quantization takes linear layers"
     return DynamicLinear.from_linear(layer, "float16" if dtype == "float16" else "qint8")
-
-
-def torch_quantize_dynamic(
-    model: nn.Module, names: Collection[str], dtype: Dtype, *, per_channel: bool = True
-) -> nn.Module:
-    """Return a copy of `model` with the named layers quantized by torch.ao, which always takes 7-bit activations.
-
-    `per_channel=False` with every `nn.Linear` named is the paper's recipe: torch's default, one scale per tensor.
-    """
-    qint8 = per_channel_dynamic_qconfig if per_channel else default_dynamic_qconfig
-    qconfig: QConfig = float16_dynamic_qconfig if dtype == "float16" else qint8
-    torch_dtype = torch.float16 if dtype == "float16" else torch.qint8
-    with warnings.catch_warnings():
-        # torch.ao announces its own removal on every call, and that of the tensors that it is made of.
-        warnings.filterwarnings("ignore", message="torch.ao.quantization is deprecated", category=DeprecationWarning)
-        warnings.filterwarnings("ignore", message=".*quantized tensor creation functions", category=UserWarning)
-        return quantize_dynamic(model, dict.fromkeys(names, qconfig), dtype=torch_dtype)  # pyright: ignore[reportDeprecated]

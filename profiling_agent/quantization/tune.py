@@ -12,9 +12,8 @@ from profiling_agent.errors import QuantizationError
 from profiling_agent.modules.complexity import count_complexity
 from profiling_agent.progress import Progress, silent
 from profiling_agent.quantization.quantize import quantize_model
-from profiling_agent.quantization.sensitivity import mark_kept, measure_layers, spec_of
+from profiling_agent.quantization.sensitivity import CHUNK, mark_kept, measure_layers, spec_of
 from profiling_agent.quantization.smoothing import smooth
-from profiling_agent.quantization.swaps import CHUNK
 from profiling_agent.records import EVERYTHING, FoldedSite, LayerCost, QuantizationRecommendation
 
 # More tell the same at a higher price.

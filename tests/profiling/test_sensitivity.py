@@ -13,8 +13,7 @@ from profiling_agent.benchmarking.latency_table import LatencyTable
 from profiling_agent.errors import PruningError
 from profiling_agent.modules.inference import random_batch
 from profiling_agent.modules.norms import following_norms, has_bias
-from profiling_agent.profiling.drawing import through
-from profiling_agent.profiling.sensitivity import measure_sensitivity
+from profiling_agent.profiling.sensitivity import measure_sensitivity, through
 from profiling_agent.pruning.criteria import CRITERIA, order_by
 from profiling_agent.pruning.folding import fold
 from profiling_agent.pruning.moments import gather_moments

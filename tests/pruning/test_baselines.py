@@ -1,3 +1,7 @@
+import importlib
+from functools import partial
+from pathlib import Path
+
 import pytest
 import torch
 import zoo
@@ -12,10 +16,11 @@ from transformers import (
 
 from profiling_agent.errors import PruningError, RequestError
 from profiling_agent.modules.inference import random_batch
-from profiling_agent.pruning.baselines import paper_prune, paper_to_params, uniform_prune, uniform_to_params
+from profiling_agent.pruning.baselines import paper_prune, uniform_prune
 from profiling_agent.pruning.units import find_units
 from profiling_agent.records import InputSpec, UnitKind
 
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SWIN_B = {"embed_dim": 128, "depths": [2, 2, 18, 2], "num_heads": [4, 8, 16, 32]}
 FULL_SIZE = {
     "vit": lambda: ViTForImageClassification(ViTConfig(num_labels=1000)),
@@ -118,10 +123,12 @@ def test_kinds_say_which_units_are_cut():
 
 
 @pytest.mark.parametrize("family", ["vit", "resnet"])
-def test_a_share_of_params_is_met_as_nearly_as_one_channel_allows(family):
+def test_a_share_of_params_is_met_as_nearly_as_one_channel_allows(family, monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    nearest = importlib.import_module("tradeoff_methods").nearest_to_share
     model = zoo.FAMILIES[family]()
-    uniform = uniform_to_params(model, units_of(model), zoo.SPEC, 0.2, aligned=False)
-    paper = paper_to_params(model, zoo.SPEC, 0.2)
+    uniform = nearest(partial(uniform_prune, model, units_of(model), zoo.SPEC, aligned=False), 0.2)
+    paper = nearest(partial(paper_prune, model, zoo.SPEC), 0.2)
 
     # All units step at once, up to 1.2% of the params of these tiny models.
     assert uniform.share == pytest.approx(0.2, abs=0.012)

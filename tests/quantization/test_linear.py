@@ -3,10 +3,10 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch_dynamic import torch_quantize_dynamic
 
 from profiling_agent.errors import QuantizationError
 from profiling_agent.quantization.linear import DynamicLinear, has_vnni
-from profiling_agent.quantization.quantize import torch_quantize_dynamic
 
 
 @pytest.fixture

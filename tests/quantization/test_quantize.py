@@ -2,12 +2,13 @@ import pytest
 import torch
 import zoo
 from torch import nn
+from torch_dynamic import torch_quantize_dynamic
 
 from profiling_agent.errors import PlanError, QuantizationError
 from profiling_agent.modules.inference import random_batch
 from profiling_agent.quantization.footprint import parameter_bytes
 from profiling_agent.quantization.linear import DynamicLinear
-from profiling_agent.quantization.quantize import quantize_model, torch_quantize_dynamic
+from profiling_agent.quantization.quantize import quantize_model
 from profiling_agent.records import QuantizationRecommendation
 
 

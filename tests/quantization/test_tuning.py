@@ -10,9 +10,8 @@ from profiling_agent.errors import QuantizationError
 from profiling_agent.modules.divergence import mean_kl
 from profiling_agent.modules.inference import random_batch
 from profiling_agent.quantization.quantize import quantize_model
-from profiling_agent.quantization.sensitivity import mark_kept, measure_layers
-from profiling_agent.quantization.sites import find_sites
-from profiling_agent.quantization.swaps import swapped_logits
+from profiling_agent.quantization.sensitivity import mark_kept, measure_layers, swapped_logits
+from profiling_agent.quantization.smoothing import find_sites
 from profiling_agent.quantization.tune import tune
 from profiling_agent.records import LayerCost, QuantizationRecommendation
 

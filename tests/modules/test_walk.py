@@ -6,10 +6,8 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from profiling_agent.modules.inference import random_batch
-from profiling_agent.pruning.consumers import stopping_at
-from profiling_agent.pruning.statistics import in_order
+from profiling_agent.modules.prefix import Walk, in_order, stopping_at
 from profiling_agent.pruning.units import find_units
-from profiling_agent.pruning.walk import Walk
 
 IMAGES = random_batch(zoo.SPEC, 5, seed=3)
 # Residuals added in place, windows, stages, heads beside convolutions, reduced keys, a state that every block adds to.
