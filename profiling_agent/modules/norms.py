@@ -1,4 +1,4 @@
-"""Norms of a model: which there are, and which one reads what a layer gives out."""
+"""Norms of a model: all that keep running statistics, and the one that reads a layer's outputs."""
 
 from collections.abc import Collection
 from typing import Any

@@ -1,4 +1,4 @@
-"""What each module takes by itself: time, and the bytes of the activations it makes."""
+"""Layers, one by one: the time each module takes by itself, and the bytes of the activations it makes."""
 
 import time
 from collections import Counter

@@ -1,4 +1,4 @@
-"""What torch.profiler sees below the modules: operators, their shapes, memory and stacks, and a chrome trace."""
+"""Operators, as torch.profiler sees them below the modules: shapes, memory and stacks, and a chrome trace."""
 
 import os
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""A model and its input to a ModelProfile: counted once, then timed layer by layer and operator by operator."""
+"""Profile of a model: counted once, then timed layer by layer and operator by operator."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""From one layer to its reader: which layers lose a channel together, and why others can't."""
+"""Chains from one layer to its reader: the layers that lose a channel together, and the reasons why others can't."""
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""What the consumer of a unit computes, seen as one matrix: columns are what it reads of each channel or head."""
+"""Consumers of units, seen as one matrix: columns are what it reads of each channel or head."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Which channels or heads are the least worth keeping: the criteria that look at activations and gradients, and those that don't."""
+"""Criteria: orders of channels or heads by worth, those from weights alone and those from activations and gradients."""
 
 from collections.abc import Callable, Mapping
 

@@ -1,4 +1,4 @@
-"""Take channels out one after the other, the cheapest first, and let the others take over what they carried."""
+"""Elimination: channels go one after the other, the cheapest first, and the others take over what they carried."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

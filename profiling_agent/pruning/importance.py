@@ -1,4 +1,4 @@
-"""Which channels or heads matter least, from weights alone; more of a score is more important."""
+"""Importance of channels or heads from weights alone; more of a score is more important."""
 
 import zlib
 from collections.abc import Callable, Mapping

@@ -1,4 +1,4 @@
-"""What torch's operations do with a channel axis: keep it, move it, couple it with another, or lose it."""
+"""Rules for torch's operations: each keeps a channel axis, moves it, couples it with another, or loses it."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence

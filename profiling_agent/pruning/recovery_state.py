@@ -1,4 +1,4 @@
-"""Where a recovery has come to, on disk: safetensors and JSON, each epoch whole or not at all."""
+"""Checkpoints of a recovery on disk: safetensors and JSON, each epoch whole or not at all."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""Cut units out of a copy of the model."""
+"""Surgery: units are cut out of a copy of the model."""
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence

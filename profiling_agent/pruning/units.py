@@ -1,4 +1,4 @@
-"""What of a model can be cut: units found by structure and traced channels, never by the model's class."""
+"""Units: the parts of a model that can be cut, found by structure and traced channels, never by the model's class."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass

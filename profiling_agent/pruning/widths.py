@@ -1,4 +1,4 @@
-"""Which widths a unit may be cut to: aligned ones, because a layer of an odd width is no faster than the next aligned one."""
+"""Aligned widths of a unit: the ones it may be cut to, because an odd width is no faster than the next aligned one."""
 
 import math
 

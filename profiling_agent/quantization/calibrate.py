@@ -1,4 +1,4 @@
-"""From calibration images to the range of each layer's input that an 8-bit grid is to span."""
+"""Calibration: from images to the range of each layer's input that an 8-bit grid is to span."""
 
 import math
 from collections.abc import Callable, Collection, Iterable

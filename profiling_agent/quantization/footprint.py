@@ -1,4 +1,4 @@
-"""What a model takes, counted and not timed."""
+"""Footprint: the bytes that a model takes, counted and not timed."""
 
 from pathlib import Path
 

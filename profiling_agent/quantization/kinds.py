@@ -1,4 +1,4 @@
-"""Which class stands for which layer in which kind of quantization."""
+"""Kinds of quantization: the class that stands for each layer in each of them."""
 
 from collections.abc import Mapping
 

@@ -1,4 +1,4 @@
-"""What every layer that isn't plain float32 can do: be stored as plain tensors, come back from them, be undone."""
+"""Base of the quantized layers: stored as plain tensors, brought back from them, and undone."""
 
 import math
 from abc import ABC, abstractmethod

@@ -1,4 +1,4 @@
-"""A float model made ready for int8, with what each of its layers would cost."""
+"""Tuning: a float model made ready for int8, with the cost of each of its layers."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace

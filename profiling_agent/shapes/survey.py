@@ -1,4 +1,4 @@
-"""What every rule says of the input shape, and what of the model's config bears on it: for when rules don't settle it."""
+"""Survey of what every rule says of the input shape, and of the model's config: for when rules don't settle it."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Ask the model itself whether it accepts a shape, and leave no trace of having asked."""
+"""Verification of an input shape by the model itself, which is left without a trace of it."""
 
 import torch
 from torch import nn
