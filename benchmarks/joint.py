@@ -26,7 +26,7 @@ from profiling_agent import Request, optimize
 from profiling_agent.benchmarking.race import Result, processes, race_until_clear
 from profiling_agent.benchmarking.session import SessionLimits
 from profiling_agent.benchmarking.timed_process import worker_command
-from profiling_agent.benchmarking.turns import Start
+from profiling_agent.benchmarking.worker import Start
 from profiling_agent.pruning.prune import prune_model
 from profiling_agent.pruning.units import find_units
 from profiling_agent.records import Variant

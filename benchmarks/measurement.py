@@ -21,8 +21,7 @@ from checks import Check, finish
 from profiling_agent.benchmarking.race import Result, processes, race_until_clear
 from profiling_agent.benchmarking.session import SessionLimits
 from profiling_agent.benchmarking.timed_process import worker_command
-from profiling_agent.benchmarking.turns import Start
-from profiling_agent.benchmarking.worker import open_artifact, serve
+from profiling_agent.benchmarking.worker import Start, open_artifact, serve
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 GROUP = 5

@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from profiling_agent.benchmarking.turns import Start
-from profiling_agent.benchmarking.worker import serve
+from profiling_agent.benchmarking.worker import Start, serve
 from profiling_agent.deployment.batches import noise_batch
 from profiling_agent.quiet import muted
 from profiling_agent.reproducibility import available_threads

@@ -8,7 +8,7 @@ from checks import Check
 
 from profiling_agent.benchmarking.race import SessionLimits, processes, race_until_clear
 from profiling_agent.benchmarking.timed_process import worker_command
-from profiling_agent.benchmarking.turns import Start
+from profiling_agent.benchmarking.worker import Start
 from profiling_agent.reporting.report import RunReport
 from profiling_agent.workspace import file_sha256
 

@@ -23,7 +23,7 @@ from profiling_agent.artifacts.save import save_model
 from profiling_agent.benchmarking.race import SessionLimits, processes, race_until_clear
 from profiling_agent.benchmarking.statistics import Score
 from profiling_agent.benchmarking.timed_process import worker_command
-from profiling_agent.benchmarking.turns import Start
+from profiling_agent.benchmarking.worker import Start
 from profiling_agent.errors import JobError
 from profiling_agent.modules.inference import pin_threads
 from profiling_agent.pruning.prune import prune_model

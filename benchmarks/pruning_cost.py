@@ -25,8 +25,8 @@ from pruning_tradeoff import NAMES, SHARED, Subject
 from torch import Tensor, nn
 from transformers import AutoImageProcessor, AutoModelForImageClassification
 
-from profiling_agent.benchmarking.headline import peak_memory_bytes
 from profiling_agent.modules.inference import pin_threads, random_batch
+from profiling_agent.processes.memory import peak_memory_bytes
 from profiling_agent.profiling.sensitivity import measure_sensitivity
 from profiling_agent.pruning.compensation import compensate
 from profiling_agent.pruning.prune import prune_model

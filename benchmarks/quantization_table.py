@@ -29,7 +29,7 @@ from profiling_agent.benchmarking.race import Result, processes, race_until_clea
 from profiling_agent.benchmarking.session import SessionLimits
 from profiling_agent.benchmarking.statistics import Score
 from profiling_agent.benchmarking.timed_process import worker_command
-from profiling_agent.benchmarking.turns import Start
+from profiling_agent.benchmarking.worker import Start
 from profiling_agent.deployment.batches import noise_batch
 
 NUM_CALIBRATION = 16

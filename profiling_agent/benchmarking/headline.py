@@ -1,12 +1,9 @@
-"""The two numbers of a process that does nothing but run the model: latency and peak memory. No torch here."""
+"""Headline: latency and peak memory of a process that does nothing but run one model. No torch here."""
 
-import resource
-import sys
-from pathlib import Path
-
-from profiling_agent.benchmarking.latency import latency_stats
+from profiling_agent.benchmarking.statistics import latency_stats
 from profiling_agent.deployment.batches import noise_batch
 from profiling_agent.deployment.protocol import ModelSession
+from profiling_agent.processes.memory import peak_memory_bytes
 from profiling_agent.records import Headline, InputSpec
 
 TIME_MS = 20_000
@@ -29,14 +26,3 @@ def measure_headline(session: ModelSession, spec: InputSpec, *, batch_size: int)
         peak_memory_bytes=peak_memory_bytes(),
         forward_passes=2 + runs,
     )
-
-
-def peak_memory_bytes() -> int:
-    """Return the most memory this process has had resident."""
-    status = Path("/proc/self/status")
-    if status.exists():
-        # Linux hands a parent's ru_maxrss on to the child it starts; VmHWM begins anew with the program.
-        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
-        return int(line.split()[1]) * 1024
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -6,13 +6,20 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from profiling_agent.benchmarking.latency import latency_stats
 from profiling_agent.benchmarking.session import MAX_REPEATS as MAX_REPEATS
 from profiling_agent.benchmarking.session import MAX_RUNS as MAX_RUNS
 from profiling_agent.benchmarking.session import RaceSession, SessionLimits, Timed, hopeless, run_session
-from profiling_agent.benchmarking.statistics import PROCESS_SPREAD, Ratios, Score, detectable, log_ratios, pool
+from profiling_agent.benchmarking.statistics import (
+    PROCESS_SPREAD,
+    Ratios,
+    Score,
+    detectable,
+    latency_stats,
+    log_ratios,
+    pool,
+)
 from profiling_agent.benchmarking.timed_process import TimedProcess, worker_command
-from profiling_agent.benchmarking.turns import Start
+from profiling_agent.benchmarking.worker import Start
 from profiling_agent.progress import Progress, silent
 from profiling_agent.records import ArtifactRef, Dropped, Race, RaceResult, Variant
 

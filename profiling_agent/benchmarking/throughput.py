@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
-from profiling_agent.benchmarking.latency import latency_stats
 from profiling_agent.benchmarking.race import processes
 from profiling_agent.benchmarking.session import SessionLimits, run_session
+from profiling_agent.benchmarking.statistics import latency_stats
 from profiling_agent.benchmarking.timed_process import TimedProcess, worker_command
-from profiling_agent.benchmarking.turns import Start
+from profiling_agent.benchmarking.worker import Start
 from profiling_agent.errors import JobError, RequestError
+from profiling_agent.processes.memory import peak_memory_bytes
 from profiling_agent.progress import Progress, silent
 from profiling_agent.records import (
     ArtifactRef,
@@ -114,7 +115,7 @@ def memory_use(
     with TimedProcess(worker_command(root / model.path), start, keeps_memory=False) as process:
         process.wait_until_ready()
         process.take_sample(MEMORY_PASSES)
-        peak_bytes = _peak_bytes(process.pid)
+        peak_bytes = peak_memory_bytes(process.pid)
     return MemoryUse(
         model=model,
         batch_size=batch_size,
@@ -122,14 +123,6 @@ def memory_use(
         size_bytes=model.size_bytes,
         machine=machine(device),
     )
-
-
-def _peak_bytes(pid: int) -> int:
-    status = Path(f"/proc/{pid}/status")
-    if not status.exists():
-        raise JobError("what another process held at most is told by Linux alone (/proc): measure memory there")
-    line = next(line for line in status.read_text(encoding="utf-8").splitlines() if line.startswith("VmHWM:"))
-    return int(line.split()[1]) * 1024
 
 
 def taken(model: ArtifactRef, throughputs: Throughputs, memory: MemoryUse) -> Taken:

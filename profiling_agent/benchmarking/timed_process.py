@@ -6,7 +6,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from profiling_agent.benchmarking.turns import Reply, SampleRequest, Start
+from profiling_agent.benchmarking.worker import Reply, SampleRequest, Start
 from profiling_agent.processes.child import Child, Wording, child_command
 
 # Importing torch and reading a large model takes a minute on a busy machine; a hang takes for ever.

@@ -7,16 +7,38 @@ It imports torch where the model's runtime is torch's, and only there.
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 from profiling_agent.artifacts.folder import open_folder
-from profiling_agent.benchmarking.turns import Reply, SampleRequest, Start
 from profiling_agent.deployment.batches import noise_batch
 from profiling_agent.deployment.registry import open_session
 from profiling_agent.processes.serve import Parent
+from profiling_agent.records import Record
 from profiling_agent.reproducibility import available_threads
 
 # The first pass of a turn finds caches and threads as the other workers left them; it isn't counted.
 WARMUP = 1
+
+
+class Start(Record):
+    """First line to a worker: how it is to run its model."""
+
+    batch_size: int
+    device: str
+    num_threads: int | None = None
+
+
+class SampleRequest(Record):
+    """Further lines to a worker: it is its turn to run that many forward passes."""
+
+    runs: int
+
+
+class Reply(Record):
+    """A worker's answer: it has loaded its model, or how long each pass took."""
+
+    kind: Literal["ready", "times"]
+    samples_ms: tuple[float, ...] = ()
 
 
 def serve(open_model: Callable[[Start], Callable[[], float]]) -> None:

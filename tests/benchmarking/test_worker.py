@@ -15,7 +15,7 @@ from transformers import ViTForImageClassification
 from profiling_agent.artifacts.save import save_model
 from profiling_agent.benchmarking.race import SessionLimits, race
 from profiling_agent.benchmarking.timed_process import TimedProcess, worker_command
-from profiling_agent.benchmarking.turns import Start
+from profiling_agent.benchmarking.worker import Start
 from profiling_agent.errors import JobError
 from profiling_agent.quantization.footprint import folder_bytes
 from profiling_agent.quantization.quantize import quantize_model
@@ -27,7 +27,7 @@ BROOD = """
 import sys, time
 from pathlib import Path
 from profiling_agent.benchmarking.timed_process import TimedProcess, worker_command
-from profiling_agent.benchmarking.turns import SampleRequest, Start
+from profiling_agent.benchmarking.worker import SampleRequest, Start
 child = TimedProcess(worker_command(Path(sys.argv[1])), Start(batch_size=2, device="cpu", num_threads=1))
 child.wait_until_ready()
 child._child.send(SampleRequest(runs=10**9))

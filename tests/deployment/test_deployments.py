@@ -14,7 +14,7 @@ from onnx import TensorProto
 
 from profiling_agent.artifacts.recipe import IR_WEIGHTS, ONNX, WEIGHTS
 from profiling_agent.benchmarking.timed_process import TimedProcess, worker_command
-from profiling_agent.benchmarking.turns import Start
+from profiling_agent.benchmarking.worker import Start
 from profiling_agent.deployment.batches import noise_batch
 from profiling_agent.deployment.protocol import Source
 from profiling_agent.deployment.registry import all_deployments, open_session, runtime
@@ -144,7 +144,7 @@ OPENED = """
 import sys
 from pathlib import Path
 from profiling_agent.benchmarking.worker import open_artifact
-from profiling_agent.benchmarking.turns import Start
+from profiling_agent.benchmarking.worker import Start
 assert open_artifact(Path(sys.argv[1]), Start(batch_size=2, device="cpu", num_threads=1))() > 0
 print([name for name in ("torch", "transformers", "openvino_telemetry.main", "nncf") if name in sys.modules])
 """
