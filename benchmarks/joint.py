@@ -23,7 +23,7 @@ from transformers import ViTImageProcessorPil
 from workshop import Made, Workshop, deployments
 
 from profiling_agent import Request, optimize
-from profiling_agent.benchmarking.race import Result, processes, race_until_clear
+from profiling_agent.benchmarking.race import RaceOutcome, race_until_clear, session_starter
 from profiling_agent.benchmarking.session import SessionLimits
 from profiling_agent.benchmarking.timed_process import worker_command
 from profiling_agent.benchmarking.worker import Start
@@ -144,17 +144,17 @@ def _why(made: Made) -> str:
     return f"logits {made.deployed.distance:.3f} away from float32's" if made.deployed else made.reason
 
 
-def run(variants: Sequence[MeasuredVariant], *, is_quick: bool, sessions: int) -> Result:
+def run(variants: Sequence[MeasuredVariant], *, is_quick: bool, sessions: int) -> RaceOutcome:
     """Let all take turns at batch 1; the first is eager float32, unpruned."""
     limits = SessionLimits(
         seconds_per_sample=0.3, min_repeats=6 if is_quick else 10, max_seconds=20 if is_quick else 60
     )
-    start_session = processes([command for _, _, command in variants], Start(batch_size=1, device="cpu"))
+    start_session = session_starter([command for _, _, command in variants], Start(batch_size=1, device="cpu"))
     return race_until_clear(start_session, len(variants), limits=limits, min_sessions=sessions)
 
 
 def full_size_rows(
-    name: str, variants: Sequence[MeasuredVariant], result: Result, saved: float
+    name: str, variants: Sequence[MeasuredVariant], result: RaceOutcome, saved: float
 ) -> list[dict[str, Any]]:
     """Return a row for each that lasted."""
     return [

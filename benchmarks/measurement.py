@@ -18,7 +18,7 @@ from typing import Any
 
 from checks import Check, finish
 
-from profiling_agent.benchmarking.race import Result, processes, race_until_clear
+from profiling_agent.benchmarking.race import RaceOutcome, race_until_clear, session_starter
 from profiling_agent.benchmarking.session import SessionLimits
 from profiling_agent.benchmarking.timed_process import worker_command
 from profiling_agent.benchmarking.worker import Start, open_artifact, serve
@@ -59,9 +59,11 @@ def save(model: Path, folder: Path) -> Path:
     return folder
 
 
-def compare_group(folder: Path, copy: list[str], size: int, *, batch_size: int, seed: int) -> Result:
+def compare_group(folder: Path, copy: list[str], size: int, *, batch_size: int, seed: int) -> RaceOutcome:
     """Race `size` copies against one baseline."""
-    start_session = processes([worker_command(folder), *[copy] * size], Start(batch_size=batch_size, device="cpu"))
+    start_session = session_starter(
+        [worker_command(folder), *[copy] * size], Start(batch_size=batch_size, device="cpu")
+    )
     return race_until_clear(start_session, size + 1, limits=LIMITS, seed=seed)
 
 

@@ -6,7 +6,8 @@ from typing import Any
 
 from checks import Check
 
-from profiling_agent.benchmarking.race import SessionLimits, processes, race_until_clear
+from profiling_agent.benchmarking.race import race_until_clear, session_starter
+from profiling_agent.benchmarking.session import SessionLimits
 from profiling_agent.benchmarking.timed_process import worker_command
 from profiling_agent.benchmarking.worker import Start
 from profiling_agent.reporting.report import RunReport
@@ -86,7 +87,7 @@ def race_the_best(folders: Sequence[Path], batch_size: int) -> list[list[float]]
     commands = [worker_command(models[prints.index(sha256)]) for sha256 in places]
     if len(commands) == 1:
         return [[1.0] * 3 for _ in models]
-    start_session = processes(commands, Start(batch_size=batch_size, device="cpu"))
+    start_session = session_starter(commands, Start(batch_size=batch_size, device="cpu"))
     scores = race_until_clear(start_session, len(commands), limits=LIMITS, min_sessions=SESSIONS).scores
     of_place = {place: [score.speedup, score.low, score.high] for place, score in scores.items()}
     of_place[0] = [1.0] * 3

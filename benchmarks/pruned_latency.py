@@ -20,7 +20,8 @@ from torch import nn
 from transformers import ViTImageProcessorPil
 
 from profiling_agent.artifacts.save import save_model
-from profiling_agent.benchmarking.race import SessionLimits, processes, race_until_clear
+from profiling_agent.benchmarking.race import race_until_clear, session_starter
+from profiling_agent.benchmarking.session import SessionLimits
 from profiling_agent.benchmarking.statistics import Score
 from profiling_agent.benchmarking.timed_process import worker_command
 from profiling_agent.benchmarking.worker import Start
@@ -69,7 +70,7 @@ def run(folders: Sequence[Path], *, batch_size: int, is_quick: bool) -> list[Sco
     limits = SessionLimits(
         seconds_per_sample=0.5, min_repeats=5 if is_quick else 15, max_seconds=20 if is_quick else 90
     )
-    start_session = processes([worker_command(folder) for folder in folders], start)
+    start_session = session_starter([worker_command(folder) for folder in folders], start)
     result = race_until_clear(start_session, len(folders), limits=limits)
     if result.dropped:
         raise JobError(f"models dropped out of the race: {result.dropped!r}")

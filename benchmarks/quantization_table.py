@@ -25,7 +25,7 @@ from peers import worker_of_papers, worker_of_peer, write_peer
 from transformers import ViTImageProcessorPil
 from workshop import Made, Workshop, deployments
 
-from profiling_agent.benchmarking.race import Result, processes, race_until_clear
+from profiling_agent.benchmarking.race import RaceOutcome, race_until_clear, session_starter
 from profiling_agent.benchmarking.session import SessionLimits
 from profiling_agent.benchmarking.statistics import Score
 from profiling_agent.benchmarking.timed_process import worker_command
@@ -67,16 +67,16 @@ def prepare(name: str, shop: Workshop, *, is_quick: bool) -> list[Made]:
     return sorted((one for one in made if one.deployed), key=lambda one: one.name != BASELINE)
 
 
-def run(commands: Sequence[Sequence[str]], *, is_quick: bool, sessions: int = 1) -> Result:
+def run(commands: Sequence[Sequence[str]], *, is_quick: bool, sessions: int = 1) -> RaceOutcome:
     """Let all take turns at batch size 1."""
     limits = SessionLimits(
         seconds_per_sample=0.3, min_repeats=6 if is_quick else 10, max_seconds=20 if is_quick else 60
     )
     start = Start(batch_size=1, device="cpu")
-    return race_until_clear(processes(commands, start), len(commands), limits=limits, min_sessions=sessions)
+    return race_until_clear(session_starter(commands, start), len(commands), limits=limits, min_sessions=sessions)
 
 
-def row_of(model: str, made: Made, baseline_bytes: int, result: Result, index: int, peer: int) -> dict[str, Any]:
+def row_of(model: str, made: Made, baseline_bytes: int, result: RaceOutcome, index: int, peer: int) -> dict[str, Any]:
     """Return a deployment's line of the table."""
     assert made.deployed is not None
     score = result.scores.get(index)
@@ -98,7 +98,7 @@ def _triple(score: Score | None) -> list[float] | None:
     return [score.speedup, score.low, score.high] if score else None
 
 
-def _against(result: Result, index: int, peer: int) -> list[float] | None:
+def _against(result: RaceOutcome, index: int, peer: int) -> list[float] | None:
     lasted = index in result.scores and peer in result.scores
     return _triple(result.against(index, peer)) if lasted else None
 

@@ -1,4 +1,4 @@
-"""What each unit takes at each width on this machine: every distinct shape timed once, and remembered for this machine."""
+"""Latency table: what each unit takes at each width on this machine; every distinct shape is timed once and remembered."""
 
 import hashlib
 import json
@@ -144,7 +144,7 @@ def _chosen(unit: Unit) -> list[int]:
 
 
 def _timed(unit: Unit, parts: Sequence[_Part], batch: Tensor) -> dict[int, float]:
-    """Time some widths of one unit in turns; return the median of each."""
+    """Time some widths of one unit, one after another in each repeat; return the median of each."""
     runs = {width: list(_runs(unit, parts, width, batch.device)) for width in _chosen(unit)}
     samples: dict[int, list[float]] = {width: [] for width in runs}
     with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""Models take turns on one machine, one process each: which is faster, and how sure is that? No torch here."""
+"""Race: models take turns on one machine, one process each, and each gets a speed-up with an interval. No torch here."""
 
 import math
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -6,8 +6,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from profiling_agent.benchmarking.session import MAX_REPEATS as MAX_REPEATS
-from profiling_agent.benchmarking.session import MAX_RUNS as MAX_RUNS
 from profiling_agent.benchmarking.session import RaceSession, SessionLimits, Timed, hopeless, run_session
 from profiling_agent.benchmarking.statistics import (
     PROCESS_SPREAD,
@@ -37,10 +35,10 @@ StartSession = Callable[[Sequence[int]], AbstractContextManager[Mapping[int, Tim
 
 
 @dataclass(slots=True)
-class Result:
+class RaceOutcome:
     """How a race ended, by the models' places: scores of all but those that dropped out.
 
-    `ratios` are log(first's time / its time) of every round, by session; not every model is in each session.
+    `ratios` are log(first's time / its time) of every repeat, by session; not every model is in each session.
     """
 
     scores: dict[int, Score] = field(default_factory=dict[int, Score])
@@ -53,17 +51,15 @@ class Result:
     @property
     def detectable(self) -> float:
         """Return the share by which two equal models would have to differ to be told apart."""
-        return detectable([result for index, result in self.scores.items() if index])
+        return detectable([score for index, score in self.scores.items() if index])
 
     def against(self, index: int, other: int, *, seed: int = 0) -> Score:
         """Return the score of one model against any other, over the sessions that both were in."""
         if index == other:
             return Score(self.scores[index].samples_ms, 1.0, 1.0, 1.0)
         own, others = self.ratios[index], self.ratios[other]
-        rounds = [
-            _paired(own[start_session], others[start_session]) for start_session in sorted(own.keys() & others.keys())
-        ]
-        return pool(rounds, self.scores[index].samples_ms, seed=seed, process_spread=self.process_spread)
+        sessions = [_paired(own[session], others[session]) for session in sorted(own.keys() & others.keys())]
+        return pool(sessions, self.scores[index].samples_ms, seed=seed, process_spread=self.process_spread)
 
 
 def _paired(own: Ratios, others: Ratios) -> Ratios:
@@ -80,51 +76,52 @@ def race_until_clear(  # noqa: PLR0913 (how a race is run belongs to its result)
     progress: Progress = silent,
     process_spread: float = PROCESS_SPREAD,
     min_sessions: int = 1,
-) -> Result:
+) -> RaceOutcome:
     """Return each model's score against the first.
 
-    After `min_sessions` of all, those in doubt race the first again, three races at most, each time in new processes, and
-    are scored on all their races together: two processes of equal models can differ by several per cent for as long as
-    they live, which no number of turns averages out. In doubt is who is shown slower so far, a little faster, or faster by
-    nobody knows how much, or is neither by a hair, and is not hopeless.
+    After `min_sessions` of all, those in doubt race the first again, in three sessions at most, each in new processes, and
+    are scored on all their sessions together: two processes of equal models can differ by several per cent for as long
+    as they live, which no number of repeats averages out. In doubt is who is shown slower so far, a little faster, or
+    faster by nobody knows how much, or is neither by a hair, and is not hopeless.
 
     Raises:
         JobError: the first model crashed or hung.
     """
-    result, samples = Result(process_spread=process_spread), dict[int, list[float]]()
+    outcome, samples = RaceOutcome(process_spread=process_spread), dict[int, list[float]]()
     entered = list(range(num_models))
-    while result.num_sessions < min_sessions or (len(entered) > 1 and result.num_sessions < MAX_SESSIONS):
+    while outcome.num_sessions < min_sessions or (len(entered) > 1 and outcome.num_sessions < MAX_SESSIONS):
         with start_session(entered) as processes:
             session = run_session(
-                processes, limits=limits or SessionLimits(), seed=seed + result.num_sessions, progress=progress
+                processes, limits=limits or SessionLimits(), seed=seed + outcome.num_sessions, progress=progress
             )
-        _take_down(session, result, samples)
-        result.scores = {
-            index: _score(index, result, samples[index], seed=seed) for index in samples.keys() - result.dropped.keys()
+        _record(session, outcome, samples)
+        outcome.scores = {
+            index: _score(index, outcome, samples[index], seed=seed)
+            for index in samples.keys() - outcome.dropped.keys()
         }
-        lasting = [index for index in entered if index not in result.dropped]
-        entered = lasting if result.num_sessions < min_sessions else [0, *_doubtful(result.scores, lasting)]
-    return result
+        lasting = [index for index in entered if index not in outcome.dropped]
+        entered = lasting if outcome.num_sessions < min_sessions else [0, *_doubtful(outcome.scores, lasting)]
+    return outcome
 
 
-def _take_down(session: RaceSession, result: Result, samples: dict[int, list[float]]) -> None:
+def _record(session: RaceSession, outcome: RaceOutcome, samples: dict[int, list[float]]) -> None:
     for index, own in session.samples.items():
         ratios = log_ratios(own, session.samples[0])
-        result.ratios.setdefault(index, {})[result.num_sessions] = ratios
+        outcome.ratios.setdefault(index, {})[outcome.num_sessions] = ratios
         samples.setdefault(index, []).extend(pass_ms for sample in own for pass_ms in sample)
-    result.dropped |= session.lost
-    result.num_repeats += session.num_repeats
-    result.num_sessions += 1
+    outcome.dropped |= session.lost
+    outcome.num_repeats += session.num_repeats
+    outcome.num_sessions += 1
 
 
-def _score(index: int, result: Result, samples_ms: list[float], *, seed: int) -> Score:
+def _score(index: int, outcome: RaceOutcome, samples_ms: list[float], *, seed: int) -> Score:
     if index == 0:
         return Score(samples_ms, 1.0, 1.0, 1.0)
-    return pool(list(result.ratios[index].values()), samples_ms, seed=seed, process_spread=result.process_spread)
+    return pool(list(outcome.ratios[index].values()), samples_ms, seed=seed, process_spread=outcome.process_spread)
 
 
 def _doubtful(scores: Mapping[int, Score], entered: Sequence[int]) -> list[int]:
-    without_hope = hopeless({index: result for index, result in scores.items() if index})
+    without_hope = hopeless({index: score for index, score in scores.items() if index})
     return [index for index in entered if index in scores.keys() - without_hope - {0} and _is_doubtful(scores[index])]
 
 
@@ -134,8 +131,8 @@ def _is_doubtful(score: Score) -> bool:
     return score.is_shown_slower or abs(math.log(score.speedup)) > UNDECIDED * math.log(score.high / score.low)
 
 
-def processes(commands: Sequence[Sequence[str]], start: Start) -> StartSession:
-    """Return what lines up a process for each of the chosen `commands` and ends them all after the race."""
+def session_starter(commands: Sequence[Sequence[str]], start: Start) -> StartSession:
+    """Return what makes a process for each of the chosen `commands`, and ends them all after the session."""
 
     @contextmanager
     def start_session(chosen: Sequence[int]) -> Generator[Mapping[int, Timed]]:
@@ -158,27 +155,27 @@ def race(  # noqa: PLR0913 (how a race is run belongs to its result)
 ) -> Race:
     """Return one race result per entry that lasted, in their order; the first is the baseline. Paths are relative to `root`.
 
-    Every model loads in a process of its own; then they take turns, one at a time, in a shuffled order each round. A
-    speed-up is the median over rounds of baseline time over candidate time in the same round, its interval a
-    bootstrap over rounds widened by what processes of equal models differ by. Whoever is in doubt races again.
+    Every model loads in a process of its own; then they take turns, one at a time, in a shuffled order at each repeat. A
+    speed-up is the median over repeats of baseline time over candidate time at the same repeat, its interval a
+    bootstrap over repeats widened by what processes of equal models differ by. Whoever is in doubt races again.
 
     Raises:
         JobError: the baseline crashed or hung; says what it said last.
     """
     start = Start(batch_size=batch_size, device=device, num_threads=num_threads)
-    start_session = processes([worker_command(root / ref.path) for _, ref in entries], start)
-    result = race_until_clear(start_session, len(entries), limits=limits, seed=seed, progress=progress)
+    start_session = session_starter([worker_command(root / ref.path) for _, ref in entries], start)
+    outcome = race_until_clear(start_session, len(entries), limits=limits, seed=seed, progress=progress)
     return Race(
         results=tuple(
-            _race_result(*entries[index], result.scores[index], batch_size) for index in sorted(result.scores)
+            _race_result(*entries[index], outcome.scores[index], batch_size) for index in sorted(outcome.scores)
         ),
-        num_repeats=result.num_repeats,
-        num_sessions=result.num_sessions,
+        num_repeats=outcome.num_repeats,
+        num_sessions=outcome.num_sessions,
         dropped=tuple(
             Dropped(variant=entries[index][0], model=entries[index][1], reason=reason)
-            for index, reason in sorted(result.dropped.items())
+            for index, reason in sorted(outcome.dropped.items())
         ),
-        detectable=result.detectable,
+        detectable=outcome.detectable,
     )
 
 
@@ -192,12 +189,12 @@ def noise_warning(race: Race) -> str | None:
     )
 
 
-def _race_result(variant: Variant, model: ArtifactRef, result: Score, batch_size: int) -> RaceResult:
+def _race_result(variant: Variant, model: ArtifactRef, score: Score, batch_size: int) -> RaceResult:
     return RaceResult(
         variant=variant,
         model=model,
-        latency=latency_stats(result.samples_ms, batch_size),
-        speedup=result.speedup,
-        speedup_low=result.low,
-        speedup_high=result.high,
+        latency=latency_stats(score.samples_ms, batch_size),
+        speedup=score.speedup,
+        speedup_low=score.low,
+        speedup_high=score.high,
     )

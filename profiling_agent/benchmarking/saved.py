@@ -1,4 +1,4 @@
-"""Race or measure saved models again: on another machine, at another batch size, or beside each other. No torch here."""
+"""Saved models raced or measured again: on another machine, at another batch size, or beside each other. No torch here."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""One session of a race: models load, take turns in a shuffled order, and drop out. No torch here."""
+"""Session: one start of all processes of a race, which load, take turns in a shuffled order, and drop out. No torch here."""
 
 import random
 import time
@@ -10,15 +10,15 @@ from profiling_agent.benchmarking.statistics import Score, log_ratios, pool
 from profiling_agent.errors import JobError
 from profiling_agent.progress import Progress, silent
 
-# No more rounds are run once every interval is this narrow, relative to its speed-up, or once there are this many. What
-# luck alone makes of an interval is about twice that wide, so the bound is on the part that rounds can narrow.
+# A session ends once every interval is this narrow, relative to its speed-up, or after this many repeats. What equal
+# processes differ by makes an interval about twice that wide, so the bound is on the part that repeats can narrow.
 NARROW, MAX_REPEATS = 0.04, 40
-# Forty rounds of ten keep 400 samples a model at most.
+# Forty samples of ten passes keep 400 times a model at most.
 MAX_RUNS = 10
-# Whoever is surely less than half as fast as the best stops taking turns.
+# Whoever is surely less than half as fast as the best stops early.
 HOPELESS = 0.5
-# Between rounds the machine waits, and an interval is only asked whether it is narrow.
-ROUGH = 300
+# Between repeats the machine waits, and an interval is only asked whether it is narrow.
+NUM_ROUGH_RESAMPLES = 300
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,14 +31,14 @@ class SessionLimits:
 
 
 class Timed(Protocol):
-    """Whoever takes turns."""
+    """A model that a session times."""
 
     def start(self) -> None:
         """Begin to load; returns at once."""
         ...
 
     def wait_until_ready(self) -> None:
-        """Wait until it can take turns; JobError where it never will."""
+        """Wait until it can be timed; JobError where it never will."""
         ...
 
     def take_sample(self, runs: int) -> list[float]:
@@ -48,7 +48,7 @@ class Timed(Protocol):
 
 @dataclass(slots=True)
 class RaceSession:
-    """What one session brought, by model: turns, who stopped early without a chance, and who failed, with why."""
+    """What one session brought, by model: its samples, who stopped early without a chance, and who failed, with why."""
 
     samples: dict[int, list[list[float]]] = field(default_factory=dict[int, list[list[float]]])
     hopeless: set[int] = field(default_factory=set[int])
@@ -81,24 +81,24 @@ def run_session(
         scores = {index: _so_far(session, index, seed) for index in order if index}
         session.hopeless |= hopeless(scores)
         order = [index for index in order if index not in session.hopeless]
-        is_narrow = all(result.width <= NARROW for index, result in scores.items() if index in order)
+        is_narrow = all(score.width <= NARROW for index, score in scores.items() if index in order)
         if is_narrow or session.num_repeats >= MAX_REPEATS or time.monotonic() - started > limits.max_seconds:
             return session
 
 
 def hopeless(scores: Mapping[int, Score]) -> set[int]:
     """Return the models that are surely less than half as fast as the best, the baseline among those."""
-    best = max((result.low for result in scores.values()), default=1.0)
-    return {index for index, result in scores.items() if result.high < HOPELESS * max(best, 1.0)}
+    best = max((score.low for score in scores.values()), default=1.0)
+    return {index for index, score in scores.items() if score.high < HOPELESS * max(best, 1.0)}
 
 
 def _so_far(session: RaceSession, index: int, seed: int) -> Score:
     ratios = log_ratios(session.samples[index], session.samples[0])
-    return pool([ratios], [], seed=seed, process_spread=0.0, num_resamples=ROUGH)
+    return pool([ratios], [], seed=seed, process_spread=0.0, num_resamples=NUM_ROUGH_RESAMPLES)
 
 
 def _load(processes: Mapping[int, Timed], session: RaceSession, limits: SessionLimits) -> dict[int, int]:
-    """Have each load while the next one starts, and return how many passes of each fit in a turn.
+    """Have each load while the next one starts, and return how many passes of each make a sample.
 
     No more than two load at a time: converting weights takes several times what holding them does.
     """

@@ -1,7 +1,7 @@
-"""The turns of a race to speed-ups with intervals.
+"""Statistics of times: medians with intervals, and the speed-ups that the samples of a race give. No torch here.
 
-Rounds of one session share its processes, and two processes of equal models differ for as long as they live. So an
-interval covers both: a bootstrap over the rounds of each session, and the luck of the draw between sessions, which is
+Repeats of one session share its processes, and two processes of equal models differ for as long as they live. So a
+speed-up's interval covers both: a bootstrap over the repeats of each session, and the spread between sessions, which is
 taken to be no smaller than what equal models showed (`PROCESS_SPREAD`).
 """
 
@@ -18,7 +18,7 @@ from profiling_agent.records import LatencyStats
 NUM_RESAMPLES = 2000
 CONFIDENCE = 0.95
 # Standard deviation of the log ratio of two processes of one model, with workers that keep their memory: six processes
-# of a small ViT at batch 32 by turns, two cores (docs/decisions/LOG.md).
+# of a small ViT at batch 32 in one race, two cores (docs/decisions/LOG.md).
 PROCESS_SPREAD = 0.02
 Samples = Sequence[Sequence[float]]
 Ratios = NDArray[np.float64]
@@ -50,9 +50,9 @@ class Score:
 
 
 def log_ratios(samples: Samples, baseline: Samples) -> Ratios:
-    """Return log(baseline time / time) of each round that both took part in.
+    """Return log(baseline time / time) of each repeat that both took part in.
 
-    Times of a round are medians taken within seconds of each other: a machine that slows down over a minute slows both.
+    Times of a repeat are medians taken within seconds of each other: a machine that slows down over a minute slows both.
     """
     own, first = (np.array([np.median(sample) for sample in of]) for of in (samples, baseline))
     return np.log(first[: len(own)] / own)
@@ -68,8 +68,8 @@ def pool(
 ) -> Score:
     """Return the score that the log ratios of one or more sessions give together.
 
-    The speed-up is the geometric mean over sessions of the median over rounds; the interval holds the middle 95% of
-    bootstrap draws of it, to each of which the luck of that many sessions is added.
+    The speed-up is the geometric mean over sessions of the median over repeats; the interval holds the middle 95% of
+    bootstrap draws of it, to each of which the spread of that many sessions is added.
     """
     rng = np.random.default_rng(seed)
     medians = np.array([np.median(ratios) for ratios in sessions])

@@ -1,4 +1,4 @@
-"""What deployed models take on this machine: images per second, memory of a process that only runs one, bytes on disk.
+"""Throughput and memory of deployed models: images per second, what a process holds that only runs one, bytes on disk.
 
 Everything is measured in processes of their own, whatever the runtime. No torch here.
 """
@@ -33,7 +33,7 @@ BATCH_SIZES = (1, 8, 32)
 RUNTIME_LIBRARIES = ("onnxruntime", "openvino", "nncf", "torchao")
 # A runtime may take another way through its kernels, and more memory, after its first pass.
 MEMORY_PASSES = 3
-# Throughput is reported, and decides nothing: fewer rounds than a race has will do.
+# Throughput is reported, and decides nothing: fewer repeats than a race has will do.
 LIMITS = SessionLimits(seconds_per_sample=0.25, min_repeats=8, max_seconds=20.0)
 
 
@@ -68,7 +68,7 @@ def throughput(  # noqa: PLR0913 (how it is measured belongs to the result)
     limits: SessionLimits = LIMITS,
     progress: Progress = silent,
 ) -> Throughputs:
-    """Return images per second of each model at each batch size, by turns across processes.
+    """Return images per second of each model at each batch size; their processes take turns.
 
     A model that can't be run at a batch size (its files are of another one, or its process dies) has a refusal there.
     """

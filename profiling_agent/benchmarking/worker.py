@@ -1,6 +1,6 @@
-"""One model in a process of its own that runs when it is its turn: `python -m profiling_agent.benchmarking.worker FOLDER`.
+"""Worker: one model in a process of its own, timed when asked: `python -m profiling_agent.benchmarking.worker FOLDER`.
 
-It ends when its standard input does, also in the middle of a turn: whoever kills the parent leaves no worker behind.
+It ends when its standard input does, also in the middle of a sample: whoever kills the parent leaves no worker behind.
 It imports torch where the model's runtime is torch's, and only there.
 """
 
@@ -16,7 +16,7 @@ from profiling_agent.processes.serve import Parent
 from profiling_agent.records import Record
 from profiling_agent.reproducibility import available_threads
 
-# The first pass of a turn finds caches and threads as the other workers left them; it isn't counted.
+# The first pass of a sample finds caches and threads as the other workers left them; it isn't counted.
 WARMUP = 1
 
 
@@ -29,7 +29,7 @@ class Start(Record):
 
 
 class SampleRequest(Record):
-    """Further lines to a worker: it is its turn to run that many forward passes."""
+    """Further lines to a worker: a sample of that many forward passes is wanted."""
 
     runs: int
 
@@ -42,7 +42,7 @@ class Reply(Record):
 
 
 def serve(open_model: Callable[[Start], Callable[[], float]]) -> None:
-    """Load a model, then take turns until standard input ends; never returns.
+    """Load a model, then answer with samples until standard input ends; never returns.
 
     `open_model` returns a function that runs the batch once and returns the milliseconds it took; it also sees to it
     that no more than the number of threads in `Start` are used.

@@ -1,4 +1,4 @@
-"""One job at a time on a machine: whoever measures while others compute measures them too."""
+"""Machine lock: one job at a time on a machine, as whoever measures while others compute measures them too."""
 
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ POLL_S = 0.2
 
 @contextmanager
 def machine_lock(progress: Progress = silent) -> Generator[None, None, None]:
-    """Wait until no other process of this user's does a job; a process that dies gives its turn back."""
+    """Wait until no other process of this user's does a job; a process that dies lets go of it."""
     lock = _taken(progress)
     try:
         yield
@@ -36,6 +36,6 @@ def _taken(progress: Progress) -> FileLock | None:
             progress("waiting for another run on this machine", 0, 0)
             lock.acquire(poll_interval=POLL_S)
     except OSError:
-        # Who can't write a cache can't take turns either; acquisition tells of it where a cache is needed.
+        # Who can't write a cache can't wait for others either; acquisition tells of it where a cache is needed.
         return None
     return lock

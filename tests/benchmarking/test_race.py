@@ -1,4 +1,4 @@
-"""Who is called slower, and how often that has to be shown. Runners here say their times from a script."""
+"""Who is called slower, and how often that has to be shown. Processes here say their times from a script."""
 
 import itertools
 import math
@@ -19,7 +19,7 @@ SHORT = SessionLimits(seconds_per_sample=0.1, min_repeats=12, max_seconds=0)
 
 
 class Scripted:
-    """A runner whose passes take what `times` says next; None is a crash."""
+    """A process whose passes take what `times` says next; None is a crash."""
 
     def __init__(self, times: Iterator[float | None], *, loads: bool = True) -> None:
         self.times = times
@@ -49,8 +49,8 @@ def steady(milliseconds: float) -> Scripted:
     return Scripted(milliseconds * noise.uniform(0.99, 1.01) for _ in itertools.count())
 
 
-def per_race(choose: Callable[[int], float]) -> Scripted:
-    """A runner with one time per race, which is a turn to warm up and eight rounds."""
+def per_session(choose: Callable[[int], float]) -> Scripted:
+    """A process with one time per session, which is a sample to warm up and eight repeats."""
     return Scripted(choose(sample // (LIMITS.min_repeats + 1)) for sample in itertools.count())
 
 
@@ -92,10 +92,10 @@ def test_a_model_that_is_a_little_faster_has_to_show_it_three_times():
     assert result.num_sessions == 3
 
 
-def test_a_race_that_was_lucky_is_made_up_for_by_the_next():
-    lucky = per_race(lambda number: 9 if number == 0 else 10.2)
+def test_a_session_that_flattered_is_made_up_for_by_the_next():
+    flattered = per_session(lambda number: 9 if number == 0 else 10.2)
 
-    result = run(per_race(lambda _: 10), lucky)
+    result = run(per_session(lambda _: 10), flattered)
 
     assert result.num_sessions == 2
     assert result.scores[1].low <= 1 <= result.scores[1].high
@@ -131,7 +131,7 @@ def test_the_hopeless_stop_early_and_keep_their_score():
         (Scripted(iter([10.0, 10.0, None])), "it died of SIGFPE"),
         (Scripted(iter([None])), "it died of SIGFPE"),
     ],
-    ids=["does not load", "crashes in a round", "crashes when warming up"],
+    ids=["does not load", "crashes in a repeat", "crashes when warming up"],
 )
 def test_who_fails_drops_out_with_the_reason_and_the_others_go_on(loser: Scripted, reason: str):
     result = run(steady(10), loser, steady(5))
@@ -172,14 +172,14 @@ def test_what_differs_by_less_than_the_noise_is_called_too_noisy_to_tell():
     assert "differ by less than 21%" in warning
 
 
-def test_three_line_ups_tell_apart_what_one_can_not():
+def test_three_sessions_tell_apart_what_one_can_not():
     ratios = log_ratios([[10.0]] * 9, [[10.0]] * 9)
 
     assert detectable([pool([ratios] * 3, [], seed=0)]) < 0.7 * detectable([pool([ratios], [], seed=0)])
 
 
 def test_drift_that_slows_everybody_changes_no_speedup():
-    fast, slow = ([[base * (1 + round_number)] for round_number in range(20)] for base in (5.0, 10.0))
+    fast, slow = ([[base * (1 + repeat)] for repeat in range(20)] for base in (5.0, 10.0))
 
     faster = pool([log_ratios(fast, slow)], [], seed=0, process_spread=0.0)
 
@@ -196,13 +196,13 @@ def test_noise_widens_the_interval():
     assert calm.width < noisy.width
 
 
-def test_line_ups_that_disagree_widen_the_interval():
+def test_sessions_that_disagree_widen_the_interval():
     first, second = (log_ratios([[time]] * 9, [[10.0]] * 9) for time in (9.0, 11.0))
 
     assert pool([first, second], [], seed=0).width > 2 * pool([first, first], [], seed=0).width
 
 
-def test_rounds_go_on_until_intervals_are_narrow_but_not_for_ever():
+def test_repeats_go_on_until_intervals_are_narrow_but_not_for_ever():
     rng = random.Random(2)
     timed = Scripted(10 * rng.uniform(0.2, 2) for _ in itertools.count())
 
@@ -211,7 +211,7 @@ def test_rounds_go_on_until_intervals_are_narrow_but_not_for_ever():
     assert LIMITS.min_repeats < result.num_repeats <= MAX_REPEATS * result.num_sessions
 
 
-def test_short_passes_are_repeated_within_a_turn_and_samples_are_kept():
+def test_short_passes_are_repeated_within_a_sample_and_samples_are_kept():
     quick, long = steady(0.1), steady(60)
 
     result = run(long, quick)
@@ -224,7 +224,7 @@ def test_short_passes_are_repeated_within_a_turn_and_samples_are_kept():
     ]
 
 
-def test_every_race_lines_up_anew():
+def test_every_session_starts_anew():
     pairs: list[dict[int, Scripted]] = []
 
     def start_session(chosen: Sequence[int]):
@@ -237,7 +237,7 @@ def test_every_race_lines_up_anew():
     assert all(timed.samples for pair in pairs for timed in pair.values())
 
 
-def test_any_two_contenders_can_be_compared():
+def test_any_two_models_can_be_compared():
     result = run(steady(10), steady(5), steady(2.5))
 
     assert result.against(2, 1).speedup == pytest.approx(2, rel=0.02)
@@ -256,13 +256,13 @@ def test_all_race_as_often_as_is_asked():
 
 
 def drawn(milliseconds: float, noise: random.Random) -> Scripted:
-    """A process with luck of its own, 1.25% either way, whose passes vary by 3%, one in twenty by 15% more."""
+    """A process with a speed of its own, 1.25% either way, whose passes vary by 3%, one in twenty by 15% more."""
     own = milliseconds * math.exp(noise.gauss(0, 0.0125))
     return Scripted(own * math.exp(noise.gauss(0, 0.03) + 0.15 * (noise.random() < 0.05)) for _ in itertools.count())
 
 
 @pytest.mark.parametrize(("milliseconds", "said"), [(10, "equal"), (11, "slower")])
-def test_what_is_so_is_said_in_95_of_100_races_of_processes_with_luck(milliseconds: float, said: str):
+def test_what_is_so_is_said_in_95_of_100_races_of_processes_that_differ(milliseconds: float, said: str):
     found = {"equal": 0, "slower": 0, "faster": 0}
     for number in range(100):
         noise = random.Random(number)

@@ -1,4 +1,4 @@
-"""Real workers: processes that load a saved model, run when it is their turn, and leave nothing behind."""
+"""Real workers: processes that load a saved model, run when they are asked, and leave nothing behind."""
 
 import os
 import signal
@@ -13,7 +13,8 @@ import zoo
 from transformers import ViTForImageClassification
 
 from profiling_agent.artifacts.save import save_model
-from profiling_agent.benchmarking.race import SessionLimits, race
+from profiling_agent.benchmarking.race import race
+from profiling_agent.benchmarking.session import SessionLimits
 from profiling_agent.benchmarking.timed_process import TimedProcess, worker_command
 from profiling_agent.benchmarking.worker import Start
 from profiling_agent.errors import JobError
@@ -50,7 +51,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_laps_come_back_in_the_order_of_the_entries(root: Path):
+def test_results_come_back_in_the_order_of_the_entries(root: Path):
     entries = [(Variant.BASELINE, ref(root / "baseline")), (Variant.QUANTIZED, ref(root / "quantized"))]
     seen = []
 
@@ -90,7 +91,7 @@ def test_a_much_larger_model_is_shown_slower(root: Path):
     assert result.results[1].speedup_high < 0.5
 
 
-def test_a_racer_that_can_not_load_says_why(root: Path, tmp_path: Path):
+def test_a_worker_that_can_not_load_says_why(root: Path, tmp_path: Path):
     with (
         TimedProcess(worker_command(tmp_path / "nowhere"), START) as process,
         pytest.raises(JobError, match=r"nowhere.*recipe\.json"),
@@ -98,7 +99,7 @@ def test_a_racer_that_can_not_load_says_why(root: Path, tmp_path: Path):
         process.wait_until_ready()
 
 
-def test_a_racer_that_hangs_is_ended():
+def test_a_worker_that_hangs_is_ended():
     command = [sys.executable, "-c", "import time; time.sleep(600)"]
 
     with TimedProcess(command, START) as process, pytest.raises(JobError, match=r"said nothing for 0\.2 s"):
@@ -107,7 +108,7 @@ def test_a_racer_that_hangs_is_ended():
     assert not psutil.Process().children()
 
 
-def test_a_racer_that_is_killed_between_turns_is_noticed(root: Path):
+def test_a_worker_that_is_killed_between_samples_is_noticed(root: Path):
     with TimedProcess(worker_command(root / "baseline"), START) as process:
         process.wait_until_ready()
         os.kill(process.pid, signal.SIGKILL)
@@ -116,7 +117,7 @@ def test_a_racer_that_is_killed_between_turns_is_noticed(root: Path):
             process.take_sample(10**9)
 
 
-def test_a_racer_in_the_middle_of_its_turn_dies_with_its_parent(root: Path):
+def test_a_worker_in_the_middle_of_a_sample_dies_with_its_parent(root: Path):
     parent = subprocess.Popen([sys.executable, "-c", BROOD, str(root / "baseline")], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     with parent, parent.stdout:
