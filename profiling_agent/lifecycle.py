@@ -18,7 +18,7 @@ from profiling_agent.graphs.optimization import build_graph  # pyright: ignore[r
 from profiling_agent.records import Approval, ApprovalQuestion
 from profiling_agent.reporting.report import RunReport
 from profiling_agent.reporting.results import REPORT
-from profiling_agent.reproducibility import machine
+from profiling_agent.reproducibility import environment
 from profiling_agent.request import Request
 from profiling_agent.workspace import Workspace, create_workspace, read_manifest
 
@@ -158,10 +158,10 @@ def pending(run: str | Path) -> ApprovalQuestion | None:
 def _reopened(run: str | Path) -> tuple[Request, Workspace]:
     # Resolved, so that `.` has a name too.
     root = Path(run).expanduser().resolve()
-    manifest = read_manifest(root)
-    if manifest.machine not in ("", machine()) and not (root / REPORT).exists():
+    manifest, here = read_manifest(root), environment().machine
+    if manifest.machine not in ("", here) and not (root / REPORT).exists():
         raise RunError(
-            f"run {root.name!r} was begun on {manifest.machine!r} and this is {machine()!r}: times of both would be mixed, "
+            f"run {root.name!r} was begun on {manifest.machine!r} and this is {here!r}: times of both would be mixed, "
             "so finish it there, or start a new run here"
         )
     request = manifest.request.model_copy(update={"run_id": root.name, "output": str(root.parent)})

@@ -1,13 +1,15 @@
-"""What a number depends on besides its inputs: code, libraries and machine."""
+"""Fingerprint of code, libraries and machine: what a number depends on besides its inputs."""
 
+import contextlib
 import hashlib
 import os
 import platform
+from collections.abc import Sequence
 from functools import cache
 from importlib import metadata
 from pathlib import Path
 
-from profiling_agent.records import Record
+from profiling_agent.records import Environment
 
 LIBRARIES = (
     "datasets",
@@ -23,20 +25,9 @@ LIBRARIES = (
     "torch-pruning",
     "transformers",
 )
+# Libraries that a runtime's speed depends on and that need not be installed.
+RUNTIME_LIBRARIES = ("onnxruntime", "openvino", "nncf", "torchao")
 CPU_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx_vnni", "amx_int8", "amx_bf16")
-
-
-class Environment(Record):
-    """The machine and the software that the measurements were taken with."""
-
-    cpu: str
-    cpu_flags: tuple[str, ...]
-    num_threads: int
-    memory_bytes: int
-    system: str
-    python: str
-    libraries: dict[str, str]
-    code_version: str
 
 
 def _cpuinfo(field: str) -> str:
@@ -62,15 +53,9 @@ def available_threads() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def machine() -> str:
-    """Return what times depend on: the processor, and how many of its threads this process may use."""
-    found = environment()
-    return f"{found.cpu}, {found.num_threads} threads"
-
-
 @cache
-def environment() -> Environment:
-    """Return the fingerprint of this machine and installation."""
+def environment(device: str = "cpu") -> Environment:
+    """Return the fingerprint of this machine and installation, for measurements on `device`."""
     flags = set(_cpuinfo("flags").split())
     return Environment(
         cpu=_cpuinfo("model name") or platform.processor() or platform.machine(),
@@ -78,7 +63,17 @@ def environment() -> Environment:
         num_threads=available_threads(),
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         system=f"{platform.system()} {platform.machine()}",
+        device=device,
         python=platform.python_version(),
         libraries={name: metadata.version(name) for name in LIBRARIES},
+        runtimes=_installed(RUNTIME_LIBRARIES),
         code_version=code_version(),
     )
+
+
+def _installed(names: Sequence[str]) -> dict[str, str]:
+    versions: dict[str, str] = {}
+    for name in names:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    return versions

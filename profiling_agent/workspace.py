@@ -18,7 +18,7 @@ from pydantic import Field, ValidationError
 
 from profiling_agent.errors import RequestError, RunError
 from profiling_agent.records import ArtifactRef, Record
-from profiling_agent.reproducibility import machine
+from profiling_agent.reproducibility import environment
 from profiling_agent.request import Request
 
 SCHEMA_VERSION = 2
@@ -135,7 +135,7 @@ def _unwritable(request: Request, error: OSError) -> RequestError:
 
 def _write_manifest(root: Path, request: Request) -> None:
     (root / "jobs").mkdir(parents=True, exist_ok=True)
-    manifest = Manifest(schema_version=SCHEMA_VERSION, request=request, machine=machine())
+    manifest = Manifest(schema_version=SCHEMA_VERSION, request=request, machine=environment().machine)
     write_atomically(root / MANIFEST, manifest.model_dump_json(indent=2))
 
 

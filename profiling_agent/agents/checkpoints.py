@@ -25,7 +25,7 @@ from langgraph.checkpoint.serde.jsonplus import JsonPlusSerializer
 from langgraph.checkpoint.sqlite import SqliteSaver
 from pydantic import BaseModel
 
-from profiling_agent import records, reproducibility, request
+from profiling_agent import records, request
 from profiling_agent.agents import state
 from profiling_agent.errors import RunError
 from profiling_agent.iteration import attempt
@@ -37,7 +37,6 @@ from profiling_agent.workspace import Workspace
 
 MODULES: tuple[ModuleType, ...] = (
     *(import_module(f"{records.__name__}.{found.name}") for found in iter_modules(records.__path__)),
-    reproducibility,
     request,
     attempt,
     endpoint,

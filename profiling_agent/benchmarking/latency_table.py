@@ -190,9 +190,9 @@ def _filled(unit: Unit, measured: Times) -> dict[int, float]:
 
 
 def _fingerprint(device: torch.device) -> str:
-    machine = environment()
-    named = torch.cuda.get_device_name(device) if device.type == "cuda" else machine.cpu
-    said = [named, machine.cpu_flags, torch.get_num_threads(), machine.libraries["torch"]]
+    here = environment()
+    named = torch.cuda.get_device_name(device) if device.type == "cuda" else here.cpu
+    said = [named, here.cpu_flags, torch.get_num_threads(), here.libraries["torch"]]
     return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:16]
 
 

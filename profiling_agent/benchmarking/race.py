@@ -8,7 +8,6 @@ from pathlib import Path
 
 from profiling_agent.benchmarking.session import RaceSession, SessionLimits, Timed, hopeless, run_session
 from profiling_agent.benchmarking.statistics import (
-    PROCESS_SPREAD,
     Ratios,
     Score,
     detectable,
@@ -46,7 +45,6 @@ class RaceOutcome:
     ratios: dict[int, dict[int, Ratios]] = field(default_factory=dict[int, dict[int, Ratios]])
     num_repeats: int = 0
     num_sessions: int = 0
-    process_spread: float = PROCESS_SPREAD
 
     @property
     def detectable(self) -> float:
@@ -59,7 +57,7 @@ class RaceOutcome:
             return Score(self.scores[index].samples_ms, 1.0, 1.0, 1.0)
         own, others = self.ratios[index], self.ratios[other]
         sessions = [_paired(own[session], others[session]) for session in sorted(own.keys() & others.keys())]
-        return pool(sessions, self.scores[index].samples_ms, seed=seed, process_spread=self.process_spread)
+        return pool(sessions, self.scores[index].samples_ms, seed=seed)
 
 
 def _paired(own: Ratios, others: Ratios) -> Ratios:
@@ -67,14 +65,13 @@ def _paired(own: Ratios, others: Ratios) -> Ratios:
     return own[:both] - others[:both]
 
 
-def race_until_clear(  # noqa: PLR0913 (how a race is run belongs to its result)
+def race_until_clear(
     start_session: StartSession,
     num_models: int,
     *,
     limits: SessionLimits | None = None,
     seed: int = 0,
     progress: Progress = silent,
-    process_spread: float = PROCESS_SPREAD,
     min_sessions: int = 1,
 ) -> RaceOutcome:
     """Return each model's score against the first.
@@ -87,7 +84,7 @@ def race_until_clear(  # noqa: PLR0913 (how a race is run belongs to its result)
     Raises:
         JobError: the first model crashed or hung.
     """
-    outcome, samples = RaceOutcome(process_spread=process_spread), dict[int, list[float]]()
+    outcome, samples = RaceOutcome(), dict[int, list[float]]()
     entered = list(range(num_models))
     while outcome.num_sessions < min_sessions or (len(entered) > 1 and outcome.num_sessions < MAX_SESSIONS):
         with start_session(entered) as processes:
@@ -117,7 +114,7 @@ def _record(session: RaceSession, outcome: RaceOutcome, samples: dict[int, list[
 def _score(index: int, outcome: RaceOutcome, samples_ms: list[float], *, seed: int) -> Score:
     if index == 0:
         return Score(samples_ms, 1.0, 1.0, 1.0)
-    return pool(list(outcome.ratios[index].values()), samples_ms, seed=seed, process_spread=outcome.process_spread)
+    return pool(list(outcome.ratios[index].values()), samples_ms, seed=seed)
 
 
 def _doubtful(scores: Mapping[int, Score], entered: Sequence[int]) -> list[int]:

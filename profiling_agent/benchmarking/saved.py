@@ -9,11 +9,12 @@ from pydantic import Field, ValidationError
 from profiling_agent.artifacts.folder import open_folder
 from profiling_agent.artifacts.recipe import RECIPE
 from profiling_agent.benchmarking.race import race
-from profiling_agent.benchmarking.throughput import check_same_machine, compare, machine, memory_use, taken, throughput
+from profiling_agent.benchmarking.throughput import check_same_machine, compare, memory_use, taken, throughput
 from profiling_agent.errors import RequestError
 from profiling_agent.processes.machine_lock import machine_lock
 from profiling_agent.progress import Progress, silent
 from profiling_agent.records import ArtifactRef, Comparison, Race, Record, Taken, Variant
+from profiling_agent.reproducibility import environment
 from profiling_agent.workspace import file_sha256
 
 
@@ -84,7 +85,7 @@ def read_measurements(path: Path, *, device: str = "cpu") -> Measurements:
     except (OSError, ValidationError) as error:
         said = "measurements of `profiling-agent measure --json`"
         raise RequestError(f"{str(path)!r} doesn't hold {said}: write it again") from error
-    check_same_machine(earlier.models[0].taken.machine, machine(device))
+    check_same_machine(earlier.models[0].taken.environment, environment(device))
     return earlier
 
 

@@ -4,10 +4,9 @@ Everything is measured in processes of their own, whatever the runtime. No torch
 """
 
 from collections.abc import Sequence
-from importlib import metadata
 from pathlib import Path
 
-from profiling_agent.benchmarking.race import processes
+from profiling_agent.benchmarking.race import session_starter
 from profiling_agent.benchmarking.session import SessionLimits, run_session
 from profiling_agent.benchmarking.statistics import latency_stats
 from profiling_agent.benchmarking.timed_process import TimedProcess, worker_command
@@ -18,8 +17,8 @@ from profiling_agent.progress import Progress, silent
 from profiling_agent.records import (
     ArtifactRef,
     Comparison,
+    Environment,
     LatencyStats,
-    Machine,
     MemoryUse,
     Refusal,
     Taken,
@@ -28,33 +27,13 @@ from profiling_agent.records import (
 )
 from profiling_agent.reproducibility import environment
 
+# Measurements can be compared where all of these are the same.
+HARDWARE = ("cpu", "cpu_flags", "num_threads", "memory_bytes", "system", "device")
 BATCH_SIZES = (1, 8, 32)
-# Libraries that a runtime's speed depends on and that need not be installed.
-RUNTIME_LIBRARIES = ("onnxruntime", "openvino", "nncf", "torchao")
 # A runtime may take another way through its kernels, and more memory, after its first pass.
 MEMORY_PASSES = 3
 # Throughput is reported, and decides nothing: fewer repeats than a race has will do.
 LIMITS = SessionLimits(seconds_per_sample=0.25, min_repeats=8, max_seconds=20.0)
-
-
-def machine(device: str = "cpu") -> Machine:
-    """Return what measurements taken here and now belong to."""
-    here = environment()
-    optional: dict[str, str] = {}
-    for name in RUNTIME_LIBRARIES:
-        try:
-            optional[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return Machine(
-        cpu=here.cpu,
-        cpu_flags=here.cpu_flags,
-        num_threads=here.num_threads,
-        memory_bytes=here.memory_bytes,
-        system=here.system,
-        device=device,
-        libraries=here.libraries | optional,
-    )
 
 
 def throughput(  # noqa: PLR0913 (how it is measured belongs to the result)
@@ -78,7 +57,7 @@ def throughput(  # noqa: PLR0913 (how it is measured belongs to the result)
         start = Start(batch_size=batch_size, device=device, num_threads=num_threads)
         able = list(models)
         while able:
-            start_session = processes([worker_command(root / ref.path) for ref in able], start)
+            start_session = session_starter([worker_command(root / ref.path) for ref in able], start)
             try:
                 with start_session(range(len(able))) as timed:
                     session = run_session(timed, limits=limits, seed=seed, progress=progress)
@@ -88,7 +67,7 @@ def throughput(  # noqa: PLR0913 (how it is measured belongs to the result)
             refused += [Refusal(model=able[i], batch_size=batch_size, reason=why) for i, why in session.lost.items()]
             rows += [_row(able[i], batch_size, samples) for i, samples in sorted(session.samples.items())]
             break
-    return Throughputs(rows=tuple(rows), refused=tuple(refused), machine=machine(device))
+    return Throughputs(rows=tuple(rows), refused=tuple(refused), environment=environment(device))
 
 
 def _row(model: ArtifactRef, batch_size: int, samples: Sequence[Sequence[float]]) -> Throughput:
@@ -121,7 +100,7 @@ def memory_use(
         batch_size=batch_size,
         peak_bytes=peak_bytes,
         size_bytes=model.size_bytes,
-        machine=machine(device),
+        environment=environment(device),
     )
 
 
@@ -131,8 +110,8 @@ def taken(model: ArtifactRef, throughputs: Throughputs, memory: MemoryUse) -> Ta
     Raises:
         RequestError: they weren't taken on the same machine.
     """
-    check_same_machine(throughputs.machine, memory.machine)
-    return Taken(model=model, throughput=throughputs.of(model), memory=memory, machine=memory.machine)
+    check_same_machine(throughputs.environment, memory.environment)
+    return Taken(model=model, throughput=throughputs.of(model), memory=memory, environment=memory.environment)
 
 
 def compare(first: Taken, second: Taken) -> Comparison:
@@ -141,13 +120,10 @@ def compare(first: Taken, second: Taken) -> Comparison:
     Raises:
         RequestError: they were measured on different machines.
     """
-    check_same_machine(first.machine, second.machine)
+    check_same_machine(first.environment, second.environment)
     by_size = {row.batch_size: row.images_per_s for row in first.throughput}
-    changed = sorted(
-        name
-        for name in first.machine.libraries.keys() | second.machine.libraries.keys()
-        if first.machine.libraries.get(name) != second.machine.libraries.get(name)
-    )
+    versions, others = (_versions(each.environment) for each in (first, second))
+    changed = sorted(name for name in versions.keys() | others.keys() if versions.get(name) != others.get(name))
     return Comparison(
         throughput={
             row.batch_size: row.images_per_s / by_size[row.batch_size]
@@ -160,16 +136,20 @@ def compare(first: Taken, second: Taken) -> Comparison:
     )
 
 
-def check_same_machine(first: Machine, second: Machine) -> None:
-    """Raise RequestError where two measurements are of different machines; other libraries are allowed."""
-    if first.model_dump(exclude={"libraries"}) != second.model_dump(exclude={"libraries"}):
+def check_same_machine(first: Environment, second: Environment) -> None:
+    """Raise RequestError where two measurements are of different machines or devices; other software is allowed."""
+    if any(getattr(first, name) != getattr(second, name) for name in HARDWARE):
         raise RequestError(
             f"measurements of different machines can't be compared ({_name(first)}; {_name(second)}): "
             "measure both on one of them"
         )
 
 
-def _name(machine: Machine) -> str:
-    flags = ", ".join(machine.cpu_flags) or "no vector extensions known"
-    size = f"{machine.num_threads} threads, {machine.memory_bytes / 2**30:.1f} GiB"
-    return f"{machine.cpu} with {flags}, {size}, {machine.system}, on {machine.device}"
+def _versions(environment: Environment) -> dict[str, str]:
+    return environment.libraries | environment.runtimes
+
+
+def _name(environment: Environment) -> str:
+    flags = ", ".join(environment.cpu_flags) or "no vector extensions known"
+    size = f"{environment.num_threads} threads, {environment.memory_bytes / 2**30:.1f} GiB"
+    return f"{environment.cpu} with {flags}, {size}, {environment.system}, on {environment.device}"

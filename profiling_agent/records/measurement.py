@@ -115,8 +115,8 @@ class Race(Record):
         return next((dropped.reason for dropped in self.dropped if dropped.model.sha256 == model.sha256), None)
 
 
-class Machine(Record):
-    """The machine that measurements belong to: they can be compared where all but `libraries` is the same."""
+class Environment(Record):
+    """The machine, the software and the device that measurements were taken with."""
 
     cpu: str
     cpu_flags: tuple[str, ...]
@@ -124,7 +124,15 @@ class Machine(Record):
     memory_bytes: int
     system: str
     device: str
+    python: str
     libraries: dict[str, str]
+    runtimes: dict[str, str] = Field(description="libraries that execute models and need not be installed")
+    code_version: str
+
+    @property
+    def machine(self) -> str:
+        """Return what times depend on, in words: the processor, and how many of its threads a process may use."""
+        return f"{self.cpu}, {self.num_threads} threads"
 
 
 class Throughput(Record):
@@ -151,7 +159,7 @@ class Throughputs(Record):
 
     rows: tuple[Throughput, ...]
     refused: tuple[Refusal, ...] = ()
-    machine: Machine
+    environment: Environment
 
     def of(self, model: ArtifactRef) -> tuple[Throughput, ...]:
         """Return the rows of `model`, by batch size."""
@@ -165,7 +173,7 @@ class MemoryUse(Record):
     batch_size: int
     peak_bytes: int
     size_bytes: int
-    machine: Machine
+    environment: Environment
 
 
 class Taken(Record):
@@ -174,7 +182,7 @@ class Taken(Record):
     model: ArtifactRef
     throughput: tuple[Throughput, ...]
     memory: MemoryUse
-    machine: Machine
+    environment: Environment
 
 
 class Comparison(Record):

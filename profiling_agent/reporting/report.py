@@ -14,6 +14,7 @@ from profiling_agent.records import (
     Decided,
     Deployment,
     DeploymentSearch,
+    Environment,
     Evaluation,
     Goal,
     InputSpec,
@@ -28,7 +29,7 @@ from profiling_agent.records import (
     WidthOption,
     nearest_option,
 )
-from profiling_agent.reproducibility import Environment, environment
+from profiling_agent.reproducibility import environment
 from profiling_agent.request import Request
 from profiling_agent.workspace import SCHEMA_VERSION
 
@@ -247,5 +248,5 @@ def build_report(request: Request, final: FinalChoice, sources: Sources) -> RunR
         sensitivity=sensitivity_of(baseline[1]),
         artifacts=artifacts,
         request=request,
-        environment=environment(),
+        environment=environment(acquired.source.device),
     )

@@ -8,9 +8,10 @@ import zoo
 
 from profiling_agent.artifacts.save import save_model
 from profiling_agent.benchmarking.session import SessionLimits
-from profiling_agent.benchmarking.throughput import compare, machine, memory_use, taken, throughput
+from profiling_agent.benchmarking.throughput import compare, memory_use, taken, throughput
 from profiling_agent.errors import JobError, RequestError
 from profiling_agent.records import ArtifactRef, LatencyStats, MemoryUse, Taken, Throughput
+from profiling_agent.reproducibility import environment
 from profiling_agent.workspace import file_sha256
 
 LIMITS = SessionLimits(seconds_per_sample=0.01, min_repeats=3, max_seconds=0)
@@ -29,15 +30,15 @@ def saved(root: Path) -> ArtifactRef:
     return REF.model_copy(update={"sha256": file_sha256(root / "model" / "recipe.json")})
 
 
-def made(images_per_s: dict[int, float], *, peak: int, size: int, **machine_update: object) -> Taken:
-    here = machine().model_copy(update=machine_update)
+def made(images_per_s: dict[int, float], *, peak: int, size: int, **environment_update: object) -> Taken:
+    here = environment().model_copy(update=environment_update)
     latency = LatencyStats(batch_size=1, median_ms=1, low_ms=1, high_ms=1, samples_ms=(1,))
     rows = tuple(
         Throughput(model=REF, batch_size=batch, images_per_s=rate, low=rate, high=rate, latency=latency)
         for batch, rate in images_per_s.items()
     )
-    memory = MemoryUse(model=REF, batch_size=1, peak_bytes=peak, size_bytes=size, machine=here)
-    return Taken(model=REF, throughput=rows, memory=memory, machine=here)
+    memory = MemoryUse(model=REF, batch_size=1, peak_bytes=peak, size_bytes=size, environment=here)
+    return Taken(model=REF, throughput=rows, memory=memory, environment=here)
 
 
 def test_images_per_second_are_the_batch_over_the_median_pass(root: Path, saved: ArtifactRef):
@@ -86,7 +87,7 @@ def test_models_of_one_machine_are_compared_where_both_were_measured():
 
 
 def test_other_libraries_are_said_and_not_refused():
-    newer = machine().libraries | {"torch": "99.0"}
+    newer = environment().libraries | {"torch": "99.0"}
 
     found = compare(made({}, peak=1, size=1), made({}, peak=1, size=1, libraries=newer))
 
@@ -99,7 +100,7 @@ def test_measurements_of_different_machines_are_not_compared(changed: dict[str, 
         compare(made({}, peak=1, size=1), made({}, peak=1, size=1, **changed))
 
     assert str(next(iter(changed.values()))) in str(caught.value)
-    assert machine().cpu in str(caught.value)
+    assert environment().cpu in str(caught.value)
 
 
 def test_throughput_and_memory_of_different_machines_are_not_put_together(root: Path, saved: ArtifactRef):

@@ -38,7 +38,7 @@ def test_what_models_take_is_measured_and_compared_on_one_machine_alone(finished
     measured = Measurements.model_validate_json(said.stdout)
     elsewhere = json.loads(said.stdout)
     for model in elsewhere["models"]:
-        model["taken"]["machine"]["cpu"] = "another CPU"
+        model["taken"]["environment"]["cpu"] = "another CPU"
     (tmp_path / "elsewhere.json").write_text(json.dumps(elsewhere))
     (tmp_path / "here.json").write_text(said.stdout)
 

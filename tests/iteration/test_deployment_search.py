@@ -7,7 +7,6 @@ import made
 import numpy as np
 import pytest
 
-from profiling_agent.benchmarking.throughput import machine
 from profiling_agent.deployment.choices import recommend
 from profiling_agent.errors import JobError, QuantizationError
 from profiling_agent.evaluation.predictions import write_predictions
@@ -29,6 +28,7 @@ from profiling_agent.records import (
     Tuned,
     Variant,
 )
+from profiling_agent.reproducibility import environment
 
 NUM_IMAGES = 2000
 
@@ -130,7 +130,7 @@ class Script:
 
     def MemoryTask(self, task):  # noqa: N802
         peak = self.deployments[task.model.path.removeprefix("jobs/")].peak
-        return MemoryUse(model=task.model, batch_size=4, peak_bytes=peak, size_bytes=1000, machine=machine())
+        return MemoryUse(model=task.model, batch_size=4, peak_bytes=peak, size_bytes=1000, environment=environment())
 
 
 def split(name: str) -> SplitInfo:
