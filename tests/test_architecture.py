@@ -60,7 +60,7 @@ def test_the_drawing_is_that_of_the_imports():
 def test_a_stage_works_where_langgraph_and_langchain_are_not_installed(stage: str):
     modules = [
         ".".join(path.relative_to(ROOT).with_suffix("").parts)
-        for path in sorted((PACKAGE / stage).glob("*.py"))
+        for path in sorted((PACKAGE / stage).rglob("*.py"))
         if path.stem not in ("__init__", "__main__")
     ]
     blocked = "import sys\nfor name in ('langgraph', 'langchain_core', 'langchain_openai'): sys.modules[name] = None\n"
@@ -100,9 +100,9 @@ def test_broad_excepts_stand_at_the_boundaries_only():
 
 def test_every_package_on_disk_is_in_the_wheel():
     listed = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
-    on_disk = {f"profiling_agent.{folder.name}" for folder in PACKAGE.iterdir() if (folder / "__init__.py").exists()}
+    on_disk = {".".join(path.parent.relative_to(ROOT).parts) for path in PACKAGE.rglob("__init__.py")}
 
-    assert listed == on_disk | {"profiling_agent", "profiling_agent.graphs", "profiling_agent.prompts"}
+    assert listed == on_disk | {"profiling_agent.graphs", "profiling_agent.prompts"}
 
 
 def test_nothing_is_unpickled_and_no_remote_code_is_run():

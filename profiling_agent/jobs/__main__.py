@@ -9,8 +9,8 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from profiling_agent.errors import ProfilingAgentError
-from profiling_agent.jobs.desk import Desk
-from profiling_agent.jobs.fresh import FRESH
+from profiling_agent.jobs.context import Desk
+from profiling_agent.jobs.handlers.timing import FRESH
 from profiling_agent.jobs.wire import TASKS, Message, Order
 from profiling_agent.processes.serve import Parent
 from profiling_agent.records import Record
@@ -24,7 +24,7 @@ def _compute(order: Order, desk: Desk) -> Record:
         return FRESH[kind](task, desk)
     import torch
 
-    from profiling_agent.jobs.catalogue import CATALOGUE
+    from profiling_agent.jobs.handlers.acquisition import CATALOGUE
     from profiling_agent.modules.inference import pin_threads
 
     pin_threads()

@@ -10,7 +10,7 @@ from profiling_agent.artifacts.load import load_processor
 from profiling_agent.deployment.protocol import ModelSession
 from profiling_agent.errors import RequestError
 from profiling_agent.evaluation.predictions import Classes, write_predictions
-from profiling_agent.jobs.desk import Desk
+from profiling_agent.jobs.context import Desk
 from profiling_agent.records import Predictions, SplitInfo
 
 

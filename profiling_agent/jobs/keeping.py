@@ -6,7 +6,7 @@ from torch import nn
 
 from profiling_agent.artifacts.load import load_module
 from profiling_agent.artifacts.save import save_derived
-from profiling_agent.jobs.desk import Desk
+from profiling_agent.jobs.context import Desk
 from profiling_agent.records import ArtifactRef, Cut
 
 

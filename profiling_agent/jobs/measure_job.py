@@ -1,7 +1,7 @@
 """What a deployed model takes, as jobs: both measure other processes, and import no torch themselves."""
 
 from profiling_agent.jobs import racing
-from profiling_agent.jobs.desk import Desk
+from profiling_agent.jobs.context import Desk
 from profiling_agent.records import MemoryUse, Throughputs
 
 

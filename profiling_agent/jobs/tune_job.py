@@ -7,7 +7,7 @@ import time
 
 from profiling_agent.acquisition.batches import iter_batches
 from profiling_agent.artifacts.load import load_module, load_processor
-from profiling_agent.jobs.desk import Desk
+from profiling_agent.jobs.context import Desk
 from profiling_agent.jobs.keeping import keep_model
 from profiling_agent.jobs.tasks import TuneTask
 from profiling_agent.quantization.tune import MAX_IMAGES, tune

@@ -14,9 +14,9 @@ from profiling_agent.artifacts.load import load_module, load_processor
 from profiling_agent.artifacts.save import save_model
 from profiling_agent.errors import PruningError
 from profiling_agent.evaluation.predictions import read_predictions
-from profiling_agent.jobs.catalogue import CATALOGUE
 from profiling_agent.jobs.comparing import CompareTask, PaperBaseline
-from profiling_agent.jobs.desk import Desk
+from profiling_agent.jobs.context import Desk
+from profiling_agent.jobs.handlers.acquisition import CATALOGUE
 from profiling_agent.records import ArtifactRef, SplitInfo
 from profiling_agent.workspace import file_sha256
 

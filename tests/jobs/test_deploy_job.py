@@ -15,8 +15,8 @@ from profiling_agent.artifacts.load import load_module, load_recipe
 from profiling_agent.artifacts.save import save_model
 from profiling_agent.errors import ArtifactError, QuantizationError
 from profiling_agent.evaluation.predictions import read_predictions
-from profiling_agent.jobs.deploy_job import deploy_job, evaluate_job, export_job
-from profiling_agent.jobs.desk import Desk
+from profiling_agent.jobs.context import Desk
+from profiling_agent.jobs.handlers.deployment import deploy_job, evaluate_job, export_job
 from profiling_agent.jobs.tasks import DeployTask, EvaluateTask, ExportTask
 from profiling_agent.progress import silent
 from profiling_agent.records import ArtifactRef, Deployment, SplitInfo

@@ -11,8 +11,8 @@ from PIL import Image
 from profiling_agent.acquisition.batches import iter_batches, write_split
 from profiling_agent.artifacts.load import load_module, load_recipe
 from profiling_agent.artifacts.save import save_model
-from profiling_agent.jobs.catalogue import prune
-from profiling_agent.jobs.desk import Desk
+from profiling_agent.jobs.context import Desk
+from profiling_agent.jobs.handlers.acquisition import prune
 from profiling_agent.jobs.tasks import PruneTask
 from profiling_agent.progress import silent
 from profiling_agent.pruning.units import find_units

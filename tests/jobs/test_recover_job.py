@@ -13,8 +13,8 @@ from profiling_agent.acquisition.batches import iter_batches, write_split
 from profiling_agent.artifacts.load import load_module, load_recipe
 from profiling_agent.artifacts.recipe import WEIGHTS
 from profiling_agent.artifacts.save import save_model
-from profiling_agent.jobs.desk import Desk
-from profiling_agent.jobs.recover_job import recover_job
+from profiling_agent.jobs.context import Desk
+from profiling_agent.jobs.handlers.pruning import recover_job
 from profiling_agent.jobs.tasks import RecoverTask
 from profiling_agent.modules.divergence import mean_kl
 from profiling_agent.progress import silent

@@ -14,8 +14,8 @@ from torch import nn
 from profiling_agent.acquisition.batches import write_split
 from profiling_agent.artifacts.load import load_module, load_recipe
 from profiling_agent.artifacts.save import save_model
-from profiling_agent.jobs.catalogue import CATALOGUE
-from profiling_agent.jobs.desk import Desk
+from profiling_agent.jobs.context import Desk
+from profiling_agent.jobs.handlers.acquisition import CATALOGUE
 from profiling_agent.jobs.tasks import TuneTask
 from profiling_agent.modules.inference import random_batch
 from profiling_agent.progress import silent

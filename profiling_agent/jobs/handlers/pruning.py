@@ -10,7 +10,7 @@ from pathlib import Path
 
 from profiling_agent.acquisition.batches import iter_batches, shuffled_batches
 from profiling_agent.artifacts.load import load_module, load_processor
-from profiling_agent.jobs.desk import Desk
+from profiling_agent.jobs.context import Desk
 from profiling_agent.jobs.keeping import keep_model
 from profiling_agent.jobs.tasks import RecoverTask
 from profiling_agent.modules.inference import device_of

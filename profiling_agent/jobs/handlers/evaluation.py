@@ -7,7 +7,7 @@ from profiling_agent.deployment.protocol import Batch
 from profiling_agent.deployment.torch_session import TorchSession
 from profiling_agent.jobs.answers import answers, written
 from profiling_agent.jobs.comparing import CompareTask, PaperBaseline
-from profiling_agent.jobs.desk import Desk
+from profiling_agent.jobs.context import Desk
 from profiling_agent.modules.inference import random_batch
 from profiling_agent.pruning.baselines import paper_prune
 from profiling_agent.quantization.footprint import parameter_bytes

@@ -20,7 +20,7 @@ from profiling_agent.deployment.save import save_deployed
 from profiling_agent.errors import QuantizationError
 from profiling_agent.jobs import tasks
 from profiling_agent.jobs.answers import answers, written
-from profiling_agent.jobs.desk import Desk
+from profiling_agent.jobs.context import Desk
 from profiling_agent.modules.complexity import count_complexity
 from profiling_agent.modules.divergence import mean_kl
 from profiling_agent.quantization.footprint import folder_bytes, parameter_bytes

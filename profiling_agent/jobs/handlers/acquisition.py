@@ -17,11 +17,11 @@ from profiling_agent.artifacts.save import save_model
 from profiling_agent.benchmarking.latency_table import time_units
 from profiling_agent.errors import PruningError
 from profiling_agent.jobs import comparing, tasks
-from profiling_agent.jobs.compare_job import compare_job
-from profiling_agent.jobs.deploy_job import deploy_job, evaluate_job, export_job
-from profiling_agent.jobs.desk import Desk
+from profiling_agent.jobs.context import Desk
+from profiling_agent.jobs.handlers.deployment import deploy_job, evaluate_job, export_job
+from profiling_agent.jobs.handlers.evaluation import compare_job
+from profiling_agent.jobs.handlers.pruning import recover_job
 from profiling_agent.jobs.keeping import keep_model
-from profiling_agent.jobs.recover_job import recover_job
 from profiling_agent.jobs.tune_job import tune_job
 from profiling_agent.modules.inference import random_batch
 from profiling_agent.profiling.profile import profile_model

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from profiling_agent.jobs import racing, tasks
-from profiling_agent.jobs.desk import Desk
+from profiling_agent.jobs.context import Desk
 from profiling_agent.jobs.measure_job import measure_memory, measure_throughput
 from profiling_agent.records import Headline, Race, Record
 
