@@ -28,8 +28,7 @@ from profiling_agent.deployment.choices import recommend
 from profiling_agent.errors import ProfilingAgentError
 from profiling_agent.evaluation.intervals import compare
 from profiling_agent.evaluation.predictions import read_predictions
-from profiling_agent.jobs.racing import RaceTask
-from profiling_agent.jobs.tasks import AcquireTask, EvaluateApartTask, EvaluateTask, ResolveShapeTask
+from profiling_agent.jobs.tasks import AcquireTask, EvaluateTask, RaceTask, ResolveShapeTask
 from profiling_agent.records import AccuracyDrop, Acquired, ArtifactRef, Deployment, Race, SplitInfo, Variant
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
@@ -60,10 +59,16 @@ class Exam:
 
     def answers(self, model: ArtifactRef, deployment: Deployment) -> tuple[Right, Right]:
         """Return which images of each split `model` gets right."""
-        kind = EvaluateTask if deployment.runtime == "eager" else EvaluateApartTask
         found: list[Right] = []
         for split in self.splits:
-            task = kind(model=model, split=split, batch_size=BATCH_SIZE, device="cpu", num_images=self.num_images)
+            task = EvaluateTask(
+                model=model,
+                split=split,
+                batch_size=BATCH_SIZE,
+                device="cpu",
+                num_images=self.num_images,
+                isolated=deployment.runtime != "eager",
+            )
             predicted, true = read_predictions(self.shop.root / self.shop.jobs.run(task).predictions.file.path)
             found.append(predicted == true)
         return found[0], found[1]

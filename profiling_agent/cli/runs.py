@@ -130,7 +130,7 @@ def profile(
 ) -> None:
     """Profile a model: where its time, memory, MACs and parameters are, and what can be pruned."""
     from profiling_agent.cli.tables import profile_tables
-    from profiling_agent.jobs.standalone import profile_source
+    from profiling_agent.jobs.profile import profile_source
 
     try:
         with tempfile.TemporaryDirectory(prefix="profiling-agent-") as folder, open_display(errors) as display:

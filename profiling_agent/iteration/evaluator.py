@@ -10,16 +10,8 @@ from profiling_agent.errors import ArtifactError, JobError, QuantizationError
 from profiling_agent.evaluation.intervals import compare
 from profiling_agent.evaluation.predictions import read_predictions
 from profiling_agent.iteration.deployments import INT8
-from profiling_agent.jobs.racing import MemoryTask, RaceTask
 from profiling_agent.jobs.runner import Jobs
-from profiling_agent.jobs.tasks import (
-    DeployApartTask,
-    DeployTask,
-    EvaluateApartTask,
-    EvaluateTask,
-    ExportTask,
-    TuneTask,
-)
+from profiling_agent.jobs.tasks import DeployTask, EvaluateTask, ExportTask, MemoryTask, RaceTask, TuneTask
 from profiling_agent.records import (
     EVERYTHING,
     AccuracyDrop,
@@ -121,9 +113,15 @@ class Evaluator:
     def _evaluation(
         self, model: ArtifactRef, split: SplitInfo, deployment: Deployment | None, num_images: int | None = None
     ) -> EvaluateTask:
-        # Other runtimes may take their process down, which is then not to be the worker.
-        kind = EvaluateTask if deployment is None or deployment.runtime == "eager" else EvaluateApartTask
-        return kind(model=model, split=split, batch_size=self.batch_size, device=self.device, num_images=num_images)
+        return EvaluateTask(
+            model=model,
+            split=split,
+            batch_size=self.batch_size,
+            device=self.device,
+            num_images=num_images,
+            # Other runtimes may take their process down, which is then not to be the worker.
+            isolated=deployment is not None and deployment.runtime != "eager",
+        )
 
     def race(self, entries: tuple[tuple[Variant, ArtifactRef], ...]) -> Race:
         """Let `entries` take turns; the first is the baseline."""
@@ -181,9 +179,15 @@ def deploy(
     """Bring a float32 model into a deployment, as ONNX first where its runtime reads that."""
     reads_onnx = deployment.runtime in READS_ONNX and (deployment.runtime, deployment.scheme) != ("openvino", "static")
     onnx = jobs.run(ExportTask(model=model)).onnx if reads_onnx else None
-    kind = DeployTask if deployment.runtime == "eager" else DeployApartTask
-    task = kind(
-        model=model, deployment=deployment, calibration=calibration, onnx=onnx, batch_size=batch_size, device=device
+    task = DeployTask(
+        model=model,
+        deployment=deployment,
+        calibration=calibration,
+        onnx=onnx,
+        batch_size=batch_size,
+        device=device,
+        # Converters and compilers of other runtimes crash and hang.
+        isolated=deployment.runtime != "eager",
     )
     return jobs.run(task)
 

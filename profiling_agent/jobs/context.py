@@ -1,4 +1,4 @@
-"""What a job's function is given besides its task."""
+"""Context of a job: what its handler is given besides its task."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +10,7 @@ from profiling_agent.workspace import file_sha256
 
 
 @dataclass(frozen=True)
-class Desk:
+class JobContext:
     """Where one job works: it writes under `folder`, which becomes `final` (relative to `root`) when it is done."""
 
     root: Path

@@ -1,9 +1,13 @@
-"""Profile a saved model: the headline in a fresh process, the rest in the worker."""
+"""Profile of a saved model, or of one that is named: the headline in a process of its own, the rest in the worker."""
+
+from pathlib import Path
 
 from profiling_agent.errors import RunError
 from profiling_agent.jobs.runner import Jobs
-from profiling_agent.jobs.tasks import HeadlineTask, Profiled, ProfileTask
+from profiling_agent.jobs.tasks import HeadlineTask, Profiled, ProfileTask, ResolveShapeTask
+from profiling_agent.progress import Progress, silent
 from profiling_agent.records import ArtifactRef, ModelProfile, SplitInfo
+from profiling_agent.request import Request
 from profiling_agent.workspace import Workspace
 
 
@@ -40,3 +44,16 @@ def read_profile(workspace: Workspace, profiled: Profiled) -> ModelProfile:
         raise RunError(
             f"{str(path)!r} is gone or damaged: remove {path.parent} and resume, which measures it again"
         ) from error
+
+
+def profile_source(request: Request, folder: Path, *, batch_size: int, progress: Progress = silent) -> ModelProfile:
+    """Return the profile of the request's model, without a data set; `folder` takes the work files and is the caller's to remove."""
+    workspace = Workspace(folder)
+    workspace.jobs.mkdir(parents=True)
+    jobs = Jobs(workspace, progress)
+    try:
+        resolved = jobs.run(ResolveShapeTask(model=request.model, revision=request.revision, device=request.device))
+        profiled = profile_artifact(jobs, resolved.baseline, batch_size=batch_size, device=resolved.device)
+        return read_profile(workspace, profiled)
+    finally:
+        jobs.close()

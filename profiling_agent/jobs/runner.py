@@ -3,12 +3,15 @@
 import hashlib
 import json
 import shutil
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from profiling_agent.jobs.process import JobProcess
+from profiling_agent.jobs.table import TABLE, Table
 from profiling_agent.jobs.tasks import Task
-from profiling_agent.jobs.wire import Order, result_of
+from profiling_agent.jobs.wire import Order
 from profiling_agent.processes.machine_lock import machine_lock
 from profiling_agent.progress import Progress, silent
 from profiling_agent.records import Record
@@ -25,61 +28,65 @@ def job_key(task: Task[ResultT]) -> str:
     return f"{type(task).__name__.removesuffix('Task').lower()}-{digest[:20]}"
 
 
-def _read(task: Task[ResultT], path: Path) -> ResultT | None:
-    try:
-        return result_of(task, path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-
-
 class Jobs:
-    """Runs the jobs of one run folder: most in one warm worker, `fresh` ones in a process of their own."""
+    """Runs the jobs of one run folder: most in one warm worker, isolated ones in a process of their own."""
 
-    def __init__(self, workspace: Workspace, progress: Progress = silent) -> None:
-        """Use `workspace`; nothing is started before the first job."""
+    def __init__(self, workspace: Workspace, progress: Progress = silent, table: Table = TABLE) -> None:
+        """Use `workspace`; nothing is started before the first job. `table` has a row for every task that will be run."""
         self.workspace = workspace
         self.progress = progress
+        self._table = table
         self._worker: JobProcess | None = None
 
     def run(self, task: Task[ResultT]) -> ResultT:
         """Return the task's result, from disk where this run has it; raises what the stage raised, or JobError."""
-        key = job_key(task)
-        result = self.workspace.jobs / key / "result.json"
-        if (known := _read(task, result)) is not None:
-            return known
-        # What is there and can't be read is damaged; a job is done again rather than believed.
-        shutil.rmtree(result.parent, ignore_errors=True)
-        self._carry_out(task, key)
-        return result_of(task, result.read_text(encoding="utf-8"))
-
-    def _carry_out(self, task: Task[ResultT], key: str) -> None:
+        key, kind, row = job_key(task), type(task), self._table[type(task)]
+        path = self.workspace.jobs / key / "result.json"
+        try:
+            return _read(task, path)
+        except (OSError, ValueError):
+            # What is there and can't be read is damaged; a job is done again rather than believed.
+            shutil.rmtree(path.parent, ignore_errors=True)
         order = Order(
             root=str(self.workspace.root.resolve()),
             key=key,
-            kind=type(task).__name__,
+            record=f"{kind.__module__}:{kind.__qualname__}",
             task=task.model_dump(mode="json"),
+            handler=row.handler,
+            torch=row.torch,
         )
-        with machine_lock(self.progress):
-            child = self._start() if task.fresh else self._warm()
-            try:
-                child.carry_out(order, timeout_s=task.timeout_s, progress=self.progress)
-            finally:
-                if task.fresh:
-                    child.end()
-                # A killed or crashed child leaves its folder; nobody else writes here while this run is locked.
-                self.workspace.sweep()
+        timeout_s = row.isolated_timeout_s if task.isolated else row.timeout_s
+        with machine_lock(self.progress), self._process(isolated=task.isolated) as process:
+            process.carry_out(order, timeout_s=timeout_s, progress=self.progress)
+        return _read(task, path)
 
-    def _start(self) -> JobProcess:
-        return JobProcess(self.workspace.root / "worker.log")
-
-    def _warm(self) -> JobProcess:
-        if self._worker is not None and not self._worker.is_alive:
-            self.close()
-        self._worker = self._worker or self._start()
-        return self._worker
+    @contextmanager
+    def _process(self, *, isolated: bool) -> Generator[JobProcess, None, None]:
+        """Give the process that does one job, which ends with the job where it is isolated."""
+        log = self.workspace.root / "worker.log"
+        if isolated:
+            process = JobProcess(log)
+        else:
+            if self._worker is None or not self._worker.is_alive:
+                self.close()
+                self._worker = JobProcess(log)
+            process = self._worker
+        try:
+            yield process
+        finally:
+            if isolated:
+                process.end()
+            # A killed or crashed process leaves its folder; nobody else writes here while this run is locked.
+            self.workspace.sweep()
 
     def close(self) -> None:
         """End the worker."""
         if self._worker is not None:
             self._worker.end()
             self._worker = None
+
+
+def _read(task: Task[ResultT], path: Path) -> ResultT:
+    """Return the result in `path`; OSError or ValueError where there is none."""
+    result: Any = task.result.model_validate_json(path.read_text(encoding="utf-8"))
+    return result

@@ -1,4 +1,7 @@
-"""What can be asked of a child process: a record and artifact references in, a record out. No torch here."""
+"""Tasks: what can be asked of a child process, a record with artifact references in, a record out.
+
+No torch here. `table.py` says who does each.
+"""
 
 from typing import ClassVar, Generic, Literal, TypeVar
 
@@ -13,13 +16,17 @@ from profiling_agent.records import (
     Footprint,
     Headline,
     InputSpec,
+    MemoryUse,
     Predictions,
     PrunedModel,
+    Race,
     Record,
     RecoveredModel,
     ShapeFacts,
     SplitInfo,
+    Throughputs,
     Tuned,
+    Variant,
 )
 
 ResultT = TypeVar("ResultT", bound=Record)
@@ -27,11 +34,10 @@ Device = Literal["auto", "cpu", "cuda"]
 
 
 class Task(Record, Generic[ResultT]):
-    """One job; `fresh` ones get a process of their own, so that nothing else shares their memory or caches."""
+    """One job; an `isolated` one gets a process of its own: nothing else shares its memory, its caches or its crash."""
 
     result: ClassVar[type[Record]]
-    fresh: ClassVar[bool] = False
-    timeout_s: ClassVar[float] = 4 * 3600.0
+    isolated: bool = False
 
 
 class AcquireTask(Task[Acquired]):
@@ -83,8 +89,7 @@ class HeadlineTask(Task[Headline]):
     """Time a model and its memory in a process that does nothing else."""
 
     result: ClassVar[type[Record]] = Headline
-    fresh: ClassVar[bool] = True
-    timeout_s: ClassVar[float] = 1800.0
+    isolated: bool = True
     model: ArtifactRef
     batch_size: int
     device: str
@@ -137,8 +142,6 @@ class RecoverTask(Task[RecoveredModel]):
     """
 
     result: ClassVar[type[Record]] = RecoveredModel
-    # What is cut off goes on after its last epoch, but a hundred epochs may take a day.
-    timeout_s: ClassVar[float] = 24 * 3600.0
     model: ArtifactRef
     baseline: ArtifactRef
     recovery: SplitInfo
@@ -171,13 +174,12 @@ class ExportTask(Task[Exported]):
     """Write a float32 model as ONNX, for the runtimes that read it; apart, because exporters crash."""
 
     result: ClassVar[type[Record]] = Exported
-    fresh: ClassVar[bool] = True
-    timeout_s: ClassVar[float] = 1800.0
+    isolated: bool = True
     model: ArtifactRef
 
 
 class DeployTask(Task[DeployedModel]):
-    """Bring a float32 model into one deployment of eager torch."""
+    """Bring a float32 model into one deployment; to be isolated for any but eager torch: converters crash and hang."""
 
     result: ClassVar[type[Record]] = DeployedModel
     model: ArtifactRef
@@ -188,13 +190,6 @@ class DeployTask(Task[DeployedModel]):
     device: str = "cpu"
 
 
-class DeployApartTask(DeployTask):
-    """Into a deployment of another runtime, in a process of its own: converters and compilers crash and hang."""
-
-    fresh: ClassVar[bool] = True
-    timeout_s: ClassVar[float] = 1800.0
-
-
 class Evaluated(Record):
     """A model's answers and what it takes."""
 
@@ -203,7 +198,7 @@ class Evaluated(Record):
 
 
 class EvaluateTask(Task[Evaluated]):
-    """Run a model over a split."""
+    """Run a model over a split; to be isolated for any runtime but eager torch, as it may take its process down."""
 
     result: ClassVar[type[Record]] = Evaluated
     model: ArtifactRef
@@ -213,8 +208,57 @@ class EvaluateTask(Task[Evaluated]):
     num_images: int | None = Field(default=None, description="the first so many alone")
 
 
-class EvaluateApartTask(EvaluateTask):
-    """The same in a process of its own, for runtimes that may take theirs down."""
+class RaceTask(Task[Race]):
+    """Let models take turns; the first is the baseline."""
 
-    fresh: ClassVar[bool] = True
-    timeout_s: ClassVar[float] = 3600.0
+    result: ClassVar[type[Record]] = Race
+    isolated: bool = True
+    entries: tuple[tuple[Variant, ArtifactRef], ...]
+    batch_size: int
+    device: str
+    seed: int
+
+
+class ThroughputTask(Task[Throughputs]):
+    """Count images per second at several batch sizes, models taking turns."""
+
+    result: ClassVar[type[Record]] = Throughputs
+    isolated: bool = True
+    models: tuple[ArtifactRef, ...]
+    batch_sizes: tuple[int, ...] = (1, 8, 32)
+    device: str = "cpu"
+    seed: int = 0
+
+
+class MemoryTask(Task[MemoryUse]):
+    """Read what a process holds at most that only loads and runs a model."""
+
+    result: ClassVar[type[Record]] = MemoryUse
+    isolated: bool = True
+    model: ArtifactRef
+    batch_size: int
+    device: str = "cpu"
+
+
+class PaperBaseline(Record):
+    """What a baseline came to; `speedup` is over the unpruned model, by turns in one process of one runtime."""
+
+    params: int
+    params_before: int
+    size_ratio: float
+    speedup: float
+    predictions: Predictions
+    predictions_before: Predictions
+
+
+class CompareTask(Task[PaperBaseline]):
+    """Prune a saved model as the paper's baselines were, and measure both: what it says of a split, and how fast it is."""
+
+    result: ClassVar[type[Record]] = PaperBaseline
+    model: ArtifactRef
+    criterion: Literal["l1", "l2", "random"]
+    ratio: float
+    split: SplitInfo
+    batch_size: int
+    device: str = "cpu"
+    seed: int = 0

@@ -17,7 +17,8 @@ from profiling_agent.records import Cut, InputSpec, Unit
 # As good as any on the shared models and 1,000 images without compensation: a ViT's MLPs cut by half keep 63.2% top-1
 # (l1 63.1, group_l2 63.7, random 62.0), a ResNet's inner widths cut by an eighth 65.9% (64.9, 65.1, 54.4).
 DEFAULT_IMPORTANCE = "l2"
-NUM_GATE_IMAGES = 2
+# Of the calibration images, or as many of noise where there are none.
+NUM_GATE_IMAGES = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,8 +10,8 @@ from profiling_agent.agents.node import ProgressEvent
 from profiling_agent.errors import AcquisitionError, ProfilingAgentError, RequestError
 from profiling_agent.evaluation.intervals import compare
 from profiling_agent.evaluation.predictions import read_predictions
-from profiling_agent.jobs.comparing import CompareTask, PaperBaseline
 from profiling_agent.jobs.runner import Jobs
+from profiling_agent.jobs.tasks import CompareTask, PaperBaseline
 from profiling_agent.lifecycle import Listener, ignore, optimize, resume
 from profiling_agent.records import AccuracyDrop, Record
 from profiling_agent.reporting.report import RunReport

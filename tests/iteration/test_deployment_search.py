@@ -12,7 +12,7 @@ from profiling_agent.errors import JobError, QuantizationError
 from profiling_agent.evaluation.predictions import write_predictions
 from profiling_agent.iteration.deployment_search import NUM_IN_FULL, search_deployments
 from profiling_agent.iteration.evaluator import Evaluator
-from profiling_agent.jobs import racing, tasks
+from profiling_agent.jobs import tasks
 from profiling_agent.records import (
     Acquired,
     DeployedModel,
@@ -104,9 +104,6 @@ class Script:
                 split="search", num_images=num_images, num_correct=int((predicted == true).sum()), file=file
             ),
         )
-
-    EvaluateApartTask = EvaluateTask
-    DeployApartTask = DeployTask
 
     def RaceTask(self, task):  # noqa: N802
         results, dropped = [], []
@@ -225,7 +222,7 @@ def test_hopeless_forms_are_not_raced_and_slow_ones_not_measured_in_full(tmp_pat
         tmp_path, deployments | {"eager dynamic": Made(speedup=1.1), "onnxruntime static": Made(kl=9.0)}
     )
 
-    (race,) = [task for task in script.asked if isinstance(task, racing.RaceTask)]
+    (race,) = [task for task in script.asked if isinstance(task, tasks.RaceTask)]
     whole = [t for t in script.asked if isinstance(t, tasks.EvaluateTask) and t.num_images is None]
     assert len(race.entries) == 5
     assert len(whole) == 1 + NUM_IN_FULL
@@ -243,7 +240,7 @@ def test_a_form_without_rivals_is_left_to_the_race_at_the_end(tmp_path: Path):
     held, script = deployment_search(tmp_path, {"eager dynamic": Made(speedup=0.9)})
 
     assert held.chosen is not None
-    assert not [task for task in script.asked if isinstance(task, racing.RaceTask)]
+    assert not [task for task in script.asked if isinstance(task, tasks.RaceTask)]
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,9 @@ from profiling_agent.artifacts.load import load_module, load_processor
 from profiling_agent.artifacts.save import save_model
 from profiling_agent.errors import PruningError
 from profiling_agent.evaluation.predictions import read_predictions
-from profiling_agent.jobs.comparing import CompareTask, PaperBaseline
-from profiling_agent.jobs.context import Desk
-from profiling_agent.jobs.handlers.acquisition import CATALOGUE
+from profiling_agent.jobs.context import JobContext
+from profiling_agent.jobs.handlers.evaluation import compare
+from profiling_agent.jobs.tasks import CompareTask, PaperBaseline
 from profiling_agent.records import ArtifactRef, SplitInfo
 from profiling_agent.workspace import file_sha256
 
@@ -55,10 +55,8 @@ def task(tmp_path: Path) -> CompareTask:
 def compared(task: CompareTask, root: Path, heard: list[tuple[str, int, int]] | None = None) -> PaperBaseline:
     folder = root / "jobs" / "compare"
     folder.mkdir(parents=True, exist_ok=True)
-    desk = Desk(root, folder, "jobs/compare", lambda *said: (heard if heard is not None else []).append(said))
-    done = CATALOGUE[CompareTask](task, desk)
-    assert isinstance(done, PaperBaseline)
-    return done
+    job = JobContext(root, folder, "jobs/compare", lambda *said: (heard if heard is not None else []).append(said))
+    return compare(task, job)
 
 
 def test_a_tenth_of_each_hidden_width_is_cut_and_counted(task: CompareTask, tmp_path: Path):

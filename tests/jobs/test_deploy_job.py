@@ -15,8 +15,8 @@ from profiling_agent.artifacts.load import load_module, load_recipe
 from profiling_agent.artifacts.save import save_model
 from profiling_agent.errors import ArtifactError, QuantizationError
 from profiling_agent.evaluation.predictions import read_predictions
-from profiling_agent.jobs.context import Desk
-from profiling_agent.jobs.handlers.deployment import deploy_job, evaluate_job, export_job
+from profiling_agent.jobs.context import JobContext
+from profiling_agent.jobs.handlers.deployment import deploy, evaluate, export
 from profiling_agent.jobs.tasks import DeployTask, EvaluateTask, ExportTask
 from profiling_agent.progress import silent
 from profiling_agent.records import ArtifactRef, Deployment, SplitInfo
@@ -38,10 +38,10 @@ def split(name="split.parquet", num_images: int = NUM_IMAGES) -> SplitInfo:
     return SplitInfo(name="calibration", source_split="train", num_images=num_images, file=ref(name, "split"))
 
 
-def desk_in(root: Path, name: str) -> Desk:
+def context_in(root: Path, name: str) -> JobContext:
     folder = root / "jobs" / name
     folder.mkdir(parents=True)
-    return Desk(root, folder, f"jobs/{name}", silent)
+    return JobContext(root, folder, f"jobs/{name}", silent)
 
 
 @pytest.fixture(scope="module")
@@ -55,14 +55,14 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def onnx(root: Path) -> ArtifactRef:
-    exported = export_job(ExportTask(model=ref("baseline")), desk_in(root, "export"))
+    exported = export(ExportTask(model=ref("baseline")), context_in(root, "export"))
     assert exported.distance < 1e-5
     return exported.onnx
 
 
 def deployed(root: Path, name: str, deployment: Deployment, onnx: ArtifactRef | None = None, **asked):
     given = {"model": ref("baseline"), "deployment": deployment, "calibration": split(), "batch_size": 8, "onnx": onnx}
-    return deploy_job(DeployTask(**(given | asked)), desk_in(root, name))
+    return deploy(DeployTask(**(given | asked)), context_in(root, name))
 
 
 def test_a_deployed_model_and_how_far_it_is_from_its_parent(root: Path, onnx: ArtifactRef):
@@ -94,7 +94,7 @@ def test_every_runtime_answers_the_same_images_in_their_order(root: Path, onnx: 
 
     def answers(model: ArtifactRef, name: str, num_images: int | None = None):
         task = EvaluateTask(model=model, split=split(), batch_size=8, device="cpu", num_images=num_images)
-        measured = evaluate_job(task, desk_in(root, name))
+        measured = evaluate(task, context_in(root, name))
         predicted, _ = read_predictions(root / "jobs" / name / Path(measured.predictions.file.path).name)
         return measured, predicted
 
@@ -117,8 +117,8 @@ def test_a_damaged_model_is_not_evaluated(root: Path):
     (folder / "config.json").write_text(json.dumps({"mine": True}))
 
     with pytest.raises(ArtifactError, match=r"config\.json"):
-        evaluate_job(
-            EvaluateTask(model=ref("damaged"), split=split(), batch_size=8, device="cpu"), desk_in(root, "damage")
+        evaluate(
+            EvaluateTask(model=ref("damaged"), split=split(), batch_size=8, device="cpu"), context_in(root, "damage")
         )
 
 

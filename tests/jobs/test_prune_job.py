@@ -11,8 +11,8 @@ from PIL import Image
 from profiling_agent.acquisition.batches import iter_batches, write_split
 from profiling_agent.artifacts.load import load_module, load_recipe
 from profiling_agent.artifacts.save import save_model
-from profiling_agent.jobs.context import Desk
-from profiling_agent.jobs.handlers.acquisition import prune
+from profiling_agent.jobs.context import JobContext
+from profiling_agent.jobs.handlers.pruning import prune
 from profiling_agent.jobs.tasks import PruneTask
 from profiling_agent.progress import silent
 from profiling_agent.pruning.units import find_units
@@ -49,10 +49,10 @@ def task(tmp_path) -> PruneTask:
     )
 
 
-def desk_in(root, name) -> Desk:
+def context_in(root, name) -> JobContext:
     folder = root / "jobs" / name
     folder.mkdir(parents=True)
-    return Desk(root, folder, f"jobs/{name}", silent)
+    return JobContext(root, folder, f"jobs/{name}", silent)
 
 
 def logits(path, split):
@@ -62,12 +62,12 @@ def logits(path, split):
 
 
 def test_the_saved_candidate_is_the_compensated_one(task: PruneTask, tmp_path):
-    desk, plain_desk = desk_in(tmp_path, "on"), desk_in(tmp_path, "off")
-    done = prune(task, desk)
-    plain = prune(task.model_copy(update={"compensate": False}), plain_desk)
+    job, plain_job = context_in(tmp_path, "on"), context_in(tmp_path, "off")
+    done = prune(task, job)
+    plain = prune(task.model_copy(update={"compensate": False}), plain_job)
     expected, near, far = (
         logits(folder, tmp_path / "split.parquet")
-        for folder in (tmp_path / "baseline", desk.folder / "model", plain_desk.folder / "model")
+        for folder in (tmp_path / "baseline", job.folder / "model", plain_job.folder / "model")
     )
 
     assert done.compensation == ("least squares",)
@@ -77,4 +77,4 @@ def test_the_saved_candidate_is_the_compensated_one(task: PruneTask, tmp_path):
     assert (near - expected).norm() < (far - expected).norm()
     assert (plain.kl, plain.kl_uncompensated, plain.compensation) == (None, None, ())
     assert plain.mask_error == done.mask_error
-    assert load_recipe(desk.folder / "model").cuts == task.cuts
+    assert load_recipe(job.folder / "model").cuts == task.cuts

@@ -13,8 +13,8 @@ from profiling_agent.acquisition.batches import iter_batches, write_split
 from profiling_agent.artifacts.load import load_module, load_recipe
 from profiling_agent.artifacts.recipe import WEIGHTS
 from profiling_agent.artifacts.save import save_model
-from profiling_agent.jobs.context import Desk
-from profiling_agent.jobs.handlers.pruning import recover_job
+from profiling_agent.jobs.context import JobContext
+from profiling_agent.jobs.handlers.pruning import recover
 from profiling_agent.jobs.tasks import RecoverTask
 from profiling_agent.modules.divergence import mean_kl
 from profiling_agent.progress import silent
@@ -60,15 +60,15 @@ def task(tmp_path) -> RecoverTask:
     )
 
 
-def desk_in(root, name, progress=silent) -> Desk:
+def context_in(root, name, progress=silent) -> JobContext:
     folder = root / "jobs" / f".tmp-{name}"
     folder.mkdir(parents=True)
-    return Desk(root, folder, f"jobs/{name}", progress)
+    return JobContext(root, folder, f"jobs/{name}", progress)
 
 
 def test_the_saved_model_is_nearer_to_the_baseline_on_the_judged_images(task: RecoverTask, tmp_path):
-    desk = desk_in(tmp_path, "job")
-    done = recover_job(task, desk)
+    job = context_in(tmp_path, "job")
+    done = recover(task, job)
     images = torch.cat(
         [images for images, _ in iter_batches(tmp_path / "calibration.parquet", zoo.processor(), batch_size=64)]
     )
@@ -77,14 +77,14 @@ def test_the_saved_model_is_nearer_to_the_baseline_on_the_judged_images(task: Re
     with torch.inference_mode():
         expected, before, after = (
             load_module(folder)(pixel_values=judged).logits
-            for folder in (tmp_path / "baseline", tmp_path / "pruned", desk.folder / "model")
+            for folder in (tmp_path / "baseline", tmp_path / "pruned", job.folder / "model")
         )
 
     assert done.kl_after < done.kl_before
     assert done.kl_before == pytest.approx(mean_kl(expected, before), rel=1e-4)
     assert done.kl_after == pytest.approx(mean_kl(expected, after), rel=1e-4)
     assert (done.model.path, done.epochs_run) == ("jobs/job/model", 4)
-    assert load_recipe(desk.folder / "model").cuts == load_recipe(tmp_path / "pruned").cuts
+    assert load_recipe(job.folder / "model").cuts == load_recipe(tmp_path / "pruned").cuts
     assert load_recipe(tmp_path / "pruned").cuts
     assert not (tmp_path / "recovery").exists()
 
@@ -97,13 +97,13 @@ def test_a_job_that_was_killed_goes_on_after_its_last_epoch_and_ends_with_the_sa
             raise KilledError
 
     with pytest.raises(KilledError):
-        recover_job(task, desk_in(tmp_path, "cut", kill))
+        recover(task, context_in(tmp_path, "cut", kill))
     Workspace(tmp_path).sweep()
     kept = [path.parent.name for path in (tmp_path / "recovery").rglob("recovery.json")]
-    again = desk_in(tmp_path, "cut", lambda _message, done, _total: begun.append(done))
-    undisturbed = desk_in(tmp_path, "whole")
-    resumed, whole = recover_job(task, again), recover_job(task, undisturbed)
-    one, other = (load_file(desk.folder / "model" / WEIGHTS) for desk in (again, undisturbed))
+    again = context_in(tmp_path, "cut", lambda _message, done, _total: begun.append(done))
+    undisturbed = context_in(tmp_path, "whole")
+    resumed, whole = recover(task, again), recover(task, undisturbed)
+    one, other = (load_file(job.folder / "model" / WEIGHTS) for job in (again, undisturbed))
 
     assert kept == ["cut"]
     assert begun == [2, 3, 4]
@@ -115,24 +115,24 @@ def test_a_job_that_was_killed_goes_on_after_its_last_epoch_and_ends_with_the_sa
 
 def test_a_job_leaves_what_another_one_kept(task: RecoverTask, tmp_path):
     (tmp_path / "recovery" / "other").mkdir(parents=True)
-    recover_job(task.model_copy(update={"epochs": 1}), desk_in(tmp_path, "job"))
+    recover(task.model_copy(update={"epochs": 1}), context_in(tmp_path, "job"))
 
     assert [path.name for path in (tmp_path / "recovery").iterdir()] == ["other"]
 
 
 def test_where_no_epoch_helps_the_pruned_model_itself_is_handed_on(task: RecoverTask, tmp_path):
-    desk = desk_in(tmp_path, "job")
-    done = recover_job(task.model_copy(update={"model": task.baseline}), desk)
+    job = context_in(tmp_path, "job")
+    done = recover(task.model_copy(update={"model": task.baseline}), job)
 
     # The baseline is already at 0, below which no KL falls.
     assert done.model == task.baseline
     assert (done.kl_after, done.stopped) == (done.kl_before, "the KL did not fall for 2 epochs")
-    assert not list(desk.folder.iterdir())
+    assert not list(job.folder.iterdir())
 
 
 def test_the_order_of_images_is_the_seeds(task: RecoverTask, tmp_path):
     one, other = (
-        recover_job(task.model_copy(update={"epochs": 1, "seed": seed}), desk_in(tmp_path, f"job{seed}"))
+        recover(task.model_copy(update={"epochs": 1, "seed": seed}), context_in(tmp_path, f"job{seed}"))
         for seed in (1, 2)
     )
 

@@ -15,6 +15,7 @@ from profiling_agent.artifacts.save import save_model
 from profiling_agent.errors import ArtifactError, JobError
 from profiling_agent.jobs.process import JobProcess
 from profiling_agent.jobs.runner import Jobs, job_key
+from profiling_agent.jobs.table import TABLE
 from profiling_agent.jobs.tasks import EvaluateTask, ProfileTask
 from profiling_agent.jobs.wire import Order
 from profiling_agent.progress import silent
@@ -106,8 +107,13 @@ def test_a_crash_is_a_jobs_result_and_the_next_job_gets_a_new_worker(
 def test_a_job_that_takes_too_long_is_ended(baseline: tuple[Workspace, ArtifactRef], tmp_path: Path):
     workspace, model = baseline
     child = JobProcess(tmp_path / "log")
-    task = evaluation(model).model_dump(mode="json")
-    order = Order(root=str(workspace.root), key="late", kind="EvaluateTask", task=task)
+    order = Order(
+        root=str(workspace.root),
+        key="late",
+        record="profiling_agent.jobs.tasks:EvaluateTask",
+        task=evaluation(model).model_dump(mode="json"),
+        handler=TABLE[EvaluateTask].handler,
+    )
 
     with pytest.raises(JobError, match="longer than 0 s"):
         child.carry_out(order, timeout_s=0.01, progress=silent)

@@ -14,12 +14,12 @@ from torch import nn
 from profiling_agent.acquisition.batches import write_split
 from profiling_agent.artifacts.load import load_module, load_recipe
 from profiling_agent.artifacts.save import save_model
-from profiling_agent.jobs.context import Desk
-from profiling_agent.jobs.handlers.acquisition import CATALOGUE
+from profiling_agent.jobs.context import JobContext
+from profiling_agent.jobs.handlers.deployment import tune
 from profiling_agent.jobs.tasks import TuneTask
 from profiling_agent.modules.inference import random_batch
 from profiling_agent.progress import silent
-from profiling_agent.records import ArtifactRef, SplitInfo, Tuned
+from profiling_agent.records import ArtifactRef, SplitInfo
 from profiling_agent.workspace import file_sha256
 
 
@@ -50,30 +50,24 @@ def ask(root: Path, model: nn.Module, num_images: int = 40) -> TuneTask:
 
 
 @pytest.fixture
-def desk(tmp_path: Path) -> Desk:
+def job(tmp_path: Path) -> JobContext:
     folder = tmp_path / "jobs" / "tune"
     folder.mkdir(parents=True)
-    return Desk(tmp_path, folder, "jobs/tune", silent)
+    return JobContext(tmp_path, folder, "jobs/tune", silent)
 
 
-def tuned(task: TuneTask, desk: Desk) -> Tuned:
-    done = CATALOGUE[TuneTask](task, desk)
-    assert isinstance(done, Tuned)
-    return done
-
-
-def test_a_folded_model_is_saved_in_float32_and_says_the_same(tmp_path: Path, desk: Desk):
+def test_a_folded_model_is_saved_in_float32_and_says_the_same(tmp_path: Path, job: JobContext):
     model = with_outliers(zoo.vit())
     batch = random_batch(zoo.SPEC, 4, seed=9)
 
-    done = tuned(ask(tmp_path, model), desk)
+    done = tune(ask(tmp_path, model), job)
 
     assert done.model.path == "jobs/tune/model"
-    assert load_recipe(desk.folder / "model").quantized == ()
+    assert load_recipe(job.folder / "model").quantized == ()
     with torch.inference_mode():
         expected, found = (
             model(pixel_values=batch).logits,
-            load_module(desk.folder / "model")(pixel_values=batch).logits,
+            load_module(job.folder / "model")(pixel_values=batch).logits,
         )
     assert float((found - expected).norm() / expected.norm()) < 1e-4
     assert done.kl < done.kl_unfolded / 4
@@ -84,11 +78,11 @@ def test_a_folded_model_is_saved_in_float32_and_says_the_same(tmp_path: Path, de
     assert done.num_images == 32
 
 
-def test_a_model_with_nothing_to_fold_is_handed_on_as_it_is(tmp_path: Path, desk: Desk):
+def test_a_model_with_nothing_to_fold_is_handed_on_as_it_is(tmp_path: Path, job: JobContext):
     task = ask(tmp_path, zoo.resnet(), num_images=8)
 
-    done = tuned(task.model_copy(update={"scheme": "static"}), desk)
+    done = tune(task.model_copy(update={"scheme": "static"}), job)
 
     assert done.model == task.model
-    assert not (desk.folder / "model").exists()
+    assert not (job.folder / "model").exists()
     assert done.num_images == 8

@@ -1,48 +1,72 @@
-"""How the recovery job turns artifact references into one stage call, and goes on where a killed one ended.
-
-Imported by the warm worker only, like the catalogue.
-"""
+"""Pruning and recovery: cut units, make up for it, train, and keep the model that was made."""
 
 import contextlib
 import shutil
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from torch import nn
+
 from profiling_agent.acquisition.batches import iter_batches, shuffled_batches
-from profiling_agent.artifacts.load import load_module, load_processor
-from profiling_agent.jobs.context import Desk
-from profiling_agent.jobs.keeping import keep_model
-from profiling_agent.jobs.tasks import RecoverTask
+from profiling_agent.artifacts.load import load_module, load_processor, load_recipe
+from profiling_agent.artifacts.save import save_derived
+from profiling_agent.jobs.context import JobContext
+from profiling_agent.jobs.tasks import PruneTask, RecoverTask
 from profiling_agent.modules.inference import device_of
+from profiling_agent.pruning import recovery
 from profiling_agent.pruning.calibration import Calibration
-from profiling_agent.pruning.recovery import recover
-from profiling_agent.records import RecoveredModel
+from profiling_agent.pruning.compensation import compensate
+from profiling_agent.pruning.prune import NUM_GATE_IMAGES, prune_model
+from profiling_agent.records import ArtifactRef, Cut, PrunedModel, RecoveredModel
 
 
-def recover_job(task: RecoverTask, desk: Desk) -> RecoveredModel:
+def prune(task: PruneTask, job: JobContext) -> PrunedModel:
+    """Cut the units, pass the gates, compensate, save the candidate."""
+    path = job.path(task.baseline)
+    model, recipe, processor = load_module(path), load_recipe(path), load_processor(path)
+    read = partial(iter_batches, job.path(task.calibration.file), processor, batch_size=task.batch_size)
+    images, _ = next(read(batch_size=NUM_GATE_IMAGES))
+    keep = {name: list(kept) for name, kept in task.keep.items()}
+    pruned = prune_model(model, task.cuts, spec=recipe.input, seed=task.seed, images=images, keep=keep or None)
+    made = None
+    if task.compensate:
+        made = compensate(model, pruned.model, task.cuts, pruned.keep, read, progress=job.progress)
+    return PrunedModel(
+        model=keep_model(made.model if made else pruned.model, task.baseline, job, cuts=task.cuts),
+        cuts=task.cuts,
+        mask_error=pruned.mask_error,
+        kl=made.kl_after if made else None,
+        kl_uncompensated=made.kl_before if made else None,
+        compensation=made.steps if made else (),
+        compensation_note=made.note if made else None,
+    )
+
+
+def recover(task: RecoverTask, job: JobContext) -> RecoveredModel:
     """Recover, judged on the images that compensation wasn't fitted to; save what was recovered.
 
     Each epoch is kept in `recovery/<job key>` of the run folder, because a job's own folder goes when the job is cut.
     """
-    folder = desk.root / "recovery" / Path(desk.final).name
-    dense, pruned = (load_module(desk.path(ref)).to(task.device) for ref in (task.baseline, task.model))
-    processor = load_processor(desk.path(task.baseline))
+    folder = job.root / "recovery" / Path(job.final).name
+    dense, pruned = (load_module(job.path(ref)).to(task.device) for ref in (task.baseline, task.model))
+    processor = load_processor(job.path(task.baseline))
     calibration = Calibration(
-        batches=partial(iter_batches, desk.path(task.calibration.file), processor, batch_size=task.batch_size),
+        batches=partial(iter_batches, job.path(task.calibration.file), processor, batch_size=task.batch_size),
         device=device_of(dense),
         dtype=next(dense.parameters()).dtype,
     )
-    recovered = recover(
+    recovered = recovery.recover(
         dense,
         pruned,
-        shuffled_batches(desk.path(task.recovery.file), processor, batch_size=task.batch_size, seed=task.seed),
+        shuffled_batches(job.path(task.recovery.file), processor, batch_size=task.batch_size, seed=task.seed),
         calibration.judged,
         epochs=task.epochs,
         folder=folder,
         seed=task.seed,
-        progress=desk.progress,
+        progress=job.progress,
     )
-    model = task.model if recovered.model is pruned else keep_model(recovered.model.cpu(), task.model, desk)
+    model = task.model if recovered.model is pruned else keep_model(recovered.model.cpu(), task.model, job)
     shutil.rmtree(folder, ignore_errors=True)
     with contextlib.suppress(OSError):
         # Empty unless another attempt's recovery was cut.
@@ -55,3 +79,19 @@ def recover_job(task: RecoverTask, desk: Desk) -> RecoveredModel:
         stopped=recovered.stopped,
         note=recovered.note,
     )
+
+
+def keep_model(
+    model: nn.Module, source: ArtifactRef, job: JobContext, *, cuts: Sequence[Cut] | None = None
+) -> ArtifactRef:
+    """Save `model`, made of the saved model `source`, with its source's cuts where none are given; return the reference.
+
+    It is loaded once, which is the reload gate: a model that doesn't come back as it was saved is never handed on.
+
+    Raises:
+        ArtifactError: it doesn't come back, or `source` is damaged.
+    """
+    folder = job.folder / "model"
+    save_derived(model, job.path(source), folder, cuts=cuts)
+    load_module(folder)
+    return job.ref(folder, "model")

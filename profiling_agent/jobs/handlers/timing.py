@@ -1,43 +1,47 @@
-"""The jobs whose process imports no more than it must: torch only where the model's runtime is torch's."""
+"""Timing and memory of saved models, by processes that import torch only where the model's runtime is torch's."""
 
-from collections.abc import Callable
-from typing import Any
+from profiling_agent.artifacts.folder import open_folder
+from profiling_agent.benchmarking import race as races
+from profiling_agent.benchmarking import throughput as throughputs
+from profiling_agent.benchmarking.headline import measure_headline
+from profiling_agent.deployment.registry import open_session
+from profiling_agent.jobs.context import JobContext
+from profiling_agent.jobs.tasks import HeadlineTask, MemoryTask, RaceTask, ThroughputTask
+from profiling_agent.records import Headline, MemoryUse, Race, Throughputs
+from profiling_agent.reproducibility import available_threads
 
-from profiling_agent.jobs import racing, tasks
-from profiling_agent.jobs.context import Desk
-from profiling_agent.jobs.measure_job import measure_memory, measure_throughput
-from profiling_agent.records import Headline, Race, Record
 
-
-def headline(task: tasks.HeadlineTask, desk: Desk) -> Headline:
+def headline(task: HeadlineTask, job: JobContext) -> Headline:
     """Time the model and its memory."""
-    from profiling_agent.artifacts.folder import open_folder
-    from profiling_agent.benchmarking.headline import measure_headline
-    from profiling_agent.deployment.registry import open_session
-    from profiling_agent.reproducibility import available_threads
-
-    path = desk.path(task.model)
+    path = job.path(task.model)
     session = open_session(path, device=task.device, num_threads=available_threads())
     return measure_headline(session, open_folder(path, verify=False).input, batch_size=task.batch_size)
 
 
-def run_race(task: racing.RaceTask, desk: Desk) -> Race:
+def race(task: RaceTask, job: JobContext) -> Race:
     """Let the models take turns."""
-    from profiling_agent.benchmarking.race import race
-
-    return race(
+    return races.race(
         task.entries,
-        root=desk.root,
+        root=job.root,
         batch_size=task.batch_size,
         device=task.device,
         seed=task.seed,
-        progress=desk.progress,
+        progress=job.progress,
     )
 
 
-FRESH: dict[type[tasks.Task[Any]], Callable[[Any, Desk], Record]] = {
-    tasks.HeadlineTask: headline,
-    racing.RaceTask: run_race,
-    racing.ThroughputTask: measure_throughput,
-    racing.MemoryTask: measure_memory,
-}
+def throughput(task: ThroughputTask, job: JobContext) -> Throughputs:
+    """Let the models take turns at each batch size."""
+    return throughputs.throughput(
+        task.models,
+        root=job.root,
+        batch_sizes=task.batch_sizes,
+        device=task.device,
+        seed=task.seed,
+        progress=job.progress,
+    )
+
+
+def memory(task: MemoryTask, job: JobContext) -> MemoryUse:
+    """Read what a process holds at most that only loads and runs the model."""
+    return throughputs.memory_use(task.model, root=job.root, batch_size=task.batch_size, device=task.device)

@@ -1,0 +1,71 @@
+"""Profile of a saved model: cost of each layer, and the evidence on its units."""
+
+from functools import partial
+
+from profiling_agent.acquisition.batches import iter_batches
+from profiling_agent.artifacts.load import load_module, load_processor, load_recipe, load_skeleton
+from profiling_agent.benchmarking.latency_table import time_units
+from profiling_agent.errors import PruningError
+from profiling_agent.jobs.context import JobContext
+from profiling_agent.jobs.tasks import Profiled, ProfileTask
+from profiling_agent.modules.inference import random_batch
+from profiling_agent.profiling.profile import profile_model
+from profiling_agent.profiling.sensitivity import measure_sensitivity
+from profiling_agent.quantization.footprint import folder_bytes
+from profiling_agent.records import Evidence, ModelProfile
+
+
+def profile(task: ProfileTask, job: JobContext) -> Profiled:
+    """Profile the model; write profile.json and the chrome trace."""
+    path = job.path(task.model)
+    recipe = load_recipe(path)
+    trace = job.folder / "trace.json.gz"
+    measured = profile_model(
+        load_module(path).to(task.device),
+        recipe.input,
+        batch_size=task.batch_size,
+        device=task.device,
+        headline=task.headline,
+        size_bytes=folder_bytes(path),
+        architecture=recipe.architecture,
+        skeleton=load_skeleton(path),
+        trace_path=trace,
+        progress=job.progress,
+    )
+    evidence, note = _evidence(task, job, measured) if task.calibration else (None, None)
+    complete = measured.model_copy(
+        update={"trace": job.ref(trace, "trace"), "evidence": evidence, "evidence_note": note}
+    )
+    out = job.folder / "profile.json"
+    out.write_text(complete.model_dump_json(indent=1), encoding="utf-8")
+    return Profiled(
+        profile=job.ref(out, "profile"),
+        params=complete.params,
+        macs=complete.macs,
+        latency_ms=complete.headline.latency.median_ms,
+        peak_memory_bytes=complete.headline.peak_memory_bytes,
+        forward_passes=complete.forward_passes,
+    )
+
+
+def _evidence(task: ProfileTask, job: JobContext, profiled: ModelProfile) -> tuple[Evidence | None, str | None]:
+    """Return the evidence on the model's units, or why there is none."""
+    assert task.calibration is not None, "evidence is gathered on calibration images"
+    path = job.path(task.model)
+    model = load_module(path).to(task.device)
+    read = partial(iter_batches, job.path(task.calibration.file), load_processor(path), batch_size=task.batch_size)
+    batch = random_batch(profiled.input, task.batch_size).to(task.device)
+    try:
+        table = time_units(model, profiled.units, batch, progress=job.progress)
+        evidence = measure_sensitivity(
+            model,
+            profiled.units,
+            read,
+            criterion=task.criterion,
+            table=table,
+            seed=task.seed,
+            progress=job.progress,
+        )
+    except PruningError as error:
+        return None, str(error)
+    return evidence, None

@@ -1,0 +1,52 @@
+"""Table of jobs: who does each task, how long it may take, and whether that needs torch.
+
+Handlers are named and not imported: the parent of a run imports no torch, and a process that times a model no more than
+the model's runtime needs.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from profiling_agent.jobs import tasks
+
+HOUR = 3600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One job: `handler` is "module:function", which takes the task and a `JobContext` and returns the task's result.
+
+    With `torch` the process has torch's threads and seed set before. An isolated job has a time limit of its own.
+    """
+
+    handler: str
+    torch: bool = True
+    timeout_s: float = 4 * HOUR
+    isolated_timeout_s: float = HOUR
+
+
+Table = Mapping[type[tasks.Task[Any]], Row]
+
+TABLE: Table = {
+    tasks.AcquireTask: Row(handler="profiling_agent.jobs.handlers.acquisition:acquire"),
+    tasks.SurveyShapeTask: Row(handler="profiling_agent.jobs.handlers.acquisition:survey_shape"),
+    tasks.ResolveShapeTask: Row(handler="profiling_agent.jobs.handlers.acquisition:resolve_shape"),
+    tasks.ProfileTask: Row(handler="profiling_agent.jobs.handlers.profiling:profile"),
+    tasks.PruneTask: Row(handler="profiling_agent.jobs.handlers.pruning:prune"),
+    # What is cut off goes on after its last epoch, but a hundred epochs may take a day.
+    tasks.RecoverTask: Row(handler="profiling_agent.jobs.handlers.pruning:recover", timeout_s=24 * HOUR),
+    tasks.TuneTask: Row(handler="profiling_agent.jobs.handlers.deployment:tune"),
+    tasks.ExportTask: Row(handler="profiling_agent.jobs.handlers.deployment:export", isolated_timeout_s=HOUR / 2),
+    tasks.DeployTask: Row(handler="profiling_agent.jobs.handlers.deployment:deploy", isolated_timeout_s=HOUR / 2),
+    tasks.EvaluateTask: Row(handler="profiling_agent.jobs.handlers.evaluation:evaluate"),
+    tasks.CompareTask: Row(handler="profiling_agent.jobs.handlers.evaluation:compare"),
+    tasks.HeadlineTask: Row(
+        handler="profiling_agent.jobs.handlers.timing:headline", torch=False, isolated_timeout_s=HOUR / 2
+    ),
+    tasks.RaceTask: Row(handler="profiling_agent.jobs.handlers.timing:race", torch=False),
+    tasks.ThroughputTask: Row(handler="profiling_agent.jobs.handlers.timing:throughput", torch=False),
+    tasks.MemoryTask: Row(
+        handler="profiling_agent.jobs.handlers.timing:memory", torch=False, isolated_timeout_s=HOUR / 2
+    ),
+}
