@@ -16,7 +16,8 @@ from profiling_agent.artifacts.save import save_model
 from profiling_agent.errors import ArtifactError, QuantizationError
 from profiling_agent.evaluation.predictions import read_predictions
 from profiling_agent.jobs.context import JobContext
-from profiling_agent.jobs.handlers.deployment import deploy, evaluate, export
+from profiling_agent.jobs.handlers.deployment import deploy, export
+from profiling_agent.jobs.handlers.evaluation import evaluate
 from profiling_agent.jobs.tasks import DeployTask, EvaluateTask, ExportTask
 from profiling_agent.progress import silent
 from profiling_agent.records import ArtifactRef, Deployment, SplitInfo

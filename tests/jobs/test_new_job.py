@@ -1,0 +1,75 @@
+"""A toy job, added as CONTRIBUTING.md says: one record and one handler (`toy_job.py`), and one row, here."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import get_type_hints
+
+import pytest
+from toy_job import Doubled, DoubleTask
+
+from profiling_agent.errors import JobError, RequestError
+from profiling_agent.jobs import tasks
+from profiling_agent.jobs.context import JobContext
+from profiling_agent.jobs.runner import Jobs, job_key
+from profiling_agent.jobs.table import TABLE, Row
+from profiling_agent.workspace import Workspace
+
+ROW = Row(handler="toy_job:double", torch=False, isolated_timeout_s=60.0)
+
+
+@pytest.fixture
+def jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Jobs]:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+    workspace = Workspace(tmp_path / "run")
+    workspace.jobs.mkdir(parents=True)
+    opened = Jobs(workspace, table={**TABLE, DoubleTask: ROW})
+    yield opened
+    opened.close()
+
+
+def test_a_new_job_is_done_in_the_worker_and_isolated_and_read_back(jobs: Jobs):
+    heard = list[tuple[str, int, int]]()
+    jobs.progress = lambda *said: heard.append(said)
+
+    warm, next_one = jobs.run(DoubleTask(number=3)), jobs.run(DoubleTask(number=4))
+    alone = jobs.run(DoubleTask(number=3, isolated=True))
+    again = jobs.run(DoubleTask(number=3, isolated=True))
+
+    assert (warm.twice, next_one.twice, alone.twice) == (6, 8, 6)
+    assert warm.pid == next_one.pid
+    assert len({os.getpid(), warm.pid, alone.pid}) == 3
+    assert again == alone
+    assert not alone.has_torch
+    assert heard.count(("doubling", 1, 1)) == 3
+    folder = jobs.workspace.jobs / job_key(DoubleTask(number=4))
+    assert sorted(path.name for path in folder.iterdir()) == ["result.json", "working.txt"]
+    assert Doubled.model_validate_json((folder / "result.json").read_text()) == next_one
+
+
+def test_what_a_new_job_refuses_is_raised_and_a_bug_leaves_its_traceback_in_the_log(jobs: Jobs):
+    with pytest.raises(RequestError, match="-1 is negative"):
+        jobs.run(DoubleTask(number=-1))
+    with pytest.raises(JobError, match="ZeroDivisionError: a bug of ours"):
+        jobs.run(DoubleTask(number=0))
+
+    log = (jobs.workspace.root / "worker.log").read_text()
+    assert "Traceback" in log
+    assert "toy_job.py" in log
+    assert list(jobs.workspace.jobs.iterdir()) == []
+
+
+def test_equal_tasks_have_equal_keys_wherever_they_run():
+    assert job_key(DoubleTask(number=1)) == job_key(DoubleTask.model_validate({"isolated": False, "number": 1}))
+    assert len({job_key(DoubleTask(number=1, isolated=isolated)) for isolated in (False, True)}) == 2
+
+
+def test_every_task_has_a_row_whose_handler_takes_it_and_returns_its_result():
+    kinds = {kind for kind in vars(tasks).values() if isinstance(kind, type) and issubclass(kind, tasks.Task)}
+    kinds = {kind for kind in kinds if "result" in vars(kind)}
+
+    assert kinds == set(TABLE)
+    for kind, row in TABLE.items():
+        taken, context, returned = get_type_hints(resolve_name(row.handler)).values()
+        assert (taken, context, returned) == (kind, JobContext, kind.result)
