@@ -13,7 +13,8 @@ from profiling_agent.artifacts.save import save_model
 from profiling_agent.deployment.batches import noise_batch
 from profiling_agent.deployment.onnx_export import export_onnx
 from profiling_agent.deployment.protocol import Source
-from profiling_agent.records import Deployment
+from profiling_agent.deployment.registry import runtime
+from profiling_agent.records import RUNTIMES, Deployment
 
 MODELS: dict[str, Callable[[], torch.nn.Module]] = {
     "vit": lambda: zoo.vit(num_hidden_layers=1),
@@ -50,8 +51,15 @@ def distance(found: np.ndarray, expected: np.ndarray) -> float:
     return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
 
 
+def all_deployments(device: str = "cpu") -> tuple[Deployment, ...]:
+    """Return a deployment for every runtime and scheme on a device, runtimes that aren't installed included."""
+    return tuple(
+        Deployment(runtime=name, scheme=scheme) for name in RUNTIMES for scheme in runtime(name).schemes(device)
+    )
+
+
 @cache
 def deployment(name: str) -> Deployment:
     """Return the deployment of a name such as `onnxruntime static`."""
-    runtime, scheme = name.split()
-    return Deployment(runtime=runtime, scheme=scheme)
+    found, scheme = name.split()
+    return Deployment(runtime=found, scheme=scheme)

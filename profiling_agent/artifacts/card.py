@@ -1,4 +1,4 @@
-"""The model card, `README.md` of a saved folder: what it is, how to run it with us and without, what was measured."""
+"""Model card, `README.md` of a saved folder: what it is, how to run it with us and without, what was measured."""
 
 from collections.abc import Sequence
 from pathlib import Path

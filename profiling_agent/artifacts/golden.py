@@ -1,17 +1,18 @@
-"""Two images and what the model said of them when it was saved: does it still say so?"""
+"""Golden logits: two images and what the model said of them when it was saved; does it still say so? No torch here."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
 
-from profiling_agent.artifacts.recipe import Recipe
+from profiling_agent.artifacts.recipe import GOLDEN, Recipe
 from profiling_agent.errors import ArtifactError
-from profiling_agent.modules.inference import random_batch
-from profiling_agent.quantization.kinds import quantized_modules
-from profiling_agent.records import InputSpec
+from profiling_agent.reproducibility import environment
 
 NUM_IMAGES = 2
 # Relative distances of the logits. Another CPU or thread count adds float32 in another order, about 1e-6 apart. An
@@ -20,53 +21,65 @@ NUM_IMAGES = 2
 FLOAT_TOLERANCE, STEP_TOLERANCE, REDUCED_TOLERANCE = 1e-4, 2e-2, 1e-1
 
 
-def logits_of(model: nn.Module, pixel_values: Tensor) -> Tensor:
-    """Return the logits in eval mode, on the CPU; the model's mode is left as found."""
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.inference_mode():
-            device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-            return model(pixel_values=pixel_values.to(device)).logits.cpu()
-    finally:
-        model.train(was_training)
-
-
-def golden_tensors(model: nn.Module, spec: InputSpec) -> dict[str, Tensor]:
-    """Return an input batch of two and the logits that `model` computes for it.
+@dataclass(frozen=True, slots=True)
+class Golden:
+    """Images (n, channels, height, width) and the logits (n, classes) that the model computed for them.
 
     The images are rounded to float16 and stored as that: in float32 they are 1.3% of ViT-B in int8.
     """
-    pixel_values = random_batch(spec, NUM_IMAGES).half()
-    return {"pixel_values": pixel_values, "logits": logits_of(model, pixel_values.float()).clone()}
+
+    pixel_values: NDArray[np.float16]
+    logits: NDArray[np.float32]
 
 
-def _tolerance(model: nn.Module, recipe: Recipe) -> float:
-    # float16 weights alone are rounded, the activations that they meet stay float32.
-    saved = {layer.name: layer.reduce_range for layer in recipe.quantized if layer.dtype != "float16"}
-    if not saved:
-        return FLOAT_TOLERANCE
-    held = quantized_modules(model)
-    is_same = all(held[name].reduce_range == reduced for name, reduced in saved.items())
-    return STEP_TOLERANCE if is_same else REDUCED_TOLERANCE
+def write_golden(golden: Golden, folder: Path) -> None:
+    """Write the golden images and logits into a saved folder."""
+    logits = np.ascontiguousarray(golden.logits)
+    save_file({"pixel_values": golden.pixel_values, "logits": logits}, folder / GOLDEN)
 
 
-def check_golden(model: nn.Module, golden: dict[str, Tensor], recipe: Recipe) -> None:
-    """Raise ArtifactError where `model` doesn't compute the logits that were saved with it."""
+def check_golden(run: Callable[[NDArray[np.float32]], NDArray[Any]], folder: Path, recipe: Recipe) -> None:
+    """Run the golden images of a saved folder through `run`, and compare the logits with the saved ones.
+
+    Raises:
+        ArtifactError: they are further apart than `tolerance` allows, or no number; the images can't be read or run.
+    """
+    golden = _read(folder / GOLDEN)
     try:
-        expected = golden["logits"]
-        found = logits_of(model, golden["pixel_values"].float())
-    except (KeyError, RuntimeError) as error:
-        raise ArtifactError(f"the saved golden images can't be run ({error}): save the model again") from error
-    refuse_far_logits("the model", found.numpy(), expected.numpy(), _tolerance(model, recipe))
-
-
-def refuse_far_logits(who: str, found: NDArray[Any], expected: NDArray[Any], tolerance: float) -> None:
-    """Raise ArtifactError where ||found - expected|| / ||expected|| is more than `tolerance`, or no number."""
-    distance = float(np.linalg.norm(found - expected) / max(np.linalg.norm(expected), np.finfo(np.float32).tiny))
-    # `not <=` so that a NaN fails.
-    if not distance <= tolerance:
+        logits = run(golden.pixel_values.astype(np.float32))
+    except RuntimeError as error:
+        line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ArtifactError(
-            f"{who} doesn't compute what it did when it was saved: its logits are {distance:.2g} apart (relative), "
-            f"{tolerance:g} is allowed; save it again with the installed libraries"
+            f"the golden images in {str(folder)!r} can't be run ({line}): save the model again"
+        ) from error
+    smallest = np.finfo(np.float32).tiny
+    distance = float(np.linalg.norm(logits - golden.logits) / max(np.linalg.norm(golden.logits), smallest))
+    allowed = tolerance(recipe)
+    # `not <=` so that a NaN fails.
+    if not distance <= allowed:
+        raise ArtifactError(
+            f"{str(folder)!r} doesn't compute what it did when it was saved: its logits are {distance:.2g} apart "
+            f"(relative), {allowed:g} is allowed; save it again with the installed libraries"
         )
+
+
+def _read(path: Path) -> Golden:
+    try:
+        held = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise ArtifactError(f"{str(path)!r} is damaged and can't be read ({error}): save the model again") from error
+    for name in ("pixel_values", "logits"):
+        if name not in held:
+            raise ArtifactError(f"{str(path)!r} is damaged and has no {name}: save the model again")
+    return Golden(held["pixel_values"], held["logits"])
+
+
+def tolerance(recipe: Recipe) -> float:
+    """Return how far apart the logits of a saved model may be here."""
+    # float16 weights of a layer alone are rounded, the activations that they meet stay float32.
+    has_steps = any(layer.dtype != "float16" for layer in recipe.quantized)
+    is_half = not recipe.quantized and recipe.deployment.scheme != "float32"
+    if not (has_steps or is_half):
+        return FLOAT_TOLERANCE
+    # Another CPU may have other kernels, whose activations have 7 bits or whose sums are rounded elsewhere.
+    return STEP_TOLERANCE if recipe.cpu == environment().cpu else REDUCED_TOLERANCE

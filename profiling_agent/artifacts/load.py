@@ -1,4 +1,4 @@
-"""Read a model that `save_model` wrote, in any process, without pickle and without remote code."""
+"""Reading a model that `save_model` wrote, in any process, without pickle and without remote code."""
 
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,12 @@ from transformers.initialization import no_init_weights
 
 from profiling_agent.artifacts.folder import open_folder
 from profiling_agent.artifacts.golden import check_golden
-from profiling_agent.artifacts.recipe import GOLDEN, WEIGHTS, QuantizedLayer, Recipe
+from profiling_agent.artifacts.recipe import WEIGHTS, QuantizedLayer, Recipe
 from profiling_agent.errors import ArtifactError, QuantizationError
+from profiling_agent.modules.inference import logits_of
 from profiling_agent.modules.widths import fit_widths_, say_heads_
 from profiling_agent.quantization.kinds import rebuilt
+from profiling_agent.records import UnitKind
 
 
 def load_recipe(path: str | Path) -> Recipe:
@@ -46,7 +48,7 @@ def load_module(path: str | Path, *, verify: bool = True) -> nn.Module:
     recipe = open_folder(folder, verify=verify)
     model = _build(folder, recipe, dequantize=False)
     if verify:
-        check_golden(model, _read_tensors(folder / GOLDEN), recipe)
+        check_golden(lambda images: logits_of(model, torch.from_numpy(images)).numpy(), folder, recipe)
     return model
 
 
@@ -71,18 +73,26 @@ def _build(folder: Path, recipe: Recipe, *, dequantize: bool) -> nn.Module:
     tensors = _read_tensors(folder / WEIGHTS)
     try:
         model = _architecture(recipe)
+        _check_names(model, recipe)
         for norm in recipe.folded:
             model.set_submodule(norm, nn.Identity(), strict=True)
         for layer in recipe.quantized:
             _place_(model, layer, tensors, dequantize=dequantize)
         _fill_(model, tensors, recipe)
-        say_heads_(model, recipe.cuts)
-    except (RuntimeError, ValueError, KeyError, AttributeError, QuantizationError) as error:
-        first_line = str(error).strip().splitlines()[0]
+    except (_MisfitError, QuantizationError) as error:
         raise ArtifactError(
-            f"the weights in {str(folder)!r} don't fit {recipe.architecture} ({first_line}): save the model again"
+            f"the weights in {str(folder)!r} don't fit {recipe.architecture} ({_first_line(error)}): save the model again"
         ) from error
+    say_heads_(model, recipe.cuts)
     return model.eval()
+
+
+class _MisfitError(Exception):
+    """What is stored doesn't fit the architecture."""
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _architecture(recipe: Recipe) -> nn.Module:
@@ -92,18 +102,43 @@ def _architecture(recipe: Recipe) -> nn.Module:
     computed while it is built; filling in random weights is what would take long, and is left out.
     """
     fields = dict(recipe.config)
-    with torch.random.fork_rng(devices=[]), no_init_weights():
-        config = AutoConfig.for_model(fields.pop("model_type"), **fields)
-        return AutoModelForImageClassification.from_config(config, trust_remote_code=False)
+    name = str(fields.pop("model_type", ""))
+    try:
+        with torch.random.fork_rng(devices=[]), no_init_weights():
+            config = AutoConfig.for_model(name, **fields)
+            return AutoModelForImageClassification.from_config(config, trust_remote_code=False)
+    except (RuntimeError, ValueError, KeyError, AttributeError) as error:
+        raise _MisfitError(f"transformers can't build a {name!r} from the config: {_first_line(error)}") from error
+
+
+def _check_names(model: nn.Module, recipe: Recipe) -> None:
+    """Raise _MisfitError where the recipe speaks of a module that the architecture doesn't have."""
+    known = {name for name, _ in model.named_modules(remove_duplicate=False)}
+    cut = (cut.unit.producers[0].rpartition(".")[0] for cut in recipe.cuts if cut.unit.kind is UnitKind.HEADS)
+    tied = (name.rpartition(".")[0] for name in (*recipe.tied, *recipe.tied.values()))
+    for name in (*recipe.folded, *(layer.name for layer in recipe.quantized), *cut, *tied):
+        if name not in known:
+            raise _MisfitError(f"there is no module {name!r}")
+
+
+class _LayerTensors(dict[str, Tensor]):
+    """The stored tensors of one layer, by the names that they have in it."""
+
+    def __missing__(self, name: str) -> Tensor:
+        raise _MisfitError(f"a layer has no tensor {name!r}")
 
 
 def _place_(model: nn.Module, layer: QuantizedLayer, tensors: dict[str, Tensor], *, dequantize: bool) -> None:
     """Set a quantized layer in its place, taking its tensors; or its float layer, putting tensors in their stead."""
     prefix = f"{layer.name}."
     own = {name: tensors.pop(name) for name in list(tensors) if name.startswith(prefix)}
-    plain = {name.removeprefix(prefix): tensor for name, tensor in own.items()}
+    plain = _LayerTensors({name.removeprefix(prefix): tensor for name, tensor in own.items()})
     like = model.get_submodule(layer.name)
-    module = rebuilt(layer.kind, plain, like, reduce_range=layer.reduce_range)
+    try:
+        module = rebuilt(layer.kind, plain, like, reduce_range=layer.reduce_range)
+    # torch's kernels, where shapes or dtypes that are stored aren't theirs.
+    except RuntimeError as error:
+        raise _MisfitError(f"{layer.name}: {_first_line(error)}") from error
     if dequantize:
         float_layer = module.dequantized()
         tensors |= {f"{prefix}{leaf}": tensor for leaf, tensor in float_layer.state_dict().items()}
@@ -113,9 +148,14 @@ def _place_(model: nn.Module, layer: QuantizedLayer, tensors: dict[str, Tensor],
 
 
 def _fill_(model: nn.Module, tensors: dict[str, Tensor], recipe: Recipe) -> None:
+    if absent := sorted({*recipe.tied.values()} - tensors.keys()):
+        raise _MisfitError(f"there is no tensor {absent[0]!r}")
     tensors |= {name: tensors[first] for name, first in recipe.tied.items()}
     fit_widths_(model, tensors)
-    model.load_state_dict(tensors, strict=True, assign=True)
+    try:
+        model.load_state_dict(tensors, strict=True, assign=True)
+    except RuntimeError as error:
+        raise _MisfitError(_first_line(error)) from error
     for name, first in recipe.tied.items():
         owner, _, leaf = name.rpartition(".")
         source, _, source_leaf = first.rpartition(".")

@@ -1,6 +1,7 @@
-"""What a saved model is made of: enough to build it again without pickle, and to notice damage."""
+"""Recipe of a saved model: enough to build it again without pickle, and to notice damage."""
 
 import json
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, Self
 
@@ -20,6 +21,13 @@ MODEL_FILES: dict[RuntimeName, tuple[str, ...]] = {
     "onnxruntime": (ONNX,),
     "openvino": (IR, IR_WEIGHTS),
 }
+# Whose versions go into the recipe, beside those of what is always there.
+PACKAGES: dict[RuntimeName, tuple[str, ...]] = {
+    "eager": (),
+    "inductor": ("torchao",),
+    "onnxruntime": ("onnx", "onnxruntime"),
+    "openvino": ("openvino", "nncf"),
+}
 # None of these formats can carry code of ours or of Python's.
 SUFFIXES = frozenset({".json", ".safetensors", ".onnx", ".xml", ".md"})
 
@@ -31,6 +39,15 @@ class QuantizedLayer(Record):
     kind: Literal["dynamic", "static", "cast"] = "dynamic"
     dtype: Literal["qint8", "float16", "bfloat16"]
     reduce_range: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedFiles:
+    """What became of the layers, as the recipe says it; `tied` and `folded` for weights that torch reads alone."""
+
+    quantized: tuple[QuantizedLayer, ...]
+    tied: dict[str, str]
+    folded: tuple[str, ...] = ()
 
 
 class Counts(Record):

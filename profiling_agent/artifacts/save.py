@@ -1,50 +1,125 @@
-"""Write any model that we produce: safetensors and JSON, no pickle."""
+"""Writing a saved model: one writer for all runtimes, and the one for torch's own, safetensors and JSON, no pickle."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from profiling_agent.artifacts.card import write_card
 from profiling_agent.artifacts.folder import appearing
-from profiling_agent.artifacts.golden import golden_tensors
+from profiling_agent.artifacts.golden import NUM_IMAGES, Golden, write_golden
 from profiling_agent.artifacts.load import load_processor, load_recipe
-from profiling_agent.artifacts.recipe import CONFIG, GOLDEN, RECIPE, WEIGHTS, QuantizedLayer, Recipe
+from profiling_agent.artifacts.recipe import (
+    CARD,
+    CONFIG,
+    GOLDEN,
+    MODEL_FILES,
+    PACKAGES,
+    RECIPE,
+    WEIGHTS,
+    Counts,
+    PreparedFiles,
+    QuantizedLayer,
+    Recipe,
+)
+from profiling_agent.modules.inference import logits_of, random_batch
 from profiling_agent.quantization.kinds import quantized_modules
 from profiling_agent.records import Cut, Deployment, InputSpec
 from profiling_agent.reproducibility import environment
-from profiling_agent.workspace import file_sha256
+from profiling_agent.workspace import file_sha256, write_atomically
 
 
-def _split_ties(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return each tensor under its first name, and the first name of every further one."""
-    tensors: dict[str, Tensor] = {}
-    tied: dict[str, str] = {}
-    first_names: dict[int, str] = {}
-    held = model.state_dict(keep_vars=True)
-    for name, tensor in held.items():
-        first = first_names.setdefault(id(tensor), name)
-        if first != name:
-            tied[name] = first
-            continue
-        # A clone, because safetensors refuses tensors that are views of the same memory.
-        tensors[name] = tensor.detach().cpu().clone().contiguous()
-    return tensors, tied
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Description:
+    """What a recipe says of a model before its files are there.
+
+    `complexity` is params and MACs, for files that torch can't count.
+    """
+
+    base_model: str
+    base_revision: str | None
+    architecture: str
+    config: dict[str, Any]
+    input: InputSpec
+    cuts: tuple[Cut, ...]
+    deployment: Deployment
+    complexity: tuple[int, int] | None = None
 
 
-def _quantized_layers(model: nn.Module) -> tuple[QuantizedLayer, ...]:
-    return tuple(
-        QuantizedLayer(name=name, kind=module.kind, dtype=module.dtype, reduce_range=module.reduce_range)
-        for name, module in quantized_modules(model).items()
+def write_artifact(
+    description: Description,
+    folder: Path,
+    *,
+    processor: Any,
+    write_model: Callable[[Path], PreparedFiles],
+    ask: Callable[[Path, Recipe], Golden],
+    has_card: bool = False,
+) -> Recipe:
+    """Write a saved model to `folder`, which appears complete or not at all; return its recipe.
+
+    `write_model` writes the files of the runtime into a folder; then come processor, config, what `ask` hears from the
+    model in that folder, as golden logits, the recipe with all hashes, and a card where one is wanted.
+
+    Raises:
+        ArtifactError: `folder` exists, or there is no space for it; and whatever `write_model` and `ask` raise.
+    """
+    with appearing(folder) as temporary:
+        prepared = write_model(temporary)
+        processor.save_pretrained(temporary)
+        (temporary / CONFIG).write_text(json.dumps(description.config, indent=2) + "\n", encoding="utf-8")
+        # A recipe names its golden file, and a runtime is opened by a recipe.
+        (temporary / GOLDEN).touch()
+        draft = _recipe(description, prepared, temporary)
+        _write_recipe(draft, temporary)
+        write_golden(ask(temporary, draft), temporary)
+        files = draft.files | {GOLDEN: file_sha256(temporary / GOLDEN)}
+        recipe = draft.model_copy(update={"files": files})
+        _write_recipe(recipe, temporary)
+        if has_card:
+            write_card(temporary)
+    return recipe
+
+
+def _recipe(description: Description, prepared: PreparedFiles, folder: Path) -> Recipe:
+    deployment = description.deployment
+    counts = None
+    if description.complexity is not None:
+        params, macs = description.complexity
+        counts = Counts(params=params, macs=macs, parameter_bytes=_weight_bytes(folder, deployment))
+    versions = {name: metadata.version(name) for name in PACKAGES[deployment.runtime]}
+    return Recipe(
+        base_model=description.base_model,
+        base_revision=description.base_revision,
+        architecture=description.architecture,
+        config=description.config,
+        input=description.input,
+        cuts=description.cuts,
+        quantized=prepared.quantized,
+        deployment=deployment,
+        counts=counts,
+        folded=prepared.folded,
+        tied=prepared.tied,
+        # The card may be rewritten when more is known; nothing is read from it.
+        files={path.name: file_sha256(path) for path in sorted(folder.iterdir()) if path.name != CARD},
+        libraries=environment().libraries | versions,
+        cpu=environment().cpu,
     )
 
 
-def _config(model: nn.Module) -> dict[str, Any]:
-    """Return the Hugging Face config as JSON has it, with the class that is to be built from it."""
-    config: Any = model.config
-    return json.loads(config.to_json_string(use_diff=False)) | {"architectures": [type(model).__name__]}
+def _weight_bytes(folder: Path, deployment: Deployment) -> int:
+    files = (folder / name for name in MODEL_FILES[deployment.runtime] if not name.endswith(".xml"))
+    return sum(path.stat().st_size for path in files)
+
+
+def _write_recipe(recipe: Recipe, folder: Path) -> None:
+    write_atomically(folder / RECIPE, recipe.model_dump_json(indent=1) + "\n")
 
 
 def save_model(  # noqa: PLR0913 (a recipe says where a model comes from)
@@ -68,30 +143,22 @@ def save_model(  # noqa: PLR0913 (a recipe says where a model comes from)
     Raises:
         ArtifactError: `folder` exists.
     """
-    tensors, tied = _split_ties(model)
-    config = _config(model)
-    with appearing(folder) as temporary:
-        save_file(tensors, temporary / WEIGHTS, metadata={"format": "pt"})
-        save_file(golden_tensors(model, spec), temporary / GOLDEN)
-        processor.save_pretrained(temporary)
-        (temporary / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        recipe = Recipe(
-            base_model=base_model,
-            base_revision=base_revision,
-            architecture=type(model).__name__,
-            config=config,
-            input=spec,
-            cuts=tuple(cuts),
-            quantized=_quantized_layers(model),
-            deployment=deployment or Deployment(),
-            folded=tuple(folded),
-            tied=tied,
-            files={path.name: file_sha256(path) for path in sorted(temporary.iterdir())},
-            libraries=environment().libraries,
-            cpu=environment().cpu,
-        )
-        (temporary / RECIPE).write_text(recipe.model_dump_json(indent=1) + "\n", encoding="utf-8")
-    return recipe
+    description = Description(
+        base_model=base_model,
+        base_revision=base_revision,
+        architecture=type(model).__name__,
+        config=_config(model),
+        input=spec,
+        cuts=tuple(cuts),
+        deployment=deployment or Deployment(),
+    )
+    return write_artifact(
+        description,
+        folder,
+        processor=processor,
+        write_model=partial(write_weights, model, folded=folded),
+        ask=lambda _folder, _recipe: _golden(model, spec),
+    )
 
 
 def save_derived(
@@ -103,7 +170,7 @@ def save_derived(
     folded: Sequence[str] | None = None,
     deployment: Deployment | None = None,
 ) -> None:
-    """Write `model`, made of the saved model in `source`, to `folder`.
+    """Write `model`, made of the saved model in `source`, to `folder`: same input, same processor, same origin.
 
     Without `cuts` it has those of its source, and so with `folded`, the batch norms that are identities, and `deployment`.
 
@@ -122,3 +189,45 @@ def save_derived(
         folded=recipe.folded if folded is None else folded,
         deployment=recipe.deployment if deployment is None else deployment,
     )
+
+
+def write_weights(
+    model: nn.Module, folder: Path, *, folded: Sequence[str] = (), dtype: torch.dtype | None = None
+) -> PreparedFiles:
+    """Write `model.safetensors`, floating tensors in `dtype` or as they are; quantized layers as `save_model` says."""
+    tensors, tied = _split_ties(model)
+    if dtype is not None:
+        tensors = {name: held.to(dtype) if held.is_floating_point() else held for name, held in tensors.items()}
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    quantized = tuple(
+        QuantizedLayer(name=name, kind=module.kind, dtype=module.dtype, reduce_range=module.reduce_range)
+        for name, module in quantized_modules(model).items()
+    )
+    return PreparedFiles(quantized=quantized, tied=tied, folded=tuple(folded))
+
+
+def _split_ties(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return each tensor under its first name, and the first name of every further one."""
+    tensors: dict[str, Tensor] = {}
+    tied: dict[str, str] = {}
+    first_names: dict[int, str] = {}
+    held = model.state_dict(keep_vars=True)
+    for name, tensor in held.items():
+        first = first_names.setdefault(id(tensor), name)
+        if first != name:
+            tied[name] = first
+            continue
+        # A clone, because safetensors refuses tensors that are views of the same memory.
+        tensors[name] = tensor.detach().cpu().clone().contiguous()
+    return tensors, tied
+
+
+def _config(model: nn.Module) -> dict[str, Any]:
+    """Return the Hugging Face config as JSON has it, with the class that is to be built from it."""
+    config: Any = model.config
+    return json.loads(config.to_json_string(use_diff=False)) | {"architectures": [type(model).__name__]}
+
+
+def _golden(model: nn.Module, spec: InputSpec) -> Golden:
+    pixel_values = random_batch(spec, NUM_IMAGES).half()
+    return Golden(pixel_values.numpy(), logits_of(model, pixel_values.float()).float().numpy())

@@ -1,4 +1,4 @@
-"""What a scheme makes of layers, as recommendations. No torch here."""
+"""Recommendations of a scheme: what it makes of the layers. No torch here."""
 
 from collections.abc import Mapping
 

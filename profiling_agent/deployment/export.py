@@ -1,4 +1,4 @@
-"""Write a saved model in a format of other tools."""
+"""Export of a saved model in a format of other tools."""
 
 from pathlib import Path
 

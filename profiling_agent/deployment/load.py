@@ -1,4 +1,4 @@
-"""A saved model, whatever runs it: pixel values in, logits out; or images in, labels out."""
+"""Saved model, opened, whatever runs it: pixel values in, logits out; or images in, labels out."""
 
 import warnings
 from collections.abc import Sequence
@@ -11,14 +11,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image
-from safetensors import SafetensorError
-from safetensors.numpy import load_file
 from torch import Tensor, nn
 
 from profiling_agent.artifacts.folder import open_folder
-from profiling_agent.artifacts.golden import FLOAT_TOLERANCE, REDUCED_TOLERANCE, STEP_TOLERANCE, refuse_far_logits
+from profiling_agent.artifacts.golden import check_golden
 from profiling_agent.artifacts.load import load_processor
-from profiling_agent.artifacts.recipe import GOLDEN, Recipe
+from profiling_agent.artifacts.recipe import Recipe
 from profiling_agent.deployment.batches import check_images
 from profiling_agent.deployment.protocol import ModelSession
 from profiling_agent.deployment.registry import open_session
@@ -122,25 +120,5 @@ def load(path: str | Path, *, verify: bool = True, device: str = "cpu") -> Deplo
             stacklevel=2,
         )
     if verify:
-        check_session(session, folder, recipe)
+        check_golden(session.run, folder, recipe)
     return Deployed(folder, recipe, session)
-
-
-def check_session(session: ModelSession, folder: Path, recipe: Recipe) -> None:
-    """Raise ArtifactError where `session` doesn't compute the logits that were saved in `folder`."""
-    try:
-        golden = load_file(folder / GOLDEN)
-        expected, found = golden["logits"], session.run(golden["pixel_values"].astype(np.float32))
-    except (OSError, SafetensorError, KeyError, RuntimeError) as error:
-        line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ArtifactError(
-            f"the golden images in {str(folder)!r} can't be run ({line}): save the model again"
-        ) from error
-    refuse_far_logits(repr(str(folder)), found, expected, _tolerance(recipe))
-
-
-def _tolerance(recipe: Recipe) -> float:
-    if recipe.deployment.scheme == "float32" and not recipe.quantized:
-        return FLOAT_TOLERANCE
-    # Another CPU may have other kernels, whose activations have 7 bits or whose sums are rounded elsewhere.
-    return STEP_TOLERANCE if recipe.cpu == environment().cpu else REDUCED_TOLERANCE

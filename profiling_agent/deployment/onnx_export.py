@@ -17,10 +17,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import bidirectional_mask_function, sdpa_mask
 
-from profiling_agent.artifacts.golden import logits_of
 from profiling_agent.deployment.protocol import INPUT, OUTPUT
 from profiling_agent.errors import ArtifactError
-from profiling_agent.modules.inference import random_batch
+from profiling_agent.modules.inference import logits_of, random_batch
 from profiling_agent.quantization.kinds import quantized_modules
 from profiling_agent.quiet import muted
 from profiling_agent.records import InputSpec

@@ -1,4 +1,4 @@
-"""Which nodes of an exported graph stand for which layers of the model. No torch here."""
+"""Names in exported graphs: the layers of the model that the nodes stand for. No torch here."""
 
 import ast
 from collections.abc import Collection

@@ -5,9 +5,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from profiling_agent.artifacts.recipe import ONNX, Recipe
+from profiling_agent.artifacts.recipe import ONNX, PreparedFiles, Recipe
 from profiling_agent.deployment.batches import check_fixed_batch
-from profiling_agent.deployment.protocol import INPUT, OUTPUT, Batch, PreparedFiles, Source, missing_packages
+from profiling_agent.deployment.protocol import INPUT, OUTPUT, Batch, Source, missing_packages
 from profiling_agent.errors import ArtifactError
 from profiling_agent.records import Deployment, Scheme
 
@@ -35,10 +35,9 @@ def prepare(source: Source, deployment: Deployment, folder: Path) -> PreparedFil
 class OnnxSession:
     """An ONNX file, opened."""
 
-    def __init__(self, session: "InferenceSession", precision: str, num_threads: int) -> None:
-        """Take a session that was opened with so many threads."""
+    def __init__(self, session: "InferenceSession") -> None:
+        """Take ONNX Runtime's own session; `open` is the way in."""
         self._session = session
-        self._precision, self._num_threads = precision, num_threads
         # A dynamic size has a name.
         size = session.get_inputs()[0].shape[0]
         self.fixed_size: int | None = size if isinstance(size, int) else None
@@ -61,16 +60,6 @@ class OnnxSession:
 
         return run_once
 
-    def describe(self) -> dict[str, str]:
-        """Return the runtime's version, its number of threads and the precision that it computes in."""
-        import onnxruntime
-
-        return {
-            "onnxruntime": onnxruntime.__version__,
-            "threads": str(self._num_threads or "one a core"),
-            "precision": self._precision,
-        }
-
 
 def open(folder: Path, recipe: Recipe, *, device: str, num_threads: int | None) -> OnnxSession:  # noqa: ARG001 (every runtime's name and signature)
     """Open a saved folder; without `num_threads` there is a thread for each core."""
@@ -83,11 +72,11 @@ def open(folder: Path, recipe: Recipe, *, device: str, num_threads: int | None) 
     # 0 means that the library chooses.
     options.intra_op_num_threads = num_threads or 0
     options.inter_op_num_threads = 1
-    # Its threads wait for the next pass by spinning, which takes the cores from whoever has the next turn.
+    # Its threads wait for the next pass by spinning, which takes the cores from whoever runs next.
     options.add_session_config_entry("session.force_spinning_stop", "1")
     try:
         session = onnxruntime.InferenceSession(str(folder / ONNX), options, providers=["CPUExecutionProvider"])
     except (Fail, InvalidGraph, InvalidProtobuf, NotImplemented) as error:
         first_line = str(error).strip().splitlines()[0][:200]
         raise ArtifactError(f"ONNX Runtime can't open {str(folder / ONNX)!r} ({first_line}): save it again") from error
-    return OnnxSession(session, recipe.deployment.scheme, num_threads or 0)
+    return OnnxSession(session)

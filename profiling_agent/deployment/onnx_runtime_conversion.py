@@ -6,7 +6,6 @@ once, and no transposed copy is written. ViT-B in dynamic int8 is 8% faster for 
 
 import contextlib
 import itertools
-import logging
 import tempfile
 from collections import defaultdict
 from collections.abc import Collection, Generator, Iterator, Mapping
@@ -20,10 +19,10 @@ from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantTy
 from onnxscript import ir, optimizer
 from onnxscript.rewriter.ort_fusions import attention, mha, mha_bias, sdpa
 
-from profiling_agent.artifacts.recipe import QuantizedLayer
+from profiling_agent.artifacts.recipe import PreparedFiles, QuantizedLayer
 from profiling_agent.deployment.choices import recommended
 from profiling_agent.deployment.onnx_names import LAYER_OPS, is_convnet, layer_of, nodes_of_layers
-from profiling_agent.deployment.protocol import INPUT, Batch, PreparedFiles, Source
+from profiling_agent.deployment.protocol import INPUT, Batch, Source
 from profiling_agent.errors import ArtifactError, QuantizationError
 from profiling_agent.quantization.quantize import chosen_layers
 from profiling_agent.quiet import muted
@@ -66,16 +65,11 @@ def write_deployment(source: Source, deployment: Deployment, path: Path) -> Prep
     nodes = nodes_of_layers(model, layers, LAYER_OPS)
     attentions = {node: taken for node, taken in fused.items() if taken[0] in layers}
     reached = {*nodes.values(), *itertools.chain.from_iterable(attentions.values())}
-    try:
-        with _muted_in_scratch():
-            if deployment.scheme == "dynamic":
-                _quantize_dynamic(model, path, [*nodes, *attentions])
-            else:
-                _quantize_static(model, path, nodes, source.calibration)
-        _write_bare(onnx.load(path), path)
-    except ERRORS as error:
-        line = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-        raise QuantizationError(f"ONNX Runtime can't quantize the model ({line})") from error
+    if deployment.scheme == "dynamic":
+        _quantize_dynamic(model, path, [*nodes, *attentions])
+    else:
+        _quantize_static(model, path, nodes, source.calibration)
+    _write_bare(onnx.load(path), path)
     kind = "dynamic" if deployment.scheme == "dynamic" else "static"
     quantized = tuple(QuantizedLayer(name=name, kind=kind, dtype="qint8") for name in layers if name in reached)
     return PreparedFiles(quantized=quantized, tied={})
@@ -89,27 +83,30 @@ def _write_bare(model: onnx.ModelProto, path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _muted_in_scratch() -> Generator[None]:
-    """Mute the quantizer, which advises on the root logger, and have it leave nothing in the working folder."""
-    level = logging.getLogger().level
-    with tempfile.TemporaryDirectory() as scratch, contextlib.chdir(scratch), muted(""):
-        yield
-    logging.getLogger().setLevel(level)
+def _quantizer() -> Generator[None]:
+    """Mute the quantizer, which advises on the root logger, have it leave nothing in the working folder, name its errors."""
+    try:
+        with tempfile.TemporaryDirectory() as scratch, contextlib.chdir(scratch), muted(""):
+            yield
+    except ERRORS as error:
+        line = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+        raise QuantizationError(f"ONNX Runtime can't quantize the model ({type(error).__name__}: {line})") from error
 
 
 def _quantize_dynamic(model: onnx.ModelProto, path: Path, nodes: Collection[str]) -> None:
     # Unsigned weights are twice as slow, and convolutions have no fast dynamic kernel.
-    quantize_dynamic(
-        model,
-        path,
-        op_types_to_quantize=["MatMul", "Gemm", ATTENTION],
-        per_channel=True,
-        weight_type=QuantType.QInt8,
-        # The quantizer turns each Gemm into a MatMul and an Add first, and names them anew.
-        nodes_to_quantize=[*nodes, *(f"{name}_MatMul" for name in nodes)],
-        # The shapes behind an operator of ONNX Runtime's own are unknown to ONNX.
-        extra_options={"DefaultTensorType": onnx.TensorProto.FLOAT},
-    )
+    with _quantizer():
+        quantize_dynamic(
+            model,
+            path,
+            op_types_to_quantize=["MatMul", "Gemm", ATTENTION],
+            per_channel=True,
+            weight_type=QuantType.QInt8,
+            # The quantizer turns each Gemm into a MatMul and an Add first, and names them anew.
+            nodes_to_quantize=[*nodes, *(f"{name}_MatMul" for name in nodes)],
+            # The shapes behind an operator of ONNX Runtime's own are unknown to ONNX.
+            extra_options={"DefaultTensorType": onnx.TensorProto.FLOAT},
+        )
 
 
 def _quantize_static(model: onnx.ModelProto, path: Path, nodes: dict[str, str], images: Batch) -> None:
@@ -119,16 +116,17 @@ def _quantize_static(model: onnx.ModelProto, path: Path, nodes: dict[str, str], 
     else:
         which = {"op_types_to_quantize": list(LAYER_OPS), "nodes_to_quantize": list(nodes)}
     # Signed activations are up to twice as slow here (ResNet 0.33 ms instead of 0.16), and no more accurate.
-    quantize_static(
-        model,
-        path,
-        _Images(images),
-        quant_format=QuantFormat.QDQ,
-        per_channel=True,
-        activation_type=QuantType.QUInt8,
-        weight_type=QuantType.QInt8,
-        **which,
-    )
+    with _quantizer():
+        quantize_static(
+            model,
+            path,
+            _Images(images),
+            quant_format=QuantFormat.QDQ,
+            per_channel=True,
+            activation_type=QuantType.QUInt8,
+            weight_type=QuantType.QInt8,
+            **which,
+        )
 
 
 def _is_kept(node: onnx.NodeProto, nodes: Collection[str]) -> bool:

@@ -5,9 +5,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from profiling_agent.artifacts.recipe import IR, Recipe
+from profiling_agent.artifacts.recipe import IR, PreparedFiles, Recipe
 from profiling_agent.deployment.batches import check_fixed_batch
-from profiling_agent.deployment.protocol import Batch, PreparedFiles, Source, missing_packages
+from profiling_agent.deployment.protocol import Batch, Source, missing_packages
 from profiling_agent.errors import ArtifactError
 from profiling_agent.quiet import import_openvino
 from profiling_agent.records import Deployment, Scheme
@@ -45,7 +45,7 @@ class OpenVinoSession:
     def __init__(self, core: Any, path: Path, *, scheme: Scheme, num_threads: int | None) -> None:
         """Read the graph; ArtifactError where it can't be read."""
         self._is_for_any_size = scheme in ANY_SIZE
-        self._core, self._path, self._num_threads = core, path, num_threads
+        self._core, self._path = core, path
         self._properties: dict[str, Any] = {
             "INFERENCE_PRECISION_HINT": PRECISIONS.get(scheme, "f32"),
             "NUM_STREAMS": 1,
@@ -92,14 +92,6 @@ class OpenVinoSession:
             return (time.perf_counter() - started) * 1e3
 
         return run_once
-
-    def describe(self) -> dict[str, str]:
-        """Return the runtime's version, its number of threads and the precision that it computes in."""
-        return {
-            "openvino": import_openvino().__version__,
-            "threads": str(self._num_threads or "one a core"),
-            "precision": self._properties["INFERENCE_PRECISION_HINT"],
-        }
 
 
 def open(folder: Path, recipe: Recipe, *, device: str, num_threads: int | None) -> OpenVinoSession:  # noqa: ARG001 (every runtime's name and signature)

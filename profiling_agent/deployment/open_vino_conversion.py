@@ -1,8 +1,9 @@
-"""A float32 model brought into OpenVINO's deployments."""
+"""OpenVINO's conversion: a float32 model brought into its deployments, in int8 by our own layers or by NNCF."""
 
 import importlib
 import tempfile
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Generator, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -11,12 +12,12 @@ import numpy as np
 import onnx
 import torch
 
-from profiling_agent.artifacts.recipe import QuantizedLayer
+from profiling_agent.artifacts.recipe import PreparedFiles, QuantizedLayer
 from profiling_agent.deployment.choices import recommended
 from profiling_agent.deployment.onnx_export import write_graph
 from profiling_agent.deployment.onnx_names import LAYER_OPS, is_convnet, nodes_of_layers
-from profiling_agent.deployment.protocol import INPUT, Batch, PreparedFiles, Source, missing_packages
-from profiling_agent.deployment.torch_weights import calibration_batches
+from profiling_agent.deployment.protocol import INPUT, Batch, Source, missing_packages
+from profiling_agent.deployment.torch_conversion import calibration_batches
 from profiling_agent.errors import ArtifactError, QuantizationError
 from profiling_agent.quantization.kinds import quantized_modules
 from profiling_agent.quantization.quantize import chosen_layers, quantize_model
@@ -38,20 +39,31 @@ def write_deployment(source: Source, deployment: Deployment, path: Path) -> Prep
         PlanError: a pattern hits no layer.
         QuantizationError: OpenVINO can't convert the model, or NNCF can't quantize it.
     """
-    try:
-        if deployment.scheme == "static":
-            return _write_ours(source, deployment, path)
-        if source.onnx is None:
-            raise ArtifactError("OpenVINO needs the model as ONNX, which torch could not export")
-        if deployment.scheme == "static_nncf":
-            return _write_nncf(source, source.onnx, deployment, path)
-        # bfloat16 is how it computes; half of the bytes are what float16 weights take.
-        _save(import_openvino().Core().read_model(source.onnx), path, halve=deployment.scheme == "bfloat16")
-    except (RuntimeError, ValueError, TypeError) as error:
-        line = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-        raise QuantizationError(f"OpenVINO can't take the model as {deployment.scheme} ({line})") from error
+    if deployment.scheme == "static":
+        return _write_ours(source, deployment, path)
+    if source.onnx is None:
+        raise ArtifactError("OpenVINO needs the model as ONNX, which torch could not export")
+    if deployment.scheme == "static_nncf":
+        return _write_nncf(source, source.onnx, deployment, path)
+    # bfloat16 is how it computes; half of the bytes are what float16 weights take.
+    _save(_read(source.onnx), path, halve=deployment.scheme == "bfloat16")
     layers = chosen_layers(source.module, recommended(deployment))
     return PreparedFiles(quantized=_rows(layers) if deployment.scheme == "bfloat16" else (), tied={})
+
+
+@contextmanager
+def _theirs(doing: str) -> Generator[None]:
+    """Name what OpenVINO or NNCF raises; nothing of ours runs within."""
+    try:
+        yield
+    except (RuntimeError, ValueError, TypeError) as error:
+        line = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+        raise QuantizationError(f"{doing} ({type(error).__name__}: {line})") from error
+
+
+def _read(exported: Path) -> Any:
+    with _theirs("OpenVINO can't read the exported model"):
+        return import_openvino().Core().read_model(exported)
 
 
 def _rows(layers: Mapping[str, Any]) -> tuple[QuantizedLayer, ...]:
@@ -59,7 +71,8 @@ def _rows(layers: Mapping[str, Any]) -> tuple[QuantizedLayer, ...]:
 
 
 def _save(model: Any, path: Path, *, halve: bool) -> None:
-    import_openvino().save_model(model, path, compress_to_fp16=halve)
+    with _theirs("OpenVINO can't write the model"):
+        import_openvino().save_model(model, path, compress_to_fp16=halve)
     # A sixth of the graph's file is indentation.
     graph = ElementTree.parse(path)
     for element in graph.iter():
@@ -104,7 +117,7 @@ def _write_ours(source: Source, deployment: Deployment, path: Path) -> PreparedF
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         exported = Path(scratch) / "static.onnx"
         write_graph(quantized.model, exported, spec=source.recipe.input)
-        model: Any = import_openvino().Core().read_model(exported)
+        model = _read(exported)
         _halve_constants(model)
         _save(model, path, halve=False)
     rows = tuple(
@@ -120,7 +133,7 @@ def _write_nncf(source: Source, exported: Path, deployment: Deployment, path: Pa
     layers = chosen_layers(source.module, recommended(deployment))
     graph = onnx.load(exported, load_external_data=False)
     every = nodes_of_layers(graph, [name for name, _ in source.module.named_modules()], LAYER_OPS)
-    model: Any = import_openvino().Core().read_model(exported)
+    model = _read(exported)
     kept = {node for node, layer in every.items() if layer not in layers}
     quantized = _quantized(model, source.calibration, kept, is_transformer=not is_convnet(graph))
     _halve_constants(quantized)
@@ -139,15 +152,16 @@ def _quantized(model: Any, images: Batch, kept: Collection[str], *, is_transform
         ]
         random_state = torch.get_rng_state()
         try:
-            return nncf.quantize(
-                model,
-                nncf.Dataset(list(_single(images))),
-                subset_size=len(images),
-                fast_bias_correction=True,
-                # Knows attention: leaves softmax and norms in float, and evens out activations (SmoothQuant).
-                model_type=nncf.ModelType.TRANSFORMER if is_transformer else None,
-                ignored_scope=nncf.IgnoredScope(names=names) if names else None,
-            )
+            with _theirs("NNCF can't quantize the model"):
+                return nncf.quantize(
+                    model,
+                    nncf.Dataset(list(_single(images))),
+                    subset_size=len(images),
+                    fast_bias_correction=True,
+                    # Knows attention: leaves softmax and norms in float, and evens out activations (SmoothQuant).
+                    model_type=nncf.ModelType.TRANSFORMER if is_transformer else None,
+                    ignored_scope=nncf.IgnoredScope(names=names) if names else None,
+                )
         finally:
             torch.set_rng_state(random_state)
 

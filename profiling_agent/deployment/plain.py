@@ -1,4 +1,4 @@
-"""Write a pruned model as an ordinary Hugging Face folder, where a config can say what was cut."""
+"""Plain export: a pruned model as an ordinary Hugging Face folder, where a config can say what was cut."""
 
 import itertools
 import json
@@ -15,9 +15,8 @@ from transformers import AutoConfig, AutoModelForImageClassification
 from transformers.initialization import no_init_weights
 
 from profiling_agent.artifacts.folder import appearing
-from profiling_agent.artifacts.golden import logits_of
 from profiling_agent.errors import ArtifactError
-from profiling_agent.modules.inference import random_batch
+from profiling_agent.modules.inference import logits_of, random_batch
 from profiling_agent.quantization.linear import DynamicLinear
 from profiling_agent.quiet import quiet
 from profiling_agent.records import Cut, InputSpec, UnitKind
@@ -51,9 +50,10 @@ def plain_config(model: nn.Module, cuts: Sequence[Cut]) -> Fields | str:
     nearest: list[str] | None = None
     for fields in _candidates(original, model, cuts):
         try:
-            found = structure_of(build(fields))
+            built = build(fields)
         except BUILD_ERRORS:
             continue
+        found = structure_of(built)
         if found == wanted:
             return fields
         differing = [name for name in wanted | found if wanted.get(name) != found.get(name)]

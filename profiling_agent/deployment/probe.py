@@ -1,4 +1,4 @@
-"""Does a runtime work here? `python -m profiling_agent.deployment.probe NAME` brings a tiny model into it, opens and runs it.
+"""Probe of a runtime on this machine: `python -m profiling_agent.deployment.probe NAME` brings a tiny model into it, opens and runs it.
 
 A process of its own: a runtime that was built for another CPU takes its process down.
 """

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from profiling_agent.artifacts.recipe import QuantizedLayer, Recipe
+from profiling_agent.artifacts.recipe import PreparedFiles, Recipe
 from profiling_agent.records import Deployment, Scheme
 
 Batch = NDArray[np.float32]
@@ -34,15 +34,6 @@ class Source:
     device: str = "cpu"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PreparedFiles:
-    """What became of the layers, as the recipe says it; `tied` and `folded` for weights that torch reads alone."""
-
-    quantized: tuple[QuantizedLayer, ...]
-    tied: dict[str, str]
-    folded: tuple[str, ...] = ()
-
-
 class ModelSession(Protocol):
     """An opened model; `fixed_size` is the only number of images that it takes at a time, None where it takes any."""
 
@@ -54,10 +45,6 @@ class ModelSession(Protocol):
 
     def bound(self, pixel_values: Batch) -> Callable[[], float]:
         """Return a function that runs these images once and, when it is done, returns the milliseconds it took."""
-        ...
-
-    def describe(self) -> dict[str, str]:
-        """Return the runtime's version, its number of threads and the precision that it computes in."""
         ...
 
 
@@ -73,7 +60,7 @@ class Runtime(Protocol):
         ...
 
     def prepare(self, source: Source, deployment: Deployment, folder: Path) -> PreparedFiles:
-        """Write the files of `MODEL_FILES` into `folder`.
+        """Write the files of the model, those of `MODEL_FILES`, into `folder`.
 
         Raises:
             ArtifactError: the runtime needs the model as ONNX, and there is none.

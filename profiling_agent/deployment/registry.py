@@ -1,4 +1,4 @@
-"""Which runtimes there are, by name; each is imported when it is first used. No torch here."""
+"""Registry of the runtimes by name; each is imported when it is first used. No torch here."""
 
 import importlib
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import cast
 from profiling_agent.artifacts.folder import open_folder
 from profiling_agent.deployment.protocol import ModelSession, Runtime
 from profiling_agent.errors import ArtifactError
-from profiling_agent.records import RUNTIMES, Deployment, RuntimeName
+from profiling_agent.records import RuntimeName
 
 MODULES: dict[RuntimeName, str] = {
     "eager": "profiling_agent.deployment.torch_eager",
@@ -25,13 +25,6 @@ def runtime(name: RuntimeName) -> Runtime:
 def missing(name: RuntimeName) -> str | None:
     """Return what has to be installed for a runtime, as one line, or None."""
     return runtime(name).missing()
-
-
-def all_deployments(device: str = "cpu") -> tuple[Deployment, ...]:
-    """Return a deployment for every runtime and scheme on a device, runtimes that aren't installed included."""
-    return tuple(
-        Deployment(runtime=name, scheme=scheme) for name in RUNTIMES for scheme in runtime(name).schemes(device)
-    )
 
 
 def open_session(folder: Path, *, device: str = "cpu", num_threads: int | None = None) -> ModelSession:

@@ -5,8 +5,8 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from profiling_agent.artifacts.recipe import Recipe
-from profiling_agent.deployment.protocol import PreparedFiles, Source, missing_packages
+from profiling_agent.artifacts.recipe import PreparedFiles, Recipe
+from profiling_agent.deployment.protocol import Source, missing_packages
 from profiling_agent.records import Deployment, Scheme
 
 if TYPE_CHECKING:
@@ -33,9 +33,9 @@ def schemes(device: str) -> tuple[Scheme, ...]:
 
 def prepare(source: Source, deployment: Deployment, folder: Path) -> PreparedFiles:
     """Write the weights in the deployment's dtypes, as eager torch has them."""
-    from profiling_agent.deployment.torch_weights import write_weights
+    from profiling_agent.deployment.torch_conversion import write_deployment
 
-    return write_weights(source, deployment, folder)
+    return write_deployment(source, deployment, folder)
 
 
 def open(folder: Path, recipe: Recipe, *, device: str, num_threads: int | None) -> "InductorSession":  # noqa: ARG001 (every runtime's name and signature)

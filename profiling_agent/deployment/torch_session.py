@@ -85,15 +85,6 @@ class TorchSession:
 
         return run_once
 
-    def describe(self) -> dict[str, str]:
-        """Return torch's version, its number of threads, and the dtype of what isn't quantized."""
-        return {
-            "torch": torch.__version__,
-            "threads": str(torch.get_num_threads()),
-            "precision": str(self._dtype).removeprefix("torch."),
-            "device": str(self.device),
-        }
-
 
 class InductorSession(TorchSession):
     """A compiled module; it is compiled for the sizes of batches that come more than once."""

@@ -55,3 +55,14 @@ def without_weights(model: nn.Module) -> nn.Module:
     }
     memo |= {id(buffer): buffer.to("meta") for buffer in model.buffers()}
     return copy.deepcopy(model, memo)
+
+
+def logits_of(model: nn.Module, pixel_values: torch.Tensor) -> torch.Tensor:
+    """Return the logits in eval mode, on the CPU; the model's mode is left as found."""
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.inference_mode():
+            return model(pixel_values=pixel_values.to(device_of(model))).logits.cpu()
+    finally:
+        model.train(was_training)

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from profiling_agent.acquisition.batches import iter_batches
-from profiling_agent.artifacts.golden import logits_of
+from profiling_agent.artifacts.golden import check_golden
 from profiling_agent.artifacts.load import load_module, load_processor, load_recipe, load_skeleton
-from profiling_agent.deployment.load import check_session
 from profiling_agent.deployment.onnx_export import export_onnx
 from profiling_agent.deployment.protocol import Batch, ModelSession, Source
 from profiling_agent.deployment.registry import open_session
@@ -21,6 +20,7 @@ from profiling_agent.jobs.handlers.pruning import keep_model
 from profiling_agent.jobs.tasks import DeployTask, Exported, ExportTask, TuneTask
 from profiling_agent.modules.complexity import count_complexity
 from profiling_agent.modules.divergence import mean_kl
+from profiling_agent.modules.inference import logits_of
 from profiling_agent.quantization import tune as tuning
 from profiling_agent.records import DeployedModel, Tuned
 from profiling_agent.reproducibility import available_threads
@@ -70,7 +70,7 @@ def deploy(task: DeployTask, job: JobContext) -> DeployedModel:
     seconds = time.perf_counter() - started
     session = open_session(folder, device=task.device, num_threads=num_threads)
     distance, kl = _differences(session, source)
-    check_session(session, folder, recipe)
+    check_golden(session.run, folder, recipe)
     return DeployedModel(
         model=job.ref(folder, "model"),
         deployment=task.deployment,

@@ -7,9 +7,9 @@ import numpy as np
 
 from profiling_agent.acquisition.batches import iter_batches
 from profiling_agent.artifacts.folder import open_folder
+from profiling_agent.artifacts.golden import check_golden
 from profiling_agent.artifacts.load import load_module, load_processor, load_recipe
 from profiling_agent.artifacts.recipe import Counts
-from profiling_agent.deployment.load import check_session
 from profiling_agent.deployment.protocol import Batch, ModelSession
 from profiling_agent.deployment.registry import open_session
 from profiling_agent.deployment.torch_session import TorchSession
@@ -34,7 +34,7 @@ def evaluate(task: EvaluateTask, job: JobContext) -> Evaluated:
     session = open_session(path, device=task.device, num_threads=available_threads())
     predictions = _answers(session, task, job, limit=task.num_images)
     # Last, because a runtime that compiles for each size of batch then has a larger one to put the two images in.
-    check_session(session, path, recipe)
+    check_golden(session.run, path, recipe)
     counts = recipe.counts or _counts(path)
     return Evaluated(
         footprint=Footprint(**counts.model_dump(), size_bytes=folder_bytes(path)),
