@@ -22,11 +22,12 @@ from profiling_agent.agents.approval import approval
 from profiling_agent.agents.evaluation import evaluation
 from profiling_agent.agents.input_shape_resolver import input_shape_resolver
 from profiling_agent.agents.iterative_pruning import iterative_pruning
-from profiling_agent.agents.node import Node
+from profiling_agent.agents.node import Agent, Node, as_node
 from profiling_agent.agents.profiling import profiling
 from profiling_agent.agents.pruning import pruning
 from profiling_agent.agents.quantization import quantization
 from profiling_agent.agents.report import report
+from profiling_agent.agents.session import Sessions
 from profiling_agent.agents.state import RunResult, RunState
 from profiling_agent.request import Request
 
@@ -37,7 +38,7 @@ def route_after_evaluation(state: RunState) -> Literal["iterative_pruning", "rep
 
 
 def route_after_iterative_pruning(state: RunState) -> Literal["approval", "report"]:
-    """Go round again with the next plan, or settle."""
+    """Go round again with the next plan, or finish."""
     return "approval" if state.stopped is None else "report"
 
 
@@ -49,29 +50,32 @@ def route_after_approval(state: RunState) -> Literal["pruning", "analysis", "ite
 
 
 def build_graph(
-    checkpointer: BaseCheckpointSaver[str] | None = None, advisor: Any = None
+    checkpointer: BaseCheckpointSaver[str] | None = None, advisor: Any = None, sessions: Sessions | None = None
 ) -> CompiledStateGraph[RunState, None, Request, RunResult]:
     """Return the compiled graph; `invoke(Request(...))` gives the verdict, the report and the run folder.
 
     Without a checkpointer, invoking the same request again reuses the jobs that its run has finished. With one, the
     thread's id is the run's id, and `invoke(None, config)` goes on where the run was cut. `advisor` is a LangChain chat
     model to plan with, instead of what the request names; it is never stored, so a graph that resumes needs it again.
+    Whoever passes `sessions` names the chat model there, and closes them.
     """
+    # Bound to the nodes, and no context of LangGraph's: that ends with each call, and Studio has none to pass.
+    bound = Sessions(advisor) if sessions is None else sessions
 
-    def bind_advisor(node: Node) -> Node:
-        return node if advisor is None else partial(node, advisor=advisor)
+    def node(agent: Agent) -> Node:
+        return as_node(agent, bound)
 
     graph = StateGraph(RunState, input_schema=Request, output_schema=RunResult)
-    graph.add_node("acquisition", bind_advisor(acquisition))
-    graph.add_node("input_shape_resolver", bind_advisor(input_shape_resolver))
-    graph.add_node("profiling", profiling)
-    graph.add_node("analysis", bind_advisor(analysis))
-    graph.add_node("approval", approval)
-    graph.add_node("pruning", pruning)
-    graph.add_node("quantization", quantization)
-    graph.add_node("evaluation", evaluation)
-    graph.add_node("iterative_pruning", bind_advisor(iterative_pruning))
-    graph.add_node("report", report)
+    graph.add_node("acquisition", partial(acquisition, sessions=bound), input_schema=Request)
+    graph.add_node("input_shape_resolver", node(input_shape_resolver))
+    graph.add_node("profiling", node(profiling))
+    graph.add_node("analysis", node(analysis))
+    graph.add_node("approval", node(approval))
+    graph.add_node("pruning", node(pruning))
+    graph.add_node("quantization", node(quantization))
+    graph.add_node("evaluation", node(evaluation))
+    graph.add_node("iterative_pruning", node(iterative_pruning))
+    graph.add_node("report", node(report))
 
     graph.add_edge(START, "acquisition")
     graph.add_edge("acquisition", "input_shape_resolver")

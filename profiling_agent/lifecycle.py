@@ -12,7 +12,7 @@ from langchain_core.runnables import RunnableConfig
 from profiling_agent.agents.approval import resuming
 from profiling_agent.agents.checkpoints import RunSaver
 from profiling_agent.agents.node import ProgressEvent
-from profiling_agent.agents.session import close_session, open_session
+from profiling_agent.agents.session import Sessions
 from profiling_agent.errors import ApprovalPendingError, RequestError, RunError
 from profiling_agent.graphs.optimization import build_graph  # pyright: ignore[reportMissingImports] - mapped on install
 from profiling_agent.records import Approval, ApprovalQuestion
@@ -44,11 +44,12 @@ def _drive(
     answer: Approval | None = None,
 ) -> RunReport:
     """Run the graph on the thread that the run folder is named after, until its report is there or nobody answers."""
-    open_session(workspace)
+    sessions = Sessions(advisor)
+    sessions.open(workspace)
     saver = RunSaver(workspace.root.parent)
     config: RunnableConfig = {"configurable": {"thread_id": workspace.root.name}}
     try:
-        graph = build_graph(saver, advisor)
+        graph = build_graph(saver, sessions=sessions)
         # A run that was cut before its first checkpoint starts again; the jobs it has finished are still there.
         graph_input: Any = None if saver.get_tuple(config) else request
         if answer is not None:
@@ -62,12 +63,12 @@ def _drive(
             if approver is None:
                 raise ApprovalPendingError(_waiting(workspace, question))
             # The gate has let the run go: while somebody thinks, nobody else is to answer.
-            open_session(workspace)
+            sessions.open(workspace)
             graph_input = resuming(approver(question))
         report: Any = graph.get_state(config).values.get("report")
     finally:
         # The last node, or one that fails, closes the session; an interrupt between two nodes leaves it to us.
-        close_session(workspace)
+        sessions.close()
         saver.close()
     if not isinstance(report, RunReport):
         raise RunError(f"run {workspace.root.name!r} ended without a report: start a new run")

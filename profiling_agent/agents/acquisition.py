@@ -1,13 +1,14 @@
 """Acquisition agent: opens the run, fetches the model, draws the images."""
 
 import os
+from functools import partial
 from typing import Any
 
 from langgraph.config import get_config
 from langgraph.runtime import Runtime
 
 from profiling_agent.agents.node import Update, run_node
-from profiling_agent.agents.session import RunSession, begin
+from profiling_agent.agents.session import RunSession, Sessions
 from profiling_agent.agents.state import RESULTS, RunState
 from profiling_agent.analysis.plan_file import read_plan
 from profiling_agent.errors import RequestError
@@ -55,14 +56,14 @@ def _planned_by(name: str, request: Request, **chosen: Any) -> Update:
     return chosen | {"advisor_note": f"{name} plans{beside}"}
 
 
-def acquire(request: Request, session: RunSession, advisor: Any = None) -> Update:
+def acquire(request: Request, session: RunSession) -> Update:
     """Reset every result of an earlier turn of this thread, and record what was acquired.
 
     A plan of the user's is read here, before anything expensive, and kept: its file may be gone when a run resumes.
     """
     check_runtimes(request)
     check_tracker(request)
-    chosen = choose_advisor(request, advisor)
+    chosen = choose_advisor(request, session.chat_model)
     plan = read_plan(request.plan) if request.plan else None
     asked = request.model_dump(include=set(AcquireTask.model_fields))
     asked["num_recovery"] = MAX_RECOVERY if request.recover_epochs else 0
@@ -78,7 +79,7 @@ def _is_checkpointed() -> bool:
     return bool(get_config().get("configurable", {}).get("__pregel_checkpointer"))
 
 
-def acquisition(state: Request, *, runtime: Runtime[None], advisor: Any = None) -> Update:
+def acquisition(state: Request, *, runtime: Runtime[None], sessions: Sessions) -> Update:
     """Validate the request and fetch what it names; the only node that reads a request and not a state."""
     info = runtime.execution_info
     if state.approve != "never" and not _is_checkpointed():
@@ -86,6 +87,5 @@ def acquisition(state: Request, *, runtime: Runtime[None], advisor: Any = None) 
             f"approve is {state.approve!r}, and a run that waits has to be kept somewhere: "
             "build the graph with a checkpointer, or use approve=never"
         )
-    session = begin(state, info.thread_id if info else None)
-    session.chat_model = advisor
-    return run_node(session, "acquisition", runtime, lambda: acquire(state, session, advisor))
+    session = sessions.begin(state, info.thread_id if info else None)
+    return run_node(session, "acquisition", runtime, partial(acquire, state, session))

@@ -1,6 +1,6 @@
 """Analysis agent: from the profile to the first plan."""
 
-from profiling_agent.agents.node import Update, agent
+from profiling_agent.agents.node import Update
 from profiling_agent.agents.session import RunSession
 from profiling_agent.agents.state import RunState
 from profiling_agent.analysis.demands import obeying
@@ -11,7 +11,6 @@ from profiling_agent.iteration.propose import milder
 from profiling_agent.records import Origin
 
 
-@agent
 def analysis(state: RunState, session: RunSession) -> Update:
     """Plan by the built-in rules or a language model, or take the user's own plan once it is known to fit the model."""
     profile = session.profile(state)

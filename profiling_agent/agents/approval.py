@@ -4,7 +4,7 @@ from typing import Any
 
 from langgraph.types import Command, interrupt
 
-from profiling_agent.agents.node import Update, agent
+from profiling_agent.agents.node import Update
 from profiling_agent.agents.session import RunSession
 from profiling_agent.agents.state import RunState
 from profiling_agent.errors import RequestError
@@ -22,7 +22,6 @@ def is_asked(state: RunState) -> bool:
     return state.approve == "each" or (state.approve == "plan" and state.is_first)
 
 
-@agent
 def approval(state: RunState, session: RunSession) -> Update:
     """Ask until an answer can be taken. Nothing is done here that a second pass would do twice."""
     if not is_asked(state):

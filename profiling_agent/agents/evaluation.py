@@ -1,13 +1,12 @@
 """Evaluation agent: measures what was made, on the same images as the baseline."""
 
-from profiling_agent.agents.node import Update, agent
+from profiling_agent.agents.node import Update
 from profiling_agent.agents.session import RunSession
 from profiling_agent.agents.state import RunState
 from profiling_agent.iteration.attempt import measure_attempt
 from profiling_agent.records import StopReason
 
 
-@agent
 def evaluation(state: RunState, session: RunSession) -> Update:
     """Add a measured and judged attempt to the journal."""
     assert state.prepared is not None, "pruning comes first"

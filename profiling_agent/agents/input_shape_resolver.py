@@ -1,6 +1,6 @@
 """Input shape resolver agent: finds the input shape and saves the baseline with it."""
 
-from profiling_agent.agents.node import Update, agent
+from profiling_agent.agents.node import Update
 from profiling_agent.agents.session import RunSession
 from profiling_agent.agents.state import RunState
 from profiling_agent.errors import AdvisorError, ShapeUnresolvedError
@@ -10,7 +10,6 @@ from profiling_agent.llm.question import Asks
 from profiling_agent.shapes.advised import advised_shape
 
 
-@agent
 def input_shape_resolver(state: RunState, session: RunSession) -> Update:
     """Resolve the input shape by the ordered rules, or by a language model where they disagree or don't know."""
     assert state.acquired is not None, "acquisition comes first"

@@ -1,13 +1,12 @@
 """Iterative pruning agent: the next plan, or the reason to stop (the paper's Algorithm 1)."""
 
-from profiling_agent.agents.node import Update, agent
+from profiling_agent.agents.node import Update
 from profiling_agent.agents.session import RunSession
 from profiling_agent.agents.state import RunState
 from profiling_agent.iteration.planners import next_proposal
 from profiling_agent.records import StopReason
 
 
-@agent
 def iterative_pruning(state: RunState, session: RunSession) -> Update:
     """Ask the journal, and a language model where there is one."""
     choice = next_proposal(

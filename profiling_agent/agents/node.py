@@ -1,27 +1,22 @@
-"""The one way an agent becomes a LangGraph node."""
+"""Node: what LangGraph calls, made of an agent: a function of the state and the run's session that returns what changed."""
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 from langgraph.runtime import Runtime
 from pydantic import Field
 
-from profiling_agent.agents.session import RunSession, get_session
+from profiling_agent.agents.session import RunSession, Sessions
 from profiling_agent.agents.state import RunState
 from profiling_agent.errors import RequestError
 from profiling_agent.iteration.selection import ranked, size_ratio
 from profiling_agent.records import Candidate, Journal, Record
 
 Update = dict[str, Any]
+Agent = Callable[[RunState, RunSession], Update]
+Node = Callable[..., Update]
 LOOP = ("approval", "pruning", "quantization", "evaluation")
-
-
-class Node(Protocol):
-    """What LangGraph calls."""
-
-    def __call__(self, state: RunState, *, runtime: Runtime[None], advisor: Any = None) -> Update:
-        """Return what changes in the state; `advisor` is a chat model of the caller's."""
-        ...
 
 
 class Best(Record):
@@ -55,7 +50,7 @@ def run_node(
     work: Callable[[], Update],
     standing: ProgressEvent | None = None,
 ) -> Update:
-    """Do an agent's work with its progress streamed; whatever goes wrong, the worker ends and the run is free."""
+    """Do an agent's work with its progress streamed; whatever goes wrong ends the worker and lets go of the run."""
     plain = standing or ProgressEvent(stage=stage, message="")
 
     def progress(message: str, done: int, total: int) -> None:
@@ -75,7 +70,7 @@ def run_node(
 
 
 def standing_of(state: RunState, stage: str) -> ProgressEvent:
-    """Return an event without a message: which turn of the loop this is, and the best that was accepted so far."""
+    """Return an event without a message: which attempt this is, and the best that was accepted so far."""
     if state.journal is None:
         iteration = 1 if stage in LOOP else 0
         return ProgressEvent(stage=stage, message="", iteration=iteration, iterations=state.max_iterations)
@@ -103,15 +98,14 @@ def _told(candidate: Candidate, journal: Journal) -> Best:
     )
 
 
-def agent(work: Callable[[RunState, RunSession], Update]) -> Node:
-    """Make a node of an agent: a function of the state and the run's session that returns what it changed."""
-    name = work.__module__.rsplit(".", 1)[-1]
+def as_node(agent: Agent, sessions: Sessions) -> Node:
+    """Return the node of an agent whose runs are open in `sessions`."""
+    stage = agent.__module__.rsplit(".", 1)[-1]
 
-    def node(state: RunState, *, runtime: Runtime[None], advisor: Any = None) -> Update:
-        session = get_session(state)
-        session.chat_model = advisor
-        return run_node(session, name, runtime, lambda: work(state, session), standing_of(state, name))
+    def node(state: RunState, *, runtime: Runtime[None]) -> Update:
+        session = sessions.get_session(state)
+        return run_node(session, stage, runtime, partial(agent, state, session), standing_of(state, stage))
 
-    node.__name__ = name
-    node.__doc__ = work.__doc__
+    node.__name__ = stage
+    node.__doc__ = agent.__doc__
     return node

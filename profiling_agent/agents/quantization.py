@@ -1,12 +1,11 @@
 """Quantization agent: decides scheme, layers and runtime by measurement, and brings each pruned model into that deployment."""
 
-from profiling_agent.agents.node import Update, agent
+from profiling_agent.agents.node import Update
 from profiling_agent.agents.session import RunSession
 from profiling_agent.agents.state import RunState
 from profiling_agent.iteration.attempt import open_journal, quantize_attempt
 
 
-@agent
 def quantization(state: RunState, session: RunSession) -> Update:
     """Let the deployments compete once, on the unpruned model; deploy this attempt in the one that was chosen."""
     assert state.prepared is not None, "pruning comes first"

@@ -1,6 +1,6 @@
 """Report agent: races the candidates, opens the held-out images, gives the verdict and writes it down."""
 
-from profiling_agent.agents.node import Update, agent
+from profiling_agent.agents.node import Update
 from profiling_agent.agents.session import RunSession
 from profiling_agent.agents.state import RunState
 from profiling_agent.artifacts.card import write_card
@@ -14,7 +14,6 @@ from profiling_agent.reporting.tracking import track
 from profiling_agent.reporting.write import write_report
 
 
-@agent
 def report(state: RunState, session: RunSession) -> Update:
     """Settle the run, profile the winner as the baseline was, and write the report."""
     assert state.acquired is not None, "acquisition comes first"

@@ -1,11 +1,10 @@
-"""What the agents of one run share in one process: its folder, the lock on it, and the warm worker."""
+"""Run session: what one run keeps open in a process, and the registry that the nodes of a graph ask for it."""
 
 import hashlib
 import shutil
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from filelock import BaseFileLock
 
 from profiling_agent.agents.state import RunState
 from profiling_agent.errors import RunError
@@ -23,18 +22,32 @@ from profiling_agent.workspace import MANIFEST, SCHEMA_VERSION, Workspace, open_
 if TYPE_CHECKING:
     from profiling_agent.llm.advisor import Advisor
 
+# What an evaluator is made of: a fork or a person's edit changes some of it, and then another one is made.
+EVALUATED = (
+    *("acquired", "resolved", "profiled", "goal", "batch_size", "seed", "recover_epochs"),
+    *("runtime_names", "quantize_dtype", "quantize_layers"),
+)
+
 
 class RunSession:
-    """One run in this process; closed when the run ends, fails, or the process does."""
+    """One run in this process: its folder, the lock on it, the warm worker, and what was read and built for it.
 
-    def __init__(self, workspace: Workspace, lock: BaseFileLock, *, created: bool) -> None:
-        """Take over the lock; clear what a killed process left."""
+    It is closed when the run ends, fails, or waits for somebody, and by the process's end.
+    """
+
+    def __init__(self, workspace: Workspace, *, chat_model: Any = None, created: bool = False) -> None:
+        """Take the run for this process, and clear what a killed one left; RunError where another process has it."""
         self.workspace = workspace
+        self.chat_model = chat_model
+        # Closed in the other order: nobody else may have the run before its worker has ended.
+        self.resources = ExitStack()
+        self.resources.callback(workspace.lock().release)
         self.jobs = Jobs(workspace)
-        self.chat_model: Any = None
-        self._advisor: Advisor | None = None
-        self._lock = lock
+        self.resources.callback(self.jobs.close)
         self._created = created
+        self._advisor: Advisor | None = None
+        self._profile: tuple[Profiled, ModelProfile] | None = None
+        self._evaluator: tuple[dict[str, Any], Evaluator] | None = None
         workspace.sweep()
 
     def measured(self, state: RunState) -> Profiled:
@@ -52,10 +65,13 @@ class RunSession:
         )
 
     def profile(self, state: RunState) -> ModelProfile:
-        """Return the baseline's full profile; one that was removed, because it was damaged, is measured again."""
+        """Return the baseline's full profile, parsed once; a file that was removed for damage is measured again."""
         assert state.profiled is not None, "profiling comes first"
-        is_there = self.workspace.path(state.profiled.profile).parent.exists()
-        return read_profile(self.workspace, state.profiled if is_there else self.measured(state))
+        if self._profile is None or self._profile[0] != state.profiled:
+            is_there = self.workspace.path(state.profiled.profile).parent.exists()
+            found = read_profile(self.workspace, state.profiled if is_there else self.measured(state))
+            self._profile = state.profiled, found
+        return self._profile[1]
 
     def advisor(self, state: RunState) -> Asks | None:
         """Return the language model that may plan, None where the rules plan alone."""
@@ -80,7 +96,13 @@ class RunSession:
         return read_spent(self.workspace.root)
 
     def evaluator(self, state: RunState) -> Evaluator:
-        """Return what attempts are measured with."""
+        """Return what attempts are measured with, the same one as long as it would be made of the same."""
+        inputs = {name: getattr(state, name) for name in EVALUATED}
+        if self._evaluator is None or self._evaluator[0] != inputs:
+            self._evaluator = inputs, self._build_evaluator(state)
+        return self._evaluator[1]
+
+    def _build_evaluator(self, state: RunState) -> Evaluator:
         assert state.acquired is not None, "acquisition comes first"
         assert state.resolved is not None, "the input shape resolver comes first"
         device = state.acquired.source.device
@@ -101,10 +123,8 @@ class RunSession:
         )
 
     def close(self) -> None:
-        """End the worker and give the run free."""
-        SESSIONS.pop(self.workspace.root.name, None)
-        self.jobs.close()
-        self._lock.release()
+        """End the worker and let go of the run."""
+        self.resources.close()
 
     def discard(self) -> None:
         """Close; where this session created the run folder, take its contents away again."""
@@ -121,24 +141,54 @@ class RunSession:
             root.rmdir()
 
 
-# By run id. Whoever drives a run from outside the graph opens its session first; otherwise its first node does.
-SESSIONS: dict[str, RunSession] = {}
+class Sessions:
+    """The runs that are open in this process, by run id.
 
+    A compiled graph has one of these, or is given its driver's: a run's first node opens its session, unless whoever
+    drives the run has done so, and its last one closes it.
+    """
 
-def open_session(workspace: Workspace, *, created: bool = False) -> RunSession:
-    """Take the run for this process; RunError where another process has it, or this one has its namesake."""
-    known = SESSIONS.get(workspace.root.name)
-    if known is None:
-        known = SESSIONS[workspace.root.name] = RunSession(workspace, workspace.lock(), created=created)
-    if known.workspace.root.resolve() != workspace.root.resolve():
-        raise RunError(f"a run called {workspace.root.name!r} is under way in this process: choose another run_id")
-    return known
+    def __init__(self, chat_model: Any = None) -> None:
+        """Let runs plan with `chat_model`, which is the caller's and never stored."""
+        self.chat_model = chat_model
+        self.by_run: dict[str, RunSession] = {}
 
+    def open(self, workspace: Workspace, *, created: bool = False) -> RunSession:
+        """Return the run's session; RunError where another process has the run, or this one has its namesake."""
+        run_id = workspace.root.name
+        if (known := self.by_run.get(run_id)) is None:
+            known = RunSession(workspace, chat_model=self.chat_model, created=created)
+            known.resources.callback(self.by_run.pop, run_id)
+            self.by_run[run_id] = known
+        if known.workspace.root.resolve() != workspace.root.resolve():
+            raise RunError(f"a run called {run_id!r} is under way in this process: choose another run_id")
+        return known
 
-def close_session(workspace: Workspace) -> None:
-    """Close the session that this process has of a run; does nothing where it has none."""
-    if (known := SESSIONS.get(workspace.root.name)) is not None:
-        known.close()
+    def begin(self, request: Request, thread: str | None) -> RunSession:
+        """Start, or start again, the run that the request asks for."""
+        run_id = choose_run_id(request, thread)
+        if (known := self.by_run.get(run_id)) is not None:
+            return known
+        created = not (request.output_dir / run_id / MANIFEST).exists()
+        return self.open(open_workspace(request, run_id), created=created)
+
+    def get_session(self, state: RunState) -> RunSession:
+        """Return the session of a run that is under way, opening it where this process has none yet."""
+        root = Path(state.run_dir)
+        if state.schema_version != SCHEMA_VERSION:
+            raise RunError(
+                f"run {root.name!r} was checkpointed with schema version {state.schema_version}, this version reads "
+                f"{SCHEMA_VERSION}: resume it with the version that wrote it"
+            )
+        if (known := self.by_run.get(root.name)) is not None:
+            return known
+        read_manifest(root)
+        return self.open(Workspace(root))
+
+    def close(self) -> None:
+        """Close every session."""
+        for session in tuple(self.by_run.values()):
+            session.close()
 
 
 def choose_run_id(request: Request, thread: str | None) -> str:
@@ -153,26 +203,3 @@ def choose_run_id(request: Request, thread: str | None) -> str:
     if not RUN_ID.fullmatch(run_id):
         raise RunError(f"thread_id {run_id!r} can't name a folder: use letters, digits, '.', '_' and '-', at most 100")
     return run_id
-
-
-def begin(request: Request, thread: str | None) -> RunSession:
-    """Start, or start again, the run that the request asks for."""
-    run_id = choose_run_id(request, thread)
-    if (known := SESSIONS.get(run_id)) is not None:
-        return known
-    created = not (request.output_dir / run_id / MANIFEST).exists()
-    return open_session(open_workspace(request, run_id), created=created)
-
-
-def get_session(state: RunState) -> RunSession:
-    """Return the session of a run that is under way, opening it where this process has none yet."""
-    root = Path(state.run_dir)
-    if state.schema_version != SCHEMA_VERSION:
-        raise RunError(
-            f"run {root.name!r} was checkpointed with schema version {state.schema_version}, this version reads "
-            f"{SCHEMA_VERSION}: resume it with the version that wrote it"
-        )
-    if (known := SESSIONS.get(root.name)) is not None:
-        return known
-    read_manifest(root)
-    return open_session(Workspace(root))

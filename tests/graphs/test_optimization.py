@@ -6,7 +6,7 @@ import zoo
 from conftest import World
 
 from profiling_agent import Request, build_graph, load
-from profiling_agent.agents.session import SESSIONS, RunSession
+from profiling_agent.agents.session import Sessions
 from profiling_agent.agents.state import RunState
 from profiling_agent.analysis.rules import analyse
 from profiling_agent.iteration.attempt import measure_attempt, open_journal, prune_attempt, quantize_attempt
@@ -71,7 +71,7 @@ def test_the_graph_and_a_plain_loop_yield_the_same_journal(finished: Path):
     report = report_of(finished)
     request = read_manifest(finished).request
     workspace = Workspace(finished)
-    session = RunSession(workspace, workspace.lock(), created=False)
+    session = Sessions().open(workspace)
     state = RunState(
         **request.model_dump(),
         run_dir=str(finished),
@@ -104,26 +104,28 @@ def test_the_graph_and_a_plain_loop_yield_the_same_journal(finished: Path):
 def test_invoking_the_same_request_again_repeats_no_job(world: World, tmp_path: Path):
     request = world.request(tmp_path, run_id=None, iterate=False)
 
-    first = build_graph().invoke(request)
+    sessions = Sessions()
+    first = build_graph(sessions=sessions).invoke(request)
     done = {path: path.stat().st_mtime_ns for path in Path(first["run_dir"]).glob("jobs/*/result.json")}
-    again = build_graph().invoke(request)
+    again = build_graph(sessions=sessions).invoke(request)
 
     assert set(first) == {"verdict", "report", "run_dir", "results_dir"}
     assert again["run_dir"] == first["run_dir"]
     assert again["report"] == first["report"]
     assert {path: path.stat().st_mtime_ns for path in Path(first["run_dir"]).glob("jobs/*/result.json")} == done
     assert len(again["report"].attempts) == 1
-    assert not SESSIONS
+    assert not sessions.by_run
 
 
 def test_a_request_that_can_not_be_carried_out_leaves_nothing_behind(tmp_path: Path):
     from profiling_agent.errors import AcquisitionError
 
+    sessions = Sessions()
     with pytest.raises(AcquisitionError):
-        build_graph().invoke(Request(model=str(tmp_path / "nowhere"), output=str(tmp_path / "runs")))
+        build_graph(sessions=sessions).invoke(Request(model=str(tmp_path / "nowhere"), output=str(tmp_path / "runs")))
 
     assert not list((tmp_path / "runs").iterdir())
-    assert not SESSIONS
+    assert not sessions.by_run
 
 
 def test_langgraph_json_names_a_graph_without_a_checkpointer_and_our_saver():
