@@ -15,7 +15,8 @@ from profiling_agent.artifacts.save import save_model
 from profiling_agent.deployment import registry
 from profiling_agent.deployment.choices import recommend
 from profiling_agent.errors import ProfilingAgentError
-from profiling_agent.iteration.evaluator import deploy, leaving_in_float, tune
+from profiling_agent.iteration.deployer import Deployer
+from profiling_agent.iteration.deployments import leaving_in_float
 from profiling_agent.jobs.runner import Jobs
 from profiling_agent.quantization.footprint import folder_bytes
 from profiling_agent.records import RUNTIMES, ArtifactRef, Cut, DeployedModel, Deployment, InputSpec, SplitInfo
@@ -109,11 +110,12 @@ class Workshop:
         tuned: bool = False,
     ) -> Made:
         """Bring a float32 model into a deployment, `tuned` for int8 first where asked; what fails is said."""
+        deployer = Deployer(self.jobs, calibration, batch_size)
         try:
-            found = tune(self.jobs, model, deployment, calibration, batch_size=batch_size) if tuned else None
+            found = deployer.tune(model, deployment) if tuned else None
             if found:
                 model, deployment = found.model, leaving_in_float(deployment, found.kept)
-            return Made(deployment, deploy(self.jobs, model, deployment, calibration, batch_size=batch_size))
+            return Made(deployment, deployer.deploy(model, deployment))
         except ProfilingAgentError as error:
             print(f"  {deployment.name} could not be made: {error}", flush=True)
             return Made(deployment, reason=str(error))

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from profiling_agent.agents.state import RunState
 from profiling_agent.errors import RunError
-from profiling_agent.iteration.deployments import asked_schemes, supported_deployments
-from profiling_agent.iteration.evaluator import Evaluator
+from profiling_agent.iteration.deployments import deployment_choices
+from profiling_agent.iteration.evaluator import Evaluator, Settings
 from profiling_agent.jobs.profile import profile_artifact, read_profile
 from profiling_agent.jobs.runner import Jobs
 from profiling_agent.jobs.tasks import Profiled
@@ -105,21 +105,14 @@ class RunSession:
     def _build_evaluator(self, state: RunState) -> Evaluator:
         assert state.acquired is not None, "acquisition comes first"
         assert state.resolved is not None, "the input shape resolver comes first"
-        device = state.acquired.source.device
-        supported, notes = supported_deployments(state.runtime_names, device)
         return Evaluator(
             jobs=self.jobs,
             acquired=state.acquired,
             baseline=state.resolved.baseline,
             profile=self.profile(state),
             goal=state.goal,
-            batch_size=state.batch_size,
-            seed=state.seed,
-            recover_epochs=state.recover_epochs,
-            supported=supported,
-            schemes=asked_schemes(state.quantize_dtype),
-            quantize_layers=state.quantize_layers,
-            runtime_notes=notes,
+            settings=Settings(batch_size=state.batch_size, seed=state.seed, recover_epochs=state.recover_epochs),
+            choices=deployment_choices(state, state.acquired.source.device),
         )
 
     def close(self) -> None:

@@ -1,10 +1,11 @@
-"""One turn of the loop, from a plan to a judged attempt; the graph's nodes and a plain loop call the same functions."""
+"""Attempt: a plan on its way to being judged; the graph's nodes and a plain loop call the same functions."""
 
 from profiling_agent.analysis.dry_run import dry_run
 from profiling_agent.errors import ArtifactError, JobError, PlanError, PruningError
+from profiling_agent.iteration.deployer import REFUSALS
 from profiling_agent.iteration.deployment_search import search_deployments
 from profiling_agent.iteration.deployments import possible_deployments
-from profiling_agent.iteration.evaluator import REFUSALS, Evaluator
+from profiling_agent.iteration.evaluator import Evaluator
 from profiling_agent.iteration.judge import judge
 from profiling_agent.jobs.tasks import PruneTask, RecoverTask
 from profiling_agent.records import (
@@ -53,32 +54,38 @@ def prune_attempt(evaluator: Evaluator, plan: Plan) -> PreparedAttempt:
     if not dry.cuts:
         return PreparedAttempt(plan=plan, dry_run=dry, failure=f"nothing is cut: {'; '.join(dry.notes[:3])}")
     try:
-        task = PruneTask(
-            baseline=evaluator.baseline,
-            cuts=dry.cuts,
-            keep=evaluator.kept(dry.cuts),
-            calibration=evaluator.acquired.calibration,
-            seed=evaluator.seed,
-            batch_size=evaluator.batch_size,
-        )
-        return _recovered(evaluator, PreparedAttempt(plan=plan, dry_run=dry, pruned=evaluator.jobs.run(task)))
+        pruned = evaluator.jobs.run(_prune_task(evaluator, dry))
     except (PruningError, JobError) as error:
         return PreparedAttempt(plan=plan, dry_run=dry, failure=str(error))
+    return _recovered(evaluator, PreparedAttempt(plan=plan, dry_run=dry, pruned=pruned))
+
+
+def _prune_task(evaluator: Evaluator, dry: DryRun) -> PruneTask:
+    """Return the job that cuts by the evidence's order; of units without evidence the weights alone decide."""
+    evidence = evaluator.profile.evidence
+    return PruneTask(
+        baseline=evaluator.baseline,
+        cuts=dry.cuts,
+        keep=evidence.kept({cut.unit.name: cut.keep for cut in dry.cuts}) if evidence else {},
+        calibration=evaluator.acquired.calibration,
+        seed=evaluator.settings.seed,
+        batch_size=evaluator.settings.batch_size,
+    )
 
 
 def _recovered(evaluator: Evaluator, prepared: PreparedAttempt) -> PreparedAttempt:
-    """Return the prepared attempt with its model trained again, or itself where the run is training-free."""
-    recovery = evaluator.acquired.recovery
-    if prepared.pruned is None or recovery is None or not evaluator.recover_epochs:
+    """Return a prepared attempt with its model trained again, or as it is where the run is training-free."""
+    recovery, settings = evaluator.acquired.recovery, evaluator.settings
+    if prepared.pruned is None or recovery is None or not settings.recover_epochs:
         return prepared
     task = RecoverTask(
         model=prepared.pruned.model,
         baseline=evaluator.baseline,
         recovery=recovery,
         calibration=evaluator.acquired.calibration,
-        epochs=evaluator.recover_epochs,
-        seed=evaluator.seed,
-        device=evaluator.acquired.source.device,
+        epochs=settings.recover_epochs,
+        seed=settings.seed,
+        device=evaluator.device,
     )
     try:
         return prepared.model_copy(update={"recovery": evaluator.jobs.run(task)})
@@ -87,7 +94,7 @@ def _recovered(evaluator: Evaluator, prepared: PreparedAttempt) -> PreparedAttem
 
 
 def quantize_attempt(evaluator: Evaluator, prepared: PreparedAttempt, deployment: Deployment | None) -> PreparedAttempt:
-    """Bring the pruned model into the deployment it would be deployed in; its plan then says what that does to the layers."""
+    """Bring the pruned model into a deployment; the plan then says what that does to the layers. None is eager float32."""
     if prepared.failure is not None:
         return prepared
     model = prepared.fp32 or evaluator.baseline
@@ -96,26 +103,22 @@ def quantize_attempt(evaluator: Evaluator, prepared: PreparedAttempt, deployment
     plan = prepared.plan.model_copy(update={"quantization": deployment.recommendations})
     planned = prepared.model_copy(update={"deployment": deployment, "plan": plan})
     try:
-        return planned.model_copy(update={"deployed": evaluator.deploy_tuned(model, deployment).model})
+        return planned.model_copy(update={"deployed": evaluator.deployer.deploy_tuned(model, deployment).model})
     except REFUSALS as error:
         return planned.model_copy(update={"failure": str(error)})
 
 
 def open_journal(evaluator: Evaluator, plan: Plan) -> Journal:
-    """Measure what every attempt is compared with: the baseline, and the deployments that it could be deployed in."""
+    """Measure what every attempt is compared with: the baseline, and the deployments that are possible for it."""
     baseline = evaluator.evaluate(Variant.BASELINE, evaluator.baseline, evaluator.acquired.search)
     if evaluator.goal.selection == "paper":
         return Journal(baseline=baseline)
-    deployments = possible_deployments(
-        plan, evaluator.supported, schemes=evaluator.schemes, layers=evaluator.quantize_layers
-    )
+    deployments = possible_deployments(plan, evaluator.choices)
     if not deployments:
         return Journal(baseline=baseline)
-    deployment_search = search_deployments(
-        evaluator, evaluator.baseline, deployments, baseline, variant=Variant.QUANTIZED
-    )
-    quantized = deployment_search.of(deployment_search.chosen).evaluation if deployment_search.chosen else None
-    return Journal(baseline=baseline, deployment_search=deployment_search, quantized=quantized)
+    search = search_deployments(evaluator, deployments, baseline)
+    quantized = search.of(search.chosen).evaluation if search.chosen else None
+    return Journal(baseline=baseline, deployment_search=search, quantized=quantized)
 
 
 def _deployed_variant(prepared: PreparedAttempt) -> Variant:

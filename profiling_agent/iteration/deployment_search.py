@@ -1,14 +1,18 @@
-"""Deployments of one model compete: cheap checks first, then a race, then all search images for the fastest.
+"""Deployment search: a float32 model is made in several deployments, and these are checked, raced and ranked.
 
-Which runtime executes a model is worth more than any plan (docs/decisions/0008), so it is measured, on this machine
-and at the batch size that will be deployed.
+Which runtime executes a model is worth more than any plan (docs/decisions/0009), so it is measured, on this machine
+and at the batch size that will be deployed: for the baseline in everything that is possible, and for the winner in what
+suited the baseline.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from profiling_agent.benchmarking.race import noise_warning
 from profiling_agent.errors import JobError
-from profiling_agent.iteration.evaluator import REFUSALS, Evaluator, leaving_in_float
+from profiling_agent.iteration.deployer import REFUSALS
+from profiling_agent.iteration.deployments import leaving_in_float
+from profiling_agent.iteration.evaluator import Evaluator
 from profiling_agent.iteration.judge import judge
 from profiling_agent.iteration.selection import preference, size_ratio
 from profiling_agent.records import (
@@ -19,6 +23,7 @@ from profiling_agent.records import (
     DeploymentSearch,
     Evaluation,
     Goal,
+    Race,
     Tuned,
     Variant,
 )
@@ -32,67 +37,204 @@ SAMPLE_IMAGES = 256
 NUM_IN_FULL = 3
 
 
+@dataclass(frozen=True)
+class TriedDeployments:
+    """A model in several deployments, each as far as it came, and the one that the contract prefers.
+
+    `variants` is everything raced that was measured before; `not_raced` says why a race could not be held.
+    """
+
+    options: tuple[DeploymentOption, ...]
+    best: DeploymentOption | None
+    variants: tuple[Evaluation, ...]
+    race: Race | None = None
+    not_raced: str | None = None
+
+
 def search_deployments(
+    evaluator: Evaluator, deployments: Sequence[Deployment], baseline: Evaluation
+) -> DeploymentSearch:
+    """Try the baseline, of which `baseline` is the evaluation on the search images, in each of `deployments`."""
+    tried = try_deployments(evaluator, evaluator.baseline, deployments, (baseline,))
+    notes = evaluator.choices.notes
+    if tried.not_raced is not None:
+        notes = (*notes, f"the deployments could not be raced: {tried.not_raced}")
+    elif tried.race is not None and (warning := noise_warning(tried.race)):
+        notes = (*notes, warning)
+    return DeploymentSearch(
+        options=tuple(
+            option.model_copy(update={"reason": f"chosen: {option.reason}"}) if option is tried.best else option
+            for option in tried.options
+        ),
+        chosen=tried.best.deployment if tried.best else None,
+        notes=notes,
+    )
+
+
+def try_deployments(
     evaluator: Evaluator,
     model: ArtifactRef,
     deployments: Sequence[Deployment],
-    baseline: Evaluation,
-    *,
-    variant: Variant,
-) -> DeploymentSearch:
-    """Try `model`, float32, in each of `deployments`; `baseline` is the unpruned model's evaluation on the search images.
+    beside: Sequence[Evaluation],
+    own: Evaluation | None = None,
+) -> TriedDeployments:
+    """Make `model`, float32, in each of `deployments`; check, race and rank them.
 
-    Whatever a deployment's conversion or runtime does, it costs that deployment its place and the run nothing.
+    Without an `own` deployment, in which the model was measured already, there are many to tell apart: a few hundred
+    images are seen before the race, and all search images after it, by the fastest alone. With one there are few, which
+    are taken as they are, and all images are seen before the race. What is `beside` takes part in the race, the baseline
+    first, and `own` is among it.
+
+    Whatever a conversion or a runtime does costs that deployment its place and the run nothing.
     """
-    options = [_check(evaluator, model, deployment, baseline) for deployment in deployments]
-    options, notes = _race(evaluator, options, variant)
-    options = _finish(evaluator, options, baseline, variant)
-    kept = [option for option in options if option.keeps_accuracy]
-    best = min(kept, key=lambda option: _rank(option, baseline, evaluator.goal), default=None)
-    return DeploymentSearch(
-        options=tuple(_told(option, option is best) for option in options),
-        chosen=best.deployment if best else None,
-        notes=(*evaluator.runtime_notes, *notes),
-    )
+    trying = _Trying(evaluator, model, own.variant if own else Variant.QUANTIZED, beside[0])
+    if own is None:
+        options = [trying.check(trying.make(deployment, choose_layers=True)) for deployment in deployments]
+    else:
+        options = [DeploymentOption(deployment=own.deployment, evaluation=own, keeps_accuracy=True, reason="")]
+        options += [trying.measure(trying.make(deployment)) for deployment in deployments]
+    entered = [option for option in options if _is_in(option) and option.evaluation not in beside]
+    variants = (*beside, *(option.evaluation for option in entered if option.evaluation))
+    race, not_raced = None, None
+    # Without a rival there is nothing to choose; the race at the end of the run shows whether it is faster at all.
+    if own is not None or len(entered) > 1:
+        try:
+            race = trying.race(beside, entered)
+        except JobError as error:
+            not_raced = str(error)
+    if race is not None:
+        options = [_raced(option, race) for option in options]
+    options = trying.finish(options)
+    best = min((option for option in options if option.keeps_accuracy), key=trying.rank, default=None)
+    return TriedDeployments(tuple(options), best, variants, race, not_raced)
 
 
-def _rank(option: DeploymentOption, baseline: Evaluation, goal: Goal) -> tuple[bool, bool, bool, float]:
-    assert option.evaluation is not None, "only what was measured in full is ranked"
-    return preference(
-        goal,
-        size=size_ratio(option.evaluation, baseline),
-        speedup=option.race_result.speedup if option.race_result else 0.0,
-        memory=option.memory_ratio,
-    )
+@dataclass(frozen=True)
+class _Trying:
+    """A float32 model that is tried in deployments, and the baseline's evaluation on the search images."""
+
+    evaluator: Evaluator
+    model: ArtifactRef
+    variant: Variant
+    baseline: Evaluation
+
+    def make(self, deployment: Deployment, *, choose_layers: bool = False) -> DeploymentOption:
+        """Tune for int8, leave the dearest layers in float where that is to be chosen, and convert."""
+        tuned, deployer = None, self.evaluator.deployer
+        try:
+            tuned = deployer.tune(self.model, deployment)
+            if choose_layers:
+                deployment = _with_kept(deployment, tuned)
+            deployed = deployer.deploy(tuned.model if tuned else self.model, deployment)
+        except REFUSALS as error:
+            return DeploymentOption(deployment=deployment, tuned=tuned, reason=f"could not be made: {error}")
+        return DeploymentOption(deployment=deployment, tuned=tuned, deployed=deployed, reason="")
+
+    def check(self, option: DeploymentOption) -> DeploymentOption:
+        """Look at the distance, the KL and a few hundred images; the first that is hopeless ends it."""
+        if option.deployed is None:
+            return option
+        goal = self.evaluator.goal
+        if refused := _refused_by_logits(option.deployed, goal):
+            return option.model_copy(update={"reason": refused})
+        try:
+            sample = self._evaluate(option, num_images=SAMPLE_IMAGES).drop
+        except REFUSALS as error:
+            return option.model_copy(update={"reason": f"could not be run: {error}"})
+        assert sample is not None, "a sample is compared with the baseline"
+        said = ""
+        if sample.low > goal.max_accuracy_drop:
+            said = f"lost {sample.drop:.1%} of top-1 on {sample.num_images} images, {sample.low:.1%} at least"
+        return option.model_copy(update={"sample": sample, "reason": said})
+
+    def measure(self, option: DeploymentOption, *, memory: bool = False) -> DeploymentOption:
+        """Measure on all search images, and the memory too where that is asked for here, and judge."""
+        if option.deployed is None:
+            return option
+        try:
+            evaluation = self._evaluate(option)
+            memory_ratio = self.evaluator.memory_ratio(option.deployed.model) if memory else None
+        except REFUSALS as error:
+            return option.model_copy(update={"reason": f"could not be run: {error}"})
+        judgement = judge(evaluation, self.baseline, self.evaluator.goal)
+        return option.model_copy(
+            update={
+                "evaluation": evaluation,
+                "memory_ratio": memory_ratio,
+                "keeps_accuracy": judgement.accepted,
+                "reason": judgement.reason,
+            }
+        )
+
+    def _evaluate(self, option: DeploymentOption, num_images: int | None = None) -> Evaluation:
+        model, search = _model(option), self.evaluator.acquired.search
+        return self.evaluator.evaluate(
+            self.variant, model, search, self.baseline, option.deployment, num_images=num_images
+        )
+
+    def race(self, beside: Sequence[Evaluation], entered: Sequence[DeploymentOption]) -> Race:
+        """Let what is `beside` and what has `entered` take turns; JobError where that can't be."""
+        known = [(evaluation.variant, evaluation.model) for evaluation in beside]
+        return self.evaluator.race([*known, *((self.variant, _model(option)) for option in entered)])
+
+    def finish(self, options: Sequence[DeploymentOption]) -> list[DeploymentOption]:
+        """Measure what wasn't yet on all search images, the fastest first, until enough of it keeps the accuracy."""
+        done = list(options)
+        waiting = [index for index, option in enumerate(done) if option.evaluation is None and _is_in(option)]
+        num_kept = 0
+        for index in sorted(waiting, key=lambda i: self._promise(done[i])):
+            if num_kept == NUM_IN_FULL:
+                said = f"behind {NUM_IN_FULL} others that keep the accuracy, so it was not measured in full"
+                done[index] = done[index].model_copy(update={"reason": said})
+                continue
+            done[index] = _unless_slower(self.measure(done[index], memory=True))
+            num_kept += done[index].keeps_accuracy
+        return done
+
+    def _promise(self, option: DeploymentOption) -> tuple[bool, float]:
+        """Return how promising an option is before it is measured in full, least first; its memory isn't known."""
+        goal = self.evaluator.goal
+        size = _model(option).size_bytes / self.baseline.footprint.size_bytes
+        speedup = option.race_result.speedup if option.race_result else 0.0
+        return size > goal.max_size_ratio, size if goal.objective == "size" else -speedup
+
+    def rank(self, option: DeploymentOption) -> tuple[bool, bool, bool, float]:
+        """Return what the contract prefers, least first."""
+        assert option.evaluation is not None, "only what was measured in full is ranked"
+        memory_ratio = option.memory_ratio
+        if memory_ratio is None:
+            memory_ratio = memory_if_measurable(self.evaluator, option.evaluation.model)
+        return preference(
+            self.evaluator.goal,
+            size=size_ratio(option.evaluation, self.baseline),
+            speedup=option.race_result.speedup if option.race_result else 0.0,
+            memory=memory_ratio,
+        )
 
 
-def _check(evaluator: Evaluator, model: ArtifactRef, deployment: Deployment, baseline: Evaluation) -> DeploymentOption:
-    """Convert, and look at the distance, the KL and a few hundred images; the first that is hopeless ends it."""
-    tuned = None
+def memory_if_measurable(evaluator: Evaluator, model: ArtifactRef) -> float | None:
+    """Return the peak memory of the baseline's; None where the contract doesn't ask or it can't be measured."""
     try:
-        tuned = evaluator.tune(model, deployment)
-        deployment = _with_kept(deployment, tuned)
-        deployed = evaluator.deploy(tuned.model if tuned else model, deployment)
-    except REFUSALS as error:
-        return DeploymentOption(deployment=deployment, tuned=tuned, reason=f"could not be made: {error}")
-    option = DeploymentOption(deployment=deployment, tuned=tuned, deployed=deployed, reason="")
-    if refused := _refused_by_logits(deployed, evaluator.goal):
-        return option.model_copy(update={"reason": refused})
-    try:
-        sample = evaluator.sample(deployed.model, evaluator.acquired.search, baseline, deployment, SAMPLE_IMAGES)
-    except REFUSALS as error:
-        return option.model_copy(update={"reason": f"could not be run: {error}"})
-    said = ""
-    if sample.low > evaluator.goal.max_accuracy_drop:
-        said = f"lost {sample.drop:.1%} of top-1 on {sample.num_images} images, {sample.low:.1%} at least"
-    return option.model_copy(update={"sample": sample, "reason": said})
+        return evaluator.memory_ratio(model)
+    except REFUSALS:
+        return None
+
+
+def _model(option: DeploymentOption) -> ArtifactRef:
+    made = option.evaluation or option.deployed
+    assert made is not None, "only what was made is measured"
+    return made.model
+
+
+def _is_in(option: DeploymentOption) -> bool:
+    """Return whether nothing speaks against an option so far."""
+    return option.keeps_accuracy if option.evaluation else option.deployed is not None and not option.reason
 
 
 def _with_kept(deployment: Deployment, tuned: Tuned | None) -> Deployment:
     """Leave the dearest layers of an int8 deployment in float, unless a plan says by name what becomes of which layer."""
-    return (
-        deployment if tuned is None or len(deployment.recommendations) > 1 else leaving_in_float(deployment, tuned.kept)
-    )
+    is_by_name = len(deployment.recommendations) > 1
+    return deployment if tuned is None or is_by_name else leaving_in_float(deployment, tuned.kept)
 
 
 def _refused_by_logits(deployed: DeployedModel, goal: Goal) -> str:
@@ -104,81 +246,20 @@ def _refused_by_logits(deployed: DeployedModel, goal: Goal) -> str:
     return ""
 
 
-def _race(
-    evaluator: Evaluator, options: Sequence[DeploymentOption], variant: Variant
-) -> tuple[list[DeploymentOption], tuple[str, ...]]:
-    """Give each option that is still in its race result against the eager float32 baseline."""
-    entries = tuple((variant, option.deployed.model) for option in options if option.deployed and not option.reason)
-    if len(entries) < 2:
-        # There is nothing to choose; the race at the end of the run shows whether it is faster at all.
-        return list(options), ()
-    try:
-        race = evaluator.race(((Variant.BASELINE, evaluator.baseline), *entries))
-    except JobError as error:
-        return list(options), (f"the deployments could not be raced: {error}",)
-    dropped = {gone.model.sha256: gone.reason for gone in race.dropped}
-    results = {race_result.model.sha256: race_result for race_result in race.results}
-    raced: list[DeploymentOption] = []
-    for option in options:
-        name = option.deployed.model.sha256 if option.deployed and not option.reason else ""
-        said = f"dropped out of the race: {dropped[name]}" if name in dropped else option.reason
-        raced.append(option.model_copy(update={"race_result": results.get(name), "reason": said}))
-    warning = noise_warning(race)
-    return raced, (warning,) if warning else ()
+def _raced(option: DeploymentOption, race: Race) -> DeploymentOption:
+    """Return an option with what the race said of it, if it took part."""
+    if not _is_in(option):
+        return option
+    model = _model(option)
+    if (reason := race.reason(model)) is not None:
+        return option.model_copy(update={"keeps_accuracy": False, "reason": f"dropped out of the race: {reason}"})
+    return _unless_slower(option.model_copy(update={"race_result": race.result_of(model)}))
 
 
-def _finish(
-    evaluator: Evaluator, options: Sequence[DeploymentOption], baseline: Evaluation, variant: Variant
-) -> list[DeploymentOption]:
-    """Measure the fastest on all search images, until enough of them keep the accuracy."""
-    done = list(options)
-    waiting = [index for index, option in enumerate(done) if option.deployed and not option.reason]
-    num_kept = 0
-    for index in sorted(waiting, key=lambda i: _promise(done[i], baseline, evaluator.goal)):
-        if num_kept == NUM_IN_FULL:
-            done[index] = done[index].model_copy(
-                update={"reason": f"behind {NUM_IN_FULL} others that keep the accuracy, so it was not measured in full"}
-            )
-            continue
-        done[index] = _measure(evaluator, done[index], baseline, variant)
-        num_kept += done[index].keeps_accuracy
-    return done
-
-
-def _promise(option: DeploymentOption, baseline: Evaluation, goal: Goal) -> tuple[bool, float]:
-    """Return how promising an option is before it is measured in full, the most promising least; its memory isn't known."""
-    assert option.deployed is not None, "only what was made is measured"
-    size = option.deployed.model.size_bytes / baseline.footprint.size_bytes
-    speedup = option.race_result.speedup if option.race_result else 0.0
-    return size > goal.max_size_ratio, size if goal.objective == "size" else -speedup
-
-
-def _measure(
-    evaluator: Evaluator, option: DeploymentOption, baseline: Evaluation, variant: Variant
-) -> DeploymentOption:
-    assert option.deployed is not None, "only what was made is measured"
-    model = option.deployed.model
-    try:
-        measured = evaluator.evaluate(variant, model, evaluator.acquired.search, baseline, option.deployment)
-        memory_ratio = evaluator.memory_ratio(model)
-    except REFUSALS as error:
-        return option.model_copy(update={"reason": f"could not be run: {error}"})
-    judgement = judge(measured, baseline, evaluator.goal)
-    is_slower = option.race_result is not None and option.race_result.speedup_high < 1
-    slow = (
-        f"shown slower than the baseline ({option.race_result.speedup:.2f}x); "
-        if option.race_result and is_slower
-        else ""
-    )
-    return option.model_copy(
-        update={
-            "evaluation": measured,
-            "memory_ratio": memory_ratio,
-            "keeps_accuracy": judgement.accepted and not is_slower,
-            "reason": slow + judgement.reason,
-        }
-    )
-
-
-def _told(option: DeploymentOption, is_best: bool) -> DeploymentOption:  # noqa: FBT001 - the one that was chosen
-    return option.model_copy(update={"reason": f"chosen: {option.reason}"}) if is_best else option
+def _unless_slower(option: DeploymentOption) -> DeploymentOption:
+    """Return a measured option, refused where it is shown slower than the baseline."""
+    result = option.race_result
+    if option.evaluation is None or result is None or result.speedup_high >= 1:
+        return option
+    said = f"shown slower than the baseline ({result.speedup:.2f}x); {option.reason}"
+    return option.model_copy(update={"keeps_accuracy": False, "reason": said})

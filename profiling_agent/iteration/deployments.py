@@ -1,6 +1,7 @@
-"""Which deployments a model could be deployed in here: the runtimes that are installed, the schemes that were asked for."""
+"""Possible deployments: the runtimes that are installed here, in the schemes that were asked for."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from profiling_agent.deployment import registry
 from profiling_agent.deployment.choices import RECOMMENDED, recommend
@@ -11,6 +12,41 @@ from profiling_agent.request import Request
 INT8: frozenset[Scheme] = frozenset({"dynamic", "static", "static_nncf"})
 # The schemes of one runtime that a hand-written mixture of types can be; of others no runtime knows more than one type.
 MIXTURES: Mapping[RuntimeName, Scheme] = {"eager": "dynamic", "inductor": "static"}
+# The schemes that a request's `quantize_dtype` allows where no plan says.
+ASKED_SCHEMES: Mapping[str, frozenset[Scheme]] = {
+    "auto": frozenset({"bfloat16", "float16", "dynamic", "static", "static_nncf"}),
+    "qint8": frozenset({"dynamic", "static", "static_nncf"}),
+    "float16": frozenset({"float16"}),
+    "bfloat16": frozenset({"bfloat16"}),
+    "none": frozenset(),
+}
+
+
+@dataclass(frozen=True)
+class DeploymentChoices:
+    """What a run may choose a deployment from.
+
+    `supported` has the schemes of each runtime that is there and may be used, `schemes` those that were asked for on
+    `layers`, and `notes` a line for each runtime that is not there.
+    """
+
+    supported: Mapping[RuntimeName, Sequence[Scheme]] = field(default_factory=dict)
+    schemes: frozenset[Scheme] = frozenset()
+    layers: str = EVERYTHING
+    notes: tuple[str, ...] = ()
+
+
+def deployment_choices(request: Request, device: str) -> DeploymentChoices:
+    """Return what a request lets a model on `device` be deployed in here."""
+    supported: dict[RuntimeName, tuple[Scheme, ...]] = {}
+    notes: list[str] = []
+    for name in request.runtime_names:
+        if line := registry.missing(name):
+            notes.append(f"{name} was not tried: {line}")
+        else:
+            supported[name] = registry.runtime(name).schemes(device)
+    schemes = ASKED_SCHEMES[request.quantize_dtype]
+    return DeploymentChoices(supported, schemes, request.quantize_layers, tuple(notes))
 
 
 def schemes_of(recommendations: Iterable[QuantizationRecommendation]) -> frozenset[Scheme]:
@@ -21,25 +57,19 @@ def schemes_of(recommendations: Iterable[QuantizationRecommendation]) -> frozens
     )
 
 
-def possible_deployments(
-    plan: Plan,
-    supported: Mapping[RuntimeName, Sequence[Scheme]],
-    *,
-    schemes: frozenset[Scheme],
-    layers: str = EVERYTHING,
-) -> tuple[Deployment, ...]:
-    """Return the deployments to try, in the order of `supported`; eager float32 is the baseline and no deployment.
+def possible_deployments(plan: Plan, choices: DeploymentChoices) -> tuple[Deployment, ...]:
+    """Return the deployments to try, in the order of the runtimes; eager float32 is the baseline and no deployment.
 
-    `supported` has the schemes of each runtime that is there. A plan that says how to quantize is taken at its word;
-    otherwise every one of `schemes` is tried on `layers`. float32 is always one: another runtime alone may suffice.
+    A plan that says how to quantize is taken at its word; otherwise every scheme that was asked for is tried. float32 is
+    always one: another runtime alone may suffice.
     """
     found: list[Deployment] = []
-    for runtime, known in supported.items():
+    for runtime, known in choices.supported.items():
         if plan.quantization is None:
             chosen = [
-                Deployment(runtime=runtime, scheme=scheme, recommendations=recommend(scheme, layers))
+                Deployment(runtime=runtime, scheme=scheme, recommendations=recommend(scheme, choices.layers))
                 for scheme in known
-                if scheme in schemes or scheme == "float32"
+                if scheme in choices.schemes or scheme == "float32"
             ]
         else:
             chosen = [
@@ -64,32 +94,18 @@ def _planned(runtime: RuntimeName, known: Sequence[Scheme], wanted: frozenset[Sc
     return [mixture] if mixture is not None and mixture in known and kinds <= allowed else []
 
 
-ASKED: Mapping[str, frozenset[Scheme]] = {
-    "auto": frozenset({"bfloat16", "float16", "dynamic", "static", "static_nncf"}),
-    "qint8": frozenset({"dynamic", "static", "static_nncf"}),
-    "float16": frozenset({"float16"}),
-    "bfloat16": frozenset({"bfloat16"}),
-    "none": frozenset(),
-}
-
-
-def asked_schemes(dtype: str) -> frozenset[Scheme]:
-    """Return the schemes that a request's `quantize_dtype` allows where no plan says."""
-    return ASKED[dtype]
-
-
-def supported_deployments(
-    names: Sequence[RuntimeName], device: str
-) -> tuple[dict[RuntimeName, tuple[Scheme, ...]], tuple[str, ...]]:
-    """Return the schemes of each runtime of `names` that is installed, and a line for each one that isn't."""
-    supported: dict[RuntimeName, tuple[Scheme, ...]] = {}
-    notes: list[str] = []
-    for name in names:
-        if line := registry.missing(name):
-            notes.append(f"{name} was not tried: {line}")
-        else:
-            supported[name] = registry.runtime(name).schemes(device)
-    return supported, tuple(notes)
+def leaving_in_float(deployment: Deployment, layers: Sequence[str]) -> Deployment:
+    """Return `deployment` with `layers` left in float32, by their names."""
+    kept = tuple(
+        QuantizationRecommendation(
+            layer="^" + name.replace(".", r"\.") + "$",
+            quantization_type="cast",
+            dtype="float32",
+            justification="costs most accuracy for least time",
+        )
+        for name in layers
+    )
+    return deployment.model_copy(update={"recommendations": (*deployment.recommendations, *kept)})
 
 
 def check_runtimes(request: Request) -> None:

@@ -1,12 +1,10 @@
-"""The end of a run: the candidates are raced, the held-out images are opened once, for the winner, and a verdict is given."""
-
-from collections.abc import Sequence
+"""Final choice: the candidates are raced, the held-out images are opened once, for the winner, and a verdict is given."""
 
 from profiling_agent.benchmarking.race import noise_warning
-from profiling_agent.errors import JobError, ProfilingAgentError
-from profiling_agent.iteration.evaluator import REFUSALS, Evaluator
-from profiling_agent.iteration.judge import judge
-from profiling_agent.iteration.selection import preference, ranked, size_ratio
+from profiling_agent.errors import ProfilingAgentError
+from profiling_agent.iteration.deployment_search import memory_if_measurable, try_deployments
+from profiling_agent.iteration.evaluator import Evaluator
+from profiling_agent.iteration.selection import ranked, size_ratio
 from profiling_agent.iteration.verdict import Facts, Limit, decide
 from profiling_agent.jobs.tasks import PruneTask
 from profiling_agent.pruning.widths import snap
@@ -15,7 +13,7 @@ from profiling_agent.records import (
     Attempt,
     Candidate,
     Cut,
-    DeploymentOption,
+    Deployment,
     Evaluation,
     Journal,
     Race,
@@ -62,9 +60,13 @@ def torch_model(winner: Candidate, journal: Journal, baseline: ArtifactRef) -> A
 
     Layers can only be looked at one by one in eager torch.
     """
-    if winner.evaluation.deployment.runtime == "eager":
-        return winner.evaluation.model
-    pruned = journal.attempts[winner.attempt - 1].pruned_model if winner.attempt is not None else None
+    is_eager = winner.evaluation.deployment.runtime == "eager"
+    return winner.evaluation.model if is_eager else _made_from(winner, journal, baseline)
+
+
+def _made_from(candidate: Candidate, journal: Journal, baseline: ArtifactRef) -> ArtifactRef:
+    """Return the float32 model that a candidate was made from."""
+    pruned = journal.attempts[candidate.attempt - 1].pruned_model if candidate.attempt is not None else None
     return pruned or baseline
 
 
@@ -79,35 +81,15 @@ class _Raced(Record):
         return self.race.result_of(self.winner.evaluation.model) if self.race else None
 
 
-def _other_deployments(evaluator: Evaluator, journal: Journal, candidate: Candidate) -> tuple[Evaluation, ...]:
-    """Return the candidate's model in the other deployments that suited the baseline, as far as they keep its accuracy.
+def _other_deployments(journal: Journal, candidate: Candidate) -> tuple[Deployment, ...]:
+    """Return the other deployments that suited the baseline.
 
-    Calibrated and measured anew: what was the best deployment before pruning need not be the best after it.
+    What was the best deployment before pruning need not be the best after it.
     """
-    own = candidate.evaluation.deployment
     if journal.deployment_search is None or candidate.variant not in (Variant.QUANTIZED, Variant.BOTH):
         return ()
-    found: list[Evaluation] = []
-    for option in journal.deployment_search.candidates:
-        measured = None if option.deployment == own else _deployed_as(evaluator, journal, candidate, option)
-        if measured is not None and judge(measured, journal.baseline, evaluator.goal).accepted:
-            found.append(measured)
-    return tuple(found)
-
-
-def _deployed_as(
-    evaluator: Evaluator, journal: Journal, candidate: Candidate, option: DeploymentOption
-) -> Evaluation | None:
-    if candidate.attempt is None:
-        return option.evaluation
-    model, deployment = journal.attempts[candidate.attempt - 1].pruned_model, option.deployment
-    if model is None:
-        return None
-    try:
-        deployed = evaluator.deploy_tuned(model, deployment).model
-        return evaluator.evaluate(candidate.variant, deployed, evaluator.acquired.search, journal.baseline, deployment)
-    except REFUSALS:
-        return None
+    suited = (option.deployment for option in journal.deployment_search.candidates)
+    return tuple(deployment for deployment in suited if deployment != candidate.evaluation.deployment)
 
 
 def _race_candidates(evaluator: Evaluator, journal: Journal) -> _Raced:
@@ -116,50 +98,19 @@ def _race_candidates(evaluator: Evaluator, journal: Journal) -> _Raced:
     for candidate in ranked(journal, evaluator.goal):
         if candidate.variant is Variant.BASELINE:
             break
-        others = _other_deployments(evaluator, journal, candidate)
-        variants = (*_variants(evaluator, journal, candidate), *others)
-        try:
-            race = evaluator.race(tuple((variant.variant, variant.model) for variant in variants))
-        except JobError as error:
-            notes = (*notes, f"{candidate.variant} could not be raced: {error}")
-            continue
-        best = _best(evaluator, race, (candidate.evaluation, *others), journal.baseline)
-        if best is not None:
-            winner = candidate.model_copy(update={"evaluation": best})
-            notes = (*notes, warning) if (warning := noise_warning(race)) else notes
-            return _Raced(winner=winner, variants=variants, race=race, notes=notes)
-        notes = (*notes, _why_not(race, candidate))
+        model = _made_from(candidate, journal, evaluator.baseline)
+        others, variants = _other_deployments(journal, candidate), _variants(evaluator, journal, candidate)
+        tried = try_deployments(evaluator, model, others, variants, candidate.evaluation)
+        if tried.race is None:
+            notes = (*notes, f"{candidate.variant} could not be raced: {tried.not_raced}")
+        elif tried.best is None:
+            notes = (*notes, _why_not(tried.race, candidate))
+        else:
+            winner = candidate.model_copy(update={"evaluation": tried.best.evaluation})
+            notes = (*notes, warning) if (warning := noise_warning(tried.race)) else notes
+            return _Raced(winner=winner, variants=tried.variants, race=tried.race, notes=notes)
     baseline = Candidate(variant=Variant.BASELINE, evaluation=journal.baseline)
     return _Raced(winner=baseline, variants=(journal.baseline,), notes=notes)
-
-
-def _best(
-    evaluator: Evaluator, race: Race, deployments: Sequence[Evaluation], baseline: Evaluation
-) -> Evaluation | None:
-    """Return which deployment of one model the contract prefers, of those that are not shown slower than the baseline."""
-    results = {race_result.model.sha256: race_result for race_result in race.results}
-    ran = [
-        deployment
-        for deployment in deployments
-        if deployment.model.sha256 in results and results[deployment.model.sha256].speedup_high >= 1
-    ]
-
-    def order(deployment: Evaluation) -> tuple[bool, bool, bool, float]:
-        return preference(
-            evaluator.goal,
-            size=size_ratio(deployment, baseline),
-            speedup=results[deployment.model.sha256].speedup,
-            memory=_memory_ratio(evaluator, deployment.model),
-        )
-
-    return min(ran, key=order, default=None)
-
-
-def _memory_ratio(evaluator: Evaluator, model: ArtifactRef) -> float | None:
-    try:
-        return evaluator.memory_ratio(model)
-    except REFUSALS:
-        return None
 
 
 def _why_not(race: Race, candidate: Candidate) -> str:
@@ -170,7 +121,7 @@ def _why_not(race: Race, candidate: Candidate) -> str:
 
 
 def _cheapest(evaluator: Evaluator, journal: Journal) -> ArtifactRef:
-    """Return the model with every unit cut as far as is allowed, in the deployment it would be deployed in."""
+    """Return the model with every unit cut as far as is allowed, in the deployment of the attempts."""
     cuts = [Cut(unit=unit, keep=snap(unit, 0.99), requested_ratio=0.99) for unit in evaluator.profile.units]
     cuts = [cut for cut in cuts if cut.keep < cut.unit.width]
     model, deployment = evaluator.baseline, journal.deployment
@@ -180,11 +131,11 @@ def _cheapest(evaluator: Evaluator, journal: Journal) -> ArtifactRef:
             baseline=model,
             cuts=tuple(cuts),
             calibration=evaluator.acquired.calibration,
-            seed=evaluator.seed,
+            seed=evaluator.settings.seed,
             compensate=False,
         )
         model = evaluator.jobs.run(task).model
-    return evaluator.deploy(model, deployment).model if deployment else model
+    return evaluator.deployer.deploy(model, deployment).model if deployment else model
 
 
 def _limit(evaluator: Evaluator, journal: Journal, facts: Facts) -> Limit | None:
@@ -215,7 +166,7 @@ def finalize(evaluator: Evaluator, journal: Journal) -> FinalChoice:
             drop=held.drop,
             race_result=raced.race_result,
             size_ratio=size_ratio(held, baseline),
-            memory_ratio=_memory_ratio(evaluator, model),
+            memory_ratio=memory_if_measurable(evaluator, model),
         )
         kept = None
     if held.drop is not None and held.drop.drop > evaluator.goal.max_accuracy_drop:

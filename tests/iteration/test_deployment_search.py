@@ -11,7 +11,7 @@ from profiling_agent.deployment.choices import recommend
 from profiling_agent.errors import JobError, QuantizationError
 from profiling_agent.evaluation.predictions import write_predictions
 from profiling_agent.iteration.deployment_search import NUM_IN_FULL, search_deployments
-from profiling_agent.iteration.evaluator import Evaluator
+from profiling_agent.iteration.evaluator import Evaluator, Settings
 from profiling_agent.jobs import tasks
 from profiling_agent.records import (
     Acquired,
@@ -150,8 +150,7 @@ def deployment_search(root: Path, deployments: dict[str, Made], *, kept: tuple[s
         baseline=made.ref("m0", size_bytes=4000),
         profile=made.profile(),
         goal=made.GOAL.model_copy(update=goal),
-        batch_size=4,
-        seed=0,
+        settings=Settings(batch_size=4, seed=0),
     )
     script.deployments["m0"] = Made(speedup=1.0, size_bytes=4000)
     baseline = evaluator.evaluate(Variant.BASELINE, evaluator.baseline, acquired.search)
@@ -159,7 +158,7 @@ def deployment_search(root: Path, deployments: dict[str, Made], *, kept: tuple[s
         Deployment(runtime=runtime, scheme=scheme, recommendations=recommend(scheme))
         for runtime, scheme in (name.split() for name in deployments if name != "m0")
     ]
-    return search_deployments(evaluator, evaluator.baseline, asked, baseline, variant=Variant.QUANTIZED), script
+    return search_deployments(evaluator, asked, baseline), script
 
 
 def reasons(held) -> dict[str, str]:
@@ -214,7 +213,7 @@ def test_whoever_fails_is_out_with_its_reason_and_the_others_go_on(tmp_path: Pat
     assert "dropped out of the race: died of SIGFPE" in said["onnxruntime dynamic"]
 
 
-def test_hopeless_forms_are_not_raced_and_slow_ones_not_measured_in_full(tmp_path: Path):
+def test_hopeless_deployments_are_not_raced_and_slow_ones_not_measured_in_full(tmp_path: Path):
     deployments = {
         f"openvino {scheme}": Made(speedup=5 - i) for i, scheme in enumerate(("static", "static_nncf", "bfloat16"))
     }
@@ -236,7 +235,7 @@ def test_nothing_is_chosen_that_is_shown_slower_than_the_baseline(tmp_path: Path
     assert "shown slower than the baseline (0.90x)" in reasons(held)["eager dynamic"]
 
 
-def test_a_form_without_rivals_is_left_to_the_race_at_the_end(tmp_path: Path):
+def test_a_deployment_without_rivals_is_left_to_the_race_at_the_end(tmp_path: Path):
     held, script = deployment_search(tmp_path, {"eager dynamic": Made(speedup=0.9)})
 
     assert held.chosen is not None
@@ -262,7 +261,7 @@ def test_the_contract_may_ask_for_size_or_memory_instead(tmp_path: Path, objecti
     assert held.chosen.name == expected
 
 
-def test_layers_that_cost_much_for_little_are_left_in_float_in_int8_forms_alone(tmp_path: Path):
+def test_layers_that_cost_much_for_little_are_left_in_float_in_int8_deployments_alone(tmp_path: Path):
     held, _ = deployment_search(
         tmp_path, {"openvino static": Made(), "eager bfloat16": Made()}, kept=("vit.layers.1.mlp.fc2",)
     )

@@ -1,8 +1,13 @@
 import pytest
 
 from profiling_agent.deployment.choices import recommend
-from profiling_agent.iteration.deployments import asked_schemes, possible_deployments, schemes_of
-from profiling_agent.iteration.evaluator import leaving_in_float
+from profiling_agent.iteration.deployments import (
+    ASKED_SCHEMES,
+    DeploymentChoices,
+    leaving_in_float,
+    possible_deployments,
+    schemes_of,
+)
 from profiling_agent.modules.layer_names import matching_names
 from profiling_agent.records import Deployment, Plan, QuantizationRecommendation
 
@@ -19,15 +24,16 @@ def rec(layer: str, kind: str, dtype: str) -> QuantizationRecommendation:
 
 
 def names(plan: Plan, dtype: str = "auto", supported=EVERY) -> set[str]:
-    return {deployment.name for deployment in possible_deployments(plan, supported, schemes=asked_schemes(dtype))}
+    choices = DeploymentChoices(supported, ASKED_SCHEMES[dtype])
+    return {deployment.name for deployment in possible_deployments(plan, choices)}
 
 
-def test_where_nothing_is_said_every_form_but_the_baselines_own_is_tried():
+def test_where_nothing_is_said_every_deployment_but_the_baselines_own_is_tried():
     assert len(names(Plan())) == sum(map(len, EVERY.values())) - 1
     assert "eager float32" not in names(Plan())
 
 
-def test_a_runtime_that_is_not_there_has_no_form():
+def test_a_runtime_that_is_not_there_has_no_deployment():
     assert names(Plan(), supported={"eager": EVERY["eager"]}) == {"eager bfloat16", "eager float16", "eager dynamic"}
 
 
@@ -40,7 +46,7 @@ def test_the_papers_plan_is_carried_out_by_whoever_can():
     plan = Plan(quantization=(QuantizationRecommendation(layer="all", dtype="qint8"),))
 
     assert names(plan) == {"eager dynamic", "onnxruntime dynamic"}
-    deployments = possible_deployments(plan, EVERY, schemes=asked_schemes("auto"))
+    deployments = possible_deployments(plan, DeploymentChoices(EVERY, ASKED_SCHEMES["auto"]))
     assert all(deployment.recommendations == plan.quantization for deployment in deployments)
 
 
