@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from profiling_agent.analysis.allocation import allocate
-from profiling_agent.analysis.savings import params_and_macs_saved
+from profiling_agent.analysis.dry_run import params_and_macs_saved
 from profiling_agent.errors import PlanError, PruningError
 from profiling_agent.modules.complexity import count_complexity
 from profiling_agent.profiling.sensitivity import measure_sensitivity

@@ -1,1 +1,1 @@
-"""The graph."""
+"""Graphs: the one that `langgraph.json` names."""

@@ -1,4 +1,4 @@
-"""The story: a model and a contract go in, measurements and plans go round, a verdict comes out.
+"""Optimization graph: a model and a contract go in, measurements and plans go round, a verdict comes out.
 
     acquisition -> input_shape_resolver -> profiling -> analysis -> approval -> pruning -> quantization -> evaluation
                                                                        ^                                      |

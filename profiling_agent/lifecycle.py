@@ -1,4 +1,4 @@
-"""The product in one call: run the graph with checkpoints, or go on with a run that was cut."""
+"""Lifecycle of a run, in one call: run the graph with checkpoints, or go on with a run that was cut."""
 
 import secrets
 import shutil

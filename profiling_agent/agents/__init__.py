@@ -1,1 +1,1 @@
-"""The LangGraph nodes: thin, one file each."""
+"""Agents: the nodes of the graph, thin, one file each; `node.py` and `session.py` are what they share."""

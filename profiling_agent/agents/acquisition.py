@@ -57,7 +57,7 @@ def _planned_by(name: str, request: Request, **chosen: Any) -> Update:
 
 
 def acquire(request: Request, session: RunSession) -> Update:
-    """Reset every result of an earlier turn of this thread, and record what was acquired.
+    """Reset every result that this thread has had before, and record what was acquired.
 
     A plan of the user's is read here, before anything expensive, and kept: its file may be gone when a run resumes.
     """
@@ -75,7 +75,7 @@ def acquire(request: Request, session: RunSession) -> Update:
 
 
 def _is_checkpointed() -> bool:
-    """Return whether what this graph stops at can be gone on with; LangGraph keeps no public name for it."""
+    """Return whether this graph can go on after a stop; LangGraph has no public name for it."""
     return bool(get_config().get("configurable", {}).get("__pregel_checkpointer"))
 
 

@@ -1,4 +1,4 @@
-"""Quantization agent: decides scheme, layers and runtime by measurement, and brings each pruned model into that deployment."""
+"""Quantization agent: chooses scheme, layers and runtime by measurement, and deploys each pruned model in them."""
 
 from profiling_agent.agents.node import Update
 from profiling_agent.agents.session import RunSession
@@ -7,7 +7,7 @@ from profiling_agent.iteration.attempt import open_journal, quantize_attempt
 
 
 def quantization(state: RunState, session: RunSession) -> Update:
-    """Let the deployments compete once, on the unpruned model; deploy this attempt in the one that was chosen."""
+    """Search the deployments once, with the unpruned model; deploy this attempt in the one that was chosen."""
     assert state.prepared is not None, "pruning comes first"
     evaluator = session.evaluator(state)
     journal = state.journal or open_journal(evaluator, state.prepared.plan)

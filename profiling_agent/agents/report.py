@@ -15,7 +15,7 @@ from profiling_agent.reporting.write import write_report
 
 
 def report(state: RunState, session: RunSession) -> Update:
-    """Settle the run, profile the winner as the baseline was, and write the report."""
+    """Choose the winner, profile the winner as the baseline was, and write the report."""
     assert state.acquired is not None, "acquisition comes first"
     assert state.resolved is not None, "the input shape resolver comes first"
     assert state.profiled is not None, "profiling comes first"

@@ -1,4 +1,4 @@
-"""What travels between the agents: the request's own fields, and one typed record for each result.
+"""State: what travels between the agents, the request's own fields, and one typed record for each result.
 
 Everything large is on disk; the state holds records and references, so any moment can be checkpointed.
 """

@@ -1,4 +1,4 @@
-"""A plan by a language model: asked for with the evidence, held against the dry run, guarded, and told apart from the rules'."""
+"""Advised plan: by a language model, asked for with the evidence, held against the dry run, guarded, and told apart from the rules'."""
 
 from collections.abc import Callable, Sequence
 from functools import partial

@@ -1,4 +1,4 @@
-"""How much of each unit to cut so that a saving is reached at the least divergence: a multiple-choice knapsack."""
+"""Allocation: the cuts that reach a saving at the least divergence, a multiple-choice knapsack over the units' widths."""
 
 from collections.abc import Callable, Mapping, Sequence
 

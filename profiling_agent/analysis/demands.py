@@ -1,4 +1,4 @@
-"""The same plan milder or stronger, and what a person has fixed for all plans of a run."""
+"""Demands: what a person has fixed for all plans of a run; and a plan made milder or stronger around them."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""What a planner reads: contract, evidence and attempts as short rows; repeated blocks are told once.
+"""Digest for a planner: contract, evidence and attempts as short rows; repeated blocks are told once.
 
 All names come from somebody's model repository. They are told as JSON strings, so that nothing in them can end a line or
 look like an instruction of ours, and are cut where no name of a layer is that long.

@@ -1,4 +1,4 @@
-"""Units that repeat, seen as one: what a group of them costs, and the pattern that names it."""
+"""Groups: units that repeat, seen as one; what a group of them costs, and the pattern that names it."""
 
 import re
 from collections import defaultdict

@@ -1,4 +1,4 @@
-"""What a plan by somebody else goes through before anything is measured: refused parts dropped, ratios bounded by evidence.
+"""Guards: a plan by somebody else, before anything is measured; refused parts dropped, ratios bounded by evidence.
 
 A language model's plan is a proposal. What is wrong with it is said in words that it can act on; what stays wrong is left
 out with its reason, and what is predicted to cost more than the contract allows is made milder.

@@ -1,4 +1,4 @@
-"""A user's own plan, read from a file and trusted as little as anybody's."""
+"""Plan file: a user's own plan, trusted as little as anybody's."""
 
 from pathlib import Path
 

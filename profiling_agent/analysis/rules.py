@@ -1,4 +1,4 @@
-"""The built-in rules: a plan from the profile, with no language model.
+"""Built-in rules: a plan from the profile, with no language model.
 
 With evidence they ask the allocator for a saving that should cost little; without it they cut where the model spends
 its multiply-accumulates. Either way they say so with the profile's numbers.

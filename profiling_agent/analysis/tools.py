@@ -1,4 +1,4 @@
-"""Evidence that a planner may ask for beyond what it is shown: functions whose names and docstrings it reads."""
+"""Evidence tools: functions that a planner may ask beyond what it is shown; it reads their names and docstrings."""
 
 from pydantic import ValidationError
 

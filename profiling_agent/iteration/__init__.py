@@ -1,1 +1,1 @@
-"""Goal and journal -> the next plan, or why to stop."""
+"""Iteration: propose, attempt, judge, until nothing is left to try; then the final choice and the verdict."""

@@ -1,4 +1,4 @@
-"""A plan to a question for a person, and their answer to what becomes of the plan. No side effects."""
+"""Approval: the question that a plan is to a person, and what their answer makes of the plan. No side effects."""
 
 import math
 from typing import Any

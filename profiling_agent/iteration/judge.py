@@ -1,4 +1,4 @@
-"""Is an attempt good enough to be deployed? The answer comes with its reason."""
+"""Judgement: whether an attempt is good enough to be deployed, with the reason."""
 
 from profiling_agent.evaluation.intervals import one_sided_bound
 from profiling_agent.records import AccuracyDrop, Attempt, Evaluation, Goal, Journal, Record

@@ -1,4 +1,4 @@
-"""Who plans: the built-in rules, a language model, or both against each other. Nothing here is believed; it is measured."""
+"""Planners: the built-in rules, a language model, or both against each other. Nothing here is believed; it is measured."""
 
 from collections.abc import Sequence
 from typing import Literal

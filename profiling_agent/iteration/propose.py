@@ -1,4 +1,4 @@
-"""The next plan, or why there is none: a pure question about the journal.
+"""Proposal: the next plan, or why there is none; a pure question about the journal.
 
 Every plan is the first one at another strength: its target and all its ratios times one factor. The loop halves the gap
 between the strongest accepted and the mildest refused factor, doubling while nothing was refused.

@@ -1,4 +1,4 @@
-"""Who may win, best first. Only counts and search accuracy decide, so the order repeats."""
+"""Selection: the candidates that may win, best first. Only counts and search accuracy decide, so the order repeats."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""The contract against what was measured: met, nearly met, or shown to be out of reach."""
+"""Verdict: the contract against what was measured; met, nearly met, or shown to be out of reach."""
 
 from profiling_agent.evaluation.intervals import images_to_certify, one_sided_bound
 from profiling_agent.records import AccuracyDrop, Goal, Outcome, RaceResult, Record, Term, Verdict
