@@ -1,6 +1,7 @@
 """The paper's four models at full size, with random weights: for benchmarks of cost, where accuracy says nothing."""
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,12 +23,13 @@ from profiling_agent.pruning.widths import snap
 from profiling_agent.records import Cut, InputSpec, Unit
 
 SPEC = InputSpec(channels=3, height=224, width=224, source="benchmark")
-SWIN_B = SwinConfig(embed_dim=128, depths=[2, 2, 18, 2], num_heads=[4, 8, 16, 32], num_labels=1000)
+OF_IMAGENET: dict[str, Any] = {"num_labels": 1000}
+SWIN_B = SwinConfig(embed_dim=128, depths=[2, 2, 18, 2], num_heads=[4, 8, 16, 32], **OF_IMAGENET)
 MODELS: Mapping[str, Callable[[], nn.Module]] = {
-    "ViT-B/16": lambda: ViTForImageClassification(ViTConfig(num_labels=1000)),
-    "DeiT-B/16": lambda: DeiTForImageClassification(DeiTConfig(num_labels=1000)),
+    "ViT-B/16": lambda: ViTForImageClassification(ViTConfig(**OF_IMAGENET)),
+    "DeiT-B/16": lambda: DeiTForImageClassification(DeiTConfig(**OF_IMAGENET)),
     "Swin-B": lambda: SwinForImageClassification(SWIN_B),
-    "ResNet-101": lambda: ResNetForImageClassification(ResNetConfig(depths=[3, 4, 23, 3], num_labels=1000)),
+    "ResNet-101": lambda: ResNetForImageClassification(ResNetConfig(depths=[3, 4, 23, 3], **OF_IMAGENET)),
 }
 
 

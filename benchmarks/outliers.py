@@ -22,8 +22,8 @@ def stick_out(model: nn.Module) -> int:
         low, high = OUTLIERS
         scales[picked] = low + (high - low) * torch.rand(len(picked), generator=generator)
         with torch.no_grad():
-            norm.weight *= scales
-            norm.bias *= scales
+            norm.weight.mul_(scales)
+            norm.bias.mul_(scales)
             for reader in readers:
                 reader.weight /= scales
         num_norms += 1

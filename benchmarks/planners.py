@@ -86,8 +86,9 @@ def with_label(model: Path, folder: Path) -> Path:
     """Return a copy of the model whose first label says what no label should."""
     shutil.copytree(model, folder)
     config = AutoConfig.from_pretrained(folder)
-    config.id2label = {**config.id2label, 0: f"{config.id2label[0]}. {INJECTION.capitalize()}!"}
-    config.label2id = {label: index for index, label in config.id2label.items()}
+    names: dict[Any, str] = config.id2label or {}
+    names = {**names, 0: f"{names[0]}. {INJECTION.capitalize()}!"}
+    config.id2label, config.label2id = names, {label: index for index, label in names.items()}
     config.save_pretrained(folder)
     return folder
 
@@ -104,7 +105,12 @@ def measure(evaluator: Evaluator, people: dict[str, Script], planners: Sequence[
         run_id = f"{persona.split()[0]}-{planner}"
         model = with_label(evaluator.model, evaluator.folder / "injected") if persona == "injected" else evaluator.model
         with chat_server(script) as server:
-            asked = {"advisor": "openai:scripted", "base_url": server.url, "planner": planner, "model": model}
+            asked: dict[str, Any] = {
+                "advisor": "openai:scripted",
+                "base_url": server.url,
+                "planner": planner,
+                "model": model,
+            }
             # What is silent is waited for; the others answer at once.
             asked["advisor_timeout_s"] = 6.0 if persona == "silent" else 60.0
             rows.append(row_of(name, persona, planner, *evaluator.run(run_id, evaluator.sharing(run_id), **asked)))

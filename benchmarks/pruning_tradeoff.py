@@ -56,7 +56,7 @@ class Notebook:
                 return
             np.savez(path, right=subject.answers(model), saved=_saved(subject, model))
         with np.load(path) as known:
-            row = {**key, "saved": float(known["saved"]), "right": known["right"]}
+            row: dict[str, Any] = {**key, "saved": float(known["saved"]), "right": known["right"]}
         self.rows.append(row)
         print(
             f"  {share:.0%} {method:14} seed {seed}: saved {row['saved']:.1%}, top-1 {row['right'].mean():.2%}",

@@ -30,7 +30,7 @@ def show(table: Sequence[dict[str, Any]]) -> None:
 
 def plot(table: Sequence[dict[str, Any]], path: Path) -> None:
     """Draw points lost against params gone."""
-    from matplotlib import pyplot
+    from matplotlib import pyplot  # pyright: ignore[reportMissingImports] - of the extra `bench`
 
     models = list(dict.fromkeys(row["model"] for row in table))
     figure, axes = pyplot.subplots(1, len(models), figsize=(5 * len(models), 4), squeeze=False)

@@ -3,7 +3,7 @@
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -50,14 +50,14 @@ class Server:
 
 
 @contextmanager
-def chat_server(script: Script, models: tuple[str, ...] = ("scripted",)) -> Iterator[Server]:
+def chat_server(script: Script, models: tuple[str, ...] = ("scripted",)) -> Generator[Server]:
     """Serve until the block ends."""
     server: Server
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
-        def log_message(self, *_: object) -> None:
+        def log_message(self, format: str, *_: object) -> None:
             pass
 
         def do_GET(self) -> None:

@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,7 +31,7 @@ class World:
 
     def request(self, output: Path, **asked) -> Request:
         """Return a request that is quick to carry out."""
-        quick = {
+        quick: dict[str, Any] = {
             "batch_size": 64,
             "max_iterations": 3,
             "run_id": "quick",

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,12 +17,12 @@ from profiling_agent.deployment.protocol import Source
 from profiling_agent.deployment.registry import runtime
 from profiling_agent.records import RUNTIMES, Deployment
 
-MODELS: dict[str, Callable[[], torch.nn.Module]] = {
+MODELS: dict[str, Callable[[], Any]] = {
     "vit": lambda: zoo.vit(num_hidden_layers=1),
     "resnet": lambda: zoo.resnet(layer_type="basic"),
 }
 # Not brought into every deployment, which takes minutes.
-OTHERS: dict[str, Callable[[], torch.nn.Module]] = {"swin": zoo.swin}
+OTHERS: dict[str, Callable[[], Any]] = {"swin": zoo.swin}
 
 
 def source_of(family: str, folder: Path, *, batch_size: int | None = None) -> Source:
@@ -61,5 +62,4 @@ def all_deployments(device: str = "cpu") -> tuple[Deployment, ...]:
 @cache
 def deployment(name: str) -> Deployment:
     """Return the deployment of a name such as `onnxruntime static`."""
-    found, scheme = name.split()
-    return Deployment(runtime=found, scheme=scheme)
+    return Deployment.model_validate(dict(zip(("runtime", "scheme"), name.split(), strict=True)))

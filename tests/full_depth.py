@@ -1,9 +1,9 @@
 """The paper's models in all their depth and none of their width, so that their names and groups are the real ones."""
 
 from collections.abc import Callable
+from typing import Any
 
 from made import evidence, profile
-from torch import nn
 from transformers import (
     ResNetConfig,
     ResNetForImageClassification,
@@ -20,7 +20,7 @@ from profiling_agent.records import InputSpec, LayerProfile, ModelProfile
 SPEC = InputSpec(channels=3, height=32, width=32, source="made")
 
 
-def _vit() -> nn.Module:
+def _vit() -> Any:
     return ViTForImageClassification(
         ViTConfig(
             hidden_size=48,
@@ -33,7 +33,7 @@ def _vit() -> nn.Module:
     )
 
 
-def _swin() -> nn.Module:
+def _swin() -> Any:
     return SwinForImageClassification(
         SwinConfig(
             image_size=32,
@@ -46,13 +46,13 @@ def _swin() -> nn.Module:
     )
 
 
-def _resnet() -> nn.Module:
+def _resnet() -> Any:
     return ResNetForImageClassification(
         ResNetConfig(embedding_size=16, hidden_sizes=[64, 128, 256, 512], depths=[3, 4, 23, 3])
     )
 
 
-DEEP: dict[str, Callable[[], nn.Module]] = {"ViT-B": _vit, "Swin-B": _swin, "ResNet-101": _resnet}
+DEEP: dict[str, Callable[[], Any]] = {"ViT-B": _vit, "Swin-B": _swin, "ResNet-101": _resnet}
 
 
 def judged_deep(name: str) -> ModelProfile:

@@ -1,6 +1,7 @@
 """Records made by hand, small enough to check in the head."""
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from profiling_agent.pruning.widths import aligned_widths
 from profiling_agent.records import (
@@ -35,7 +36,7 @@ STATS = LatencyStats(batch_size=4, median_ms=2.0, low_ms=1.9, high_ms=2.1, sampl
 MLP = "vit.layers.{}.mlp"
 
 
-def ref(name: str, kind="model", size_bytes: int = 1000) -> ArtifactRef:
+def ref(name: str, kind: Any = "model", size_bytes: int = 1000) -> ArtifactRef:
     return ArtifactRef(path=f"jobs/{name}", sha256=name, size_bytes=size_bytes, kind=kind)
 
 

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import World
@@ -236,7 +237,7 @@ def test_a_model_that_lost_nothing_gained_nothing_and_no_negative_zero(
 def test_a_run_of_something_else_in_the_same_folder_is_not_taken_for_ones_own(
     world: World, runs: Reproduction, subject: Subject, tmp_path: Path, changed: dict, says: str
 ):
-    asked = {"model": subject.model, "data": str(world.data), "num_samples": None} | changed
+    asked: dict[str, Any] = {"model": subject.model, "data": str(world.data), "num_samples": None} | changed
     other = Reproduction(tmp_path, asked["data"], num_samples=asked["num_samples"])
 
     with pytest.raises(RequestError, match=says):

@@ -18,7 +18,7 @@ class Hub(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     root: Path
 
-    def log_message(self, *args):
+    def log_message(self, format, *args):
         pass
 
     def answer(self, body, *, status=200, headers=None, kind="application/json"):

@@ -1,6 +1,7 @@
 """Data sets in the shapes of the paper's, and the one line each kind of wrong data set gets."""
 
 import io
+from typing import Any
 
 import datasets
 import numpy as np
@@ -141,7 +142,9 @@ def test_image_folders_are_read_with_their_folders_as_labels(tmp_path, make, dra
 @pytest.mark.parametrize("together", [True, False])
 def test_what_save_to_disk_wrote_is_read_in_place(tmp_path, make, draw, together):
     kind = ClassLabel(names=["cat", "dog"])
-    rows = {split: make.table([0, 1] * 30, kind, first=first) for split, first in (("train", 0), ("test", 500))}
+    rows: dict[Any, datasets.Dataset] = {
+        split: make.table([0, 1] * 30, kind, first=first) for split, first in (("train", 0), ("test", 500))
+    }
     saved = datasets.DatasetDict(rows) if together else rows["test"]
     saved.save_to_disk(tmp_path / "arrow")
     before = sorted(path.name for path in (tmp_path / "arrow").rglob("*"))

@@ -45,7 +45,9 @@ def test_a_palette_keeps_its_colours_and_its_transparency_raises_no_warning():
 
 def test_cmyk_is_turned_to_rgb():
     decoded = decode_rgb(encoded(Image.new("CMYK", (8, 8), (0, 255, 255, 0)), "JPEG"))
-    red, green, blue = decoded.getpixel((4, 4))
+    pixel = decoded.getpixel((4, 4))
+    assert isinstance(pixel, tuple)
+    red, green, blue = pixel
     assert red > 200
     assert max(green, blue) < 60
 

@@ -39,7 +39,9 @@ def test_the_digits_are_drawn_from_like_any_data_set(draw):
 def test_the_digits_are_scikit_learns_and_no_image_is_lost(draw):
     drawn = draw("reference:digits", DIGITS)
     split = read_split(drawn.search.path)
-    darkest = {tuple(image.astype(int).ravel()) for image in load_digits().images}
+    digits = load_digits()
+    assert not isinstance(digits, tuple)
+    darkest = {tuple(image.astype(int).ravel()) for image in digits.images}
     for row in range(20):
         image = split.image(row)
         assert image.size == (8, 8)

@@ -1,6 +1,7 @@
 """Three disjoint sets: how many, from where, which rows."""
 
 import hashlib
+from typing import Any
 
 import numpy as np
 import pytest
@@ -95,7 +96,9 @@ def test_an_unlabelled_test_split_is_passed_over(parquet, make, draw):
 
 @pytest.mark.parametrize("on_disk", ["parquet", "arrow"])
 def test_a_test_split_without_the_label_column_is_passed_over(parquet, make, draw, tmp_path, on_disk):
-    rows = {name: make.table([0, 1, 2] * 90, KIND, first=300 * i) for i, name in enumerate(("train", "dev", "test"))}
+    rows: dict[Any, Any] = {
+        name: make.table([0, 1, 2] * 90, KIND, first=300 * i) for i, name in enumerate(("train", "dev", "test"))
+    }
     rows["test"] = rows["test"].remove_columns("label")
     if on_disk == "parquet":
         folder = parquet(**rows)

@@ -1,9 +1,10 @@
 import asyncio
 import warnings
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
+from langchain_core.runnables import RunnableConfig
 from langgraph.graph import END, START, StateGraph
 from made import BASELINE, attempt, journal, profile, ref
 from pydantic import BaseModel
@@ -81,8 +82,15 @@ class Tiny(BaseModel):
 
 def tiny_graph(saver: RunSaver):
     graph = StateGraph(Tiny)
-    graph.add_node("first", lambda state: {"turn": state.turn + 1, "journal": journal()})
-    graph.add_node("second", lambda state: {"turn": state.turn + 1})
+
+    def first(state: Tiny) -> dict[str, Any]:
+        return {"turn": state.turn + 1, "journal": journal()}
+
+    def second(state: Tiny) -> dict[str, Any]:
+        return {"turn": state.turn + 1}
+
+    graph.add_node("first", first)
+    graph.add_node("second", second)
     graph.add_edge(START, "first")
     graph.add_edge("first", "second")
     graph.add_edge("second", END)
@@ -90,9 +98,9 @@ def tiny_graph(saver: RunSaver):
 
 
 def test_a_threads_checkpoints_lie_in_its_run_folder_and_can_be_read_again(tmp_path: Path):
-    config = {"configurable": {"thread_id": "run-1"}}
+    config: RunnableConfig = {"configurable": {"thread_id": "run-1"}}
     saver = RunSaver(tmp_path)
-    tiny_graph(saver).invoke({"turn": 1}, config, durability="sync")
+    tiny_graph(saver).invoke(Tiny(turn=1), config, durability="sync")
     saver.close()
 
     other = RunSaver(tmp_path)
@@ -105,10 +113,10 @@ def test_a_threads_checkpoints_lie_in_its_run_folder_and_can_be_read_again(tmp_p
 
 
 def test_the_saver_is_the_same_sync_and_async(tmp_path: Path):
-    config = {"configurable": {"thread_id": "run-1"}}
+    config: RunnableConfig = {"configurable": {"thread_id": "run-1"}}
     saver = RunSaver(tmp_path)
 
-    asyncio.run(tiny_graph(saver).ainvoke({"turn": 1}, config, durability="sync"))
+    asyncio.run(tiny_graph(saver).ainvoke(Tiny(turn=1), config, durability="sync"))
     steps = [snapshot.values.get("turn") for snapshot in tiny_graph(saver).get_state_history(config)]
     saver.delete_thread("run-1")
 

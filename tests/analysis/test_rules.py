@@ -58,6 +58,7 @@ def test_a_plan_file_in_the_papers_form_is_read(tmp_path: Path):
     plan = read_plan(str(tmp_path / "plan.json"))
 
     assert plan.pruning[0].pruning_ratio == 0.2
+    assert plan.quantization is not None
     assert plan.quantization[0].dtype == "qint8"
 
 

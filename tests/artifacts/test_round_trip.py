@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -48,7 +49,7 @@ assert torch.equal(before, torch.random.get_rng_state()), "loading moved the see
 """
 
 
-def keep_out(layer: nn.Module, num: int) -> None:
+def keep_out(layer: Any, num: int) -> None:
     """Keep the first `num` outputs of a linear or convolution, by hand."""
     layer.weight = nn.Parameter(layer.weight.detach()[:num].clone())
     if layer.bias is not None:
@@ -56,7 +57,7 @@ def keep_out(layer: nn.Module, num: int) -> None:
     setattr(layer, "out_features" if isinstance(layer, nn.Linear) else "out_channels", num)
 
 
-def keep_in(layer: nn.Module, num: int) -> None:
+def keep_in(layer: Any, num: int) -> None:
     layer.weight = nn.Parameter(layer.weight.detach()[:, :num].clone())
     setattr(layer, "in_features" if isinstance(layer, nn.Linear) else "in_channels", num)
 
@@ -64,17 +65,19 @@ def keep_in(layer: nn.Module, num: int) -> None:
 def keep_norm(norm: nn.BatchNorm2d, num: int) -> None:
     for name in ("weight", "bias"):
         setattr(norm, name, nn.Parameter(getattr(norm, name).detach()[:num].clone()))
+    assert norm.running_mean is not None
+    assert norm.running_var is not None
     norm.running_mean, norm.running_var = norm.running_mean[:num].clone(), norm.running_var[:num].clone()
     norm.num_features = num
 
 
-def cut_mlp(model: nn.Module) -> None:
+def cut_mlp(model: Any) -> None:
     mlp = next(module for name, module in model.named_modules() if name.endswith("mlp"))
     keep_out(mlp.fc1, 24)
     keep_in(mlp.fc2, 24)
 
 
-def cut_heads(attention: nn.Module, heads: int) -> None:
+def cut_heads(attention: Any, heads: int) -> None:
     width = heads * attention.head_dim
     for name in ("q_proj", "k_proj", "v_proj"):
         keep_out(getattr(attention, name), width)
@@ -85,20 +88,20 @@ def cut_heads(attention: nn.Module, heads: int) -> None:
         attention.relative_position_bias.relative_position_bias_table = nn.Parameter(table.detach()[:, :heads].clone())
 
 
-def cut_resnet(model: nn.Module) -> None:
+def cut_resnet(model: Any) -> None:
     block = model.resnet.encoder.stages[0].layers[0].layer
     keep_out(block[0].convolution, 8)
     keep_norm(block[0].normalization, 8)
     keep_in(block[1].convolution, 8)
 
 
-def pruned(family: str) -> tuple[nn.Module, tuple[Cut, ...]]:
+def pruned(family: str) -> tuple[Any, tuple[Cut, ...]]:
     model = zoo.FAMILIES[family]()
     if family == "resnet":
         cut_resnet(model)
         return model, ()
     cut_mlp(model)
-    name, attention = next((n, m) for n, m in model.named_modules() if hasattr(m, "q_proj"))
+    name, attention = next((n, zoo.inside(m)) for n, m in model.named_modules() if hasattr(m, "q_proj"))
     unit = Unit(
         name=name,
         kind=UnitKind.HEADS,
@@ -179,7 +182,7 @@ def test_a_loaded_model_states_its_widths_and_heads(tmp_path: Path):
 
     loaded = load_module(save(model, tmp_path / "model", cuts))
 
-    attention = loaded.get_submodule(cuts[0].unit.name)
+    attention = zoo.inside(loaded.get_submodule(cuts[0].unit.name))
     assert attention.num_attention_heads == 1
     assert (attention.q_proj.out_features, attention.o_proj.in_features) == (16, 16)
     assert next(m.out_features for n, m in loaded.named_modules() if n.endswith("mlp.fc1")) == 24
@@ -187,7 +190,8 @@ def test_a_loaded_model_states_its_widths_and_heads(tmp_path: Path):
 
 
 def test_a_cut_batch_norm_states_its_width(tmp_path: Path):
-    block = load_module(save(pruned("resnet")[0], tmp_path / "model")).resnet.encoder.stages[0].layers[0].layer
+    loaded = zoo.inside(load_module(save(pruned("resnet")[0], tmp_path / "model")))
+    block = loaded.resnet.encoder.stages[0].layers[0].layer
 
     assert block[0].normalization.num_features == 8
     assert (block[0].convolution.out_channels, block[1].convolution.in_channels) == (8, 8)
@@ -208,7 +212,7 @@ def test_half_precision_layers_come_back_equal(tmp_path: Path):
     half = QuantizationRecommendation(layer="mlp", dtype="float16")
     model = quantize_model(zoo.vit(), [EVERYTHING, half]).model
 
-    loaded = load_module(save(model, tmp_path / "model"))
+    loaded = zoo.inside(load_module(save(model, tmp_path / "model")))
 
     assert torch.equal(say(loaded), say(model))
     assert (loaded.vit.layers[0].mlp.fc1.dtype, loaded.classifier.dtype) == ("float16", "qint8")
@@ -268,7 +272,7 @@ def test_tied_parameters_are_stored_once_and_stay_tied(tmp_path: Path):
     model.vit.layers[1].mlp.fc1.weight = model.vit.layers[0].mlp.fc1.weight
     folder = save(model, tmp_path / "model")
 
-    loaded = load_module(folder)
+    loaded = zoo.inside(load_module(folder))
 
     assert loaded.vit.layers[1].mlp.fc1.weight is loaded.vit.layers[0].mlp.fc1.weight
     assert "vit.layers.1.mlp.fc1.weight" not in load_file(folder / "model.safetensors")

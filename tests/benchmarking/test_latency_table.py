@@ -162,18 +162,18 @@ def test_a_number_that_is_no_time_is_timed_again(file, value):
     assert any(288 in times for times in read(file).values())
     table, unit = rewritten(file, lambda times: {**dict.fromkeys(times, 1e6), 288: value})
 
-    assert 0 < table.of(unit) < 1e6
+    assert 0 < (table.of(unit) or 0) < 1e6
     assert all(0 < ms < 1e6 for times in read(file).values() for ms in times.values())
 
 
 @pytest.mark.parametrize("width", [512, 480, 128])
 def test_times_of_other_widths_than_are_wanted_are_timed_again(file, width):
     table, unit = rewritten(file, lambda times: {each: 1e6 for each in times if each != width})
-    assert 0 < table.of(unit) < 1e6
+    assert 0 < (table.of(unit) or 0) < 1e6
     table, unit = rewritten(file, lambda times: {**dict.fromkeys(times, 1e6), width + 1: 1e6})
-    assert 0 < table.of(unit) < 1e6
+    assert 0 < (table.of(unit) or 0) < 1e6
     table, unit = rewritten(file, lambda _times: {})
-    assert 0 < table.of(unit) < 1e6
+    assert 0 < (table.of(unit) or 0) < 1e6
 
 
 def test_what_others_wrote_to_the_file_is_kept(file):

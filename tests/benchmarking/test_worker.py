@@ -61,7 +61,7 @@ def test_results_come_back_in_the_order_of_the_entries(root: Path):
         batch_size=2,
         num_threads=1,
         limits=SessionLimits(seconds_per_sample=0.01, min_repeats=3, max_seconds=0),
-        progress=lambda *said: seen.append(said),
+        progress=lambda message, done, total: seen.append((message, done, total)),
     )
 
     assert [race_result.variant for race_result in result.results] == [Variant.BASELINE, Variant.QUANTIZED]

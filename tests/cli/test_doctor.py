@@ -4,6 +4,7 @@ import json
 import sys
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 from chat_server import chat_server, error, in_turn
@@ -25,7 +26,8 @@ def call(*arguments: str):
 
 def looked(tmp_path: Path, **asked) -> dict[str, Finding]:
     """Return what needs no process of its own, by name."""
-    request = Request(**({"output": str(tmp_path / "runs"), "advisor": "rules"} | asked))
+    settings: dict[str, Any] = {"output": str(tmp_path / "runs"), "advisor": "rules"}
+    request = Request(**(settings | asked))
     return {finding.name: finding for finding in islice(examine(request), len(QUICK))}
 
 
@@ -44,7 +46,7 @@ def test_what_is_being_looked_at_is_told_while_it_is_looked_at(tmp_path: Path):
     heard = list[tuple[str, int, int]]()
     request = Request(output=str(tmp_path), advisor="rules")
 
-    list(islice(examine(request, lambda *said: heard.append(said)), 3))
+    list(islice(examine(request, lambda message, done, total: heard.append((message, done, total))), 3))
 
     num_looks = len(QUICK) + len(RUNTIMES)
     assert heard == [("looking", number, num_looks) for number in range(3)]

@@ -33,7 +33,9 @@ def operators(model: onnx.ModelProto) -> list[str]:
 
 def logits(model: onnx.ModelProto) -> np.ndarray:
     session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-    return session.run(None, {"pixel_values": IMAGES})[0]
+    found = session.run(None, {"pixel_values": IMAGES})[0]
+    assert isinstance(found, np.ndarray)
+    return found
 
 
 def test_an_exported_vit_masks_nothing(tmp_path: Path):
@@ -44,7 +46,9 @@ def test_an_exported_vit_masks_nothing(tmp_path: Path):
 
 @pytest.mark.parametrize("family", ["vit", "swin"])
 def test_each_block_becomes_one_node_that_computes_the_same(sources: dict[str, Source], family: str):
-    model = onnx.load(sources[family].onnx)
+    exported = sources[family].onnx
+    assert exported is not None
+    model = onnx.load(exported)
 
     found, taken = fuse_attention(model, ())
 
@@ -78,7 +82,9 @@ def test_with_keys_left_in_float_nothing_is_fused(sources: dict[str, Source], tm
 
 
 def test_int8_with_a_position_bias_is_not_fused(sources: dict[str, Source]):
-    model = onnx.load(sources["swin"].onnx)
+    exported = sources["swin"].onnx
+    assert exported is not None
+    model = onnx.load(exported)
     every = [name for name, _ in sources["swin"].module.named_modules()]
 
     found, taken = fuse_attention(model, every)

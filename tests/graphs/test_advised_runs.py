@@ -8,6 +8,7 @@ import pytest
 from chat_server import Said, chat_server, error
 from conftest import World
 from langchain_openai import ChatOpenAI
+from pydantic import SecretStr
 
 from profiling_agent import build_graph, optimize, resume
 from profiling_agent.errors import RequestError, RunError
@@ -71,7 +72,7 @@ def test_an_object_plans_as_well_and_is_needed_again(world: World, tmp_path: Pat
             raise CutError
 
     with chat_server(careful) as server:
-        model = ChatOpenAI(model="scripted", base_url=server.url, api_key="EMPTY", max_retries=0)
+        model = ChatOpenAI(model="scripted", base_url=server.url, api_key=SecretStr("EMPTY"), max_retries=0)
         with pytest.raises(CutError):
             optimize(world.request(tmp_path, planner="llm", max_iterations=2), cut, advisor=model)
         with pytest.raises(RunError, match=r"pass it again, as build_graph\(advisor=\.\.\.\)"):

@@ -11,6 +11,7 @@ from profiling_agent.agents.state import RunState
 from profiling_agent.analysis.rules import analyse
 from profiling_agent.iteration.attempt import measure_attempt, open_journal, prune_attempt, quantize_attempt
 from profiling_agent.iteration.propose import propose
+from profiling_agent.jobs.tasks import ResolvedShape
 from profiling_agent.modules.inference import random_batch
 from profiling_agent.records import Outcome, Plan
 from profiling_agent.reporting.report import RunReport
@@ -76,11 +77,11 @@ def test_the_graph_and_a_plain_loop_yield_the_same_journal(finished: Path):
         **request.model_dump(),
         run_dir=str(finished),
         acquired=report.acquired,
-        resolved={
-            "input": report.input,
-            "baseline": report.variants[0].evaluation.model,
-            "device": report.acquired.source.device,
-        },
+        resolved=ResolvedShape(
+            input=report.input,
+            baseline=report.variants[0].evaluation.model,
+            device=report.acquired.source.device,
+        ),
         profiled=report.profiles["baseline"],
     )
     evaluator, before = session.evaluator(state), job_names(finished)
@@ -130,7 +131,7 @@ def test_a_request_that_can_not_be_carried_out_leaves_nothing_behind(tmp_path: P
 
 def test_langgraph_json_names_a_graph_without_a_checkpointer_and_our_saver():
     from profiling_agent.agents.checkpoints import RunSaver, studio_saver
-    from profiling_agent.graphs.optimization import graph
+    from profiling_agent.graphs.optimization import graph  # pyright: ignore[reportMissingImports] - mapped on install
 
     config = json.loads((Path(__file__).parents[2] / "langgraph.json").read_text())
 
@@ -141,7 +142,7 @@ def test_langgraph_json_names_a_graph_without_a_checkpointer_and_our_saver():
 
 
 def test_the_form_that_studio_shows_is_the_requests():
-    from profiling_agent.graphs.optimization import graph
+    from profiling_agent.graphs.optimization import graph  # pyright: ignore[reportMissingImports] - mapped on install
 
     schema = graph.get_input_jsonschema()
 
@@ -150,7 +151,7 @@ def test_the_form_that_studio_shows_is_the_requests():
 
 
 def test_readme_shows_the_graph_as_it_is():
-    from profiling_agent.graphs.optimization import graph
+    from profiling_agent.graphs.optimization import graph  # pyright: ignore[reportMissingImports] - mapped on install
 
     readme = (Path(__file__).parents[2] / "README.md").read_text()
 

@@ -32,6 +32,7 @@ def test_a_run_trains_what_it_prunes_on_images_of_its_own_and_says_so(world: Wor
     assert attempt.pruned_model == attempt.recovery.model
     assert f"Recovered by distillation: 1 of 1 epochs, KL {attempt.recovery.kl_before:.4f} -> " in text
     assert RunReport.model_validate_json((run / "report.json").read_text()) == report
+    assert attempt.pruned_model is not None
     assert load(run / attempt.pruned_model.path)(pixel_values=torch.zeros(1, 3, 32, 32)).logits.shape == (1, 5)
     assert not (run / "recovery").exists()
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import made
 import numpy as np
@@ -19,6 +20,7 @@ from profiling_agent.records import (
     Deployment,
     Dropped,
     Footprint,
+    LayerCost,
     MemoryUse,
     ModelSource,
     Predictions,
@@ -68,10 +70,8 @@ class Script:
         return getattr(self, type(task).__name__)(task)
 
     def TuneTask(self, task):  # noqa: N802
-        rows = [
-            {"layer": name, "kl": 1.0, "macs_share": 0.01, "latency_share": 0.01, "kept": True} for name in self.kept
-        ]
-        return Tuned(model=task.model, layers=rows, kl=0.1, kl_unfolded=0.2, num_images=32, seconds=1.0)
+        rows = [LayerCost(layer=name, kl=1.0, macs_share=0.01, latency_share=0.01, kept=True) for name in self.kept]
+        return Tuned(model=task.model, layers=tuple(rows), kl=0.1, kl_unfolded=0.2, num_images=32, seconds=1.0)
 
     def ExportTask(self, task):  # noqa: N802
         return tasks.Exported(onnx=made.ref("onnx", "onnx"), distance=0.0)
@@ -130,12 +130,16 @@ class Script:
         return MemoryUse(model=task.model, batch_size=4, peak_bytes=peak, size_bytes=1000, environment=environment())
 
 
-def split(name: str) -> SplitInfo:
+def split(name: Any) -> SplitInfo:
     return SplitInfo(name=name, source_split="test", num_images=NUM_IMAGES, file=made.ref(name, "split"))
 
 
+def asked_for(runtime: Any, scheme: Any) -> Deployment:
+    return Deployment(runtime=runtime, scheme=scheme, recommendations=recommend(scheme))
+
+
 def deployment_search(root: Path, deployments: dict[str, Made], *, kept: tuple[str, ...] = (), **goal):
-    script = Script(root, deployments, kept)
+    script: Any = Script(root, deployments, kept)
     source = ModelSource(name="m", architecture="ViTForImageClassification", device="cpu")
     acquired = Acquired(
         source=source,
@@ -154,10 +158,7 @@ def deployment_search(root: Path, deployments: dict[str, Made], *, kept: tuple[s
     )
     script.deployments["m0"] = Made(speedup=1.0, size_bytes=4000)
     baseline = evaluator.evaluate(Variant.BASELINE, evaluator.baseline, acquired.search)
-    asked = [
-        Deployment(runtime=runtime, scheme=scheme, recommendations=recommend(scheme))
-        for runtime, scheme in (name.split() for name in deployments if name != "m0")
-    ]
+    asked = [asked_for(*name.split()) for name in deployments if name != "m0"]
     return search_deployments(evaluator, asked, baseline), script
 
 

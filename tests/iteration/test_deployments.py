@@ -10,8 +10,9 @@ from profiling_agent.iteration.deployments import (
 )
 from profiling_agent.modules.layer_names import matching_names
 from profiling_agent.records import Deployment, Plan, QuantizationRecommendation
+from profiling_agent.records.deployment import RuntimeName, Scheme
 
-EVERY = {
+EVERY: dict[RuntimeName, tuple[Scheme, ...]] = {
     "eager": ("float32", "bfloat16", "float16", "dynamic"),
     "inductor": ("float32", "bfloat16", "static"),
     "onnxruntime": ("float32", "dynamic", "static"),

@@ -9,7 +9,7 @@ from profiling_agent.analysis.advised import NextAnswer, PlanAnswer
 from profiling_agent.analysis.dry_run import dry_run
 from profiling_agent.analysis.rules import analyse
 from profiling_agent.errors import AdvisorError, ContextTooLongError
-from profiling_agent.iteration.planners import first_proposal, next_proposal
+from profiling_agent.iteration.planners import Planner, first_proposal, next_proposal
 from profiling_agent.llm.question import Advice, Question
 from profiling_agent.records import (
     Attempt,
@@ -71,8 +71,14 @@ def target(saving: float) -> dict:
     return {"reason": "evidence", "target": {"metric": "params", "saving": saving}}
 
 
-def ask(say, found: ModelProfile, seen: Journal, planner="hybrid"):
+def ask(say, found: ModelProfile, seen: Journal, planner: Planner = "hybrid"):
     return next_proposal(Scripted(say), planner, found, GOAL, seen, max_iterations=5)
+
+
+def proposed(say, found: ModelProfile, seen: Journal):
+    proposal = ask(say, found, seen)
+    assert isinstance(proposal, tuple)
+    return proposal
 
 
 def test_with_both_planners_the_rules_go_first_and_alone_the_model_does():
@@ -122,7 +128,7 @@ def test_a_question_that_was_too_long_is_asked_again_with_less_evidence():
 
 def test_a_plan_on_the_front_that_asks_something_new_is_measured():
     found = judged()
-    plan, origin = ask(lambda _: target(0.45), found, journal(found, (0.3, True), (0.6, False)))
+    plan, origin = proposed(lambda _: target(0.45), found, journal(found, (0.3, True), (0.6, False)))
 
     assert plan.target is not None
     assert plan.target.saving == 0.45
@@ -149,7 +155,7 @@ def test_with_both_planners_anything_else_leaves_the_attempt_to_the_rules(answer
     seen = journal(found, (0.3, True), (0.6, False))
     by_rules = next_proposal(None, "rules", found, GOAL, seen, max_iterations=5)
 
-    plan, origin = ask(lambda _: answer, found, seen)
+    plan, origin = proposed(lambda _: answer, found, seen)
 
     assert isinstance(by_rules, tuple)
     assert plan == by_rules[0]
@@ -159,7 +165,7 @@ def test_with_both_planners_anything_else_leaves_the_attempt_to_the_rules(answer
 
 def test_a_plan_that_is_too_bold_is_measured_as_far_as_the_evidence_allows():
     found = judged()
-    plan, origin = ask(lambda _: target(0.7), found, journal(found, (0.3, True)))
+    plan, origin = proposed(lambda _: target(0.7), found, journal(found, (0.3, True)))
 
     assert plan.target is not None
     assert 0.3 < plan.target.saving < 0.7

@@ -55,7 +55,8 @@ def task(tmp_path: Path) -> CompareTask:
 def compared(task: CompareTask, root: Path, heard: list[tuple[str, int, int]] | None = None) -> PaperBaseline:
     folder = root / "jobs" / "compare"
     folder.mkdir(parents=True, exist_ok=True)
-    job = JobContext(root, folder, "jobs/compare", lambda *said: (heard if heard is not None else []).append(said))
+    told = heard if heard is not None else []
+    job = JobContext(root, folder, "jobs/compare", lambda message, done, total: told.append((message, done, total)))
     return compare(task, job)
 
 

@@ -3,6 +3,7 @@
 import io
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,7 +26,7 @@ from profiling_agent.records import ArtifactRef, Deployment, SplitInfo
 NUM_IMAGES = 20
 
 
-def ref(path: str, kind="model") -> ArtifactRef:
+def ref(path: str, kind: Any = "model") -> ArtifactRef:
     return ArtifactRef(path=path, sha256=path, size_bytes=1, kind=kind)
 
 
@@ -62,7 +63,13 @@ def onnx(root: Path) -> ArtifactRef:
 
 
 def deployed(root: Path, name: str, deployment: Deployment, onnx: ArtifactRef | None = None, **asked):
-    given = {"model": ref("baseline"), "deployment": deployment, "calibration": split(), "batch_size": 8, "onnx": onnx}
+    given: dict[str, Any] = {
+        "model": ref("baseline"),
+        "deployment": deployment,
+        "calibration": split(),
+        "batch_size": 8,
+        "onnx": onnx,
+    }
     return deploy(DeployTask(**(given | asked)), context_in(root, name))
 
 

@@ -14,7 +14,7 @@ from profiling_agent.modules.attention_macs import counted_matmuls, matmul_macs,
 def test_a_matrix_product_counts_as_torch_counts_it(first, second):
     left, right = torch.ones(first), torch.ones(second)
     with FlopCounterMode(display=False) as counter:
-        left @ right
+        _ = left @ right
 
     assert matmul_macs(left, right) == counter.get_total_flops() // 2
 
@@ -60,6 +60,6 @@ def test_a_product_belongs_to_the_module_that_calls_it(product):
 
 def test_products_outside_the_model_are_not_counted():
     with counted_matmuls(nn.Identity()) as macs:
-        torch.ones(2, 2) @ torch.ones(2, 2)
+        _ = torch.ones(2, 2) @ torch.ones(2, 2)
 
     assert not macs

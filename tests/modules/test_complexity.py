@@ -1,4 +1,5 @@
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -19,13 +20,16 @@ def linear(tokens, inputs, outputs, *, bias=True):
     return tokens * (inputs * outputs + bias * outputs)
 
 
+OF_IMAGENET: dict[str, Any] = {"num_labels": 1000}
+
+
 def total(rows, what):
     return sum(getattr(row, what) for row in rows.values())
 
 
 def test_a_full_size_vit_has_86567656_params_and_17_58_gmacs():
     with torch.device("meta"):
-        model = ViTForImageClassification(ViTConfig(num_labels=1000))
+        model = ViTForImageClassification(ViTConfig(**OF_IMAGENET))
     spec = InputSpec(channels=3, height=224, width=224, source="hand")
     patches = linear(196, 3 * 16 * 16, 768)
     projections = 4 * linear(197, 768, 768)
@@ -101,10 +105,13 @@ def test_rows_less_attention_are_ptflops_own_total(family):
     rows = count_complexity(model, zoo.SPEC)
     products = sum(row.macs for row in rows.values() if row.kind in ATTENTION_KINDS)
 
+    def images(_) -> Any:
+        return torch.zeros(1, 3, 32, 32)
+
     bare, _ = get_model_complexity_info(
         model,
         (3, 32, 32),
-        input_constructor=lambda _: torch.zeros(1, 3, 32, 32),
+        input_constructor=images,
         as_strings=False,
         print_per_layer_stat=False,
         backend="pytorch",

@@ -35,7 +35,7 @@ def test_nothing_is_said_where_the_machine_is_free(tmp_path: Path, monkeypatch: 
     heard = []
 
     for _ in range(2):
-        with machine_lock(lambda *event: heard.append(event)):
+        with machine_lock(lambda message, done, total: heard.append((message, done, total))):
             pass
 
     assert heard == []

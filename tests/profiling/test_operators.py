@@ -66,5 +66,5 @@ def test_profiling_twice_differs_in_times_alone(profiled):
 def test_a_cuda_batch_has_cuda_times():
     rows = profile_operators(zoo.vit().cuda(), random_batch(zoo.SPEC, 2).cuda(), passes=2)
 
-    assert sum(row.cuda_time_ms for row in rows) > 0
+    assert sum(row.cuda_time_ms or 0 for row in rows) > 0
     assert all("::" in row.name for row in rows)

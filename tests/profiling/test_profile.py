@@ -1,5 +1,6 @@
 import copy
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,13 @@ MAX_FORWARD_PASSES = 60
 
 def profile(model, **changes):
     headline = measure_headline(TorchSession(copy.deepcopy(model).eval(), device="cpu"), zoo.SPEC, batch_size=2)
-    given = {"batch_size": 2, "headline": headline, "size_bytes": 1000, "architecture": "tiny", **changes}
+    given: dict[str, Any] = {
+        "batch_size": 2,
+        "headline": headline,
+        "size_bytes": 1000,
+        "architecture": "tiny",
+        **changes,
+    }
     return profile_model(model, zoo.SPEC, **given)
 
 
@@ -26,7 +33,7 @@ def quantized(model):
     with warnings.catch_warnings():
         # torch means to move its quantizer elsewhere; here it stands for any module that hides its weights.
         warnings.simplefilter("ignore")
-        return torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
+        return torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)  # pyright: ignore[reportDeprecated]
 
 
 def without_times(profile):

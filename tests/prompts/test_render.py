@@ -1,6 +1,6 @@
 import pytest
 
-from profiling_agent.prompts import render
+from profiling_agent.prompts import render  # pyright: ignore[reportMissingImports] - mapped on install
 
 
 def test_a_prompt_is_filled_in():

@@ -41,7 +41,7 @@ EFFICIENT = {
 } | FEW_BLOCKS
 
 
-def randomised(model: nn.Module, size: int = 32) -> nn.Module:
+def randomised(model: nn.Module, size: int = 32) -> Any:
     """Make every norm, bias, scale and table matter, and keep the signal alive to the last layer of deep models."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -57,19 +57,21 @@ def randomised(model: nn.Module, size: int = 32) -> nn.Module:
             norm.train().momentum = 1.0
         model(pixel_values=torch.randn(8, 3, size, size, generator=generator))
         for norm in norms:
+            assert norm.running_mean is not None
+            assert norm.running_var is not None
             chance = torch.rand(norm.running_var.shape, generator=generator) * 0.3
             norm.running_mean.add_(chance * norm.running_var.sqrt())
             norm.running_var.mul_(1 + chance)
     return model.eval()
 
 
-def made(name: str, settings: dict[str, Any]) -> nn.Module:
+def made(name: str, settings: dict[str, Any]) -> Any:
     config = getattr(hf, f"{name}Config")(**settings)
     config._attn_implementation = "sdpa" if name == "Data2VecVision" else None
     return randomised(getattr(hf, f"{name}ForImageClassification")(config), settings.get("image_size", 32))
 
 
-def contrasted(name: str, settings: dict[str, Any]) -> nn.Module:
+def contrasted(name: str, settings: dict[str, Any]) -> Any:
     """Make a model of text and images, of which the half that sees is used."""
     words = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 16, "vocab_size": 20}
     seeing = {key: value for key, value in PLAIN.items() if key != "id2label"} | settings
@@ -79,11 +81,11 @@ def contrasted(name: str, settings: dict[str, Any]) -> nn.Module:
     return randomised(getattr(hf, f"{name}ForImageClassification")(config))
 
 
-def family(name: str, **settings: Any) -> Callable[[], nn.Module]:
+def family(name: str, **settings: Any) -> partial[Any]:
     return partial(made, name, settings)
 
 
-FAMILIES: dict[str, Callable[[], nn.Module]] = {
+FAMILIES: dict[str, Callable[[], Any]] = {
     "vit": family("ViT", **PLAIN),
     "deit": family("DeiT", **PLAIN),
     "swin": family("Swin", **WINDOWED, num_heads=[4, 8]),

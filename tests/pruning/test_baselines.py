@@ -1,6 +1,7 @@
 import importlib
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,11 +22,12 @@ from profiling_agent.pruning.units import find_units
 from profiling_agent.records import InputSpec, UnitKind
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-SWIN_B = {"embed_dim": 128, "depths": [2, 2, 18, 2], "num_heads": [4, 8, 16, 32]}
+OF_IMAGENET: dict[str, Any] = {"num_labels": 1000}
+SWIN_B: dict[str, Any] = {"embed_dim": 128, "depths": [2, 2, 18, 2], "num_heads": [4, 8, 16, 32]}
 FULL_SIZE = {
-    "vit": lambda: ViTForImageClassification(ViTConfig(num_labels=1000)),
-    "resnet": lambda: ResNetForImageClassification(ResNetConfig(depths=[3, 4, 23, 3], num_labels=1000)),
-    "swin": lambda: SwinForImageClassification(SwinConfig(num_labels=1000, **SWIN_B)),
+    "vit": lambda: ViTForImageClassification(ViTConfig(**OF_IMAGENET)),
+    "resnet": lambda: ResNetForImageClassification(ResNetConfig(depths=[3, 4, 23, 3], **OF_IMAGENET)),
+    "swin": lambda: SwinForImageClassification(SwinConfig(**SWIN_B, **OF_IMAGENET)),
 }
 # Table 1 of the paper: millions of params where 1, 10 and 20% are cut.
 TABLE_1 = {"vit": (86.0, 80.9, 75.2), "resnet": (40.6, 23.4, 16.6), "swin": (87.2, 82.2, 76.6)}

@@ -119,11 +119,13 @@ def test_batch_norms_that_never_fitted_the_images_take_the_shift_of_the_fold_alo
 
 
 def test_batch_norm_statistics_are_those_of_the_images():
-    model = nn.Sequential()
+    model = zoo.inside(nn.Sequential())
     model.stem = nn.Conv2d(3, 4, 1, bias=False)
     model.norm = nn.BatchNorm2d(4, momentum=0.3)
     model.drop = nn.Dropout(0.5)
     model.forward = lambda pixel_values: model.drop(model.norm(model.stem(pixel_values)))
+    assert model.norm.running_mean is not None
+    assert model.norm.running_var is not None
     model.norm.running_mean.fill_(9.0)
     with torch.no_grad():
         reestimate_(model.eval(), calibration_of(IMAGES, 50).every())
@@ -167,7 +169,7 @@ def test_no_image_and_logits_that_are_not_finite_are_refused():
     with pytest.raises(PruningError, match="0 calibration images"):
         compensate(model, pruned.model, cuts, pruned.keep, lambda: iter(()))
     with torch.no_grad():
-        pruned.model.vit.layers[0].mlp.fc1.weight[0, 0] = math.nan
+        zoo.inside(pruned.model).vit.layers[0].mlp.fc1.weight[0, 0] = math.nan
     with pytest.raises(PruningError, match="is nan on calibration images"):
         compensate(model, pruned.model, cuts, pruned.keep, batches_of(IMAGES))
 

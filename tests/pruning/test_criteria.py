@@ -17,7 +17,7 @@ MODELS = {"vit": zoo.vit, "swin": zoo.swin, "resnet": zoo.resnet}
 
 def two_layers():
     """Three channels; the consumer multiplies them by columns of squared norm 1, 4 and 25."""
-    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+    model = zoo.inside(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2)))
     with torch.no_grad():
         model[0].weight.copy_(torch.tensor([[3.0, 0.0], [1.0, 1.0], [0.0, 2.0]]))
         model[1].weight.copy_(torch.tensor([[1.0, 0.0, 3.0], [0.0, 2.0, 4.0]]))
@@ -94,6 +94,7 @@ def test_every_criterion_orders_every_channel_of_every_unit_once(family):
     moments = gather_moments(model, units, [IMAGES])
     with torch.no_grad():
         for unit in units:
+            order = ()
             for criterion in CRITERIA:
                 order = order_by(model, unit, moments[unit.name], criterion, seed=1)
                 assert sorted(order) == list(range(unit.width))

@@ -92,7 +92,9 @@ def test_all_units_cut_at_once_compute_what_the_masked_model_does_and_come_back_
 def test_each_unit_alone_saves_exactly_what_it_says(family):
     model, params, macs, units = found(family)
     for cut in cuts_of(units.units):
-        pruned_params, pruned_macs = counted(cut_units(model, [cut], {cut.unit.name: range(cut.keep)}), spec_of(family))
+        pruned_params, pruned_macs = counted(
+            cut_units(model, [cut], {cut.unit.name: list(range(cut.keep))}), spec_of(family)
+        )
 
         assert params - pruned_params == cut.params_saved, cut.unit.name
         assert sum(macs.values()) - sum(pruned_macs.values()) == cut.macs_saved, cut.unit.name

@@ -4,7 +4,7 @@ from functools import cache
 
 import pytest
 import zoo
-from pruning.families import FAMILIES
+from pruning.families import FAMILIES, made
 from torch import nn
 
 from profiling_agent.errors import PlanError
@@ -146,7 +146,7 @@ def test_a_layer_that_one_forward_pass_calls_twice_stays():
 
 
 def test_heads_whose_table_serves_every_layer_stay_and_the_mlps_go():
-    shared = FAMILIES["beit"].func("Beit", zoo.PLAIN | {"use_shared_relative_position_bias": True})
+    shared = made("Beit", zoo.PLAIN | {"use_shared_relative_position_bias": True})
     found_here = find_units(shared, zoo.SPEC, {})
 
     assert {unit.name for unit in found_here.units} == {"beit.layers.0.mlp", "beit.layers.1.mlp"}

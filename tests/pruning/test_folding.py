@@ -45,7 +45,7 @@ def folded_and_cut(model, unit, norms):
     layer = model.get_submodule(unit.consumer)
     moments = gather_moments(model, [unit], [IMAGES])[unit.name]
     folded = fold(model, unit, moments, kept, shifts=norm is not None or has_bias(layer))
-    pruned = prune_model(model, [cut], spec=zoo.SPEC, keep={unit.name: kept}).model
+    pruned = zoo.inside(prune_model(model, [cut], spec=zoo.SPEC, keep={unit.name: kept}).model)
     with torch.no_grad():
         held = pruned.get_submodule(unit.consumer)
         held.weight.copy_(folded.weight.reshape(held.weight.shape))

@@ -111,7 +111,7 @@ def test_head_dims_cut_in_place_of_heads_run_scrambled_and_are_caught():
 def test_a_position_table_with_the_wrong_heads_is_caught():
     model = zoo.swin()
     cut = first_cut(model, UnitKind.HEADS, 1)
-    wrong = cut_out(model, cut, [1])
+    wrong = zoo.inside(cut_out(model, cut, [1]))
     bias = wrong.swin.encoder.layers[0].blocks[0].attention.relative_position_bias
     baseline = model.swin.encoder.layers[0].blocks[0].attention.relative_position_bias
     bias.relative_position_bias_table = nn.Parameter(baseline.relative_position_bias_table[:, :1].detach())
@@ -123,7 +123,7 @@ def test_a_batch_norm_with_the_wrong_statistics_is_caught():
     model = zoo.resnet()
     cut = first_cut(model, UnitKind.CONV_INNER, 16)
     wrong = cut_out(model, cut, list(range(16)))
-    norm = wrong.get_submodule(cut.unit.name.removesuffix("convolution") + "normalization")
+    norm = zoo.inside(wrong).get_submodule(cut.unit.name.removesuffix("convolution") + "normalization")
     norm.running_mean = norm.running_mean.roll(1)
 
     assert error_of(model, wrong, cut, list(range(16))) > 3 * MAX_MASK_ERROR

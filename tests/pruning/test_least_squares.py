@@ -102,8 +102,10 @@ def test_moments_pair_what_the_pruned_consumer_reads_with_what_the_dense_one_giv
     pruned = prune_model(model, [cut], spec=zoo.SPEC, keep={unit.name: kept}).model
     layer, rows = model.get_submodule(unit.consumer), [0, 3]
     with torch.no_grad():
-        walks = [Walk(each, [unit.consumer], IMAGES[:1]) for each in (model, pruned)]
-        moments = paired_moments(*walks, pruned.get_submodule(unit.consumer), unit.consumer, rows, IMAGES.split(24))
+        dense, small = (Walk(each, [unit.consumer], IMAGES[:1]) for each in (model, pruned))
+        moments = paired_moments(
+            dense, small, pruned.get_submodule(unit.consumer), unit.consumer, rows, IMAGES.split(24)
+        )
         read, given = stopping_at(model, unit.consumer, IMAGES)
         z = features(layer, read).double()[:, columns_of(unit, layer, kept)]
         y = outputs_of(layer, given).double()[:, rows]

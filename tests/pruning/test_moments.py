@@ -40,7 +40,8 @@ def rows_of(layer, inputs):
         return inputs.flatten(0, -2)
     (height, width), (down, right) = layer.kernel_size, layer.stride
     # EfficientNet names its padding; that of a 1x1 convolution is none.
-    border = 0 if layer.padding == "same" and height == 1 else layer.padding[0]
+    assert not isinstance(layer.padding, str) or (layer.padding, height) == ("same", 1)
+    border = 0 if isinstance(layer.padding, str) else layer.padding[0]
     padded = F.pad(inputs, (border,) * 4)
     return torch.stack(
         [

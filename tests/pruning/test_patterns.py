@@ -1,5 +1,6 @@
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -55,7 +56,7 @@ VIT = (attention(0), mlp(0), attention(1), mlp(1))
 REFUSALS = {"classifier": "classifier: its outputs are the logits", "vit.embeddings.projection": "stem: it is the stem"}
 
 
-def asked(layer: str, ratio: float = 0.25, kind: str = "structured") -> PruningRecommendation:
+def asked(layer: str, ratio: float = 0.25, kind: Any = "structured") -> PruningRecommendation:
     return PruningRecommendation(layer=layer, pruning_type=kind, pruning_ratio=ratio)
 
 

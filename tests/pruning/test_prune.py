@@ -70,7 +70,7 @@ def test_heads_go_as_wholes_and_their_number_is_kept_in_the_books():
     model = zoo.swin()
     cuts = cuts_of(model, kinds=(UnitKind.HEADS,), ratio=0.5)
     pruned = prune_model(model, cuts, spec=zoo.SPEC)
-    attention = pruned.model.swin.encoder.layers[1].blocks[0].attention
+    attention = zoo.inside(pruned.model).swin.encoder.layers[1].blocks[0].attention
     kept = pruned.keep["swin.encoder.layers.1.blocks.0.attention"]
 
     assert (attention.num_attention_heads, attention.head_dim, attention.scaling) == (2, 16, 16**-0.5)
@@ -82,7 +82,7 @@ def test_heads_go_as_wholes_and_their_number_is_kept_in_the_books():
 
 def test_a_pruned_model_can_be_pruned_again():
     once = prune_model(zoo.vit(), cuts_of(zoo.vit(), 0.25), spec=zoo.SPEC).model
-    twice = prune_model(once, cuts_of(once, 0.3), spec=zoo.SPEC).model
+    twice = zoo.inside(prune_model(once, cuts_of(once, 0.3), spec=zoo.SPEC).model)
 
     assert twice.vit.layers[0].mlp.fc1.out_features == 128  # 256, 192, then 134.4 to a multiple of 32
     assert twice.vit.layers[0].attention.num_attention_heads == 2
@@ -120,7 +120,7 @@ def test_channels_that_were_chosen_elsewhere_are_the_ones_that_are_kept():
     pruned = prune_model(model, [cut], spec=zoo.SPEC, keep={cut.unit.name: [1, 3], "another unit": [0]})
 
     assert pruned.keep == {cut.unit.name: [1, 3]}
-    rows = pruned.model.vit.layers[0].attention.q_proj.weight
+    rows = zoo.inside(pruned.model).vit.layers[0].attention.q_proj.weight
     assert torch.equal(rows, model.vit.layers[0].attention.q_proj.weight[[*range(16, 32), *range(48, 64)]])
 
 

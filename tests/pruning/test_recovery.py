@@ -1,5 +1,6 @@
 import copy
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -34,11 +35,12 @@ def judged():
 def made(family="vit"):
     dense = zoo.FAMILIES[family]()
     units = find_units(dense, zoo.SPEC, {}).units
-    return dense, uniform_prune(dense, units, zoo.SPEC, 0.5).model
+    return dense, zoo.inside(uniform_prune(dense, units, zoo.SPEC, 0.5).model)
 
 
 def recovered(dense, pruned, folder, images=batches, **asked):
-    return recover(dense, pruned, images, judged, folder=folder, **({"epochs": 3, "learning_rate": RATE} | asked))
+    settings: dict[str, Any] = {"epochs": 3, "learning_rate": RATE}
+    return recover(dense, pruned, images, judged, folder=folder, **(settings | asked))
 
 
 def same(one, other):
@@ -197,7 +199,7 @@ def test_modes_and_frozen_parameters_are_kept(tmp_path):
     assert result.model.training
     assert pruned.training
     assert not dense.training
-    assert torch.equal(result.model.get_submodule("classifier").weight, frozen)
+    assert torch.equal(zoo.inside(result.model).get_submodule("classifier").weight, frozen)
     assert result.kl_after < result.kl_before
 
 

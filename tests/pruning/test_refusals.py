@@ -18,7 +18,7 @@ class Pair(nn.Module):
     def __init__(self, between, first=None, width=32):
         super().__init__()
         self.stem = nn.Conv2d(3, 8, 3, 2)
-        self.block = nn.Module()
+        self.block = zoo.inside(nn.Module())
         self.block.first = first or nn.Conv2d(8, 32, 1)
         self.block.second = nn.Conv2d(width, 8, 1)
         self.block.more = nn.ModuleList()
@@ -33,8 +33,8 @@ class Pair(nn.Module):
 
 
 class Standardised(nn.Conv2d):
-    def forward(self, x):
-        return F.conv2d(x, self.weight - self.weight.mean(1, keepdim=True), self.bias)
+    def forward(self, input):
+        return F.conv2d(input, self.weight - self.weight.mean(1, keepdim=True), self.bias)
 
 
 def found(model: nn.Module) -> FoundUnits:
@@ -103,6 +103,11 @@ def test_a_convolution_that_uses_its_weights_in_its_own_way_stays():
 
 
 class Attention(nn.Module):
+    q_proj: nn.Linear
+    k_proj: nn.Linear
+    v_proj: nn.Linear
+    o_proj: nn.Linear
+
     def __init__(self, **stated):
         super().__init__()
         for name in ("q_proj", "k_proj", "v_proj", "o_proj"):

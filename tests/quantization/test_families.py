@@ -1,9 +1,12 @@
 """Every family in every scheme of torch's own layers: each can be made, answers its layers' attributes, and is near."""
 
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+import zoo
 from pruning.families import FAMILIES
 from torch import nn
 
@@ -11,7 +14,7 @@ from profiling_agent.quantization.kinds import CLASSES, quantized_modules
 from profiling_agent.quantization.quantize import quantize_model
 from profiling_agent.records import QuantizationRecommendation
 
-SCHEMES = {
+SCHEMES: dict[str, tuple[Any, Any]] = {
     "dynamic": ("dynamic", "qint8"),
     "float16": ("dynamic", "float16"),
     "static": ("static", "qint8"),
@@ -51,7 +54,7 @@ class OneLayer(nn.Module):
         return SimpleNamespace(logits=self.layer(pixel_values).flatten(1))
 
 
-LAYERS = {
+LAYERS: dict[type[nn.Module], Callable[[], nn.Linear | nn.Conv2d]] = {
     nn.Linear: lambda: nn.Linear(8, 6),
     nn.Conv2d: lambda: nn.Conv2d(8, 6, (3, 1), stride=2, padding=(1, 0), dilation=1, groups=2),
 }
@@ -59,15 +62,16 @@ LAYERS = {
 
 @pytest.mark.parametrize(("kind", "replaced"), list(CLASSES), ids=lambda value: getattr(value, "__name__", value))
 @pytest.mark.parametrize("bias", [True, False])
-def test_what_takes_a_layers_place_answers_its_attributes(kind: str, replaced: type[nn.Module], bias: bool):
+def test_what_takes_a_layers_place_answers_its_attributes(kind: Any, replaced: type[nn.Module], bias: bool):
     layer = LAYERS[replaced]()
     if not bias:
-        layer.bias = None
+        layer.register_parameter("bias", None)
     images = torch.randn(4, 8, 8, 8)
-    dtype = {"dynamic": "qint8", "static": "qint8", "cast": "bfloat16"}[kind]
+    dtype: Any = {"dynamic": "qint8", "static": "qint8", "cast": "bfloat16"}[kind]
     asked = QuantizationRecommendation(layer="all", quantization_type=kind, dtype=dtype)
 
-    found = quantize_model(OneLayer(layer), [asked], calibration=lambda: [images, images]).model.layer
+    found = quantize_model(OneLayer(layer), [asked], calibration=lambda: [images, images]).model
+    found = zoo.inside(found).layer
 
     told = [name for name in vars(layer) if not name.startswith("_") and name != "training"]
     assert {name: getattr(found, name) for name in told} == {name: getattr(layer, name) for name in told}

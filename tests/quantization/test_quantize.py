@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 import torch
 import zoo
@@ -12,7 +14,7 @@ from profiling_agent.quantization.quantize import quantize_model
 from profiling_agent.records import QuantizationRecommendation
 
 
-def asking(layer: str, dtype: str = "qint8") -> QuantizationRecommendation:
+def asking(layer: str, dtype: Any = "qint8") -> QuantizationRecommendation:
     return QuantizationRecommendation(layer=layer, dtype=dtype)
 
 
@@ -42,7 +44,7 @@ def test_a_vit_has_six_linear_layers_a_block_and_the_classifier():
 def test_the_last_recommendation_that_hits_a_layer_wins():
     plan = [asking("all"), asking(r"mlp\.fc\d$", "float16"), asking(r"layers\.1\.mlp\.fc2", "qint8")]
 
-    model = quantize_model(zoo.vit(), plan).model
+    model = zoo.inside(quantize_model(zoo.vit(), plan).model)
 
     assert model.vit.layers[0].mlp.fc1.dtype == "float16"
     assert model.vit.layers[1].mlp.fc1.dtype == "float16"
@@ -54,7 +56,7 @@ def test_a_pattern_leaves_other_layers_alone():
     quantized = quantize_model(zoo.vit(), [asking("classifier")])
 
     assert quantized.layers == ("classifier",)
-    assert type(quantized.model.vit.layers[0].mlp.fc1) is nn.Linear
+    assert type(zoo.inside(quantized.model).vit.layers[0].mlp.fc1) is nn.Linear
 
 
 def test_a_pattern_that_hits_nothing_gets_near_names():
@@ -98,7 +100,7 @@ def test_the_layer_with_broken_weights_is_named():
 
 
 @pytest.mark.parametrize("dtype", ["qint8", "float16"])
-def test_a_whole_model_answers_as_torch_quantizes_it(dtype: str):
+def test_a_whole_model_answers_as_torch_quantizes_it(dtype: Any):
     model = zoo.vit()
     names = quantize_model(model, [asking("all", dtype)]).layers
 
@@ -113,7 +115,7 @@ def test_a_whole_model_answers_as_torch_quantizes_it(dtype: str):
 
 def test_the_papers_recipe_has_one_scale_a_layer():
     model = zoo.vit()
-    theirs = torch_quantize_dynamic(model, ["classifier"], "qint8", per_channel=False)
+    theirs = zoo.inside(torch_quantize_dynamic(model, ["classifier"], "qint8", per_channel=False))
 
     assert theirs.classifier.weight().qscheme() == torch.per_tensor_affine
     # 64 x 5 weights and 5 biases, once in fp32 and once as int8 with a single scale.

@@ -1,5 +1,7 @@
 """Whole models in static int8 and bfloat16: what is quantized, folded, left alone and refused."""
 
+from typing import Any
+
 import pytest
 import torch
 import zoo
@@ -16,7 +18,7 @@ from profiling_agent.records import QuantizationRecommendation
 IMAGES = random_batch(zoo.SPEC, 8, seed=3)
 
 
-def asking(layer: str, kind: str = "static", dtype: str = "qint8") -> QuantizationRecommendation:
+def asking(layer: str, kind: Any = "static", dtype: Any = "qint8") -> QuantizationRecommendation:
     return QuantizationRecommendation(layer=layer, quantization_type=kind, dtype=dtype)
 
 
@@ -95,11 +97,12 @@ def test_float32_leaves_a_layer_alone_and_schemes_mix():
 
     quantized = quantize_model(zoo.vit(), plan, calibration=calibration)
 
-    assert type(quantized.model.classifier) is nn.Linear
+    inner = zoo.inside(quantized.model)
+    assert type(inner.classifier) is nn.Linear
     assert "classifier" not in quantized.layers
-    assert quantized.model.vit.layers[0].mlp.fc1.kind == "cast"
-    assert isinstance(quantized.model.vit.layers[0].mlp.fc2, StaticLinear)
-    assert isinstance(quantized.model.vit.embeddings.patch_embeddings.projection, StaticConv2d)
+    assert inner.vit.layers[0].mlp.fc1.kind == "cast"
+    assert isinstance(inner.vit.layers[0].mlp.fc2, StaticLinear)
+    assert isinstance(inner.vit.embeddings.patch_embeddings.projection, StaticConv2d)
 
 
 def test_dynamic_quantization_takes_no_convolution():

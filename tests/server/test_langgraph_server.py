@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -87,7 +87,7 @@ class Server:
 
 
 @contextmanager
-def serving(folder: Path) -> Iterator[tuple[Server, SyncLangGraphClient]]:
+def serving(folder: Path) -> Generator[tuple[Server, SyncLangGraphClient]]:
     server = Server(folder)
     try:
         yield server, server.start()
@@ -117,6 +117,7 @@ def test_studio_sees_the_form_follows_a_run_answers_it_and_forks_it(  # noqa: PL
     with serving(tmp_path) as (server, client):
         (assistant,) = client.assistants.search(graph_id=ASSISTANT)
         schemas = client.assistants.get_schemas(assistant["assistant_id"])
+        assert schemas["input_schema"] is not None
         fields = schemas["input_schema"]["properties"]
         assert fields["max_accuracy_drop"]["description"].startswith("top-1 that may be lost")
         assert fields["approve"]["enum"] == ["never", "plan", "each"]
@@ -139,6 +140,7 @@ def test_studio_sees_the_form_follows_a_run_answers_it_and_forks_it(  # noqa: PL
         followed(client, thread, command={"resume": {"decision": "accept"}})
 
         values = client.threads.get_state(thread)["values"]
+        assert isinstance(values, dict)
         run = tmp_path / "runs" / thread
         assert values["verdict"]["outcome"] == read_report(run).verdict.outcome
         # The command line sees the same run, through the same saver.
@@ -176,5 +178,7 @@ def test_a_thread_that_was_killed_in_its_work_goes_on_and_is_locked_meanwhile(wo
 
         followed(client, thread, input=None)
 
-        assert client.threads.get_state(thread)["values"]["verdict"]["outcome"]
+        values = client.threads.get_state(thread)["values"]
+        assert isinstance(values, dict)
+        assert values["verdict"]["outcome"]
         assert done <= {path.parent.name for path in run.glob("jobs/*/result.json")}
