@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import deployed
 import numpy as np
@@ -240,7 +241,7 @@ def test_forms_on_cuda(sources: dict[str, Source], tmp_path: Path, name: str):
     deployment = deployed.deployment(name)
 
     save_deployed(source, deployment, tmp_path / "model")
-    session = open_session(tmp_path / "model", device="cuda")
+    session: Any = open_session(tmp_path / "model", device="cuda")
 
     # CUDA multiplies float32 as tf32 where it is allowed to.
     bound = max(1e-3, BOUNDS[deployment.scheme])

@@ -31,7 +31,7 @@ def jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Jobs]:
 
 def test_a_new_job_is_done_in_the_worker_and_isolated_and_read_back(jobs: Jobs):
     heard = list[tuple[str, int, int]]()
-    jobs.progress = lambda *said: heard.append(said)
+    jobs.progress = lambda message, done, total: heard.append((message, done, total))
 
     warm, next_one = jobs.run(DoubleTask(number=3)), jobs.run(DoubleTask(number=4))
     alone = jobs.run(DoubleTask(number=3, isolated=True))
