@@ -16,7 +16,7 @@ hooks: $(VENV)/.installed-dev
 	$(BIN)/pre-commit install
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest --cov --cov-report=term:skip-covered --durations=20 -q -n auto --dist loadfile
+	$(BIN)/python -m pytest --cov --cov-report=term:skip-covered --durations=20 -q -n auto --dist loadgroup
 
 test-slow: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest --durations=30 -q -n auto --dist worksteal -m "slow and not gpu"

@@ -41,6 +41,12 @@ class World:
         return Request(model=str(self.model), dataset=str(self.data), output=str(output), **(quick | asked))
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Keep a file's tests in one process, and in one as well all that look at the run of `finished`, which takes a minute."""
+    uses_the_run = "finished" in getattr(item, "fixturenames", ())
+    item.add_marker(pytest.mark.xdist_group("finished" if uses_the_run else str(item.path)))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Leave the user's cache folder alone: no test reads it or writes to it, nor does a process that one starts."""

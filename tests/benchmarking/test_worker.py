@@ -51,6 +51,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.mark.slow
 def test_results_come_back_in_the_order_of_the_entries(root: Path):
     entries = [(Variant.BASELINE, ref(root / "baseline")), (Variant.QUANTIZED, ref(root / "quantized"))]
     seen = []

@@ -20,6 +20,7 @@ def _hears_ctrl_c() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_hears_ctrl_c")
 def test_ctrl_c_ends_a_run_with_the_command_that_resumes_it_and_leaves_no_process(world: World, tmp_path: Path):
     run = tmp_path / "runs" / "stopped"

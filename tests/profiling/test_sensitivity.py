@@ -77,7 +77,9 @@ def kl_of(model, kept):
     return float((expected * (expected.log() - found.log())).sum(1).mean())
 
 
-@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=[pytest.mark.slow] * (name in ("swin", "efficientnet"))) for name in MODELS]
+)
 def test_a_measured_kl_is_that_of_the_cut_and_folded_model(family):
     model = MODELS[family]()
     found = studied(model)

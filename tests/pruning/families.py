@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 import transformers as hf
 from torch import nn
@@ -159,3 +160,10 @@ FAMILIES["levit_teacher"] = lambda: randomised(
     ),
     64,
 )
+
+
+# One of each kind of structure: plain and windowed attention, bottlenecks, groups with gates, and depthwise convolutions
+# whose forward reads their attributes.
+TYPICAL = ("vit", "swin", "resnet_bottleneck", "regnet_y", "mobilenet_v1", "mobilenet_v2")
+# For facts that take long on all: the others are slow tests.
+TYPICAL_FIRST = [pytest.param(name, marks=[] if name in TYPICAL else [pytest.mark.slow]) for name in FAMILIES]

@@ -6,7 +6,7 @@ from functools import cache
 import pytest
 import torch
 import zoo
-from pruning.families import FAMILIES
+from pruning.families import FAMILIES, TYPICAL_FIRST
 from torch import nn
 
 from profiling_agent.artifacts.load import load_module
@@ -88,7 +88,7 @@ def test_all_units_cut_at_once_compute_what_the_masked_model_does_and_come_back_
         assert getattr(module, "groups", None) == getattr(pruned.model.get_submodule(name), "groups", None)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", TYPICAL_FIRST)
 def test_each_unit_alone_saves_exactly_what_it_says(family):
     model, params, macs, units = found(family)
     for cut in cuts_of(units.units):
