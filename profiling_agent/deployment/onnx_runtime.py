@@ -5,14 +5,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from profiling_agent.artifacts.recipe import ONNX, PreparedFiles, Recipe
+from profiling_agent.artifacts.recipe import ONNX, Recipe
 from profiling_agent.deployment.batches import check_fixed_batch
-from profiling_agent.deployment.protocol import INPUT, OUTPUT, Batch, Source, missing_packages
+from profiling_agent.deployment.protocol import INPUT, OUTPUT, Batch, missing_packages
 from profiling_agent.errors import ArtifactError
-from profiling_agent.records import Deployment, Scheme
+from profiling_agent.records import Scheme
 
 if TYPE_CHECKING:
     from onnxruntime import InferenceSession
+
+
+CONVERSION = "profiling_agent.deployment.onnx_runtime_conversion:write_deployment"
 
 
 def missing() -> str | None:
@@ -23,13 +26,6 @@ def missing() -> str | None:
 def schemes(device: str) -> tuple[Scheme, ...]:
     """Return the schemes of a device."""
     return ("float32", "dynamic", "static") if device == "cpu" else ()
-
-
-def prepare(source: Source, deployment: Deployment, folder: Path) -> PreparedFiles:
-    """Write `model.onnx`."""
-    from profiling_agent.deployment.onnx_runtime_conversion import write_deployment
-
-    return write_deployment(source, deployment, folder / ONNX)
 
 
 class OnnxSession:

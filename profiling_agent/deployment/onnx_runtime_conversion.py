@@ -19,7 +19,7 @@ from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantTy
 from onnxscript import ir, optimizer
 from onnxscript.rewriter.ort_fusions import attention, mha, mha_bias, sdpa
 
-from profiling_agent.artifacts.recipe import PreparedFiles, QuantizedLayer
+from profiling_agent.artifacts.recipe import ONNX, PreparedFiles, QuantizedLayer
 from profiling_agent.deployment.choices import recommended
 from profiling_agent.deployment.onnx_names import LAYER_OPS, is_convnet, layer_of, nodes_of_layers
 from profiling_agent.deployment.protocol import INPUT, Batch, Source
@@ -40,8 +40,8 @@ MAX_FOLDED = 1 << 31
 ERRORS = (ValueError, RuntimeError, KeyError, IndexError, ValidationError)
 
 
-def write_deployment(source: Source, deployment: Deployment, path: Path) -> PreparedFiles:
-    """Write the ONNX file of a deployment; layers that aren't to be quantized stay in float.
+def write_deployment(source: Source, deployment: Deployment, folder: Path) -> PreparedFiles:
+    """Write `model.onnx` into `folder`; layers that aren't to be quantized stay in float.
 
     Raises:
         ArtifactError: there is no ONNX file to begin with.
@@ -50,7 +50,7 @@ def write_deployment(source: Source, deployment: Deployment, path: Path) -> Prep
     """
     if source.onnx is None:
         raise ArtifactError("ONNX Runtime needs the model as ONNX, which torch could not export")
-    path = path.resolve()
+    path = (folder / ONNX).resolve()
     model = onnx.load(source.onnx)
     layers = chosen_layers(source.module, recommended(deployment)) if deployment.scheme != "float32" else {}
     # The operator's kernels know ranges that are measured as it runs, and no static ones.

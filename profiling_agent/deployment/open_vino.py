@@ -5,12 +5,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from profiling_agent.artifacts.recipe import IR, PreparedFiles, Recipe
+from profiling_agent.artifacts.recipe import IR, Recipe
 from profiling_agent.deployment.batches import check_fixed_batch
-from profiling_agent.deployment.protocol import Batch, Source, missing_packages
+from profiling_agent.deployment.protocol import Batch, missing_packages
 from profiling_agent.errors import ArtifactError
 from profiling_agent.quiet import import_openvino
-from profiling_agent.records import Deployment, Scheme
+from profiling_agent.records import Scheme
 
 # In what the parts compute that aren't int8. Without a hint OpenVINO takes bfloat16 wherever the CPU has it.
 PRECISIONS: dict[Scheme, str] = {"bfloat16": "bf16"}
@@ -22,6 +22,9 @@ ANY = 0
 ANY_SIZE: frozenset[Scheme] = frozenset({"static"})
 
 
+CONVERSION = "profiling_agent.deployment.open_vino_conversion:write_deployment"
+
+
 def missing() -> str | None:
     """Return what has to be installed, or None."""
     return missing_packages(("openvino",), extra="openvino")
@@ -30,13 +33,6 @@ def missing() -> str | None:
 def schemes(device: str) -> tuple[Scheme, ...]:
     """Return the schemes of a device."""
     return ("float32", "bfloat16", "static", "static_nncf") if device == "cpu" else ()
-
-
-def prepare(source: Source, deployment: Deployment, folder: Path) -> PreparedFiles:
-    """Write `model.xml` and `model.bin`."""
-    from profiling_agent.deployment.open_vino_conversion import write_deployment
-
-    return write_deployment(source, deployment, folder / IR)
 
 
 class OpenVinoSession:

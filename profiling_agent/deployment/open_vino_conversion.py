@@ -12,7 +12,7 @@ import numpy as np
 import onnx
 import torch
 
-from profiling_agent.artifacts.recipe import PreparedFiles, QuantizedLayer
+from profiling_agent.artifacts.recipe import IR, PreparedFiles, QuantizedLayer
 from profiling_agent.deployment.choices import recommended
 from profiling_agent.deployment.onnx_export import write_graph
 from profiling_agent.deployment.onnx_names import LAYER_OPS, is_convnet, nodes_of_layers
@@ -31,14 +31,15 @@ SHAPING = ("Reshape", "Transpose", "Unsqueeze")
 LAYER_TYPES = ("MatMul", "Convolution", "GroupConvolution")
 
 
-def write_deployment(source: Source, deployment: Deployment, path: Path) -> PreparedFiles:
-    """Write the graph of a deployment to `path` (.xml) and its weights beside it (.bin).
+def write_deployment(source: Source, deployment: Deployment, folder: Path) -> PreparedFiles:
+    """Write the graph of a deployment, `model.xml` and `model.bin`, into `folder`.
 
     Raises:
         ArtifactError: there is no ONNX file to begin with, or the int8 model can't be exported.
         PlanError: a pattern hits no layer.
         QuantizationError: OpenVINO can't convert the model, or NNCF can't quantize it.
     """
+    path = folder / IR
     if deployment.scheme == "static":
         return _write_ours(source, deployment, path)
     if source.onnx is None:

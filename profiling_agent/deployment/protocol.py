@@ -48,18 +48,10 @@ class ModelSession(Protocol):
         ...
 
 
-class Runtime(Protocol):
-    """A module of this package, one for each runtime."""
+class Convert(Protocol):
+    """What brings a float32 model into a deployment; named by its runtime, so that opening a model doesn't import it."""
 
-    def missing(self) -> str | None:
-        """Return what has to be installed, as one line, or None where the runtime can be used."""
-        ...
-
-    def schemes(self, device: str) -> tuple[Scheme, ...]:
-        """Return the schemes that it has on "cpu" or "cuda"."""
-        ...
-
-    def prepare(self, source: Source, deployment: Deployment, folder: Path) -> PreparedFiles:
+    def __call__(self, source: Source, deployment: Deployment, folder: Path) -> PreparedFiles:
         """Write the files of the model, those of `MODEL_FILES`, into `folder`.
 
         Raises:
@@ -67,6 +59,20 @@ class Runtime(Protocol):
             PlanError: a pattern hits no layer.
             QuantizationError: the model can't be brought into this deployment.
         """
+        ...
+
+
+class Runtime(Protocol):
+    """A module of this package, one for each runtime; `CONVERSION` is the "module:function" of its `Convert`."""
+
+    CONVERSION: str
+
+    def missing(self) -> str | None:
+        """Return what has to be installed, as one line, or None where the runtime can be used."""
+        ...
+
+    def schemes(self, device: str) -> tuple[Scheme, ...]:
+        """Return the schemes that it has on "cpu" or "cuda"."""
         ...
 
     def open(self, folder: Path, recipe: Recipe, *, device: str, num_threads: int | None) -> ModelSession:

@@ -2,6 +2,7 @@
 
 from functools import partial
 from pathlib import Path
+from pkgutil import resolve_name
 
 import numpy as np
 
@@ -9,7 +10,7 @@ from profiling_agent.artifacts.golden import NUM_IMAGES, Golden
 from profiling_agent.artifacts.recipe import Recipe
 from profiling_agent.artifacts.save import Description, write_artifact
 from profiling_agent.deployment.batches import noise_batch
-from profiling_agent.deployment.protocol import Source
+from profiling_agent.deployment.protocol import Convert, Source
 from profiling_agent.deployment.registry import runtime
 from profiling_agent.errors import QuantizationError
 from profiling_agent.records import Deployment
@@ -34,6 +35,7 @@ def save_deployed(
         QuantizationError: the model can't be brought into this deployment, or doesn't give numbers in it.
     """
     parent = source.recipe
+    convert: Convert = resolve_name(runtime(deployment.runtime).CONVERSION)
     description = Description(
         base_model=parent.base_model,
         base_revision=parent.base_revision,
@@ -48,7 +50,7 @@ def save_deployed(
         description,
         folder,
         processor=source.processor,
-        write_model=partial(runtime(deployment.runtime).prepare, source, deployment),
+        write_model=partial(convert, source, deployment),
         ask=partial(_ask, device=source.device, num_threads=num_threads),
         has_card=True,
     )

@@ -3,12 +3,14 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from profiling_agent.artifacts.recipe import PreparedFiles, Recipe
-from profiling_agent.deployment.protocol import Source
-from profiling_agent.records import Deployment, Scheme
+from profiling_agent.artifacts.recipe import Recipe
+from profiling_agent.records import Scheme
 
 if TYPE_CHECKING:
     from profiling_agent.deployment.torch_session import TorchSession
+
+
+CONVERSION = "profiling_agent.deployment.torch_conversion:write_deployment"
 
 
 def missing() -> str | None:
@@ -21,13 +23,6 @@ def schemes(device: str) -> tuple[Scheme, ...]:
     if device == "cuda":
         return ("float32", "bfloat16", "float16")
     return ("float32", "bfloat16", "float16", "dynamic")
-
-
-def prepare(source: Source, deployment: Deployment, folder: Path) -> PreparedFiles:
-    """Write the weights in the deployment's dtypes; on CUDA the whole model is in half precision, on the CPU layers are."""
-    from profiling_agent.deployment.torch_conversion import write_deployment
-
-    return write_deployment(source, deployment, folder)
 
 
 def open(folder: Path, recipe: Recipe, *, device: str, num_threads: int | None) -> "TorchSession":  # noqa: ARG001 (every runtime's name and signature)

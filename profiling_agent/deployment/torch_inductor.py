@@ -5,15 +5,18 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from profiling_agent.artifacts.recipe import PreparedFiles, Recipe
-from profiling_agent.deployment.protocol import Source, missing_packages
-from profiling_agent.records import Deployment, Scheme
+from profiling_agent.artifacts.recipe import Recipe
+from profiling_agent.deployment.protocol import missing_packages
+from profiling_agent.records import Scheme
 
 if TYPE_CHECKING:
     from profiling_agent.deployment.torch_session import InductorSession
 
 # What torch looks for, in its order; CXX names another one.
 COMPILERS = ("g++", "clang++")
+
+
+CONVERSION = "profiling_agent.deployment.torch_conversion:write_deployment"
 
 
 def missing() -> str | None:
@@ -29,13 +32,6 @@ def missing() -> str | None:
 def schemes(device: str) -> tuple[Scheme, ...]:
     """Return the schemes of a device; int8 kernels are the CPU's."""
     return ("float32", "bfloat16", "float16") if device == "cuda" else ("float32", "bfloat16", "static")
-
-
-def prepare(source: Source, deployment: Deployment, folder: Path) -> PreparedFiles:
-    """Write the weights in the deployment's dtypes, as eager torch has them."""
-    from profiling_agent.deployment.torch_conversion import write_deployment
-
-    return write_deployment(source, deployment, folder)
 
 
 def open(folder: Path, recipe: Recipe, *, device: str, num_threads: int | None) -> "InductorSession":  # noqa: ARG001 (every runtime's name and signature)

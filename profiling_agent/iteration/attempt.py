@@ -102,8 +102,11 @@ def quantize_attempt(evaluator: Evaluator, prepared: PreparedAttempt, deployment
         return prepared.model_copy(update={"deployed": model})
     plan = prepared.plan.model_copy(update={"quantization": deployment.recommendations})
     planned = prepared.model_copy(update={"deployment": deployment, "plan": plan})
+    deployer = evaluator.deployer
     try:
-        return planned.model_copy(update={"deployed": evaluator.deployer.deploy_tuned(model, deployment).model})
+        tuned = deployer.tune(model, deployment)
+        deployed = deployer.deploy(tuned.model if tuned else model, deployment)
+        return planned.model_copy(update={"deployed": deployed.model})
     except REFUSALS as error:
         return planned.model_copy(update={"failure": str(error)})
 

@@ -56,8 +56,3 @@ class Deployer:
             isolated=name != "eager",
         )
         return self.jobs.run(task)
-
-    def deploy_tuned(self, model: ArtifactRef, deployment: Deployment) -> DeployedModel:
-        """Bring a float32 model into a deployment, made ready for it first; raises what `deploy` does."""
-        tuned = self.tune(model, deployment)
-        return self.deploy(tuned.model if tuned else model, deployment)

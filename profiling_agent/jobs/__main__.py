@@ -4,6 +4,8 @@ import os
 import shutil
 import traceback
 import warnings
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from pkgutil import resolve_name
 
@@ -25,7 +27,12 @@ def main() -> None:
         order = parent.receive(Order)
         answer = Message(kind="done")
         try:
-            _carry_out(order, parent)
+            with _job_folder(order, parent) as job:
+                task = resolve_name(order.record).model_validate(order.task)
+                if order.torch:
+                    _set_torch()
+                result = resolve_name(order.handler)(task, job)
+                write_atomically(job.folder / "result.json", result.model_dump_json(indent=1))
         except ProfilingAgentError as error:
             answer = Message(kind="failed", error=type(error).__name__, text=str(error))
         except MemoryError:
@@ -39,8 +46,9 @@ def main() -> None:
         parent.send(answer)
 
 
-def _carry_out(order: Order, parent: Parent) -> None:
-    """Do one job in a temporary folder and rename it; a job is either whole or not there."""
+@contextmanager
+def _job_folder(order: Order, parent: Parent) -> Generator[JobContext]:
+    """Give a temporary folder, which is renamed when the job is done; a job is either whole or not there."""
 
     def progress(message: str, done: int, total: int) -> None:
         parent.send(Message(kind="progress", text=message, done=done, total=total))
@@ -49,12 +57,7 @@ def _carry_out(order: Order, parent: Parent) -> None:
     folder = root / "jobs" / f"{TEMPORARY}{order.key}-{os.getpid()}"
     folder.mkdir(parents=True)
     try:
-        task = resolve_name(order.record).model_validate(order.task)
-        if order.torch:
-            _set_torch()
-        handler = resolve_name(order.handler)
-        result = handler(task, JobContext(root=root, folder=folder, final=final, progress=progress))
-        write_atomically(folder / "result.json", result.model_dump_json(indent=1))
+        yield JobContext(root=root, folder=folder, final=final, progress=progress)
         folder.rename(root / final)
     finally:
         shutil.rmtree(folder, ignore_errors=True)

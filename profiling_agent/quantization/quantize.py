@@ -1,7 +1,7 @@
 """Quantization of a model: recommendations to a copy with the layers quantized that they name."""
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -57,11 +57,16 @@ def quantize_model(
     quantized = copy.deepcopy(model).cpu()
     static = [name for name, choice in chosen.items() if choice.quantization_type == "static"]
     folded, observed = _prepare_(quantized, static, calibration) if static else ((), {})
-    made = {
-        name: _layer(name, quantized.get_submodule(name), choice, observed)
-        for name, choice in chosen.items()
-        if choice.quantization_type != "static" or name in observed
-    }
+    made: dict[str, QuantizedModule] = {}
+    for name, choice in chosen.items():
+        if choice.quantization_type == "static" and name not in observed:
+            continue
+        layer = quantized.get_submodule(name)
+        assert isinstance(layer, nn.Linear | nn.Conv2d), "names were taken from the same model"
+        try:
+            made[name] = quantized_layer(layer, choice.quantization_type, choice.dtype, observed.get(name))
+        except QuantizationError as error:
+            raise QuantizationError(f"layer {name!r} can't be quantized: {error}") from error
     for name, layer in made.items():
         quantized.set_submodule(name, layer.train(model.get_submodule(name).training))
     return Quantized(model=quantized, layers=tuple(made), folded=folded)
@@ -105,17 +110,6 @@ def _prepare_(
     with left_as_found(model), torch.no_grad():
         folded = fold_norms_(model.eval(), convolutions, first[:NUM_CHECKED]) if convolutions else ()
     return folded, observe(model, names, calibration)
-
-
-def _layer(
-    name: str, layer: nn.Module, choice: QuantizationRecommendation, observed: Mapping[str, Observed]
-) -> QuantizedModule:
-    """Return what takes the place of a layer."""
-    assert isinstance(layer, nn.Linear | nn.Conv2d), "names were taken from the same model"
-    try:
-        return quantized_layer(layer, choice.quantization_type, choice.dtype, observed.get(name))
-    except QuantizationError as error:
-        raise QuantizationError(f"layer {name!r} can't be quantized: {error}") from error
 
 
 def quantized_layer(layer: Layer, kind: Kind, dtype: str, observed: Observed | None = None) -> QuantizedModule:

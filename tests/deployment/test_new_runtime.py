@@ -1,0 +1,68 @@
+"""A new runtime is a file and the rows that CONTRIBUTING.md names; saving, opening and checking are there for it."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+# What `## Add a runtime` says to touch: where a row goes, and the row.
+ROWS = (
+    ("records/deployment.py", '"openvino"]', '"openvino", "toy"]'),
+    ("records/deployment.py", '"openvino")', '"openvino", "toy")'),
+    ("artifacts/recipe.py", '"openvino": (IR, IR_WEIGHTS),', '"openvino": (IR, IR_WEIGHTS),\n    "toy": (ONNX,),'),
+    (
+        "artifacts/recipe.py",
+        '"openvino": ("openvino", "nncf"),',
+        '"openvino": ("openvino", "nncf"),\n    "toy": ("onnx",),',
+    ),
+    (
+        "deployment/registry.py",
+        "MODULES: dict[RuntimeName, str] = {",
+        '{0}\n    "toy": "profiling_agent.deployment.toy",',
+    ),
+)
+SCRIPT = """
+import sys
+from pathlib import Path
+import deployed, numpy, zoo
+from profiling_agent import ProfilingAgentError, load
+from profiling_agent.artifacts.golden import check_golden
+from profiling_agent.deployment.batches import noise_batch
+from profiling_agent.deployment.registry import open_session
+from profiling_agent.deployment.save import save_deployed
+folder, images = Path(sys.argv[1]), noise_batch(zoo.SPEC, 3, seed=2)
+source = deployed.source_of("vit", folder / "source")
+recipe = save_deployed(source, deployed.deployment("toy float32"), folder / "model")
+print(load(folder / "model").runtime, "model.onnx" in recipe.files, "onnx" in recipe.libraries)
+session = open_session(folder / "model", num_threads=1)
+print(deployed.distance(session.run(images), deployed.float_logits(source, images)) < 1e-5, session.bound(images)() > 0)
+try:
+    check_golden(lambda given: session.run(given) * numpy.float32(1.01), folder / "model", recipe)
+except ProfilingAgentError as error:
+    print("logits are 0.01 apart" in str(error))
+"""
+
+
+def test_a_runtime_that_follows_the_words_is_saved_opened_and_checked(tmp_path: Path):
+    package = shutil.copytree(ROOT / "profiling_agent", tmp_path / "profiling_agent")
+    shutil.copyfile(Path(__file__).with_name("toy_runtime.py"), package / "deployment" / "toy.py")
+    for name, place, row in ROWS:
+        text = (package / name).read_text()
+        assert text.count(place) == 1, f"{name} has no longer one place for the row: CONTRIBUTING.md and this test"
+        (package / name).write_text(text.replace(place, row.replace("{0}", place)))
+    (tmp_path / "work").mkdir()
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT / "tests")])}
+
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path / "work")]
+    ended = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.splitlines() == ["toy True True", "True True", "True"]
+
+
+def test_contributing_names_the_files_that_this_test_touches():
+    words = (ROOT / "CONTRIBUTING.md").read_text().split("## Add a runtime\n")[1].split("\n## ")[0]
+
+    assert all(f"profiling_agent/{name}" in words for name, _, _ in ROWS)
