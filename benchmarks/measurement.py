@@ -1,4 +1,4 @@
-"""Does a race say what is so? A model against itself, and against itself made 10% slower on purpose.
+"""Measurement, measured: does a race say what is so? A model against itself, and against itself made 10% slower on purpose.
 
     python benchmarks/measurement.py [--models DIR] [--batch-size N] [--comparisons N] [--quick] [--json FILE]
 

@@ -1,4 +1,4 @@
-"""Where what we make ourselves is kept between runs."""
+"""Cache: what we make ourselves, kept between runs."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""How long work says where it is."""
+"""Progress: how long work says where it is."""
 
 from typing import Protocol
 

@@ -1,4 +1,4 @@
-"""How much accuracy was lost, and how sure that is. numpy and scipy, no torch.
+"""Intervals: how much accuracy was lost, and how sure that is. numpy and scipy, no torch.
 
 Two models answer the same images, so only the discordant ones (right for one model alone) carry information. The
 interval is the adjusted Wald interval for a difference of paired proportions: one image is added to each discordant

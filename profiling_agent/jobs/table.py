@@ -14,7 +14,7 @@ HOUR = 3600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class JobRow:
     """One job: `handler` is "module:function", which takes the task and a `JobContext` and returns the task's result.
 
     With `torch` the process has torch's threads and seed set before. An isolated job has a time limit of its own.
@@ -26,27 +26,27 @@ class Row:
     isolated_timeout_s: float = HOUR
 
 
-Table = Mapping[type[tasks.Task[Any]], Row]
+Table = Mapping[type[tasks.Task[Any]], JobRow]
 
 TABLE: Table = {
-    tasks.AcquireTask: Row(handler="profiling_agent.jobs.handlers.acquisition:acquire"),
-    tasks.SurveyShapeTask: Row(handler="profiling_agent.jobs.handlers.acquisition:survey_shape"),
-    tasks.ResolveShapeTask: Row(handler="profiling_agent.jobs.handlers.acquisition:resolve_shape"),
-    tasks.ProfileTask: Row(handler="profiling_agent.jobs.handlers.profiling:profile"),
-    tasks.PruneTask: Row(handler="profiling_agent.jobs.handlers.pruning:prune"),
+    tasks.AcquireTask: JobRow(handler="profiling_agent.jobs.handlers.acquisition:acquire"),
+    tasks.SurveyShapeTask: JobRow(handler="profiling_agent.jobs.handlers.acquisition:survey_shape"),
+    tasks.ResolveShapeTask: JobRow(handler="profiling_agent.jobs.handlers.acquisition:resolve_shape"),
+    tasks.ProfileTask: JobRow(handler="profiling_agent.jobs.handlers.profiling:profile"),
+    tasks.PruneTask: JobRow(handler="profiling_agent.jobs.handlers.pruning:prune"),
     # What is cut off goes on after its last epoch, but a hundred epochs may take a day.
-    tasks.RecoverTask: Row(handler="profiling_agent.jobs.handlers.pruning:recover", timeout_s=24 * HOUR),
-    tasks.TuneTask: Row(handler="profiling_agent.jobs.handlers.deployment:tune"),
-    tasks.ExportTask: Row(handler="profiling_agent.jobs.handlers.deployment:export", isolated_timeout_s=HOUR / 2),
-    tasks.DeployTask: Row(handler="profiling_agent.jobs.handlers.deployment:deploy", isolated_timeout_s=HOUR / 2),
-    tasks.EvaluateTask: Row(handler="profiling_agent.jobs.handlers.evaluation:evaluate"),
-    tasks.CompareTask: Row(handler="profiling_agent.jobs.handlers.evaluation:compare"),
-    tasks.HeadlineTask: Row(
+    tasks.RecoverTask: JobRow(handler="profiling_agent.jobs.handlers.pruning:recover", timeout_s=24 * HOUR),
+    tasks.TuneTask: JobRow(handler="profiling_agent.jobs.handlers.deployment:tune"),
+    tasks.ExportTask: JobRow(handler="profiling_agent.jobs.handlers.deployment:export", isolated_timeout_s=HOUR / 2),
+    tasks.DeployTask: JobRow(handler="profiling_agent.jobs.handlers.deployment:deploy", isolated_timeout_s=HOUR / 2),
+    tasks.EvaluateTask: JobRow(handler="profiling_agent.jobs.handlers.evaluation:evaluate"),
+    tasks.CompareTask: JobRow(handler="profiling_agent.jobs.handlers.evaluation:compare"),
+    tasks.HeadlineTask: JobRow(
         handler="profiling_agent.jobs.handlers.timing:headline", torch=False, isolated_timeout_s=HOUR / 2
     ),
-    tasks.RaceTask: Row(handler="profiling_agent.jobs.handlers.timing:race", torch=False),
-    tasks.ThroughputTask: Row(handler="profiling_agent.jobs.handlers.timing:throughput", torch=False),
-    tasks.MemoryTask: Row(
+    tasks.RaceTask: JobRow(handler="profiling_agent.jobs.handlers.timing:race", torch=False),
+    tasks.ThroughputTask: JobRow(handler="profiling_agent.jobs.handlers.timing:throughput", torch=False),
+    tasks.MemoryTask: JobRow(
         handler="profiling_agent.jobs.handlers.timing:memory", torch=False, isolated_timeout_s=HOUR / 2
     ),
 }

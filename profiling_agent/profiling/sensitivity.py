@@ -25,6 +25,7 @@ from profiling_agent.pruning.calibration import MIN_IMAGES, Calibration, regroup
 from profiling_agent.pruning.criteria import CRITERIA, order_by, predicted_kl
 from profiling_agent.pruning.folding import Folded, fold, overlay
 from profiling_agent.pruning.moments import gather_moments
+from profiling_agent.pruning.ridge import SingularError
 from profiling_agent.pruning.widths import aligned_widths
 from profiling_agent.records import CriterionScore, Cut, Evidence, Unit, UnitEvidence, UnitKind, WidthOption
 
@@ -68,7 +69,7 @@ def measure_sensitivity(  # noqa: PLR0913 (how, and on what, a study is made)
             scores = study.compare(CRITERIA if criterion == "auto" else (criterion,))
             progress("measuring sensitivity", 2, 3)
             rows = study.measure(_chosen(scores), table or LatencyTable({}), progress)
-        except torch.linalg.LinAlgError as error:  # pyright: ignore[reportPrivateImportUsage]
+        except SingularError as error:
             raise PruningError(f"what layers read varies too little beside its mean to be measured: {error}") from error
     return Evidence(
         units=rows,

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Share of the columns' mean variance, so that the noise of few images isn't fitted (docs/facts.md, "Calibration images
-# and ridge").
-RIDGE = 1e-2
+from profiling_agent.pruning.ridge import damped_inverse
+
 # Channels taken out between two updates: a share of the width, so that wide layers take seconds and not minutes.
 UPDATES = 128
 # How many times as many are looked at closely, for those that go between two updates.
@@ -91,13 +90,6 @@ def _root(sensitivity: Tensor) -> Tensor:
     """Return R with R'R = S: what goes through it is felt alike."""
     values, vectors = torch.linalg.eigh(sensitivity)
     return values.clamp_min(0).sqrt()[:, None] * vectors.T
-
-
-def damped_inverse(covariance: Tensor) -> Tensor:
-    """Return (C + ridge m I)^-1, m the mean variance; columns that don't vary at all get a large finite number."""
-    mean = covariance.diagonal().mean().clamp_min(torch.finfo(torch.float32).tiny)
-    damped = covariance + RIDGE * mean * torch.eye(len(covariance), dtype=covariance.dtype, device=covariance.device)
-    return torch.cholesky_inverse(torch.linalg.cholesky(damped))
 
 
 def _errors(weight: Tensor, inverse: Tensor, groups: int) -> Tensor:

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from profiling_agent.modules.norms import has_bias
 from profiling_agent.pruning.consumers import columns_of, matrix_of
-from profiling_agent.pruning.elimination import RIDGE
 from profiling_agent.pruning.gate import masked_parameters
 from profiling_agent.pruning.moments import UnitMoments
+from profiling_agent.pruning.ridge import damp_, divide_
 from profiling_agent.records import Unit
 
 
@@ -35,10 +35,9 @@ def fold(model: nn.Module, unit: Unit, moments: UnitMoments, kept: Sequence[int]
     columns = columns_of(unit, layer, kept)
     lost = torch.ones(weight.shape[1], dtype=torch.bool, device=weight.device)
     lost[columns] = False
-    damped = second[columns][:, columns]
-    damped.diagonal().add_(RIDGE * second.diagonal().mean().clamp_min(torch.finfo(torch.float32).tiny))
-    taken = torch.cholesky_solve(second[columns][:, lost], torch.linalg.cholesky(damped))
-    folded = weight[:, columns] + weight[:, lost] @ taken.T
+    mean_square = second.diagonal().mean().clamp_min(torch.finfo(torch.float32).tiny)
+    taken = divide_(second[lost][:, columns], damp_(second[columns][:, columns], mean_square))
+    folded = weight[:, columns] + weight[:, lost] @ taken
     mean = moments.mean.double()
     shift = weight @ mean - folded @ mean[columns]
     masked = masked_parameters(model, unit, kept)

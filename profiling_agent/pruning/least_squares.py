@@ -1,17 +1,17 @@
 """Least squares: the consumer of a cut unit computes from what was kept what it computed before; no training."""
 
+import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from scipy.linalg import LinAlgError, cho_factor, cho_solve
 from torch import Tensor, nn
 
 from profiling_agent.modules.norms import following_norms, has_bias
 from profiling_agent.modules.prefix import Walk, in_order
 from profiling_agent.progress import Progress, silent
 from profiling_agent.pruning.consumers import columns_of, features, matrix_of, outputs_of
-from profiling_agent.pruning.elimination import RIDGE
+from profiling_agent.pruning.ridge import RIDGE, SingularError, damp_, divide_
 from profiling_agent.records import Cut
 
 # Below this share of the second moment a variance is the rounding of float32 products.
@@ -73,21 +73,11 @@ def fit_(moments: PairedMoments, start: Tensor, *, centred: bool, ridge: float =
     weight, varied = start, gram.diagonal().mean()
     if varied > ROUNDING * moments.read_mean.square().mean():
         missing = cross.sub_(start @ gram)
-        gram.diagonal().add_(ridge * varied)
-        weight = start + _divided_(missing, gram)
+        # Without an inverse nothing can be said that is nearer than `start`.
+        with contextlib.suppress(SingularError):
+            weight = start + divide_(missing, damp_(gram, varied, ridge))
     shift = moments.given_mean - weight @ moments.read_mean
     return weight, shift if centred else torch.zeros_like(shift)
-
-
-def _divided_(missing: Tensor, gram: Tensor) -> Tensor:
-    """Return missing gram^-1 in place of both, 0 where `gram` has no inverse; torch would hold three more of them."""
-    square, rest = gram.cpu().numpy(), missing.cpu().numpy()
-    try:
-        # LAPACK goes down columns: the transpose of a symmetric matrix is itself, and lies as it has to for that.
-        factor = cho_factor(square.T, overwrite_a=True, check_finite=False)
-    except LinAlgError:
-        return torch.zeros_like(missing)
-    return torch.from_numpy(cho_solve(factor, rest.T, overwrite_b=True, check_finite=False).T).to(missing)
 
 
 def compensate_units_(

@@ -13,10 +13,10 @@ from profiling_agent.errors import JobError, RequestError
 from profiling_agent.jobs import tasks
 from profiling_agent.jobs.context import JobContext
 from profiling_agent.jobs.runner import Jobs, job_key
-from profiling_agent.jobs.table import TABLE, Row
+from profiling_agent.jobs.table import TABLE, JobRow
 from profiling_agent.workspace import Workspace
 
-ROW = Row(handler="toy_job:double", torch=False, isolated_timeout_s=60.0)
+ROW = JobRow(handler="toy_job:double", torch=False, isolated_timeout_s=60.0)
 
 
 @pytest.fixture

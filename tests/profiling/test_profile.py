@@ -33,7 +33,7 @@ def quantized(model):
     with warnings.catch_warnings():
         # torch means to move its quantizer elsewhere; here it stands for any module that hides its weights.
         warnings.simplefilter("ignore")
-        return torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)  # pyright: ignore[reportDeprecated]
+        return torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
 
 
 def without_times(profile):

@@ -3,7 +3,8 @@ from itertools import combinations
 import pytest
 import torch
 
-from profiling_agent.pruning.elimination import RIDGE, eliminate, eliminate_in
+from profiling_agent.pruning.elimination import eliminate, eliminate_in
+from profiling_agent.pruning.ridge import RIDGE
 
 SIZES = pytest.mark.parametrize("size", [1, 2])
 

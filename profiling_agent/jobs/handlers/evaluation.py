@@ -59,7 +59,7 @@ def compare(task: CompareTask, job: JobContext) -> PaperBaseline:
 
 
 def _speedup(before: TorchSession, after: TorchSession, images: Batch) -> float:
-    """Return the median of the rounds' ratios: both in one process, which one runtime allows."""
+    """Return the median ratio of the repeats: both in one process, which one runtime allows."""
     turns = before.bound(images), after.bound(images)
     ratios: list[float] = []
     for number in range(NUM_WARM_UP + NUM_REPEATS):
