@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 from architecture import BASE, ORDER, ROOT, Import, drawing, drawn, imports, in_a_cycle, sources, upward
+from conftest import World
+from frames import counted, longest
 
 PACKAGE = ROOT / "profiling_agent"
 STAGES = ORDER[ORDER.index("modules") : ORDER.index("agents")]
@@ -111,3 +113,16 @@ def test_nothing_is_unpickled_and_no_remote_code_is_run():
         assert "pickle.load" not in text
         assert "torch.load(" not in text
         assert "trust_remote_code=True" not in text
+
+
+@pytest.mark.slow
+def test_few_frames_lie_between_a_node_and_the_tensor_operation(world: World):
+    found = counted(world.model, world.data)
+
+    cut = len(longest(found["pruning"], "agents/")) + len(longest(found["cut"], "jobs/"))
+    rounded = len(longest(found["round"], "jobs/"))
+    handed_over = [frames for frames in found["quantization"] if any("iteration/deployer" in name for name in frames)]
+    assert cut <= 12
+    assert len(longest(handed_over, "iteration/attempt.py:quantize_attempt")) + rounded <= 14
+    # Once a run, for every deployment that is tried on the baseline.
+    assert len(longest(handed_over, "iteration/deployment_search.py")) + rounded <= 17

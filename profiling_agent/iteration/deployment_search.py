@@ -88,11 +88,12 @@ def try_deployments(
     Whatever a conversion or a runtime does costs that deployment its place and the run nothing.
     """
     trying = _Trying(evaluator, model, own.variant if own else Variant.QUANTIZED, beside[0])
-    if own is None:
-        options = [trying.check(trying.make(deployment, choose_layers=True)) for deployment in deployments]
-    else:
-        options = [DeploymentOption(deployment=own.deployment, evaluation=own, keeps_accuracy=True, reason="")]
-        options += [trying.measure(trying.make(deployment)) for deployment in deployments]
+    options: list[DeploymentOption] = []
+    if own is not None:
+        options.append(DeploymentOption(deployment=own.deployment, evaluation=own, keeps_accuracy=True, reason=""))
+    for deployment in deployments:
+        option = trying.make(deployment, choose_layers=own is None)
+        options.append(trying.check(option) if own is None else trying.measure(option))
     entered = [option for option in options if _is_in(option) and option.evaluation not in beside]
     variants = (*beside, *(option.evaluation for option in entered if option.evaluation))
     race, not_raced = None, None

@@ -123,7 +123,9 @@ def _fold_sites_(
     """Fold, in both models, each site that gains by itself; return what was folded."""
     sites = [site for site in spreads if any(isinstance(tried.get_submodule(n), QuantizedModule) for n in site.readers)]
     options = {_key(site, alpha): (site, alpha) for site in sites for alpha in ALPHAS}
-    swaps = {key: _modules(smoothed, tried, site, spreads[site], alpha) for key, (site, alpha) in options.items()}
+    swaps: dict[str, dict[str, nn.Module]] = {}
+    for key, (site, alpha) in options.items():
+        swaps[key] = _modules(smoothed, tried, site, spreads[site], alpha)
     plain = {site.norm: {name: tried.get_submodule(name) for name in site.readers} for site in sites}
     expected, logits = swapped_logits(smoothed, plain | swaps, images, message="smooth", progress=progress)
     divergences = {key: _Divergence.between(expected, found) for key, found in logits.items()}
