@@ -16,7 +16,6 @@ from profiling_agent.deployment import registry
 from profiling_agent.deployment.choices import recommend
 from profiling_agent.errors import ProfilingAgentError
 from profiling_agent.iteration.deployer import Deployer
-from profiling_agent.iteration.deployments import leaving_in_float
 from profiling_agent.jobs.runner import Jobs
 from profiling_agent.quantization.footprint import folder_bytes
 from profiling_agent.records import RUNTIMES, ArtifactRef, Cut, DeployedModel, Deployment, InputSpec, SplitInfo
@@ -111,11 +110,13 @@ class Workshop:
     ) -> Made:
         """Bring a float32 model into a deployment, `tuned` for int8 first where asked; what fails is said."""
         deployer = Deployer(self.jobs, calibration, batch_size)
+        if tuned:
+            option = deployer.make(model, deployment, choose_layers=True)
+            if option.deployed is None:
+                print(f"  {deployment.name} could not be made: {option.reason}", flush=True)
+            return Made(option.deployment, option.deployed, reason=option.reason)
         try:
-            found = deployer.tune(model, deployment) if tuned else None
-            if found:
-                model, deployment = found.model, leaving_in_float(deployment, found.kept)
-            return Made(deployment, deployer.deploy(model, deployment))
+            return Made(deployment, self.jobs.run(deployer.deploy_task(model, deployment)))
         except ProfilingAgentError as error:
             print(f"  {deployment.name} could not be made: {error}", flush=True)
             return Made(deployment, reason=str(error))

@@ -58,24 +58,34 @@ class Counts(Record):
     parameter_bytes: int
 
 
-class Recipe(Record):
-    """A saved model: what it was made from, what was done to it, and the sha256 of every other file in its folder."""
+class Description(Record):
+    """A saved model as it is known before its files are there: what it was made from, what was done, what executes it."""
 
-    schema_version: int = SCHEMA_VERSION
     base_model: str
     base_revision: str | None
     architecture: str
     config: dict[str, Any]
     input: InputSpec
     cuts: tuple[Cut, ...]
-    quantized: tuple[QuantizedLayer, ...]
     deployment: Deployment = Field(default=Deployment(), description="the runtime that executes it, and the scheme")
+
+
+class Recipe(Description):
+    """A saved model: what is known of it, and the sha256 of every other file in its folder."""
+
+    schema_version: int = SCHEMA_VERSION
+    quantized: tuple[QuantizedLayer, ...]
     counts: Counts | None = Field(default=None, description="None where the weights are torch's and can be counted")
     folded: tuple[str, ...] = Field(default=(), description="batch norms that went into the convolutions before them")
     tied: dict[str, str] = Field(description="parameters that are stored under the name of another one")
     files: dict[str, str]
     libraries: dict[str, str]
     cpu: str
+
+    def deployed_as(self, deployment: Deployment) -> Description:
+        """Return what is known of the same model in another deployment, before its files are there."""
+        known = {name: getattr(self, name) for name in Description.model_fields if name != "deployment"}
+        return Description(**known, deployment=deployment)
 
     @field_validator("files")
     @classmethod

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -25,6 +24,7 @@ from profiling_agent.artifacts.recipe import (
     RECIPE,
     WEIGHTS,
     Counts,
+    Description,
     PreparedFiles,
     QuantizedLayer,
     Recipe,
@@ -36,36 +36,21 @@ from profiling_agent.reproducibility import environment
 from profiling_agent.workspace import file_sha256, write_atomically
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Description:
-    """What a recipe says of a model before its files are there.
-
-    `complexity` is params and MACs, for files that torch can't count.
-    """
-
-    base_model: str
-    base_revision: str | None
-    architecture: str
-    config: dict[str, Any]
-    input: InputSpec
-    cuts: tuple[Cut, ...]
-    deployment: Deployment
-    complexity: tuple[int, int] | None = None
-
-
-def write_artifact(
+def write_artifact(  # noqa: PLR0913 (one writer for what all runtimes leave)
     description: Description,
     folder: Path,
     *,
     processor: Any,
     write_model: Callable[[Path], PreparedFiles],
     ask: Callable[[Path, Recipe], Golden],
+    complexity: tuple[int, int] | None = None,
     has_card: bool = False,
 ) -> Recipe:
     """Write a saved model to `folder`, which appears complete or not at all; return its recipe.
 
     `write_model` writes the files of the runtime into a folder; then come processor, config, what `ask` hears from the
-    model in that folder, as golden logits, the recipe with all hashes, and a card where one is wanted.
+    model in that folder, as golden logits, the recipe with all hashes, and a card where one is wanted. `complexity` is
+    params and MACs, for files that torch can't count.
 
     Raises:
         ArtifactError: `folder` exists, or there is no space for it; and whatever `write_model` and `ask` raise.
@@ -76,7 +61,7 @@ def write_artifact(
         (temporary / CONFIG).write_text(json.dumps(description.config, indent=2) + "\n", encoding="utf-8")
         # A recipe names its golden file, and a runtime is opened by a recipe.
         (temporary / GOLDEN).touch()
-        draft = _recipe(description, prepared, temporary)
+        draft = _recipe(description, prepared, temporary, complexity)
         _write_recipe(draft, temporary)
         write_golden(ask(temporary, draft), temporary)
         files = draft.files | {GOLDEN: file_sha256(temporary / GOLDEN)}
@@ -87,22 +72,18 @@ def write_artifact(
     return recipe
 
 
-def _recipe(description: Description, prepared: PreparedFiles, folder: Path) -> Recipe:
+def _recipe(
+    description: Description, prepared: PreparedFiles, folder: Path, complexity: tuple[int, int] | None
+) -> Recipe:
     deployment = description.deployment
     counts = None
-    if description.complexity is not None:
-        params, macs = description.complexity
+    if complexity is not None:
+        params, macs = complexity
         counts = Counts(params=params, macs=macs, parameter_bytes=_weight_bytes(folder, deployment))
     versions = {name: metadata.version(name) for name in PACKAGES[deployment.runtime]}
     return Recipe(
-        base_model=description.base_model,
-        base_revision=description.base_revision,
-        architecture=description.architecture,
-        config=description.config,
-        input=description.input,
-        cuts=description.cuts,
+        **dict(description),
         quantized=prepared.quantized,
-        deployment=deployment,
         counts=counts,
         folded=prepared.folded,
         tied=prepared.tied,

@@ -8,7 +8,7 @@ import numpy as np
 
 from profiling_agent.artifacts.golden import NUM_IMAGES, Golden
 from profiling_agent.artifacts.recipe import Recipe
-from profiling_agent.artifacts.save import Description, write_artifact
+from profiling_agent.artifacts.save import write_artifact
 from profiling_agent.deployment.batches import noise_batch
 from profiling_agent.deployment.protocol import Convert, Source
 from profiling_agent.deployment.registry import runtime
@@ -34,24 +34,14 @@ def save_deployed(
         PlanError: a pattern hits no layer.
         QuantizationError: the model can't be brought into this deployment, or doesn't give numbers in it.
     """
-    parent = source.recipe
     convert: Convert = resolve_name(runtime(deployment.runtime).CONVERSION)
-    description = Description(
-        base_model=parent.base_model,
-        base_revision=parent.base_revision,
-        architecture=parent.architecture,
-        config=parent.config,
-        input=parent.input,
-        cuts=parent.cuts,
-        deployment=deployment,
-        complexity=complexity,
-    )
     return write_artifact(
-        description,
+        source.recipe.deployed_as(deployment),
         folder,
         processor=source.processor,
         write_model=partial(convert, source, deployment),
         ask=partial(_ask, device=source.device, num_threads=num_threads),
+        complexity=complexity,
         has_card=True,
     )
 

@@ -2,8 +2,7 @@
 
 from profiling_agent.analysis.dry_run import dry_run
 from profiling_agent.errors import ArtifactError, JobError, PlanError, PruningError
-from profiling_agent.iteration.deployer import REFUSALS
-from profiling_agent.iteration.deployment_search import search_deployments
+from profiling_agent.iteration.deployment_search import as_search, try_deployments
 from profiling_agent.iteration.deployments import possible_deployments
 from profiling_agent.iteration.evaluator import Evaluator
 from profiling_agent.iteration.judge import judge
@@ -102,13 +101,10 @@ def quantize_attempt(evaluator: Evaluator, prepared: PreparedAttempt, deployment
         return prepared.model_copy(update={"deployed": model})
     plan = prepared.plan.model_copy(update={"quantization": deployment.recommendations})
     planned = prepared.model_copy(update={"deployment": deployment, "plan": plan})
-    deployer = evaluator.deployer
-    try:
-        tuned = deployer.tune(model, deployment)
-        deployed = deployer.deploy(tuned.model if tuned else model, deployment)
-        return planned.model_copy(update={"deployed": deployed.model})
-    except REFUSALS as error:
-        return planned.model_copy(update={"failure": str(error)})
+    option = evaluator.deployer.make(model, deployment)
+    if option.deployed is None:
+        return planned.model_copy(update={"failure": option.reason})
+    return planned.model_copy(update={"deployed": option.deployed.model})
 
 
 def open_journal(evaluator: Evaluator, plan: Plan) -> Journal:
@@ -119,7 +115,8 @@ def open_journal(evaluator: Evaluator, plan: Plan) -> Journal:
     deployments = possible_deployments(plan, evaluator.choices)
     if not deployments:
         return Journal(baseline=baseline)
-    search = search_deployments(evaluator, deployments, baseline)
+    tried = try_deployments(evaluator, evaluator.baseline, deployments, (baseline,))
+    search = as_search(tried, evaluator.choices.notes)
     quantized = search.of(search.chosen).evaluation if search.chosen else None
     return Journal(baseline=baseline, deployment_search=search, quantized=quantized)
 

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from profiling_agent.errors import ArtifactError, JobError, QuantizationError
-from profiling_agent.iteration.deployments import INT8
+from profiling_agent.iteration.deployments import INT8, leaving_in_float
 from profiling_agent.jobs.runner import Jobs
 from profiling_agent.jobs.tasks import DeployTask, ExportTask, TuneTask
-from profiling_agent.records import ArtifactRef, DeployedModel, Deployment, RuntimeName, SplitInfo, Tuned
+from profiling_agent.records import ArtifactRef, Deployment, DeploymentOption, RuntimeName, SplitInfo, Tuned
 
 # What a conversion or a runtime may end with; it costs the deployment its place, or the attempt, and never the run.
 REFUSALS = (ArtifactError, JobError, QuantizationError)
@@ -25,27 +25,36 @@ class Deployer:
     device: str = "cpu"
     latency_shares: Mapping[str, float] = field(default_factory=dict)
 
-    def tune(self, model: ArtifactRef, deployment: Deployment) -> Tuned | None:
-        """Make a float32 model ready for an int8 deployment; None where the deployment isn't int8."""
-        if deployment.scheme not in INT8:
-            return None
-        task = TuneTask(
+    def make(self, model: ArtifactRef, deployment: Deployment, *, choose_layers: bool = False) -> DeploymentOption:
+        """Tune a float32 model for int8, leave the dearest layers in float where that is to be chosen, and convert.
+
+        What the conversion refuses, and that it crashed or hung, is the option's reason.
+        """
+        tuned = None
+        try:
+            if deployment.scheme in INT8:
+                tuned = self.jobs.run(self._tune_task(model, deployment))
+                if choose_layers:
+                    deployment = _with_kept(deployment, tuned)
+            deployed = self.jobs.run(self.deploy_task(tuned.model if tuned else model, deployment))
+        except REFUSALS as error:
+            return DeploymentOption(deployment=deployment, tuned=tuned, reason=str(error))
+        return DeploymentOption(deployment=deployment, tuned=tuned, deployed=deployed, reason="")
+
+    def _tune_task(self, model: ArtifactRef, deployment: Deployment) -> TuneTask:
+        return TuneTask(
             model=model,
             scheme="dynamic" if deployment.scheme == "dynamic" else "static",
             calibration=self.calibration,
             latency_shares=dict(self.latency_shares),
             batch_size=self.batch_size,
         )
-        return self.jobs.run(task)
 
-    def deploy(self, model: ArtifactRef, deployment: Deployment) -> DeployedModel:
-        """Bring a float32 model into a deployment as it is; as ONNX first where the runtime reads that.
-
-        Raises what the conversion does, and JobError where it crashed or hung.
-        """
+    def deploy_task(self, model: ArtifactRef, deployment: Deployment) -> DeployTask:
+        """Return the job that converts a float32 model as it is; where the runtime reads ONNX, that is written first."""
         name = deployment.runtime
         reads_onnx = name in READS_ONNX and (name, deployment.scheme) != ("openvino", "static")
-        task = DeployTask(
+        return DeployTask(
             model=model,
             deployment=deployment,
             calibration=self.calibration,
@@ -55,4 +64,9 @@ class Deployer:
             # Converters and compilers of other runtimes crash and hang.
             isolated=name != "eager",
         )
-        return self.jobs.run(task)
+
+
+def _with_kept(deployment: Deployment, tuned: Tuned) -> Deployment:
+    """Leave the dearest layers of an int8 deployment in float, unless a plan says by name what becomes of which layer."""
+    is_by_name = len(deployment.recommendations) > 1
+    return deployment if is_by_name else leaving_in_float(deployment, tuned.kept)

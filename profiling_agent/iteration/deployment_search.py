@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from profiling_agent.benchmarking.race import noise_warning
 from profiling_agent.errors import JobError
 from profiling_agent.iteration.deployer import REFUSALS
-from profiling_agent.iteration.deployments import leaving_in_float
 from profiling_agent.iteration.evaluator import Evaluator
 from profiling_agent.iteration.judge import judge
 from profiling_agent.iteration.selection import preference, size_ratio
@@ -24,7 +23,6 @@ from profiling_agent.records import (
     Evaluation,
     Goal,
     Race,
-    Tuned,
     Variant,
 )
 
@@ -51,12 +49,8 @@ class TriedDeployments:
     not_raced: str | None = None
 
 
-def search_deployments(
-    evaluator: Evaluator, deployments: Sequence[Deployment], baseline: Evaluation
-) -> DeploymentSearch:
-    """Try the baseline, of which `baseline` is the evaluation on the search images, in each of `deployments`."""
-    tried = try_deployments(evaluator, evaluator.baseline, deployments, (baseline,))
-    notes = evaluator.choices.notes
+def as_search(tried: TriedDeployments, notes: tuple[str, ...]) -> DeploymentSearch:
+    """Return what was tried of the baseline, as a run keeps it; `notes` say what could not be tried."""
     if tried.not_raced is not None:
         notes = (*notes, f"the deployments could not be raced: {tried.not_raced}")
     elif tried.race is not None and (warning := noise_warning(tried.race)):
@@ -87,12 +81,12 @@ def try_deployments(
 
     Whatever a conversion or a runtime does costs that deployment its place and the run nothing.
     """
-    trying = _Trying(evaluator, model, own.variant if own else Variant.QUANTIZED, beside[0])
+    deployer, trying = evaluator.deployer, _Trying(evaluator, own.variant if own else Variant.QUANTIZED, beside[0])
     options: list[DeploymentOption] = []
     if own is not None:
         options.append(DeploymentOption(deployment=own.deployment, evaluation=own, keeps_accuracy=True, reason=""))
     for deployment in deployments:
-        option = trying.make(deployment, choose_layers=own is None)
+        option = deployer.make(model, deployment, choose_layers=own is None)
         options.append(trying.check(option) if own is None else trying.measure(option))
     entered = [option for option in options if _is_in(option) and option.evaluation not in beside]
     variants = (*beside, *(option.evaluation for option in entered if option.evaluation))
@@ -112,29 +106,16 @@ def try_deployments(
 
 @dataclass(frozen=True)
 class _Trying:
-    """A float32 model that is tried in deployments, and the baseline's evaluation on the search images."""
+    """What the deployments of one float32 model are measured with, and the baseline's evaluation on the search images."""
 
     evaluator: Evaluator
-    model: ArtifactRef
     variant: Variant
     baseline: Evaluation
-
-    def make(self, deployment: Deployment, *, choose_layers: bool = False) -> DeploymentOption:
-        """Tune for int8, leave the dearest layers in float where that is to be chosen, and convert."""
-        tuned, deployer = None, self.evaluator.deployer
-        try:
-            tuned = deployer.tune(self.model, deployment)
-            if choose_layers:
-                deployment = _with_kept(deployment, tuned)
-            deployed = deployer.deploy(tuned.model if tuned else self.model, deployment)
-        except REFUSALS as error:
-            return DeploymentOption(deployment=deployment, tuned=tuned, reason=f"could not be made: {error}")
-        return DeploymentOption(deployment=deployment, tuned=tuned, deployed=deployed, reason="")
 
     def check(self, option: DeploymentOption) -> DeploymentOption:
         """Look at the distance, the KL and a few hundred images; the first that is hopeless ends it."""
         if option.deployed is None:
-            return option
+            return _not_made(option)
         goal = self.evaluator.goal
         if refused := _refused_by_logits(option.deployed, goal):
             return option.model_copy(update={"reason": refused})
@@ -151,7 +132,7 @@ class _Trying:
     def measure(self, option: DeploymentOption, *, memory: bool = False) -> DeploymentOption:
         """Measure on all search images, and the memory too where that is asked for here, and judge."""
         if option.deployed is None:
-            return option
+            return _not_made(option)
         try:
             evaluation = self._evaluate(option)
             memory_ratio = self.evaluator.memory_ratio(option.deployed.model) if memory else None
@@ -232,10 +213,8 @@ def _is_in(option: DeploymentOption) -> bool:
     return option.keeps_accuracy if option.evaluation else option.deployed is not None and not option.reason
 
 
-def _with_kept(deployment: Deployment, tuned: Tuned | None) -> Deployment:
-    """Leave the dearest layers of an int8 deployment in float, unless a plan says by name what becomes of which layer."""
-    is_by_name = len(deployment.recommendations) > 1
-    return deployment if tuned is None or is_by_name else leaving_in_float(deployment, tuned.kept)
+def _not_made(option: DeploymentOption) -> DeploymentOption:
+    return option.model_copy(update={"reason": f"could not be made: {option.reason}"})
 
 
 def _refused_by_logits(deployed: DeployedModel, goal: Goal) -> str:

@@ -135,7 +135,7 @@ def _cheapest(evaluator: Evaluator, journal: Journal) -> ArtifactRef:
             compensate=False,
         )
         model = evaluator.jobs.run(task).model
-    return evaluator.deployer.deploy(model, deployment).model if deployment else model
+    return evaluator.jobs.run(evaluator.deployer.deploy_task(model, deployment)).model if deployment else model
 
 
 def _limit(evaluator: Evaluator, journal: Journal, facts: Facts) -> Limit | None:

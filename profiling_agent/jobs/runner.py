@@ -3,15 +3,17 @@
 import hashlib
 import json
 import shutil
+import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from profiling_agent.jobs.process import JobProcess
+from profiling_agent.errors import JobError
 from profiling_agent.jobs.table import TABLE, Table
 from profiling_agent.jobs.tasks import Task
-from profiling_agent.jobs.wire import Order
+from profiling_agent.jobs.wire import ERRORS, Message, Order
+from profiling_agent.processes.child import Child, Wording, child_command
 from profiling_agent.processes.machine_lock import machine_lock
 from profiling_agent.progress import Progress, silent
 from profiling_agent.records import Record
@@ -19,6 +21,12 @@ from profiling_agent.reproducibility import environment
 from profiling_agent.workspace import Workspace
 
 ResultT = TypeVar("ResultT", bound=Record)
+WORDING = Wording(
+    process="the child process",
+    work="the job",
+    too_slow="lower num_samples",
+    too_large="lower batch_size or num_samples",
+)
 
 
 def job_key(task: Task[ResultT]) -> str:
@@ -36,10 +44,13 @@ class Jobs:
         self.workspace = workspace
         self.progress = progress
         self._table = table
-        self._worker: JobProcess | None = None
+        self._worker: Child[Message] | None = None
 
     def run(self, task: Task[ResultT]) -> ResultT:
-        """Return the task's result, from disk where this run has it; raises what the stage raised, or JobError."""
+        """Return the task's result, from disk where this run has it.
+
+        Raises what the stage raised, or JobError for a crash, a hang or too much memory.
+        """
         key, kind, row = job_key(task), type(task), self._table[type(task)]
         path = self.workspace.jobs / key / "result.json"
         try:
@@ -57,19 +68,23 @@ class Jobs:
         )
         timeout_s = row.isolated_timeout_s if task.isolated else row.timeout_s
         with machine_lock(self.progress), self._process(isolated=task.isolated) as process:
-            process.carry_out(order, timeout_s=timeout_s, progress=self.progress)
+            process.send(order)
+            deadline, late = time.monotonic() + timeout_s, f"took longer than {timeout_s:.0f} s"
+            while (message := process.receive(deadline, late)).kind == "progress":
+                self.progress(message.text, message.done, message.total)
+        if message.kind == "failed":
+            raise ERRORS.get(message.error, JobError)(message.text)
         return _read(task, path)
 
     @contextmanager
-    def _process(self, *, isolated: bool) -> Generator[JobProcess, None, None]:
+    def _process(self, *, isolated: bool) -> Generator[Child[Message], None, None]:
         """Give the process that does one job, which ends with the job where it is isolated."""
-        log = self.workspace.root / "worker.log"
         if isolated:
-            process = JobProcess(log)
+            process = self._start()
         else:
             if self._worker is None or not self._worker.is_alive:
                 self.close()
-                self._worker = JobProcess(log)
+                self._worker = self._start()
             process = self._worker
         try:
             yield process
@@ -78,6 +93,10 @@ class Jobs:
                 process.end()
             # A killed or crashed process leaves its folder; nobody else writes here while this run is locked.
             self.workspace.sweep()
+
+    def _start(self) -> Child[Message]:
+        log = self.workspace.root / "worker.log"
+        return Child(child_command("profiling_agent.jobs"), Message, WORDING, log=log)
 
     def close(self) -> None:
         """End the worker."""

@@ -11,7 +11,7 @@ import pytest
 from profiling_agent.deployment.choices import recommend
 from profiling_agent.errors import JobError, QuantizationError
 from profiling_agent.evaluation.predictions import write_predictions
-from profiling_agent.iteration.deployment_search import NUM_IN_FULL, search_deployments
+from profiling_agent.iteration.deployment_search import NUM_IN_FULL, as_search, try_deployments
 from profiling_agent.iteration.evaluator import Evaluator, Settings
 from profiling_agent.jobs import tasks
 from profiling_agent.records import (
@@ -159,7 +159,8 @@ def deployment_search(root: Path, deployments: dict[str, Made], *, kept: tuple[s
     script.deployments["m0"] = Made(speedup=1.0, size_bytes=4000)
     baseline = evaluator.evaluate(Variant.BASELINE, evaluator.baseline, acquired.search)
     asked = [asked_for(*name.split()) for name in deployments if name != "m0"]
-    return search_deployments(evaluator, asked, baseline), script
+    tried = try_deployments(evaluator, evaluator.baseline, asked, (baseline,))
+    return as_search(tried, evaluator.choices.notes), script
 
 
 def reasons(held) -> dict[str, str]:

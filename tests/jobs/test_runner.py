@@ -2,7 +2,7 @@ import io
 import signal
 import subprocess
 import sys
-from pathlib import Path
+from dataclasses import replace
 
 import numpy as np
 import psutil
@@ -13,11 +13,9 @@ from PIL import Image
 from profiling_agent.acquisition.batches import write_split
 from profiling_agent.artifacts.save import save_model
 from profiling_agent.errors import ArtifactError, JobError
-from profiling_agent.jobs.process import JobProcess
 from profiling_agent.jobs.runner import Jobs, job_key
 from profiling_agent.jobs.table import TABLE
 from profiling_agent.jobs.tasks import EvaluateTask, ProfileTask
-from profiling_agent.jobs.wire import Order
 from profiling_agent.progress import silent
 from profiling_agent.records import ArtifactRef, Headline, LatencyStats, SplitInfo
 from profiling_agent.workspace import Workspace, file_sha256
@@ -104,22 +102,16 @@ def test_a_crash_is_a_jobs_result_and_the_next_job_gets_a_new_worker(
     assert jobs.run(evaluation(model, num_images=2)).predictions.num_images == 2
 
 
-def test_a_job_that_takes_too_long_is_ended(baseline: tuple[Workspace, ArtifactRef], tmp_path: Path):
+def test_a_job_that_takes_too_long_is_ended(baseline: tuple[Workspace, ArtifactRef]):
     workspace, model = baseline
-    child = JobProcess(tmp_path / "log")
-    order = Order(
-        root=str(workspace.root),
-        key="late",
-        record="profiling_agent.jobs.tasks:EvaluateTask",
-        task=evaluation(model).model_dump(mode="json"),
-        handler=TABLE[EvaluateTask].handler,
-    )
+    jobs = Jobs(workspace, table={EvaluateTask: replace(TABLE[EvaluateTask], timeout_s=0.01)})
+    before = {child.pid for child in psutil.Process().children()}
 
     with pytest.raises(JobError, match="longer than 0 s"):
-        child.carry_out(order, timeout_s=0.01, progress=silent)
+        jobs.run(evaluation(model, split="late.parquet"))
 
-    assert not child.is_alive
-    workspace.sweep()
+    assert {child.pid for child in psutil.Process().children()} <= before
+    assert not list(workspace.jobs.glob(".tmp-*"))
 
 
 def test_a_key_covers_every_input(baseline: tuple[Workspace, ArtifactRef]):
@@ -133,11 +125,13 @@ def test_a_key_covers_every_input(baseline: tuple[Workspace, ArtifactRef]):
     assert len(keys) == 4
 
 
-def test_children_die_with_a_parent_that_is_killed(tmp_path: Path):
+def test_children_die_with_a_parent_that_is_killed():
     code = (
-        "import pathlib, sys, time\n"
-        "from profiling_agent.jobs.process import JobProcess\n"
-        f"child = JobProcess(pathlib.Path({str(tmp_path / 'log')!r}))\n"
+        "import time\n"
+        "from profiling_agent.jobs.wire import Message\n"
+        "from profiling_agent.jobs.runner import WORDING\n"
+        "from profiling_agent.processes.child import Child, child_command\n"
+        "child = Child(child_command('profiling_agent.jobs'), Message, WORDING)\n"
         "print(child.pid, flush=True)\n"
         "time.sleep(60)"
     )
