@@ -10,8 +10,8 @@ from profiling_agent.benchmarking.race import race_until_clear, session_starter
 from profiling_agent.benchmarking.session import SessionLimits
 from profiling_agent.benchmarking.timed_process import worker_command
 from profiling_agent.benchmarking.worker import Start
+from profiling_agent.files import file_sha256
 from profiling_agent.reporting.report import RunReport
-from profiling_agent.workspace import file_sha256
 
 MAX_POINTS = 1.0
 # A run may take this many times what the rules' own takes, which also makes what all share, and a minute.

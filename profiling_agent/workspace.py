@@ -5,7 +5,6 @@ overwritten; `checkpoints.sqlite` the graph's checkpoints; `best` a pointer to t
 atomically; `report.json` and `report.md` the answer.
 """
 
-import hashlib
 import json
 import os
 import shutil
@@ -17,6 +16,7 @@ from filelock import FileLock, Timeout
 from pydantic import Field, ValidationError
 
 from profiling_agent.errors import RequestError, RunError
+from profiling_agent.files import TEMPORARY, sweep, write_text
 from profiling_agent.records import ArtifactRef, Record
 from profiling_agent.reproducibility import environment
 from profiling_agent.request import Request
@@ -24,7 +24,6 @@ from profiling_agent.request import Request
 SCHEMA_VERSION = 2
 # What a folder holds that is a run of ours.
 MANIFEST = "request.json"
-TEMPORARY = ".tmp-"
 
 
 class Manifest(Record):
@@ -33,22 +32,6 @@ class Manifest(Record):
     schema_version: int
     request: Request
     machine: str = Field(default="", description="where the run was begun: processor and threads")
-
-
-def file_sha256(path: Path) -> str:
-    """Return the hex sha256 of a file's bytes."""
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write `text` so that a reader, or a crash, sees the old file or the new one and nothing between."""
-    temporary = path.with_name(f"{TEMPORARY}{path.name}-{os.getpid()}")
-    with temporary.open("w", encoding="utf-8") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-    temporary.replace(path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,11 +79,7 @@ class Workspace:
     def sweep(self) -> None:
         """Remove what a killed process left half-written; only the holder of the lock may call this."""
         for folder in (self.root, self.jobs):
-            for leftover in folder.glob(f"{TEMPORARY}*"):
-                if leftover.is_dir() and not leftover.is_symlink():
-                    shutil.rmtree(leftover)
-                else:
-                    leftover.unlink()
+            sweep(folder)
 
 
 def check_version(path: Path, version: Any) -> None:
@@ -136,7 +115,7 @@ def _unwritable(request: Request, error: OSError) -> RequestError:
 def _write_manifest(root: Path, request: Request) -> None:
     (root / "jobs").mkdir(parents=True, exist_ok=True)
     manifest = Manifest(schema_version=SCHEMA_VERSION, request=request, machine=environment().machine)
-    write_atomically(root / MANIFEST, manifest.model_dump_json(indent=2))
+    write_text(root / MANIFEST, manifest.model_dump_json(indent=2))
 
 
 def create_workspace(request: Request, run_id: str) -> Workspace:

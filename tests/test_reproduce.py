@@ -16,13 +16,13 @@ from typer.testing import CliRunner
 from profiling_agent.cli.main import app
 from profiling_agent.cli.reproduce import NAMES
 from profiling_agent.errors import ProfilingAgentError, RequestError
+from profiling_agent.files import write_text
 from profiling_agent.records import Deployment, DeploymentOption, DeploymentSearch
 from profiling_agent.reporting.report import RunReport, VariantRow
 from profiling_agent.reporting.results import read_report
 from profiling_agent.reproduce.paper import CRITERIA, FAMILIES, RATIOS, TABLE_1, Row, Study, family_of
 from profiling_agent.reproduce.study import Reproduction, Subject, subjects_of
 from profiling_agent.reproduce.tables import TABLES, reproduce, table1, table2, table3, table4, table5
-from profiling_agent.workspace import write_atomically
 
 
 def call(*arguments: str):
@@ -70,7 +70,7 @@ def runs(world: World, finished: Path, tmp_path: Path) -> Reproduction:
     for name in ("pruned", "quantized", "both", "pruned-openai-a"):
         folder = tmp_path / f"vit-b-16-{name}"
         folder.mkdir()
-        write_atomically(folder / "report.json", report.model_dump_json())
+        write_text(folder / "report.json", report.model_dump_json())
         shutil.copy(finished / "request.json", folder)
     return Reproduction(tmp_path, str(world.data), num_samples=None)
 
@@ -192,7 +192,7 @@ def test_quantization_is_put_beside_onnx_runtime_where_both_raced(
     raced = numbers(list(table3(runs, subject)), name)
 
     report = read_report(tmp_path / "vit-b-16-quantized").model_copy(update={"deployment_search": None})
-    write_atomically(tmp_path / "vit-b-16-quantized" / "report.json", report.model_dump_json())
+    write_text(tmp_path / "vit-b-16-quantized" / "report.json", report.model_dump_json())
     alone = list(table3(runs, subject))
 
     assert raced["times ONNX Runtime dynamic"] == (1.66, 1.5, pytest.approx(-0.16))
@@ -221,7 +221,7 @@ def test_a_model_that_lost_nothing_gained_nothing_and_no_negative_zero(
 ):
     report = read_report(tmp_path / "vit-b-16-pruned")
     same = report.model_copy(update={"heldout": report.heldout.model_copy(update={"drop": drop(0, 0)})})
-    write_atomically(tmp_path / "vit-b-16-pruned" / "report.json", same.model_dump_json())
+    write_text(tmp_path / "vit-b-16-pruned" / "report.json", same.model_dump_json())
 
     assert str(next(table2(runs, subject)).ours) == "0.0"
 

@@ -7,8 +7,9 @@ import pytest
 from made import ref
 
 from profiling_agent.errors import RequestError, RunError
+from profiling_agent.files import file_sha256, write_text
 from profiling_agent.request import Request
-from profiling_agent.workspace import Workspace, file_sha256, open_workspace, read_manifest, write_atomically
+from profiling_agent.workspace import Workspace, open_workspace, read_manifest
 
 
 def request(folder: Path, **asked) -> Request:
@@ -97,7 +98,7 @@ def test_a_second_process_can_not_take_the_run(tmp_path: Path):
 
 
 def test_a_file_is_written_whole(tmp_path: Path):
-    write_atomically(tmp_path / "file", "text")
+    write_text(tmp_path / "file", "text")
 
     assert (tmp_path / "file").read_text() == "text"
     assert file_sha256(tmp_path / "file") == "982d9e3eb996f559e633f4d194def3761d909f5a3b647d1a851fead67c32c9d1"

@@ -6,8 +6,8 @@ from pathlib import Path
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from profiling_agent.artifacts.recipe import CARD, Recipe, read_recipe
+from profiling_agent.files import write_text
 from profiling_agent.records import Record
-from profiling_agent.workspace import write_atomically
 
 SCHEMES = {
     "float32": "float32, nothing is quantized",
@@ -52,7 +52,7 @@ def write_card(folder: Path, rows: Sequence[CardRow] = (), notes: Sequence[str] 
         rows=rows,
         notes=notes,
     )
-    write_atomically(folder / CARD, text)
+    write_text(folder / CARD, text)
 
 
 def _plain(text: object) -> str:

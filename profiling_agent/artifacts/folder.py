@@ -1,30 +1,16 @@
 """Folders that appear complete or not at all, and are read only if nothing in them is foreign."""
 
-import errno
-import os
 import re
-import shutil
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
-from uuid import uuid4
 
 from safetensors import SafetensorError
 
+from profiling_agent import files
 from profiling_agent.artifacts.recipe import CARD, RECIPE, Recipe, read_recipe
 from profiling_agent.errors import ArtifactError
-from profiling_agent.workspace import TEMPORARY, file_sha256
-
-# The disk is full, the user's share of it is, or the file is larger than files may be.
-NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+from profiling_agent.files import file_sha256
 
 
 @contextmanager
@@ -34,25 +20,19 @@ def appearing(folder: Path) -> Generator[Path]:
     Raises:
         ArtifactError: `folder` exists, or there is no space for it.
     """
-    if folder.exists() or folder.is_symlink():
-        raise ArtifactError(f"{str(folder)!r} exists already: artifacts are never overwritten, choose another folder")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = folder.parent / f"{TEMPORARY}{folder.name}-{uuid4().hex}"
-    temporary.mkdir()
     try:
-        yield temporary
-        for path in (*temporary.iterdir(), temporary):
-            _sync(path)
-        temporary.rename(folder)
-        _sync(folder.parent)
+        with files.appearing(folder) as temporary:
+            yield temporary
+    except FileExistsError as error:
+        raise ArtifactError(
+            f"{str(folder)!r} exists already: artifacts are never overwritten, choose another folder"
+        ) from error
     except (OSError, SafetensorError) as error:
-        if _errno(error) not in NO_SPACE:
+        if _errno(error) not in files.NO_SPACE:
             raise
         raise ArtifactError(
             f"there is no space for {str(folder)!r} ({error}): free some, or choose another disk; nothing was written"
         ) from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _errno(error: OSError | SafetensorError) -> int | None:

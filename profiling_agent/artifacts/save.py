@@ -29,11 +29,11 @@ from profiling_agent.artifacts.recipe import (
     QuantizedLayer,
     Recipe,
 )
+from profiling_agent.files import file_sha256, write_text
 from profiling_agent.modules.inference import logits_of, random_batch
 from profiling_agent.quantization.kinds import quantized_modules
 from profiling_agent.records import Cut, Deployment, InputSpec
 from profiling_agent.reproducibility import environment
-from profiling_agent.workspace import file_sha256, write_atomically
 
 
 def write_artifact(  # noqa: PLR0913 (one writer for what all runtimes leave)
@@ -100,7 +100,7 @@ def _weight_bytes(folder: Path, deployment: Deployment) -> int:
 
 
 def _write_recipe(recipe: Recipe, folder: Path) -> None:
-    write_atomically(folder / RECIPE, recipe.model_dump_json(indent=1) + "\n")
+    write_text(folder / RECIPE, recipe.model_dump_json(indent=1) + "\n")
 
 
 def save_model(  # noqa: PLR0913 (a recipe says where a model comes from)

@@ -11,11 +11,11 @@ from profiling_agent.artifacts.recipe import RECIPE
 from profiling_agent.benchmarking.race import race
 from profiling_agent.benchmarking.throughput import check_same_machine, compare, memory_use, taken, throughput
 from profiling_agent.errors import RequestError
+from profiling_agent.files import file_sha256
 from profiling_agent.processes.machine_lock import machine_lock
 from profiling_agent.progress import Progress, silent
 from profiling_agent.records import ArtifactRef, Comparison, Race, Record, Taken, Variant
 from profiling_agent.reproducibility import environment
-from profiling_agent.workspace import file_sha256
 
 
 @dataclass(frozen=True, slots=True)

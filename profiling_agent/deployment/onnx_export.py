@@ -19,11 +19,11 @@ from transformers.masking_utils import bidirectional_mask_function, sdpa_mask
 
 from profiling_agent.deployment.protocol import INPUT, OUTPUT
 from profiling_agent.errors import ArtifactError
+from profiling_agent.files import TEMPORARY
 from profiling_agent.modules.inference import logits_of, random_batch
 from profiling_agent.quantization.kinds import quantized_modules
 from profiling_agent.quiet import muted
 from profiling_agent.records import InputSpec
-from profiling_agent.workspace import TEMPORARY
 
 # The first opset with Gelu as one operator.
 OPSET = 20

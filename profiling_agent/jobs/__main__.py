@@ -12,10 +12,10 @@ from pkgutil import resolve_name
 from pydantic import ValidationError
 
 from profiling_agent.errors import ProfilingAgentError
+from profiling_agent.files import TEMPORARY, write_text
 from profiling_agent.jobs.context import JobContext
 from profiling_agent.jobs.wire import Message, Order
 from profiling_agent.processes.serve import Parent
-from profiling_agent.workspace import TEMPORARY, write_atomically
 
 
 def main() -> None:
@@ -32,7 +32,7 @@ def main() -> None:
                 if order.torch:
                     _set_torch()
                 result = resolve_name(order.handler)(task, job)
-                write_atomically(job.folder / "result.json", result.model_dump_json(indent=1))
+                write_text(job.folder / "result.json", result.model_dump_json(indent=1))
         except ProfilingAgentError as error:
             answer = Message(kind="failed", error=type(error).__name__, text=str(error))
         except MemoryError:

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from profiling_agent.files import file_sha256
 from profiling_agent.progress import Progress
 from profiling_agent.records import ArtifactRef
-from profiling_agent.workspace import file_sha256
 
 
 @dataclass(frozen=True)

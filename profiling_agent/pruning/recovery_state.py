@@ -15,8 +15,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save_file
 from torch import Tensor, nn
 
+from profiling_agent.files import TEMPORARY, file_sha256, write_text
 from profiling_agent.records import Record
-from profiling_agent.workspace import TEMPORARY, file_sha256, write_atomically
 
 STATE = "recovery.json"
 # Sums of floats differ this much between numbers of threads; other images or weights differ by more.
@@ -88,7 +88,7 @@ def write_state(folder: Path, key: str, reached: Reached, student: nn.Module, op
     temporary.replace(path)
     state = _State(key=key, kl_before=reached.kl_before, kls=reached.kls, sha256=file_sha256(path))
     # From here on the new epoch counts.
-    write_atomically(folder / STATE, state.model_dump_json() + "\n")
+    write_text(folder / STATE, state.model_dump_json() + "\n")
     _tensors_path(folder, epoch - 1).unlink(missing_ok=True)
 
 

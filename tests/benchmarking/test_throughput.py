@@ -10,9 +10,9 @@ from profiling_agent.artifacts.save import save_model
 from profiling_agent.benchmarking.session import SessionLimits
 from profiling_agent.benchmarking.throughput import compare, memory_use, taken, throughput
 from profiling_agent.errors import JobError, RequestError
+from profiling_agent.files import file_sha256
 from profiling_agent.records import ArtifactRef, LatencyStats, MemoryUse, Taken, Throughput
 from profiling_agent.reproducibility import environment
-from profiling_agent.workspace import file_sha256
 
 LIMITS = SessionLimits(seconds_per_sample=0.01, min_repeats=3, max_seconds=0)
 REF = ArtifactRef(path="model", sha256="0" * 64, size_bytes=1000, kind="model")

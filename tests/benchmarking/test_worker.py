@@ -18,10 +18,10 @@ from profiling_agent.benchmarking.session import SessionLimits
 from profiling_agent.benchmarking.timed_process import TimedProcess, worker_command
 from profiling_agent.benchmarking.worker import Start
 from profiling_agent.errors import JobError
+from profiling_agent.files import file_sha256
 from profiling_agent.quantization.footprint import folder_bytes
 from profiling_agent.quantization.quantize import quantize_model
 from profiling_agent.records import ArtifactRef, QuantizationRecommendation, Variant
-from profiling_agent.workspace import file_sha256
 
 START = Start(batch_size=2, device="cpu", num_threads=1)
 BROOD = """

@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 from profiling_agent.benchmarking.saved import Measurements, compare_measurements, read_measurements
 from profiling_agent.cli.main import app
 from profiling_agent.cli.tables import compare_table, measurement_table
+from profiling_agent.files import write_text
 from profiling_agent.records import Race
 from profiling_agent.reporting.report import RunReport
-from profiling_agent.workspace import write_atomically
 
 
 def call(*arguments: str):
@@ -69,7 +69,7 @@ def test_what_can_not_be_raced_or_measured_is_refused_in_one_line(
 ):
     run = tmp_path / "run"
     run.mkdir()
-    write_atomically(run / "request.json", (finished / "request.json").read_text())
+    write_text(run / "request.json", (finished / "request.json").read_text())
     places = {"tmp": str(tmp_path), "best": str(finished / "best"), "run": str(run)}
 
     said = call(*(argument.format(**places) for argument in arguments))
@@ -83,7 +83,7 @@ def test_runs_are_compared_side_by_side(finished: Path, tmp_path: Path):
     other = shutil.copytree(finished, tmp_path / "[bold]", symlinks=True)
     report = RunReport.model_validate_json((finished / "report.json").read_text())
     better = report.model_copy(update={"best": report.best.model_copy(update={"params": report.baseline.params // 2})})
-    write_atomically(Path(other) / "report.json", better.model_dump_json())
+    write_text(Path(other) / "report.json", better.model_dump_json())
 
     with Console(width=250, record=True, file=io.StringIO()) as console:
         console.print(compare_table({"mild": report, str(other): better}))

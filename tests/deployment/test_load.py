@@ -24,7 +24,7 @@ from profiling_agent.deployment.export import export
 from profiling_agent.deployment.protocol import Source
 from profiling_agent.deployment.save import save_deployed
 from profiling_agent.errors import ArtifactError
-from profiling_agent.workspace import file_sha256
+from profiling_agent.files import file_sha256
 
 IMAGES = noise_batch(zoo.SPEC, 3, seed=2)
 NAMES = ("eager float32", "eager dynamic", "onnxruntime float32", "openvino float32")

@@ -14,11 +14,11 @@ from profiling_agent.artifacts.load import load_module, load_processor
 from profiling_agent.artifacts.save import save_model
 from profiling_agent.errors import PruningError
 from profiling_agent.evaluation.predictions import read_predictions
+from profiling_agent.files import file_sha256
 from profiling_agent.jobs.context import JobContext
 from profiling_agent.jobs.handlers.evaluation import compare
 from profiling_agent.jobs.tasks import CompareTask, PaperBaseline
 from profiling_agent.records import ArtifactRef, SplitInfo
-from profiling_agent.workspace import file_sha256
 
 NUM_IMAGES = 20
 

@@ -11,6 +11,7 @@ from PIL import Image
 from profiling_agent.acquisition.batches import iter_batches, write_split
 from profiling_agent.artifacts.load import load_module, load_recipe
 from profiling_agent.artifacts.save import save_model
+from profiling_agent.files import file_sha256
 from profiling_agent.jobs.context import JobContext
 from profiling_agent.jobs.handlers.pruning import prune
 from profiling_agent.jobs.tasks import PruneTask
@@ -18,7 +19,6 @@ from profiling_agent.progress import silent
 from profiling_agent.pruning.units import find_units
 from profiling_agent.pruning.widths import snap
 from profiling_agent.records import ArtifactRef, Cut, SplitInfo
-from profiling_agent.workspace import file_sha256
 
 
 def png(rng: np.random.Generator) -> bytes:

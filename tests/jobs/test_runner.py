@@ -13,12 +13,13 @@ from PIL import Image
 from profiling_agent.acquisition.batches import write_split
 from profiling_agent.artifacts.save import save_model
 from profiling_agent.errors import ArtifactError, JobError
+from profiling_agent.files import file_sha256
 from profiling_agent.jobs.runner import Jobs, job_key
 from profiling_agent.jobs.table import TABLE
 from profiling_agent.jobs.tasks import EvaluateTask, ProfileTask
 from profiling_agent.progress import silent
 from profiling_agent.records import ArtifactRef, Headline, LatencyStats, SplitInfo
-from profiling_agent.workspace import Workspace, file_sha256
+from profiling_agent.workspace import Workspace
 
 NUM_IMAGES = 6
 

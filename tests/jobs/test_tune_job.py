@@ -14,13 +14,13 @@ from torch import nn
 from profiling_agent.acquisition.batches import write_split
 from profiling_agent.artifacts.load import load_module, load_recipe
 from profiling_agent.artifacts.save import save_model
+from profiling_agent.files import file_sha256
 from profiling_agent.jobs.context import JobContext
 from profiling_agent.jobs.handlers.deployment import tune
 from profiling_agent.jobs.tasks import TuneTask
 from profiling_agent.modules.inference import random_batch
 from profiling_agent.progress import silent
 from profiling_agent.records import ArtifactRef, SplitInfo
-from profiling_agent.workspace import file_sha256
 
 
 def png(rng: np.random.Generator) -> bytes:

@@ -1,0 +1,205 @@
+"""Files: the one door for reading what somebody named or left, and the one way of writing.
+
+What is read is a regular file of bounded size, opened without waiting: no device, no FIFO, no folder; inside a folder that
+was given, no link that leaves it. What is written appears whole, on disk, under its name, or not at all.
+"""
+
+import contextlib
+import errno
+import hashlib
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, BinaryIO
+
+# What begins so was left half-written by a process that ended; whoever holds the folder's lock may sweep it away.
+TEMPORARY = ".tmp-"
+# A report of a hundred attempts has 3 MB, the profile of a ViT-L about 10.
+MAX_DOCUMENT = 64 * 2**20
+CHUNK = 2**20
+# The disk is full, the user's share of it is, or the file is larger than files may be.
+NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
+
+class FileRefusedError(OSError):
+    """A file that isn't opened for what it is; `strerror` says why, as the system's own errors do."""
+
+    def __init__(self, path: Path, reason: str) -> None:
+        """Refuse `path`."""
+        super().__init__(errno.EPERM, reason, str(path))
+
+
+def inside(path: Path, folder: Path) -> Path:
+    """Return `path` with all links followed; FileRefusedError where that is not under `folder`, or no path at all."""
+    try:
+        resolved, root = path.resolve(), folder.resolve()
+    # A NUL in it, or links that go round.
+    except (ValueError, RuntimeError) as error:
+        raise FileRefusedError(path, f"it is no path ({error})") from error
+    if not resolved.is_relative_to(root):
+        raise FileRefusedError(path, f"it leads out of {str(folder)!r}")
+    return resolved
+
+
+def open_regular(path: Path, *, max_bytes: int | None, under: Path | None = None) -> BinaryIO:
+    """Open a regular file of at most `max_bytes` (None for any size) for reading, below `under` where that is given.
+
+    Raises:
+        OSError: it can't be read, or isn't such a file (FileRefusedError).
+    """
+    found = inside(path, under) if under is not None else path
+    # Nothing waits for a FIFO's writer; below a folder every link was followed, so that another is an exchange.
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (os.O_NOFOLLOW if under is not None else 0)
+    try:
+        descriptor = os.open(found, flags)
+    except ValueError as error:
+        raise FileRefusedError(path, f"it is no path ({error})") from error
+    status = os.fstat(descriptor)
+    refused = None
+    if not stat.S_ISREG(status.st_mode):
+        refused = f"it is {_kind(status.st_mode)}, not a regular file"
+    elif max_bytes is not None and status.st_size > max_bytes:
+        refused = f"it is larger than {max_bytes:,} bytes"
+    if refused:
+        os.close(descriptor)
+        raise FileRefusedError(path, refused)
+    os.set_blocking(descriptor, True)
+    return os.fdopen(descriptor, "rb")
+
+
+def _kind(mode: int) -> str:
+    kinds = ((stat.S_ISDIR, "a folder"), (stat.S_ISFIFO, "a FIFO"), (stat.S_ISSOCK, "a socket"))
+    return next((name for test, name in kinds if test(mode)), "a device")
+
+
+def read_bytes(path: Path, *, max_bytes: int = MAX_DOCUMENT, under: Path | None = None) -> bytes:
+    """Return what a regular file holds; OSError as `open_regular`, also where it grew past `max_bytes` meanwhile."""
+    with open_regular(path, max_bytes=max_bytes, under=under) as stream:
+        held = stream.read(max_bytes + 1)
+    if len(held) > max_bytes:
+        raise FileRefusedError(path, f"it is larger than {max_bytes:,} bytes")
+    return held
+
+
+def read_text(path: Path, *, max_bytes: int = MAX_DOCUMENT, under: Path | None = None) -> str:
+    """Return a regular file's UTF-8 text; OSError as `read_bytes`, UnicodeDecodeError where it is none."""
+    return read_bytes(path, max_bytes=max_bytes, under=under).decode("utf-8")
+
+
+def file_sha256(path: Path, *, under: Path | None = None) -> str:
+    """Return the hex sha256 of a regular file's bytes; OSError as `open_regular`."""
+    with open_regular(path, max_bytes=None, under=under) as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def sync(path: Path) -> None:
+    """Have the system put a file's bytes, or a folder's names, on the disk."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_tree(folder: Path) -> None:
+    """Put everything in a folder on the disk, the folder last; links are left alone."""
+    for path in sorted(folder.iterdir()):
+        if path.is_symlink():
+            continue
+        if path.is_dir():
+            sync_tree(path)
+        elif path.is_file():
+            sync(path)
+    sync(folder)
+
+
+@contextmanager
+def replacing(path: Path) -> Generator[IO[bytes], None, None]:
+    """Give a new file to write to, beside `path`, which it replaces when the block ends; it vanishes if the block raises.
+
+    Its name can't be foreseen and it is created anew, so that nothing which lies there is written through.
+    """
+    descriptor, name = tempfile.mkstemp(prefix=f"{TEMPORARY}{path.name[:50]}-", dir=path.parent)
+    temporary = Path(name)
+    try:
+        with os.fdopen(descriptor, "wb") as stream:
+            yield stream
+            stream.flush()
+            # As any file that a program of the user's makes, and not for the user alone, as mkstemp has it.
+            os.fchmod(stream.fileno(), 0o666 & ~_umask())
+            os.fsync(stream.fileno())
+        temporary.replace(path)
+        sync(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _umask() -> int:
+    """Return the process's mask of file modes, which can only be read by setting it, or in Linux's list of facts."""
+    with contextlib.suppress(OSError, StopIteration, ValueError):
+        status = Path("/proc/self/status").read_text(encoding="utf-8")
+        return int(next(line for line in status.splitlines() if line.startswith("Umask:")).split()[1], 8)
+    return 0o077
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Write so that a reader, a crash and a power cut leave the old file or the new one, and nothing between."""
+    with replacing(path) as stream:
+        stream.write(data)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write UTF-8 text as `write_bytes` does; what can't be encoded is escaped."""
+    write_bytes(path, text.encode("utf-8", errors="backslashreplace"))
+
+
+def append_line(path: Path, line: str) -> None:
+    """Add a line to a regular file, which is made where it isn't there; OSError where `path` is something else, or a link."""
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    descriptor = os.open(path, flags, 0o666)
+    with os.fdopen(descriptor, "r+b", buffering=0) as stream:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise FileRefusedError(path, f"it is {_kind(status.st_mode)}, not a regular file")
+        data = line.encode("utf-8", errors="backslashreplace") + b"\n"
+        # The line that a kill cut off must not take this one with it.
+        if status.st_size and os.pread(descriptor, 1, status.st_size - 1) != b"\n":
+            data = b"\n" + data
+        if stream.write(data) != len(data):
+            os.ftruncate(descriptor, status.st_size)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        os.fsync(descriptor)
+
+
+@contextmanager
+def appearing(folder: Path) -> Generator[Path, None, None]:
+    """Give a new folder to fill, beside `folder`, whose name it takes when the block ends; it vanishes if the block raises.
+
+    Raises:
+        FileExistsError: there is something of that name.
+    """
+    if os.path.lexists(folder):
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(folder))
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f"{TEMPORARY}{folder.name[:50]}-", dir=folder.parent))
+    try:
+        temporary.chmod(0o777 & ~_umask())
+        yield temporary
+        sync_tree(temporary)
+        temporary.rename(folder)
+        sync(folder.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def sweep(folder: Path) -> None:
+    """Remove what a killed process left half-written in a folder; only the holder of its lock may call this."""
+    for leftover in folder.glob(f"{TEMPORARY}*"):
+        if leftover.is_dir() and not leftover.is_symlink():
+            shutil.rmtree(leftover)
+        else:
+            leftover.unlink()
