@@ -7,6 +7,7 @@ was given, no link that leaves it. What is written appears whole, on disk, under
 import contextlib
 import errno
 import hashlib
+import io
 import os
 import shutil
 import stat
@@ -14,7 +15,7 @@ import tempfile
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, BinaryIO
+from typing import IO
 
 # What begins so was left half-written by a process that ended; whoever holds the folder's lock may sweep it away.
 TEMPORARY = ".tmp-"
@@ -45,7 +46,7 @@ def inside(path: Path, folder: Path) -> Path:
     return resolved
 
 
-def open_regular(path: Path, *, max_bytes: int | None, under: Path | None = None) -> BinaryIO:
+def open_regular(path: Path, *, max_bytes: int | None, under: Path | None = None) -> io.BufferedReader:
     """Open a regular file of at most `max_bytes` (None for any size) for reading, below `under` where that is given.
 
     Raises:
@@ -184,7 +185,10 @@ def appearing(folder: Path) -> Generator[Path, None, None]:
     """
     if os.path.lexists(folder):
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(folder))
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+    except FileExistsError as error:
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder.parent)) from error
     temporary = Path(tempfile.mkdtemp(prefix=f"{TEMPORARY}{folder.name[:50]}-", dir=folder.parent))
     try:
         temporary.chmod(0o777 & ~_umask())

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ if (worker := os.environ.get("PYTEST_XDIST_WORKER")) is not None:
 
 import torch  # it counts the cores when it is imported
 import world as made_world
+from xdist.remote import Producer
+from xdist.scheduler import LoadFileScheduling
 
 from profiling_agent import Request
 
@@ -41,10 +44,24 @@ class World:
         return Request(model=str(self.model), dataset=str(self.data), output=str(output), **(quick | asked))
 
 
-def pytest_itemcollected(item: pytest.Item) -> None:
-    """Keep a file's tests in one process, and in one as well all that look at the run of `finished`, which takes a minute."""
-    uses_the_run = "finished" in getattr(item, "fixturenames", ())
-    item.add_marker(pytest.mark.xdist_group("finished" if uses_the_run else str(item.path)))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFileScheduling | None:
+    """Let the files whose tests look at the run of `finished`, which takes a minute, share one process.
+
+    xdist's own groups are lost with pytest 9.2, which doesn't let it rename a test.
+    """
+    return _OneRun(config, log) if config.getvalue("dist") == "loadfile" else None
+
+
+class _OneRun(LoadFileScheduling):
+    def _split_scope(self, nodeid: str) -> str:
+        file: str = super()._split_scope(nodeid)
+        return "finished" if _looks_at_the_run(self.config.rootpath / file) else file
+
+
+@cache
+def _looks_at_the_run(file: Path) -> bool:
+    return "finished: Path" in file.read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="session", autouse=True)
