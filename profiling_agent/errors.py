@@ -25,6 +25,10 @@ class RunError(RequestError):
     """The run folder is missing, taken, locked, or written by another schema version."""
 
 
+class StorageError(RunError):
+    """The disk is full, read-only, somebody else's, or fails: what was done stays, and a resume goes on once that is mended."""
+
+
 class ApprovalPendingError(RunError):
     """The run waits for a person's answer; everything done so far is kept."""
 

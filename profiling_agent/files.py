@@ -10,6 +10,7 @@ import hashlib
 import io
 import os
 import shutil
+import sqlite3
 import stat
 import tempfile
 from collections.abc import Generator
@@ -21,9 +22,26 @@ from typing import IO
 TEMPORARY = ".tmp-"
 # A report of a hundred attempts has 3 MB, the profile of a ViT-L about 10.
 MAX_DOCUMENT = 64 * 2**20
-CHUNK = 2**20
 # The disk is full, the user's share of it is, or the file is larger than files may be.
 NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+# What the disk has against being written, and what helps, by the system's number and by SQLite's primary one.
+FULL = "there is no space left: free some"
+LOCKED = "it is read-only: choose a folder that can be written"
+FOREIGN = "it isn't yours to write: take it over, or choose another folder"
+FAILING = "the disk reports an input/output error: look at the disk"
+STORAGE = {
+    **dict.fromkeys(NO_SPACE, FULL),
+    errno.EROFS: LOCKED,
+    errno.EACCES: FOREIGN,
+    errno.EPERM: FOREIGN,
+    errno.EIO: FAILING,
+}
+SQLITE_STORAGE = {
+    sqlite3.SQLITE_FULL: FULL,
+    sqlite3.SQLITE_READONLY: LOCKED,
+    sqlite3.SQLITE_CANTOPEN: FOREIGN,
+    sqlite3.SQLITE_IOERR: FAILING,
+}
 
 
 class FileRefusedError(OSError):
@@ -32,6 +50,16 @@ class FileRefusedError(OSError):
     def __init__(self, path: Path, reason: str) -> None:
         """Refuse `path`."""
         super().__init__(errno.EPERM, reason, str(path))
+
+
+def storage_problem(error: BaseException) -> str | None:
+    """Return what a disk has against being written, and what helps; None where an error says nothing of the kind."""
+    if isinstance(error, FileRefusedError):
+        return None
+    if isinstance(error, sqlite3.Error):
+        # An extended code has the primary one in its low byte.
+        return SQLITE_STORAGE.get(getattr(error, "sqlite_errorcode", 0) & 0xFF)
+    return STORAGE.get(error.errno or 0) if isinstance(error, OSError) else None
 
 
 def inside(path: Path, folder: Path) -> Path:

@@ -5,9 +5,11 @@ overwritten; `checkpoints.sqlite` the graph's checkpoints; `best` a pointer to t
 atomically; `report.json` and `report.md` the answer.
 """
 
-import json
 import os
 import shutil
+import sqlite3
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,8 +17,9 @@ from typing import Any
 from filelock import FileLock, Timeout
 from pydantic import Field, ValidationError
 
-from profiling_agent.errors import RequestError, RunError
-from profiling_agent.files import TEMPORARY, sweep, write_text
+from profiling_agent.documents import DocumentError, parse_json
+from profiling_agent.errors import ArtifactError, RequestError, RunError, StorageError
+from profiling_agent.files import TEMPORARY, inside, read_bytes, storage_problem, sweep, write_text
 from profiling_agent.records import ArtifactRef, Record
 from profiling_agent.reproducibility import environment
 from profiling_agent.request import Request
@@ -24,6 +27,7 @@ from profiling_agent.request import Request
 SCHEMA_VERSION = 2
 # What a folder holds that is a run of ours.
 MANIFEST = "request.json"
+MAX_MANIFEST = 2**20
 
 
 class Manifest(Record):
@@ -32,6 +36,19 @@ class Manifest(Record):
     schema_version: int
     request: Request
     machine: str = Field(default="", description="where the run was begun: processor and threads")
+
+
+@contextmanager
+def storage_told(root: Path) -> Generator[None, None, None]:
+    """Turn what a disk has against a run's being written into one line, after which the run can be resumed."""
+    try:
+        yield
+    except (OSError, sqlite3.Error) as error:
+        if (problem := storage_problem(error)) is None:
+            raise
+        raise StorageError(
+            f"run folder {str(root)!r} can't be written, {problem}, then go on with `profiling-agent resume {root}`"
+        ) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +73,13 @@ class Workspace:
         return self.root / "best"
 
     def path(self, ref: ArtifactRef) -> Path:
-        """Return where an artifact lies."""
-        return self.root / ref.path
+        """Return where an artifact lies; ArtifactError where a reference leads out of the run folder."""
+        path = self.root / ref.path
+        try:
+            inside(path, self.root)
+        except OSError as error:
+            raise ArtifactError(f"{ref.path!r} isn't in the run folder ({error.strerror}): start a new run") from error
+        return path
 
     def lock(self) -> FileLock:
         """Take the run for this process until the lock is released or the process ends; RunError if it is taken."""
@@ -97,9 +119,11 @@ def read_manifest(root: Path) -> Manifest:
     if not path.is_file():
         raise RunError(f"{str(root)!r} is no run folder: it has no request.json; give a folder under the output folder")
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = parse_json(read_bytes(path, under=root, max_bytes=MAX_MANIFEST))
         version = raw["schema_version"]
-    except (ValueError, TypeError, KeyError) as error:
+    except OSError as error:
+        raise RunError(f"{str(path)!r} can't be read ({error.strerror}): start a new run") from error
+    except (DocumentError, TypeError, KeyError) as error:
         raise RunError(f"{str(path)!r} is damaged and can't be read: start a new run") from error
     check_version(root, version)
     try:

@@ -5,7 +5,8 @@ import enum
 import sqlite3
 import threading
 from collections.abc import AsyncIterator, Generator, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from pkgutil import iter_modules
@@ -27,13 +28,14 @@ from pydantic import BaseModel
 
 from profiling_agent import records, request
 from profiling_agent.agents import state
+from profiling_agent.documents import clean
 from profiling_agent.errors import RunError
 from profiling_agent.iteration import attempt
 from profiling_agent.jobs import tasks
 from profiling_agent.llm import endpoint
 from profiling_agent.reporting import report
 from profiling_agent.request import RUN_ID, Request
-from profiling_agent.workspace import Workspace
+from profiling_agent.workspace import Workspace, storage_told
 
 MODULES: tuple[ModuleType, ...] = (
     *(import_module(f"{records.__name__}.{found.name}") for found in iter_modules(records.__path__)),
@@ -64,19 +66,52 @@ def strict_serde() -> JsonPlusSerializer:
 
 @contextmanager
 def _damage_told(path: Path) -> Generator[None, None, None]:
-    """Turn what a damaged file raises, as SQL or as what the serializer can't rebuild, into one line."""
+    """Turn what a damaged file raises, as SQL or as what the serializer can't rebuild, into one line.
+
+    A disk that is full or read-only damages nothing, and a file that somebody else holds isn't damaged.
+    """
     try:
-        yield
-    except (sqlite3.Error, ValueError, TypeError, LookupError, EOFError) as error:
-        raise RunError(
-            f"the checkpoints {str(path)!r} are damaged ({str(error)[:80]}): start a new run with the same request"
-        ) from error
+        with storage_told(path.parent):
+            yield
+    except sqlite3.OperationalError as error:
+        if getattr(error, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+            raise RunError(f"the checkpoints {str(path)!r} are in use by another process: wait for it") from error
+        raise _damaged(path, error) from error
+    except (sqlite3.Error, ValueError, TypeError, LookupError, EOFError, RecursionError) as error:
+        raise _damaged(path, error) from error
+
+
+def _damaged(path: Path, error: Exception) -> RunError:
+    said = clean(str(error)[:80])
+    return RunError(f"the checkpoints {str(path)!r} are damaged ({said}): start a new run with the same request")
+
+
+def _schema(connection: sqlite3.Connection) -> set[tuple[str, str, str | None]]:
+    return set(connection.execute("SELECT type, name, sql FROM sqlite_master").fetchall())
+
+
+@cache
+def _own_schema() -> frozenset[tuple[str, str, str | None]]:
+    with closing(sqlite3.connect(":memory:")) as connection:
+        SqliteSaver(connection).setup()
+        return frozenset(_schema(connection))
+
+
+def _check_plain(path: Path) -> None:
+    """Raise ValueError where a file that SQLite would open is a link, or no file."""
+    for file in (path, *(path.with_name(path.name + suffix) for suffix in ("-wal", "-shm", "-journal"))):
+        if file.is_symlink() or (file.exists() and not file.is_file()):
+            raise ValueError(f"{file.name} isn't a regular file")
 
 
 def _opened(path: Path, serde: SerializerProtocol) -> SqliteSaver:
     with _damage_told(path), ExitStack() as stack:
+        _check_plain(path)
         connection = sqlite3.connect(path, check_same_thread=False)
         stack.callback(connection.close)
+        # A view or a trigger in its place computes what its author likes, for as long as he likes.
+        if not _schema(connection) <= _own_schema():
+            raise sqlite3.DatabaseError("its tables are not LangGraph's")
         saver = SqliteSaver(connection, serde=serde)
         saver.setup()
         ((said,),) = connection.execute("PRAGMA quick_check(1)").fetchall()
@@ -149,7 +184,8 @@ class RunSaver(BaseCheckpointSaver[str]):
         """Store a checkpoint."""
         saver = self._saver(config, create=True)
         assert saver is not None, "asked to create"
-        return saver.put(config, checkpoint, metadata, new_versions)
+        with storage_told(self._path(config).parent):
+            return saver.put(config, checkpoint, metadata, new_versions)
 
     def put_writes(
         self, config: RunnableConfig, writes: Sequence[tuple[str, Any]], task_id: str, task_path: str = ""
@@ -157,7 +193,8 @@ class RunSaver(BaseCheckpointSaver[str]):
         """Store what a node wrote before the step was complete."""
         saver = self._saver(config, create=True)
         assert saver is not None, "asked to create"
-        saver.put_writes(config, writes, task_id, task_path)
+        with storage_told(self._path(config).parent):
+            saver.put_writes(config, writes, task_id, task_path)
 
     def delete_thread(self, thread_id: str) -> None:
         """Forget a thread's checkpoints; its run folder stays."""

@@ -9,9 +9,10 @@ from pydantic import Field
 
 from profiling_agent.agents.session import RunSession, Sessions
 from profiling_agent.agents.state import RunState
-from profiling_agent.errors import RequestError
+from profiling_agent.errors import RequestError, RunError
 from profiling_agent.iteration.selection import ranked, size_ratio
 from profiling_agent.records import Candidate, Journal, Record
+from profiling_agent.workspace import storage_told
 
 Update = dict[str, Any]
 Agent = Callable[[RunState, RunSession], Update]
@@ -60,7 +61,12 @@ def run_node(
     session.jobs.progress = progress
     progress("started", 0, 0)
     try:
-        return work()
+        with storage_told(session.workspace.root):
+            return work()
+    except RunError:
+        # The run itself: its disk is full, something in it is damaged. What it has measured stays.
+        session.close()
+        raise
     except RequestError:
         session.discard()
         raise

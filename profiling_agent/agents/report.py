@@ -26,7 +26,7 @@ def report(state: RunState, session: RunSession) -> Update:
     profiles = {"baseline": (state.profiled, evaluator.profile)}
     if (seen := torch_model(final.winner, journal, state.resolved.baseline)) != state.resolved.baseline:
         profiled = profile_artifact(session.jobs, seen, batch_size=state.batch_size, device=evaluator.device)
-        profiles["best"] = (profiled, read_profile(workspace, profiled))
+        profiles["best"] = (profiled, read_profile(session.jobs, profiled))
     written = build_report(
         state.request,
         final,
@@ -46,8 +46,8 @@ def report(state: RunState, session: RunSession) -> Update:
     folder = results_folder(workspace.root, written)
     folder.mkdir(parents=True, exist_ok=True)
     # A fork may return the model that its parent did, whose card tells of the parent's verdict.
-    if folder == workspace.root or not (workspace.path(best) / CARD).exists():
-        write_card(workspace.path(best), card_rows(written), card_notes(written))
+    if folder == workspace.root or not (session.jobs.path(best) / CARD).exists():
+        write_card(session.jobs.path(best), card_rows(written), card_notes(written))
     workspace.point_best(best, folder)
     write_report(written, folder)
     if line := track(written, folder):

@@ -65,12 +65,10 @@ class RunSession:
         )
 
     def profile(self, state: RunState) -> ModelProfile:
-        """Return the baseline's full profile, parsed once; a file that was removed for damage is measured again."""
+        """Return the baseline's full profile, parsed once."""
         assert state.profiled is not None, "profiling comes first"
         if self._profile is None or self._profile[0] != state.profiled:
-            is_there = self.workspace.path(state.profiled.profile).parent.exists()
-            found = read_profile(self.workspace, state.profiled if is_there else self.measured(state))
-            self._profile = state.profiled, found
+            self._profile = state.profiled, read_profile(self.jobs, state.profiled)
         return self._profile[1]
 
     def advisor(self, state: RunState) -> Asks | None:

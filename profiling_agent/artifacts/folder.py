@@ -9,7 +9,7 @@ from safetensors import SafetensorError
 
 from profiling_agent import files
 from profiling_agent.artifacts.recipe import CARD, RECIPE, Recipe, read_recipe
-from profiling_agent.errors import ArtifactError
+from profiling_agent.errors import ArtifactError, StorageError
 from profiling_agent.files import file_sha256
 
 
@@ -18,7 +18,8 @@ def appearing(folder: Path) -> Generator[Path]:
     """Give a temporary sibling to write to; it becomes `folder` when the block ends, and vanishes if it raises.
 
     Raises:
-        ArtifactError: `folder` exists, or there is no space for it.
+        ArtifactError: `folder` exists.
+        StorageError: there is no space for it.
     """
     try:
         with files.appearing(folder) as temporary:
@@ -30,7 +31,7 @@ def appearing(folder: Path) -> Generator[Path]:
     except (OSError, SafetensorError) as error:
         if _errno(error) not in files.NO_SPACE:
             raise
-        raise ArtifactError(
+        raise StorageError(
             f"there is no space for {str(folder)!r} ({error}): free some, or choose another disk; nothing was written"
         ) from error
 

@@ -101,7 +101,7 @@ class Evaluator:
         )
 
     def _correct(self, predictions: Predictions) -> npt.NDArray[np.bool_]:
-        predicted, true = read_predictions(self.jobs.workspace.path(predictions.file))
+        predicted, true = read_predictions(self.jobs.path(predictions.file))
         return predicted == true
 
     def race(self, entries: Sequence[tuple[Variant, ArtifactRef]]) -> Race:

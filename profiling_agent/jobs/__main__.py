@@ -1,7 +1,6 @@
 """Worker: the process that does jobs, one order after another, until its parent is gone."""
 
-import os
-import shutil
+import errno
 import traceback
 import warnings
 from collections.abc import Generator
@@ -12,8 +11,9 @@ from pkgutil import resolve_name
 from pydantic import ValidationError
 
 from profiling_agent.errors import ProfilingAgentError
-from profiling_agent.files import TEMPORARY, write_text
+from profiling_agent.files import NO_SPACE, appearing, storage_problem, write_text
 from profiling_agent.jobs.context import JobContext
+from profiling_agent.jobs.store import RESULT, write_hashes
 from profiling_agent.jobs.wire import Message, Order
 from profiling_agent.processes.serve import Parent
 
@@ -32,7 +32,8 @@ def main() -> None:
                 if order.torch:
                     _set_torch()
                 result = resolve_name(order.handler)(task, job)
-                write_text(job.folder / "result.json", result.model_dump_json(indent=1))
+                write_text(job.folder / RESULT, result.model_dump_json(indent=1))
+                write_hashes(job.folder)
         except ProfilingAgentError as error:
             answer = Message(kind="failed", error=type(error).__name__, text=str(error))
         except MemoryError:
@@ -40,10 +41,22 @@ def main() -> None:
         except ValidationError as error:
             traceback.print_exc()
             answer = Message(kind="failed", error="JobError", text=f"a stage returned a broken record: {error}")
+        except OSError as error:
+            traceback.print_exc()
+            answer = _failed_by_system(error, Path(order.root))
         except Exception as error:  # noqa: BLE001 - the boundary: whatever a stage or library raises is a job's result
             traceback.print_exc()
             answer = Message(kind="failed", error="JobError", text=f"{type(error).__name__}: {error}")
         parent.send(answer)
+
+
+def _failed_by_system(error: OSError, root: Path) -> Message:
+    """Return what to say of a system call that failed: a full disk ends the run, which can go on, and no candidate."""
+    problem = storage_problem(error) if error.errno in NO_SPACE | {errno.EROFS, errno.EIO} else None
+    if problem is None:
+        return Message(kind="failed", error="JobError", text=f"{type(error).__name__}: {error}")
+    said = f"run folder {str(root)!r} can't be written, {problem}, then go on with `profiling-agent resume {root}`"
+    return Message(kind="failed", error="StorageError", text=said)
 
 
 @contextmanager
@@ -54,13 +67,8 @@ def _job_folder(order: Order, parent: Parent) -> Generator[JobContext]:
         parent.send(Message(kind="progress", text=message, done=done, total=total))
 
     root, final = Path(order.root), f"jobs/{order.key}"
-    folder = root / "jobs" / f"{TEMPORARY}{order.key}-{os.getpid()}"
-    folder.mkdir(parents=True)
-    try:
+    with appearing(root / final) as folder:
         yield JobContext(root=root, folder=folder, final=final, progress=progress)
-        folder.rename(root / final)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _set_torch() -> None:

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from profiling_agent.documents import DocumentError, read_record
 from profiling_agent.errors import RunError
 from profiling_agent.jobs.runner import Jobs
 from profiling_agent.jobs.tasks import HeadlineTask, Profiled, ProfileTask, ResolveShapeTask
@@ -35,14 +36,14 @@ def profile_artifact(  # noqa: PLR0913 (what is measured, with what, and where)
     return jobs.run(task)
 
 
-def read_profile(workspace: Workspace, profiled: Profiled) -> ModelProfile:
-    """Return the full profile that a job left in the workspace; RunError where the file is gone or damaged."""
-    path = workspace.path(profiled.profile)
+def read_profile(jobs: Jobs, profiled: Profiled) -> ModelProfile:
+    """Return the full profile that a job left, measured again where the file is damaged; RunError where it is none."""
+    path = jobs.path(profiled.profile)
     try:
-        return ModelProfile.model_validate_json(path.read_bytes())
-    except (OSError, ValueError) as error:
+        return read_record(ModelProfile, path)
+    except (OSError, DocumentError) as error:
         raise RunError(
-            f"{str(path)!r} is gone or damaged: remove {path.parent} and resume, which measures it again"
+            f"{str(path)!r} is no profile ({error}): remove {path.parent} and resume, which measures it again"
         ) from error
 
 
@@ -54,6 +55,6 @@ def profile_source(request: Request, folder: Path, *, batch_size: int, progress:
     try:
         resolved = jobs.run(ResolveShapeTask(model=request.model, revision=request.revision, device=request.device))
         profiled = profile_artifact(jobs, resolved.baseline, batch_size=batch_size, device=resolved.device)
-        return read_profile(workspace, profiled)
+        return read_profile(jobs, profiled)
     finally:
         jobs.close()

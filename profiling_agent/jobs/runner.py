@@ -2,21 +2,24 @@
 
 import hashlib
 import json
-import shutil
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from profiling_agent.errors import JobError
+from profiling_agent.artifacts.recipe import RECIPE
+from profiling_agent.documents import DocumentError
+from profiling_agent.errors import JobError, RunError
+from profiling_agent.files import file_sha256
+from profiling_agent.jobs.store import TIMED, JobStore, artifacts_of, key_of
 from profiling_agent.jobs.table import TABLE, Table
 from profiling_agent.jobs.tasks import Task
 from profiling_agent.jobs.wire import ERRORS, Message, Order
 from profiling_agent.processes.child import Child, Wording, child_command
 from profiling_agent.processes.machine_lock import machine_lock
 from profiling_agent.progress import Progress, silent
-from profiling_agent.records import Record
+from profiling_agent.records import ArtifactRef, Record
 from profiling_agent.reproducibility import environment
 from profiling_agent.workspace import Workspace
 
@@ -44,6 +47,7 @@ class Jobs:
         self.workspace = workspace
         self.progress = progress
         self._table = table
+        self._store = JobStore(workspace, table)
         self._worker: Child[Message] | None = None
 
     def run(self, task: Task[ResultT]) -> ResultT:
@@ -52,12 +56,16 @@ class Jobs:
         Raises what the stage raised, or JobError for a crash, a hang or too much memory.
         """
         key, kind, row = job_key(task), type(task), self._table[type(task)]
-        path = self.workspace.jobs / key / "result.json"
-        try:
-            return _read(task, path)
-        except (OSError, ValueError):
-            # What is there and can't be read is damaged; a job is done again rather than believed.
-            shutil.rmtree(path.parent, ignore_errors=True)
+        if self._store.is_whole(key):
+            try:
+                return self._store.result(key, task)
+            except (OSError, DocumentError):
+                # Whole, and not what this version takes for a result: somebody wrote the hashes too.
+                pass
+        self._store.remove(key)
+        for ref in artifacts_of(task):
+            self.path(ref)
+        self._store.keep_order(key, task)
         order = Order(
             root=str(self.workspace.root.resolve()),
             key=key,
@@ -74,7 +82,29 @@ class Jobs:
                 self.progress(message.text, message.done, message.total)
         if message.kind == "failed":
             raise ERRORS.get(message.error, JobError)(message.text)
-        return _read(task, path)
+        self._store.believe(key)
+        return self._store.result(key, task)
+
+    def path(self, ref: ArtifactRef) -> Path:
+        """Return where an artifact lies; what is gone or damaged since an earlier process made it is made again first.
+
+        Raises what doing that does, and RunError where it comes out differently.
+        """
+        key = key_of(ref)
+        if key is not None and not (self._store.is_whole(key) or self._store.is_foreign(key)):
+            task = self._store.order(key)
+            if job_key(task) != key:
+                raise RunError(
+                    f"{ref.path!r} is gone or damaged, and this machine or its libraries are not those that made it: "
+                    "start a new run"
+                )
+            self.run(task)
+            path = self.workspace.path(ref)
+            if ref.kind not in TIMED and file_sha256(path / RECIPE if path.is_dir() else path) != ref.sha256:
+                raise RunError(
+                    f"{ref.path!r} was damaged, and came out differently when it was made again: start a new run"
+                )
+        return self.workspace.path(ref)
 
     @contextmanager
     def _process(self, *, isolated: bool) -> Generator[Child[Message], None, None]:
@@ -103,9 +133,3 @@ class Jobs:
         if self._worker is not None:
             self._worker.end()
             self._worker = None
-
-
-def _read(task: Task[ResultT], path: Path) -> ResultT:
-    """Return the result in `path`; OSError or ValueError where there is none."""
-    result: Any = task.result.model_validate_json(path.read_text(encoding="utf-8"))
-    return result
