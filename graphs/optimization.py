@@ -9,6 +9,8 @@
 Every agent is one thin file in `profiling_agent/agents/`; this one only wires them.
 """
 
+import os
+from collections.abc import Iterable
 from functools import partial
 from typing import Any, Literal
 
@@ -22,6 +24,7 @@ from profiling_agent.agents.approval import approval
 from profiling_agent.agents.evaluation import evaluation
 from profiling_agent.agents.input_shape_resolver import input_shape_resolver
 from profiling_agent.agents.iterative_pruning import iterative_pruning
+from profiling_agent.agents.limits import operators_limits
 from profiling_agent.agents.node import Agent, Node, as_node
 from profiling_agent.agents.profiling import profiling
 from profiling_agent.agents.pruning import pruning
@@ -50,17 +53,22 @@ def route_after_approval(state: RunState) -> Literal["pruning", "analysis", "ite
 
 
 def build_graph(
-    checkpointer: BaseCheckpointSaver[str] | None = None, advisor: Any = None, sessions: Sessions | None = None
+    checkpointer: BaseCheckpointSaver[str] | None = None,
+    advisor: Any = None,
+    sessions: Sessions | None = None,
+    *,
+    addresses: Iterable[str] = (),
 ) -> CompiledStateGraph[RunState, None, Request, RunResult]:
     """Return the compiled graph; `invoke(Request(...))` gives the verdict, the report and the run folder.
 
     Without a checkpointer, invoking the same request again reuses the jobs that its run has finished. With one, the
     thread's id is the run's id, and `invoke(None, config)` goes on where the run was cut. `advisor` is a LangChain chat
     model to plan with, instead of what the request names; it is never stored, so a graph that resumes needs it again.
-    Whoever passes `sessions` names the chat model there, and closes them.
+    With a checkpointer, keys of the environment go to the base_url of a request where `addresses` has it, as a request may
+    come out of a checkpoint. Whoever passes `sessions` names the chat model and the addresses there, and closes them.
     """
     # Bound to the nodes, and no context of LangGraph's: that ends with each call, and Studio has none to pass.
-    bound = Sessions(advisor) if sessions is None else sessions
+    bound = Sessions(advisor, addresses=addresses) if sessions is None else sessions
 
     def node(agent: Agent) -> Node:
         return as_node(agent, bound)
@@ -91,4 +99,5 @@ def build_graph(
     return graph.compile(checkpointer=checkpointer, name="profiling_agent")
 
 
-graph = build_graph()
+# What `langgraph.json` names: a server's, whose requests come from outside.
+graph = build_graph(sessions=Sessions(limits=operators_limits(os.environ)))

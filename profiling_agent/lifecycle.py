@@ -38,13 +38,12 @@ def make_run_id() -> str:
 def _drive(
     request: Request,
     workspace: Workspace,
+    sessions: Sessions,
     listener: Listener,
-    advisor: Any,
     approver: Approver | None,
     answer: Approval | None = None,
 ) -> RunReport:
     """Run the graph on the thread that the run folder is named after, until its report is there or nobody answers."""
-    sessions = Sessions(advisor)
     sessions.open(workspace)
     saver = RunSaver(workspace.root.parent)
     config: RunnableConfig = {"configurable": {"thread_id": workspace.root.name}}
@@ -107,7 +106,7 @@ def optimize(
     workspace = create_workspace(request, request.run_id or make_run_id())
     named = request.model_copy(update={"run_id": workspace.root.name})
     try:
-        return _drive(named, workspace, listener, advisor, approver)
+        return _drive(named, workspace, Sessions(advisor, addresses=(request.base_url,)), listener, approver)
     except RunError:
         # The run itself: somebody else has it, something in it is damaged, it waits. What it has measured stays.
         raise
@@ -118,14 +117,20 @@ def optimize(
 
 
 def resume(
-    run: str | Path, listener: Listener = ignore, *, advisor: Any = None, approver: Approver | None = None
+    run: str | Path,
+    listener: Listener = ignore,
+    *,
+    advisor: Any = None,
+    base_url: str | None = None,
+    approver: Approver | None = None,
 ) -> RunReport:
     """Go on with a run that was cut, from its last checkpoint; a finished run gives its report again.
 
-    A run that was begun with an `advisor` needs it again.
+    A run that was begun with an `advisor` needs it again. One that asks a language model at an address that isn't the
+    provider's or the environment's gets the environment's key where that address is given again, as `base_url`.
     """
     request, workspace = _reopened(run)
-    return _drive(request, workspace, listener, advisor, approver)
+    return _drive(request, workspace, Sessions(advisor, addresses=(base_url,)), listener, approver)
 
 
 def approve(
@@ -134,16 +139,17 @@ def approve(
     listener: Listener = ignore,
     *,
     advisor: Any = None,
+    base_url: str | None = None,
     approver: Approver | None = None,
 ) -> RunReport:
-    """Answer the question that a run waits with, and go on with it.
+    """Answer the question that a run waits with, and go on with it; `advisor` and `base_url` as for `resume`.
 
     Raises:
         ApprovalPendingError: the run waits again, for the next plan or because the answer could not be taken.
         RunError: the run waits for nothing.
     """
     request, workspace = _reopened(run)
-    return _drive(request, workspace, listener, advisor, approver, answer)
+    return _drive(request, workspace, Sessions(advisor, addresses=(base_url,)), listener, approver, answer)
 
 
 def pending(run: str | Path) -> ApprovalQuestion | None:

@@ -6,6 +6,7 @@
 import re
 from pathlib import Path
 from typing import Annotated, Literal, Self
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
@@ -18,6 +19,20 @@ def _run_id(value: str | None) -> str | None:
     if value is not None and not RUN_ID.fullmatch(value):
         raise ValueError(f"{value!r} is no run id: use letters, digits, '.', '_' and '-', at most 100")
     return value
+
+
+def holds_more_than_an_address(url: str) -> bool:
+    """Return whether an address brings a user, a password, a query or a fragment: what isn't to be stored or shown."""
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return "@" in url or "?" in url
+    return parts.username is not None or parts.password is not None or bool(parts.query or parts.fragment)
+
+
+MORE_THAN_AN_ADDRESS = (
+    "base_url holds more than an address (a user, a password, a query): put the key into OPENAI_API_KEY instead"
+)
 
 
 class Request(BaseModel):
@@ -130,6 +145,13 @@ class Request(BaseModel):
         default=None, description="name of the run folder; by default one is made up"
     )
     output: str = Field(default="runs", min_length=1, description="folder that holds the run folders")
+
+    # Of the whole, whose errors don't quote; and here already, as a request is written down before anybody is asked.
+    @model_validator(mode="after")
+    def _no_password(self) -> Self:
+        if self.base_url is not None and holds_more_than_an_address(self.base_url):
+            raise ValueError(MORE_THAN_AN_ADDRESS)
+        return self
 
     @model_validator(mode="after")
     def _no_contradictions(self) -> Self:

@@ -16,5 +16,5 @@ def advisor_of(server: Server, folder: Path, *, deadline_s: float = 20.0, **budg
     limits = {"max_requests": 20, "max_tokens": 100_000} | budget
     ledger = Ledger(folder, **limits)
     endpoint = Endpoint(provider="openai", model="scripted", base_url=server.url)
-    chat = Chat(open_model(endpoint, timeout_s=deadline_s), endpoint.name, spend=ledger.spend)
+    chat = Chat(open_model(endpoint, {server.url}, timeout_s=deadline_s), endpoint.name, spend=ledger.spend)
     return Advisor(chat, ledger, deadline_s=deadline_s)

@@ -47,6 +47,7 @@ class Server:
     url: str
     asked: list[dict[str, Any]] = field(default_factory=list)
     keys: list[str] = field(default_factory=list)
+    headers: list[dict[str, str]] = field(default_factory=list)
 
 
 @contextmanager
@@ -61,11 +62,13 @@ def chat_server(script: Script, models: tuple[str, ...] = ("scripted",)) -> Gene
             pass
 
         def do_GET(self) -> None:
+            server.headers.append(dict(self.headers))
             self._send(
                 200, json.dumps({"object": "list", "data": [{"id": name, "object": "model"} for name in models]})
             )
 
         def do_POST(self) -> None:
+            server.headers.append(dict(self.headers))
             payload = json.loads(self.rfile.read(int(self.headers["content-length"])))
             number = len(server.asked)
             server.asked.append(payload)

@@ -14,7 +14,7 @@ from pathlib import Path
 WATCH = '''
 import json, os, sys, threading
 OURS = os.sep + "profiling_agent" + os.sep
-OUT = os.environ["FRAMES_OUT"]
+OUT = os.environ["PROFILING_AGENT_FRAMES_OUT"]
 
 def stack(frame):
     """Return what of ours is on the stack, outermost first."""
@@ -75,7 +75,7 @@ def counted(model: Path, data: Path) -> dict[str, list[list[str]]]:
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch, "frames.jsonl")
         Path(scratch, "sitecustomize.py").write_text(WATCH, encoding="utf-8")
-        environment = os.environ | {"PYTHONPATH": scratch, "FRAMES_OUT": str(out)}
+        environment = os.environ | {"PYTHONPATH": scratch, "PROFILING_AGENT_FRAMES_OUT": str(out)}
         command = [sys.executable, "-P", "-c", RUN, str(model), str(data), str(Path(scratch, "runs"))]
         subprocess.run(command, env=environment, check=True, capture_output=True)
         found: dict[str, list[list[str]]] = {}

@@ -1,6 +1,7 @@
 """Acquisition agent: opens the run, fetches the model, draws the images."""
 
 import os
+from collections.abc import Collection
 from functools import partial
 from typing import Any
 
@@ -23,10 +24,10 @@ from profiling_agent.request import Request
 MAX_RECOVERY = 5000
 
 
-def choose_advisor(request: Request, advisor: Any) -> Update:
+def choose_advisor(request: Request, advisor: Any, trusted: Collection[str]) -> Update:
     """Return who may plan beside the rules, and in words; RequestError where a model that was asked for can't be had.
 
-    One that the environment alone speaks for is left out instead.
+    Keys go to `trusted` addresses alone. One that the environment alone speaks for is left out instead.
     """
     if advisor is not None:
         from profiling_agent.llm.open import name_of
@@ -41,7 +42,7 @@ def choose_advisor(request: Request, advisor: Any) -> Update:
             return {"advisor_note": "the built-in rules plan: no key and no address of a language model is configured"}
         from profiling_agent.llm.open import look_at
 
-        look_at(endpoint)
+        look_at(endpoint, trusted)
     except RequestError as error:
         if not by_environment:
             raise
@@ -63,8 +64,8 @@ def acquire(request: Request, session: RunSession) -> Update:
     """
     check_runtimes(request)
     check_tracker(request)
-    chosen = choose_advisor(request, session.chat_model)
-    plan = read_plan(request.plan) if request.plan else None
+    chosen = choose_advisor(request, session.chat_model, session.trusted)
+    plan = read_plan(request.plan, quotes=not session.is_served) if request.plan else None
     asked = request.model_dump(include=set(AcquireTask.model_fields))
     asked["num_recovery"] = MAX_RECOVERY if request.recover_epochs else 0
     session.jobs.progress(chosen["advisor_note"], 0, 0)
@@ -88,4 +89,7 @@ def acquisition(state: Request, *, runtime: Runtime[None], sessions: Sessions) -
             "build the graph with a checkpointer, or use approve=never"
         )
     session = sessions.begin(state, info.thread_id if info else None)
+    # Without checkpoints it can only be this call's own; with them it may be what an old one, or a stranger, left.
+    if state.base_url is not None and sessions.limits is None and not _is_checkpointed():
+        session.addresses.add(state.base_url)
     return run_node(session, "acquisition", runtime, partial(acquire, state, session))

@@ -109,7 +109,8 @@ def as_node(agent: Agent, sessions: Sessions) -> Node:
     stage = agent.__module__.rsplit(".", 1)[-1]
 
     def node(state: RunState, *, runtime: Runtime[None]) -> Update:
-        session = sessions.get_session(state)
+        info = runtime.execution_info
+        session = sessions.get_session(state, info.thread_id if info else None)
         return run_node(session, stage, runtime, partial(agent, state, session), standing_of(state, stage))
 
     node.__name__ = stage

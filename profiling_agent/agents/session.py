@@ -1,11 +1,14 @@
 """Run session: what one run keeps open in a process, and the registry that the nodes of a graph ask for it."""
 
 import hashlib
+import os
 import shutil
+from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from profiling_agent.agents.limits import Limits
 from profiling_agent.agents.state import RunState
 from profiling_agent.errors import RunError
 from profiling_agent.iteration.deployments import deployment_choices
@@ -13,6 +16,7 @@ from profiling_agent.iteration.evaluator import Evaluator, Settings
 from profiling_agent.jobs.profile import profile_artifact, read_profile
 from profiling_agent.jobs.runner import Jobs
 from profiling_agent.jobs.tasks import Profiled
+from profiling_agent.llm.endpoint import key_for, trusted_addresses
 from profiling_agent.llm.ledger import read_spent
 from profiling_agent.llm.question import Asks
 from profiling_agent.records import ModelProfile, Spent
@@ -35,10 +39,16 @@ class RunSession:
     It is closed when the run ends, fails, or waits for somebody, and by the process's end.
     """
 
-    def __init__(self, workspace: Workspace, *, chat_model: Any = None, created: bool = False) -> None:
+    def __init__(
+        self, workspace: Workspace, *, chat_model: Any = None, addresses: Iterable[str] = (), created: bool = False
+    ) -> None:
         """Take the run for this process, and clear what a killed one left; RunError where another process has it."""
         self.workspace = workspace
         self.chat_model = chat_model
+        # Beside the environment's own: where keys may go because a person said so. Never stored.
+        self.addresses = set(addresses)
+        # Whether whoever asks is somebody else than whose machine this is.
+        self.is_served = False
         # Closed in the other order: nobody else may have the run before its worker has ended.
         self.resources = ExitStack()
         self.resources.callback(workspace.lock().release)
@@ -71,6 +81,11 @@ class RunSession:
             self._profile = state.profiled, read_profile(self.jobs, state.profiled)
         return self._profile[1]
 
+    @property
+    def trusted(self) -> frozenset[str]:
+        """Return the addresses that keys of the environment may go to."""
+        return trusted_addresses(os.environ, *self.addresses)
+
     def advisor(self, state: RunState) -> Asks | None:
         """Return the language model that may plan, None where the rules plan alone."""
         if state.planner == "rules" or (state.endpoint is None and state.advisor_object is None):
@@ -84,7 +99,7 @@ class RunSession:
             # Importing the provider takes seconds, which runs without a model needn't wait for.
             from profiling_agent.llm.open import open_advisor
 
-            self._advisor = open_advisor(state, self.workspace.root, state.endpoint, self.chat_model)
+            self._advisor = open_advisor(state, self.workspace.root, state.endpoint, self.trusted, self.chat_model)
         return self._advisor
 
     def spent(self, state: RunState) -> Spent | None:
@@ -139,16 +154,25 @@ class Sessions:
     drives the run has done so, and its last one closes it.
     """
 
-    def __init__(self, chat_model: Any = None) -> None:
-        """Let runs plan with `chat_model`, which is the caller's and never stored."""
+    def __init__(
+        self, chat_model: Any = None, *, addresses: Iterable[str | None] = (), limits: Limits | None = None
+    ) -> None:
+        """Let runs plan with `chat_model`, which is the caller's and never stored.
+
+        `addresses` are those that a person gave in this call: keys of the environment may go there. With `limits`,
+        requests come from outside, and what they may name is checked before anything is opened.
+        """
         self.chat_model = chat_model
+        self.addresses = frozenset(url for url in addresses if url) | (limits.addresses if limits else frozenset())
+        self.limits = limits
         self.by_run: dict[str, RunSession] = {}
 
     def open(self, workspace: Workspace, *, created: bool = False) -> RunSession:
         """Return the run's session; RunError where another process has the run, or this one has its namesake."""
         run_id = workspace.root.name
         if (known := self.by_run.get(run_id)) is None:
-            known = RunSession(workspace, chat_model=self.chat_model, created=created)
+            known = RunSession(workspace, chat_model=self.chat_model, addresses=self.addresses, created=created)
+            known.is_served = self.limits is not None
             known.resources.callback(self.by_run.pop, run_id)
             self.by_run[run_id] = known
         if known.workspace.root.resolve() != workspace.root.resolve():
@@ -156,30 +180,64 @@ class Sessions:
         return known
 
     def begin(self, request: Request, thread: str | None) -> RunSession:
-        """Start, or start again, the run that the request asks for."""
+        """Start, or start again, the run that the request asks for; RequestError where this server's limits forbid it."""
+        self._check(request)
         run_id = choose_run_id(request, thread)
         if (known := self.by_run.get(run_id)) is not None:
             return known
         created = not (request.output_dir / run_id / MANIFEST).exists()
         return self.open(open_workspace(request, run_id), created=created)
 
-    def get_session(self, state: RunState) -> RunSession:
-        """Return the session of a run that is under way, opening it where this process has none yet."""
+    def _check(self, request: Request) -> None:
+        if self.limits is not None:
+            self.limits.check(request)
+
+    def get_session(self, state: RunState, thread: str | None) -> RunSession:
+        """Return the session of a run that is under way, opening it where this process has none yet.
+
+        `thread` is the checkpointer's, if there is one: a state that it kept opens that thread's own run and no other.
+        """
         root = Path(state.run_dir)
         if state.schema_version != SCHEMA_VERSION:
             raise RunError(
                 f"run {root.name!r} was checkpointed with schema version {state.schema_version}, this version reads "
                 f"{SCHEMA_VERSION}: resume it with the version that wrote it"
             )
-        if (known := self.by_run.get(root.name)) is not None:
-            return known
-        read_manifest(root)
-        return self.open(Workspace(root))
+        self._check(state)
+        run_id = thread or root.name
+        known = self.by_run.get(run_id)
+        is_own = root.name == run_id and (known is not None or _is_same(root, state.output_dir / run_id))
+        if not is_own:
+            raise RunError(
+                f"the checkpoint of run {run_id!r} names the folder {state.run_dir!r}, which isn't its own: start a new run"
+            )
+        if known is None:
+            read_manifest(root)
+        session = known or self.open(Workspace(root))
+        self._check_key(state, session)
+        return session
+
+    def _check_key(self, state: RunState, session: RunSession) -> None:
+        """Raise RunError at once, and not when it is first asked, where the language model's server mustn't have the key."""
+        if state.endpoint is not None and self.chat_model is None:
+            try:
+                key_for(state.endpoint, session.trusted)
+            except RunError:
+                session.close()
+                raise
 
     def close(self) -> None:
         """Close every session."""
         for session in tuple(self.by_run.values()):
             session.close()
+
+
+def _is_same(one: Path, other: Path) -> bool:
+    try:
+        return one.resolve() == other.resolve()
+    # A NUL in it, or links that go round.
+    except (OSError, RuntimeError, ValueError):
+        return False
 
 
 def choose_run_id(request: Request, thread: str | None) -> str:

@@ -4,7 +4,9 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from profiling_agent.documents import DocumentError, parse_json, parse_record
 from profiling_agent.errors import PlanError
+from profiling_agent.files import read_bytes
 from profiling_agent.records import Plan
 
 MAX_BYTES = 1_000_000
@@ -20,16 +22,20 @@ def first_problem(error: ValidationError) -> str:
     return f"{where}: {problem['msg']} (got {str(problem['input'])[:80]!r})"
 
 
-def read_plan(path: str) -> Plan:
-    """Return the plan in a JSON file, in the paper's form (Figure 4) or ours; PlanError where it is none."""
-    file = Path(path).expanduser()
+def read_plan(path: str, *, quotes: bool = True) -> Plan:
+    """Return the plan in a JSON file, in the paper's form (Figure 4) or ours; PlanError where it is none.
+
+    What is wrong in it is quoted only if it `quotes`, for whoever may read the file, and only of a JSON object: whatever
+    else a path leads to was never meant as a plan.
+    """
     try:
-        if file.stat().st_size > MAX_BYTES:
-            raise PlanError(f"plan file {path!r} is larger than {MAX_BYTES} bytes: a plan is a short JSON document")
-        return Plan.model_validate_json(file.read_text(encoding="utf-8"), strict=True)
+        text = read_bytes(Path(path).expanduser(), max_bytes=MAX_BYTES)
+        is_object = isinstance(parse_json(text, max_bytes=MAX_BYTES), dict)
+        return parse_record(Plan, text, strict=True, quotes=quotes and is_object)
     except OSError as error:
         raise PlanError(f"plan file {path!r} can't be read ({error.strerror}): check the path") from error
-    except UnicodeDecodeError as error:
-        raise PlanError(f"plan file {path!r} is not UTF-8 text: a plan is a JSON document") from error
-    except ValidationError as error:
-        raise PlanError(f"plan file {path!r} is no valid plan: {first_problem(error)}") from error
+    except DocumentError as error:
+        raise PlanError(f"plan file {path!r} is no valid plan: {error}") from error
+    # Of `~name` for nobody of that name.
+    except RuntimeError as error:
+        raise PlanError(f"plan file {path!r} can't be read ({error}): check the path") from error

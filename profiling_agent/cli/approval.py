@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from profiling_agent.cli.tables import approval_table
-from profiling_agent.cli.terminal import EXIT_WAITING, JsonOption, RunArgument, console, refuse
+from profiling_agent.cli.terminal import EXIT_WAITING, AddressOption, JsonOption, RunArgument, console, refuse
 from profiling_agent.cli.watching import ask, is_answered_here, read_edit, watch
 from profiling_agent.errors import ProfilingAgentError, RequestError
 from profiling_agent.iteration.approval import read_answer
@@ -18,6 +18,7 @@ def approve(
     accept: Annotated[bool, typer.Option("--accept", help="carry the plan out")] = False,  # noqa: FBT002 - a flag
     edit: Annotated[Path | None, typer.Option(help="JSON file with changes to make first")] = None,
     reject: Annotated[str | None, typer.Option(metavar="REASON", help="ask for another plan, and say why")] = None,
+    base_url: AddressOption = None,
     json_: JsonOption = False,  # noqa: FBT002 - a flag
 ) -> None:
     """Answer a run that was started with --approve plan or each, and go on with it; without an answer, show what it asks.
@@ -45,7 +46,7 @@ def approve(
         console.print(approval_table(question))
         raise typer.Exit(EXIT_WAITING)
     said = answer or ask(question)
-    watch(lambda listener, approver: go_on(run, said, listener, approver=approver), run)
+    watch(lambda listener, approver: go_on(run, said, listener, base_url=base_url, approver=approver), run)
 
 
 def _answer(**given: Any) -> Approval | None:

@@ -25,8 +25,9 @@ from profiling_agent.cli.tables import folded_table
 from profiling_agent.cli.terminal import JsonOption, console, errors, refuse
 from profiling_agent.deployment import registry
 from profiling_agent.errors import ProfilingAgentError, RequestError
-from profiling_agent.llm.endpoint import choose_endpoint
-from profiling_agent.processes.child import child_command, child_environment, ending
+from profiling_agent.llm.endpoint import choose_endpoint, trusted_addresses
+from profiling_agent.processes.child import child_command, ending
+from profiling_agent.processes.environment import child_environment
 from profiling_agent.progress import Progress, silent
 from profiling_agent.records import RUNTIMES, Record, RuntimeName
 from profiling_agent.reporting.units import percent, size
@@ -177,7 +178,7 @@ def _advisor(request: Request) -> Finding:
             return Finding(name="language model", state="ok", seen="none is configured: the built-in rules plan")
         from profiling_agent.llm.open import look_at
 
-        look_at(endpoint)
+        look_at(endpoint, trusted_addresses(os.environ, request.base_url))
     except RequestError as error:
         # One that the environment alone speaks for is left out by a run, which then works without it.
         if request.advisor == "auto" and request.base_url is None:

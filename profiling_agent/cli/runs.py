@@ -15,6 +15,7 @@ from profiling_agent.analysis.plan_file import first_problem
 from profiling_agent.cli.progress import open_display
 from profiling_agent.cli.tables import plan_table, verdict_table
 from profiling_agent.cli.terminal import (
+    AddressOption,
     EventsOption,
     JsonOption,
     QuietOption,
@@ -84,11 +85,17 @@ def run(request: Request, *, quiet: QuietOption = False, json_: EventsOption = F
     watch(work, root, is_quiet=quiet, is_json=json_)
 
 
-def resume(run: RunArgument, *, quiet: QuietOption = False, json_: EventsOption = False) -> None:
+def resume(
+    run: RunArgument,
+    *,
+    base_url: AddressOption = None,
+    quiet: QuietOption = False,
+    json_: EventsOption = False,
+) -> None:
     """Go on with a run that was cut, from its last checkpoint."""
     from profiling_agent.lifecycle import resume as go_on
 
-    work: Work = lambda listener, approver: go_on(run, listener, approver=approver)  # noqa: E731
+    work: Work = lambda listener, approver: go_on(run, listener, base_url=base_url, approver=approver)  # noqa: E731
     watch(work, run, is_quiet=quiet, is_json=json_)
 
 

@@ -32,6 +32,10 @@ def run_folder(named: str) -> Path:
 RunArgument = Annotated[
     Path, typer.Argument(parser=run_folder, metavar="RUN", help="run folder, or the id of one in runs/")
 ]
+AddressOption = Annotated[
+    str | None,
+    typer.Option(metavar="ADDRESS", help="the run's language model is at this address, and may have your key"),
+]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="the verdict alone, in one line")]
 EventsOption = Annotated[bool, typer.Option("--json", help="a JSON line for each event, the verdict last")]
 JsonOption = Annotated[bool, typer.Option("--json", help="one JSON document on standard output")]

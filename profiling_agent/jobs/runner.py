@@ -17,6 +17,7 @@ from profiling_agent.jobs.table import TABLE, Table
 from profiling_agent.jobs.tasks import Task
 from profiling_agent.jobs.wire import ERRORS, Message, Order
 from profiling_agent.processes.child import Child, Wording, child_command
+from profiling_agent.processes.environment import withheld
 from profiling_agent.processes.machine_lock import machine_lock
 from profiling_agent.progress import Progress, silent
 from profiling_agent.records import ArtifactRef, Record
@@ -49,6 +50,7 @@ class Jobs:
         self._table = table
         self._store = JobStore(workspace, table)
         self._worker: Child[Message] | None = None
+        self._given: dict[str, str] = {}
 
     def run(self, task: Task[ResultT]) -> ResultT:
         """Return the task's result, from disk where this run has it.
@@ -75,7 +77,7 @@ class Jobs:
             torch=row.torch,
         )
         timeout_s = row.isolated_timeout_s if task.isolated else row.timeout_s
-        with machine_lock(self.progress), self._process(isolated=task.isolated) as process:
+        with machine_lock(self.progress), self._process(row.secrets, isolated=task.isolated) as process:
             process.send(order)
             deadline, late = time.monotonic() + timeout_s, f"took longer than {timeout_s:.0f} s"
             while (message := process.receive(deadline, late)).kind == "progress":
@@ -107,14 +109,18 @@ class Jobs:
         return self.workspace.path(ref)
 
     @contextmanager
-    def _process(self, *, isolated: bool) -> Generator[Child[Message], None, None]:
-        """Give the process that does one job, which ends with the job where it is isolated."""
+    def _process(self, secrets: tuple[str, ...], *, isolated: bool) -> Generator[Child[Message], None, None]:
+        """Give the process that does one job, which ends with the job where it is isolated.
+
+        A worker that was given secrets does jobs that may see them, and ends before the first that may not.
+        """
+        given = withheld(secrets)
         if isolated:
-            process = self._start()
+            process = self._start(given)
         else:
-            if self._worker is None or not self._worker.is_alive:
+            if self._worker is None or not self._worker.is_alive or given != self._given:
                 self.close()
-                self._worker = self._start()
+                self._worker, self._given = self._start(given), given
             process = self._worker
         try:
             yield process
@@ -124,9 +130,9 @@ class Jobs:
             # A killed or crashed process leaves its folder; nobody else writes here while this run is locked.
             self.workspace.sweep()
 
-    def _start(self) -> Child[Message]:
+    def _start(self, given: dict[str, str]) -> Child[Message]:
         log = self.workspace.root / "worker.log"
-        return Child(child_command("profiling_agent.jobs"), Message, WORDING, log=log)
+        return Child(child_command("profiling_agent.jobs"), Message, WORDING, log=log, environment=given)
 
     def close(self) -> None:
         """End the worker."""

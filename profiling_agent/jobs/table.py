@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from profiling_agent.jobs import tasks
+from profiling_agent.processes.environment import HUB
 
 HOUR = 3600.0
 
@@ -17,21 +18,24 @@ HOUR = 3600.0
 class JobRow:
     """One job: `handler` is "module:function", which takes the task and a `JobContext` and returns the task's result.
 
-    With `torch` the process has torch's threads and seed set before. An isolated job has a time limit of its own.
+    With `torch` the process has torch's threads and seed set before. An isolated job has a time limit of its own. `secrets`
+    are variables of the environment that only processes of such jobs see.
     """
 
     handler: str
     torch: bool = True
     timeout_s: float = 4 * HOUR
     isolated_timeout_s: float = HOUR
+    secrets: tuple[str, ...] = ()
 
 
 Table = Mapping[type[tasks.Task[Any]], JobRow]
 
 TABLE: Table = {
-    tasks.AcquireTask: JobRow(handler="profiling_agent.jobs.handlers.acquisition:acquire"),
-    tasks.SurveyShapeTask: JobRow(handler="profiling_agent.jobs.handlers.acquisition:survey_shape"),
-    tasks.ResolveShapeTask: JobRow(handler="profiling_agent.jobs.handlers.acquisition:resolve_shape"),
+    # All three read the model where it was found, which may be the Hub.
+    tasks.AcquireTask: JobRow(handler="profiling_agent.jobs.handlers.acquisition:acquire", secrets=HUB),
+    tasks.SurveyShapeTask: JobRow(handler="profiling_agent.jobs.handlers.acquisition:survey_shape", secrets=HUB),
+    tasks.ResolveShapeTask: JobRow(handler="profiling_agent.jobs.handlers.acquisition:resolve_shape", secrets=HUB),
     tasks.ProfileTask: JobRow(handler="profiling_agent.jobs.handlers.profiling:profile"),
     tasks.PruneTask: JobRow(handler="profiling_agent.jobs.handlers.pruning:prune"),
     # What is cut off goes on after its last epoch, but a hundred epochs may take a day.

@@ -1,17 +1,27 @@
-"""Endpoint: the model to ask and its address, read from the request and the environment. No LangChain here."""
+"""Endpoint: the model to ask and its address, read from the request and the environment; no LangChain here.
+
+Which addresses a key of the environment may go to is said here as well: the provider's own, those of the environment, and
+those that a person gave in this very call. What a file, a checkpoint or a thread names isn't among them by that.
+"""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Literal
 from urllib.parse import urlsplit
 
-from profiling_agent.errors import RequestError
+from profiling_agent.errors import RequestError, RunError
 from profiling_agent.records import Record
+from profiling_agent.request import MORE_THAN_AN_ADDRESS, holds_more_than_an_address
 
 Provider = Literal["openai", "azure_openai"]
 PROVIDERS: tuple[Provider, ...] = ("openai", "azure_openai")
 KEYS: Mapping[Provider, str] = {"openai": "OPENAI_API_KEY", "azure_openai": "AZURE_OPENAI_API_KEY"}
 URLS: Mapping[Provider, str] = {"openai": "OPENAI_BASE_URL", "azure_openai": "AZURE_OPENAI_ENDPOINT"}
+# What else the clients read from the environment and send wherever they are pointed.
+SECRETS: Mapping[Provider, tuple[str, ...]] = {
+    "openai": (KEYS["openai"], "OPENAI_ADMIN_KEY", "OPENAI_CUSTOM_HEADERS"),
+    "azure_openai": (KEYS["azure_openai"], "AZURE_OPENAI_AD_TOKEN"),
+}
 # The model that the paper's tables were made with.
 DEFAULT_MODEL = "gpt-4o"
 # Servers on one's own machine want a key to be there and don't read it.
@@ -31,9 +41,44 @@ class Endpoint(Record):
         return f"{self.provider}:{self.model}"
 
 
+def trusted_addresses(environment: Mapping[str, str], *given: str | None) -> frozenset[str]:
+    """Return where keys of the environment may go: the addresses that it names itself, and those `given` by a person now."""
+    named = (*(environment.get(name) for name in URLS.values()), *given)
+    return frozenset(_plain(url) for url in named if url)
+
+
+def is_trusted(url: str | None, trusted: Collection[str]) -> bool:
+    """Return whether an address is the provider's own (None) or one of these."""
+    return url is None or _plain(url) in trusted
+
+
+def _plain(url: str) -> str:
+    # Nothing cleverer: two addresses that only seem alike must not pass for one.
+    return url.rstrip("/")
+
+
+def key_for(endpoint: Endpoint, trusted: Collection[str], environment: Mapping[str, str] = os.environ) -> str:
+    """Return the key to send to an endpoint, NO_KEY where there is none.
+
+    Raises:
+        RunError: there is one, and nobody whom it belongs to has named this address.
+    """
+    key = environment.get(KEYS[endpoint.provider]) or NO_KEY
+    if is_trusted(endpoint.base_url, trusted):
+        return key
+    for name in SECRETS[endpoint.provider]:
+        if environment.get(name, "") not in ("", NO_KEY):
+            raise RunError(
+                f"{name} would go to {endpoint.base_url!r}, which the run names and nobody has in this call: allow it with "
+                f"`profiling-agent resume RUN --base-url {endpoint.base_url}` (base_url=... in Python, build_graph(addresses=...), or "
+                f"{URLS[endpoint.provider]}), or unset {name}"
+            )
+    return key
+
+
 def redacted(text: str, environment: Mapping[str, str] = os.environ) -> str:
     """Return what a server said without the keys that it was sent; some quote them in their errors."""
-    for name in KEYS.values():
+    for name in (name for names in SECRETS.values() for name in names):
         if (key := environment.get(name, "")) not in ("", NO_KEY):
             text = text.replace(key, f"({name})")
     return text
@@ -51,10 +96,8 @@ def checked_url(url: str | None) -> str | None:
             f"base_url is no valid address ({error}): give one such as http://localhost:8000/v1"
         ) from error
     del has_port
-    if parts.username is not None or parts.password is not None or parts.query or parts.fragment:
-        raise RequestError(
-            "base_url holds more than an address (a user, a password, a query): put the key into OPENAI_API_KEY instead"
-        )
+    if holds_more_than_an_address(url):
+        raise RequestError(MORE_THAN_AN_ADDRESS)
     if parts.scheme not in ("http", "https") or not host:
         raise RequestError(f"base_url is {url!r}: give an address such as http://localhost:8000/v1")
     return url

@@ -1,6 +1,7 @@
 """Opening the run's advisor: the chat model behind an endpoint, looked at before anything expensive begins, or the caller's."""
 
 import os
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from pydantic import SecretStr
 from profiling_agent.errors import RequestError
 from profiling_agent.llm.advisor import Advisor
 from profiling_agent.llm.chat import Chat, first_line
-from profiling_agent.llm.endpoint import KEYS, NO_KEY, Endpoint
+from profiling_agent.llm.endpoint import KEYS, Endpoint, key_for
 from profiling_agent.llm.ledger import Ledger
 from profiling_agent.request import Request
 
@@ -21,17 +22,19 @@ AZURE_API_VERSION = "2024-10-21"
 LOOK_S = 15.0
 
 
-def open_advisor(request: Request, folder: Path, endpoint: Endpoint | None, model: Any = None) -> Advisor | None:
+def open_advisor(
+    request: Request, folder: Path, endpoint: Endpoint | None, trusted: Collection[str], model: Any = None
+) -> Advisor | None:
     """Return the advisor of a run whose folder this is: `model`, a chat model of the caller's, before the endpoint's.
 
-    None where there is neither, or no budget.
+    None where there is neither, or no budget; RunError where a key would go to an address that isn't `trusted`.
     """
     if (model is None and endpoint is None) or not (request.advisor_requests and request.advisor_tokens):
         return None
     ledger = Ledger(folder, max_requests=request.advisor_requests, max_tokens=request.advisor_tokens)
     if model is None:
         assert endpoint is not None, "one of both is there"
-        model, name = open_model(endpoint, timeout_s=request.advisor_timeout_s), endpoint.name
+        model, name = open_model(endpoint, trusted, timeout_s=request.advisor_timeout_s), endpoint.name
     else:
         name = name_of(model)
     return Advisor(Chat(model, name, spend=ledger.spend), ledger, deadline_s=request.advisor_timeout_s)
@@ -47,9 +50,9 @@ def name_of(model: Any) -> str:
     return f"{type(model).__name__}:{named}" if isinstance(named, str) else type(model).__name__
 
 
-def open_model(endpoint: Endpoint, *, timeout_s: float) -> BaseChatModel:
-    """Return the endpoint's chat model; its key comes from the environment and stays in it."""
-    key = SecretStr(os.environ.get(KEYS[endpoint.provider]) or NO_KEY)
+def open_model(endpoint: Endpoint, trusted: Collection[str], *, timeout_s: float) -> BaseChatModel:
+    """Return the endpoint's chat model; its key comes from the environment, stays in it, and goes to trusted addresses alone."""
+    key = SecretStr(key_for(endpoint, trusted))
     if endpoint.provider == "azure_openai":
         return AzureChatOpenAI(
             azure_deployment=endpoint.model,
@@ -62,14 +65,14 @@ def open_model(endpoint: Endpoint, *, timeout_s: float) -> BaseChatModel:
     return ChatOpenAI(model=endpoint.model, base_url=endpoint.base_url, api_key=key, timeout=timeout_s, max_retries=0)
 
 
-def look_at(endpoint: Endpoint) -> None:
-    """Raise RequestError where the server can't be reached, isn't one, refuses the key, or has no such model.
+def look_at(endpoint: Endpoint, trusted: Collection[str]) -> None:
+    """Raise RequestError where the server can't be reached, isn't one, mustn't have the key or refuses it, or lacks the model.
 
     A server that doesn't list its models is believed to have this one.
     """
     if endpoint.provider == "azure_openai":
         return
-    key = os.environ.get(KEYS[endpoint.provider]) or NO_KEY
+    key = key_for(endpoint, trusted)
     where = endpoint.base_url or "the provider"
     client = openai.OpenAI(api_key=key, base_url=endpoint.base_url, timeout=LOOK_S, max_retries=1)
     try:

@@ -5,7 +5,6 @@ The child's own side is `serve`.
 """
 
 import contextlib
-import os
 import queue
 import signal
 import subprocess
@@ -22,9 +21,9 @@ import psutil
 from pydantic import ValidationError
 
 from profiling_agent.errors import JobError
+from profiling_agent.processes.environment import child_environment
 from profiling_agent.records import Record
 
-QUIET = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "TOKENIZERS_PARALLELISM": "false"}
 # How often a child that says nothing is looked after.
 POLL_S = 0.25
 # A child may take nearly everything: past this the machine would start to kill processes of its own choice.
@@ -39,11 +38,6 @@ def child_command(module: str, *arguments: str) -> list[str]:
     """Return the command line that runs one of our modules."""
     # -P: a file of the user's called torch.py in the working folder is not to be imported.
     return [sys.executable, "-P", "-m", module, *arguments]
-
-
-def child_environment() -> dict[str, str]:
-    """Return a child's environment: no progress bars, no telemetry, no parallel tokenizers."""
-    return os.environ | QUIET
 
 
 def ending(code: int) -> str:

@@ -1,5 +1,6 @@
 """Experiment tracking: a finished run in a tracker that the user keeps. Off by default."""
 
+import re
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ from profiling_agent.reporting.report import RunReport
 from profiling_agent.request import Request
 
 EXPERIMENT, TAG = "profiling-agent", "profiling_agent.results"
+# A user and a password in an address.
+USER = re.compile(r"(?<=://)[^/\s]*@")
 FILES = ("report.html", "report.md", "report.json")
 
 
@@ -32,7 +35,7 @@ def track(report: RunReport, folder: Path) -> str | None:
         mlflow.set_experiment(EXPERIMENT)
         # A run that was cut between here and its last checkpoint comes by again.
         if mlflow.search_runs(filter_string=f"tags.`{TAG}` = '{folder}'", output_format="list"):
-            return f"mlflow has it already ({mlflow.get_tracking_uri()})"
+            return f"mlflow has it already ({without_password(mlflow.get_tracking_uri())})"
         with mlflow.start_run(run_name=report.run_id, tags={TAG: str(folder)}):
             mlflow.log_params(parameters(report.request))
             mlflow.log_metrics(metrics(report))
@@ -40,8 +43,14 @@ def track(report: RunReport, folder: Path) -> str | None:
                 mlflow.log_artifact(str(folder / name))
             mlflow.log_artifacts(str((folder / "best").resolve()), "model")
     except (MlflowException, OSError) as error:
-        return f"mlflow could not be written to ({str(error).splitlines()[0][:200]}); the run folder has everything"
-    return f"logged to mlflow ({mlflow.get_tracking_uri()})"
+        said = without_password(str(error).strip().partition("\n")[0])[:200]
+        return f"mlflow could not be written to ({said}); the run folder has everything"
+    return f"logged to mlflow ({without_password(mlflow.get_tracking_uri())})"
+
+
+def without_password(text: str) -> str:
+    """Return text in which addresses name no user and no password."""
+    return USER.sub("", text)
 
 
 def parameters(request: Request) -> dict[str, Any]:

@@ -73,7 +73,11 @@ class Reproduction:
         begun = {"model": subject.model, "dataset": self.data, "num_samples": self._num_samples}
         if folder.exists():
             _expect(read_manifest(folder).request, begun, folder)
-            return read_report(folder) if (folder / REPORT).exists() else resume(folder, self._listener)
+            return (
+                read_report(folder)
+                if (folder / REPORT).exists()
+                else resume(folder, self._listener, base_url=self._base_url)
+            )
         if kind == "quantized":
             asked["plan"] = str(self._nothing_to_cut())
         return optimize(Request.model_validate(asked | begun | {"output": str(self.output)}), self._listener)

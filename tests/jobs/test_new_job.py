@@ -2,10 +2,12 @@
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import get_type_hints
 
+import psutil
 import pytest
 from toy_job import Doubled, DoubleTask
 
@@ -73,3 +75,31 @@ def test_every_task_has_a_row_whose_handler_takes_it_and_returns_its_result():
     for kind, row in TABLE.items():
         taken, context, returned = get_type_hints(resolve_name(row.handler)).values()
         assert (taken, context, returned) == (kind, JobContext, kind.result)
+
+
+def test_a_secret_is_seen_by_the_jobs_that_may_and_the_worker_that_saw_it_does_no_other(
+    jobs: Jobs, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
+    table = {**TABLE, DoubleTask: replace(ROW, secrets=("HF_TOKEN",))}
+    trusted = Jobs(jobs.workspace, table=table)
+    one, next_one = trusted.run(DoubleTask(number=11)), trusted.run(DoubleTask(number=12))
+    seen = psutil.Process(one.pid).environ()
+    trusted._table = {**TABLE, DoubleTask: ROW}
+    another = trusted.run(DoubleTask(number=13))
+    after = psutil.Process(another.pid).environ()
+    is_gone = not psutil.pid_exists(one.pid)
+    trusted.close()
+
+    assert (one.pid, is_gone) == (next_one.pid, True)
+    assert seen["HF_TOKEN"] == "hf_secret"
+    assert "HF_TOKEN" not in after
+    assert not {"OPENAI_API_KEY"} & (seen.keys() | after.keys())
+
+
+def test_where_there_is_no_secret_one_worker_does_all(jobs: Jobs):
+    first = jobs.run(DoubleTask(number=21))
+    jobs._table = {**TABLE, DoubleTask: replace(ROW, secrets=("HF_TOKEN",))}
+
+    assert jobs.run(DoubleTask(number=22)).pid == first.pid

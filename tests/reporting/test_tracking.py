@@ -6,7 +6,7 @@ import pytest
 from conftest import World
 
 from profiling_agent.reporting.results import read_report
-from profiling_agent.reporting.tracking import metrics, parameters, track
+from profiling_agent.reporting.tracking import metrics, parameters, track, without_password
 from profiling_agent.request import Request
 
 
@@ -42,3 +42,13 @@ def test_a_run_is_logged_once_with_its_report_and_its_model(
     assert run.data.params["batch_size"] == "64"
     artifacts = {item.path for item in mlflow.MlflowClient().list_artifacts(run.info.run_id)}
     assert artifacts == {"report.html", "report.md", "report.json", "model"}
+
+
+def test_a_trackers_password_is_not_told():
+    for address, told in (
+        ("https://me:p%40ss@tracker.example/a", "https://tracker.example/a"),
+        ("failed: postgresql://me:p@ss@db:5432/runs (refused)", "failed: postgresql://db:5432/runs (refused)"),
+        ("sqlite:///runs/me@home.db", "sqlite:///runs/me@home.db"),
+        ("https://tracker.example/a@b", "https://tracker.example/a@b"),
+    ):
+        assert without_password(address) == told

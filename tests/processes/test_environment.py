@@ -1,0 +1,85 @@
+"""What child processes see of the environment."""
+
+import pytest
+
+from profiling_agent.jobs.table import TABLE
+from profiling_agent.jobs.tasks import AcquireTask
+from profiling_agent.processes.environment import HUB, child_environment, withheld
+
+SECRETS = (
+    *(
+        "OPENAI_API_KEY",
+        "AZURE_OPENAI_API_KEY",
+        "HF_TOKEN",
+        "HUGGING_FACE_HUB_TOKEN",
+        "HF_TOKEN_PATH",
+        "AWS_SECRET_ACCESS_KEY",
+    ),
+    *(
+        "GITHUB_TOKEN",
+        "LANGSMITH_API_KEY",
+        "MLFLOW_TRACKING_URI",
+        "MLFLOW_TRACKING_PASSWORD",
+        "DATABASE_URL",
+        "SSH_AUTH_SOCK",
+    ),
+    *("PROFILING_AGENT_SECRET", "PYTHON_REGISTRY_PASSWORD", "TORCH_HUB_TOKEN", "CUDA_API_KEY", "ANYTHING_ELSE"),
+)
+SETTINGS = (
+    *(
+        "PATH",
+        "HOME",
+        "TMPDIR",
+        "LANG",
+        "LC_ALL",
+        "TZ",
+        "USER",
+        "XDG_CACHE_HOME",
+        "LD_LIBRARY_PATH",
+        "CXX",
+        "SSL_CERT_FILE",
+    ),
+    *("HF_HOME", "HF_HUB_OFFLINE", "HF_ENDPOINT", "TRANSFORMERS_OFFLINE", "HF_DATASETS_CACHE", "PROFILING_AGENT_CACHE"),
+    *(
+        "PYTHONPATH",
+        "COVERAGE_PROCESS_START",
+        "CUDA_VISIBLE_DEVICES",
+        "OMP_NUM_THREADS",
+        "MKL_NUM_THREADS",
+        "KMP_AFFINITY",
+    ),
+    *(
+        "TORCHINDUCTOR_CACHE_DIR",
+        "TORCH_HOME",
+        "MALLOC_ARENA_MAX",
+        "ORT_DISABLE_TELEMETRY",
+        "OV_CPU_THREADS",
+        "PYTORCH_CUDA_ALLOC_CONF",
+    ),
+)
+
+
+@pytest.mark.parametrize("name", SECRETS)
+def test_a_secret_reaches_no_child(name: str):
+    assert name not in child_environment({name: "x"})
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_setting_reaches_every_child(name: str):
+    assert child_environment({name: "x"})[name] == "x"
+
+
+def test_a_proxy_reaches_every_child_unless_it_has_a_password():
+    environment = {"HTTPS_PROXY": "http://proxy:3128", "http_proxy": "http://me:pw@proxy:3128", "no_proxy": "localhost"}
+
+    assert {"HTTPS_PROXY", "no_proxy"} == child_environment(environment).keys() & environment.keys()
+    assert withheld(HUB, environment) == {"http_proxy": "http://me:pw@proxy:3128"}
+
+
+def test_the_hubs_token_is_for_the_jobs_that_read_a_model_where_it_was_found():
+    held = {kind.__name__ for kind, row in TABLE.items() if row.secrets}
+
+    assert held == {"AcquireTask", "SurveyShapeTask", "ResolveShapeTask"}
+    assert withheld(TABLE[AcquireTask].secrets, {"HF_TOKEN": "t", "OPENAI_API_KEY": "k", "HF_HOME": "h"}) == {
+        "HF_TOKEN": "t"
+    }
