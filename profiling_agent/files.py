@@ -52,6 +52,17 @@ class FileRefusedError(OSError):
         super().__init__(errno.EPERM, reason, str(path))
 
 
+def expanded(named: str) -> Path:
+    """Return a path that somebody named, `~` followed; FileRefusedError where there is no such user, or a NUL in it."""
+    path = Path(named)
+    if "\0" in named:
+        raise FileRefusedError(path, "it holds a NUL character")
+    try:
+        return path.expanduser()
+    except RuntimeError as error:
+        raise FileRefusedError(path, f"it names a home folder that can't be found ({error})") from error
+
+
 def storage_problem(error: BaseException) -> str | None:
     """Return what a disk has against being written, and what helps; None where an error says nothing of the kind."""
     if isinstance(error, FileRefusedError):
@@ -188,20 +199,28 @@ def write_text(path: Path, text: str) -> None:
 
 def append_line(path: Path, line: str) -> None:
     """Add a line to a regular file, which is made where it isn't there; OSError where `path` is something else, or a link."""
-    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    descriptor = os.open(path, flags, 0o666)
-    with os.fdopen(descriptor, "r+b", buffering=0) as stream:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise FileRefusedError(path, f"it is {_kind(status.st_mode)}, not a regular file")
+    with open_log(path) as stream:
+        descriptor, size = stream.fileno(), os.fstat(stream.fileno()).st_size
         data = line.encode("utf-8", errors="backslashreplace") + b"\n"
         # The line that a kill cut off must not take this one with it.
-        if status.st_size and os.pread(descriptor, 1, status.st_size - 1) != b"\n":
+        if size and os.pread(descriptor, 1, size - 1) != b"\n":
             data = b"\n" + data
-        if stream.write(data) != len(data):
-            os.ftruncate(descriptor, status.st_size)
+        if os.write(descriptor, data) != len(data):
+            os.ftruncate(descriptor, size)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         os.fsync(descriptor)
+
+
+def open_log(path: Path) -> IO[bytes]:
+    """Open a regular file that only grows, for reading too; OSError where `path` is something else, or a link."""
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    descriptor = os.open(path, flags, 0o666)
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(descriptor)
+        raise FileRefusedError(path, f"it is {_kind(mode)}, not a regular file")
+    os.set_blocking(descriptor, True)
+    return os.fdopen(descriptor, "a+b")
 
 
 @contextmanager

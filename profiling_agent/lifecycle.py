@@ -20,7 +20,7 @@ from profiling_agent.reporting.report import RunReport
 from profiling_agent.reporting.results import REPORT
 from profiling_agent.reproducibility import environment
 from profiling_agent.request import Request
-from profiling_agent.workspace import Workspace, create_workspace, read_manifest
+from profiling_agent.workspace import Workspace, create_workspace, read_manifest, storage_told
 
 Listener = Callable[[ProgressEvent], None]
 Approver = Callable[[ApprovalQuestion], Approval]
@@ -44,31 +44,32 @@ def _drive(
     answer: Approval | None = None,
 ) -> RunReport:
     """Run the graph on the thread that the run folder is named after, until its report is there or nobody answers."""
-    sessions.open(workspace)
-    saver = RunSaver(workspace.root.parent)
-    config: RunnableConfig = {"configurable": {"thread_id": workspace.root.name}}
-    try:
-        graph = build_graph(saver, sessions=sessions)
-        # A run that was cut before its first checkpoint starts again; the jobs it has finished are still there.
-        graph_input: Any = None if saver.get_tuple(config) else request
-        if answer is not None:
-            _expect_question(_pending(graph, config), workspace)
-            graph_input = resuming(answer)
-        while True:
-            for event in graph.stream(graph_input, config, stream_mode="custom", durability="sync"):
-                listener(ProgressEvent.model_validate(event))
-            if (question := _pending(graph, config)) is None:
-                break
-            if approver is None:
-                raise ApprovalPendingError(_waiting(workspace, question))
-            # The gate has let the run go: while somebody thinks, nobody else is to answer.
-            sessions.open(workspace)
-            graph_input = resuming(approver(question))
-        report: Any = graph.get_state(config).values.get("report")
-    finally:
-        # The last node, or one that fails, closes the session; an interrupt between two nodes leaves it to us.
-        sessions.close()
-        saver.close()
+    with storage_told(workspace.root):
+        sessions.open(workspace)
+        saver = RunSaver(workspace.root.parent)
+        config: RunnableConfig = {"configurable": {"thread_id": workspace.root.name}}
+        try:
+            graph = build_graph(saver, sessions=sessions)
+            # A run that was cut before its first checkpoint starts again; the jobs it has finished are still there.
+            graph_input: Any = None if saver.get_tuple(config) else request
+            if answer is not None:
+                _expect_question(_pending(graph, config), workspace)
+                graph_input = resuming(answer)
+            while True:
+                for event in graph.stream(graph_input, config, stream_mode="custom", durability="sync"):
+                    listener(ProgressEvent.model_validate(event))
+                if (question := _pending(graph, config)) is None:
+                    break
+                if approver is None:
+                    raise ApprovalPendingError(_waiting(workspace, question))
+                # The gate has let the run go: while somebody thinks, nobody else is to answer.
+                sessions.open(workspace)
+                graph_input = resuming(approver(question))
+            report: Any = graph.get_state(config).values.get("report")
+        finally:
+            # The last node, or one that fails, closes the session; an interrupt between two nodes leaves it to us.
+            sessions.close()
+            saver.close()
     if not isinstance(report, RunReport):
         raise RunError(f"run {workspace.root.name!r} ended without a report: start a new run")
     return report

@@ -9,6 +9,7 @@ from functools import cache
 from importlib import metadata
 from pathlib import Path
 
+from profiling_agent.files import read_bytes
 from profiling_agent.records import Environment
 
 LIBRARIES = (
@@ -33,7 +34,7 @@ CPU_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx_vnni", "amx_i
 def _cpuinfo(field: str) -> str:
     """Return the first value of `field` in /proc/cpuinfo, or nothing where there is no such file."""
     path = Path("/proc/cpuinfo")
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
+    lines = read_bytes(path).decode(errors="replace").splitlines() if path.exists() else []
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(field)), "")
 
 
@@ -44,7 +45,7 @@ def code_version() -> str:
     root = Path(__file__).parent
     for path in sorted(root.rglob("*.py")):
         digest.update(path.relative_to(root).as_posix().encode())
-        digest.update(path.read_bytes())
+        digest.update(read_bytes(path))
     return digest.hexdigest()[:16]
 
 

@@ -20,6 +20,7 @@ from pydantic import Field, ValidationError
 from profiling_agent.documents import DocumentError, parse_json
 from profiling_agent.errors import ArtifactError, RequestError, RunError, StorageError
 from profiling_agent.files import TEMPORARY, inside, read_bytes, storage_problem, sweep, write_text
+from profiling_agent.holder import holder_said, note_holder
 from profiling_agent.records import ArtifactRef, Record
 from profiling_agent.reproducibility import environment
 from profiling_agent.request import Request
@@ -27,6 +28,7 @@ from profiling_agent.request import Request
 SCHEMA_VERSION = 2
 # What a folder holds that is a run of ours.
 MANIFEST = "request.json"
+LOCK, HOLDER = "run.lock", "holder.json"
 MAX_MANIFEST = 2**20
 
 
@@ -83,11 +85,17 @@ class Workspace:
 
     def lock(self) -> FileLock:
         """Take the run for this process until the lock is released or the process ends; RunError if it is taken."""
-        lock = FileLock(self.root / "run.lock", thread_local=False)
+        lock = FileLock(self.root / LOCK, thread_local=False)
         try:
             lock.acquire(timeout=0)
         except Timeout as error:
-            raise RunError(f"run {self.root.name!r} is in use by another process: wait for it, or end it") from error
+            holder = holder_said(self.root / HOLDER)
+            raise RunError(f"run {self.root.name!r} is in use by {holder}: wait for it, or end it") from error
+        except OSError as error:
+            raise RunError(
+                f"run folder {str(self.root)!r} can't be locked ({error.strerror}): take it over, or copy it"
+            ) from error
+        note_holder(self.root / HOLDER, "another process")
         return lock
 
     def point_best(self, ref: ArtifactRef, folder: Path | None = None) -> None:

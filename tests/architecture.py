@@ -10,7 +10,18 @@ PAGE = ROOT / "docs" / "architecture.md"
 BEGIN, END = "<!-- drawn from the imports by tests/architecture.py -->", "<!-- end of the drawing -->"
 
 # The root's modules that everything may use; `lifecycle` and the package itself are the front door.
-BASE = ("errors", "files", "documents", "request", "workspace", "reproducibility", "cache", "progress", "quiet")
+BASE = (
+    "errors",
+    "files",
+    "documents",
+    "request",
+    "workspace",
+    "reproducibility",
+    "cache",
+    "progress",
+    "quiet",
+    "holder",
+)
 # Lowest first: a package imports itself and what stands before it.
 ORDER = (
     "records",

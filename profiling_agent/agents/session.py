@@ -15,13 +15,23 @@ from profiling_agent.iteration.deployments import deployment_choices
 from profiling_agent.iteration.evaluator import Evaluator, Settings
 from profiling_agent.jobs.profile import profile_artifact, read_profile
 from profiling_agent.jobs.runner import Jobs
+from profiling_agent.jobs.store import ORDERS
 from profiling_agent.jobs.tasks import Profiled
 from profiling_agent.llm.endpoint import key_for, trusted_addresses
 from profiling_agent.llm.ledger import read_spent
 from profiling_agent.llm.question import Asks
 from profiling_agent.records import ModelProfile, Spent
 from profiling_agent.request import RUN_ID, Request
-from profiling_agent.workspace import MANIFEST, SCHEMA_VERSION, Workspace, open_workspace, read_manifest
+from profiling_agent.workspace import (
+    HOLDER,
+    LOCK,
+    MANIFEST,
+    SCHEMA_VERSION,
+    Workspace,
+    open_workspace,
+    read_manifest,
+    storage_told,
+)
 
 if TYPE_CHECKING:
     from profiling_agent.llm.advisor import Advisor
@@ -58,7 +68,8 @@ class RunSession:
         self._advisor: Advisor | None = None
         self._profile: tuple[Profiled, ModelProfile] | None = None
         self._evaluator: tuple[dict[str, Any], Evaluator] | None = None
-        workspace.sweep()
+        with storage_told(workspace.root):
+            workspace.sweep()
 
     def measured(self, state: RunState) -> Profiled:
         """Return where the baseline's profile lies, measured where it isn't there."""
@@ -138,9 +149,9 @@ class RunSession:
         root = self.workspace.root
         if not self._created:
             return
-        for folder in (self.workspace.jobs, root / "recovery"):
+        for folder in (self.workspace.jobs, root / ORDERS, root / "recovery"):
             shutil.rmtree(folder, ignore_errors=True)
-        for name in (MANIFEST, "worker.log", "run.lock"):
+        for name in (MANIFEST, "worker.log", LOCK, HOLDER):
             (root / name).unlink(missing_ok=True)
         # A checkpointer's file may lie here, and it is the checkpointer's to remove.
         if not any(root.iterdir()):

@@ -3,7 +3,7 @@
 from pydantic import ValidationError
 
 from profiling_agent.analysis.guards import guard
-from profiling_agent.analysis.plan_file import first_problem
+from profiling_agent.documents import first_problem
 from profiling_agent.errors import PlanError
 from profiling_agent.llm.question import Tool, quoted
 from profiling_agent.modules.layer_names import matching_names

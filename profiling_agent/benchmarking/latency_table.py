@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from profiling_agent.cache import cache_folder
+from profiling_agent.documents import read_json
+from profiling_agent.files import write_text
 from profiling_agent.modules.hooks import watching
 from profiling_agent.modules.inference import left_as_found
 from profiling_agent.progress import Progress, silent
@@ -199,7 +201,7 @@ def _fingerprint(device: torch.device) -> str:
 def _read(path: Path) -> dict[str, dict[int, float]]:
     """Return what is known; a file that is damaged is a file that knows nothing."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = read_json(path)
         return {
             str(key): {int(width): float(ms) for width, ms in times.items()}
             for key, times in found.items()
@@ -214,8 +216,6 @@ def _write(path: Path, new: Mapping[str, Times]) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(path.with_suffix(".lock")):
-            temporary = path.with_suffix(".new")
-            temporary.write_text(json.dumps(_read(path) | dict(new)), encoding="utf-8")
-            temporary.replace(path)
+            write_text(path, json.dumps(_read(path) | dict(new)))
     except OSError:
         return

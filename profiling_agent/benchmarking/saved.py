@@ -4,12 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from profiling_agent.artifacts.folder import open_folder
 from profiling_agent.artifacts.recipe import RECIPE
 from profiling_agent.benchmarking.race import race
 from profiling_agent.benchmarking.throughput import check_same_machine, compare, memory_use, taken, throughput
+from profiling_agent.documents import DocumentError, read_record
 from profiling_agent.errors import RequestError
 from profiling_agent.files import file_sha256
 from profiling_agent.processes.machine_lock import machine_lock
@@ -39,7 +40,7 @@ def race_saved(
     if len(models) < 2:
         raise RequestError(f"a race takes two models, {len(models)} was given: name a run, or another saved model")
     refs = tuple((model.variant, _ref(model.folder)) for model in models)
-    with machine_lock(progress):
+    with machine_lock(progress, "a measurement of saved models"):
         held = race(refs, root=Path("/"), batch_size=batch_size, device=device, progress=progress)
     return {ref.path: model.name for (_, ref), model in zip(refs, models, strict=True)}, held
 
@@ -65,7 +66,7 @@ def measure_saved(models: Sequence[SavedModel], *, device: str = "cpu", progress
     """
     refs = [_ref(model.folder) for model in models]
     measured: list[MeasuredModel] = []
-    with machine_lock(progress):
+    with machine_lock(progress, "a measurement of saved models"):
         through = throughput(refs, root=Path("/"), device=device, progress=progress)
         for number, (ref, model) in enumerate(zip(refs, models, strict=True)):
             progress("reading memory", number, len(refs))
@@ -81,8 +82,8 @@ def read_measurements(path: Path, *, device: str = "cpu") -> Measurements:
         RequestError: the file holds no measurements, or those of another machine.
     """
     try:
-        earlier = Measurements.model_validate_json(path.read_bytes())
-    except (OSError, ValidationError) as error:
+        earlier = read_record(Measurements, path)
+    except (OSError, DocumentError) as error:
         said = "measurements of `profiling-agent measure --json`"
         raise RequestError(f"{str(path)!r} doesn't hold {said}: write it again") from error
     check_same_machine(earlier.models[0].taken.environment, environment(device))

@@ -18,12 +18,12 @@ import typer
 from pydantic import ValidationError
 from rich.text import Text
 
-from profiling_agent.analysis.plan_file import first_problem
 from profiling_agent.cache import cache_folder
 from profiling_agent.cli.progress import open_display
 from profiling_agent.cli.tables import folded_table
 from profiling_agent.cli.terminal import JsonOption, console, errors, refuse
 from profiling_agent.deployment import registry
+from profiling_agent.documents import first_problem
 from profiling_agent.errors import ProfilingAgentError, RequestError
 from profiling_agent.llm.endpoint import choose_endpoint, trusted_addresses
 from profiling_agent.processes.child import child_command, ending

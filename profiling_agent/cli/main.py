@@ -1,12 +1,14 @@
 """Entry point: the application, its commands in the order that `--help` lists them."""
 
 import sys
+import traceback
 from importlib import metadata
 from typing import Annotated
 
 import typer
 
 from profiling_agent.cli import approval, doctor, reproduce, runs, saved
+from profiling_agent.cli.terminal import EXIT_CRASHED, errors, listen_to_signals, stoppable, write_what_can_be_written
 
 COMMANDS = (
     runs.run,
@@ -28,7 +30,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
     help="Measure, prune and quantize a vision model until a contract is met.",
-    epilog="Exit codes: 0 the contract is met, 1 it is not (the report says why), 2 bad request, 3 it waits for an approval, 130 stopped.",
+    epilog="Exit codes: 0 the contract is met, 1 it is not (the report says why), 2 bad request, 3 it waits for an approval, 70 a bug of ours, 130 stopped (129 or 143 by SIGHUP or SIGTERM).",
 )
 
 
@@ -49,12 +51,21 @@ def common(
 
 app.callback()(common)
 for command in COMMANDS:
-    app.command()(command)
+    app.command()(stoppable(command))
 
 
 def main() -> None:
-    """Run the command line; a usage error ends with code 2 like every other bad request."""
-    sys.exit(app())
+    """Run the command line; a usage error ends with code 2 like every other bad request, a bug of ours with 70."""
+    write_what_can_be_written()
+    listen_to_signals()
+    try:
+        sys.exit(app())
+    except Exception:  # noqa: BLE001 - the boundary: what nobody foresaw is no verdict on a model
+        traceback.print_exc()
+        errors.print(
+            "profiling-agent: this is a bug of ours: please report it with the lines above (SECURITY.md, README.md)"
+        )
+        sys.exit(EXIT_CRASHED)
 
 
 if __name__ == "__main__":

@@ -7,10 +7,10 @@ import typer
 from pydantic import ValidationError
 from rich.text import Text
 
-from profiling_agent.analysis.plan_file import first_problem
 from profiling_agent.cli.progress import open_display
 from profiling_agent.cli.tables import folded_table
-from profiling_agent.cli.terminal import EXIT_INTERRUPTED, JsonOption, console, errors, refuse
+from profiling_agent.cli.terminal import JsonOption, console, errors, refuse, say_stopped
+from profiling_agent.documents import first_problem
 from profiling_agent.errors import ProfilingAgentError, RequestError
 from profiling_agent.processes.streams import keep_stdout
 from profiling_agent.reproduce.paper import TABLE_5, Study
@@ -59,9 +59,8 @@ def reproduce(  # noqa: PLR0913, PLR0917 (a command's options)
         refuse(str(error))
     except ValidationError as error:
         refuse(first_problem(error))
-    except KeyboardInterrupt:
-        errors.print("stopped; the same command goes on with what is complete", markup=False)
-        raise typer.Exit(EXIT_INTERRUPTED) from None
+    except KeyboardInterrupt as stop:
+        say_stopped(stop, "; the same command goes on with what is complete")
     if json_:
         typer.echo(study.model_dump_json(indent=1))
     else:

@@ -11,7 +11,6 @@ import typer
 from pydantic import ValidationError
 from rich.markdown import Markdown
 
-from profiling_agent.analysis.plan_file import first_problem
 from profiling_agent.cli.progress import open_display
 from profiling_agent.cli.tables import plan_table, verdict_table
 from profiling_agent.cli.terminal import (
@@ -25,7 +24,9 @@ from profiling_agent.cli.terminal import (
     refuse,
 )
 from profiling_agent.cli.watching import Work, watch
+from profiling_agent.documents import first_problem
 from profiling_agent.errors import ProfilingAgentError
+from profiling_agent.files import read_text
 from profiling_agent.reporting.report import RunReport
 from profiling_agent.reporting.results import read_report
 from profiling_agent.request import Request
@@ -125,7 +126,7 @@ def report(run: RunArgument) -> None:
 
     read = _read(run)
     write_report(read, run)
-    console.print(Markdown((run / "report.md").read_text(encoding="utf-8", errors="replace")))
+    console.print(Markdown(read_text(run / "report.md", under=run)))
 
 
 def profile(

@@ -1,32 +1,98 @@
 """Terminal: what all commands share, the console, how a bad request ends, how a run is named."""
 
+import contextlib
+import signal
+import sys
+from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
-from typing import Annotated, NoReturn
+from types import FrameType
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
 
+from profiling_agent.documents import clean
+from profiling_agent.files import expanded
 from profiling_agent.request import Request
 
-EXIT_MET, EXIT_NOT_MET, EXIT_BAD_REQUEST, EXIT_WAITING, EXIT_INTERRUPTED = 0, 1, 2, 3, 130
+EXIT_MET, EXIT_NOT_MET, EXIT_BAD_REQUEST, EXIT_WAITING = 0, 1, 2, 3
+# EX_SOFTWARE of sysexits.h: never one of the codes that say something of a model.
+EXIT_CRASHED = 70
+# What a shell says of a program that a signal ended.
+SIGNALLED = 128
+ENDING = (signal.SIGTERM, signal.SIGHUP)
+MAX_SAID = 2000
 
 console = Console()
 errors = Console(stderr=True)
 
 
+class Stopped(KeyboardInterrupt):
+    """A signal that ends the program as Ctrl-C does, so that everything that listens for that is heard."""
+
+    def __init__(self, number: int) -> None:
+        """Be stopped by the signal `number`."""
+        super().__init__()
+        self.number = number
+
+
+def listen_to_signals() -> None:
+    """Let SIGTERM and SIGHUP end the program as Ctrl-C does; one that is ignored, as nohup has it, stays ignored."""
+
+    def stop(number: int, frame: FrameType | None) -> NoReturn:
+        del frame
+        raise Stopped(number)
+
+    for number in ENDING:
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, stop)
+
+
+def say_stopped(stop: BaseException, next_step: str = "") -> NoReturn:
+    """Say that somebody stopped the program, and what goes on from here; end with the signal's code."""
+    # Who is hung up on has nobody to say it to.
+    with contextlib.suppress(OSError):
+        errors.print(f"stopped{next_step}", markup=False, soft_wrap=True)
+    raise typer.Exit(SIGNALLED + (stop.number if isinstance(stop, Stopped) else signal.SIGINT))
+
+
+def stoppable(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a command be stopped without a traceback."""
+
+    @wraps(command)
+    def wrapper(*arguments: Any, **options: Any) -> Any:
+        try:
+            return command(*arguments, **options)
+        except KeyboardInterrupt as stop:
+            say_stopped(stop)
+
+    return wrapper
+
+
+def write_what_can_be_written() -> None:
+    """Have what a terminal's encoding lacks (LC_ALL=C) written as escapes, rather than not at all."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError):
+            stream.reconfigure(errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue] - not every stream has it
+
+
 def refuse(message: str) -> NoReturn:
     """Say in one line what was wrong, and end with the code of a bad request."""
-    errors.print(
-        f"profiling-agent: {' '.join(message.split())}", style="red", markup=False, highlight=False, soft_wrap=True
-    )
+    said = clean(" ".join(message.split()))
+    said = said if len(said) <= MAX_SAID else f"{said[:MAX_SAID]} ..."
+    errors.print(f"profiling-agent: {said}", style="red", markup=False, highlight=False, soft_wrap=True)
     raise typer.Exit(EXIT_BAD_REQUEST)
 
 
 def run_folder(named: str) -> Path:
     """Return the folder of a run that is named by its path, or by its id where it lies in the default place."""
-    folder = Path(named).expanduser()
-    default = Request().output_dir / named
-    return default if not folder.exists() and default.exists() else folder
+    try:
+        folder, default = expanded(named), Request().output_dir / named
+        return default if not folder.exists() and default.exists() else folder
+    # A name that is no path: too long, a NUL in it, a user who isn't there.
+    except (OSError, ValueError, RuntimeError) as error:
+        raise typer.BadParameter(f"{clean(named[:80])!r} is no folder ({clean(str(error))[:200]})") from error
 
 
 RunArgument = Annotated[

@@ -13,20 +13,23 @@ from rich.text import Text
 from profiling_agent.cli.progress import Display, open_display
 from profiling_agent.cli.tables import approval_table, verdict_table
 from profiling_agent.cli.terminal import (
-    EXIT_INTERRUPTED,
     EXIT_MET,
     EXIT_NOT_MET,
     EXIT_WAITING,
     console,
     errors,
     refuse,
+    say_stopped,
 )
+from profiling_agent.documents import DocumentError, read_json
 from profiling_agent.errors import ApprovalPendingError, ProfilingAgentError, RequestError
+from profiling_agent.files import expanded
 from profiling_agent.iteration.approval import read_answer
 from profiling_agent.processes.streams import keep_stdout
 from profiling_agent.records import Approval, ApprovalQuestion
 from profiling_agent.reporting.report import RunReport
 
+MAX_EDIT = 2**20
 Work = Callable[[Any, Callable[[ApprovalQuestion], Approval] | None], RunReport]
 
 
@@ -46,9 +49,8 @@ def watch(work: Work, root: Path, *, is_quiet: bool = False, is_json: bool = Fal
         raise typer.Exit(EXIT_WAITING) from None
     except ProfilingAgentError as error:
         refuse(str(error))
-    except (KeyboardInterrupt, EOFError):
-        errors.print(f"stopped; go on with: profiling-agent resume {root}", markup=False, soft_wrap=True)
-        raise typer.Exit(EXIT_INTERRUPTED) from None
+    except (KeyboardInterrupt, EOFError) as stop:
+        say_stopped(stop, f"; go on with: profiling-agent resume {root}")
     if is_json:
         said = report.verdict.model_dump(mode="json")
         typer.echo(json.dumps({"event": "verdict", "run": str(root), **said}))
@@ -99,9 +101,10 @@ def answer_of(choice: str) -> Approval:
 def read_edit(path: Path) -> Approval:
     """Return the edit in a JSON file: parts of a plan, stricter limits; RequestError where it can't be read."""
     try:
-        document = json.loads(path.expanduser().read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise RequestError(f"{str(path)!r} can't be read as JSON ({error}): give a file with the changes") from error
+        document = read_json(expanded(str(path)), max_bytes=MAX_EDIT)
+    except (OSError, DocumentError) as error:
+        said = error.strerror if isinstance(error, OSError) else error
+        raise RequestError(f"{str(path)!r} can't be read as JSON ({said}): give a file with the changes") from error
     if not isinstance(document, dict):
         raise RequestError(f"{str(path)!r} holds a {type(document).__name__}: give an object such as a plan")
     return read_answer({**document, "decision": "edit"})

@@ -7,7 +7,7 @@ from pydantic import ValidationError
 
 from profiling_agent.analysis.demands import demanded, obeying
 from profiling_agent.analysis.dry_run import dry_run
-from profiling_agent.analysis.plan_file import first_problem
+from profiling_agent.documents import first_problem
 from profiling_agent.errors import RequestError
 from profiling_agent.records import (
     Approval,

@@ -77,7 +77,8 @@ class Jobs:
             torch=row.torch,
         )
         timeout_s = row.isolated_timeout_s if task.isolated else row.timeout_s
-        with machine_lock(self.progress), self._process(row.secrets, isolated=task.isolated) as process:
+        doing = f"run {self.workspace.root.name!r}"
+        with machine_lock(self.progress, doing), self._process(row.secrets, isolated=task.isolated) as process:
             process.send(order)
             deadline, late = time.monotonic() + timeout_s, f"took longer than {timeout_s:.0f} s"
             while (message := process.receive(deadline, late)).kind == "progress":

@@ -21,6 +21,7 @@ import psutil
 from pydantic import ValidationError
 
 from profiling_agent.errors import JobError
+from profiling_agent.files import open_log
 from profiling_agent.processes.environment import child_environment
 from profiling_agent.records import Record
 
@@ -79,7 +80,7 @@ class Child(Generic[AnswerT]):
         """Start it; `log` takes what it and its libraries print, and `environment` adds to what children see."""
         self._answer, self._wording = answer, wording
         # Closed with the process.
-        self._stderr: IO[bytes] = log.open("a+b") if log is not None else tempfile.TemporaryFile()  # noqa: SIM115
+        self._stderr: IO[bytes] = open_log(log) if log is not None else tempfile.TemporaryFile()  # noqa: SIM115
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,

@@ -2,21 +2,29 @@
 
 from collections.abc import Generator
 from contextlib import contextmanager
+from pathlib import Path
 
 from filelock import FileLock, Timeout
 
 from profiling_agent.cache import cache_folder
+from profiling_agent.holder import holder_said, note_holder
 from profiling_agent.progress import Progress, silent
 
 # Two runs at once wait for each other's threads: on two cores each took not twice but ten times as long, and the latency
 # table of either showed no width that saves time (LOG, 2026-11-22).
 POLL_S = 0.2
+# How often it is said anew who has it, and for how long.
+SAID_S = 5.0
+LOCK, HOLDER = "machine.lock", "machine.json"
 
 
 @contextmanager
-def machine_lock(progress: Progress = silent) -> Generator[None, None, None]:
-    """Wait until no other process of this user's does a job; a process that dies lets go of it."""
-    lock = _taken(progress)
+def machine_lock(progress: Progress = silent, what: str = "another run") -> Generator[None, None, None]:
+    """Wait until no other process of this user's does a job; a process that dies lets go of it.
+
+    `what` is what others are told of this one while they wait.
+    """
+    lock = _taken(progress, what)
     try:
         yield
     finally:
@@ -24,18 +32,27 @@ def machine_lock(progress: Progress = silent) -> Generator[None, None, None]:
             lock.release()
 
 
-def _taken(progress: Progress) -> FileLock | None:
+def _taken(progress: Progress, what: str) -> FileLock | None:
     """Return the machine's lock, once it is ours; None where there is no cache to keep it in."""
     folder = cache_folder()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(folder / "machine.lock")
-        try:
-            lock.acquire(timeout=0)
-        except Timeout:
-            progress("waiting for another run on this machine", 0, 0)
-            lock.acquire(poll_interval=POLL_S)
+        lock = FileLock(folder / LOCK)
+        _acquire(lock, folder / HOLDER, progress)
     except OSError:
         # Who can't write a cache can't wait for others either; acquisition tells of it where a cache is needed.
         return None
+    note_holder(folder / HOLDER, what)
     return lock
+
+
+def _acquire(lock: FileLock, holder: Path, progress: Progress) -> None:
+    timeout_s = 0.0
+    while True:
+        try:
+            lock.acquire(timeout=timeout_s, poll_interval=POLL_S)
+        except Timeout:
+            progress(f"waiting for {holder_said(holder)} on this machine", 0, 0)
+            timeout_s = SAID_S
+        else:
+            return

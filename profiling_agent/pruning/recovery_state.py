@@ -3,22 +3,24 @@
 import hashlib
 import json
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import Field, ValidationError
+from pydantic import Field
 from safetensors import SafetensorError
-from safetensors.torch import load, save_file
+from safetensors.torch import load, save
 from torch import Tensor, nn
 
-from profiling_agent.files import TEMPORARY, file_sha256, write_text
+from profiling_agent.documents import DocumentError, read_record
+from profiling_agent.files import file_sha256, read_bytes, write_bytes, write_text
 from profiling_agent.records import Record
 
 STATE = "recovery.json"
+# Weights, two moments and the best weights, float32, of a model with a billion parameters.
+MAX_TENSORS = 16 * 2**30
 # Sums of floats differ this much between numbers of threads; other images or weights differ by more.
 SAME_KL = 1e-4
 # What AdamW keeps of each parameter.
@@ -81,11 +83,7 @@ def write_state(folder: Path, key: str, reached: Reached, student: nn.Module, op
     folder.mkdir(parents=True, exist_ok=True)
     epoch = len(reached.kls)
     path = _tensors_path(folder, epoch)
-    temporary = path.with_name(f"{TEMPORARY}{path.name}-{os.getpid()}")
-    save_file(_tensors(reached, student, optimizer), temporary)
-    with temporary.open("rb") as stream:
-        os.fsync(stream.fileno())
-    temporary.replace(path)
+    write_bytes(path, save(_tensors(reached, student, optimizer)))
     state = _State(key=key, kl_before=reached.kl_before, kls=reached.kls, sha256=file_sha256(path))
     # From here on the new epoch counts.
     write_text(folder / STATE, state.model_dump_json() + "\n")
@@ -104,7 +102,7 @@ def read_state(
         return start, None
     try:
         state, tensors = _read(folder, key, kl_before, student)
-    except (OSError, ValidationError, SafetensorError, _ForeignError) as error:
+    except (OSError, DocumentError, SafetensorError, _ForeignError) as error:
         reason = " ".join(str(error).split())[:160]
         return start, f"the checkpoint in {str(folder)!r} was not gone on from: {reason}"
     with torch.no_grad():
@@ -144,12 +142,12 @@ def _moments(tensors: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
 
 def _read(folder: Path, key: str, kl_before: float, student: nn.Module) -> tuple[_State, dict[str, Tensor]]:
     """Return a checkpoint that is of this recovery in all that can be told, or raise."""
-    state = _State.model_validate_json((folder / STATE).read_bytes())
+    state = read_record(_State, folder / STATE, under=folder)
     if state.key != key:
         raise _ForeignError("it is of other models or settings")
     if not math.isclose(state.kl_before, kl_before, rel_tol=SAME_KL, abs_tol=SAME_KL**2):
         raise _ForeignError("it was judged by other images")
-    content = _tensors_path(folder, len(state.kls)).read_bytes()
+    content = read_bytes(_tensors_path(folder, len(state.kls)), max_bytes=MAX_TENSORS, under=folder)
     if hashlib.sha256(content).hexdigest() != state.sha256:
         raise _ForeignError("its tensors are not those that were written")
     tensors = load(content)

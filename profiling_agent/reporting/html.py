@@ -2,7 +2,6 @@
 
 import shlex
 from collections.abc import Callable
-from importlib.resources import files
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -31,14 +30,13 @@ def render_html(report: RunReport) -> str:
     )
     jinja.filters.update(FILTERS)
     subject = subject_of(report)
-    here = files("profiling_agent.reporting")
     return jinja.get_template("report.html.jinja").render(
         r=report,
         # Plotly escapes what it writes into a script; the style, the script and the library are our own and its authors'.
         charts={name: Markup(chart) for name, chart in charts(report).items()},
         library=Markup(library()),
-        style=Markup((here / "report.css").read_text(encoding="utf-8")),
-        script=Markup((here / "report.js").read_text(encoding="utf-8")),
+        style=Markup(_source(jinja, "report.css")),
+        script=Markup(_source(jinja, "report.js")),
         subject=subject,
         units=choices(report, subject)[:MAX_ROWS] if subject else (),
         row=ROW,
@@ -59,3 +57,9 @@ def command(request: Request) -> str:
         flag = name.replace("_", "-")
         parts += [f"--{'' if value else 'no-'}{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
     return shlex.join(parts)
+
+
+def _source(jinja: Environment, name: str) -> str:
+    """Return a file of ours as it is, which isn't a template."""
+    assert jinja.loader is not None, "it was made with one"
+    return jinja.loader.get_source(jinja, name)[0]

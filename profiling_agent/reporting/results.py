@@ -1,17 +1,15 @@
 """A run's results, read back: its report, and the models that it names."""
 
 import hashlib
-import json
 from pathlib import Path
 from typing import Any, cast
 
-from pydantic import ValidationError
-
-from profiling_agent.analysis.plan_file import first_problem
 from profiling_agent.benchmarking.saved import SavedModel, saved_model
+from profiling_agent.documents import DocumentError, parse_json, parse_record
 from profiling_agent.errors import RunError
+from profiling_agent.files import read_bytes
 from profiling_agent.reporting.report import RunReport
-from profiling_agent.workspace import MANIFEST, check_version, read_manifest
+from profiling_agent.workspace import MANIFEST, Workspace, check_version, read_manifest
 
 REPORT = "report.json"
 FORKS = "forks"
@@ -28,15 +26,15 @@ def read_report(folder: Path) -> RunReport:
         read_manifest(folder)
         raise RunError(f"run {str(folder)!r} has no report yet: finish it with `profiling-agent resume {folder}`")
     try:
-        document = json.loads(path.read_bytes())
-    except ValueError as error:
+        text = read_bytes(path, under=folder)
+        document = parse_json(text)
+        if isinstance(document, dict) and "schema_version" in document:
+            check_version(path, cast("dict[str, Any]", document)["schema_version"])
+        return parse_record(RunReport, text)
+    except OSError as error:
+        raise RunError(f"{str(path)!r} can't be read ({error.strerror}): run again") from error
+    except DocumentError as error:
         raise RunError(f"{str(path)!r} is damaged ({error}): run again") from error
-    if isinstance(document, dict) and "schema_version" in document:
-        check_version(path, cast("dict[str, Any]", document)["schema_version"])
-    try:
-        return RunReport.model_validate_json(path.read_bytes())
-    except ValidationError as error:
-        raise RunError(f"{str(path)!r} is damaged ({first_problem(error)}): run again") from error
 
 
 def results_folder(root: Path, report: RunReport) -> Path:
@@ -71,7 +69,7 @@ def models_of(source: Path) -> list[SavedModel]:
         return [saved_model(source)]
     rows, root = [row.evaluation for row in read_report(source).variants], run_of(source)
     return [
-        SavedModel(f"{row.variant} ({row.deployment.name})", row.variant, (root / row.model.path).resolve())
+        SavedModel(f"{row.variant} ({row.deployment.name})", row.variant, Workspace(root).path(row.model).resolve())
         for row in rows
     ]
 

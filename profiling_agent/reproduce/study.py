@@ -1,15 +1,16 @@
 """Reproduction: our pipeline and the paper's baselines on somebody's models and data, each model acquired once, each run made once."""
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from profiling_agent.acquisition.hub import fetch_model, is_local, local_folder
 from profiling_agent.agents.node import ProgressEvent
+from profiling_agent.documents import read_json
 from profiling_agent.errors import AcquisitionError, ProfilingAgentError, RequestError
 from profiling_agent.evaluation.intervals import compare
 from profiling_agent.evaluation.predictions import read_predictions
+from profiling_agent.files import write_text
 from profiling_agent.jobs.runner import Jobs
 from profiling_agent.jobs.tasks import CompareTask, PaperBaseline
 from profiling_agent.lifecycle import Listener, ignore, optimize, resume
@@ -30,6 +31,7 @@ from profiling_agent.request import Request
 from profiling_agent.workspace import Workspace, read_manifest
 
 PREFIX = "reference:"
+MAX_CONFIG = 2**20
 # What each kind of run asks for. "pruned": float32, the cheapest that loses at most a point, in as many plans as the
 # paper's loop has; "quantized": nothing is cut; "both": the product's default.
 KINDS: dict[str, dict[str, Any]] = {
@@ -86,7 +88,7 @@ class Reproduction:
         path = self.output / "nothing.json"
         try:
             self.output.mkdir(parents=True, exist_ok=True)
-            path.write_text("{}\n", encoding="utf-8")
+            write_text(path, "{}\n")
         except OSError as error:
             raise RequestError(
                 f"output {str(self.output)!r} can't be written ({error.strerror}): choose another"
@@ -148,7 +150,7 @@ def architecture_of(model: str) -> str:
         return model
     folder = local_folder(model, "model") if is_local(model) else fetch_model(model, None)
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config = read_json(folder / "config.json", max_bytes=MAX_CONFIG)
         return str(config["architectures"][0])
     except (OSError, ValueError, TypeError, LookupError) as error:
         raise AcquisitionError(

@@ -6,6 +6,7 @@ from profiling_agent.acquisition.batches import iter_batches
 from profiling_agent.artifacts.load import load_module, load_processor, load_recipe, load_skeleton
 from profiling_agent.benchmarking.latency_table import time_units
 from profiling_agent.errors import PruningError
+from profiling_agent.files import write_text
 from profiling_agent.jobs.context import JobContext
 from profiling_agent.jobs.tasks import Profiled, ProfileTask
 from profiling_agent.modules.inference import random_batch
@@ -37,7 +38,7 @@ def profile(task: ProfileTask, job: JobContext) -> Profiled:
         update={"trace": job.ref(trace, "trace"), "evidence": evidence, "evidence_note": note}
     )
     out = job.folder / "profile.json"
-    out.write_text(complete.model_dump_json(indent=1), encoding="utf-8")
+    write_text(out, complete.model_dump_json(indent=1))
     return Profiled(
         profile=job.ref(out, "profile"),
         params=complete.params,
