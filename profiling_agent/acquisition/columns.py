@@ -9,6 +9,7 @@ import datasets
 
 from profiling_agent.acquisition.data import BATCH_ROWS, OpenedData
 from profiling_agent.acquisition.labels import match_labels
+from profiling_agent.documents import clean
 from profiling_agent.errors import AcquisitionError
 from profiling_agent.records import LabelMatch
 
@@ -34,7 +35,9 @@ class Columns:
 
 
 def _listed(features: Mapping[str, Any]) -> str:
-    described = (f"{name} ({getattr(kind, 'dtype', None) or type(kind).__name__})" for name, kind in features.items())
+    described = (
+        f"{clean(name)} ({getattr(kind, 'dtype', None) or type(kind).__name__})" for name, kind in features.items()
+    )
     return ", ".join(described) or "none"
 
 

@@ -14,7 +14,6 @@ NUM_SHOWN = 5
 MAX_WORDS = 40
 
 
-
 def _normalised(name: str) -> str:
     return " ".join(re.split(r"[\s_\-]+", name.casefold().strip()))
 

@@ -14,6 +14,7 @@ from profiling_agent.acquisition.columns import Columns, choose_columns, is_labe
 from profiling_agent.acquisition.data import DataQuery, OpenedData, open_data
 from profiling_agent.acquisition.pools import UNMAPPED, Pool, open_pool
 from profiling_agent.acquisition.sampling import NUM_CALIBRATION, evaluation_sizes, stratified_order, stream_target
+from profiling_agent.documents import clean
 from profiling_agent.errors import AcquisitionError, CorruptImageError
 from profiling_agent.progress import Progress, silent
 from profiling_agent.quiet import quiet
@@ -42,7 +43,7 @@ def choose_evaluation_split(data: OpenedData) -> str:
     Raises:
         AcquisitionError: there is none.
     """
-    name, there = data.query.dataset, ", ".join(data.splits)
+    name, there = data.query.dataset, clean(", ".join(data.splits))
     if (named := data.query.split) is not None:
         if named not in data.splits:
             raise AcquisitionError(f"dataset {name!r} has no split {named!r}: use one of {there}")

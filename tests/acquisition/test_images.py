@@ -100,7 +100,9 @@ def test_an_image_of_more_pixels_than_any_camera_takes_is_refused_by_its_header(
     body = b"".join(rows.compress(row) for _ in range(size)) + rows.flush()
     header = struct.pack(">IIBBBBB", size, size, 1, 0, 0, 0, 0)
     parts = ((b"IHDR", header), (b"IDAT", body), (b"IEND", b""))
-    chunks = [struct.pack(">I", len(held)) + kind + held + struct.pack(">I", zlib.crc32(kind + held)) for kind, held in parts]
+    chunks = [
+        struct.pack(">I", len(held)) + kind + held + struct.pack(">I", zlib.crc32(kind + held)) for kind, held in parts
+    ]
     with pytest.raises(CorruptImageError, match="13000x13000 pixels"):
         decode_rgb(b"\x89PNG\r\n\x1a\n" + b"".join(chunks))
 
@@ -108,4 +110,3 @@ def test_an_image_of_more_pixels_than_any_camera_takes_is_refused_by_its_header(
 def test_an_image_of_more_bytes_than_its_pixels_could_take_is_refused_unread():
     with pytest.raises(CorruptImageError, match="bytes"):
         decode_rgb(encoded(Image.new("RGB", (4, 4))) + bytes(MAX_ENCODED))
-
