@@ -37,6 +37,10 @@ class ArtifactError(ProfilingAgentError):
     """A saved model is damaged, or doesn't compute what it did when it was saved."""
 
 
+class CorruptImageError(ArtifactError):
+    """An image's bytes are damaged, of a format that isn't read, or absurdly large."""
+
+
 class PruningError(ProfilingAgentError):
     """A prune failed one of its gates; the candidate is discarded."""
 

@@ -1,18 +1,24 @@
 """Columns of a data set: the one of images, the one of labels, and what its labels mean to the model."""
 
-from collections.abc import Iterable, Mapping
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import datasets
 
-from profiling_agent.acquisition.data import OpenedData
+from profiling_agent.acquisition.data import BATCH_ROWS, OpenedData
 from profiling_agent.acquisition.labels import match_labels
+from profiling_agent.documents import clean
 from profiling_agent.errors import AcquisitionError
 from profiling_agent.records import LabelMatch
 
 IMAGE_NAMES = ("image", "img", "picture", "photo", "jpg", "png")
 LABEL_NAMES = ("label", "labels", "fine_label", "class", "class_label", "target", "category", "cls", "y")
+TEXT = ("string", "large_string", "string_view")
+# ImageNet-21k has 21,841; a column of more is one of captions, names or dates.
+MAX_LABELS = 25_000
+MAX_LABEL_CHARACTERS = 1000
 # A stream without a label column of its own costs a download to read labels from: these must show every name.
 MAX_STREAMED_LABELS = 2000
 
@@ -29,7 +35,9 @@ class Columns:
 
 
 def _listed(features: Mapping[str, Any]) -> str:
-    described = (f"{name} ({getattr(kind, 'dtype', None) or type(kind).__name__})" for name, kind in features.items())
+    described = (
+        f"{clean(name)} ({getattr(kind, 'dtype', None) or type(kind).__name__})" for name, kind in features.items()
+    )
     return ", ".join(described) or "none"
 
 
@@ -39,6 +47,14 @@ def _is_image(kind: Any) -> bool:
 
 def _dtype(kind: Any) -> str:
     return str(kind.dtype) if isinstance(kind, datasets.Value) else ""
+
+
+def _is_label_kind(kind: Any) -> bool:
+    return isinstance(kind, datasets.ClassLabel) or _is_whole(kind) or _dtype(kind) in TEXT
+
+
+def _is_whole(kind: Any) -> bool:
+    return _dtype(kind).startswith(("int", "uint", "bool"))
 
 
 def _require(column: str, features: Mapping[str, Any], option: str) -> str:
@@ -73,11 +89,16 @@ def label_candidates(features: Mapping[str, Any], named: str | None) -> list[lis
         AcquisitionError: there are none.
     """
     if named is not None:
-        return [[_require(named, features, "label_column")]]
+        if not _is_label_kind(features[_require(named, features, "label_column")]):
+            raise AcquisitionError(
+                f"label_column {named!r} holds neither class labels nor names nor whole numbers: the columns are "
+                f"{_listed(features)}"
+            )
+        return [[named]]
     usual = [name for name in LABEL_NAMES if name in features]
     tiers = [
         [name for name, kind in features.items() if isinstance(kind, datasets.ClassLabel)],
-        [name for name in usual if _dtype(features[name]) in ("string", "large_string")],
+        [name for name in usual if _dtype(features[name]) in TEXT],
         [name for name in usual if _dtype(features[name]).startswith(("int", "uint"))],
     ]
     if not any(tiers):
@@ -92,11 +113,44 @@ def is_label(cell: Any) -> bool:
     return cell not in (None, -1, "")
 
 
-def _distinct(data: OpenedData, split: str, column: str) -> list[Any]:
+def _batches(data: OpenedData, split: str, column: str) -> Iterator[set[Any]]:
+    """Yield the different labels of each few rows, of a stream without a label column of its own only the first."""
     limit = None if data.is_local or data.is_parquet else MAX_STREAMED_LABELS
-    return sorted(
-        {cell for cell in data.labels(split, column, limit) if is_label(cell)}, key=lambda cell: (str(type(cell)), cell)
-    )
+    cells = data.labels(split, column, limit)
+    while batch := set(itertools.islice(cells, BATCH_ROWS)):
+        yield {cell for cell in batch if is_label(cell)}
+
+
+def _whole_labels(data: OpenedData, split: str, column: str, num_classes: int) -> list[int]:
+    """Return 0 to the largest label that a column of whole numbers holds.
+
+    Raises:
+        AcquisitionError: it holds others than the model's classes, as one of dates or of row numbers does.
+    """
+    largest = -1
+    for batch in _batches(data, split, column):
+        wrong = [cell for cell in batch if not 0 <= cell < num_classes]
+        if wrong:
+            raise AcquisitionError(
+                f"label column {column!r} holds whole numbers as large as {max(batch)} and as small as "
+                f"{min(batch)}, but the model has {num_classes} classes, 0 to {num_classes - 1}: name another with "
+                "label_column, or choose a model that was trained on these classes"
+            )
+        largest = max(batch | {largest})
+    return list(range(largest + 1))
+
+
+def _names(data: OpenedData, split: str, column: str) -> list[str]:
+    """Return the different names that a column of text holds; AcquisitionError where they can't be those of classes."""
+    names: set[str] = set()
+    for batch in _batches(data, split, column):
+        names |= batch
+        if len(names) > MAX_LABELS or any(len(name) > MAX_LABEL_CHARACTERS for name in batch):
+            raise AcquisitionError(
+                f"label column {column!r} holds more than {MAX_LABELS} different texts, or one of more than "
+                f"{MAX_LABEL_CHARACTERS} characters, which are no names of classes: name another with label_column"
+            )
+    return sorted(names)
 
 
 def _match_column(
@@ -104,13 +158,12 @@ def _match_column(
 ) -> tuple[tuple[LabelMatch, ...], dict[Any, int]]:
     """Return how a column's labels match, and the class of each raw label that did."""
     kind = data.features(split)[column]
+    raw: list[Any]
     if isinstance(kind, datasets.ClassLabel):
-        raw: list[Any] = list(range(len(kind.names)))
+        raw = list(range(len(kind.names)))
         matches = match_labels(kind.names, id2label)
     else:
-        raw = _distinct(data, split, column)
-        if raw and all(isinstance(cell, int) for cell in raw) and raw[0] >= 0:
-            raw = list(range(max(raw) + 1))
+        raw = _whole_labels(data, split, column, len(id2label)) if _is_whole(kind) else _names(data, split, column)
         matches = match_labels([str(cell) for cell in raw], id2label, ordered=False)
     pairs = zip(raw, matches, strict=True)
     return matches, {cell: match.model_id for cell, match in pairs if match.model_id is not None}

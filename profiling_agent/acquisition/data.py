@@ -9,17 +9,38 @@ from typing import Any
 
 import datasets
 import pyarrow as pa
-from datasets.exceptions import DatasetsError
+from datasets import config as datasets_config
+from datasets.packaged_modules.arrow.arrow import Arrow
+from datasets.packaged_modules.csv.csv import Csv
+from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
+from datasets.packaged_modules.json.json import Json
 from datasets.packaged_modules.parquet.parquet import Parquet
+from datasets.packaged_modules.webdataset.webdataset import WebDataset
+from huggingface_hub import constants
 from pydantic import Field
 
 from profiling_agent.acquisition.hub import hub_errors, is_local, local_folder, resolve_dataset
+from profiling_agent.acquisition.origin import (
+    Folder,
+    Images,
+    Origin,
+    Repository,
+    check_files,
+    check_folder,
+    check_origin,
+    check_saved,
+)
 from profiling_agent.acquisition.reference import DIGITS, PREFIX, reference_dataset
+from profiling_agent.documents import clean
 from profiling_agent.errors import AcquisitionError
+from profiling_agent.modules.foreign import foreign_code
 from profiling_agent.progress import Progress
 from profiling_agent.records import Record
 
-READ_ERRORS = (OSError, ValueError, RuntimeError, NotImplementedError, pa.ArrowException, DatasetsError)
+# What Arrow raises where we call it ourselves; what its callers in other packages make of it is a stranger's.
+READ_ERRORS = (OSError, pa.ArrowException, UnicodeDecodeError)
+# The kinds of files that hold labelled images and name no file of their own.
+BUILDERS = (Parquet, Arrow, Csv, Json, ImageFolder, WebDataset)
 BATCH_ROWS = 2048
 SHUFFLE_BUFFER = 1000
 
@@ -55,6 +76,7 @@ class OpenedData:
     cache: Path | None
     splits: Mapping[str, Any]
     is_parquet: bool
+    images: Images
 
     @property
     def is_local(self) -> bool:
@@ -73,7 +95,10 @@ class OpenedData:
                 view: Any = builder.as_streaming_dataset(split=split)
             else:
                 view = self.splits[split].select_columns(columns)
-            yield from view.with_format("arrow").iter(batch_size=BATCH_ROWS)
+            for table in view.with_format("arrow").iter(batch_size=BATCH_ROWS):
+                # A file says itself where in it a text or an image begins; Arrow believes it until it is asked.
+                table.validate(full=True)
+                yield table
 
     def labels(self, split: str, column: str, limit: int | None = None) -> Iterator[Any]:
         """Yield the raw labels of a split's rows in file order, at most `limit`."""
@@ -93,22 +118,28 @@ class OpenedData:
 @contextmanager
 def reading(name: str) -> Generator[None]:
     """Turn what `datasets` raises on damaged or unreachable files into one line."""
+
+    def refuse(raised: str) -> AcquisitionError:
+        return AcquisitionError(f"dataset {name!r} can't be read: {raised}")
+
     try:
-        with hub_errors("dataset", name, None):
+        with foreign_code(refuse), hub_errors("dataset", name, None):
             yield
     except READ_ERRORS as error:
-        reason = str(error).strip().split("\n", maxsplit=1)[0][:200]
-        raise AcquisitionError(f"dataset {name!r} can't be read ({type(error).__name__}): {reason}") from error
+        raise refuse(f"{type(error).__name__} ({str(error).strip().split(chr(10), maxsplit=1)[0][:200]!r})") from error
 
 
 def _builder(query: DataQuery, path: str, revision: str | None, cache: Path | None, **options: Any) -> Any:
-    return datasets.load_dataset_builder(
+    builder = datasets.load_dataset_builder(
         path,
         query.dataset_config,
         revision=revision,
         cache_dir=None if cache is None else str(cache),
         **options,
     )
+    # In threads of its own `datasets` would open the images of a Hub data set, whatever their cells name.
+    setattr(builder.config, "decode_num_threads", 0)  # noqa: B010 - it is declared for some kinds of files only
+    return builder
 
 
 def _refuse_scripts(folder: Path, name: str) -> None:
@@ -121,12 +152,13 @@ def _refuse_scripts(folder: Path, name: str) -> None:
         )
 
 
-def _from_disk(folder: Path, name: str) -> Mapping[str, Any] | None:
+def _from_disk(origin: Folder) -> Mapping[str, Any] | None:
     """Return the splits of a folder that `save_to_disk` wrote; they are mapped, not read."""
-    if not any((folder / marker).is_file() for marker in ("dataset_dict.json", "state.json")):
+    if not any((origin.folder / marker).is_file() for marker in ("dataset_dict.json", "state.json")):
         return None
-    with reading(name):
-        loaded: Any = datasets.load_from_disk(str(folder))
+    with reading(origin.name):
+        check_saved(origin)
+        loaded: Any = datasets.load_from_disk(str(origin.folder))
     if isinstance(loaded, datasets.DatasetDict):
         return {str(split): rows for split, rows in loaded.items()}
     return {str(loaded.split or "train"): loaded}
@@ -135,7 +167,7 @@ def _from_disk(folder: Path, name: str) -> Mapping[str, Any] | None:
 def _explain_config(query: DataQuery, path: str, revision: str | None) -> None:
     """Raise the error that lists the configs, where the lack or the name of one was what went wrong."""
     with reading(query.dataset):
-        configs = datasets.get_dataset_config_names(path, revision=revision)
+        configs = [clean(str(name)) for name in datasets.get_dataset_config_names(path, revision=revision)]
     if len(configs) > 1 and query.dataset_config is None:
         raise AcquisitionError(
             f"dataset {query.dataset!r} has several configs, {', '.join(configs)}: name one with dataset_config"
@@ -153,32 +185,77 @@ def open_data(query: DataQuery, *, cache: Path, progress: Progress) -> OpenedDat
         AcquisitionError: it does not exist, is gated, needs a script, has several configs and none was named, or
             can't be read.
     """
-    path, revision, kept = query.dataset, None, None
-    if query.dataset == DIGITS:
-        path, kept = str(reference_dataset(progress)), cache
-    elif query.dataset.startswith(PREFIX):
-        raise AcquisitionError(f"there is no reference data set {query.dataset!r}: use {DIGITS}")
-    elif is_local(query.dataset):
-        folder = local_folder(query.dataset, "dataset")
-        _refuse_scripts(folder, query.dataset)
-        path, kept = str(folder), cache
-    else:
+    local = _local_folder(query, progress)
+    if local is None:
         progress(f"looking up {query.dataset}", 0, 0)
-        revision = resolve_dataset(query.dataset, query.dataset_revision)
-    if kept and (splits := _from_disk(Path(path), query.dataset)):
-        return OpenedData(query=query, path=path, revision=None, cache=kept, splits=splits, is_parquet=False)
+        _refuse_offline(query.dataset)
+        commit, files = resolve_dataset(query.dataset, query.dataset_revision)
+        return _open(query, Repository(query.dataset, commit, files), query.dataset, commit, None)
+    folder = Folder(query.dataset, local)
     with reading(query.dataset):
-        try:
-            builder = _builder(query, path, revision, kept)
-        except ValueError:
-            _explain_config(query, path, revision)
-            raise
-        splits = builder.as_streaming_dataset()
+        check_folder(folder)
+    return _open(query, folder, str(local), None, cache)
+
+
+def _open(query: DataQuery, origin: Origin, path: str, revision: str | None, cache: Path | None) -> OpenedData:
+    """Return a data set that is looked into before `datasets` opens it."""
+    with reading(query.dataset):
+        check_origin(origin)
+    splits = _from_disk(origin) if isinstance(origin, Folder) else None
+    is_parquet = False
+    if splits is None:
+        with reading(query.dataset):
+            builder = _checked_builder(query, origin, path, revision, cache)
+            splits, is_parquet = (
+                builder.as_streaming_dataset(),
+                isinstance(builder, Parquet),
+            )
     return OpenedData(
         query=query,
         path=path,
         revision=revision,
-        cache=kept,
+        cache=cache,
         splits=splits,
-        is_parquet=isinstance(builder, Parquet),
+        is_parquet=is_parquet,
+        images=Images(origin),
     )
+
+
+def _checked_builder(query: DataQuery, origin: Origin, path: str, revision: str | None, cache: Path | None) -> Any:
+    """Return what reads a data set's files: of a kind that holds images, and no file but its own."""
+    try:
+        builder = _builder(query, path, revision, cache)
+    except ValueError:
+        _explain_config(query, path, revision)
+        raise
+    if not isinstance(builder, BUILDERS):
+        held = type(builder).__module__.rsplit(".", maxsplit=1)[-1]
+        raise AcquisitionError(
+            f"dataset {query.dataset!r} holds files of kind {held!r}, which hold no labelled images: "
+            "give parquet, arrow, CSV, JSON, tar or image files"
+        )
+    for files in (builder.config.data_files or {}).values():
+        check_files(origin, files)
+    return builder
+
+
+def _local_folder(query: DataQuery, progress: Progress) -> Path | None:
+    """Return the folder that a query means, prepared where it is a reference; None where it means a Hub id."""
+    if query.dataset == DIGITS:
+        return reference_dataset(progress)
+    if query.dataset.startswith(PREFIX):
+        raise AcquisitionError(f"there is no reference data set {query.dataset!r}: use {DIGITS}")
+    if not is_local(query.dataset):
+        return None
+    folder = local_folder(query.dataset, "dataset")
+    _refuse_scripts(folder, query.dataset)
+    return folder
+
+
+def _refuse_offline(name: str) -> None:
+    """Refuse a Hub id where the environment says to make no connection, to `datasets` or to the Hub's client."""
+    if constants.HF_HUB_OFFLINE or datasets_config.HF_HUB_OFFLINE:
+        raise AcquisitionError(
+            f"dataset {name!r} is no local folder, and HF_HUB_OFFLINE or HF_DATASETS_OFFLINE says to make no connection, "
+            "so that the Hub can't be reached: give a local folder, or unset it"
+        )

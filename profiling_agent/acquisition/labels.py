@@ -1,16 +1,17 @@
 """Label matching: the labels of a data set as classes of a model."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
+from profiling_agent.documents import MAX_QUOTED
 from profiling_agent.errors import AcquisitionError
 from profiling_agent.records import LabelMatch
 
 GENERIC = re.compile(r"(?:label|class)?[ _-]?(\d+)", re.IGNORECASE)
 NUM_SHOWN = 5
-
-Finder = Callable[[str, Mapping[int, str]], list[int]]
+# The longest synonym in ImageNet-21k has twelve.
+MAX_WORDS = 40
 
 
 def _normalised(name: str) -> str:
@@ -43,45 +44,57 @@ def _by_id(labels: Sequence[str], id2label: Mapping[int, str]) -> list[int] | No
     return list(range(len(labels))) if _generic_ids(model_labels) == list(range(len(labels))) else None
 
 
-def _by_exact_name(label: str, id2label: Mapping[int, str]) -> list[int]:
-    return [index for index, name in id2label.items() if name == label]
+class _Classes:
+    """A model's classes by name, by synonym and by the words in a row that their synonyms hold."""
+
+    def __init__(self, id2label: Mapping[int, str]) -> None:
+        self._names: dict[str, list[int]] = {}
+        self._synonyms: dict[str, list[int]] = {}
+        self._phrases: dict[str, list[int]] = {}
+        for index, name in id2label.items():
+            self._names.setdefault(name, []).append(index)
+            synonyms = _synonyms(name)
+            for synonym in synonyms:
+                self._synonyms.setdefault(synonym, []).append(index)
+            for phrase in {phrase for synonym in synonyms for phrase in _phrases(synonym)}:
+                self._phrases.setdefault(phrase, []).append(index)
+
+    def by_exact_name(self, label: str) -> list[int]:
+        return self._names.get(label, [])
+
+    def by_normalised_name(self, label: str) -> list[int]:
+        return sorted({index for synonym in _synonyms(label) for index in self._synonyms.get(synonym, [])})
+
+    def by_substring(self, label: str, taken: frozenset[int]) -> list[int]:
+        """Return the classes whose name holds the label or is held by it, in whole words: no cat in catamaran."""
+        ours = _normalised(label)
+        held = (index for phrase in _phrases(ours) for index in self._synonyms.get(phrase, []))
+        return sorted({*self._phrases.get(ours, []), *held} - taken)
 
 
-def _by_normalised_name(label: str, id2label: Mapping[int, str]) -> list[int]:
-    ours = _synonyms(label)
-    return [index for index, name in id2label.items() if ours & _synonyms(name)]
+def _phrases(normalised: str) -> Iterator[str]:
+    """Yield every run of a name's words; of one with more words than names have, none."""
+    words = normalised.split(" ")
+    if len(words) <= MAX_WORDS:
+        yield from (" ".join(words[i:j]) for i in range(len(words)) for j in range(i + 1, len(words) + 1))
 
 
-def _by_substring(label: str, id2label: Mapping[int, str]) -> list[int]:
-    """Return the classes whose name holds the label or is held by it, in whole words: no cat in catamaran."""
-    ours = f" {_normalised(label)} "
-    return [
-        index
-        for index, name in id2label.items()
-        if any(ours in f" {theirs} " or f" {theirs} " in ours for theirs in _synonyms(name))
-    ]
-
-
-NAME_RULES: tuple[tuple[Literal["name", "normalised name"], Finder], ...] = (
-    ("name", _by_exact_name),
-    ("normalised name", _by_normalised_name),
-)
-
-
-def _match_one(label: str, id2label: Mapping[int, str], taken: frozenset[int]) -> LabelMatch:
+def _match_one(label: str, id2label: Mapping[int, str], classes: _Classes, taken: frozenset[int]) -> LabelMatch:
     """Return the first rule's only hit. Substrings never reach a class that another label names in full."""
-    for rule, find in NAME_RULES:
-        if len(hits := find(label, id2label)) == 1:
+    rules: tuple[tuple[Literal["name", "normalised name", "substring"], list[int]], ...] = (
+        ("name", classes.by_exact_name(label)),
+        ("normalised name", classes.by_normalised_name(label)),
+        ("substring", classes.by_substring(label, taken)),
+    )
+    for rule, hits in rules:
+        if len(hits) == 1:
             return LabelMatch(dataset_label=label, model_id=hits[0], model_label=id2label[hits[0]], rule=rule)
-    free = {index: name for index, name in id2label.items() if index not in taken}
-    if len(hits := _by_substring(label, free)) == 1:
-        return LabelMatch(dataset_label=label, model_id=hits[0], model_label=id2label[hits[0]], rule="substring")
     return LabelMatch(dataset_label=label, model_id=None, model_label=None, rule="unmapped")
 
 
 def _shown(names: Sequence[str]) -> str:
     rest = f" and {len(names) - NUM_SHOWN} more" if len(names) > NUM_SHOWN else ""
-    return ", ".join(repr(name) for name in names[:NUM_SHOWN]) + rest
+    return ", ".join(repr(name[:MAX_QUOTED]) for name in names[:NUM_SHOWN]) + rest
 
 
 def match_labels(
@@ -107,9 +120,10 @@ def match_labels(
             LabelMatch(dataset_label=label, model_id=index, model_label=id2label[index], rule="id")
             for label, index in zip(dataset_labels, ids, strict=True)
         )
-    named = [_match_one(label, id2label, frozenset(id2label)) for label in dataset_labels]
+    classes = _Classes(id2label)
+    named = [_match_one(label, id2label, classes, frozenset(id2label)) for label in dataset_labels]
     taken = frozenset(match.model_id for match in named if match.model_id is not None)
-    matches = tuple(_match_one(label, id2label, taken) for label in dataset_labels)
+    matches = tuple(_match_one(label, id2label, classes, taken) for label in dataset_labels)
     if all(match.model_id is None for match in matches):
         raise AcquisitionError(
             f"no label of the data set is a class of the model: the data set has {_shown(list(dataset_labels))}, "

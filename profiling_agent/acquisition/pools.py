@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import fsspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -30,17 +29,6 @@ class Pool(Protocol):
         ...
 
 
-def _encoded(cell: Any) -> bytes | None:
-    """Return an image cell's bytes, from the cell or from the file it names."""
-    if isinstance(cell, dict):
-        if cell.get("bytes") is None and cell.get("path"):
-            opened: Any = fsspec.open(cell["path"], "rb")
-            with opened as stream:
-                return stream.read()
-        return cell.get("bytes")
-    return cell if isinstance(cell, bytes) else None
-
-
 @dataclass(frozen=True, slots=True)
 class LocalPool:
     """Every row of a split on this machine: labels are read first, images only when drawn."""
@@ -64,7 +52,7 @@ class LocalPool:
             if len(cells) == len(wanted):
                 break
         with reading(self.data.query.dataset):
-            return [_encoded(cells[row]) for row in rows]
+            return self.data.images.encoded(cells.get(row) for row in rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +82,7 @@ def _stream_pool(data: OpenedData, split: str, columns: Columns, target: int, pr
             break
     drawn = [kept[key] for key in quotas.drawn()]
     with reading(data.query.dataset):
-        images = [_encoded(cell) for cell, _ in drawn]
+        images = data.images.encoded(cell for cell, _ in drawn)
     return StreamedPool(labels=np.asarray([label for _, label in drawn], dtype=np.int64), images=images)
 
 

@@ -9,12 +9,13 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from profiling_agent.acquisition.batches import UNREADABLE, decode_rgb, write_split
+from profiling_agent.acquisition.batches import FORMATS, decode_rgb, write_split
 from profiling_agent.acquisition.columns import Columns, choose_columns, is_label, label_candidates
 from profiling_agent.acquisition.data import DataQuery, OpenedData, open_data
 from profiling_agent.acquisition.pools import UNMAPPED, Pool, open_pool
 from profiling_agent.acquisition.sampling import NUM_CALIBRATION, evaluation_sizes, stratified_order, stream_target
-from profiling_agent.errors import AcquisitionError
+from profiling_agent.documents import clean
+from profiling_agent.errors import AcquisitionError, CorruptImageError
 from profiling_agent.progress import Progress, silent
 from profiling_agent.quiet import quiet
 from profiling_agent.records import LabelMatch
@@ -42,7 +43,7 @@ def choose_evaluation_split(data: OpenedData) -> str:
     Raises:
         AcquisitionError: there is none.
     """
-    name, there = data.query.dataset, ", ".join(data.splits)
+    name, there = data.query.dataset, clean(", ".join(data.splits))
     if (named := data.query.split) is not None:
         if named not in data.splits:
             raise AcquisitionError(f"dataset {name!r} has no split {named!r}: use one of {there}")
@@ -110,7 +111,7 @@ def _store(
     for done, (row, data) in enumerate(zip(rows.tolist(), pool.fetch(rows.tolist(), progress), strict=True)):
         try:
             decode_rgb(data or b"")
-        except UNREADABLE:
+        except CorruptImageError:
             corrupt.append(row)
             continue
         images.append(data or b"")
@@ -134,7 +135,7 @@ def _draw(
     if len(corrupt) > MAX_CORRUPT * num_rows:
         raise AcquisitionError(
             f"{len(corrupt)} of {num_rows} images drawn from split {split!r} can't be decoded, the first is row "
-            f"{min(corrupt)}: repair or remove them (up to 1% are skipped)"
+            f"{min(corrupt)}: repair or remove them, or save them as one of {', '.join(FORMATS)} (up to 1% are skipped)"
         )
     return drawn
 

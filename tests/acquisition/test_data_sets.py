@@ -117,6 +117,57 @@ def test_plain_integers_are_class_ids_where_the_counts_agree(parquet, make, draw
         draw(folder, ["a", "b", "c", "d"])
 
 
+@pytest.fixture
+def labelled(tmp_path, make):
+    """Return a function that writes one picture over and over, with these labels as Arrow has them."""
+
+    def write(labels):
+        (tmp_path / "labelled").mkdir()
+        cells = [{"bytes": make.png(0), "path": None}] * len(labels)
+        for split in ("train", "test"):
+            pq.write_table(pa.table({"image": cells, "label": labels}), tmp_path / f"labelled/{split}.parquet")
+        return tmp_path / "labelled"
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("labels", "seen"),
+    [
+        (pa.array([20_260_101, 20_261_122]), "as large as 20261122"),
+        (pa.array(range(60)), "as large as 59"),
+        (pa.array([0, 2**63], pa.uint64()), "as large as 9223372036854775808"),
+        (pa.array([0, 1, -7], pa.int8()), "as small as -7"),
+        (pa.array([1, 2, 3]), "as large as 3"),
+    ],
+)
+def test_whole_numbers_that_are_no_classes_of_the_model_are_refused_and_named(labelled, draw, labels, seen):
+    with pytest.raises(AcquisitionError, match=f"label column 'label' holds .*{seen}.*the model has 3 classes, 0 to 2"):
+        draw(labelled(labels), ["a", "b", "c"])
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [
+        pa.array([0.0, float("nan")]),
+        pa.array([0, 1], pa.date32()),
+        pa.array([b"a", b"b"]),
+        pa.array([[0], [1]]),
+        pa.array([{"a": 0}, {"a": 1}]),
+        pa.nulls(2),
+    ],
+)
+def test_a_named_label_column_of_another_kind_is_refused(labelled, draw, labels):
+    with pytest.raises(AcquisitionError, match="label_column 'label' holds neither class labels nor names"):
+        draw(labelled(labels), ["a", "b"], label_column="label")
+
+
+def test_a_column_of_captions_holds_no_names_of_classes(labelled, draw):
+    captions = pa.array([f"a photo, number {row}" for row in range(25_001)])
+    with pytest.raises(AcquisitionError, match="label column 'label' holds more than 25000 different texts"):
+        draw(labelled(captions), ["a", "b"])
+
+
 def test_parquet_that_datasets_did_not_write_is_read(tmp_path, make, draw):
     (tmp_path / "plain").mkdir()
     for split, first in (("train", 0), ("test", 100)):

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -50,15 +51,36 @@ def load_sibling(name):
     return module
 
 
-def ask(endpoint, home, *questions):
+def ask(endpoint, home, *questions, **settings):
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))}
-    environment |= {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_HUB_DISABLE_TELEMETRY": "1"}
+    environment |= {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_HUB_DISABLE_TELEMETRY": "1", **settings}
     done = subprocess.run(
         [sys.executable, "-c", ASK, json.dumps(questions)],
         env=environment, capture_output=True, text=True, timeout=120, check=True,
     )  # fmt: skip
     assert done.stderr == ""
     return json.loads(done.stdout)
+
+
+def write_pictures(folder, png):
+    for row in range(40):
+        place = folder / "test" / ("ant", "bee")[row % 2] / f"{row}.png"
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_bytes(png(row))
+
+
+def write_elsewhere(folder, table):
+    """Write data sets that name another, `acme/insects`: in the card, in the cells, in a file's name."""
+    for name in ("card", "cells", "chain"):
+        (folder / name).mkdir()
+        rows = table([0, 1] * 20, datasets.ClassLabel(names=["ant", "bee"]))
+        if name == "cells":
+            cells = [{"bytes": None, "path": "hf://datasets/acme/pictures@main/test/ant/0.png"}] * 40
+            rows = rows.remove_columns("image").add_column("image", cells)
+        rows.to_parquet(folder / name / "test.parquet")
+    there = "hf://datasets/acme/insects/data/*.parquet"
+    (folder / "card" / "README.md").write_text(f"---\nconfigs:\n- config_name: a\n  data_files: '{there}'\n---\n")
+    (folder / "chain" / "x::y.parquet").write_text("")
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +96,8 @@ def answers(tmp_path_factory):
         for split, first in (("train", 0), ("test", 1000)):
             rows = table(np.arange(400) % 2, datasets.ClassLabel(names=["ant", "bee"]), first=first)
             rows.to_parquet(root / "datasets/acme" / name / f"data/{split}-00000-of-00001.parquet")
+    write_pictures(root / "datasets/acme/pictures", load_sibling("conftest").png)
+    write_elsewhere(root / "datasets/acme", table)
     (root / "datasets/acme/scripted").mkdir()
     (root / "datasets/acme/scripted/scripted.py").write_text("raise SystemExit('ran')")
     with load_sibling("hub_server").serve(root) as endpoint:
@@ -90,10 +114,15 @@ def answers(tmp_path_factory):
             ["data", "acme/insects", {"dataset_revision": "v9"}],
             ["data", "acme/insects", {"num_samples": 30}],
             ["data", "acme/insects", {"split": "dev"}],
+            ["data", "acme/pictures", {"split": "test"}],
+            ["data", "acme/card", {"split": "test"}],
+            ["data", "acme/cells", {"split": "test"}],
+            ["data", "acme/chain", {"split": "test"}],
         )  # fmt: skip
     offline = ask(endpoint, home, ["model", "acme/vit", {}], ["model", "acme/other", {}], ["data", "acme/insects", {}])
     names = ("model", "gated model", "pickle", "no model", "no revision", "gated data", "no data", "script",
-             "no data revision", "stream", "no split", "cached model", "unreachable model", "unreachable data")  # fmt: skip
+             "no data revision", "stream", "no split", "pictures", "card",
+             "cells", "chain", "cached model", "unreachable model", "unreachable data")  # fmt: skip
     return dict(zip(names, [*online, *offline], strict=True))
 
 
@@ -133,6 +162,28 @@ def test_a_stream_fills_its_quotas(answers):
 
 def test_a_split_that_the_hub_does_not_have_lists_those_it_has(answers):
     assert "no split 'dev': use one of train, test" in answers["no split"]
+
+
+def test_pictures_in_a_repository_are_read_from_it(answers):
+    assert answers["pictures"]["sizes"] == [10, 15, 15]
+
+
+def test_data_on_the_hub_come_from_their_own_repository(answers):
+    assert "its README.md names 'hf://datasets/acme/insects/data/*.parquet', which is not in it" in answers["card"]
+    assert "it names 'hf://datasets/acme/pictures@main/test/ant/0.png', which is not in it" in answers["cells"]
+    assert "'x::y.parquet', whose name would be read as an address" in answers["chain"]
+
+
+@pytest.mark.parametrize("setting", ["HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"])
+def test_offline_makes_no_connection(tmp_path, setting):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.setblocking(False)
+        here = f"127.0.0.1:{listener.getsockname()[1]}"
+        (said,) = ask(f"http://{here}", tmp_path, ["data", "acme/insects", {}], **{setting: "1"})
+        assert "can't be reached" in said
+        assert setting in said
+        with pytest.raises(BlockingIOError):
+            listener.accept()
 
 
 def test_a_model_that_was_fetched_before_needs_no_network(answers):

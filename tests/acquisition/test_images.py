@@ -1,12 +1,15 @@
 """Every kind of image becomes 8-bit RGB, and damaged ones are told apart."""
 
 import io
+import struct
+import zlib
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from profiling_agent.acquisition.batches import UNREADABLE, decode_rgb
+from profiling_agent.acquisition.batches import MAX_ENCODED, decode_rgb
+from profiling_agent.errors import CorruptImageError
 
 
 def encoded(image, kind="PNG", **options):
@@ -59,11 +62,11 @@ def test_an_image_that_was_stored_turned_stands_upright():
     assert decoded.size == (4, 10)
 
 
-@pytest.mark.parametrize("kind", ["PNG", "JPEG", "GIF", "BMP", "TIFF", "WEBP"])
-def test_damaged_images_raise_one_of_the_known_errors(kind):
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "GIF", "BMP", "TIFF", "WEBP", "AVIF", "PPM"])
+def test_damaged_images_raise_one_error_whatever_the_decoder_makes_of_them(kind):
     pixels = np.random.default_rng(0).integers(0, 256, (32, 32, 3), dtype=np.uint8)
     whole = encoded(Image.fromarray(pixels), kind)
-    with pytest.raises(UNREADABLE):
+    with pytest.raises(CorruptImageError):
         decode_rgb(whole[: len(whole) // 8])
     rng = np.random.default_rng(1)
     for _ in range(150):
@@ -72,10 +75,38 @@ def test_damaged_images_raise_one_of_the_known_errors(kind):
             damaged[place] = rng.integers(0, 256)
         try:
             assert decode_rgb(bytes(damaged)).mode == "RGB"
-        except UNREADABLE:
+        except CorruptImageError:
             continue
 
 
 def test_nothing_is_no_image():
-    with pytest.raises(UNREADABLE):
+    with pytest.raises(CorruptImageError):
         decode_rgb(b"")
+
+
+@pytest.mark.parametrize("kind", ["DDS", "BLP", "ICO", "TGA", "EPS"])
+def test_a_format_that_pictures_are_not_kept_in_is_no_image_damaged_or_whole(kind):
+    image = Image.new("P" if kind == "BLP" else "RGB", (32, 32))
+    whole = encoded(image, kind)
+    for data in (whole, whole[:60], whole[: len(whole) // 2]):
+        with pytest.raises(CorruptImageError):
+            decode_rgb(data)
+
+
+def test_an_image_of_more_pixels_than_any_camera_takes_is_refused_by_its_header():
+    size = 13_000
+    rows = zlib.compressobj(9)
+    row = b"\0" * (size // 8 + 1)
+    body = b"".join(rows.compress(row) for _ in range(size)) + rows.flush()
+    header = struct.pack(">IIBBBBB", size, size, 1, 0, 0, 0, 0)
+    parts = ((b"IHDR", header), (b"IDAT", body), (b"IEND", b""))
+    chunks = [
+        struct.pack(">I", len(held)) + kind + held + struct.pack(">I", zlib.crc32(kind + held)) for kind, held in parts
+    ]
+    with pytest.raises(CorruptImageError, match="13000x13000 pixels"):
+        decode_rgb(b"\x89PNG\r\n\x1a\n" + b"".join(chunks))
+
+
+def test_an_image_of_more_bytes_than_its_pixels_could_take_is_refused_unread():
+    with pytest.raises(CorruptImageError, match="bytes"):
+        decode_rgb(encoded(Image.new("RGB", (4, 4))) + bytes(MAX_ENCODED))

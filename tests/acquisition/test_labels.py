@@ -93,3 +93,10 @@ def test_a_substring_never_takes_a_class_that_another_label_names():
 def test_no_match_at_all_shows_labels_of_both_sides():
     with pytest.raises(AcquisitionError, match=r"'apple', 'pear'.*'cat', 'dog', 'bird'"):
         match_labels(["apple", "pear"], ANIMALS)
+
+
+def test_thousands_of_names_are_matched_against_thousands_of_classes_by_their_words():
+    classes = {index: f"kind {index} of things, thing {index}" for index in range(5_000)}
+    matches = match_labels([f"small thing {index}" for index in reversed(range(5_000))], classes, ordered=False)
+    assert ids(matches) == list(reversed(range(5_000)))
+    assert set(rules(matches)) == {"substring"}
