@@ -26,6 +26,7 @@ from langchain_core.exceptions import (
 )
 from langchain_core.language_models import BaseChatModel
 from langchain_core.messages import AIMessage, BaseMessage
+from langchain_core.runnables import RunnableSequence
 
 from profiling_agent.documents import clean
 from profiling_agent.errors import AdvisorError, ContextTooLongError, ProfilingAgentError
@@ -108,8 +109,10 @@ class Chat:
         if self.mode == "prompted":
             return self._model.invoke(list(messages))
         try:
-            asking = self._model.with_structured_output(dict(schema), method=self.mode, include_raw=True)
-            answer = cast("dict[str, Any]", asking.invoke(list(messages)))
+            asking: Any = self._model.with_structured_output(dict(schema), method=self.mode, include_raw=True)
+            # The second half reads the text as JSON, which isn't used, and takes minutes for a megabyte that is none.
+            first = asking.first if isinstance(asking, RunnableSequence) else asking
+            answer = cast("dict[str, Any]", first.invoke(list(messages)))
         except NotImplementedError as error:
             raise ModelInvalidRequestError(str(error)) from error
         return answer["raw"]

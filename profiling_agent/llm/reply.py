@@ -3,7 +3,7 @@
 import json
 from typing import Any, cast
 
-from profiling_agent.documents import DocumentError, clean
+from profiling_agent.documents import DocumentError, clean, parse_json
 
 # No model reads or writes a hundred million tokens in one turn; what is said beyond is no count.
 MAX_TOKENS = 10**8
@@ -96,12 +96,20 @@ def _call(index: int, said: dict[str, Any]) -> dict[str, Any] | None:
     return {
         "id": identity if isinstance(identity, str) and 0 < len(identity) <= MAX_SAID else f"call_{index}",
         "type": "function",
-        # Some servers give the object itself.
-        "function": {
-            "name": name,
-            "arguments": arguments if isinstance(arguments, str) else json.dumps(arguments or {}),
-        },
+        "function": {"name": name, "arguments": _arguments(arguments)},
     }
+
+
+def _arguments(given: object) -> str:
+    """Return a call's arguments as the JSON of an object; what is no JSON stays, for whoever called is told so."""
+    found = given
+    if isinstance(given, str):
+        try:
+            found = parse_json(given)
+        except DocumentError:
+            return given
+    # Some servers give the object itself, some none where there are no arguments.
+    return json.dumps(found if isinstance(found, dict) else {"arguments": found} if found else {})
 
 
 def _text(content: object) -> str:

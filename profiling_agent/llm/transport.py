@@ -56,7 +56,10 @@ class BoundedClient(openai.DefaultHttpxClient):
             finally:
                 response.close()
         content, kind = _checked(response.status_code, body, str(request.url.path))
-        headers = {"content-type": kind} | _wait(response.headers.get("retry-after", ""))
+        headers = {"content-type": kind}
+        if request.method == "POST":
+            # A question waits for as long as the server asks; the look at it before a run doesn't.
+            headers |= _wait(response.headers.get("retry-after", ""))
         return type(response)(response.status_code, headers=headers, content=content, request=request)
 
 
