@@ -134,7 +134,9 @@ class Request(BaseModel):
     advisor_requests: int = Field(
         default=60, ge=0, le=10_000, description="requests that a run may make of a language model"
     )
-    advisor_tokens: int = Field(default=500_000, ge=0, description="tokens that a run may use up, read and written")
+    advisor_tokens: int = Field(
+        default=500_000, ge=0, le=10**9, description="tokens that a run may use up, read and written"
+    )
     advisor_timeout_s: float = Field(
         default=120.0, gt=0, le=3600, description="seconds for one question, repairs included"
     )

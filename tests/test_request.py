@@ -63,3 +63,10 @@ def test_the_goal_is_the_contract_alone():
 )
 def test_runtimes_are_named_with_commas_between(asked: str, names: tuple[str, ...]):
     assert Request(runtimes=asked).runtime_names == names
+
+
+@pytest.mark.parametrize("asked", ["advisor_tokens", "advisor_requests"])
+@pytest.mark.parametrize("number", [10**30, 10**9 + 1, -1])
+def test_a_budget_that_nobody_can_spend_is_refused(asked: str, number: int):
+    with pytest.raises(ValidationError, match=r"Input should be (less|greater) than or equal to"):
+        Request.model_validate({asked: number})

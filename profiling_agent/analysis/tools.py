@@ -1,9 +1,7 @@
 """Evidence tools: functions that a planner may ask beyond what it is shown; it reads their names and docstrings."""
 
-from pydantic import ValidationError
-
 from profiling_agent.analysis.guards import guard
-from profiling_agent.documents import first_problem
+from profiling_agent.documents import DocumentError, parse_record
 from profiling_agent.errors import PlanError
 from profiling_agent.llm.question import Tool, quoted
 from profiling_agent.modules.layer_names import matching_names
@@ -29,9 +27,9 @@ def evidence_tools(profile: ModelProfile, goal: Goal) -> tuple[Tool, ...]:
     def try_plan(plan: str) -> str:
         """Return what a plan would cut, save and cost by the evidence; `plan` is a JSON object in the answer's form."""
         try:
-            asked = Plan.model_validate_json(plan)
-        except ValidationError as error:
-            return f"that is no plan: {first_problem(error)}"
+            asked = parse_record(Plan, plan.encode(errors="replace"), quotes=True)
+        except DocumentError as error:
+            return f"that is no plan: {error}"
         found = guard(asked, profile, goal)
         dry = found.dry_run
         if dry is None or not dry.cuts:

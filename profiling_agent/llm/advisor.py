@@ -1,18 +1,17 @@
 """Advisor: a question in, a validated answer out after at most two repairs, or AdvisorError."""
 
-import inspect
-import json
 import time
-from collections.abc import Sequence
-from typing import Any, get_type_hints
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, SystemMessage, ToolMessage
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
 from profiling_agent.errors import AdvisorError
+from profiling_agent.llm.calls import MAX_CALLS, Call, carried_out
 from profiling_agent.llm.chat import Chat, ChatTurn
 from profiling_agent.llm.endpoint import redacted
-from profiling_agent.llm.extract import NoJsonError, extract_object
+from profiling_agent.llm.extract import NoJsonError, extract_object, problems
 from profiling_agent.llm.ledger import Ledger, key_of
 from profiling_agent.llm.question import MAX_REPAIRS, Advice, Answer, Check, Question, Tool
 
@@ -103,14 +102,26 @@ class _Talk:
         by_name = {tool.__name__: tool for tool in tools}
         for _ in range(MAX_TOOL_ROUNDS):
             turn = self._chat.ask_with_tools(self._messages, tools, deadline_s=self._left())
-            if turn is None or not turn.message.tool_calls:
+            if turn is None or not turn.calls:
                 return turn
             self._note(turn, None)
-            self._messages.append(turn.message)
-            for call in turn.message.tool_calls:
-                said = _called(by_name, call["name"], call["args"])
-                self._messages.append(ToolMessage(said[:MAX_QUOTED], tool_call_id=call["id"] or call["name"]))
+            self._messages.append(AIMessage(turn.text[:MAX_QUOTED], tool_calls=[call.said for call in turn.calls]))
+            self._messages += [
+                ToolMessage(self._told(call, by_name, turn.num_calls), tool_call_id=call.id) for call in turn.calls
+            ]
         return None
+
+    def _told(self, call: Call, tools: Mapping[str, Tool], num_calls: int) -> str:
+        """Return what a tool says to a call, and where it is too much, or one of too many, that it is."""
+        if self._left() <= 0:
+            raise AdvisorError(
+                f"{self._chat.name} gave no answer (its calls of tools took longer than the question may)"
+            )
+        said = carried_out(call, tools)
+        if len(said) > MAX_QUOTED:
+            said = f"{said[:MAX_QUOTED]} ({len(said) - MAX_QUOTED} characters more)"
+        too_many = f" (of {num_calls} calls in this turn the first {MAX_CALLS} were carried out)"
+        return said + too_many if num_calls > MAX_CALLS else said
 
     def _left(self) -> float:
         return self._deadline - time.monotonic()
@@ -122,9 +133,8 @@ class _Talk:
             mode=self._chat.mode,
             asked=[{"role": message.type, "text": message.text} for message in self._messages],
             said=turn.text,
-            calls=[
-                {"name": call["name"], "args": redacted(json.dumps(call["args"]))} for call in turn.message.tool_calls
-            ],
+            calls=[{"name": call.name, "args": redacted(call.text)} for call in turn.calls],
+            num_calls=turn.num_calls,
             complaint=complaint,
             input_tokens=turn.input_tokens,
             output_tokens=turn.output_tokens,
@@ -144,39 +154,8 @@ def _read(text: str, answer_type: type[Answer]) -> tuple[Answer | None, str | No
     except NoJsonError as error:
         return None, str(error)
     except ValidationError as error:
-        return None, _problems(error)
-
-
-def _problems(error: ValidationError) -> str:
-    return "; ".join(_problem(each) for each in error.errors(include_url=False, include_context=False)[:5])
-
-
-def _problem(found: Any) -> str:
-    where = ".".join(str(part) for part in found["loc"]) or "the document"
-    return f"{where}: {found['msg']} (got {str(found['input'])[:80]!r})"
+        return None, problems(error)
 
 
 def _please(complaint: str | None) -> str:
     return f"That can't be used: {complaint}\nAnswer again, with one JSON object of the same schema and nothing else."
-
-
-def _called(tools: dict[str, Tool], name: str, arguments: dict[str, Any]) -> str:
-    tool = tools.get(name)
-    if tool is None:
-        return f"there is no tool {name!r}; there are {', '.join(sorted(tools))}"
-    wrong = _misfit(tool, arguments)
-    return f"{name} can't be called so ({wrong})" if wrong else tool(**arguments)
-
-
-def _misfit(tool: Tool, arguments: dict[str, Any]) -> str | None:
-    """Return what of a call doesn't fit the tool's parameters; what a tool raises after that is a bug of ours."""
-    kinds = get_type_hints(tool)
-    try:
-        inspect.signature(tool).bind(**arguments)
-        for name, value in arguments.items():
-            TypeAdapter(kinds.get(name, Any)).validate_python(value)
-    except TypeError as error:
-        return str(error)
-    except ValidationError as error:
-        return _problems(error)
-    return None

@@ -1,10 +1,17 @@
-"""Chat: turns with a chat model, their deadlines and retries, and the ways of asking for JSON that a server may know."""
+"""Chat: turns with a chat model, their deadlines and retries, and the ways of asking for JSON that a server may know.
 
+What a model's client raises is an AdvisorError that names it, whatever it is: a server may answer anything, and a model that
+was passed as an object is a stranger's code. What our own code raises meanwhile is a bug, and comes out as what it is.
+"""
+
+import math
 import re
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any, Literal, cast
 
 import openai
@@ -19,32 +26,33 @@ from langchain_core.exceptions import (
 )
 from langchain_core.language_models import BaseChatModel
 from langchain_core.messages import AIMessage, BaseMessage
+from langchain_core.runnables import RunnableSequence
 
-from profiling_agent.errors import AdvisorError, ContextTooLongError
+from profiling_agent.documents import clean
+from profiling_agent.errors import AdvisorError, ContextTooLongError, ProfilingAgentError
+from profiling_agent.llm.calls import Call, calls_of
 from profiling_agent.llm.endpoint import redacted
+from profiling_agent.llm.reply import token_count, without_surrogates
+from profiling_agent.llm.transport import MAX_WAIT_S
 
 Mode = Literal["json_schema", "json_mode", "prompted"]
 MODES: tuple[Mode, ...] = ("json_schema", "json_mode", "prompted")
-MAX_TRIES, MAX_WAIT_S = 4, 20.0
+MAX_TRIES = 4
 TOO_LONG = re.compile(r"context (length|window|size)|context_length|prompt is too long", re.IGNORECASE)
 # A wrong key, a wrong model: asking again changes nothing, and every question would fail.
 FATAL = (ModelAuthenticationError, ModelPermissionDeniedError, ModelNotFoundError)
-# What the client trips over in a response that is no completion, such as a page of HTML, wherever it first looks into it.
-NO_COMPLETION = (AttributeError, TypeError, ValueError, LookupError)
+OURS = __name__.partition(".")[0]
 
 
 @dataclass(frozen=True)
 class ChatTurn:
     """What the model said: text, calls of tools, and the tokens that its server counted, None where it counts none."""
 
-    message: AIMessage
+    text: str
     input_tokens: int | None
     output_tokens: int | None
-
-    @property
-    def text(self) -> str:
-        """Return the text alone, of a message that may have several parts."""
-        return redacted(self.message.text)
+    calls: tuple[Call, ...] = ()
+    num_calls: int = 0
 
 
 class Chat:
@@ -86,17 +94,25 @@ class Chat:
         if not self._knows_tools:
             return None
         try:
-            return self._tried(lambda: self._model.bind_tools(tools).invoke(list(messages)), deadline_s)
-        except (ModelInvalidRequestError, NotImplementedError):
+            return self._tried(lambda: self._with_tools(messages, tools), deadline_s)
+        except ModelInvalidRequestError:
             self._knows_tools = False
             return None
+
+    def _with_tools(self, messages: Sequence[BaseMessage], tools: Sequence[Any]) -> AIMessage:
+        try:
+            return self._model.bind_tools(tools).invoke(list(messages))
+        except NotImplementedError as error:
+            raise ModelInvalidRequestError(str(error)) from error
 
     def _structured(self, messages: Sequence[BaseMessage], schema: Mapping[str, Any]) -> AIMessage:
         if self.mode == "prompted":
             return self._model.invoke(list(messages))
         try:
-            asking = self._model.with_structured_output(dict(schema), method=self.mode, include_raw=True)
-            answer = cast("dict[str, Any]", asking.invoke(list(messages)))
+            asking: Any = self._model.with_structured_output(dict(schema), method=self.mode, include_raw=True)
+            # The second half reads the text as JSON, which isn't used, and takes minutes for a megabyte that is none.
+            first = asking.first if isinstance(asking, RunnableSequence) else asking
+            answer = cast("dict[str, Any]", first.invoke(list(messages)))
         except NotImplementedError as error:
             raise ModelInvalidRequestError(str(error)) from error
         return answer["raw"]
@@ -105,7 +121,7 @@ class Chat:
         """Return what `call`, which does nothing but ask the model, comes back with; what passes is tried again."""
         retrying = tenacity.Retrying(
             retry=tenacity.retry_if_exception(_is_passing),
-            stop=tenacity.stop_after_attempt(MAX_TRIES) | tenacity.stop_after_delay(deadline_s),
+            stop=tenacity.stop_after_attempt(MAX_TRIES) | tenacity.stop_before_delay(deadline_s),
             wait=_wait,
             reraise=True,
         )
@@ -132,22 +148,25 @@ class Chat:
     def _asked(self, call: Callable[[], Any], seconds: float) -> ChatTurn:
         """Return the turn of one request; ModelError comes out as it is, for whoever tries again."""
         try:
-            message = _within(seconds, call)
+            return _within(seconds, lambda: _turn(call()))
         except openai.LengthFinishReasonError as error:
             return _cut_off(error)
-        except ModelError:
+        except (ModelError, ProfilingAgentError, MemoryError):
             raise
-        except (openai.OpenAIError, TimeoutError, *NO_COMPLETION) as error:
+        except TimeoutError as error:
             raise self._no_answer(error) from error
-        return _turn(message)
+        except Exception as error:
+            if _is_ours(error.__traceback__):
+                raise
+            raise self._no_answer(error) from error
 
     def _no_answer(self, error: Exception) -> AdvisorError:
         return AdvisorError(f"{self.name} gave no answer ({type(error).__name__}: {first_line(error)})")
 
 
 def first_line(error: BaseException) -> str:
-    """Return an exception's first line, cut."""
-    return redacted((str(error).strip().splitlines() or [type(error).__name__])[0])[:200]
+    """Return an exception's first line, cut, without what would move a terminal's cursor."""
+    return clean(redacted((str(error).strip().splitlines() or [type(error).__name__])[0])[:200])
 
 
 def _is_too_long(error: ModelInvalidRequestError) -> bool:
@@ -167,7 +186,7 @@ def _wait(state: tenacity.RetryCallState) -> float:
         asked = float(headers.get("retry-after", ""))
     except ValueError:
         asked = tenacity.wait_random_exponential(multiplier=0.5, max=MAX_WAIT_S)(state)
-    return min(max(asked, 0.0), MAX_WAIT_S)
+    return 0.0 if math.isnan(asked) else min(max(asked, 0.0), MAX_WAIT_S)
 
 
 def _within(seconds: float, call: Callable[[], Any]) -> Any:
@@ -199,11 +218,13 @@ def _within(seconds: float, call: Callable[[], Any]) -> Any:
 def _turn(message: Any) -> ChatTurn:
     if not isinstance(message, AIMessage):
         raise AdvisorError(f"the chat model returned {type(message).__name__} and no message")
-    usage = message.usage_metadata
+    usage = cast("dict[str, Any]", message.usage_metadata or {})
     return ChatTurn(
-        message=message,
-        input_tokens=usage["input_tokens"] if usage else None,
-        output_tokens=usage["output_tokens"] if usage else None,
+        text=without_surrogates(redacted(message.text)),
+        input_tokens=token_count(usage.get("input_tokens")),
+        output_tokens=token_count(usage.get("output_tokens")),
+        calls=calls_of(message),
+        num_calls=len(message.tool_calls),
     )
 
 
@@ -213,7 +234,16 @@ def _cut_off(error: openai.LengthFinishReasonError) -> ChatTurn:
     text = completion.choices[0].message.content or ""
     usage = completion.usage
     return ChatTurn(
-        message=AIMessage(content=text),
-        input_tokens=usage.prompt_tokens if usage else None,
-        output_tokens=usage.completion_tokens if usage else None,
+        text=without_surrogates(redacted(text)),
+        input_tokens=token_count(usage.prompt_tokens) if usage else None,
+        output_tokens=token_count(usage.completion_tokens) if usage else None,
     )
+
+
+def _is_ours(trace: TracebackType | None) -> bool:
+    """Return whether the innermost frame that isn't the standard library's is ours."""
+    packages: list[str] = []
+    while trace is not None:
+        packages.append(str(trace.tb_frame.f_globals.get("__name__", "")).partition(".")[0])
+        trace = trace.tb_next
+    return next((name for name in reversed(packages) if name not in sys.stdlib_module_names), "") == OURS

@@ -1,59 +1,124 @@
 """Ledger: what a run has asked and been told, in its folder; it replays answers, so that nothing is paid for twice.
 
-`llm.jsonl` has one line for each turn with a model and each answer that was accepted; keys are never part of either.
+`llm.jsonl` has one line for each request, each turn with a model, each question without an answer, and each answer that was
+accepted; keys are never part of any. Whoever gave the folder away may have written in it: a line that isn't one of these is
+read round and counted.
 """
 
 import hashlib
 import json
-import os
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Annotated, Any, BinaryIO, Literal, cast
 
-from profiling_agent.errors import AdvisorError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from profiling_agent.documents import DocumentError, parse_json
+from profiling_agent.errors import AdvisorError, RunError
+from profiling_agent.files import FileRefusedError, append_line, open_regular
+from profiling_agent.llm.endpoint import redacted
+from profiling_agent.llm.reply import MAX_TOKENS
 from profiling_agent.records import Spent
 
 FILE = "llm.jsonl"
-# What is read back of each kind of line; lines without it are somebody else's.
-NEEDED = {
-    "request": set[str](),
-    "turn": {"input_tokens", "output_tokens", "complaint"},
-    "failure": {"reason"},
-    "answer": {"question", "answer"},
-}
+# A prompt has up to 40,000 characters; what a model says beyond is told by its length.
+MAX_TEXT = 50_000
+# From here on a turn's texts are left out, its tokens aren't: thousands of requests don't fill a disk.
+MAX_WRITTEN = 32 * 2**20
+# What is read back: all that is written, and no more of what a stranger added.
+MAX_READ, MAX_LINE = 2 * MAX_WRITTEN, 4 * 2**20
+# The report counts failures and tells the last.
+MAX_FAILURES, MAX_REASON = 1_000, 500
+# What a turn whose server counts nothing is taken for; English has about four characters a token.
+CHARACTERS_A_TOKEN = 4
+
+
+class _Line(BaseModel):
+    """A line; what it has beside these fields is for whoever reads the file."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+
+class _Request(_Line):
+    kind: Literal["request"]
+
+
+class _Turn(_Line):
+    kind: Literal["turn"]
+    input_tokens: int | None = Field(ge=0, le=MAX_TOKENS)
+    output_tokens: int | None = Field(ge=0, le=MAX_TOKENS)
+    complaint: str | None
+    characters: int = Field(default=0, ge=0, le=MAX_TOKENS)
+
+
+class _Failure(_Line):
+    kind: Literal["failure"]
+    reason: str
+
+
+class _Answer(_Line):
+    kind: Literal["answer"]
+    question: str = Field(max_length=100)
+    answer: Any
+
+
+_AnyLine = _Request | _Turn | _Failure | _Answer
+LINE: TypeAdapter[_AnyLine] = TypeAdapter(Annotated[_AnyLine, Field(discriminator="kind")])
 
 
 class Ledger:
     """The file, read once when a run begins or goes on."""
 
     def __init__(self, folder: Path, *, max_requests: int, max_tokens: int) -> None:
-        """Read what an earlier process of this run wrote; a line that was cut off by its end is left out."""
+        """Read what an earlier process of this run wrote; RunError where the file is none that can be read."""
         self._path = folder / FILE
         self._max_requests, self._max_tokens = max_requests, max_tokens
-        self._answers: dict[str, Any] = {}
-        self.spent = Spent()
-        for entry in _entries(self._path):
-            self._take(entry)
-        if self._path.exists() and not self._path.read_bytes().endswith(b"\n"):
-            # The line that a kill cut off must not take the next one with it.
-            with self._path.open("a", encoding="utf-8") as stream:
-                stream.write("\n")
+        # As JSON: a document in memory takes many times its text.
+        self._answers: dict[str, str] = {}
+        self._requests = self._repairs = self._unread = self._size = 0
+        self._input_tokens: int | None = 0
+        self._output_tokens: int | None = 0
+        self._budgeted = 0
+        self._failures: list[str] = []
+        self._read()
+
+    @property
+    def spent(self) -> Spent:
+        """Return what was used up so far."""
+        return Spent(
+            requests=self._requests,
+            input_tokens=self._input_tokens,
+            output_tokens=self._output_tokens,
+            repairs=self._repairs,
+            failures=tuple(self._failures),
+            unread_lines=self._unread,
+        )
 
     def spend(self) -> None:
-        """Note a request that is about to be made; AdvisorError where the budget allows none."""
-        if self.spent.requests >= self._max_requests:
+        """Note a request that is about to be made; AdvisorError where the budget allows none.
+
+        A turn whose server counted no tokens is taken for a quarter of its characters.
+        """
+        if self._requests >= self._max_requests:
             raise AdvisorError(f"the budget of {self._max_requests} requests is spent: raise advisor_requests")
-        tokens = (self.spent.input_tokens or 0) + (self.spent.output_tokens or 0)
-        if tokens >= self._max_tokens:
+        if self._budgeted >= self._max_tokens:
             raise AdvisorError(f"the budget of {self._max_tokens} tokens is spent: raise advisor_tokens")
         self._write({"kind": "request"})
 
     def answer(self, key: str) -> Any:
         """Return the answer that was accepted to this question, None where there is none."""
-        return self._answers.get(key)
+        return json.loads(self._answers.get(key, "null"))
 
     def note_turn(self, **said: Any) -> None:
-        """Note what was said in a turn, and its tokens."""
-        self._write({"kind": "turn", **said})
+        """Note what was said in a turn, and its tokens; long texts are cut, and in a large file left out, which is said."""
+        texts = {name: said.pop(name) for name in ("asked", "said", "calls") if name in said}
+        written = (
+            {"left_out": f"{', '.join(texts)}: the file has {MAX_WRITTEN:,} bytes"}
+            if self._size >= MAX_WRITTEN
+            else _shortened(texts)
+        )
+        characters = min(_characters(texts), MAX_TOKENS)
+        self._write({"kind": "turn", **_shortened(said), "characters": characters, **written})
 
     def accept(self, key: str, agent: str, answer: Any) -> None:
         """Keep an answer for good."""
@@ -61,33 +126,53 @@ class Ledger:
 
     def note_failure(self, agent: str, reason: str) -> None:
         """Note that a question got no answer that could be used."""
-        self._write({"kind": "failure", "agent": agent, "reason": reason})
+        self._write({"kind": "failure", "agent": agent, "reason": reason[:MAX_REASON]})
 
     def _write(self, entry: dict[str, Any]) -> None:
         # ASCII: half of a surrogate pair can't be written otherwise, and some line ends are no line ends in JSON.
-        line = json.dumps(entry, ensure_ascii=True, allow_nan=False) + "\n"
-        with self._path.open("a", encoding="utf-8") as stream:
-            stream.write(line)
-            stream.flush()
-            os.fsync(stream.fileno())
-        self._take(entry)
+        line = json.dumps(entry, ensure_ascii=True, allow_nan=False)
+        append_line(self._path, line)
+        self._size += len(line) + 1
+        self._take(LINE.validate_python(entry))
 
-    def _take(self, entry: dict[str, Any]) -> None:
-        spent = self.spent
-        if entry["kind"] == "request":
-            self.spent = spent.model_copy(update={"requests": spent.requests + 1})
-        elif entry["kind"] == "turn":
-            self.spent = spent.model_copy(
-                update={
-                    "input_tokens": _sum(spent.input_tokens, entry["input_tokens"]),
-                    "output_tokens": _sum(spent.output_tokens, entry["output_tokens"]),
-                    "repairs": spent.repairs + bool(entry["complaint"]),
-                }
-            )
-        elif entry["kind"] == "failure":
-            self.spent = spent.model_copy(update={"failures": (*spent.failures, str(entry["reason"]))})
-        elif entry["kind"] == "answer":
-            self._answers[entry["question"]] = entry["answer"]
+    def _take(self, entry: _AnyLine) -> None:
+        match entry:
+            case _Request():
+                self._requests += 1
+            case _Turn(input_tokens=read, output_tokens=written):
+                self._input_tokens = _sum(self._input_tokens, read)
+                self._output_tokens = _sum(self._output_tokens, written)
+                counted = _sum(read, written)
+                self._budgeted += entry.characters // CHARACTERS_A_TOKEN if counted is None else counted
+                self._repairs += bool(entry.complaint)
+            case _Failure(reason=reason):
+                self._failures = [*self._failures, reason[:MAX_REASON]][-MAX_FAILURES:]
+            case _Answer(question=question, answer=answer):
+                self._answers[question] = json.dumps(answer)
+
+    def _read(self) -> None:
+        try:
+            if self._path.is_symlink():
+                raise FileRefusedError(self._path, "it is a link")
+            with open_regular(self._path, max_bytes=None) as stream:
+                for line in _lines(stream):
+                    self._take_line(line)
+                self._size = stream.seek(0, 2)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise RunError(
+                f"{str(self._path)!r} can't be read ({error.strerror}): move it away, and the language model is asked again"
+            ) from error
+
+    def _take_line(self, line: bytes | None) -> None:
+        try:
+            # A line that is too long is None, and None is no line.
+            entry = LINE.validate_python(parse_json(line, max_bytes=MAX_LINE) if line else None)
+        except (DocumentError, ValidationError):
+            self._unread += 1
+            return
+        self._take(entry)
 
 
 def read_spent(folder: Path) -> Spent:
@@ -105,19 +190,34 @@ def _sum(one: int | None, other: int | None) -> int | None:
     return None if one is None or other is None else one + other
 
 
-def _is_ours(entry: dict[str, Any]) -> bool:
-    return NEEDED.get(str(entry.get("kind")), {""}) <= entry.keys()
+def _shortened(value: Any) -> Any:
+    """Return a document with its texts cut, each of which says so, and no key in any."""
+    if isinstance(value, str):
+        told = redacted(value)
+        return told if len(told) <= MAX_TEXT else f"{told[:MAX_TEXT]} ({len(told) - MAX_TEXT} characters more)"
+    if isinstance(value, dict):
+        return {name: _shortened(held) for name, held in cast("dict[str, Any]", value).items()}
+    return [_shortened(held) for held in cast("list[Any]", value)] if isinstance(value, list) else value
 
 
-def _entries(path: Path) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = []
-    if not path.exists():
-        return found
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            entry: Any = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(entry, dict) and _is_ours(cast("dict[str, Any]", entry)):
-            found.append(entry)
-    return found
+def _characters(value: Any) -> int:
+    if isinstance(value, dict):
+        value = list(cast("dict[str, Any]", value).values())
+    if isinstance(value, list):
+        return sum(_characters(held) for held in cast("list[Any]", value))
+    return len(value) if isinstance(value, str) else 0
+
+
+def _lines(stream: BinaryIO) -> Iterator[bytes | None]:
+    """Yield lines, None for one that is too long or lies behind what is read."""
+    left = MAX_READ
+    while line := stream.readline(MAX_LINE):
+        if (left := left - len(line)) < 0:
+            yield None
+            return
+        if len(line) == MAX_LINE and not line.endswith(b"\n"):
+            while (rest := stream.readline(MAX_LINE)) and not rest.endswith(b"\n"):
+                left -= len(rest)
+            yield None
+        elif line.strip():
+            yield line

@@ -10,11 +10,13 @@ from langchain_core.language_models import BaseChatModel
 from langchain_openai import AzureChatOpenAI, ChatOpenAI
 from pydantic import SecretStr
 
-from profiling_agent.errors import RequestError
+from profiling_agent.documents import clean
+from profiling_agent.errors import AdvisorError, RequestError
 from profiling_agent.llm.advisor import Advisor
 from profiling_agent.llm.chat import Chat, first_line
 from profiling_agent.llm.endpoint import KEYS, Endpoint, key_for
 from profiling_agent.llm.ledger import Ledger
+from profiling_agent.llm.transport import open_client
 from profiling_agent.request import Request
 
 AZURE_API_VERSION = "2024-10-21"
@@ -53,16 +55,22 @@ def name_of(model: Any) -> str:
 def open_model(endpoint: Endpoint, trusted: Collection[str], *, timeout_s: float) -> BaseChatModel:
     """Return the endpoint's chat model; its key comes from the environment, stays in it, and goes to trusted addresses alone."""
     key = SecretStr(key_for(endpoint, trusted))
+    bounded: dict[str, Any] = {
+        "timeout": timeout_s,
+        "max_retries": 0,
+        "http_client": open_client(timeout_s),
+        # The client has it already; the library takes one of both.
+        "openai_proxy": None,
+    }
     if endpoint.provider == "azure_openai":
         return AzureChatOpenAI(
             azure_deployment=endpoint.model,
             azure_endpoint=endpoint.base_url,
             api_key=key,
             api_version=os.environ.get("OPENAI_API_VERSION", AZURE_API_VERSION),
-            timeout=timeout_s,
-            max_retries=0,
+            **bounded,
         )
-    return ChatOpenAI(model=endpoint.model, base_url=endpoint.base_url, api_key=key, timeout=timeout_s, max_retries=0)
+    return ChatOpenAI(model=endpoint.model, base_url=endpoint.base_url, api_key=key, **bounded)
 
 
 def look_at(endpoint: Endpoint, trusted: Collection[str]) -> None:
@@ -74,7 +82,9 @@ def look_at(endpoint: Endpoint, trusted: Collection[str]) -> None:
         return
     key = key_for(endpoint, trusted)
     where = endpoint.base_url or "the provider"
-    client = openai.OpenAI(api_key=key, base_url=endpoint.base_url, timeout=LOOK_S, max_retries=1)
+    client = openai.OpenAI(
+        api_key=key, base_url=endpoint.base_url, timeout=LOOK_S, max_retries=1, http_client=open_client(LOOK_S)
+    )
     try:
         listed = [model.id for model in client.models.list().data]
     except openai.AuthenticationError as error:
@@ -83,12 +93,13 @@ def look_at(endpoint: Endpoint, trusted: Collection[str]) -> None:
         raise RequestError(f"{where} can't be reached ({first_line(error)}): check base_url") from error
     except openai.APIStatusError:
         return
-    except (openai.OpenAIError, AttributeError, TypeError, ValueError) as error:
-        raise RequestError(f"{where} doesn't answer as an OpenAI-compatible server: check base_url") from error
+    except (openai.OpenAIError, AdvisorError, AttributeError, TypeError, ValueError) as error:
+        said = f" ({error})" if isinstance(error, AdvisorError) else ""
+        raise RequestError(f"{where} doesn't answer as an OpenAI-compatible server{said}: check base_url") from error
     finally:
         client.close()
     if listed and endpoint.model not in listed:
+        has = ", ".join(clean(name[:80]) for name in sorted(listed)[:8])
         raise RequestError(
-            f"{where} has no model {endpoint.model!r}, it has {', '.join(sorted(listed)[:8])}: "
-            "name one with advisor=openai:<model>"
+            f"{where} has no model {endpoint.model!r}, it has {has}: name one with advisor=openai:<model>"
         )

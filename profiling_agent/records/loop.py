@@ -80,6 +80,7 @@ class Spent(Record):
     output_tokens: int | None = 0
     repairs: int = 0
     failures: tuple[str, ...] = Field(default=(), description="why questions were left to the rules")
+    unread_lines: int = Field(default=0, description="lines of `llm.jsonl` that are none of ours, or damaged")
 
 
 class Attempt(Record):

@@ -1,0 +1,149 @@
+"""Transport: the HTTP client under every request to a language model's server, which may send anything, for ever.
+
+Each request has a connection of its own, a time, and a reply of bounded size that was read as JSON before the provider's
+client sees it. Nothing is followed to another address: the key would go along.
+"""
+
+import json
+import os
+import socket
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import openai
+
+from profiling_agent.documents import DocumentError, parse_json
+from profiling_agent.errors import AdvisorError, RequestError
+from profiling_agent.llm.reply import as_it_is, completion, model_list
+
+# A completion of 100,000 tokens, escaped, has 1 MB; a provider's list of models less.
+MAX_BODY = 4 * 2**20
+READ = {"completions": completion, "models": model_list}
+MAX_WAIT_S = 20.0
+# What an error says is quoted in a line.
+MAX_ERROR = 10_000
+# Their return values are the streams whose sockets have to be cut; with TLS the second replaces the first.
+CONNECTED = ("connect_tcp.complete", "start_tls.complete")
+
+
+class BoundedClient(openai.DefaultHttpxClient):
+    """An HTTP client whose responses are read, small and JSON when they are handed on."""
+
+    def __init__(self, *, seconds: float) -> None:
+        """`seconds` is the time for a whole request, from the connection to the last byte of the reply."""
+        super().__init__(
+            timeout=seconds,
+            follow_redirects=False,
+            # Nothing that a server sent too much is left over to be the next reply.
+            headers={"connection": "close", "accept-encoding": "gzip"},
+            proxy=os.environ.get("OPENAI_PROXY") or None,
+        )
+        self._seconds = seconds
+
+    def send(self, request: Any, **options: Any) -> Any:
+        """Return a response with what was read of the reply.
+
+        Raises:
+            AdvisorError: the reply is too large, no JSON, no completion, or sends on to another address.
+        """
+        bounded: dict[str, Any] = options | {"stream": True, "follow_redirects": False}
+        with _cut_after(self._seconds, request):
+            response = super().send(request, **bounded)
+            try:
+                body = _read(response)
+            finally:
+                response.close()
+        content, kind = _checked(response.status_code, body, str(request.url.path))
+        headers = {"content-type": kind}
+        if request.method == "POST":
+            # A question waits for as long as the server asks; the look at it before a run doesn't.
+            headers |= _wait(response.headers.get("retry-after", ""))
+        return type(response)(response.status_code, headers=headers, content=content, request=request)
+
+
+def open_client(seconds: float) -> BoundedClient:
+    """Return a client; RequestError where the environment names a proxy that is none."""
+    try:
+        return BoundedClient(seconds=seconds)
+    # An import is missing for a proxy of SOCKS.
+    except (ValueError, ImportError) as error:
+        raise RequestError(f"the proxy that the environment names is no good ({error}): check HTTPS_PROXY") from error
+
+
+@contextmanager
+def _cut_after(seconds: float, request: Any) -> Generator[None]:
+    """Cut the request's connection after `seconds`, whatever it waits for.
+
+    The client's own timeouts are between two bytes, and there is none on interim responses without end.
+    """
+    streams: list[Any] = []
+    is_late = threading.Event()
+
+    def remember(event: str, info: dict[str, Any]) -> None:
+        if event.endswith(CONNECTED):
+            streams.append(info["return_value"])
+            if is_late.is_set():
+                _cut(streams)
+
+    def cut() -> None:
+        is_late.set()
+        _cut(streams)
+
+    request.extensions = {**request.extensions, "trace": remember}
+    timer = threading.Timer(seconds, cut)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _cut(streams: list[Any]) -> None:
+    for stream in streams:
+        connection = stream.get_extra_info("socket")
+        if isinstance(connection, socket.socket):
+            # Not the TLS layer's own shutdown, which another thread is reading from.
+            with suppress(OSError):
+                socket.socket.shutdown(connection, socket.SHUT_RDWR)
+
+
+def _read(response: Any) -> bytes:
+    status = response.status_code
+    if 300 <= status < 400:
+        raise AdvisorError("the server sends on to another address, which isn't followed: name that one with base_url")
+    encodings = [coding for coding in response.headers.get("content-encoding", "").split(",") if coding.strip()]
+    if len(encodings) > 1:
+        # One inside the other, a hundred bytes take years to unpack.
+        raise AdvisorError(f"the reply is compressed {len(encodings)} times over")
+    body = bytearray()
+    for chunk in response.iter_bytes():
+        body += chunk
+        if len(body) > MAX_BODY:
+            raise AdvisorError(f"the reply is larger than {MAX_BODY:,} bytes")
+    return bytes(body)
+
+
+def _wait(asked: str) -> dict[str, str]:
+    """Return the header that asks for a wait, where it names a number of seconds; a client sleeps for as long."""
+    try:
+        seconds = float(asked)
+    except ValueError:
+        return {}
+    return {"retry-after": str(min(seconds, MAX_WAIT_S))} if seconds >= 0 else {}
+
+
+def _checked(status: int, body: bytes, path: str) -> tuple[bytes, str]:
+    """Return what is handed on of a reply, and its type; AdvisorError where it should be JSON and isn't."""
+    is_error = status >= 400
+    try:
+        document = parse_json(body, max_bytes=MAX_ERROR if is_error else MAX_BODY)
+        if not is_error:
+            document = READ.get(path.rpartition("/")[2], as_it_is)(document)
+    except DocumentError as error:
+        if is_error:
+            return body[:MAX_ERROR].decode("utf-8", errors="replace").encode(), "text/plain"
+        raise AdvisorError(f"the reply can't be used: {error}") from None
+    return json.dumps(document, ensure_ascii=False).encode("utf-8", errors="replace"), "application/json"
