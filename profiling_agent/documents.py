@@ -6,7 +6,6 @@ the file.
 """
 
 import json
-import re
 import unicodedata
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,7 +21,6 @@ MAX_QUOTED = 80
 # What moves a terminal's cursor or turns the direction of text round; a line break and a tab are layout.
 LAYOUT = frozenset("\n\t")
 HIDDEN = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
-MARKDOWN = re.compile(r"([\\`*_{}\[\]<>()#+!|~&])")
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
@@ -138,6 +136,6 @@ def clean(text: str, *, layout: bool = False) -> str:
     )
 
 
-def markdown(text: str) -> str:
-    """Return one line of text as Markdown that says just that: no link, no image, no table, no HTML."""
-    return MARKDOWN.sub(r"\\\1", clean(text)).replace("://", ":&#47;&#47;")
+def inert(text: str) -> str:
+    """Return text for a Markdown page in which it opens no link, fetches no picture and is no HTML; other marks stay."""
+    return clean(text, layout=True).replace("](", "] (").replace("![", "! [").replace("<", "&lt;")

@@ -7,7 +7,7 @@ from typing import ClassVar
 from profiling_agent.errors import RequestError
 from profiling_agent.jobs.context import JobContext
 from profiling_agent.jobs.tasks import Task
-from profiling_agent.records import Record
+from profiling_agent.records import ArtifactRef, Record
 
 
 class Doubled(Record):
@@ -34,3 +34,38 @@ def double(task: DoubleTask, job: JobContext) -> Doubled:
     job.progress("doubling", 1, 1)
     (job.folder / "working.txt").write_text(f"{task.number} + {task.number}", encoding="utf-8")
     return Doubled(twice=2 * task.number, pid=os.getpid(), has_torch="torch" in sys.modules)
+
+
+class Noted(Record):
+    """A file that a job left."""
+
+    file: ArtifactRef
+
+
+class NoteTask(Task[Noted]):
+    """Write a note."""
+
+    result: ClassVar[type[Record]] = Noted
+    text: str
+
+
+class CopyTask(Task[Noted]):
+    """Write what another job's note says, so many times."""
+
+    result: ClassVar[type[Record]] = Noted
+    source: ArtifactRef
+    times: int = 1
+
+
+def note(task: NoteTask, job: JobContext) -> Noted:
+    """Write a file."""
+    path = job.folder / "note.txt"
+    path.write_text(task.text, encoding="utf-8")
+    return Noted(file=job.ref(path, "split"))
+
+
+def copy(task: CopyTask, job: JobContext) -> Noted:
+    """Write a file from another job's."""
+    path = job.folder / "note.txt"
+    path.write_text(job.path(task.source).read_text(encoding="utf-8") * task.times, encoding="utf-8")
+    return Noted(file=job.ref(path, "split"))

@@ -6,7 +6,15 @@ from typing import Annotated, Any
 import typer
 
 from profiling_agent.cli.tables import approval_table
-from profiling_agent.cli.terminal import EXIT_WAITING, AddressOption, JsonOption, RunArgument, console, refuse
+from profiling_agent.cli.terminal import (
+    EXIT_WAITING,
+    AddressOption,
+    JsonOption,
+    RunArgument,
+    console,
+    echo_json,
+    refuse,
+)
 from profiling_agent.cli.watching import ask, is_answered_here, read_edit, watch
 from profiling_agent.errors import ProfilingAgentError, RequestError
 from profiling_agent.iteration.approval import read_answer
@@ -40,7 +48,7 @@ def approve(
     if question is None:
         refuse(f"run {str(run)!r} waits for no approval: go on with `profiling-agent resume {run}`")
     if answer is None and json_:
-        typer.echo(question.model_dump_json(indent=1))
+        echo_json(question.model_dump(mode="json"))
         raise typer.Exit(EXIT_WAITING)
     if answer is None and not is_answered_here():
         console.print(approval_table(question))

@@ -1,6 +1,5 @@
 """`doctor`: is this machine fit for a run? Versions, CPU, memory, disk, noise, runtimes, the language model's server."""
 
-import json
 import os
 import shutil
 import statistics
@@ -21,9 +20,9 @@ from rich.text import Text
 from profiling_agent.cache import cache_folder
 from profiling_agent.cli.progress import open_display
 from profiling_agent.cli.tables import folded_table
-from profiling_agent.cli.terminal import JsonOption, console, errors, refuse
+from profiling_agent.cli.terminal import JsonOption, console, echo_json, errors, refuse
 from profiling_agent.deployment import registry
-from profiling_agent.documents import first_problem
+from profiling_agent.documents import first_problem, parse_json
 from profiling_agent.errors import ProfilingAgentError, RequestError
 from profiling_agent.llm.endpoint import choose_endpoint, trusted_addresses
 from profiling_agent.processes.child import child_command, ending
@@ -63,7 +62,7 @@ def doctor(
     except ValidationError as error:
         refuse(first_problem(error))
     if json_:
-        typer.echo(json.dumps([finding.model_dump() for finding in findings], indent=1))
+        echo_json([finding.model_dump() for finding in findings])
     else:
         table = folded_table("doctor", "what", "state", "seen", "what to do")
         for one in findings:
@@ -167,7 +166,7 @@ def _runtime(name: RuntimeName) -> Finding:
         last = (ended.stderr.strip().splitlines() or [""])[-1][:200]
         advice = "install it again, or leave it out with --runtimes"
         return Finding(name=name, state="problem", seen=f"{ending(ended.returncode)}: {last}", advice=advice)
-    latency_ms = json.loads(ended.stdout.strip().splitlines()[-1])["latency_ms"]
+    latency_ms = parse_json(ended.stdout.strip().splitlines()[-1])["latency_ms"]
     return Finding(name=name, state="ok", seen=f"runs a tiny model in {latency_ms:.2f} ms")
 
 

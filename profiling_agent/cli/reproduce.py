@@ -9,7 +9,7 @@ from rich.text import Text
 
 from profiling_agent.cli.progress import open_display
 from profiling_agent.cli.tables import folded_table
-from profiling_agent.cli.terminal import JsonOption, console, errors, refuse, say_stopped
+from profiling_agent.cli.terminal import JsonOption, console, echo_json, errors, refuse, say_stopped
 from profiling_agent.documents import first_problem
 from profiling_agent.errors import ProfilingAgentError, RequestError
 from profiling_agent.processes.streams import keep_stdout
@@ -62,7 +62,7 @@ def reproduce(  # noqa: PLR0913, PLR0917 (a command's options)
     except KeyboardInterrupt as stop:
         say_stopped(stop, "; the same command goes on with what is complete")
     if json_:
-        typer.echo(study.model_dump_json(indent=1))
+        echo_json(study.model_dump(mode="json"))
     else:
         _show(study)
     raise typer.Exit(0 if study.rows else 1)

@@ -1,7 +1,6 @@
 """`run`, `resume`, `show`, `report`, `profile`: the commands that make a run, or show one."""
 
 import inspect
-import json
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +19,7 @@ from profiling_agent.cli.terminal import (
     QuietOption,
     RunArgument,
     console,
+    echo_json,
     errors,
     refuse,
 )
@@ -115,7 +115,7 @@ def show(
     """Show a finished run: the verdict, before and after, every attempt."""
     report = _read(run)
     if json_:
-        typer.echo(report.model_dump_json(indent=1))
+        echo_json(report.model_dump(mode="json"))
         return
     console.print(plan_table(report) if plan else verdict_table(report, run))
 
@@ -149,7 +149,7 @@ def profile(
     except ValidationError as error:
         refuse(first_problem(error))
     if json_:
-        typer.echo(json.dumps(measured.model_dump(mode="json"), indent=1))
+        echo_json(measured.model_dump(mode="json"))
         return
     for table in profile_tables(measured):
         console.print(table)

@@ -1,13 +1,12 @@
 """`export`, `race`, `measure`, `compare`: the commands on models that are saved already."""
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from profiling_agent.cli.progress import open_display
-from profiling_agent.cli.terminal import JsonOption, console, errors, refuse, run_folder
+from profiling_agent.cli.terminal import JsonOption, console, echo_json, errors, refuse, run_folder
 from profiling_agent.errors import ProfilingAgentError
 
 
@@ -64,7 +63,7 @@ def race(
     except ProfilingAgentError as error:
         refuse(str(error))
     if json_:
-        typer.echo(held.model_dump_json(indent=1))
+        echo_json(held.model_dump(mode="json"))
         return
     console.print(race_table(names, held))
 
@@ -99,7 +98,7 @@ def measure(
     except ProfilingAgentError as error:
         refuse(str(error))
     if json_:
-        typer.echo(measured.model_dump_json(indent=1))
+        echo_json(measured.model_dump(mode="json"))
         return
     console.print(measurement_table(measured, compared))
 
@@ -123,6 +122,6 @@ def compare(
     except ProfilingAgentError as error:
         refuse(str(error))
     if json_:
-        typer.echo(json.dumps({name: report.model_dump(mode="json") for name, report in reports.items()}))
+        echo_json({name: report.model_dump(mode="json") for name, report in reports.items()})
         return
     console.print(compare_table(reports))

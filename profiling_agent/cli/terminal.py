@@ -1,16 +1,18 @@
 """Terminal: what all commands share, the console, how a bad request ends, how a run is named."""
 
 import contextlib
+import json
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import wraps
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any, NoReturn
 
 import typer
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 
 from profiling_agent.documents import clean
 from profiling_agent.files import expanded
@@ -24,8 +26,23 @@ SIGNALLED = 128
 ENDING = (signal.SIGTERM, signal.SIGHUP)
 MAX_SAID = 2000
 
-console = Console()
-errors = Console(stderr=True)
+
+class _CleanConsole(Console):
+    """A console that shows what it is given as it reads: no text of a stranger's moves the cursor."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """Give the segments with their control characters as escapes; the console's own are marked as such."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=clean(segment.text, layout=True))
+
+
+console = _CleanConsole()
+errors = _CleanConsole(stderr=True)
+
+
+def echo_json(held: Any) -> None:
+    """Write one JSON document to standard output, in ASCII, which no terminal takes for a command."""
+    typer.echo(json.dumps(held, indent=1))
 
 
 class Stopped(KeyboardInterrupt):

@@ -107,7 +107,7 @@ class Ledger:
 
     def answer(self, key: str) -> Any:
         """Return the answer that was accepted to this question, None where there is none."""
-        return json.loads(self._answers.get(key, "null"))
+        return parse_json(self._answers.get(key, "null"))
 
     def note_turn(self, **said: Any) -> None:
         """Note what was said in a turn, and its tokens; long texts are cut, and in a large file left out, which is said."""

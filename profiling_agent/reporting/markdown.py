@@ -5,6 +5,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from profiling_agent.documents import inert
 from profiling_agent.reporting.reflection import predictions
 from profiling_agent.reporting.report import RunReport
 from profiling_agent.reporting.units import FORMATS
@@ -12,7 +13,7 @@ from profiling_agent.reporting.units import FORMATS
 
 def prose(text: object) -> str:
     """Return a stranger's text (a pattern, a plan's words) so that it stays on its line and opens no markup."""
-    return " ".join(str(text).split())[:500].replace("`", "'").replace("<", "&lt;")
+    return inert(" ".join(str(text).split())[:500].replace("`", "'"))
 
 
 def cell(text: object) -> str:
@@ -29,9 +30,13 @@ FILTERS: dict[str, Callable[..., Any]] = FORMATS | {
 
 def render_markdown(report: RunReport) -> str:
     """Return the report as Markdown."""
-    # Markdown, not HTML: autoescape would mangle it; strangers' text goes through `code`.
+    # Markdown, not HTML: autoescape would mangle it.
     jinja = Environment(
-        loader=PackageLoader("profiling_agent.reporting", ""), undefined=StrictUndefined, autoescape=False
+        loader=PackageLoader("profiling_agent.reporting", ""),
+        undefined=StrictUndefined,
+        autoescape=False,
+        # Whatever a template puts in, so that nothing depends on a filter that somebody forgot.
+        finalize=lambda value: inert(value) if isinstance(value, str) else value,
     )
     jinja.filters.update(FILTERS)
     return jinja.get_template("report.md.jinja").render(r=report)

@@ -1,5 +1,6 @@
-"""Ctrl-C, as a terminal sends it."""
+"""Ctrl-C, as a terminal sends it, and the signals that a system ends programs with; crashes; odd terminals."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -22,7 +23,10 @@ def _hears_ctrl_c() -> Iterator[None]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_hears_ctrl_c")
-def test_ctrl_c_ends_a_run_with_the_command_that_resumes_it_and_leaves_no_process(world: World, tmp_path: Path):
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_a_signal_ends_a_run_with_the_command_that_resumes_it_and_leaves_no_process(
+    world: World, tmp_path: Path, sent: signal.Signals, code: int
+):
     run = tmp_path / "runs" / "stopped"
     asked = ("--model", world.model, "--dataset", world.data, "--output", run.parent, "--run-id", run.name)
     process = subprocess.Popen(
@@ -45,12 +49,75 @@ def test_ctrl_c_ends_a_run_with_the_command_that_resumes_it_and_leaves_no_proces
     assert process.stdout is not None
     assert any(line.startswith("profiling") for line in iter(process.stdout.readline, ""))
 
-    process.send_signal(signal.SIGINT)
+    process.send_signal(sent)
     # The pipes are closed when the last process that has them is gone.
     _, complained = process.communicate(timeout=120)
 
-    assert process.returncode == 130
+    assert process.returncode == code
     assert complained.strip() == f"stopped; go on with: profiling-agent resume {run}"
     assert read_manifest(run).request.model == str(world.model)
     assert (run / "checkpoints.sqlite").exists()
     assert not (run / "report.json").exists()
+
+
+def with_command(body: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Call a command line that has one command more, `odd`."""
+    code = (
+        "import signal, os, sys\n"
+        "from profiling_agent.cli import main, terminal\n"
+        f"def odd():\n    {body}\n"
+        "main.app.command()(terminal.stoppable(odd))\n"
+        "main.main()\n"
+    )
+    return subprocess.run(
+        [sys.executable, "-c", code, "odd", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | environment,
+    )
+
+
+def test_a_crash_of_ours_is_no_verdict():
+    ended = with_command("raise KeyError('a bug')")
+
+    assert ended.returncode == 70
+    assert "KeyError: 'a bug'" in ended.stderr
+    assert "this is a bug of ours" in ended.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
+def test_a_signal_ends_any_command_without_a_traceback(name: str):
+    ended = with_command(f"os.kill(os.getpid(), signal.{name})")
+
+    assert ended.returncode == 128 + signal.Signals[name]
+    assert ended.stderr.strip() == "stopped"
+
+
+def test_a_hang_up_that_is_ignored_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        ended = with_command("os.kill(os.getpid(), signal.SIGHUP); print('went on')")
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+    assert (ended.returncode, ended.stdout.strip()) == (0, "went on")
+
+
+def test_a_terminal_of_ascii_shows_what_it_can():
+    ended = with_command(
+        "terminal.console.print('größer ✓'); terminal.refuse('č')", PYTHONIOENCODING="ascii", LC_ALL="C"
+    )
+
+    assert ended.returncode == 2
+    assert ended.stdout.strip() == "gr\\xf6\\xdfer \\u2713"
+    assert ended.stderr.strip() == "profiling-agent: \\u010d"
+
+
+def test_no_text_moves_the_cursor():
+    ended = with_command(
+        "terminal.console.print('a\\x1b[2Jb\\x9bc\\u202ed', markup=False); terminal.refuse('x\\x1b]0;title\\x07y')"
+    )
+
+    assert ended.stdout.strip() == "a\\x1b[2Jb\\x9bc\\u202ed"
+    assert ended.stderr.strip() == "profiling-agent: x\\x1b]0;title\\x07y"

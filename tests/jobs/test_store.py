@@ -1,0 +1,167 @@
+"""Jobs of an earlier process: whole ones are believed, others are done again from their orders."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from toy_job import CopyTask, Doubled, DoubleTask, NoteTask
+
+from profiling_agent.errors import ArtifactError, RunError
+from profiling_agent.jobs.runner import Jobs, job_key
+from profiling_agent.jobs.store import HASHES, ORDERS, RESULT, artifacts_of
+from profiling_agent.jobs.table import JobRow
+from profiling_agent.records import ArtifactRef
+from profiling_agent.workspace import Workspace
+
+TABLE = {
+    DoubleTask: JobRow(handler="toy_job:double", torch=False),
+    NoteTask: JobRow(handler="toy_job:note", torch=False),
+    CopyTask: JobRow(handler="toy_job:copy", torch=False),
+}
+
+
+@pytest.fixture(autouse=True)
+def _finds_the_toys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+
+
+@contextmanager
+def process(root: Path) -> Iterator[Jobs]:
+    """Give what a process has that opens a run folder."""
+    workspace = Workspace(root)
+    workspace.jobs.mkdir(parents=True, exist_ok=True)
+    jobs = Jobs(workspace, table=TABLE)
+    try:
+        yield jobs
+    finally:
+        jobs.close()
+
+
+def removed(folder: Path) -> None:
+    shutil.rmtree(folder)
+
+
+def emptied(folder: Path) -> None:
+    (folder / "note.txt").write_text("")
+
+
+def flipped(folder: Path) -> None:
+    held = bytearray((folder / "note.txt").read_bytes())
+    held[0] ^= 1
+    (folder / "note.txt").write_bytes(held)
+
+
+def lost(folder: Path) -> None:
+    (folder / "note.txt").unlink()
+
+
+def linked(folder: Path) -> None:
+    (folder / "note.txt").rename(folder.parents[2] / "outside.txt")
+    (folder / "note.txt").symlink_to(folder.parents[2] / "outside.txt")
+
+
+def fifo(folder: Path) -> None:
+    (folder / "note.txt").unlink()
+    os.mkfifo(folder / "note.txt")
+
+
+def torn_hashes(folder: Path) -> None:
+    (folder / HASHES).write_text('{"files": {"res')
+
+
+def no_hashes(folder: Path) -> None:
+    (folder / HASHES).unlink()
+
+
+def torn_result(folder: Path) -> None:
+    (folder / RESULT).write_text("[" * 5000)
+
+
+def a_file_of_that_name(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.write_text("no folder")
+
+
+DAMAGES = (
+    removed,
+    emptied,
+    flipped,
+    lost,
+    linked,
+    fifo,
+    torn_hashes,
+    no_hashes,
+    torn_result,
+    a_file_of_that_name,
+)
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_what_was_damaged_between_two_processes_is_done_again(tmp_path: Path, damage: Callable[[Path], None]):
+    root = tmp_path / "run"
+    with process(root) as jobs:
+        note = jobs.run(NoteTask(text="twelve"))
+        copied = jobs.run(CopyTask(source=note.file))
+    damage(root / "jobs" / job_key(NoteTask(text="twelve")))
+
+    with process(root) as jobs:
+        # As the checkpoint of a graph has it: the note's own result isn't asked for again.
+        again = jobs.run(CopyTask(source=note.file, times=2))
+
+        assert jobs.run(CopyTask(source=note.file)) == copied
+        assert jobs.path(again.file).read_text() == "twelvetwelve"
+        assert jobs.path(note.file).read_text() == "twelve"
+
+
+def test_a_whole_job_of_an_earlier_process_is_not_done_again(tmp_path: Path):
+    with process(tmp_path / "run") as jobs:
+        first = jobs.run(DoubleTask(number=2))
+    with process(tmp_path / "run") as jobs:
+        again = jobs.run(DoubleTask(number=2))
+
+    assert again == first
+    assert isinstance(again, Doubled)
+
+
+def test_without_its_order_a_damaged_job_ends_the_run_in_one_line(tmp_path: Path):
+    root = tmp_path / "run"
+    with process(root) as jobs:
+        note = jobs.run(NoteTask(text="twelve"))
+    removed(root / "jobs" / job_key(NoteTask(text="twelve")))
+    (root / ORDERS / f"{job_key(NoteTask(text='twelve'))}.json").write_text(json.dumps({"task": "os.system"}))
+
+    with process(root) as jobs, pytest.raises(RunError, match=r"gone or damaged.*start a new run"):
+        jobs.run(CopyTask(source=note.file))
+
+
+def test_what_comes_out_differently_is_not_passed_off_as_what_was_measured(tmp_path: Path):
+    root, key = tmp_path / "run", job_key(NoteTask(text="twelve"))
+    with process(root) as jobs:
+        note = jobs.run(NoteTask(text="twelve"))
+    removed(root / "jobs" / key)
+    other = note.file.model_copy(update={"sha256": "0" * 64})
+
+    with process(root) as jobs, pytest.raises(RunError, match="came out differently"):
+        jobs.run(CopyTask(source=other))
+
+
+@pytest.mark.parametrize("path", ["../secret.txt", "/etc/hostname", "jobs/../../secret.txt", "out/secret.txt"])
+def test_a_reference_that_leads_out_of_the_run_is_refused_here_and_in_the_child(tmp_path: Path, path: str):
+    (tmp_path / "secret.txt").write_text("s")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "out").symlink_to(tmp_path)
+    ref = ArtifactRef(path=path, sha256="0", size_bytes=1, kind="split")
+
+    with process(tmp_path / "run") as jobs, pytest.raises(ArtifactError, match="isn't in the run folder"):
+        jobs.run(CopyTask(source=ref))
+
+
+def test_artifacts_are_found_however_deep():
+    ref = ArtifactRef(path="a", sha256="0", size_bytes=1, kind="split")
+
+    assert artifacts_of(CopyTask(source=ref)) == [ref]
+    assert artifacts_of({"a": [1, (ref, {"b": ref})]}) == [ref, ref]

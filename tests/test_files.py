@@ -1,0 +1,224 @@
+"""Reading what somebody left, and writing so that nothing half-written stays."""
+
+import errno
+import os
+import resource
+import signal
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import pytest
+
+from profiling_agent.errors import RunError, StorageError
+from profiling_agent.files import (
+    FileRefusedError,
+    appearing,
+    append_line,
+    expanded,
+    file_sha256,
+    inside,
+    open_log,
+    read_bytes,
+    read_text,
+    storage_problem,
+    sweep,
+    write_text,
+)
+from profiling_agent.workspace import storage_told
+
+
+@contextmanager
+def at_most(size: int) -> Iterator[None]:
+    """Let this process write no file beyond `size` bytes, as a quota does."""
+    before, heard = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, heard)
+
+
+def test_what_is_written_is_read_and_nothing_else_stays(tmp_path: Path):
+    write_text(tmp_path / "a", "one")
+    write_text(tmp_path / "a", "zwei \udcff")
+    append_line(tmp_path / "log", "first")
+    append_line(tmp_path / "log", "second")
+
+    assert read_text(tmp_path / "a") == "zwei \\udcff"
+    assert read_text(tmp_path / "log") == "first\nsecond\n"
+    assert {path.name for path in tmp_path.iterdir()} == {"a", "log"}
+
+
+def test_a_line_that_was_cut_off_does_not_take_the_next_one_with_it(tmp_path: Path):
+    (tmp_path / "log").write_text('{"cut')
+
+    append_line(tmp_path / "log", "next")
+
+    assert read_text(tmp_path / "log") == '{"cut\nnext\n'
+
+
+def test_links_that_lie_in_wait_are_not_written_through(tmp_path: Path):
+    run, target = tmp_path / "run", tmp_path / "bashrc"
+    run.mkdir()
+    target.write_text("mine")
+    # Names that the process could have been foreseen to write to.
+    for pid in range(os.getpid() - 50, os.getpid() + 50):
+        (run / f".tmp-report.md-{pid}").symlink_to(target)
+    (run / "report.md").symlink_to(target)
+    (run / "llm.jsonl").symlink_to(target)
+
+    write_text(run / "report.md", "theirs")
+    with pytest.raises(OSError, match="symbolic links"):
+        append_line(run / "llm.jsonl", "theirs")
+    with pytest.raises(OSError, match="symbolic links"):
+        open_log(run / "llm.jsonl")
+
+    assert target.read_text() == "mine"
+    assert (run / "report.md").read_text() == "theirs"
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.mkdir(), lambda path: path.symlink_to("/dev/zero")])
+def test_what_is_no_regular_file_is_refused_at_once(tmp_path: Path, make):
+    make(tmp_path / "odd")
+
+    for read in (read_bytes, read_text, file_sha256):
+        with pytest.raises(FileRefusedError) as refused:
+            read(tmp_path / "odd")
+        assert "not a regular file" in str(refused.value.strerror)
+
+
+def test_a_fifo_is_no_log(tmp_path: Path):
+    os.mkfifo(tmp_path / "log")
+
+    with pytest.raises(FileRefusedError, match="FIFO"):
+        append_line(tmp_path / "log", "line")
+
+
+def test_what_is_too_large_is_refused_unread(tmp_path: Path):
+    (tmp_path / "large").touch()
+    os.truncate(tmp_path / "large", 2**40)
+
+    with pytest.raises(FileRefusedError, match="larger than 1,000 bytes"):
+        read_bytes(tmp_path / "large", max_bytes=1000)
+
+
+@pytest.mark.parametrize("path", ["../secret", "/etc/passwd", "link", "folder/../../secret", "nul\0"])
+def test_nothing_is_read_outside_of_the_folder(tmp_path: Path, path: str):
+    (tmp_path / "secret").write_text("s")
+    (tmp_path / "run" / "folder").mkdir(parents=True)
+    (tmp_path / "run" / "link").symlink_to(tmp_path / "secret")
+
+    with pytest.raises(FileRefusedError):
+        read_text(tmp_path / "run" / path, under=tmp_path / "run")
+    with pytest.raises(FileRefusedError):
+        inside(tmp_path / "run" / path, tmp_path / "run")
+
+
+@pytest.mark.parametrize("named", ["~nosuchuserhere/x", "a\0b"])
+def test_a_path_that_is_none_is_refused(named: str):
+    with pytest.raises(FileRefusedError):
+        expanded(named)
+
+
+def test_a_folder_appears_whole_or_not_at_all(tmp_path: Path):
+    def fill(name: str, *, fails: bool) -> None:
+        with appearing(tmp_path / name) as folder:
+            (folder / "part").write_text("p")
+            (folder / "deeper").mkdir()
+            (folder / "deeper" / "link").symlink_to("/nowhere")
+            if fails:
+                raise KeyError(name)
+
+    fill("whole", fails=False)
+    with pytest.raises(KeyError):
+        fill("broken", fails=True)
+    with pytest.raises(FileExistsError):
+        fill("whole", fails=False)
+    with pytest.raises(NotADirectoryError):
+        fill("whole/part/below", fails=False)
+
+    assert [path.name for path in tmp_path.iterdir()] == ["whole"]
+    assert {path.name for path in (tmp_path / "whole").iterdir()} == {"part", "deeper"}
+
+
+def test_a_folder_that_a_process_was_killed_over_is_swept(tmp_path: Path):
+    code = (
+        "import os, pathlib, signal\n"
+        "from profiling_agent.files import appearing\n"
+        f"with appearing(pathlib.Path({str(tmp_path / 'cut')!r})) as folder:\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=False)
+    assert list(tmp_path.iterdir())
+
+    sweep(tmp_path)
+
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_quota_is_told_from_damage_and_leaves_the_old_file(tmp_path: Path):
+    write_text(tmp_path / "report.md", "old")
+    append_line(tmp_path / "log", "old")
+
+    with at_most(1000):
+        with pytest.raises(OSError, match="too large") as full:
+            write_text(tmp_path / "report.md", "n" * 5000)
+        with pytest.raises(OSError):  # noqa: PT011 - a short write or an error, as the system likes
+            append_line(tmp_path / "log", "n" * 5000)
+
+    assert storage_problem(full.value) == "there is no space left: free some"
+    assert read_text(tmp_path / "report.md") == "old"
+    assert read_text(tmp_path / "log") == "old\n"
+    assert {path.name for path in tmp_path.iterdir()} == {"report.md", "log"}
+
+
+@pytest.mark.parametrize(
+    ("number", "says"),
+    [
+        (errno.ENOSPC, "no space left"),
+        (errno.EDQUOT, "no space left"),
+        (errno.EROFS, "read-only"),
+        (errno.EACCES, "isn't yours"),
+        (errno.EIO, "input/output error"),
+    ],
+)
+def test_what_the_disk_has_against_it_is_one_line_with_the_way_on(tmp_path: Path, number: int, says: str):
+    def fail() -> None:
+        with storage_told(tmp_path):
+            raise OSError(number, os.strerror(number), "file")
+
+    with pytest.raises(StorageError, match=f"{says}.*profiling-agent resume") as told:
+        fail()
+
+    assert isinstance(told.value, RunError)
+
+
+def test_an_error_that_says_nothing_of_the_disk_goes_on(tmp_path: Path):
+    for error in (FileNotFoundError(errno.ENOENT, "none"), FileRefusedError(tmp_path, "it is a FIFO")):
+        assert storage_problem(error) is None
+        with pytest.raises(type(error)), storage_told(tmp_path):
+            raise error
+
+
+def test_what_sqlite_says_of_the_disk_is_told_from_damage(tmp_path: Path):
+    with closing(sqlite3.connect(tmp_path / "db")) as connection:
+        connection.execute("CREATE TABLE t (x)")
+        connection.execute("PRAGMA max_page_count = 3")
+        with pytest.raises(sqlite3.Error) as full:
+            connection.executemany("INSERT INTO t VALUES (?)", [("x" * 4000,)] * 20)
+        connection.rollback()
+        connection.execute("PRAGMA query_only = 1")
+        with pytest.raises(sqlite3.Error) as readonly:
+            connection.execute("INSERT INTO t VALUES (1)")
+    (tmp_path / "bad").write_bytes(b"no database" * 100)
+    with closing(sqlite3.connect(tmp_path / "bad")) as connection, pytest.raises(sqlite3.Error) as damaged:
+        connection.execute("SELECT * FROM t")
+
+    assert storage_problem(full.value) == "there is no space left: free some"
+    assert storage_problem(readonly.value) == "it is read-only: choose a folder that can be written"
+    assert storage_problem(damaged.value) is None
