@@ -225,7 +225,8 @@ class Sessions:
             raise RunError(
                 f"the checkpoint of run {run_id!r} names the folder {state.run_dir!r}, which isn't its own: start a new run"
             )
-        _check_artifacts(state, root)
+        # A run that was moved is where whoever opened it found it.
+        _check_artifacts(state, known.workspace.root if known else root)
         if known is None:
             read_manifest(root)
         session = known or self.open(Workspace(root))
