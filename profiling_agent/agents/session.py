@@ -3,14 +3,17 @@
 import hashlib
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
+
+from pydantic import BaseModel
 
 from profiling_agent.agents.limits import Limits
 from profiling_agent.agents.state import RunState
 from profiling_agent.errors import RunError
+from profiling_agent.files import FileRefusedError, inside
 from profiling_agent.iteration.deployments import deployment_choices
 from profiling_agent.iteration.evaluator import Evaluator, Settings
 from profiling_agent.jobs.profile import profile_artifact, read_profile
@@ -20,7 +23,7 @@ from profiling_agent.jobs.tasks import Profiled
 from profiling_agent.llm.endpoint import key_for, trusted_addresses
 from profiling_agent.llm.ledger import read_spent
 from profiling_agent.llm.question import Asks
-from profiling_agent.records import ModelProfile, Spent
+from profiling_agent.records import ArtifactRef, ModelProfile, Spent
 from profiling_agent.request import RUN_ID, Request
 from profiling_agent.workspace import (
     HOLDER,
@@ -222,6 +225,8 @@ class Sessions:
             raise RunError(
                 f"the checkpoint of run {run_id!r} names the folder {state.run_dir!r}, which isn't its own: start a new run"
             )
+        # A run that was moved is where whoever opened it found it.
+        _check_artifacts(state, known.workspace.root if known else root)
         if known is None:
             read_manifest(root)
         session = known or self.open(Workspace(root))
@@ -241,6 +246,29 @@ class Sessions:
         """Close every session."""
         for session in tuple(self.by_run.values()):
             session.close()
+
+
+def _check_artifacts(state: RunState, root: Path) -> None:
+    """Raise RunError where a checkpoint names an artifact that isn't in its run's folder: jobs read what it names."""
+    for path in {ref.path for ref in _artifacts(state)}:
+        try:
+            inside(root / path, root)
+        except FileRefusedError as error:
+            raise RunError(
+                f"the checkpoint of run {root.name!r} names {path!r}, and {error.strerror}: start a new run"
+            ) from error
+
+
+def _artifacts(value: Any) -> Iterator[ArtifactRef]:
+    if isinstance(value, ArtifactRef):
+        yield value
+    elif isinstance(value, BaseModel):
+        for name in type(value).model_fields:
+            yield from _artifacts(getattr(value, name, None))
+    elif isinstance(value, (tuple, list, dict)):
+        held = cast("dict[Any, Any]", value).values() if isinstance(value, dict) else cast("list[Any]", value)
+        for each in held:
+            yield from _artifacts(each)
 
 
 def _is_same(one: Path, other: Path) -> bool:

@@ -76,6 +76,13 @@ def test_a_proxy_reaches_every_child_unless_it_has_a_password():
     assert withheld(HUB, environment) == {"http_proxy": "http://me:pw@proxy:3128"}
 
 
+def test_an_address_with_a_password_reaches_no_child_that_does_not_need_it():
+    environment = {"HF_ENDPOINT": "https://me:pw@mirror.example", "HF_HOME": "/home/me@work"}
+
+    assert child_environment(environment).keys() & environment.keys() == {"HF_HOME"}
+    assert withheld(HUB, environment).keys() == {"HF_ENDPOINT"}
+
+
 def test_the_hubs_token_is_for_the_jobs_that_read_a_model_where_it_was_found():
     held = {kind.__name__ for kind, row in TABLE.items() if row.secrets}
 
