@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
 from profiling_agent.errors import ArtifactError, CorruptImageError
+from profiling_agent.files import open_regular
 from profiling_agent.modules.foreign import foreign_code
 
 # What pictures are kept in, and nothing that starts another program (EPS) or that few ever decode: Pillow has 43.
@@ -23,6 +24,7 @@ FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "PPM")
 MAX_PIXELS = 50_000_000
 # Fifty megapixels of RGB, uncompressed, and their header.
 MAX_ENCODED = 3 * MAX_PIXELS + 2**20
+SPLIT = pa.schema({"image": pa.binary(), "label": pa.int64()})
 
 
 def _eight_bit(image: Image.Image) -> Image.Image:
@@ -85,8 +87,7 @@ class SplitImages:
 
 def write_split(path: Path, images: list[bytes], labels: list[int]) -> None:
     """Write encoded images and their class ids, in this order."""
-    columns = {"image": pa.array(images, pa.binary()), "label": pa.array(labels, pa.int64())}
-    pq.write_table(pa.table(columns), path, row_group_size=256)
+    pq.write_table(pa.table({"image": images, "label": labels}, schema=SPLIT), path, row_group_size=256)
 
 
 def read_split(path: Path) -> SplitImages:
@@ -96,9 +97,15 @@ def read_split(path: Path) -> SplitImages:
         ArtifactError: the file is missing, damaged, or no split of ours.
     """
     try:
-        table = pq.read_table(path, columns=["image", "label"])
+        # Arrow would wait for a FIFO.
+        open_regular(path, max_bytes=None).close()
+        table = pq.read_table(path, columns=["image", "label"]).cast(SPLIT)
+        table.validate(full=True)
+        if any(table[column].null_count for column in SPLIT.names):
+            raise pa.ArrowInvalid("a row without an image or a label")
         return SplitImages(labels=np.asarray(table["label"], dtype=np.int64), encoded=table["image"])
-    except (OSError, pa.ArrowException, KeyError) as error:
+    # Arrow says of columns that aren't there that names don't match, in an error without a name of its own.
+    except (OSError, pa.ArrowException, ValueError, KeyError) as error:
         raise ArtifactError(f"split {str(path)!r} can't be read ({type(error).__name__}): run again") from error
 
 

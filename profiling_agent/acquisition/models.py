@@ -1,26 +1,27 @@
 """Models: an image classifier and its image processor, from the Hub, a folder or the references, and where it runs."""
 
-import json
+import copy
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageClassification
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES
 
 from profiling_agent.acquisition.hub import fetch_model, hub_files, is_local, local_folder
+from profiling_agent.acquisition.model_folder import CONFIG, PICKLES, checked, has_weights, read_settings
 from profiling_agent.acquisition.reference import PREFIX, reference_model
+from profiling_agent.documents import MAX_QUOTED, clean
 from profiling_agent.errors import AcquisitionError, RequestError
+from profiling_agent.modules.foreign import foreign_code
 from profiling_agent.progress import Progress, silent
 from profiling_agent.quiet import quiet
 
-PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
-SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
-LOAD_ERRORS = (OSError, ValueError, RuntimeError, ImportError, KeyError, AttributeError, TypeError, SafetensorError)
+# A head of ImageNet-21k on the widest of models has fifty million parameters.
+MAX_MISSING = 100_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,10 +38,6 @@ class LoadedModel:
     architecture: str
 
 
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().split("\n", maxsplit=1)[0][:200]
-
-
 def _locate(name: str, revision: str | None, progress: Progress) -> tuple[Path, str | None]:
     """Return the folder of the model and its commit."""
     if name.startswith(PREFIX):
@@ -52,10 +49,9 @@ def _locate(name: str, revision: str | None, progress: Progress) -> tuple[Path, 
     return folder, folder.name
 
 
-def _check_files(folder: Path, name: str, commit: str | None) -> None:
-    if not (folder / "config.json").is_file():
-        raise AcquisitionError(f"model {name!r} has no config.json: give an ordinary Hugging Face model folder or id")
-    if any((folder / file).is_file() for file in SAFETENSORS):
+def _check_weights(folder: Path, name: str, commit: str | None) -> None:
+    """Refuse a model without weights that are loaded, and say whether it has others."""
+    if has_weights(folder):
         return
     files: Iterable[str] = hub_files(name, commit) if commit else (path.name for path in folder.iterdir())
     pickles = sorted(file for file in files if file.endswith(PICKLES))
@@ -67,28 +63,66 @@ def _check_files(folder: Path, name: str, commit: str | None) -> None:
     raise AcquisitionError(f"model {name!r} has no weights: model.safetensors is missing")
 
 
-def _read_config(folder: Path, name: str) -> Any:
-    """Return the configuration of an image classifier that transformers itself implements."""
-    try:
-        raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        model_type = raw["model_type"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise AcquisitionError(f"model {name!r} has a config.json without a model_type: it is damaged") from error
+def _check_kind(raw: Any, name: str) -> None:
+    """Refuse what isn't an image classifier that transformers itself implements."""
+    model_type = raw.get("model_type")
+    if not isinstance(model_type, str):
+        raise AcquisitionError(f"model {name!r} has a config.json without a model_type: it is damaged")
     if model_type not in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES:
         if raw.get("auto_map"):
             raise AcquisitionError(f"model {name!r} needs Python code of its own, which is never run: choose another")
-        built_for = ", ".join(raw.get("architectures") or [str(model_type)])
-        raise AcquisitionError(f"model {name!r} is no image classifier ({built_for}): choose one that is")
-    try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    except LOAD_ERRORS as error:
-        raise AcquisitionError(f"model {name!r} has an unreadable configuration: {_first_line(error)}") from error
+        raise AcquisitionError(
+            f"model {name!r} is no image classifier ({_built_for(raw.get('architectures')) or clean(model_type)}): "
+            "choose one that is"
+        )
 
 
-def _read_weights(folder: Path, name: str, config: Any) -> nn.Module:
+def _built_for(architectures: Any) -> str:
+    names = architectures if isinstance(architectures, list) else []
+    return clean(", ".join(str(name) for name in names))[:MAX_QUOTED]
+
+
+def _read_config(staged: Path, name: str) -> Any:
+    """Return the configuration, with a name for every class."""
+
+    def refuse(raised: str) -> AcquisitionError:
+        return AcquisitionError(f"model {name!r} has an unreadable configuration: {raised}")
+
+    with foreign_code(refuse):
+        config: Any = AutoConfig.from_pretrained(staged, trust_remote_code=False, local_files_only=True)
+    names = getattr(config, "id2label", None)
+    if not isinstance(names, dict) or not names:
+        raise refuse("it has no names of classes (id2label)")
+    if any(not isinstance(index, int) or not isinstance(label, str) for index, label in names.items()):
+        raise refuse("its names of classes (id2label) are no texts")
+    return config
+
+
+def _check_size(staged: Path, name: str, config: Any) -> None:
+    """Refuse a configuration of far more parameters than its weights hold: transformers would make up the rest of them."""
     try:
+        with foreign_code(AcquisitionError), torch.device("meta"):
+            empty = AutoModelForImageClassification.from_config(copy.deepcopy(config))
+    # Loading will say what is wrong with it, if anything is.
+    except AcquisitionError:
+        return
+    num_params = sum(tensor.numel() for tensor in empty.parameters())
+    # A weight takes a byte or more; a head that is missing, which has an error of its own, few.
+    num_bytes = sum(path.stat().st_size for path in staged.glob("*.safetensors"))
+    if num_params > num_bytes + MAX_MISSING:
+        raise AcquisitionError(
+            f"model {name!r} has a config.json that describes {num_params} parameters, and weights of {num_bytes} bytes: "
+            "they don't belong together"
+        )
+
+
+def _read_weights(staged: Path, name: str, config: Any) -> nn.Module:
+    def refuse(raised: str) -> AcquisitionError:
+        return AcquisitionError(f"model {name!r} can't be loaded: {raised.replace(str(staged), name)}")
+
+    with foreign_code(refuse):
         model, info = AutoModelForImageClassification.from_pretrained(
-            folder,
+            staged,
             config=config,
             dtype=torch.float32,
             use_safetensors=True,
@@ -96,13 +130,10 @@ def _read_weights(folder: Path, name: str, config: Any) -> nn.Module:
             local_files_only=True,
             output_loading_info=True,
         )
-    except LOAD_ERRORS as error:
-        raise AcquisitionError(f"model {name!r} can't be loaded: {_first_line(error)}") from error
     missing = sorted(info["missing_keys"])
     if missing:
-        built_for = ", ".join(config.architectures or ["an unknown task"])
         raise AcquisitionError(
-            f"model {name!r} is no complete image classifier: its weights ({built_for}) lack {missing[0]!r} "
+            f"model {name!r} is no complete image classifier: its weights ({_built_for(config.architectures) or 'an unknown task'}) lack {missing[0]!r} "
             f"and {len(missing) - 1} more; choose a checkpoint that was fine-tuned for classification"
         )
     for key, tensor in model.state_dict().items():
@@ -111,14 +142,15 @@ def _read_weights(folder: Path, name: str, config: Any) -> nn.Module:
     return model
 
 
-def _read_processor(folder: Path, name: str) -> Any:
-    try:
-        return AutoImageProcessor.from_pretrained(folder, backend="pil", trust_remote_code=False, local_files_only=True)
-    except LOAD_ERRORS as error:
-        raise AcquisitionError(
+def _read_processor(staged: Path, name: str) -> Any:
+    def refuse(raised: str) -> AcquisitionError:
+        return AcquisitionError(
             f"model {name!r} has no usable image processor: preprocessor_config.json is missing or wrong "
-            f"({_first_line(error)})"
-        ) from error
+            f"({raised.replace(str(staged), name)})"
+        )
+
+    with foreign_code(refuse):
+        return AutoImageProcessor.from_pretrained(staged, backend="pil", trust_remote_code=False, local_files_only=True)
 
 
 def load_model(
@@ -133,11 +165,16 @@ def load_model(
     """
     with quiet():
         folder, commit = _locate(name, revision, progress)
-        _check_files(folder, name, commit)
         progress(f"loading {name}", 0, 0)
-        config = _read_config(folder, name)
-        model = _read_weights(folder, name, config)
-        processor = _read_processor(folder, name)
+        with checked(folder, name) as staged:
+            _check_kind(read_settings(staged, name, CONFIG), name)
+            _check_weights(folder, name, commit)
+            config = _read_config(staged, name)
+            _check_size(staged, name, config)
+            model: Any = _read_weights(staged, name, config)
+            processor = _read_processor(staged, name)
+        # transformers notes where it loaded from.
+        model.config.name_or_path = model.name_or_path = str(folder)
     return LoadedModel(
         model=model.to(device).eval(),
         processor=processor,

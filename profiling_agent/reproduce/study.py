@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from profiling_agent.acquisition.hub import fetch_model, is_local, local_folder
+from profiling_agent.acquisition.hub import fetch_model, files_root, is_local, local_folder
 from profiling_agent.agents.node import ProgressEvent
 from profiling_agent.documents import read_json
 from profiling_agent.errors import AcquisitionError, ProfilingAgentError, RequestError
@@ -150,7 +150,7 @@ def architecture_of(model: str) -> str:
         return model
     folder = local_folder(model, "model") if is_local(model) else fetch_model(model, None)
     try:
-        config = read_json(folder / "config.json", max_bytes=MAX_CONFIG)
+        config = read_json(folder / "config.json", under=files_root(folder), max_bytes=MAX_CONFIG)
         return str(config["architectures"][0])
     except (OSError, ValueError, TypeError, LookupError) as error:
         raise AcquisitionError(

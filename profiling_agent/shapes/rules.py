@@ -7,6 +7,8 @@ import torch
 from PIL import Image
 from torch import nn
 
+from profiling_agent.errors import ShapeUnresolvedError
+from profiling_agent.modules.foreign import foreign_code, on_behalf
 from profiling_agent.records import InputSpec
 
 Rule = Callable[[nn.Module, Any], InputSpec | None]
@@ -53,9 +55,14 @@ def from_first_convolution(model: nn.Module, processor: Any) -> InputSpec | None
 
 
 def _processed_shape(processor: Any, image: Image.Image) -> tuple[int, int, int] | None:
+    def refuse(raised: str) -> ShapeUnresolvedError:
+        return ShapeUnresolvedError(f"the image processor refuses an image with {raised}")
+
+    # A processor for something else than an image, or one whose settings go together with none.
     try:
-        pixels = processor(images=image, return_tensors="pt")["pixel_values"]
-    except (ValueError, TypeError, KeyError):  # a processor for something else than an image
+        with foreign_code(refuse):
+            pixels = on_behalf(processor, images=image, return_tensors="pt")["pixel_values"]
+    except (ShapeUnresolvedError, KeyError, TypeError):
         return None
     if not isinstance(pixels, torch.Tensor) or pixels.dim() != 4:
         return None

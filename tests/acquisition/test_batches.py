@@ -1,8 +1,11 @@
 """A drawn split, read back."""
 
 import io
+import os
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 import zoo
@@ -69,3 +72,25 @@ def test_a_file_that_is_no_split_is_an_error(tmp_path):
 def test_a_split_that_is_gone_is_an_error(tmp_path):
     with pytest.raises(ArtifactError, match="can't be read"):
         read_split(tmp_path / "gone.parquet")
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        pa.table({"image": [b"a"]}),
+        pa.table({"image": [b"a"], "label": [None]}),
+        pa.table({"image": [None], "label": [0]}),
+        pa.table({"image": [b"a"], "label": ["x"]}),
+        pa.table({"image": [[1]], "label": [0]}),
+    ],
+)
+def test_a_table_of_something_else_is_no_split(tmp_path, table):
+    pq.write_table(table, tmp_path / "x.parquet")
+    with pytest.raises(ArtifactError, match="can't be read"):
+        read_split(tmp_path / "x.parquet")
+
+
+def test_a_fifo_is_no_split_and_nobody_waits_for_it(tmp_path):
+    os.mkfifo(tmp_path / "x.parquet")
+    with pytest.raises(ArtifactError, match="can't be read"):
+        read_split(tmp_path / "x.parquet")
