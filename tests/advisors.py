@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from chat_server import Server
+from hostile_servers import Hostile
 
 from profiling_agent.llm.advisor import Advisor
 from profiling_agent.llm.chat import Chat
@@ -11,7 +12,7 @@ from profiling_agent.llm.ledger import Ledger
 from profiling_agent.llm.open import open_model
 
 
-def advisor_of(server: Server, folder: Path, *, deadline_s: float = 20.0, **budget: int) -> Advisor:
+def advisor_of(server: Server | Hostile, folder: Path, *, deadline_s: float = 20.0, **budget: int) -> Advisor:
     """Return an advisor whose ledger is in `folder`."""
     limits = {"max_requests": 20, "max_tokens": 100_000} | budget
     ledger = Ledger(folder, **limits)

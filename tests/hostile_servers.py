@@ -36,7 +36,7 @@ def says(content: Any, **fields: Any) -> Response:
     return http(completion({"role": "assistant", "content": content}, **fields))
 
 
-def calls(*asked: dict[str, Any]) -> Response:
+def calls(*asked: Any) -> Response:
     """Return a completion that calls tools."""
     return http(completion({"role": "assistant", "content": None, "tool_calls": list(asked)}))
 
