@@ -6,6 +6,7 @@ from pathlib import Path
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from profiling_agent.artifacts.recipe import CARD, Recipe, read_recipe
+from profiling_agent.documents import clean
 from profiling_agent.files import write_text
 from profiling_agent.records import Record
 
@@ -57,7 +58,7 @@ def write_card(folder: Path, rows: Sequence[CardRow] = (), notes: Sequence[str] 
 
 def _plain(text: object) -> str:
     """Return a stranger's text so that it stays in its cell and opens no markup."""
-    return " ".join(str(text).split())[:300].replace("`", "'").replace("<", "&lt;").replace("|", "\\|")
+    return clean(" ".join(str(text).split()))[:300].replace("`", "'").replace("<", "&lt;").replace("|", "\\|")
 
 
 def _is_plain(recipe: Recipe) -> bool:

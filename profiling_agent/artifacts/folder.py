@@ -1,5 +1,6 @@
 """Folders that appear complete or not at all, and are read only if nothing in them is foreign."""
 
+import hashlib
 import re
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -10,7 +11,7 @@ from safetensors import SafetensorError
 from profiling_agent import files
 from profiling_agent.artifacts.recipe import CARD, RECIPE, Recipe, read_recipe
 from profiling_agent.errors import ArtifactError, StorageError
-from profiling_agent.files import file_sha256
+from profiling_agent.files import open_regular
 
 
 @contextmanager
@@ -44,6 +45,15 @@ def _errno(error: OSError | SafetensorError) -> int | None:
     return int(found[1]) if found else None
 
 
+def named_folder(path: str | Path) -> Path:
+    """Return the folder that a path names, its links followed; ArtifactError where it is no path."""
+    try:
+        return Path(path).resolve()
+    # A NUL in it, or links that go round.
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ArtifactError(f"{str(path)!r} is no path ({error}): give the folder of a saved model") from error
+
+
 def open_folder(folder: Path, *, verify: bool) -> Recipe:
     """Return the recipe of a folder in which nothing is missing and nothing foreign; `verify` compares every hash.
 
@@ -51,18 +61,29 @@ def open_folder(folder: Path, *, verify: bool) -> Recipe:
         ArtifactError: names the file that is missing, foreign, a link, or not the one that was saved.
     """
     recipe = read_recipe(folder)
-    for path in sorted(folder.iterdir()):
+    try:
+        present = sorted(folder.iterdir())
+    except OSError as error:
+        raise ArtifactError(f"{str(folder)!r} can't be read ({error.strerror}): make it readable") from error
+    for path in present:
         if path.is_symlink():
             raise ArtifactError(f"{str(path)!r} is a symbolic link: a saved model holds plain files alone; remove it")
         # The card is for people: nothing is read from it.
         if path.name not in (RECIPE, CARD) and path.name not in recipe.files:
             raise ArtifactError(f"{str(path)!r} isn't in the recipe: remove it, or save the model again")
     for name, sha256 in recipe.files.items():
-        path = folder / name
-        if not path.is_file():
-            raise ArtifactError(f"{str(path)!r} is missing: save the model again")
-        if verify and file_sha256(path) != sha256:
-            raise ArtifactError(
-                f"{str(path)!r} isn't the file that was saved (its sha256 differs): save the model again"
-            )
+        _check_file(folder / name, sha256 if verify else None)
     return recipe
+
+
+def _check_file(path: Path, sha256: str | None) -> None:
+    """Raise ArtifactError where this is no regular file, or not the one of this hash."""
+    try:
+        with open_regular(path, max_bytes=None, under=path.parent) as stream:
+            found = sha256 and hashlib.file_digest(stream, "sha256").hexdigest()
+    except FileNotFoundError:
+        raise ArtifactError(f"{str(path)!r} is missing: save the model again") from None
+    except OSError as error:
+        raise ArtifactError(f"{str(path)!r} can't be read ({error.strerror}): save the model again") from error
+    if found != sha256:
+        raise ArtifactError(f"{str(path)!r} isn't the file that was saved (its sha256 differs): save the model again")

@@ -7,11 +7,14 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors import SafetensorError
+from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from profiling_agent.artifacts.recipe import GOLDEN, Recipe
 from profiling_agent.errors import ArtifactError
+from profiling_agent.files import open_regular
+from profiling_agent.modules.foreign import foreign_code, on_behalf
+from profiling_agent.records import InputSpec
 from profiling_agent.reproducibility import environment
 
 NUM_IMAGES = 2
@@ -19,6 +22,9 @@ NUM_IMAGES = 2
 # activation that this moves across a rounding edge changes by a whole step, of int8 or of bfloat16; where 7-bit
 # activations replace 8-bit ones, by two of int8.
 FLOAT_TOLERANCE, STEP_TOLERANCE, REDUCED_TOLERANCE = 1e-4, 2e-2, 1e-1
+# A model for batches of exactly 4096 images of 224 x 224 has as many of them.
+MAX_BYTES = 2 * 2**30
+IMAGES, LOGITS = "pixel_values", "logits"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +41,7 @@ class Golden:
 def write_golden(golden: Golden, folder: Path) -> None:
     """Write the golden images and logits into a saved folder."""
     logits = np.ascontiguousarray(golden.logits)
-    save_file({"pixel_values": golden.pixel_values, "logits": logits}, folder / GOLDEN)
+    save_file({IMAGES: golden.pixel_values, LOGITS: logits}, folder / GOLDEN)
 
 
 def check_golden(run: Callable[[NDArray[np.float32]], NDArray[Any]], folder: Path, recipe: Recipe) -> None:
@@ -44,16 +50,13 @@ def check_golden(run: Callable[[NDArray[np.float32]], NDArray[Any]], folder: Pat
     Raises:
         ArtifactError: they are further apart than `tolerance` allows, or no number; the images can't be read or run.
     """
-    golden = _read(folder / GOLDEN)
-    try:
-        logits = run(golden.pixel_values.astype(np.float32))
-    except RuntimeError as error:
-        line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ArtifactError(
-            f"the golden images in {str(folder)!r} can't be run ({line}): save the model again"
-        ) from error
-    smallest = np.finfo(np.float32).tiny
-    distance = float(np.linalg.norm(logits - golden.logits) / max(np.linalg.norm(golden.logits), smallest))
+    golden = _read(folder, recipe.input)
+    logits = _answered(run, golden, folder)
+    # A float32 may be as large as its square isn't.
+    with np.errstate(all="ignore"):
+        smallest = np.finfo(np.float64).tiny
+        expected = golden.logits.astype(np.float64)
+        distance = float(np.linalg.norm(logits - expected) / max(np.linalg.norm(expected), smallest))
     allowed = tolerance(recipe)
     # `not <=` so that a NaN fails.
     if not distance <= allowed:
@@ -63,15 +66,63 @@ def check_golden(run: Callable[[NDArray[np.float32]], NDArray[Any]], folder: Pat
         )
 
 
-def _read(path: Path) -> Golden:
+def check_golden_images(folder: Path, spec: InputSpec) -> None:
+    """Raise ArtifactError where the golden images of a saved folder aren't of this shape; reads no more than their header."""
+    path = folder / GOLDEN
+    _check_size(path)
+    with foreign_code(_damaged(path)), on_behalf(safe_open, path, "numpy") as tensors:
+        shape = tuple(on_behalf(tensors.get_slice, IMAGES).get_shape())
+    _expect_images(path, shape, spec)
+
+
+def _answered(run: Callable[[NDArray[np.float32]], NDArray[Any]], golden: Golden, folder: Path) -> NDArray[Any]:
+    """Return the logits of the golden images; ArtifactError where the model gives none."""
+
+    def refuse(said: str) -> ArtifactError:
+        return ArtifactError(f"the golden images in {str(folder)!r} can't be run ({said}): save the model again")
+
     try:
-        held = load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise ArtifactError(f"{str(path)!r} is damaged and can't be read ({error}): save the model again") from error
-    for name in ("pixel_values", "logits"):
+        with foreign_code(refuse):
+            logits = on_behalf(run, golden.pixel_values.astype(np.float32))
+    # Torch's kernels, called by quantized layers of ours on tensors that were stored.
+    except RuntimeError as error:
+        raise refuse((str(error).strip().splitlines() or [type(error).__name__])[0]) from error
+    if logits.shape != golden.logits.shape:
+        raise refuse(f"logits of shape {logits.shape}, {golden.logits.shape} were saved")
+    return logits
+
+
+def _damaged(path: Path) -> Callable[[str], ArtifactError]:
+    return lambda said: ArtifactError(f"{str(path)!r} is damaged and can't be read ({said}): save the model again")
+
+
+def _check_size(path: Path) -> None:
+    try:
+        open_regular(path, max_bytes=MAX_BYTES, under=path.parent).close()
+    except OSError as error:
+        raise _damaged(path)(str(error.strerror)) from error
+
+
+def _read(folder: Path, spec: InputSpec) -> Golden:
+    path = folder / GOLDEN
+    _check_size(path)
+    with foreign_code(_damaged(path)):
+        held = on_behalf(load_file, path)
+    for name in (IMAGES, LOGITS):
         if name not in held:
             raise ArtifactError(f"{str(path)!r} is damaged and has no {name}: save the model again")
-    return Golden(held["pixel_values"], held["logits"])
+        if not np.issubdtype(held[name].dtype, np.floating):
+            raise _damaged(path)(f"its {name} are {held[name].dtype}")
+    golden = Golden(held[IMAGES], held[LOGITS])
+    _expect_images(path, golden.pixel_values.shape, spec)
+    if golden.logits.ndim != 2 or len(golden.logits) != len(golden.pixel_values) or not golden.logits.size:
+        raise _damaged(path)(f"{len(golden.pixel_values)} images, logits of shape {golden.logits.shape}")
+    return golden
+
+
+def _expect_images(path: Path, shape: tuple[int, ...], spec: InputSpec) -> None:
+    if not shape or not shape[0] or shape != spec.batch(shape[0]):
+        raise _damaged(path)(f"images of shape {shape}, the recipe has {spec.batch(1)[1:]}")
 
 
 def tolerance(recipe: Recipe) -> float:

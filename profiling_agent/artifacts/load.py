@@ -1,38 +1,69 @@
 """Reading a model that `save_model` wrote, in any process, without pickle and without remote code."""
 
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageClassification
 from transformers.initialization import no_init_weights
 
-from profiling_agent.artifacts.folder import open_folder
+from profiling_agent.artifacts.folder import named_folder, open_folder
 from profiling_agent.artifacts.golden import check_golden
 from profiling_agent.artifacts.recipe import WEIGHTS, QuantizedLayer, Recipe
+from profiling_agent.documents import DocumentError, clean, read_json
 from profiling_agent.errors import ArtifactError, QuantizationError
-from profiling_agent.modules.inference import logits_of
+from profiling_agent.modules.foreign import foreign_code, logits_of, on_behalf
+from profiling_agent.modules.inference import left_as_found
 from profiling_agent.modules.widths import fit_widths_, say_heads_
 from profiling_agent.quantization.kinds import rebuilt
 from profiling_agent.records import UnitKind
 
+PROCESSOR = "preprocessor_config.json"
+# The largest numbers of a classifier's config: tokens of a text tower (250,000), classes of ImageNet-21k (21,843).
+MAX_NUMBER = 2**20
+# InputSpec takes no larger image.
+MAX_EDGE = 8192
+# Of a Swin's position indices, which are computed: 144 x 144 in each of 24 blocks are half a million.
+MAX_COMPUTED = 2**27
+# How many times larger the architecture may be than what is left of it.
+MAX_CUT = 4096
+
 
 def load_recipe(path: str | Path) -> Recipe:
     """Return what a saved model is made of; ArtifactError where a file is missing or foreign."""
-    return open_folder(Path(path).resolve(), verify=False)
+    return open_folder(named_folder(path), verify=False)
 
 
 def load_processor(path: str | Path) -> Any:
     """Return the image processor that was saved with the model, on its PIL backend."""
-    folder = Path(path).resolve()
+    folder = named_folder(path)
     open_folder(folder, verify=False)
+
+    def refuse(said: str) -> ArtifactError:
+        return ArtifactError(f"{str(folder)!r} has no image processor that can be read ({said}): save the model again")
+
     try:
-        return AutoImageProcessor.from_pretrained(folder, backend="pil", local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise ArtifactError(f"{str(folder)!r} has no image processor that can be read: save the model again") from error
+        if number := _too_large(read_json(folder / PROCESSOR, under=folder), MAX_EDGE):
+            raise refuse(f"it has the number {number}, {MAX_EDGE} is the largest edge of an image")
+    except (OSError, DocumentError) as error:
+        raise refuse(error.strerror if isinstance(error, OSError) and error.strerror else str(error)) from error
+    with foreign_code(refuse):
+        return on_behalf(
+            AutoImageProcessor.from_pretrained,
+            folder,
+            backend="pil",
+            local_files_only=True,
+            trust_remote_code=False,
+        )
 
 
 def load_module(path: str | Path, *, verify: bool = True) -> nn.Module:
@@ -44,12 +75,17 @@ def load_module(path: str | Path, *, verify: bool = True) -> nn.Module:
     Raises:
         ArtifactError: a file is missing, foreign or damaged, or the model doesn't compute what it did.
     """
-    folder = Path(path).resolve()
+    folder = named_folder(path)
     recipe = open_folder(folder, verify=verify)
     model = _build(folder, recipe, dequantize=False)
     if verify:
-        check_golden(lambda images: logits_of(model, torch.from_numpy(images)).numpy(), folder, recipe)
+        with left_as_found(model), torch.inference_mode():
+            check_golden(lambda images: logits_of(model, torch.from_numpy(images), _mute).numpy(), folder, recipe)
     return model
+
+
+def _mute(said: str) -> ArtifactError:
+    return ArtifactError(f"the model gives {said}: save it again")
 
 
 def load_skeleton(path: str | Path) -> nn.Module:
@@ -58,36 +94,38 @@ def load_skeleton(path: str | Path) -> nn.Module:
     Raises:
         ArtifactError: a file is missing or foreign, or the weights don't fit the architecture.
     """
-    folder = Path(path).resolve()
+    folder = named_folder(path)
     return _build(folder, open_folder(folder, verify=False), dequantize=True)
 
 
 def _read_tensors(path: Path) -> dict[str, Tensor]:
-    try:
-        return load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise ArtifactError(f"{str(path)!r} is damaged and can't be read ({error}): save the model again") from error
+    with foreign_code(
+        lambda said: ArtifactError(f"{str(path)!r} is damaged and can't be read ({said}): save the model again")
+    ):
+        return on_behalf(load_file, path)
 
 
 def _build(folder: Path, recipe: Recipe, *, dequantize: bool) -> nn.Module:
     tensors = _read_tensors(folder / WEIGHTS)
     try:
-        model = _architecture(recipe)
+        model = _architecture(recipe, tensors)
         _check_names(model, recipe)
         for norm in recipe.folded:
-            model.set_submodule(norm, nn.Identity(), strict=True)
+            with foreign_code(_unfit(norm)):
+                on_behalf(model.set_submodule, norm, nn.Identity(), strict=True)
         for layer in recipe.quantized:
             _place_(model, layer, tensors, dequantize=dequantize)
         _fill_(model, tensors, recipe)
+        say_heads_(model, recipe.cuts)
     except (_MisfitError, QuantizationError) as error:
+        architecture = clean(recipe.architecture)[:80]
         raise ArtifactError(
-            f"the weights in {str(folder)!r} don't fit {recipe.architecture} ({_first_line(error)}): save the model again"
+            f"the weights in {str(folder)!r} don't fit {architecture} ({_first_line(error)}): save the model again"
         ) from error
-    say_heads_(model, recipe.cuts)
     return model.eval()
 
 
-class _MisfitError(Exception):
+class _MisfitError(ArtifactError):
     """What is stored doesn't fit the architecture."""
 
 
@@ -95,20 +133,72 @@ def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-def _architecture(recipe: Recipe) -> nn.Module:
+def _unfit(place: str) -> Callable[[str], _MisfitError]:
+    """Return how to say what torch makes of what is stored for `place`."""
+    return lambda said: _MisfitError(f"{clean(place)[:80]}: {said}")
+
+
+def _architecture(recipe: Recipe, tensors: dict[str, Tensor]) -> nn.Module:
     """Build the model that the config describes, its weights arbitrary: every one is replaced.
 
     It is built on the CPU and not on the meta device, because buffers that aren't saved (Swin's position index) are
-    computed while it is built; filling in random weights is what would take long, and is left out.
+    computed while it is built; filling in random weights is what would take long, and is left out. Before that it is
+    built on the meta device, where nothing takes memory, for its size: a config of a few bytes may ask for any.
     """
     fields = dict(recipe.config)
     name = str(fields.pop("model_type", ""))
+    if number := _too_large(fields, MAX_NUMBER):
+        raise _MisfitError(f"the config has the number {number}, {MAX_NUMBER} is the largest that is taken")
+
+    def refuse(said: str) -> _MisfitError:
+        return _MisfitError(f"transformers can't build a {clean(name)[:80]!r} from the config: {said}")
+
+    with foreign_code(refuse), torch.random.fork_rng(devices=[]), no_init_weights():
+        # As a partial: fields may be called as anything, also as an argument of ours.
+        config = on_behalf(partial(AutoConfig.for_model, name, **fields))
+        build = partial(AutoModelForImageClassification.from_config, config, trust_remote_code=False)
+        stored = sum(tensor.numel() for tensor in tensors.values())
+        with _bounded(len(tensors) + len(recipe.tied) + 2 * len(recipe.folded), stored), torch.device("meta"):
+            on_behalf(build)
+        return on_behalf(build)
+
+
+@contextmanager
+def _bounded(num_tensors: int, num_values: int) -> Generator[None]:
+    """Raise _MisfitError as soon as what is built has more parameters, or is far larger, than what is stored.
+
+    What was cut away isn't stored, so that the model may be larger; a unit keeps one channel of a few thousand at least.
+    """
+    room = {"tensors": num_tensors, "values": MAX_CUT * num_values, "computed": MAX_COMPUTED}
+
+    def take(kind: str, amount: int) -> None:
+        room[kind] -= amount
+        if room[kind] < 0:
+            raise _MisfitError("the config describes a larger model than is stored")
+
+    def parameter(_module: nn.Module, _name: str, held: Any) -> None:
+        if held is not None:
+            take("tensors", 1)
+            take("values", held.numel())
+
+    def buffer(_module: nn.Module, _name: str, held: Any) -> None:
+        if held is not None:
+            take("computed", held.numel())
+
+    handles = [register_module_parameter_registration_hook(parameter), register_module_buffer_registration_hook(buffer)]
     try:
-        with torch.random.fork_rng(devices=[]), no_init_weights():
-            config = AutoConfig.for_model(name, **fields)
-            return AutoModelForImageClassification.from_config(config, trust_remote_code=False)
-    except (RuntimeError, ValueError, KeyError, AttributeError) as error:
-        raise _MisfitError(f"transformers can't build a {name!r} from the config: {_first_line(error)}") from error
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _too_large(document: Any, limit: int) -> int | None:
+    """Return a whole number beyond `limit` that a JSON document holds, or None."""
+    if isinstance(document, dict | list):
+        values: Any = document.values() if isinstance(document, dict) else document
+        return next((found for value in values if (found := _too_large(value, limit))), None)
+    return document if isinstance(document, int) and abs(document) > limit else None
 
 
 def _check_names(model: nn.Module, recipe: Recipe) -> None:
@@ -116,9 +206,10 @@ def _check_names(model: nn.Module, recipe: Recipe) -> None:
     known = {name for name, _ in model.named_modules(remove_duplicate=False)}
     cut = (cut.unit.producers[0].rpartition(".")[0] for cut in recipe.cuts if cut.unit.kind is UnitKind.HEADS)
     tied = (name.rpartition(".")[0] for name in (*recipe.tied, *recipe.tied.values()))
-    for name in (*recipe.folded, *(layer.name for layer in recipe.quantized), *cut, *tied):
+    consumers = (cut.unit.consumer for cut in recipe.cuts)
+    for name in (*recipe.folded, *(layer.name for layer in recipe.quantized), *cut, *consumers, *tied):
         if name not in known:
-            raise _MisfitError(f"there is no module {name!r}")
+            raise _MisfitError(f"there is no module {clean(name)[:80]!r}")
 
 
 class _LayerTensors(dict[str, Tensor]):
@@ -134,29 +225,52 @@ def _place_(model: nn.Module, layer: QuantizedLayer, tensors: dict[str, Tensor],
     own = {name: tensors.pop(name) for name in list(tensors) if name.startswith(prefix)}
     plain = _LayerTensors({name.removeprefix(prefix): tensor for name, tensor in own.items()})
     like = model.get_submodule(layer.name)
+    _check_layer(layer, plain, like)
+    # torch's kernels, where shapes or dtypes that are stored aren't theirs.
     try:
         module = rebuilt(layer.kind, plain, like, reduce_range=layer.reduce_range)
-    # torch's kernels, where shapes or dtypes that are stored aren't theirs.
+        float_layer = module.dequantized() if dequantize else None
     except RuntimeError as error:
-        raise _MisfitError(f"{layer.name}: {_first_line(error)}") from error
-    if dequantize:
-        float_layer = module.dequantized()
+        raise _MisfitError(f"{clean(layer.name)}: {_first_line(error)}") from error
+    if float_layer is not None:
         tensors |= {f"{prefix}{leaf}": tensor for leaf, tensor in float_layer.state_dict().items()}
-        model.set_submodule(layer.name, float_layer, strict=True)
-    else:
-        model.set_submodule(layer.name, module, strict=True)
+    model.set_submodule(layer.name, module if float_layer is None else float_layer, strict=True)
+
+
+def _check_layer(layer: QuantizedLayer, plain: dict[str, Tensor], like: nn.Module) -> None:
+    """Raise _MisfitError where the weight has another rank than the layer's, or what belongs to its rows other lengths."""
+    weight, expected = plain["weight"], getattr(like, "weight", None)
+    if not isinstance(expected, Tensor) or weight.dim() != expected.dim() or not weight.numel():
+        raise _MisfitError(f"{layer.name}: a weight of shape {tuple(weight.shape)} stands for no layer of the model")
+    for name, tensor in plain.items():
+        if name in ("scale", "bias") and tensor.shape != weight.shape[:1]:
+            raise _MisfitError(
+                f"{layer.name}: its {name} has shape {tuple(tensor.shape)}, its weight {len(weight)} rows"
+            )
 
 
 def _fill_(model: nn.Module, tensors: dict[str, Tensor], recipe: Recipe) -> None:
     if absent := sorted({*recipe.tied.values()} - tensors.keys()):
         raise _MisfitError(f"there is no tensor {absent[0]!r}")
     tensors |= {name: tensors[first] for name, first in recipe.tied.items()}
+    _check_ranks(model, tensors)
     fit_widths_(model, tensors)
-    try:
-        model.load_state_dict(tensors, strict=True, assign=True)
-    except RuntimeError as error:
-        raise _MisfitError(_first_line(error)) from error
+    with foreign_code(_unfit("weights")):
+        on_behalf(model.load_state_dict, tensors, strict=True, assign=True)
     for name, first in recipe.tied.items():
         owner, _, leaf = name.rpartition(".")
         source, _, source_leaf = first.rpartition(".")
         setattr(model.get_submodule(owner), leaf, getattr(model.get_submodule(source), source_leaf))
+
+
+def _check_ranks(model: nn.Module, tensors: dict[str, Tensor]) -> None:
+    """Raise _MisfitError where a stored tensor is no wider or narrower one of the model's, but something else."""
+    held: Tensor
+    for name, held in model.state_dict(keep_vars=True).items():
+        found = tensors.get(name)
+        if found is None:
+            continue
+        if found.dim() != held.dim() or bool(found.numel()) != bool(held.numel()):
+            raise _MisfitError(f"{name} has shape {tuple(found.shape)}, the architecture's {tuple(held.shape)}")
+        if found.is_floating_point() != held.is_floating_point():
+            raise _MisfitError(f"{name} is {found.dtype}, the architecture's {held.dtype}")

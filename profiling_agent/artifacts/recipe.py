@@ -1,12 +1,13 @@
 """Recipe of a saved model: enough to build it again without pickle, and to notice damage."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, cast
 
 from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
+from profiling_agent.documents import DocumentError, clean, first_problem, read_json
 from profiling_agent.errors import ArtifactError
 from profiling_agent.records import Cut, Deployment, InputSpec, Record, RuntimeName
 
@@ -70,6 +71,12 @@ class Description(Record):
     deployment: Deployment = Field(default=Deployment(), description="the runtime that executes it, and the scheme")
 
 
+def _untrue(said: str) -> PydanticCustomError:
+    """Return what is wrong with a recipe, in words of ours, which may name a file."""
+    # pydantic fills in what stands in braces.
+    return PydanticCustomError("recipe", "{said}", {"said": said})
+
+
 class Recipe(Description):
     """A saved model: what is known of it, and the sha256 of every other file in its folder."""
 
@@ -92,19 +99,27 @@ class Recipe(Description):
     def _plain_files(cls, files: dict[str, str]) -> dict[str, str]:
         for name in files:
             if PurePosixPath(name).name != name or "\\" in name or name == RECIPE:
-                raise ValueError(f"file {name!r} doesn't lie in the folder itself")
+                raise _untrue(f"file {name[:80]!r} doesn't lie in the folder itself")
             # A .bin is a pickle elsewhere: the one that OpenVINO reads is a list of numbers.
             if PurePosixPath(name).suffix not in SUFFIXES and name != IR_WEIGHTS:
-                raise ValueError(f"file {name!r} is none of {', '.join(sorted(SUFFIXES))}")
+                raise _untrue(f"file {name[:80]!r} is none of {', '.join(sorted(SUFFIXES))}")
         if missing := sorted(REQUIRED - files.keys()):
-            raise ValueError(f"file {missing[0]!r} isn't listed")
+            raise _untrue(f"file {missing[0]!r} isn't listed")
         return files
+
+    @field_validator("cuts")
+    @classmethod
+    def _real_cuts(cls, cuts: tuple[Cut, ...]) -> tuple[Cut, ...]:
+        for cut in cuts:
+            if not (cut.unit.producers and 0 < cut.keep <= cut.unit.width):
+                raise _untrue("a cut names no layer, or keeps more than there was, or nothing")
+        return cuts
 
     @model_validator(mode="after")
     def _has_weights(self) -> Self:
         for name in MODEL_FILES[self.deployment.runtime]:
             if name not in self.files:
-                raise ValueError(f"file {name!r} isn't listed, and {self.deployment.runtime} reads it")
+                raise _untrue(f"file {name!r} isn't listed, and {self.deployment.runtime} reads it")
         return self
 
 
@@ -116,22 +131,28 @@ def read_recipe(folder: Path) -> Recipe:
     """
     path = folder / RECIPE
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-        version = raw["schema_version"]
-    except FileNotFoundError:
+        raw = read_json(path, under=folder)
+    except (FileNotFoundError, NotADirectoryError):
         raise ArtifactError(f"{str(folder)!r} is no saved model: it has no {RECIPE!r}") from None
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise ArtifactError(f"{str(path)!r} is damaged and can't be read: save the model again") from error
-    if version != SCHEMA_VERSION:
-        raise ArtifactError(
-            f"{str(folder)!r} was saved with schema version {version!r}, this version reads {SCHEMA_VERSION}: "
-            "load it with the version that saved it"
-        )
+    except OSError as error:
+        raise ArtifactError(f"{str(path)!r} can't be read ({error.strerror}): save the model again") from error
+    except DocumentError as error:
+        raise ArtifactError(f"{str(path)!r} is damaged and can't be read ({error}): save the model again") from None
+    _check_version(folder, raw)
     try:
         return Recipe.model_validate(raw)
     except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"]))
+        said = first_problem(error, quotes=False)
+        raise ArtifactError(f"{str(path)!r} is no valid recipe: {said}; save the model again") from None
+
+
+def _check_version(folder: Path, raw: Any) -> None:
+    if not isinstance(raw, dict) or "schema_version" not in raw:
+        said = "it has no schema_version"
+        raise ArtifactError(f"{str(folder / RECIPE)!r} is damaged and can't be read ({said}): save the model again")
+    version = cast("dict[str, Any]", raw)["schema_version"]
+    if version != SCHEMA_VERSION:
         raise ArtifactError(
-            f"{str(path)!r} is no valid recipe: {place}: {first['msg']}; save the model again"
-        ) from error
+            f"{str(folder)!r} was saved with schema version {clean(str(version))[:20]}, this version reads "
+            f"{SCHEMA_VERSION}: load it with the version that saved it"
+        )

@@ -29,6 +29,7 @@ from profiling_agent.artifacts.recipe import (
     QuantizedLayer,
     Recipe,
 )
+from profiling_agent.documents import parse_json
 from profiling_agent.files import file_sha256, write_text
 from profiling_agent.modules.inference import logits_of, random_batch
 from profiling_agent.quantization.kinds import quantized_modules
@@ -58,7 +59,7 @@ def write_artifact(  # noqa: PLR0913 (one writer for what all runtimes leave)
     with appearing(folder) as temporary:
         prepared = write_model(temporary)
         processor.save_pretrained(temporary)
-        (temporary / CONFIG).write_text(json.dumps(description.config, indent=2) + "\n", encoding="utf-8")
+        write_text(temporary / CONFIG, json.dumps(description.config, indent=2) + "\n")
         # A recipe names its golden file, and a runtime is opened by a recipe.
         (temporary / GOLDEN).touch()
         draft = _recipe(description, prepared, temporary, complexity)
@@ -206,7 +207,7 @@ def _split_ties(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
 def _config(model: nn.Module) -> dict[str, Any]:
     """Return the Hugging Face config as JSON has it, with the class that is to be built from it."""
     config: Any = model.config
-    return json.loads(config.to_json_string(use_diff=False)) | {"architectures": [type(model).__name__]}
+    return parse_json(config.to_json_string(use_diff=False)) | {"architectures": [type(model).__name__]}
 
 
 def _golden(model: nn.Module, spec: InputSpec) -> Golden:

@@ -1,5 +1,6 @@
 """Export of a saved model in a format of other tools."""
 
+import os
 from pathlib import Path
 
 from profiling_agent.artifacts.load import load_module, load_processor, load_recipe
@@ -7,6 +8,7 @@ from profiling_agent.artifacts.recipe import MODEL_FILES
 from profiling_agent.deployment.onnx_export import export_onnx
 from profiling_agent.deployment.plain import save_plain
 from profiling_agent.errors import ArtifactError, RequestError, RunError
+from profiling_agent.files import inside
 from profiling_agent.workspace import MANIFEST
 
 FORMATS = ("onnx", "hf")
@@ -48,7 +50,9 @@ def export(source: Path, format_: str, output: Path, *, batch_size: int | None =
             return f"wrote {output}; ONNX Runtime's logits are {distance:.1g} from torch's (relative)"
         reason = save_plain(model, output, spec=recipe.input, processor=load_processor(folder), cuts=recipe.cuts)
     except OSError as error:
-        raise ArtifactError(f"{str(output)!r} can't be written ({error.strerror}): choose another place") from error
+        raise ArtifactError(
+            f"{str(output)!r} can't be written ({error.strerror or error}): choose another place"
+        ) from error
     if reason:
         raise ArtifactError(f"{str(folder)!r} is no ordinary Hugging Face model: {reason}; export it to onnx instead")
     return f"wrote {output}; AutoModelForImageClassification.from_pretrained loads it, with the saved model's logits"
@@ -58,6 +62,10 @@ def _saved_model(source: Path) -> Path:
     """Return the folder of a saved model, for a run that of the model to deploy."""
     if not (source / MANIFEST).is_file():
         return source
-    if not (source / "best").exists():
+    if not os.path.lexists(source / "best"):
         raise RunError(f"run {str(source)!r} has no model yet: finish it with `profiling-agent resume {source}`")
-    return source / "best"
+    try:
+        return inside(source / "best", source)
+    except OSError as error:
+        said = f"{str(source / 'best')!r} is no model of the run ({error.strerror})"
+        raise RunError(f"{said}: name the saved model's own folder") from error

@@ -13,14 +13,16 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor, nn
 
-from profiling_agent.artifacts.folder import open_folder
+from profiling_agent.artifacts.folder import named_folder, open_folder
 from profiling_agent.artifacts.golden import check_golden
 from profiling_agent.artifacts.load import load_processor
 from profiling_agent.artifacts.recipe import Recipe
 from profiling_agent.deployment.batches import check_images
 from profiling_agent.deployment.protocol import ModelSession
 from profiling_agent.deployment.registry import open_session
+from profiling_agent.documents import clean
 from profiling_agent.errors import ArtifactError
+from profiling_agent.modules.foreign import foreign_code, on_behalf
 from profiling_agent.records import RuntimeName
 from profiling_agent.reproducibility import environment
 
@@ -88,16 +90,30 @@ class Deployed:
             return self.predict([images])[0]
         if not images:
             return []
-        prepared = self._processor(images=[image.convert("RGB") for image in images], return_tensors="np")
-        likelihoods, classes = self(prepared["pixel_values"]).logits.softmax(dim=-1).max(dim=-1)
+        likelihoods, classes = self(self._prepared(images)).logits.softmax(dim=-1).max(dim=-1)
         return [
             Prediction(label=self._label(class_id), class_id=class_id, probability=probability)
             for class_id, probability in zip(classes.tolist(), likelihoods.tolist(), strict=True)
         ]
 
+    def _prepared(self, images: Sequence[Image.Image]) -> NDArray[Any]:
+        """Return images as the processor prepares them; ArtifactError where it can't, or gives something else."""
+
+        def refuse(said: str) -> ArtifactError:
+            return ArtifactError(f"the image processor in {str(self.folder)!r} gives {said}: save the model again")
+
+        pictures = [image.convert("RGB") for image in images]
+        with foreign_code(refuse):
+            prepared: Any = on_behalf(self._processor, images=pictures, return_tensors="np")
+        pixel_values = prepared.get("pixel_values")
+        if not isinstance(pixel_values, np.ndarray):
+            raise refuse(f"{type(pixel_values).__name__} instead of pixel values")
+        return pixel_values
+
     def _label(self, class_id: int) -> str:
         """Return the name of a class, or its number where it has none."""
-        return str(self.recipe.config.get("id2label", {}).get(str(class_id), class_id))
+        names = self.recipe.config.get("id2label")
+        return clean(str(names.get(str(class_id), class_id))) if isinstance(names, dict) else str(class_id)
 
 
 def load(path: str | Path, *, verify: bool = True, device: str = "cpu") -> Deployed:
@@ -110,12 +126,12 @@ def load(path: str | Path, *, verify: bool = True, device: str = "cpu") -> Deplo
         ArtifactError: a file is missing, foreign or damaged, the model doesn't compute what it did, or its runtime
             isn't installed.
     """
-    folder = Path(path).resolve()
+    folder = named_folder(path)
     recipe = open_folder(folder, verify=verify)
     session = open_session(folder, device=device)
     if recipe.cpu != environment().cpu:
         warnings.warn(
-            f"{str(folder)!r} was made on {recipe.cpu}, this is {environment().cpu}: it computes the same, but another "
+            f"{str(folder)!r} was made on {clean(recipe.cpu)[:100]}, this is {environment().cpu}: it computes the same, but another "
             "deployment may be faster here; `profiling-agent race` finds out",
             stacklevel=2,
         )

@@ -9,6 +9,7 @@ from profiling_agent.artifacts.recipe import ONNX, Recipe
 from profiling_agent.deployment.batches import check_fixed_batch
 from profiling_agent.deployment.protocol import INPUT, OUTPUT, Batch, missing_packages
 from profiling_agent.errors import ArtifactError
+from profiling_agent.modules.foreign import foreign_code, on_behalf
 from profiling_agent.records import Scheme
 
 if TYPE_CHECKING:
@@ -41,7 +42,8 @@ class OnnxSession:
     def run(self, pixel_values: Batch) -> Batch:
         """Return the logits, float32 (n, classes), of images (n, channels, height, width)."""
         check_fixed_batch(self.fixed_size, pixel_values)
-        logits: Any = self._session.run([OUTPUT], {INPUT: pixel_values})[0]
+        with foreign_code(lambda said: ArtifactError(f"ONNX Runtime can't run the model: {said}")):
+            logits: Any = on_behalf(self._session.run, [OUTPUT], {INPUT: pixel_values})[0]
         return logits
 
     def bound(self, pixel_values: Batch) -> Callable[[], float]:
@@ -60,7 +62,6 @@ class OnnxSession:
 def open(folder: Path, recipe: Recipe, *, device: str, num_threads: int | None) -> OnnxSession:  # noqa: ARG001 (every runtime's name and signature)
     """Open a saved folder; without `num_threads` there is a thread for each core."""
     import onnxruntime
-    from onnxruntime.capi.onnxruntime_pybind11_state import Fail, InvalidGraph, InvalidProtobuf, NotImplemented
 
     options = onnxruntime.SessionOptions()
     # Errors alone: the advice is about the graph's optimisation.
@@ -70,9 +71,14 @@ def open(folder: Path, recipe: Recipe, *, device: str, num_threads: int | None) 
     options.inter_op_num_threads = 1
     # Its threads wait for the next pass by spinning, which takes the cores from whoever runs next.
     options.add_session_config_entry("session.force_spinning_stop", "1")
-    try:
-        session = onnxruntime.InferenceSession(str(folder / ONNX), options, providers=["CPUExecutionProvider"])
-    except (Fail, InvalidGraph, InvalidProtobuf, NotImplemented) as error:
-        first_line = str(error).strip().splitlines()[0][:200]
-        raise ArtifactError(f"ONNX Runtime can't open {str(folder / ONNX)!r} ({first_line}): save it again") from error
+    path = str(folder / ONNX)
+
+    def refuse(said: str) -> ArtifactError:
+        return ArtifactError(f"ONNX Runtime can't open {path!r} ({said}): save it again")
+
+    with foreign_code(refuse):
+        session = on_behalf(onnxruntime.InferenceSession, path, options, providers=["CPUExecutionProvider"])
+    inputs, outputs = session.get_inputs(), [output.name for output in session.get_outputs()]
+    if [taken.name for taken in inputs] != [INPUT] or len(inputs[0].shape) != 4 or OUTPUT not in outputs:
+        raise refuse(f"it doesn't turn {INPUT} of four dimensions into {OUTPUT}")
     return OnnxSession(session)

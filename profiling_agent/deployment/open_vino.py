@@ -9,6 +9,7 @@ from profiling_agent.artifacts.recipe import IR, Recipe
 from profiling_agent.deployment.batches import check_fixed_batch
 from profiling_agent.deployment.protocol import Batch, missing_packages
 from profiling_agent.errors import ArtifactError
+from profiling_agent.modules.foreign import foreign_code, on_behalf
 from profiling_agent.quiet import import_openvino
 from profiling_agent.records import Scheme
 
@@ -19,6 +20,7 @@ PRECISIONS: dict[Scheme, str] = {"bfloat16": "bf16"}
 # and a ViT is 1.6 to 1.9 times slower for it (2026.4.1).
 MAX_SIZES = 2
 ANY = 0
+OF_IMAGES = 4
 ANY_SIZE: frozenset[Scheme] = frozenset({"static"})
 
 
@@ -50,15 +52,24 @@ class OpenVinoSession:
         if num_threads:
             self._properties["INFERENCE_NUM_THREADS"] = num_threads
         self._requests: dict[int, Any] = {}
-        batch = self._read().inputs[0].get_partial_shape()[0]
-        self.fixed_size: int | None = batch.get_length() if batch.is_static else None
+        self.fixed_size = self._batch_size()
+
+    def _refuse(self, said: str) -> ArtifactError:
+        return ArtifactError(f"OpenVINO can't read {str(self._path)!r} ({said}): save it again")
+
+    def _batch_size(self) -> int | None:
+        """Return the only number of images that the graph takes, None for any; ArtifactError where it takes no images."""
+        model = self._read()
+        with foreign_code(self._refuse):
+            sizes = [taken.get_partial_shape() for taken in model.inputs]
+            is_classifier = len(sizes) == len(model.outputs) == 1 and sizes[0].rank == OF_IMAGES
+        if not is_classifier:
+            raise self._refuse("it doesn't turn one input of four dimensions into one output")
+        return sizes[0][0].get_length() if sizes[0][0].is_static else None
 
     def _read(self) -> Any:
-        try:
-            return self._core.read_model(self._path)
-        except RuntimeError as error:
-            first_line = str(error).strip().splitlines()[0][:200]
-            raise ArtifactError(f"OpenVINO can't read {str(self._path)!r} ({first_line}): save it again") from error
+        with foreign_code(self._refuse):
+            return on_behalf(self._core.read_model, self._path)
 
     def _request(self, pixel_values: Batch) -> Any:
         """Return an infer request for batches of this shape."""
@@ -66,16 +77,20 @@ class OpenVinoSession:
         size = ANY if self._is_for_any_size else len(pixel_values)
         if size not in self._requests:
             model = self._read()
-            if size != ANY:
-                model.reshape(list(pixel_values.shape))
             while len(self._requests) >= MAX_SIZES:
                 del self._requests[next(iter(self._requests))]
-            self._requests[size] = self._core.compile_model(model, "CPU", self._properties).create_infer_request()
+            with foreign_code(self._refuse):
+                if size != ANY:
+                    on_behalf(model.reshape, list(pixel_values.shape))
+                compiled = on_behalf(self._core.compile_model, model, "CPU", self._properties)
+                self._requests[size] = compiled.create_infer_request()
         return self._requests[size]
 
     def run(self, pixel_values: Batch) -> Batch:
         """Return the logits, float32 (n, classes), of images (n, channels, height, width)."""
-        (logits,) = self._request(pixel_values).infer([pixel_values]).values()
+        request = self._request(pixel_values)
+        with foreign_code(lambda said: ArtifactError(f"OpenVINO can't run the model: {said}")):
+            (logits,) = on_behalf(request.infer, [pixel_values]).values()
         return logits.copy()
 
     def bound(self, pixel_values: Batch) -> Callable[[], float]:

@@ -1,7 +1,6 @@
 """Plain export: a pruned model as an ordinary Hugging Face folder, where a config can say what was cut."""
 
 import itertools
-import json
 import math
 from collections.abc import Generator, Iterable, Sequence
 from fractions import Fraction
@@ -15,7 +14,9 @@ from transformers import AutoConfig, AutoModelForImageClassification
 from transformers.initialization import no_init_weights
 
 from profiling_agent.artifacts.folder import appearing
+from profiling_agent.documents import parse_json
 from profiling_agent.errors import ArtifactError
+from profiling_agent.modules.foreign import foreign_code, on_behalf
 from profiling_agent.modules.inference import logits_of, random_batch
 from profiling_agent.quantization.linear import DynamicLinear
 from profiling_agent.quiet import quiet
@@ -24,7 +25,16 @@ from profiling_agent.records import Cut, InputSpec, UnitKind
 # What a config calls these, over all families; which field does it is found by trying.
 HEAD_FIELDS = ("heads",)
 WIDTH_FIELDS = ("intermediate_size", "ratio", "expan", "ffn_multiplier")
-BUILD_ERRORS = (StrictDataclassError, ValueError, TypeError, RuntimeError, AssertionError, ArithmeticError)
+BUILD_ERRORS = (
+    StrictDataclassError,
+    ValueError,
+    TypeError,
+    RuntimeError,
+    AssertionError,
+    ArithmeticError,
+    LookupError,
+    AttributeError,
+)
 NUM_IMAGES = 2
 # Relative distance of the logits: the same weights in the same layers, at most through another attention kernel.
 TOLERANCE = 1e-6
@@ -45,7 +55,7 @@ def plain_config(model: nn.Module, cuts: Sequence[Cut]) -> Fields | str:
     if uneven := _uneven(cuts):
         return uneven
     config: Any = model.config
-    original = json.loads(config.to_json_string(use_diff=False)) | {"architectures": [type(model).__name__]}
+    original = parse_json(config.to_json_string(use_diff=False)) | {"architectures": [type(model).__name__]}
     wanted = structure_of(model)
     nearest: list[str] | None = None
     for fields in _candidates(original, model, cuts):
@@ -81,11 +91,7 @@ def save_plain(
     plain.tie_weights()
     batch = random_batch(spec, NUM_IMAGES)
     with appearing(folder) as temporary, quiet():
-        plain.save_pretrained(temporary)
-        processor.save_pretrained(temporary)
-        loaded = AutoModelForImageClassification.from_pretrained(
-            temporary, local_files_only=True, trust_remote_code=False, use_safetensors=True
-        )
+        loaded = _written(plain, processor, temporary)
         expected = logits_of(model, batch)
         distance = float((logits_of(loaded, batch) - expected).norm() / expected.norm())
         # `not <=` so that a NaN fails.
@@ -95,6 +101,24 @@ def save_plain(
                 f"{TOLERANCE:g} is allowed: deploy the saved folder instead"
             )
     return None
+
+
+def _written(plain: Any, processor: Any, folder: Path) -> nn.Module:
+    """Write a model and its processor as transformers does, and return what transformers loads again."""
+
+    def refuse(said: str) -> ArtifactError:
+        return ArtifactError(f"transformers can't write and load the model ({said}): deploy the saved folder instead")
+
+    with foreign_code(refuse):
+        on_behalf(plain.save_pretrained, folder)
+        on_behalf(processor.save_pretrained, folder)
+        return on_behalf(
+            AutoModelForImageClassification.from_pretrained,
+            folder,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+        )
 
 
 def build(fields: Fields) -> nn.Module:

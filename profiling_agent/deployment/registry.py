@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import cast
 
 from profiling_agent.artifacts.folder import open_folder
+from profiling_agent.artifacts.golden import check_golden_images
 from profiling_agent.deployment.protocol import ModelSession, Runtime
 from profiling_agent.errors import ArtifactError
 from profiling_agent.records import RuntimeName
@@ -37,4 +38,5 @@ def open_session(folder: Path, *, device: str = "cpu", num_threads: int | None =
     name = recipe.deployment.runtime
     if line := missing(name):
         raise ArtifactError(f"{str(folder)!r} was saved for {name}: {line}")
+    check_golden_images(folder, recipe.input)
     return runtime(name).open(folder, recipe, device=device, num_threads=num_threads)

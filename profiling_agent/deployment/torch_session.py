@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from profiling_agent.deployment.protocol import Batch
+from profiling_agent.errors import ArtifactError
 from profiling_agent.quiet import muted
 
 # Each batch size is compiled for itself; torch gives up, and runs eagerly, after this many.
@@ -25,7 +26,11 @@ def logits_function(module: nn.Module) -> Callable[[Tensor], Tensor]:
     """Return a classifier as a function of images to logits."""
 
     def logits(pixel_values: Tensor) -> Tensor:
-        return module(pixel_values=pixel_values).logits
+        answer = module(pixel_values=pixel_values)
+        # A config may say that models answer with tuples.
+        if not hasattr(answer, "logits"):
+            raise ArtifactError("the model answers without logits: save it again")
+        return answer.logits
 
     return logits
 

@@ -1,18 +1,20 @@
 """Foreign calls: what a stranger's code raises becomes an error of ours that names it; a bug of ours goes through.
 
 Our hooks and torch-function modes run inside a stranger's forward pass, so that it isn't enough to wrap the call: whose
-fault an exception is, the innermost frame says that is neither torch's nor the standard library's.
+fault an exception is, the innermost frame says that is neither torch's nor the standard library's. Importing this imports no
+torch: runtimes that have none use it as well.
 """
 
 import sys
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
-from typing import Any, ParamSpec, TypeVar
-
-from torch import Tensor, nn
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from profiling_agent.errors import ProfilingAgentError
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 MAX_TEXT = 200
 # They raise on behalf of whoever calls them.
@@ -45,12 +47,14 @@ def on_behalf(call: Callable[Args, Result], *args: Args.args, **kwargs: Args.kwa
     return call(*args, **kwargs)
 
 
-def logits_of(model: nn.Module, images: Tensor, refuse: Refuse) -> Tensor:
+def logits_of(model: "nn.Module", images: "Tensor", refuse: Refuse) -> "Tensor":
     """Return the logits that a stranger's model answers images (b, c, h, w) with.
 
     Raises:
         ProfilingAgentError: `refuse` of what the model raised, or of what it answered instead of logits.
     """
+    from torch import Tensor
+
     with foreign_code(refuse):
         answer: Any = on_behalf(model, pixel_values=images)
     logits = getattr(answer, "logits", None)

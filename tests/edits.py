@@ -1,0 +1,89 @@
+"""Edits of a saved model whose hashes are computed anew: what a stranger's folder may hold that vouches for itself."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import load_file, save_file
+
+from profiling_agent.files import file_sha256
+
+Edit = Callable[[Path], None]
+
+
+def rehash(folder: Path) -> None:
+    """Make the recipe vouch for the files as they are now."""
+    path = folder / "recipe.json"
+    recipe = json.loads(path.read_text())
+    recipe["files"] = {name: file_sha256(folder / name) for name in recipe["files"] if (folder / name).is_file()}
+    path.write_text(json.dumps(recipe))
+
+
+def recipe(**fields: Any) -> Edit:
+    def do(folder: Path) -> None:
+        path = folder / "recipe.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+    return do
+
+
+def config(**fields: Any) -> Edit:
+    def do(folder: Path) -> None:
+        path = folder / "recipe.json"
+        held = json.loads(path.read_text())
+        held["config"] |= fields
+        path.write_text(json.dumps(held))
+
+    return do
+
+
+def processor(**fields: Any) -> Edit:
+    def do(folder: Path) -> None:
+        path = folder / "preprocessor_config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+    return do
+
+
+def tensors(name: str, change: Callable[[np.ndarray], np.ndarray | None]) -> Edit:
+    """Change one tensor of the weights, or drop it."""
+    return _tensors("model.safetensors", name, change)
+
+
+def golden(name: str, change: Callable[[np.ndarray], np.ndarray | None]) -> Edit:
+    return _tensors("golden.safetensors", name, change)
+
+
+def _tensors(file: str, name: str, change: Callable[[np.ndarray], np.ndarray | None]) -> Edit:
+    def do(folder: Path) -> None:
+        held = load_file(folder / file)
+        made = change(held.pop(name))
+        save_file(held if made is None else held | {name: np.ascontiguousarray(made)}, folder / file)
+
+    return do
+
+
+def bytes_of(file: str, change: Callable[[bytes], bytes]) -> Edit:
+    def do(folder: Path) -> None:
+        (folder / file).write_bytes(change((folder / file).read_bytes()))
+
+    return do
+
+
+def fifo(file: str) -> Edit:
+    def do(folder: Path) -> None:
+        (folder / file).unlink()
+        os.mkfifo(folder / file)
+
+    return do
+
+
+def folder_at(file: str) -> Edit:
+    def do(folder: Path) -> None:
+        (folder / file).unlink()
+        (folder / file).mkdir()
+
+    return do
