@@ -2,16 +2,14 @@
 
 import errno
 import os
-import resource
-import signal
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
 
 import pytest
+from full_disk import at_most
 
 from profiling_agent.errors import RunError, StorageError
 from profiling_agent.files import (
@@ -29,18 +27,6 @@ from profiling_agent.files import (
     write_text,
 )
 from profiling_agent.workspace import storage_told
-
-
-@contextmanager
-def at_most(size: int) -> Iterator[None]:
-    """Let this process write no file beyond `size` bytes, as a quota does."""
-    before, heard = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        signal.signal(signal.SIGXFSZ, heard)
 
 
 def test_what_is_written_is_read_and_nothing_else_stays(tmp_path: Path):

@@ -1,10 +1,15 @@
 import asyncio
+import os
+import sqlite3
 import warnings
+from contextlib import closing
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+from full_disk import at_most
 from langchain_core.runnables import RunnableConfig
+from langgraph.checkpoint.base import Checkpoint, empty_checkpoint
 from langgraph.graph import END, START, StateGraph
 from made import BASELINE, attempt, journal, profile, ref
 from pydantic import BaseModel
@@ -12,7 +17,7 @@ from pydantic import BaseModel
 from profiling_agent.agents.checkpoints import RunSaver, checkpointed_types, strict_serde
 from profiling_agent.agents.state import RunState
 from profiling_agent.analysis.dry_run import dry_run
-from profiling_agent.errors import RunError
+from profiling_agent.errors import RunError, StorageError
 from profiling_agent.iteration.attempt import PreparedAttempt
 from profiling_agent.records import Journal, RecoveredModel, StopReason
 from profiling_agent.reporting.report import RunReport
@@ -136,3 +141,78 @@ def test_reading_an_unknown_thread_makes_no_folder(tmp_path: Path):
 def test_a_thread_id_that_would_leave_the_folder_is_refused(tmp_path: Path, thread: str):
     with pytest.raises(RunError, match="can't name a folder"):
         RunSaver(tmp_path).get_tuple({"configurable": {"thread_id": thread}})
+
+
+def crafted(path: Path, *statements: str) -> None:
+    """Change the file of a thread's checkpoints by hand."""
+    with closing(sqlite3.connect(path)) as connection, connection:
+        for statement in statements:
+            connection.execute(statement)
+
+
+def a_thread(runs: Path) -> Path:
+    """Return the file of a thread that has one checkpoint."""
+    saver = RunSaver(runs)
+    config: RunnableConfig = {"configurable": {"thread_id": "t", "checkpoint_ns": ""}}
+    saver.put(config, empty_checkpoint(), {}, {})
+    saver.close()
+    return runs / "t" / "checkpoints.sqlite"
+
+
+ENDLESS = "WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM n) SELECT x"
+
+
+@pytest.mark.parametrize(
+    "statements",
+    [
+        ("ALTER TABLE checkpoints RENAME TO old", f"CREATE VIEW checkpoints AS {ENDLESS} AS thread_id FROM n"),
+        ("CREATE TRIGGER t AFTER INSERT ON checkpoints BEGIN DELETE FROM checkpoints; END",),
+        ("CREATE TABLE more (x)",),
+        ("DROP TABLE checkpoints", "CREATE TABLE checkpoints (x)"),
+    ],
+)
+def test_tables_that_are_not_langgraphs_are_refused_and_nothing_of_theirs_runs(
+    tmp_path: Path, statements: tuple[str, ...]
+):
+    crafted(a_thread(tmp_path), *statements)
+
+    with pytest.raises(RunError, match=r"damaged.*not LangGraph's"):
+        RunSaver(tmp_path).get_tuple({"configurable": {"thread_id": "t"}})
+
+
+@pytest.mark.parametrize("name", ["checkpoints.sqlite", "checkpoints.sqlite-wal", "checkpoints.sqlite-journal"])
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to(path.parents[1] / "elsewhere")])
+def test_a_link_or_a_fifo_in_the_place_of_a_file_of_sqlites_is_refused(tmp_path: Path, name: str, make):
+    (tmp_path / "elsewhere").write_text("mine")
+    file = a_thread(tmp_path).with_name(name)
+    file.unlink(missing_ok=True)
+    make(file)
+
+    with pytest.raises(RunError, match="isn't a regular file"):
+        RunSaver(tmp_path).get_tuple({"configurable": {"thread_id": "t"}})
+
+    assert (tmp_path / "elsewhere").read_text() == "mine"
+
+
+def test_a_file_that_another_process_holds_is_not_called_damaged(tmp_path: Path):
+    path = a_thread(tmp_path)
+    with closing(sqlite3.connect(path)) as other:
+        other.execute("PRAGMA locking_mode = EXCLUSIVE")
+        other.execute("BEGIN EXCLUSIVE")
+        with pytest.raises(RunError, match="in use by another process"):
+            RunSaver(tmp_path).get_tuple({"configurable": {"thread_id": "t"}})
+
+
+def test_a_disk_that_fills_damages_nothing(tmp_path: Path):
+    path = a_thread(tmp_path)
+    config: RunnableConfig = {"configurable": {"thread_id": "t", "checkpoint_ns": ""}}
+    saver = RunSaver(tmp_path)
+    before = saver.get_tuple(config)
+    limit = path.stat().st_size + 100
+    large: Checkpoint = {**empty_checkpoint(), "channel_values": {"x": "y" * 1_000_000}}
+    with at_most(limit), pytest.raises(StorageError, match="resume"):
+        saver.put(config, large, {}, {})
+    saver.close()
+
+    assert before is not None
+    assert RunSaver(tmp_path).get_tuple(config) is not None

@@ -100,12 +100,13 @@ def profile(finished: Path, stopped: Path) -> Path:
 
 
 @pytest.mark.parametrize("damage", [cut_short, beheaded, emptied, Path.unlink])
-def test_a_run_whose_profile_is_damaged_is_not_gone_on_with(
+def test_a_run_whose_profile_is_damaged_and_its_order_gone_is_not_gone_on_with(
     stopped: Path, profile: Path, damage: Callable[[Path], None]
 ):
     damage(profile)
+    (stopped / "orders" / f"{profile.parent.name}.json").unlink()
 
-    assert is_refused(call("resume", str(stopped)), "profile.json", "gone or damaged")
+    assert is_refused(call("resume", str(stopped)), profile.parent.name, "gone or damaged", "start a new run")
     assert is_refused(call("report", str(stopped)), "no report yet")
     assert (stopped / "request.json").exists()
     assert list(stopped.glob("jobs/acquire-*/result.json"))
@@ -121,11 +122,9 @@ def until_pruning(event: ProgressEvent) -> None:
 
 
 @pytest.mark.slow
-def test_what_is_said_of_a_damaged_profile_helps(stopped: Path, profile: Path):
-    emptied(profile)
-    assert f"remove {profile.parent} and resume" in call("resume", str(stopped)).stderr
-
-    shutil.rmtree(profile.parent)
+@pytest.mark.parametrize("damage", [cut_short, emptied, Path.unlink, lambda path: shutil.rmtree(path.parent)])
+def test_a_damaged_profile_is_measured_again(stopped: Path, profile: Path, damage: Callable[[Path], None]):
+    damage(profile)
 
     with pytest.raises(EnoughError):
         resume(stopped, until_pruning)
