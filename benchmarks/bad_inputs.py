@@ -1,231 +1,505 @@
-"""A thousand malformed inputs, generated with hypothesis: each ends with one clear line, or does no harm.
+"""Thousands of bad inputs, of which each ends with one clear line, or does no harm.
 
-    python benchmarks/bad_inputs.py [--cases N] [--quick] [--json FILE]
+    python benchmarks/bad_inputs.py [--count N] [--seed N] [--kind KIND ...] [--case KIND:SEED] [--json FILE] [--quick]
 
-Six kinds, one after the other: requests, plans, label maps, run folders, checkpoints and saved models. A request or a plan is drawn
-from values that the field doesn't take; a folder is a finished run's, or its model's, with one file cut short, filled
-with other bytes, edited as JSON, swapped or removed. `refused` ended with exit code 2 (or our own exception) and one
-line; `harmless` was answered as if nothing were wrong, because what was hurt isn't read, or still says the same.
-Anything else is a failure: a traceback, several lines, a file that was not there before.
+Each case is made from a seed of its own: `--case "plans:17"` makes that one again, shows all that it said and keeps its
+folder. A case fails where there is a traceback, also in the log of a job; an exit code that no page documents; a refusal that
+isn't one line; text that moves a terminal's cursor or turns its direction; a file that was left, changed or read outside of
+what was given to write to; a connection that nobody asked for; more than 2 GB resident; more than 60 s. `refused` ended with
+code 2, `went on` with another that is documented. One case in forty is run by a process that is started anew, as a user
+does; the rest by copies of a process that has imported everything (`zygote.py` says why that is the same).
 """
 
 import argparse
+import hashlib
 import json
 import os
+import random
 import shutil
+import stat
+import sys
 import tempfile
-import traceback
-import warnings
+import threading
+import time
+import unicodedata
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from checks import Check, finish
-from hypothesis import HealthCheck, Phase, given, settings
-from malformed import DRAWN, edited
-from typer.testing import CliRunner
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from profiling_agent import Request, load, optimize
-from profiling_agent.acquisition.labels import match_labels
-from profiling_agent.analysis.dry_run import dry_run
-from profiling_agent.analysis.plan_file import read_plan
-from profiling_agent.cli.main import app
-from profiling_agent.errors import ProfilingAgentError
-from profiling_agent.jobs.profile import read_profile
-from profiling_agent.records import ModelProfile
-from profiling_agent.reporting.results import read_report
-from profiling_agent.workspace import Workspace
+import zygote
+from bad_kinds import KINDS, SECRET, Case, Place
 
-PLAN = {
-    "pruning": [{"layer": "mlp", "pruning_type": "structured", "pruning_ratio": 0.25}],
-    "target": {"metric": "params", "saving": 0.2},
-    "caps": [{"layer": "layers", "max_ratio": 0.5}],
-}
-COMMANDS = (
-    ("show",),
-    ("show", "--plan"),
-    ("report",),
-    ("compare",),
-    ("resume", "--quiet"),
-    ("approve", "--accept"),
-    ("export", "--format", "onnx", "--output", "out.onnx"),
-)
-runner = CliRunner()
+# Cursor, colour, title; and what turns the direction of what follows.
+DIRECTION = frozenset("\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
+REAL_EVERY = 40
+RECORD = 64
+QUICK = 60
 
 
-class Ledger:
-    """What became of the cases."""
+@dataclass(frozen=True)
+class Result:
+    """One case: how it ended, and what was wrong with that."""
 
-    def __init__(self) -> None:
-        """Begin with none."""
-        self.ends: Counter[tuple[str, str]] = Counter()
-        self.failures: list[dict[str, str]] = []
-
-    def note(self, kind: str, end: str, what: str = "") -> None:
-        """Count a case; a failure is kept."""
-        self.ends[kind, end] += 1
-        if end == "FAILED":
-            self.failures.append({"kind": kind, "what": what[-1500:]})
-            print(f"  FAILED {kind}: {what[-600:]}", flush=True)
+    kind: str
+    seed: int
+    what: str
+    end: str
+    seconds: float
+    resident: int
+    problems: tuple[str, ...]
+    said: str
 
 
-def called(ledger: Ledger, kind: str, arguments: list[str], where: Path) -> None:
-    """Run a command; it ends well, or with one line and exit code 2, and leaves nothing new in `where`."""
-    before = set(where.glob("*"))
-    result = runner.invoke(app, arguments, env={"COLUMNS": "200", "TERM": "dumb"})
-    told = result.stderr.strip()
-    new = set(where.rglob(".tmp-*")) | (set(where.glob("*")) - before)
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        ledger.note(kind, "FAILED", f"{arguments}: {''.join(traceback.format_exception(result.exception))}")
-    elif result.exit_code == 2 and (not told or "Traceback" in told):
-        ledger.note(kind, "FAILED", f"{arguments}: said {told!r}")
-    elif new and result.exit_code == 2:
-        ledger.note(kind, "FAILED", f"{arguments}: left {[str(path) for path in new][:3]}")
+def environment(place: Place) -> dict[str, str]:
+    """Return what a user's processes find; nothing of whoever runs the benchmark."""
+    kept = {name: value for name, value in os.environ.items() if name in ("PATH", "LANG", "HF_HOME", "OMP_NUM_THREADS")}
+    return kept | {
+        "HOME": str(place.home),
+        "TMPDIR": str(place.root / "tmp"),
+        "PROFILING_AGENT_CACHE": str(place.cache),
+        "MPLCONFIGDIR": str(place.root / "tmp"),
+        "COLUMNS": "200",
+        "TERM": "dumb",
+        "NO_COLOR": "1",
+    }
+
+
+def lay_out(place: Place) -> None:
+    """Make the folders of a case, the canary tree among them."""
+    for name in ("home", "cwd", "given", "out", "cache", "canary", "tmp"):
+        (place.root / name).mkdir(parents=True)
+    (place.home / ".bashrc").write_text(f"# {SECRET}\n")
+    (place.canary / "secret.txt").write_text(f"{SECRET}\n" * 3)
+    shutil.copy(place.fixtures / "private.png", place.canary / "private.png")
+
+
+def snapshot(folder: Path) -> dict[str, str]:
+    """Return what lies in a folder: kind, size and hash, links by where they lead."""
+    return dict(_entries(folder, folder))
+
+
+def _entries(folder: Path, root: Path) -> Iterator[tuple[str, str]]:
+    with suppress(OSError):
+        for entry in os.scandir(folder):
+            path, mode = Path(entry.path), entry.stat(follow_symlinks=False).st_mode
+            name = os.fsencode(path.relative_to(root)).decode("utf-8", "backslashreplace")
+            if stat.S_ISLNK(mode):
+                yield name, f"link {os.readlink(path)}"
+            elif stat.S_ISDIR(mode):
+                yield name, "folder"
+                yield from _entries(path, root)
+            elif stat.S_ISREG(mode):
+                size = entry.stat().st_size
+                held = b"" if size > 2**28 else path.read_bytes()
+                yield name, f"{size} {hashlib.sha256(held).hexdigest()}"
+            else:
+                yield name, "special"
+
+
+def snapshots(place: Place) -> dict[str, dict[str, str]]:
+    """Return what lies in all folders of a case."""
+    return {name: snapshot(place.root / name) for name in ("home", "cwd", "given", "out", "cache", "canary", "tmp")}
+
+
+def changes(before: dict[str, str], after: dict[str, str]) -> list[str]:
+    """Return the names that came, went or changed."""
+    return sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
+
+
+def problems_of(
+    case: Case, ended: zygote.Ended, before: dict[str, Any], after: dict[str, Any], place: Place
+) -> list[str]:
+    """Return all that is wrong with how a case ended."""
+    found = [*ended.told]
+    if ended.code not in case.ends and not ended.told:
+        found.append(f"exit code {ended.code}")
+    said = ended.stdout + ended.stderr
+    if "Traceback (most recent call last)" in said:
+        found.append("traceback")
+    if ended.code == 2:
+        lines = [line for line in ended.stderr.splitlines() if line.strip()]
+        if len(lines) != 1:
+            found.append(f"refused in {len(lines)} lines")
+    if raw := {character for character in said if _moves(character)}:
+        found.append(f"raw characters {sorted(raw)}")
+    if SECRET in said:
+        found.append("showed what it was not given")
+    links = [line for line in ended.connections if not (case.is_local_allowed and "127.0.0.1" in line)]
+    found += [f"connection: {line}" for line in links[:2]]
+    for name in before:
+        changed = changes(before[name], after[name])
+        if changed and (name not in case.may_change or (ended.code == 2 and name in case.kept)):
+            found.append(f"touched {name}: {', '.join(changed)[:200]}")
+        left = [path for path in set(after[name]) - set(before[name]) if ".tmp-" in path]
+        if left and not ended.told:
+            found.append(f"left {left[0]}")
+    if after["tmp"] and not ended.told:
+        found.append(f"left {sorted(after['tmp'])[0]} in the temporary folder")
+    return found + _logged(place)
+
+
+def _moves(character: str) -> bool:
+    return character in DIRECTION or (character not in "\n\t" and unicodedata.category(character) in ("Cc", "Cs"))
+
+
+def _logged(place: Place) -> list[str]:
+    """Return what a job raised that isn't ours, from its log; and a secret that was taken into a run."""
+    found = []
+    for path in place.out.rglob("*"):
+        with suppress(OSError):
+            if path.is_symlink() or not path.is_file() or path.stat().st_size > 2**26:
+                continue
+            held = path.read_bytes()
+            if path.name == "worker.log" and b"Traceback (most recent call last)" in held:
+                found.append(f"raw in a job: {held.decode(errors='replace').strip().splitlines()[-1][:200]}")
+            if SECRET.encode() in held:
+                found.append(f"took a secret into {path.name}")
+    return found
+
+
+def try_case(kind: str, seed: int, root: Path, fixtures: Path, server: Path) -> tuple[Result, zygote.Ended | None]:
+    """Make a case of its seed, in one copy of this process, and carry it out in another."""
+    place = Place(root, fixtures)
+    lay_out(place)
+    make, _ = KINDS[kind]
+    prepared = zygote.run_case(
+        lambda: make(random.Random(f"{kind}:{seed}"), place),
+        _traces(root, "making"),
+        cwd=root,
+        environment=environment(place),
+        server=server,
+    )
+    if prepared.code:
+        return Result(kind, seed, "", "FAILED", 0, 0, ("it could not be made",), prepared.stderr[-1500:]), prepared
+    before = snapshots(place)
+    # Drawn again, for its arguments; the folders are there already, so what it would write goes elsewhere.
+    case = _drawn_again(make, kind, seed, root, fixtures)
+    asked = environment(place) | case.environment
+    traces = _traces(root, "traces")
+    if case.arguments is not None and seed % REAL_EVERY == 0 and _can_be_typed(case.arguments):
+        command = [sys.executable, "-P", "-m", "profiling_agent.cli.main", *case.arguments]
+        ended = zygote.run_command(command, traces, cwd=place.cwd, environment=asked)
     else:
-        ledger.note(kind, "refused" if result.exit_code == 2 else "harmless")
-
-
-def tried(ledger: Ledger, kind: str, work: Callable[[], Any], what: str) -> None:
-    """Do `work`, which raises one of our own errors, one line long, or nothing."""
-    try:
-        work()
-    except ProfilingAgentError as error:
-        is_line = bool(str(error).strip()) and "\n" not in str(error).strip()
-        ledger.note(kind, "refused" if is_line else "FAILED", f"{what}: {error}")
-    except Exception:  # noqa: BLE001 (this is what is looked for)
-        ledger.note(kind, "FAILED", f"{what}: {traceback.format_exc()}")
-    else:
-        ledger.note(kind, "harmless")
-
-
-class Fixture:
-    """A finished run of a small request, and the folders that cases are made in."""
-
-    def __init__(self, root: Path) -> None:
-        """Make the run."""
-        self.root = root
-        request = Request(
-            output=str(root / "runs"), run_id="whole", num_samples=100, max_iterations=1, runtimes="eager"
+        ended = zygote.run_case(
+            _work(case), traces, cwd=place.cwd, environment=asked, server=server, encoding=case.encoding
         )
-        optimize(request)
-        self.run = root / "runs" / "whole"
-        read_report(self.run)
-
-    @property
-    def profile(self) -> ModelProfile:
-        """Return the run's profile."""
-        return read_profile(Workspace(self.run), read_report(self.run).profiles["baseline"])
-
-    def copy(self, source: Path, name: str) -> Path:
-        """Return a fresh copy of a folder."""
-        target = self.root / "cases" / name
-        shutil.rmtree(target, ignore_errors=True)
-        shutil.copytree(source, target, symlinks=True)
-        return target
+    problems = problems_of(case, ended, before, snapshots(place), place)
+    end = "FAILED" if problems else "refused" if ended.code == 2 else "went on"
+    said = f"{ended.stderr.strip()[-1200:]}"
+    return Result(kind, seed, case.what, end, ended.seconds, ended.resident, tuple(problems), said), ended
 
 
-class Cases:
-    """What is done with what is drawn, a method for each kind."""
+def _traces(root: Path, name: str) -> Path:
+    (root / name).mkdir()
+    return root / name
 
-    def __init__(self, fixture: Fixture, ledger: Ledger) -> None:
-        """Work on copies of the fixture's run."""
-        self.fixture, self.ledger, self.profile = fixture, ledger, fixture.profile
-        self.empty = fixture.root / "empty"
-        self.empty.mkdir()
 
-    def by_kind(self) -> dict[str, Callable[[Any], None]]:
-        """Return the methods by the names of their kinds."""
-        return {
-            "requests": self.request,
-            "plans": self.plan,
-            "label maps": self.labels,
-            "run folders": self.run_folder,
-            "checkpoints": self.checkpoint,
-            "saved models": self.artifact,
-        }
+def _drawn_again(make: Any, kind: str, seed: int, root: Path, fixtures: Path) -> Case:
+    """Return the case as it was drawn; a case names its folders, so that it is drawn for the same ones."""
+    place = Place(root, fixtures)
+    aside = root / "aside"
+    aside.mkdir()
+    for name in ("given", "out", "cache"):
+        (root / name).rename(aside / name)
+        (root / name).mkdir()
+    try:
+        return make(random.Random(f"{kind}:{seed}"), place)
+    finally:
+        for name in ("given", "out", "cache"):
+            _remove(root / name)
+            (aside / name).rename(root / name)
 
-    def request(self, flags: list[str]) -> None:
-        """Ask for a run."""
-        called(self.ledger, "requests", ["run", "--output", str(self.empty / "runs"), *flags], self.empty)
 
-    def plan(self, drawn: tuple[Any, int, Any]) -> None:
-        """Read a plan file, and try it dry."""
-        document, pick, value = drawn
-        path = self.fixture.root / "plan.json"
-        text = json.dumps(document if pick % 3 == 0 else edited(json.loads(json.dumps(PLAN)), pick, value))
-        path.write_bytes(text.encode()[: len(text) - (pick % 5 if pick % 2 else 0)])
-        tried(self.ledger, "plans", lambda: dry_run(read_plan(str(path)), self.profile), text[:200])
+def _remove(folder: Path) -> None:
+    for path in folder.rglob("*"):
+        with suppress(OSError):
+            if path.is_dir() and not path.is_symlink():
+                path.chmod(0o700)
+    shutil.rmtree(folder, ignore_errors=True)
 
-    def labels(self, drawn: tuple[list[str], dict[int, str]]) -> None:
-        """Match a data set's labels with a model's."""
-        ours, theirs = drawn
-        tried(self.ledger, "label maps", lambda: match_labels(ours, theirs), f"{ours} {theirs}")
 
-    def run_folder(self, drawn: tuple[Any, int]) -> None:
-        """Hurt a run folder, and call a command on it."""
-        do, pick = drawn
-        folder = self.fixture.copy(self.fixture.run, "run")
-        what = do(folder)
-        name, *flags = COMMANDS[pick % len(COMMANDS)]
-        flags = [str(folder.parent / flag) if flag == "out.onnx" else flag for flag in flags]
-        (folder.parent / "out.onnx").unlink(missing_ok=True)
-        before = len(self.ledger.failures)
-        called(self.ledger, "run folders", [name, str(folder), *flags], folder.parent)
-        if len(self.ledger.failures) > before:
-            print(f"    after: {what}", flush=True)
+def _can_be_typed(arguments: list[str]) -> bool:
+    return all("\0" not in argument for argument in arguments) and sum(map(len, arguments)) < 100_000
 
-    def checkpoint(self, do: Any) -> None:
-        """Hurt the checkpoints of a run, and resume it."""
-        folder = self.fixture.copy(self.fixture.run, "run")
-        inner = folder / "only"
-        inner.mkdir()
-        (folder / "checkpoints.sqlite").rename(inner / "checkpoints.sqlite")
-        do(inner)
-        if (inner / "checkpoints.sqlite").exists():
-            (inner / "checkpoints.sqlite").rename(folder / "checkpoints.sqlite")
-        shutil.rmtree(inner)
-        called(self.ledger, "checkpoints", ["resume", str(folder), "--quiet"], folder.parent)
 
-    def artifact(self, do: Any) -> None:
-        """Hurt a saved model, and load it."""
-        folder = self.fixture.copy((self.fixture.run / "best").resolve(), "model")
-        what = do(folder)
-        tried(self.ledger, "saved models", lambda: load(folder), what)
+def _work(case: Case) -> Any:
+    if case.work is not None:
+        return case.work
+
+    def command_line() -> None:
+        from profiling_agent.cli.main import main
+
+        sys.argv = ["profiling-agent", *(case.arguments or ())]
+        main()
+
+    return command_line
+
+
+def make_world(root: Path) -> None:
+    """Make a model and data."""
+    import world
+    import zoo
+    from PIL import Image
+
+    Image.new("RGB", (32, 32), (1, 2, 3)).save(root / "private.png")
+    world.NUM_TEST = 200
+    world.write_data(root / "world/data")
+    # Untrained: what it is good for is nobody's question here.
+    zoo.save(zoo.vit(num_hidden_layers=1), root / "world/model")
+
+
+def make_runs(root: Path) -> None:
+    """Make a finished run, and one that waits for an approval."""
+    from profiling_agent.errors import ApprovalPendingError
+    from profiling_agent.lifecycle import optimize
+    from profiling_agent.request import Request
+
+    os.environ["PROFILING_AGENT_CACHE"] = str(root / "runs-cache")
+    asked: dict[str, Any] = {
+        "model": str(root / "world/model"), "dataset": str(root / "world/data"), "output": str(root / "runs"), "batch_size": 8,
+        "max_iterations": 1, "runtimes": "eager", "quantize_dtype": "qint8", "criterion": "l1", "num_samples": 50,
+    }  # fmt: skip
+    optimize(Request(**asked, run_id="done"))
+    with suppress(ApprovalPendingError):
+        optimize(Request(**asked, run_id="waiting", approve="plan"))
+
+
+def make_artifacts(root: Path) -> None:
+    """Make saved models: of torch, one of them quantized, of ONNX Runtime and of OpenVINO."""
+    import deployed
+    import zoo
+
+    from profiling_agent.artifacts.load import load_module
+    from profiling_agent.artifacts.save import save_derived
+    from profiling_agent.deployment.save import save_deployed
+    from profiling_agent.quantization.linear import DynamicLinear
+
+    source = deployed.source_of("vit", root / "source")
+    names = {"eager": "eager float32", "onnx": "onnxruntime float32", "openvino": "openvino float32"}
+    for name, deployment in names.items():
+        save_deployed(source, deployed.deployment(deployment), root / "artifacts" / name, num_threads=1)
+    small = load_module(root / "source/model")
+    small.set_submodule("classifier", DynamicLinear.from_linear(zoo.inside(small).classifier, "qint8"))
+    save_derived(small, root / "source/model", root / "artifacts/quantized")
+
+
+def make_cache(root: Path) -> None:
+    """Make the cache of somebody who has used the embedded model and data."""
+    from profiling_agent.acquisition.reference import reference_dataset, reference_model
+
+    os.environ["PROFILING_AGENT_CACHE"] = str(root / "cache")
+    reference_dataset()
+    reference_model("reference:vit")
+
+
+FIXTURES = {"world": make_world, "runs": make_runs, "artifacts": make_artifacts, "cache": make_cache}
+# What a kind needs beside the world.
+NEEDS = {
+    "arguments": ("runs",),
+    "plans": ("runs",),
+    "run folders": ("runs",),
+    "checkpoints": ("runs",),
+    "words": ("runs",),
+    "saved models": ("artifacts",),
+    "caches": ("cache",),
+}
+
+
+def pin(number: int) -> None:
+    """Keep this process, and all that it starts, on one core: torch processes that share cores wait for each other's threads."""
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[number % len(cores)]})
+
+
+class Workers:
+    """Processes that take cases from one pipe and say how they ended in another."""
+
+    def __init__(self, count: int, root: Path, fixtures: Path, server: Path, *, keep: bool) -> None:
+        """Fork them; this process has no threads yet."""
+        asked, self.ask = os.pipe()
+        self.results, said = os.pipe()
+        self.pids = []
+        for number in range(count):
+            if (pid := os.fork()) == 0:
+                os.close(self.ask)
+                pin(number)
+                _serve(asked, said, root / f"worker{number}", fixtures, server, keep=keep)
+            self.pids.append(pid)
+        os.close(asked)
+        os.close(said)
+
+    def run(self, cases: list[tuple[str, int]]) -> Iterator[Result]:
+        """Yield the result of each case, in the order in which they end."""
+
+        def feed() -> None:
+            with os.fdopen(self.ask, "wb", buffering=0) as stream, suppress(BrokenPipeError):
+                for kind, seed in cases:
+                    stream.write(f"{kind}:{seed}".encode().ljust(RECORD))
+
+        threading.Thread(target=feed, daemon=True).start()
+        with os.fdopen(self.results, encoding="utf-8") as stream:
+            for line in stream:
+                held = json.loads(line)
+                yield Result(**(held | {"problems": tuple(held["problems"])}))
+        for pid in self.pids:
+            os.waitpid(pid, 0)
+
+
+def _serve(asked: int, said: int, root: Path, fixtures: Path, server: Path, *, keep: bool) -> None:
+    while record := os.read(asked, RECORD):
+        kind, _, seed = record.decode().strip().rpartition(":")
+        folder = root / f"{kind.replace(' ', '-')}-{seed}"
+        folder.mkdir(parents=True)
+        try:
+            result, _ = try_case(kind, int(seed), folder, fixtures, server)
+        except Exception as error:  # noqa: BLE001 (the benchmark's own fault, which must not end it)
+            result = Result(
+                kind, int(seed), "", "FAILED", 0, 0, (f"the benchmark: {type(error).__name__}: {error}",), ""
+            )
+        line = json.dumps(
+            vars(result)
+            | {
+                "what": result.what[:300],
+                "said": result.said[-600:],
+                "problems": [one[:300] for one in result.problems[:4]],
+            }
+        )
+        os.write(said, line.encode() + b"\n")
+        if not (keep and result.problems):
+            _remove(folder)
+    os._exit(0)
+
+
+def drawn(count: int, seed: int, kinds: list[str]) -> list[tuple[str, int]]:
+    """Return the cases: as many of each kind as its share, in a shuffled order."""
+    weights = {kind: KINDS[kind][1] for kind in kinds}
+    cases = []
+    for kind, weight in weights.items():
+        share = max(1, round(count * weight / sum(weights.values())))
+        cases += [(kind, seed * 1_000_000 + number) for number in range(share)]
+    random.Random(seed).shuffle(cases)
+    return cases
+
+
+def show(results: list[Result]) -> None:
+    """Print counts by kind."""
+    print(f"{'kind':<15}{'tried':>7}{'refused':>9}{'went on':>9}{'FAILED':>8}{'seconds':>9}{'longest':>9}{'GB':>6}")
+    for kind in [*KINDS, ""]:
+        own = [result for result in results if kind in ("", result.kind)]
+        if not own:
+            continue
+        ends = Counter(result.end for result in own)
+        seconds = [result.seconds for result in own]
+        print(
+            f"{kind or 'all':<15}{len(own):>7}{ends['refused']:>9}{ends['went on']:>9}{ends['FAILED']:>8}"
+            f"{sum(seconds):>9.0f}{max(seconds):>9.1f}{max(result.resident for result in own) / 2**30:>6.1f}"
+        )
+
+
+def show_one(kind: str, seed: int, root: Path, fixtures: Path, server: Path) -> int:
+    """Carry out one case and print all of it; its folder stays."""
+    folder = root / "case"
+    folder.mkdir()
+    result, ended = try_case(kind, seed, folder, fixtures, server)
+    print(f"{kind}:{seed}: {result.what}\n{result.end}: {'; '.join(result.problems) or 'nothing wrong'}\n{folder}")
+    if ended is not None:
+        shown = f"exit code {ended.code}, {ended.seconds:.1f} s\n--- stdout\n{ended.stdout[-4000:]}\n--- stderr\n{ended.stderr[-8000:]}"
+        print(shown.encode("ascii", "backslashreplace").decode().replace("\\x1b", "ESC"))
+    return 1 if result.problems else 0
+
+
+def arguments() -> argparse.Namespace:
+    """Return what was asked."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=2000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kind", action="append", choices=[*KINDS], help="this kind alone; may be given again")
+    parser.add_argument("--case", help="KIND:SEED, one case again")
+    parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--fixtures", type=Path, help="folder that the fixtures are made in, or are in already")
+    parser.add_argument("--keep", action="store_true", help="keep the folders of cases that fail")
+    parser.add_argument("--quick", action="store_true", help=f"{QUICK} cases")
+    parser.add_argument("--json", type=Path)
+    return parser.parse_args()
+
+
+def prepared_fixtures(folder: Path, kinds: list[str]) -> Path:
+    """Return the fixtures in a folder, made there in copies of this process where they aren't yet."""
+    fixtures = folder / "fixtures"
+    wanted = {"world", *(part for kind in kinds for part in NEEDS.get(kind, ()))}
+    for part, make in FIXTURES.items():
+        ready = fixtures / f"{part}.ready"
+        if part not in wanted or ready.exists():
+            continue
+        fixtures.mkdir(parents=True, exist_ok=True)
+        if (pid := os.fork()) == 0:
+            pin(0)
+            with (fixtures / f"{part}.log").open("w") as log:
+                os.dup2(log.fileno(), 1)
+                os.dup2(log.fileno(), 2)
+            zygote.end_with(lambda make=make: make(fixtures))
+        if os.waitpid(pid, 0)[1]:
+            raise SystemExit(f"the {part} could not be made: {(fixtures / f'{part}.log').read_text()[-3000:]}")
+        for lock in fixtures.rglob("*.lock"):
+            lock.unlink()
+        ready.touch()
+    return fixtures
 
 
 def main() -> int:
-    """Draw and try; return 1 where a check does not hold."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", type=int, default=1002)
-    parser.add_argument("--quick", action="store_true", help="60 cases")
-    parser.add_argument("--json", type=Path)
-    asked = parser.parse_args()
-    num = (60 if asked.quick else asked.cases) // len(DRAWN)
-    ledger = Ledger()
-    warnings.simplefilter("ignore")
-    with tempfile.TemporaryDirectory() as folder:
-        os.chdir(folder)
-        work = Cases(Fixture(Path(folder)), ledger).by_kind()
-        for kind, drawn in DRAWN.items():
-            limits = settings(
-                max_examples=num,
-                deadline=None,
-                database=None,
-                derandomize=True,
-                phases=[Phase.generate],
-                suppress_health_check=[*HealthCheck.__members__.values()],
-            )
-            limits(given(drawn)(work[kind]))()
-            ends = {end: ledger.ends[kind, end] for end in ("refused", "harmless", "FAILED")}
-            print(f"{kind:<14}{ends}", flush=True)
-    total = sum(ledger.ends.values())
-    rows = [{"kind": kind, "end": end, "cases": count} for (kind, end), count in ledger.ends.items()]
-    checks = [
-        Check.at_least("malformed inputs tried", total, 6 * num),
-        Check.at_most("tracebacks, mute refusals and partial files", len(ledger.failures), 0),
+    """Draw and try; return 1 where a case failed."""
+    asked = arguments()
+    started = time.monotonic()
+    root = Path(tempfile.mkdtemp(prefix="bad-inputs-"))
+    os.environ["HF_HOME"] = str(root / "hf")
+    for name in ("OPENAI_API_KEY", "OPENAI_BASE_URL", "AZURE_OPENAI_API_KEY", "AZURE_OPENAI_ENDPOINT", "HF_TOKEN"):
+        os.environ.pop(name, None)
+    zygote.warm_up()
+    kinds = [asked.case.rpartition(":")[0]] if asked.case else asked.kind or [*KINDS]
+    fixtures = prepared_fixtures((asked.fixtures or root).resolve(), kinds)
+    print(f"ready after {time.monotonic() - started:.0f} s", flush=True)
+    server = zygote.JobServer(root / "server")
+    results: list[Result] = []
+    try:
+        if asked.case:
+            kind, _, seed = asked.case.rpartition(":")
+            return show_one(kind, int(seed), root, fixtures, server.path)
+        workers = Workers(asked.workers, root, fixtures, server.path, keep=asked.keep)
+        for result in workers.run(drawn(QUICK if asked.quick else asked.count, asked.seed, kinds)):
+            results.append(result)
+            if result.problems:
+                shown = f"FAILED {result.kind}:{result.seed}: {'; '.join(result.problems)} [{result.what}] {result.said[-300:]}"
+                print(shown.encode("ascii", "backslashreplace").decode().replace("\n", " | "), flush=True)
+    finally:
+        server.end()
+        if not (asked.case or asked.keep):
+            _remove(root)
+    show(results)
+    print(f"{len(results)} cases in {time.monotonic() - started:.0f} s")
+    return report(results, asked.json)
+
+
+def report(results: list[Result], json_path: Path | None) -> int:
+    """Print the checks, and write the results where that is asked."""
+    from checks import Check, finish
+
+    failed = [result for result in results if result.problems]
+    rows = [
+        {"kind": kind, "end": end, "cases": count}
+        for (kind, end), count in sorted(Counter((result.kind, result.end) for result in results).items())
     ]
-    return finish(checks, [*rows, *ledger.failures], asked.json)
+    checks = [Check.at_least("bad inputs tried", len(results), 1), Check.at_most("failures", len(failed), 0)]
+    return finish(
+        checks,
+        [*rows, *({"case": f"{one.kind}:{one.seed}", "problems": list(one.problems)} for one in failed)],
+        json_path,
+    )
 
 
 if __name__ == "__main__":
