@@ -53,6 +53,10 @@ class JobError(ProfilingAgentError):
     """A child process crashed, hung, or used more memory than it was given."""
 
 
+class KilledError(JobError):
+    """A child process was killed by somebody else, which says nothing of what it did."""
+
+
 class AdvisorError(ProfilingAgentError):
     """The language model gave no usable answer; the built-in rules go on without it."""
 

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from profiling_agent.artifacts.recipe import RECIPE
 from profiling_agent.documents import DocumentError
-from profiling_agent.errors import JobError, RunError
+from profiling_agent.errors import JobError, KilledError, RunError
 from profiling_agent.files import file_sha256
 from profiling_agent.jobs.store import TIMED, JobStore, artifacts_of, key_of
 from profiling_agent.jobs.table import TABLE, Table
@@ -76,17 +76,28 @@ class Jobs:
             handler=row.handler,
             torch=row.torch,
         )
-        timeout_s = row.isolated_timeout_s if task.isolated else row.timeout_s
-        doing = f"run {self.workspace.root.name!r}"
-        with machine_lock(self.progress, doing), self._process(row.secrets, isolated=task.isolated) as process:
-            process.send(order)
-            deadline, late = time.monotonic() + timeout_s, f"took longer than {timeout_s:.0f} s"
-            while (message := process.receive(deadline, late)).kind == "progress":
-                self.progress(message.text, message.done, message.total)
+        with machine_lock(self.progress, f"run {self.workspace.root.name!r}"):
+            try:
+                message = self._answer(order, task)
+            except KilledError:
+                # That says nothing of the job, and must not count against what it measures; twice it may be the memory.
+                self._store.remove(key)
+                message = self._answer(order, task)
         if message.kind == "failed":
             raise ERRORS.get(message.error, JobError)(message.text)
         self._store.believe(key)
         return self._store.result(key, task)
+
+    def _answer(self, order: Order, task: Task[ResultT]) -> Message:
+        """Have a process do a job and return the last thing that it says."""
+        row = self._table[type(task)]
+        timeout_s = row.isolated_timeout_s if task.isolated else row.timeout_s
+        with self._process(row.secrets, isolated=task.isolated) as process:
+            process.send(order)
+            deadline, late = time.monotonic() + timeout_s, f"took longer than {timeout_s:.0f} s"
+            while (message := process.receive(deadline, late)).kind == "progress":
+                self.progress(message.text, message.done, message.total)
+        return message
 
     def path(self, ref: ArtifactRef) -> Path:
         """Return where an artifact lies; what is gone or damaged since an earlier process made it is made again first.

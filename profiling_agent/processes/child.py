@@ -20,7 +20,7 @@ from typing import IO, Generic, TypeVar
 import psutil
 from pydantic import ValidationError
 
-from profiling_agent.errors import JobError
+from profiling_agent.errors import JobError, KilledError
 from profiling_agent.files import open_log
 from profiling_agent.processes.environment import child_environment
 from profiling_agent.records import Record
@@ -29,6 +29,8 @@ from profiling_agent.records import Record
 POLL_S = 0.25
 # A child may take nearly everything: past this the machine would start to kill processes of its own choice.
 MEMORY_FRACTION = 0.92
+# What somebody else ends a process with; the others are crashes.
+KILLED = frozenset({signal.SIGKILL, signal.SIGTERM})
 # How much of what a dead child printed last goes into its obituary.
 TAIL_LINES, TAIL_CHARACTERS = 3, 500
 
@@ -111,18 +113,19 @@ class Child(Generic[AnswerT]):
             self._process.stdin.write(record.model_dump_json() + "\n")
             self._process.stdin.flush()
         except BrokenPipeError:
-            raise JobError(self._obituary()) from None
+            raise self._death() from None
 
     def receive(self, deadline: float, late: str) -> AnswerT:
         """Return the child's next answer.
 
         Raises:
-            JobError: it crashed; it took too much memory, or until `deadline` (in `time.monotonic`'s seconds; `late` says
-                what it did then), and was ended; or it said something else than an answer.
+            JobError: it crashed, or was killed (KilledError); it took too much memory, or until `deadline` (in
+                `time.monotonic`'s seconds; `late` says what it did then), and was ended; or it said something else than
+                an answer.
         """
         line = self._next_line(deadline, late)
         if line is None:
-            raise JobError(self._obituary())
+            raise self._death()
         try:
             return self._answer.model_validate_json(line)
         except ValidationError:
@@ -161,9 +164,10 @@ class Child(Generic[AnswerT]):
             self.end()
             raise JobError(f"{self._wording.work} used {used / 2**30:.1f} GiB and was ended: {self._wording.too_large}")
 
-    def _obituary(self) -> str:
+    def _death(self) -> JobError:
         code = self._process.wait()
         self._stderr.seek(0)
         lines = self._stderr.read().decode(errors="replace").strip().splitlines()[-TAIL_LINES:]
         said = " | ".join(lines)[-TAIL_CHARACTERS:] or "it said nothing"
-        return f"{self._wording.process} died with {ending(code)}: {said}"
+        kind = KilledError if -code in KILLED else JobError
+        return kind(f"{self._wording.process} died with {ending(code)}: {said}")

@@ -103,6 +103,28 @@ def test_a_crash_is_a_jobs_result_and_the_next_job_gets_a_new_worker(
     assert jobs.run(evaluation(model, num_images=2)).predictions.num_images == 2
 
 
+def test_a_job_whose_process_is_killed_is_done_again_once_and_leaves_nothing(
+    jobs: Jobs, baseline: tuple[Workspace, ArtifactRef]
+):
+    workspace, model = baseline
+    stats = LatencyStats(batch_size=1, median_ms=1.0, low_ms=1.0, high_ms=1.0, samples_ms=(1.0,))
+    headline = Headline(latency=stats, peak_memory_bytes=1, forward_passes=1)
+    killed: list[int] = []
+
+    def kill(message: str, done: int, total: int) -> None:
+        for child in psutil.Process().children() if not killed else ():
+            killed.append(child.pid)
+            child.kill()
+
+    jobs.progress = kill
+    profiled = jobs.run(ProfileTask(model=model, batch_size=2, device="cpu", headline=headline))
+    jobs.progress = silent
+
+    assert killed
+    assert workspace.path(profiled.profile).is_file()
+    assert not list(workspace.jobs.glob(".tmp-*"))
+
+
 def test_a_job_that_takes_too_long_is_ended(baseline: tuple[Workspace, ArtifactRef]):
     workspace, model = baseline
     jobs = Jobs(workspace, table={EvaluateTask: replace(TABLE[EvaluateTask], timeout_s=0.01)})
