@@ -561,7 +561,7 @@ def _files(folder: Path, rng: Random, place: Place) -> str:
 
 def _schema(folder: Path, rng: Random, place: Place) -> str:
     """A parquet file whose notes say something else than its columns."""
-    import pyarrow.parquet as parquet
+    from pyarrow import parquet
 
     way = rng.choice(("features", "text", "deep", "none", "extra", "type"))
     for path in sorted((place.fixtures / "world/data").glob("*.parquet")):

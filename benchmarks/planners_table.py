@@ -79,7 +79,7 @@ def tell(row: dict[str, Any]) -> None:
 def race_the_best(folders: Sequence[Path], batch_size: int) -> list[list[float]]:
     """Return each run's best model over the first run's: times as fast with its 95% interval, all in the same races.
 
-    Models of the same bytes are one model.
+    Models of the same bytes are raced once.
     """
     models = [(folder / "best").resolve() for folder in folders]
     prints = ["".join(file_sha256(file) for file in sorted(model.glob("*.safetensors"))) for model in models]

@@ -33,7 +33,7 @@ from profiling_agent.benchmarking.worker import Start
 from profiling_agent.deployment.batches import noise_batch
 
 NUM_CALIBRATION = 16
-# What int8 with attention products costs (0.11 on ViT-B in a first option) passes; what computes something else does not.
+# What int8 with attention products costs (0.11 on ViT-B when first tried) passes; what computes something else does not.
 MAX_ERROR = 0.15
 PEER_FILE = "peer.onnx"
 BASELINE, PEER, PAPERS = "eager float32", "ONNX Runtime dynamic (as it comes)", "torch.ao dynamic (the paper's)"

@@ -17,9 +17,9 @@ from profiling_agent.analysis.dry_run import params_and_macs_saved
 from profiling_agent.errors import PlanError, PruningError
 from profiling_agent.modules.complexity import count_complexity
 from profiling_agent.profiling.sensitivity import measure_sensitivity
-from profiling_agent.pruning.baselines import PaperPruned, paper_prune, uniform_prune
 from profiling_agent.pruning.compensation import compensate
 from profiling_agent.pruning.prune import prune_model
+from profiling_agent.pruning.rivals import RivalPruned, paper_prune, uniform_prune
 from profiling_agent.pruning.units import find_units
 from profiling_agent.pruning.widths import snap
 from profiling_agent.records import Cut, Evidence, InputSpec, LayerProfile, Target, UnitKind
@@ -148,10 +148,10 @@ def _batches(images: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         yield batch, torch.zeros(len(batch))
 
 
-def nearest_to_share(prune: Callable[[float], PaperPruned], share: float) -> PaperPruned:
+def nearest_to_share(prune: Callable[[float], RivalPruned], share: float) -> RivalPruned:
     """Return what `prune` makes by the ratio that, of those that halving comes to, removes nearest to `share` of params."""
     low, high = 0.0, 1.0
-    made: list[PaperPruned] = []
+    made: list[RivalPruned] = []
     for _ in range(NUM_HALVINGS):
         ratio = (low + high) / 2
         try:
@@ -168,7 +168,7 @@ def nearest_to_share(prune: Callable[[float], PaperPruned], share: float) -> Pap
 def uniform(subject: Subject, share: float, *, criterion: str, seed: int) -> nn.Module:
     """Return the model with every width cut by the same ratio, once."""
 
-    def prune(ratio: float) -> PaperPruned:
+    def prune(ratio: float) -> RivalPruned:
         return uniform_prune(subject.model, subject.units, subject.spec, ratio, criterion, seed=seed)
 
     return nearest_to_share(prune, share).model
@@ -177,7 +177,7 @@ def uniform(subject: Subject, share: float, *, criterion: str, seed: int) -> nn.
 def paper(subject: Subject, share: float, *, criterion: str, seed: int) -> nn.Module:
     """Return the model cut as the paper's baselines were."""
 
-    def prune(ratio: float) -> PaperPruned:
+    def prune(ratio: float) -> RivalPruned:
         return paper_prune(subject.model, subject.spec, ratio, criterion, seed=seed)
 
     return nearest_to_share(prune, share).model

@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 
 import psutil
+from pydantic import Field
 
 from profiling_agent.documents import DocumentError, read_record
 from profiling_agent.files import write_text
@@ -17,7 +18,7 @@ UNKNOWN = "another process"
 class Holder(Record):
     """The process that took a lock, when, and what it says it does; `started` tells it from a later one of its number."""
 
-    pid: int
+    pid: int = Field(ge=1, lt=2**31)
     started: float
     since: float
     what: str
@@ -46,5 +47,7 @@ def holder_said(path: Path) -> str:
         return UNKNOWN
     if not is_same:
         return UNKNOWN
+    if holder.pid == os.getpid():
+        return "another graph of this process"
     said = f"{holder.what} (process {holder.pid}, for {max(0.0, time.time() - holder.since):.0f} s)"
     return f"{said}, which is stopped: `kill -CONT {holder.pid}` lets it go on" if is_stopped else said

@@ -27,7 +27,7 @@ LIBRARIES = (
     "transformers",
 )
 # Libraries that a runtime's speed depends on and that need not be installed.
-RUNTIME_LIBRARIES = ("onnxruntime", "openvino", "nncf", "torchao")
+RUNTIME_LIBRARIES = ("onnx", "onnxscript", "onnxruntime", "openvino", "nncf", "torchao")
 CPU_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx_vnni", "amx_int8", "amx_bf16")
 
 

@@ -71,7 +71,7 @@ class Request(BaseModel):
     )
     selection: Literal["contract", "paper"] = Field(
         default="contract",
-        description="contract: the cheapest that keeps the accuracy; paper: fp32, then accuracy, params, latency",
+        description="contract: the cheapest that keeps the accuracy; paper: fp32, then accuracy, params, and MACs for latency",
     )
     iterate: bool = Field(default=True, description="plan again after the first evaluation")
     max_iterations: int = Field(default=5, ge=1, le=100, description="plans to measure, the first one included")

@@ -1,1 +1,1 @@
-"""Save and load any model we produce, without pickle."""
+"""Saved models: every model that we produce, written, checked and read without pickle."""

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from profiling_agent.artifacts.recipe import CARD, Recipe, read_recipe
+from profiling_agent.artifacts.recipe import CARD, MODEL_FILES, PACKAGES, Recipe, read_recipe
 from profiling_agent.documents import clean
 from profiling_agent.files import write_text
 from profiling_agent.records import Record
@@ -49,6 +49,7 @@ def write_card(folder: Path, rows: Sequence[CardRow] = (), notes: Sequence[str] 
         r=recipe,
         scheme=SCHEMES[recipe.deployment.scheme],
         is_plain=_is_plain(recipe),
+        files=MODEL_FILES[recipe.deployment.runtime],
         libraries=", ".join(f"{name} {version}" for name, version in sorted(_versions(recipe).items())),
         rows=rows,
         notes=notes,
@@ -67,5 +68,5 @@ def _is_plain(recipe: Recipe) -> bool:
 
 
 def _versions(recipe: Recipe) -> dict[str, str]:
-    wanted = ("torch", "transformers", "torchao", "onnxruntime", "openvino", "nncf")
+    wanted = ("torch", "transformers", *PACKAGES[recipe.deployment.runtime])
     return {name: recipe.libraries[name] for name in wanted if name in recipe.libraries}

@@ -62,9 +62,7 @@ def main() -> None:
         sys.exit(app())
     except Exception:  # noqa: BLE001 - the boundary: what nobody foresaw is no verdict on a model
         traceback.print_exc()
-        errors.print(
-            "profiling-agent: this is a bug of ours: please report it with the lines above (SECURITY.md, README.md)"
-        )
+        errors.print("profiling-agent: this is a bug of ours: please report it, with the lines above", soft_wrap=True)
         sys.exit(EXIT_CRASHED)
 
 

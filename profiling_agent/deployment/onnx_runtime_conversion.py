@@ -69,7 +69,8 @@ def write_deployment(source: Source, deployment: Deployment, folder: Path) -> Pr
         _quantize_dynamic(model, path, [*nodes, *attentions])
     else:
         _quantize_static(model, path, nodes, source.calibration)
-    _write_bare(onnx.load(path), path)
+    with _quantizer():
+        _write_bare(onnx.load(path), path)
     kind = "dynamic" if deployment.scheme == "dynamic" else "static"
     quantized = tuple(QuantizedLayer(name=name, kind=kind, dtype="qint8") for name in layers if name in reached)
     return PreparedFiles(quantized=quantized, tied={})

@@ -1,1 +1,1 @@
-"""Accuracy, latency and size, each with its interval."""
+"""Evaluation: predictions on disk, and intervals of what is counted on them."""

@@ -88,7 +88,7 @@ def _other_deployments(journal: Journal, candidate: Candidate) -> tuple[Deployme
     """
     if journal.deployment_search is None or candidate.variant not in (Variant.QUANTIZED, Variant.BOTH):
         return ()
-    suited = (option.deployment for option in journal.deployment_search.candidates)
+    suited = (option.deployment for option in journal.deployment_search.suited)
     return tuple(deployment for deployment in suited if deployment != candidate.evaluation.deployment)
 
 

@@ -50,9 +50,9 @@ def _by_contract(journal: Journal, goal: Goal) -> list[Candidate]:
 
 
 def _by_paper(journal: Journal) -> list[Candidate]:
-    """Return fp32 pruned models by accuracy, then params, then latency, as far as they beat the baseline (Algorithm 1).
+    """Return fp32 pruned models by accuracy, then params, then MACs, as far as they beat the baseline (Algorithm 1).
 
-    MACs stand in for latency: two plans with equal accuracy and params differ by less than timing can tell.
+    MACs stand in for the paper's latency: two plans with equal accuracy and params differ by less than timing can tell.
     """
 
     def rank(evaluation: Evaluation) -> tuple[float, int, int]:

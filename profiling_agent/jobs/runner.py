@@ -35,7 +35,8 @@ WORDING = Wording(
 
 def job_key(task: Task[ResultT]) -> str:
     """Return the name of a job: its kind and a hash over its inputs, our code, the libraries and the machine."""
-    inputs = {"task": task.model_dump(mode="json"), "environment": environment().model_dump(mode="json")}
+    here = environment().model_dump(mode="json", exclude=None if task.uses_runtimes else {"runtimes"})
+    inputs = {"task": task.model_dump(mode="json"), "environment": here}
     digest = hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
     return f"{type(task).__name__.removesuffix('Task').lower()}-{digest[:20]}"
 

@@ -37,6 +37,8 @@ class Task(Record, Generic[ResultT]):
     """One job; an `isolated` one gets a process of its own: nothing else shares its memory, its caches or its crash."""
 
     result: ClassVar[type[Record]]
+    # Whether a runtime that need not be installed has a part in it: one that is installed later changes nothing else.
+    uses_runtimes: ClassVar[bool] = False
     isolated: bool = False
 
 
@@ -89,6 +91,7 @@ class HeadlineTask(Task[Headline]):
     """Time a model and its memory in a process that does nothing else."""
 
     result: ClassVar[type[Record]] = Headline
+    uses_runtimes: ClassVar[bool] = True
     isolated: bool = True
     model: ArtifactRef
     batch_size: int
@@ -174,6 +177,7 @@ class ExportTask(Task[Exported]):
     """Write a float32 model as ONNX, for the runtimes that read it; apart, because exporters crash."""
 
     result: ClassVar[type[Record]] = Exported
+    uses_runtimes: ClassVar[bool] = True
     isolated: bool = True
     model: ArtifactRef
 
@@ -182,6 +186,7 @@ class DeployTask(Task[DeployedModel]):
     """Bring a float32 model into one deployment; to be isolated for any but eager torch: converters crash and hang."""
 
     result: ClassVar[type[Record]] = DeployedModel
+    uses_runtimes: ClassVar[bool] = True
     model: ArtifactRef
     deployment: Deployment
     calibration: SplitInfo
@@ -201,6 +206,7 @@ class EvaluateTask(Task[Evaluated]):
     """Run a model over a split; to be isolated for any runtime but eager torch, as it may take its process down."""
 
     result: ClassVar[type[Record]] = Evaluated
+    uses_runtimes: ClassVar[bool] = True
     model: ArtifactRef
     split: SplitInfo
     batch_size: int
@@ -212,6 +218,7 @@ class RaceTask(Task[Race]):
     """Let models take turns; the first is the baseline."""
 
     result: ClassVar[type[Record]] = Race
+    uses_runtimes: ClassVar[bool] = True
     isolated: bool = True
     entries: tuple[tuple[Variant, ArtifactRef], ...]
     batch_size: int
@@ -223,6 +230,7 @@ class ThroughputTask(Task[Throughputs]):
     """Count images per second at several batch sizes, models taking turns."""
 
     result: ClassVar[type[Record]] = Throughputs
+    uses_runtimes: ClassVar[bool] = True
     isolated: bool = True
     models: tuple[ArtifactRef, ...]
     batch_sizes: tuple[int, ...] = (1, 8, 32)
@@ -234,6 +242,7 @@ class MemoryTask(Task[MemoryUse]):
     """Read what a process holds at most that only loads and runs a model."""
 
     result: ClassVar[type[Record]] = MemoryUse
+    uses_runtimes: ClassVar[bool] = True
     isolated: bool = True
     model: ArtifactRef
     batch_size: int
@@ -255,6 +264,7 @@ class CompareTask(Task[PaperBaseline]):
     """Prune a saved model as the paper's baselines were, and measure both: what it says of a split, and how fast it is."""
 
     result: ClassVar[type[Record]] = PaperBaseline
+    uses_runtimes: ClassVar[bool] = True
     model: ArtifactRef
     criterion: Literal["l1", "l2", "random"]
     ratio: float

@@ -48,7 +48,7 @@ def compensate(
     """Return a compensated copy of `pruned`, which `cuts` and `keep` made of `baseline`; both are left as found.
 
     `batches` begins a pass over the calibration images: (pixel_values, labels), labels unused. Steps are fitted to
-    three quarters of them, and each is kept only if it lowers the mean KL(original || pruned) of the other quarter.
+    three quarters of them, and each is kept only if it lowers the mean KL(unpruned || pruned) of the other quarter.
     With fewer than 128 different images none is tried, and the KL is that of all images.
 
     Raises:
@@ -131,7 +131,7 @@ def _logits(model: nn.Module, batches: Iterable[Tensor]) -> Tensor:
 
 def _finite(kl: float) -> float:
     if not math.isfinite(kl):
-        raise PruningError(f"the KL of the pruned model to the original is {kl!r} on calibration images; cut less")
+        raise PruningError(f"the KL of the pruned model to the unpruned one is {kl!r} on calibration images; cut less")
     return kl
 
 

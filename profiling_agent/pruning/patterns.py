@@ -21,7 +21,7 @@ def resolve(
     """Return the cuts that `recommendations` ask for, widths aligned.
 
     A pattern is searched for in the names of units, of their members and of refused layers; a hit on any member
-    means its unit, once. The last recommendation that hits a unit wins, with its ratio of the original width.
+    means its unit, once. The last recommendation that hits a unit wins, with its ratio of the unpruned width.
 
     Raises:
         PlanError: a pattern is invalid, matches nothing, or hits refused layers alone.

@@ -53,7 +53,7 @@ class DeploymentSearch(Record):
         return next(option for option in self.options if option.deployment == deployment)
 
     @property
-    def candidates(self) -> tuple[DeploymentOption, ...]:
+    def suited(self) -> tuple[DeploymentOption, ...]:
         """Return the deployments that keep the accuracy on all search images, the chosen one first."""
         kept = [option for option in self.options if option.keeps_accuracy]
         return tuple(sorted(kept, key=lambda option: option.deployment != self.chosen))

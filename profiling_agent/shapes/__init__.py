@@ -1,1 +1,1 @@
-"""Model and processor -> input shape."""
+"""Shapes: the input shape of a model, by rules and a forward pass."""

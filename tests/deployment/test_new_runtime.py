@@ -6,6 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+from profiling_agent.artifacts.recipe import PACKAGES
+from profiling_agent.reproducibility import LIBRARIES, RUNTIME_LIBRARIES
+
 ROOT = Path(__file__).parents[2]
 # What `## Add a runtime` says to touch: where a row goes, and the row.
 ROWS = (
@@ -36,6 +39,8 @@ folder, images = Path(sys.argv[1]), noise_batch(zoo.SPEC, 3, seed=2)
 source = deployed.source_of("vit", folder / "source")
 recipe = save_deployed(source, deployed.deployment("toy float32"), folder / "model")
 print(load(folder / "model").runtime, "model.onnx" in recipe.files, "onnx" in recipe.libraries)
+card = (folder / "model" / "README.md").read_text()
+print("toy opens them" in card, "from_pretrained" in card)
 session = open_session(folder / "model", num_threads=1)
 print(deployed.distance(session.run(images), deployed.float_logits(source, images)) < 1e-5, session.bound(images)() > 0)
 try:
@@ -59,7 +64,13 @@ def test_a_runtime_that_follows_the_words_is_saved_opened_and_checked(tmp_path: 
     ended = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
 
     assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.splitlines() == ["toy True True", "True True", "True"]
+    assert ended.stdout.splitlines() == ["toy True True", "True False", "True True", "True"]
+
+
+def test_what_a_runtime_converts_and_runs_with_is_in_the_keys_of_jobs():
+    kept = {name for names in PACKAGES.values() for name in names}
+
+    assert kept <= {*LIBRARIES, *RUNTIME_LIBRARIES}
 
 
 def test_contributing_names_the_files_that_this_test_touches():

@@ -180,7 +180,7 @@ def test_the_fastest_that_keeps_the_accuracy_is_chosen(tmp_path: Path):
     assert held.chosen is not None
     assert held.chosen.name == "openvino static"
     assert "lost 9.8% of top-1 on 256 images" in reasons(held)["openvino static_nncf"]
-    assert held.candidates[0].deployment == held.chosen
+    assert held.suited[0].deployment == held.chosen
 
 
 def test_a_small_one_comes_before_a_faster_one_that_breaks_the_contract(tmp_path: Path):

@@ -18,7 +18,7 @@ from profiling_agent.jobs.handlers.pruning import recover
 from profiling_agent.jobs.tasks import RecoverTask
 from profiling_agent.modules.divergence import mean_kl
 from profiling_agent.progress import silent
-from profiling_agent.pruning.baselines import uniform_prune
+from profiling_agent.pruning.rivals import uniform_prune
 from profiling_agent.pruning.units import find_units
 from profiling_agent.records import ArtifactRef, SplitInfo
 from profiling_agent.workspace import Workspace

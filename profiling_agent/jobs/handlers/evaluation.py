@@ -19,7 +19,7 @@ from profiling_agent.jobs.context import JobContext
 from profiling_agent.jobs.handlers.deployment import complexity_of
 from profiling_agent.jobs.tasks import CompareTask, Evaluated, EvaluateTask, PaperBaseline
 from profiling_agent.modules.inference import random_batch
-from profiling_agent.pruning.baselines import paper_prune
+from profiling_agent.pruning.rivals import paper_prune
 from profiling_agent.quantization.footprint import folder_bytes, parameter_bytes
 from profiling_agent.records import Footprint, Predictions
 from profiling_agent.reproducibility import available_threads

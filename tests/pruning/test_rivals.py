@@ -17,7 +17,7 @@ from transformers import (
 
 from profiling_agent.errors import PruningError, RequestError
 from profiling_agent.modules.inference import random_batch
-from profiling_agent.pruning.baselines import paper_prune, uniform_prune
+from profiling_agent.pruning.rivals import paper_prune, uniform_prune
 from profiling_agent.pruning.units import find_units
 from profiling_agent.records import InputSpec, UnitKind
 

@@ -31,7 +31,7 @@ Scoring = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PaperPruned:
+class RivalPruned:
     """A model that a method cut by `ratio`, uncompensated, and the share of params that is gone.
 
     `keep` are the kept channels or heads by unit; by convolution, and without `cuts`, where the paper's method cut
@@ -55,7 +55,7 @@ def uniform_prune(  # noqa: PLR0913 (a comparison names all that it was made wit
     seed: int = 0,
     aligned: bool = True,
     kinds: Collection[UnitKind] = WIDTHS,
-) -> PaperPruned:
+) -> RivalPruned:
     """Return a copy of `model` with each of `units` of `kinds` cut once, by the same `ratio` of its width.
 
     Aligned: to the aligned width nearest to that; otherwise by exactly floor(ratio * width).
@@ -71,7 +71,7 @@ def uniform_prune(  # noqa: PLR0913 (a comparison names all that it was made wit
 
 def paper_prune(
     model: nn.Module, spec: InputSpec, ratio: float, criterion: str = "l1", *, seed: int = 0
-) -> PaperPruned:
+) -> RivalPruned:
     """Return a copy of `model` cut as the baselines in Table 1 of the paper (arXiv 2509.05584) were.
 
     A model with MLPs loses floor(ratio * width) of each hidden width, a multiple of nothing. Any other loses, for each
@@ -102,7 +102,7 @@ def paper_prune(
         pruned = without(model, removals)
         keep = {name: left_of(graph, layer, name, removals) for name, layer in convolutions(graph, skeleton)}
     check_saving(model, pruned, spec)
-    return PaperPruned(model=pruned, ratio=ratio, share=1 - _num_params(pruned) / _num_params(model), keep=keep)
+    return RivalPruned(model=pruned, ratio=ratio, share=1 - _num_params(pruned) / _num_params(model), keep=keep)
 
 
 def _check(fraction: float, criterion: str) -> None:
@@ -130,12 +130,12 @@ def _uniform_cuts(
 
 def _cut(
     model: nn.Module, cuts: tuple[Cut, ...], spec: InputSpec, ratio: float, criterion: str, seed: int
-) -> PaperPruned:
+) -> RivalPruned:
     if not cuts:
         raise PruningError(f"a ratio of {ratio!r} cuts no channel of any unit; raise it")
     pruned = prune_model(model, cuts, spec=spec, importance=criterion, seed=seed)
     share = 1 - _num_params(pruned.model) / _num_params(model)
-    return PaperPruned(model=pruned.model, ratio=ratio, share=share, keep=pruned.keep, cuts=cuts)
+    return RivalPruned(model=pruned.model, ratio=ratio, share=share, keep=pruned.keep, cuts=cuts)
 
 
 def _num_params(model: nn.Module) -> int:
