@@ -237,7 +237,7 @@ def test_nothing_is_sent_on_to_another_address(status: str, tmp_path: Path, monk
         with hostile_server(in_turn(away), models=away) as server:
             said = refusal(server, tmp_path)
             with pytest.raises(RequestError, match="sends on to another address"):
-                look_at(Endpoint(provider="openai", model="scripted", base_url=server.url))
+                look_at(Endpoint(provider="openai", model="scripted", base_url=server.url), [server.url])
 
     assert "sends on to another address" in said
     assert len(server.asked) == 1
@@ -274,9 +274,9 @@ def test_a_list_of_models_may_hold_anything(name: str):
     with hostile_server(in_turn(says(GOOD)), models=models) as server:
         endpoint = Endpoint(provider="openai", model="scripted", base_url=server.url)
         if refused is None:
-            look_at(endpoint)
+            look_at(endpoint, [server.url])
             return
         with pytest.raises(RequestError, match=refused) as caught:
-            look_at(endpoint)
+            look_at(endpoint, [server.url])
     assert clean(str(caught.value)) == str(caught.value)
     assert len(str(caught.value)) < 500
