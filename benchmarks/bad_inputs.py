@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import zygote
-from bad_kinds import KINDS, SECRET, Case, Place
+from bad_kinds import KINDS, SECRET, Case, Place, carry_out
 
 # Cursor, colour, title; and what turns the direction of what follows.
 DIRECTION = frozenset("\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
@@ -90,7 +90,7 @@ def _entries(folder: Path, root: Path) -> Iterator[tuple[str, str]]:
             path, mode = Path(entry.path), entry.stat(follow_symlinks=False).st_mode
             name = os.fsencode(path.relative_to(root)).decode("utf-8", "backslashreplace")
             if stat.S_ISLNK(mode):
-                yield name, f"link {os.readlink(path)}"
+                yield name, f"link {path.readlink()}"
             elif stat.S_ISDIR(mode):
                 yield name, "folder"
                 yield from _entries(path, root)
@@ -130,18 +130,23 @@ def problems_of(
         found.append(f"raw characters {sorted(raw)}")
     if SECRET in said:
         found.append("showed what it was not given")
-    links = [line for line in ended.connections if not (case.is_local_allowed and "127.0.0.1" in line)]
-    found += [f"connection: {line}" for line in links[:2]]
+    connections = [line for line in ended.connections if not (case.is_local_allowed and "127.0.0.1" in line)]
+    found += [f"connection: {line}" for line in connections[:2]]
+    touched = _touched(case, before, after, is_refused=ended.code == 2)
+    # What was killed had no time to tidy up.
+    return found + ([] if ended.told else touched) + _logged(place)
+
+
+def _touched(case: Case, before: dict[str, Any], after: dict[str, Any], *, is_refused: bool) -> list[str]:
+    """Return what was left or changed where nothing may be, and what is half-written."""
+    found = [f"left {min(after['tmp'])} in the temporary folder"] if after["tmp"] else []
     for name in before:
         changed = changes(before[name], after[name])
-        if changed and (name not in case.may_change or (ended.code == 2 and name in case.kept)):
+        if changed and (name not in case.may_change or (is_refused and name in case.kept)):
             found.append(f"touched {name}: {', '.join(changed)[:200]}")
-        left = [path for path in set(after[name]) - set(before[name]) if ".tmp-" in path]
-        if left and not ended.told:
+        if left := [path for path in set(after[name]) - set(before[name]) if ".tmp-" in path]:
             found.append(f"left {left[0]}")
-    if after["tmp"] and not ended.told:
-        found.append(f"left {sorted(after['tmp'])[0]} in the temporary folder")
-    return found + _logged(place)
+    return found
 
 
 def _moves(character: str) -> bool:
@@ -168,18 +173,18 @@ def try_case(kind: str, seed: int, root: Path, fixtures: Path, server: Path) -> 
     place = Place(root, fixtures)
     lay_out(place)
     make, _ = KINDS[kind]
+
+    def prepare() -> None:
+        case = make(random.Random(f"{kind}:{seed}"), place)
+        (root / "case.json").write_text(json.dumps(vars(case)))
+
     prepared = zygote.run_case(
-        lambda: make(random.Random(f"{kind}:{seed}"), place),
-        _traces(root, "making"),
-        cwd=root,
-        environment=environment(place),
-        server=server,
+        prepare, _traces(root, "making"), cwd=root, environment=environment(place), server=server
     )
     if prepared.code:
         return Result(kind, seed, "", "FAILED", 0, 0, ("it could not be made",), prepared.stderr[-1500:]), prepared
     before = snapshots(place)
-    # Drawn again, for its arguments; the folders are there already, so what it would write goes elsewhere.
-    case = _drawn_again(make, kind, seed, root, fixtures)
+    case = Case(**json.loads((root / "case.json").read_text()))
     asked = environment(place) | case.environment
     traces = _traces(root, "traces")
     if case.arguments is not None and seed % REAL_EVERY == 0 and _can_be_typed(case.arguments):
@@ -187,7 +192,7 @@ def try_case(kind: str, seed: int, root: Path, fixtures: Path, server: Path) -> 
         ended = zygote.run_command(command, traces, cwd=place.cwd, environment=asked)
     else:
         ended = zygote.run_case(
-            _work(case), traces, cwd=place.cwd, environment=asked, server=server, encoding=case.encoding
+            _work(case, place), traces, cwd=place.cwd, environment=asked, server=server, encoding=case.encoding
         )
     problems = problems_of(case, ended, before, snapshots(place), place)
     end = "FAILED" if problems else "refused" if ended.code == 2 else "went on"
@@ -198,22 +203,6 @@ def try_case(kind: str, seed: int, root: Path, fixtures: Path, server: Path) -> 
 def _traces(root: Path, name: str) -> Path:
     (root / name).mkdir()
     return root / name
-
-
-def _drawn_again(make: Any, kind: str, seed: int, root: Path, fixtures: Path) -> Case:
-    """Return the case as it was drawn; a case names its folders, so that it is drawn for the same ones."""
-    place = Place(root, fixtures)
-    aside = root / "aside"
-    aside.mkdir()
-    for name in ("given", "out", "cache"):
-        (root / name).rename(aside / name)
-        (root / name).mkdir()
-    try:
-        return make(random.Random(f"{kind}:{seed}"), place)
-    finally:
-        for name in ("given", "out", "cache"):
-            _remove(root / name)
-            (aside / name).rename(root / name)
 
 
 def _remove(folder: Path) -> None:
@@ -228,9 +217,9 @@ def _can_be_typed(arguments: list[str]) -> bool:
     return all("\0" not in argument for argument in arguments) and sum(map(len, arguments)) < 100_000
 
 
-def _work(case: Case) -> Any:
-    if case.work is not None:
-        return case.work
+def _work(case: Case, place: Place) -> Any:
+    def call() -> None:
+        carry_out(str(case.call), place, case.given)
 
     def command_line() -> None:
         from profiling_agent.cli.main import main
@@ -238,7 +227,7 @@ def _work(case: Case) -> Any:
         sys.argv = ["profiling-agent", *(case.arguments or ())]
         main()
 
-    return command_line
+    return call if case.call else command_line
 
 
 def make_world(root: Path) -> None:

@@ -22,7 +22,7 @@ import odd
 Random = random.Random
 SECRET = "canary-7f3a-secret"
 # Met; not met; refused; waits for an approval.
-ENDS = frozenset({0, 1, 2, 3})
+ENDS = (0, 1, 2, 3)
 BASE = {
     "num_samples": "50",
     "batch_size": "8",
@@ -43,30 +43,37 @@ class Place:
 
     @property
     def home(self) -> Path:
+        """Return the user's home."""
         return self.root / "home"
 
     @property
     def cwd(self) -> Path:
+        """Return where the command is called."""
         return self.root / "cwd"
 
     @property
     def given(self) -> Path:
+        """Return what is given."""
         return self.root / "given"
 
     @property
     def out(self) -> Path:
+        """Return what may be written to."""
         return self.root / "out"
 
     @property
     def cache(self) -> Path:
+        """Return the user's cache."""
         return self.root / "cache"
 
     @property
     def canary(self) -> Path:
+        """Return what belongs to others."""
         return self.root / "canary"
 
     @property
     def secret(self) -> Path:
+        """Return a file that nobody named."""
         return self.canary / "secret.txt"
 
 
@@ -76,9 +83,10 @@ class Case:
 
     what: str
     arguments: list[str] | None = None
-    # Instead of the command line: what a notebook calls.
-    work: Callable[[], Any] | None = None
-    ends: frozenset[int] = ENDS
+    # Instead of the command line: the name of what a notebook calls, in `CALLS`, and what it is given.
+    call: str | None = None
+    given: dict[str, Any] = field(default_factory=dict[str, Any])
+    ends: tuple[int, ...] = ENDS
     # The folders that may change; of a refusal none of `kept`.
     may_change: tuple[str, ...] = ("out", "cache", "tmp")
     kept: tuple[str, ...] = ()
@@ -88,24 +96,20 @@ class Case:
     is_local_allowed: bool = False
 
 
-def says(work: Callable[[], Any]) -> Callable[[], Any]:
-    """Return `work` ended as the command line ends: an error of ours is one line and code 2."""
+def carry_out(name: str, place: Place, given: dict[str, Any]) -> None:
+    """Do what a notebook would; an error of ours ends as on the command line, in one line and code 2."""
+    import typer
 
-    def do() -> None:
-        from profiling_agent.cli.terminal import refuse
-        from profiling_agent.errors import ProfilingAgentError
+    from profiling_agent.cli.terminal import refuse
+    from profiling_agent.errors import ProfilingAgentError
 
+    try:
+        CALLS[name](place, **given)
+    except ProfilingAgentError as error:
         try:
-            work()
-        except ProfilingAgentError as error:
-            import typer
-
-            try:
-                refuse(str(error))
-            except typer.Exit as ending:
-                sys.exit(ending.exit_code)
-
-    return do
+            refuse(str(error))
+        except typer.Exit as ending:
+            sys.exit(ending.exit_code)
 
 
 def _flags(**fields: str) -> list[str]:
@@ -234,12 +238,19 @@ def model_folder(rng: Random, place: Place) -> Case:
     if rng.random() < 0.1:
         return Case(f"profile, {what}", ["profile", "--model", str(named), "--batch-size", "1", "--json"])
 
-    def work() -> None:
-        from profiling_agent.jobs.tasks import ResolveShapeTask
+    return Case(what, call="resolve", given={"model": str(named)})
 
-        _do(place, ResolveShapeTask(model=str(named)))
 
-    return Case(what, work=says(work))
+def _resolve(place: Place, model: str) -> None:
+    from profiling_agent.jobs.tasks import ResolveShapeTask
+
+    _do(place, ResolveShapeTask(model=model))
+
+
+def _acquire(place: Place, **named: str) -> None:
+    from profiling_agent.jobs.tasks import AcquireTask
+
+    _do(place, AcquireTask(num_samples=50, **named))  # pyright: ignore[reportArgumentType] - texts alone
 
 
 def _do(place: Place, task: Any) -> None:
@@ -331,31 +342,33 @@ def _pictures(rng: Random, count: int, kind: str = "PNG") -> list[bytes]:
 
 
 def _table(folder: Path, columns: dict[str, Any], features: Any = None) -> None:
-    from datasets import Dataset
-    from datasets.utils import disable_progress_bars
+    import pyarrow as pa
+    from pyarrow import parquet
 
-    disable_progress_bars()
+    # As datasets would write it, which first puts in what the cells name.
+    table = pa.table(columns, schema=features.arrow_schema if features is not None else None)
     for split in ("train", "test"):
-        Dataset.from_dict(columns, features=features).to_parquet(str(folder / f"{split}.parquet"))
+        parquet.write_table(table, folder / f"{split}.parquet")
 
 
-LABELS = (
-    lambda rng: list(range(10**6, 10**6 + 120)),
-    lambda rng: [2**62] * 119 + [0],
-    lambda rng: [-1] * 120,
-    lambda rng: [0.5] * 120,
-    lambda rng: [float("nan")] * 120,
-    lambda rng: [None] * 120,
-    lambda rng: [True, False] * 60,
+# Of a generator: a hundred and twenty labels.
+LABELS: tuple[Callable[[Random], list[Any]], ...] = (
+    lambda _: list(range(10**6, 10**6 + 120)),
+    lambda _: [2**62] * 119 + [0],
+    lambda _: [-1] * 120,
+    lambda _: [0.5] * 120,
+    lambda _: [float("nan")] * 120,
+    lambda _: [None] * 120,
+    lambda _: [True, False] * 60,
     lambda rng: [odd.text(rng).encode("utf-8", "replace").decode() for _ in range(120)],
-    lambda rng: [f"name {index}" for index in range(120)],
-    lambda rng: ["x" * 10_000] * 120,
-    lambda rng: [[0], [1, 2]] * 60,
-    lambda rng: [{"a": 1}] * 120,
-    lambda rng: [str(index % 5) for index in range(120)],
-    lambda rng: [f"class {index % 5}\x1b[31m" for index in range(120)],
-    lambda rng: [0] * 120,
-    lambda rng: [index % 5 for index in range(119)] + [10**12],
+    lambda _: [f"name {index}" for index in range(120)],
+    lambda _: ["x" * 10_000] * 120,
+    lambda _: [[0], [1, 2]] * 60,
+    lambda _: [{"a": 1}] * 120,
+    lambda _: [str(index % 5) for index in range(120)],
+    lambda _: [f"class {index % 5}\x1b[31m" for index in range(120)],
+    lambda _: [0] * 120,
+    lambda _: [index % 5 for index in range(119)] + [10**12],
 )
 
 
@@ -399,25 +412,22 @@ def data_set(rng: Random, place: Place) -> Case:
         fields = _base(place) | {"dataset": str(folder)}
         return Case(f"run, {way}: {what}", ["run", *_flags(**fields)])
 
-    def work() -> None:
-        from profiling_agent.jobs.tasks import AcquireTask
-
-        model = str(place.fixtures / "world/model")
-        _do(place, AcquireTask(model=model, dataset=str(folder), num_samples=50, **columns))
-
-    return Case(f"{way}: {what} {[*columns] or ''}", work=says(work))
+    named = {"model": str(place.fixtures / "world/model"), "dataset": str(folder)} | columns
+    return Case(f"{way}: {what} {[*columns] or ''}", call="acquire", given=named)
 
 
 def _labels(folder: Path, rng: Random, place: Place) -> str:
     index = rng.randrange(len(LABELS))
     from datasets import Image
 
-    columns = {"image": _pictures(rng, 1) * 120, "label": LABELS[index](rng)}
-    made = {"image": [{"bytes": held, "path": None} for held in columns["image"]], "label": columns["label"]}
-    from datasets import Dataset
+    columns = {"image": _pictures(rng, 1) * 120}
+    import pyarrow as pa
+    from datasets import Features, Value
 
-    for split in ("train", "test"):
-        Dataset.from_dict(made).cast_column("image", Image()).to_parquet(str(folder / f"{split}.parquet"))
+    labels = pa.array(LABELS[index](rng), from_pandas=False)
+    kinds = {"image": Image(), "label": Value("string")} if pa.types.is_string(labels.type) else None
+    made = {"image": [{"bytes": held, "path": None} for held in columns["image"]], "label": labels}
+    _table(folder, made, Features(kinds) if kinds else None)
     return f"labels {index}"
 
 
@@ -700,13 +710,11 @@ def reply(rng: Random, place: Place) -> Case:
         )
     )
 
-    def work() -> None:
-        ask_server(body, status, headers, place.out)
-
-    return Case(f"{status} {headers} {what} {body[:80]!r}", work=says(work))
+    given = {"body": body, "status": status, "headers": headers}
+    return Case(f"{status} {headers} {what} {body[:80]!r}", call="ask", given=given)
 
 
-def ask_server(body: str, status: int, headers: dict[str, str], folder: Path) -> None:
+def _ask(place: Place, body: str, status: int, headers: dict[str, str]) -> None:
     """Ask a question of a server that always says the same; the rules go on where it gives no answer."""
     import advisors
     import zygote
@@ -724,7 +732,7 @@ def ask_server(body: str, status: int, headers: dict[str, str], folder: Path) ->
         return layer
 
     script = lambda _payload, _number: Said(status=status, body=body, headers=headers)  # noqa: E731
-    folder.mkdir(exist_ok=True)
+    folder = place.out
     os.environ["OPENAI_API_KEY"] = "sk-canary"
     with chat_server(script) as server:
         zygote.allow(int(server.url.split(":")[2].split("/")[0]))
@@ -774,16 +782,17 @@ def ledger(rng: Random, place: Place) -> Case:
     if rng.random() < 0.25:
         what = odd.damaged(path, rng, secret=place.secret)
 
-    def work() -> None:
-        from profiling_agent.llm.ledger import Ledger, read_spent
+    return Case(what, call="spent", may_change=("out", "cache", "tmp", "given"))
 
-        spent = read_spent(place.given)
-        held = Ledger(place.given, max_requests=50, max_tokens=10_000)
-        held.note_failure("analysis", "\x1b[31m\udcff")
-        if (spent.input_tokens or 0) < 0 or (spent.output_tokens or 0) < 0 or spent.requests < 0:
-            raise SystemExit(9)
 
-    return Case(what, work=says(work), may_change=("out", "cache", "tmp", "given"))
+def _spent(place: Place) -> None:
+    from profiling_agent.llm.ledger import Ledger, read_spent
+
+    spent = read_spent(place.given)
+    held = Ledger(place.given, max_requests=50, max_tokens=10_000)
+    held.note_failure("analysis", "\x1b[31m\udcff")
+    if (spent.input_tokens or 0) < 0 or (spent.output_tokens or 0) < 0 or spent.requests < 0:
+        raise SystemExit(9)
 
 
 def cache(rng: Random, place: Place) -> Case:
@@ -818,12 +827,7 @@ def cache(rng: Random, place: Place) -> Case:
                 "lock link": lambda: lock.symlink_to(place.canary / "new"),
             }[way]()
 
-    def work() -> None:
-        from profiling_agent.jobs.tasks import AcquireTask
-
-        _do(place, AcquireTask(model="reference:vit", dataset="reference:digits", num_samples=50))
-
-    return Case(what, work=says(work))
+    return Case(what, call="acquire", given={"model": "reference:vit", "dataset": "reference:digits"})
 
 
 PLAN: dict[str, Any] = {
@@ -869,15 +873,16 @@ def plan(rng: Random, place: Place) -> Case:
         run = _run(place, "waiting")
         return Case(f"approve, {what}", ["approve", str(run), f"--edit={path}"])
 
-    def work() -> None:
-        from profiling_agent.analysis.dry_run import dry_run
-        from profiling_agent.analysis.plan_file import read_plan
-        from profiling_agent.records import ModelProfile
+    return Case(what, call="dry_run", given={"path": str(path)})
 
-        profile = next((place.fixtures / "runs/done/jobs").glob("profile-*/profile.json"))
-        print(dry_run(read_plan(str(path)), ModelProfile.model_validate_json(profile.read_bytes())).params)
 
-    return Case(what, work=says(work))
+def _dry_run(place: Place, path: str) -> None:
+    from profiling_agent.analysis.dry_run import dry_run
+    from profiling_agent.analysis.plan_file import read_plan
+    from profiling_agent.records import ModelProfile
+
+    profile = next((place.fixtures / "runs/done/jobs").glob("profile-*/profile.json"))
+    print(dry_run(read_plan(path), ModelProfile.model_validate_json(profile.read_bytes())).params)
 
 
 def _rehash(folder: Path) -> None:
@@ -940,17 +945,18 @@ def artifact(rng: Random, place: Place) -> Case:
     if chosen < 0.16:
         return Case(f"measure {said}", ["measure", str(folder)], kept=("out",))
 
-    def work() -> None:
-        import warnings
+    return Case(said, call="load", given={"folder": str(folder)}, kept=("out",))
 
-        from PIL import Image
 
-        from profiling_agent import load
+def _load(_place: Place, folder: str) -> None:
+    import warnings
 
-        warnings.simplefilter("ignore")
-        print(load(folder).predict(Image.new("RGB", (40, 40))).label)
+    from PIL import Image
 
-    return Case(said, work=says(work), kept=("out",))
+    from profiling_agent import load
+
+    warnings.simplefilter("ignore")
+    print(load(folder).predict(Image.new("RGB", (40, 40))).label)
 
 
 def _tensor(path: Path, rng: Random) -> str:
@@ -1252,14 +1258,24 @@ def label_map(rng: Random, place: Place) -> Case:
     ours = [odd.text(rng)[:300] for _ in range(rng.randrange(8))]
     theirs = {rng.randrange(-2, 10): rng.choice((odd.text(rng)[:300], *ours[:1])) for _ in range(rng.randrange(8))}
 
-    def work() -> None:
-        from profiling_agent.acquisition.labels import match_labels
-
-        match_labels(ours, theirs)
-
-    return Case(f"{str(ours)[:60]} {str(theirs)[:60]}", work=says(work))
+    return Case(f"{str(ours)[:60]} {str(theirs)[:60]}", call="match", given={"ours": ours, "theirs": [*theirs.items()]})
 
 
+def _match(_place: Place, ours: list[str], theirs: list[tuple[int, str]]) -> None:
+    from profiling_agent.acquisition.labels import match_labels
+
+    match_labels(ours, dict(theirs))
+
+
+CALLS: dict[str, Callable[..., None]] = {
+    "resolve": _resolve,
+    "acquire": _acquire,
+    "ask": _ask,
+    "spent": _spent,
+    "dry_run": _dry_run,
+    "load": _load,
+    "match": _match,
+}
 Kind = Callable[[Random, Place], Case]
 # What share of the cases each kind gets.
 KINDS: dict[str, tuple[Kind, int]] = {

@@ -208,18 +208,8 @@ def _serve(connection: socket.socket) -> NoReturn:
     asked = json.loads(body)
     child = os.fork()
     if child == 0:
-        for number, descriptor in enumerate(held):
-            os.dup2(descriptor, number)
-            os.close(descriptor)
         connection.close()
-        os.sched_setaffinity(0, asked["cores"])
-        os.chdir(asked["cwd"])
-        _streams("utf-8")
-        _become(asked["environment"], asked["log"], _port_of(asked["log"]), asked["stub"])
-        arguments = asked["argv"]
-        module = arguments[arguments.index("-m") + 1]
-        sys.argv = [module, *arguments[arguments.index("-m") + 2 :]]
-        end_with(lambda: runpy.run_module(module, run_name="__main__"))
+        _be_child(asked, held)
     for descriptor in held:
         os.close(descriptor)
 
@@ -235,6 +225,21 @@ def _serve(connection: socket.socket) -> NoReturn:
     with contextlib.suppress(OSError):
         connection.sendall(os.waitstatus_to_exitcode(status).to_bytes(4, "little", signed=True))
     os._exit(0)
+
+
+def _be_child(asked: dict[str, Any], held: Sequence[int]) -> NoReturn:
+    """Be the process that the product asked for."""
+    for number, descriptor in enumerate(held):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    os.sched_setaffinity(0, asked["cores"])
+    os.chdir(asked["cwd"])
+    _streams("utf-8")
+    _become(asked["environment"], asked["log"], _port_of(asked["log"]), asked["stub"])
+    arguments = asked["argv"]
+    module = arguments[arguments.index("-m") + 1]
+    sys.argv = [module, *arguments[arguments.index("-m") + 2 :]]
+    end_with(lambda: runpy.run_module(module, run_name="__main__"))
 
 
 def _port_of(log: str) -> int:
