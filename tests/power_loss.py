@@ -154,7 +154,7 @@ class Disk:
         self._step((source, was, None), (folder, name, node))
 
     def _seen(self, node: Node, data: bytes) -> None:
-        if node.live != data:
+        if bytes(node.live) != data:
             node.write(0, data)
             if len(node.live) != len(data):
                 node.truncate(len(data))
