@@ -42,7 +42,7 @@ from profiling_agent.reporting.results import read_report
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 
 import world
-from interrupted import decisions, finished_jobs, held_locks, is_left_alone, processes_of, temporary_files
+from interrupted import RESULTS, decisions, finished_jobs, held_locks, is_left_alone, processes_of, temporary_files
 from power_loss import Loss, Recording, build_recorder, put_back, recorded
 
 ASKED = ("--runtimes", "eager", "--quantize-dtype", "qint8", "--batch-size", "8", "--num-samples", "200")
@@ -150,10 +150,10 @@ def outcome(scene: Scene, name: str, code: int, undisturbed: object, before: dic
     run = scene.run(name)
     alone = is_left_alone(run)
     after = finished_jobs(run)
-    has_report = (run / "report.json").exists()
+    is_there = all((run / name).exists() for name in RESULTS)
     return {
         "exit": code,
-        "same": code == 0 and has_report and decisions(read_report(run)) == undisturbed,
+        "same": code == 0 and is_there and decisions(read_report(run)) == undisturbed,
         "processes_left": 0 if alone else len(processes_of(run)),
         "files_left": len(temporary_files(scene.disk)),
         "locks_held": len(held_locks(run / "run.lock", scene.disk / "cache" / "machine.lock")),

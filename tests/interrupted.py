@@ -10,6 +10,9 @@ from filelock import FileLock, Timeout
 from profiling_agent.records import Attempt
 from profiling_agent.reporting.report import RunReport
 
+# What a run that ended has, besides its jobs.
+RESULTS = ("report.json", "report.md", "report.html", "best")
+
 
 def decisions(report: RunReport) -> dict[str, object]:
     """Return all of a report that must not depend on being interrupted: everything but what was timed."""
@@ -33,7 +36,7 @@ def foreseen(attempt: Attempt) -> dict[str, object] | None:
 
 def finished_jobs(run: Path) -> dict[str, int]:
     """Return when each finished job of a run was written."""
-    return {path.parent.name: path.stat().st_mtime_ns for path in run.glob("jobs/*/result.json")}
+    return {path.parent.name: path.stat().st_mtime_ns for path in run.glob("jobs/[!.]*/result.json")}
 
 
 def processes_of(run: Path) -> list[psutil.Process]:
