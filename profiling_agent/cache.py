@@ -10,6 +10,7 @@ import platformdirs
 from filelock import FileLock
 
 from profiling_agent.errors import AcquisitionError
+from profiling_agent.files import make_folders, sync_names, sync_tree
 
 VARIABLE = "PROFILING_AGENT_CACHE"
 
@@ -32,7 +33,7 @@ def cached(name: str, build: Callable[[Path], None]) -> Path:
     if folder.is_dir():
         return folder
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
+        make_folders(folder.parent)
         with FileLock(folder.parent / f"{name}.lock"):
             if not folder.is_dir():
                 _build(folder, build)
@@ -50,6 +51,8 @@ def _build(folder: Path, build: Callable[[Path], None]) -> None:
     try:
         build(made)
         made.chmod(0o755)
+        sync_tree(made)
         made.replace(folder)
+        sync_names(folder.parent)
     finally:
         shutil.rmtree(made, ignore_errors=True)

@@ -43,6 +43,9 @@ SQLITE_STORAGE = {
     sqlite3.SQLITE_IOERR: FAILING,
 }
 
+# What file systems say that know no sync of a folder.
+NO_FOLDER_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP})
+
 
 class FileRefusedError(OSError):
     """A file that isn't opened for what it is; `strerror` says why, as the system's own errors do."""
@@ -137,12 +140,40 @@ def file_sha256(path: Path, *, under: Path | None = None) -> str:
 
 
 def sync(path: Path) -> None:
-    """Have the system put a file's bytes, or a folder's names, on the disk."""
+    """Have the system put a file's bytes on the disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def sync_names(folder: Path) -> None:
+    """Have the system put a folder's names on the disk, where it can; the folder may be named by a link."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except PermissionError:
+        # It may be written and not listed; what was to be written is.
+        return
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in NO_FOLDER_SYNC:
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def make_folders(folder: Path) -> None:
+    """Make a folder and those above it, where they aren't there, their names on the disk.
+
+    Raises:
+        FileExistsError: there is something else of that name.
+    """
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in reversed(missing):
+        sync_names(path.parent)
 
 
 def sync_tree(folder: Path) -> None:
@@ -154,7 +185,7 @@ def sync_tree(folder: Path) -> None:
             sync_tree(path)
         elif path.is_file():
             sync(path)
-    sync(folder)
+    sync_names(folder)
 
 
 @contextmanager
@@ -173,7 +204,7 @@ def replacing(path: Path) -> Generator[IO[bytes], None, None]:
             os.fchmod(stream.fileno(), 0o666 & ~_umask())
             os.fsync(stream.fileno())
         temporary.replace(path)
-        sync(path.parent)
+        sync_names(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -233,7 +264,7 @@ def appearing(folder: Path) -> Generator[Path, None, None]:
     if os.path.lexists(folder):
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(folder))
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
+        make_folders(folder.parent)
     except FileExistsError as error:
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder.parent)) from error
     temporary = Path(tempfile.mkdtemp(prefix=f"{TEMPORARY}{folder.name[:50]}-", dir=folder.parent))
@@ -242,7 +273,7 @@ def appearing(folder: Path) -> Generator[Path, None, None]:
         yield temporary
         sync_tree(temporary)
         temporary.rename(folder)
-        sync(folder.parent)
+        sync_names(folder.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

@@ -14,12 +14,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 from filelock import FileLock, Timeout
 from pydantic import Field, ValidationError
 
 from profiling_agent.documents import DocumentError, parse_json
 from profiling_agent.errors import ArtifactError, RequestError, RunError, StorageError
-from profiling_agent.files import TEMPORARY, inside, read_bytes, storage_problem, sweep, write_text
+from profiling_agent.files import (
+    TEMPORARY,
+    inside,
+    make_folders,
+    read_bytes,
+    storage_problem,
+    sweep,
+    sync_names,
+    write_text,
+)
 from profiling_agent.holder import holder_said, note_holder
 from profiling_agent.records import ArtifactRef, Record
 from profiling_agent.reproducibility import environment
@@ -105,6 +115,7 @@ class Workspace:
         temporary.unlink(missing_ok=True)
         temporary.symlink_to(os.path.relpath(self.path(ref), folder), target_is_directory=True)
         temporary.replace(folder / self.best.name)
+        sync_names(folder)
 
     def sweep(self) -> None:
         """Remove what a killed process left half-written; only the holder of the lock may call this."""
@@ -145,9 +156,17 @@ def _unwritable(request: Request, error: OSError) -> RequestError:
 
 
 def _write_manifest(root: Path, request: Request) -> None:
-    (root / "jobs").mkdir(parents=True, exist_ok=True)
+    make_folders(root / "jobs")
     manifest = Manifest(schema_version=SCHEMA_VERSION, request=request, machine=environment().machine)
     write_text(root / MANIFEST, manifest.model_dump_json(indent=2))
+
+
+def _sweep_begun(root: Path) -> None:
+    """Remove what processes that are gone had made of this run when they were killed."""
+    for leftover in root.parent.glob(f"{TEMPORARY}{root.name}-*"):
+        number = leftover.name.rpartition("-")[2]
+        if number.isdecimal() and not psutil.pid_exists(int(number)):
+            shutil.rmtree(leftover, ignore_errors=True)
 
 
 def create_workspace(request: Request, run_id: str) -> Workspace:
@@ -157,8 +176,10 @@ def create_workspace(request: Request, run_id: str) -> Workspace:
     try:
         if root.exists():
             raise FileExistsError
+        _sweep_begun(root)
         _write_manifest(temporary, request.model_copy(update={"run_id": run_id}))
         temporary.rename(root)
+        sync_names(root.parent)
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
         if root.exists():

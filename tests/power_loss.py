@@ -11,7 +11,7 @@ import os
 import random
 import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
@@ -89,37 +89,37 @@ class Disk:
         self.root = Node(is_folder=True)
         self._data = data
         self._steps: list[Step] = []
+        self._verbs: dict[str, Callable[..., None]] = {
+            "process": lambda *_: None,
+            "mkdir": lambda path: self._made(path, Node(is_folder=True)),
+            "create": lambda path: self._made(path, Node()),
+            "symlink": lambda path, target: self._made(path, Node(target=target)),
+            "link": lambda old, path: self._made(path, self._file(old)),
+            "rename": self._rename,
+            "remove": self._remove,
+            "write": self._write,
+            "truncate": self._truncate,
+            "seen": self._seen,
+            "names": lambda path, *names: self._only(self._found(path), names),
+            "sync": self._sync,
+        }
 
     def do(self, event: Event) -> None:
         """Let one recorded event happen."""
-        match event:
-            case ("process", *_):
-                pass
-            case ("mkdir", path):
-                self._made(path, Node(is_folder=True))
-            case ("create", path):
-                self._made(path, Node())
-            case ("symlink", path, target):
-                self._made(path, Node(target=target))
-            case ("link", old, path):
-                self._made(path, self._file(old))
-            case ("rename", old, path):
-                self._rename(old, path)
-            case ("remove", path):
-                folder, name = self._place(path)
-                self._step((folder, name, None))
-            case ("write", path, offset, start, length):
-                self._file(path).write(int(offset), self._bytes(start, length))
-            case ("truncate", path, size):
-                self._file(path).truncate(int(size))
-            case ("seen", path, start, length):
-                self._seen(self._file(path), self._bytes(start, length))
-            case ("names", path, *names):
-                self._only(self._found(path), names)
-            case ("sync", path):
-                self._sync(path)
-            case _:
-                raise ValueError(f"an event of no known kind: {event!r}")
+        verb, *fields = event
+        if verb not in self._verbs:
+            raise ValueError(f"an event of no known kind: {event!r}")
+        self._verbs[verb](*fields)
+
+    def _write(self, path: str, offset: str, start: str, length: str) -> None:
+        self._file(path).write(int(offset), self._bytes(start, length))
+
+    def _truncate(self, path: str, size: str) -> None:
+        self._file(path).truncate(int(size))
+
+    def _remove(self, path: str) -> None:
+        folder, name = self._place(path)
+        self._step((folder, name, None))
 
     def _bytes(self, start: str, length: str) -> bytes:
         return self._data[int(start) : int(start) + int(length)]
@@ -153,8 +153,9 @@ class Disk:
         node = source.names[was]
         self._step((source, was, None), (folder, name, node))
 
-    def _seen(self, node: Node, data: bytes) -> None:
-        if node.live != data:
+    def _seen(self, path: str, start: str, length: str) -> None:
+        node, data = self._file(path), self._bytes(start, length)
+        if bytes(node.live) != data:
             node.write(0, data)
             if len(node.live) != len(data):
                 node.truncate(len(data))
@@ -214,7 +215,9 @@ def _change(step: Step, names: dict[Node, dict[str, Node]]) -> None:
             names[folder][name] = node
 
 
-def _walk(folder: Node, names, content, path: str = "") -> Iterator[tuple[str, bytes | str | None]]:
+def _walk(
+    folder: Node, names: Callable[[Node], Mapping[str, Node]], content: Callable[[Node], bytes], path: str = ""
+) -> Iterator[tuple[str, bytes | str | None]]:
     for name, node in sorted(names(folder).items()):
         where = f"{path}{name}"
         if node.is_folder:
@@ -230,13 +233,16 @@ def _torn(node: Node, dice: random.Random) -> bytes:
         return bytes(node.live)
     if fate == "zeros" and node.synced is None:
         return bytes(len(node.live))
-    content = bytearray(node.synced or b"")
     if fate == "lost":
-        return bytes(content)
+        return node.synced or b""
+    return _in_part(node, dice)
+
+
+def _in_part(node: Node, dice: random.Random) -> bytes:
+    content = bytearray(node.synced or b"")
     for offset, data in node.pending:
         if data is None:
-            if dice.random() < 0.5:
-                _resize(content, offset)
+            _resize(content, dice.choice((offset, len(content))))
             continue
         for start, end in _blocks(offset, len(data)):
             if dice.random() < 0.5:
@@ -297,7 +303,7 @@ def on_disk(root: Path) -> Contents:
     for path in sorted(root.rglob("*")):
         name = path.relative_to(root).as_posix()
         if path.is_symlink():
-            found[name] = os.readlink(path)
+            found[name] = str(path.readlink())
         else:
             found[name] = None if path.is_dir() else path.read_bytes()
     return found

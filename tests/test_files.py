@@ -111,6 +111,19 @@ def test_a_path_that_is_none_is_refused(named: str):
         expanded(named)
 
 
+def test_a_folder_that_is_named_by_a_link_is_written_to(tmp_path: Path):
+    (tmp_path / "real").mkdir()
+    link = tmp_path / "link"
+    link.symlink_to("real")
+
+    write_text(link / "file", "text")
+    with appearing(link / "folder") as folder:
+        (folder / "inner").touch()
+
+    assert (tmp_path / "real" / "file").read_text() == "text"
+    assert (tmp_path / "real" / "folder" / "inner").exists()
+
+
 def test_a_folder_appears_whole_or_not_at_all(tmp_path: Path):
     def fill(name: str, *, fails: bool) -> None:
         with appearing(tmp_path / name) as folder:

@@ -5,16 +5,14 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
-import psutil
 import pytest
 from conftest import World
+from interrupted import decisions, finished_jobs, is_left_alone, temporary_files
 
 from profiling_agent import Request, optimize, resume
 from profiling_agent.errors import RunError
-from profiling_agent.records import Attempt
 from profiling_agent.reporting.report import RunReport
 from profiling_agent.reporting.results import read_report
 
@@ -38,61 +36,20 @@ def kill_at(request: Request, stage: str, after: int) -> None:
     assert ended.returncode == -signal.SIGKILL
 
 
-def children_of(run: Path) -> list[psutil.Process]:
-    """Return the processes of ours that still write into a run folder."""
-    found = []
-    for process in psutil.process_iter(["cmdline", "open_files"]):
-        command = " ".join(process.info["cmdline"] or ())
-        is_ours = "profiling_agent.jobs" in command or "profiling_agent.runtimes" in command
-        if is_ours and any(str(run) in file.path for file in process.info["open_files"] or ()):
-            found.append(process)
-    return found
-
-
-def is_left_alone(run: Path) -> bool:
-    """Wait for children that were being started when their parent died: they end once they listen to nobody."""
-    for _ in range(300):
-        if not children_of(run):
-            return True
-        time.sleep(0.1)
-    return False
-
-
-def decisions(report: RunReport) -> dict[str, object]:
-    """Return all of a report that must not depend on being interrupted: everything but what was timed."""
-    return {
-        "outcome": report.verdict.outcome,
-        "binding": report.verdict.binding,
-        "stopped": report.stopped,
-        "best": (report.best.variant, report.best.attempt, report.best.top1, report.best.params, report.best.macs),
-        "heldout": report.heldout.drop,
-        "attempts": [
-            (a.plan.model_dump(exclude={"pruning": {"__all__": {"justification"}}}), foreseen(a), a.accepted, a.reason)
-            for a in report.attempts
-        ],
-    }
-
-
-def foreseen(attempt: Attempt) -> dict[str, object] | None:
-    """Return what a plan was expected to do, but for its share of a time that each run measures anew."""
-    return attempt.dry_run.model_dump(exclude={"latency_saved"}) if attempt.dry_run else None
-
-
 @pytest.mark.slow
 def test_a_killed_run_resumes_to_the_same_decisions(world: World, finished: Path, tmp_path: Path):
-    # Twenty other moments: benchmarks/kill_resume.py.
+    # Other moments, other processes and power losses: benchmarks/kill_resume.py.
     run = tmp_path / "quick"
     kill_at(world.request(tmp_path), "evaluation", 2)
     assert is_left_alone(run), "a killed parent leaves no child behind"
-    done = {path.parent.name for path in run.glob("jobs/*/result.json")}
-    written = {name: (run / "jobs" / name / "result.json").stat().st_mtime_ns for name in done}
+    done = finished_jobs(run)
 
     report = resume(run)
 
     undisturbed = RunReport.model_validate_json((finished / "report.json").read_text())
     assert decisions(report) == decisions(undisturbed)
-    assert {name: (run / "jobs" / name / "result.json").stat().st_mtime_ns for name in done} == written
-    assert not list(run.rglob(".tmp-*"))
+    assert done.items() <= finished_jobs(run).items()
+    assert not temporary_files(run)
     assert is_left_alone(run)
 
 

@@ -30,6 +30,7 @@ from profiling_agent import records, request
 from profiling_agent.agents import state
 from profiling_agent.documents import clean
 from profiling_agent.errors import RunError
+from profiling_agent.files import make_folders
 from profiling_agent.iteration import attempt
 from profiling_agent.jobs import tasks
 from profiling_agent.llm import endpoint
@@ -136,7 +137,7 @@ class RunSaver(BaseCheckpointSaver[str]):
         path = self._path(config)
         with self._lock:
             if path not in self._savers and (create or path.exists()):
-                path.parent.mkdir(parents=True, exist_ok=True)
+                make_folders(path.parent)
                 self._savers[path] = _opened(path, self.serde)
             return self._savers.get(path)
 

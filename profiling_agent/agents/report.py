@@ -5,6 +5,7 @@ from profiling_agent.agents.session import RunSession
 from profiling_agent.agents.state import RunState
 from profiling_agent.artifacts.card import write_card
 from profiling_agent.artifacts.recipe import CARD
+from profiling_agent.files import make_folders
 from profiling_agent.iteration.finalize import finalize, torch_model
 from profiling_agent.jobs.profile import profile_artifact, read_profile
 from profiling_agent.reporting.card import card_notes, card_rows
@@ -44,7 +45,7 @@ def report(state: RunState, session: RunSession) -> Update:
         ),
     )
     folder = results_folder(workspace.root, written)
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folders(folder)
     # A fork may return the model that its parent did, whose card tells of the parent's verdict.
     if folder == workspace.root or not (session.jobs.path(best) / CARD).exists():
         write_card(session.jobs.path(best), card_rows(written), card_notes(written))

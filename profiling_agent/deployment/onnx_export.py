@@ -19,7 +19,7 @@ from transformers.masking_utils import bidirectional_mask_function, sdpa_mask
 
 from profiling_agent.deployment.protocol import INPUT, OUTPUT
 from profiling_agent.errors import ArtifactError
-from profiling_agent.files import TEMPORARY, sync
+from profiling_agent.files import TEMPORARY, sync, sync_names
 from profiling_agent.modules.inference import logits_of, random_batch
 from profiling_agent.quantization.kinds import quantized_modules
 from profiling_agent.quiet import muted
@@ -79,7 +79,7 @@ def export_onnx(model: nn.Module, path: Path, *, spec: InputSpec, batch_size: in
             )
         sync(temporary)
         temporary.rename(path)
-        sync(path.parent)
+        sync_names(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
     return distance

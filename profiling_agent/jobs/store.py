@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from profiling_agent.documents import DocumentError, read_record
 from profiling_agent.errors import RunError
-from profiling_agent.files import file_sha256, write_text
+from profiling_agent.files import file_sha256, make_folders, write_text
 from profiling_agent.jobs.table import Table
 from profiling_agent.jobs.tasks import Task
 from profiling_agent.records import ArtifactRef, Record
@@ -118,7 +118,7 @@ class JobStore:
     def keep_order(self, key: str, task: Task[Any]) -> None:
         """Note what a job is asked, before it is done, so that it can be done again."""
         path = self._order_path(key)
-        path.parent.mkdir(exist_ok=True)
+        make_folders(path.parent)
         kept = KeptOrder(task=type(task).__name__, fields=task.model_dump(mode="json"))
         write_text(path, kept.model_dump_json(indent=1) + "\n")
 

@@ -1,0 +1,77 @@
+"""What is looked at after a run was killed, stopped or lost its power: what it decided, and what it left behind."""
+
+import os
+import time
+from pathlib import Path
+
+import psutil
+from filelock import FileLock, Timeout
+
+from profiling_agent.records import Attempt
+from profiling_agent.reporting.report import RunReport
+
+# What a run that ended has, besides its jobs.
+RESULTS = ("report.json", "report.md", "report.html", "best")
+
+
+def decisions(report: RunReport) -> dict[str, object]:
+    """Return all of a report that must not depend on being interrupted: everything but what was timed."""
+    return {
+        "outcome": report.verdict.outcome,
+        "binding": report.verdict.binding,
+        "stopped": report.stopped,
+        "best": (report.best.variant, report.best.attempt, report.best.top1, report.best.params, report.best.macs),
+        "heldout": report.heldout.drop,
+        "attempts": [
+            (a.plan.model_dump(exclude={"pruning": {"__all__": {"justification"}}}), foreseen(a), a.accepted, a.reason)
+            for a in report.attempts
+        ],
+    }
+
+
+def foreseen(attempt: Attempt) -> dict[str, object] | None:
+    """Return what a plan was expected to do, but for its share of a time that each run measures anew."""
+    return attempt.dry_run.model_dump(exclude={"latency_saved"}) if attempt.dry_run else None
+
+
+def finished_jobs(run: Path) -> dict[str, int]:
+    """Return when each finished job of a run was written."""
+    return {path.parent.name: path.stat().st_mtime_ns for path in run.glob("jobs/[!.]*/result.json")}
+
+
+def processes_of(run: Path) -> list[psutil.Process]:
+    """Return the processes of ours, this one apart, that work in a run folder."""
+    found: list[psutil.Process] = []
+    for process in psutil.process_iter(["cmdline", "open_files"]):
+        words = " ".join(process.info["cmdline"] or ())
+        opened = any(str(run) in file.path for file in process.info["open_files"] or ())
+        if process.pid != os.getpid() and "profiling_agent" in words and (opened or str(run) in words):
+            found.append(process)
+    return found
+
+
+def is_left_alone(run: Path) -> bool:
+    """Wait for children that were being started when their parent died: they end once they listen to nobody."""
+    for _ in range(300):
+        if not processes_of(run):
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def temporary_files(folder: Path) -> list[Path]:
+    """Return what was left half-written."""
+    return list(folder.rglob(".tmp-*"))
+
+
+def held_locks(*locks: Path) -> list[Path]:
+    """Return which locks somebody holds."""
+    held: list[Path] = []
+    for path in locks:
+        lock = FileLock(path)
+        try:
+            lock.acquire(timeout=0)
+            lock.release()
+        except Timeout:
+            held.append(path)
+    return held
