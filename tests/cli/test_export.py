@@ -1,5 +1,6 @@
 """`profiling-agent export`: a model for other tools, or one line that says why not."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -50,7 +51,8 @@ def test_a_run_stands_for_its_best_model(saved: Path, tmp_path: Path):
     run.mkdir()
     (run / "request.json").write_text("{}")
     unfinished = call("export", run, "--format", "hf", "--output", tmp_path / "plain")
-    (run / "best").symlink_to(saved)
+    shutil.copytree(saved, run / "jobs" / "model")
+    (run / "best").symlink_to("jobs/model")
     finished = call("export", run, "--format", "hf", "--output", tmp_path / "plain")
 
     assert (unfinished.exit_code, finished.exit_code) == (2, 0)

@@ -77,7 +77,7 @@ def test_a_run_that_another_process_has_is_refused_and_goes_on_when_it_is_free(
     assert refused.exit_code == 2
     assert refused.stdout == ""
     assert len(refused.stderr.strip().splitlines()) == 1
-    assert "run 'quick' is in use by another process: wait for it, or end it" in refused.stderr
+    assert "run 'quick' is in use by another graph of this process: wait for it, or end it" in refused.stderr
     met = read_report(finished).verdict.outcome == "MET"
     assert CliRunner().invoke(app, [arguments[0], str(run), *arguments[1:]]).exit_code == (0 if met else 1)
     assert read_report(run) == read_report(finished)

@@ -176,12 +176,12 @@ def test_a_disk_that_fills_leaves_nothing_and_is_one_line(tmp_path: Path):
         "sys.path.insert(0, sys.argv[2])\n"
         "import zoo\n"
         "from profiling_agent.artifacts.save import save_model\n"
-        "from profiling_agent.errors import ArtifactError\n"
+        "from profiling_agent.errors import StorageError\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
         "try:\n"
         "    save_model(zoo.vit(), Path(sys.argv[1]), spec=zoo.SPEC, processor=zoo.processor(), base_model='zoo')\n"
-        "except ArtifactError as error:\n"
+        "except StorageError as error:\n"
         "    print(error)\n"
     )
 
