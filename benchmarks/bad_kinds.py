@@ -888,7 +888,7 @@ def _dry_run(place: Place, path: str) -> None:
 def _rehash(folder: Path) -> None:
     from profiling_agent.files import file_sha256
 
-    with suppress(ValueError, OSError, TypeError, AttributeError):
+    with suppress(ValueError, OSError, TypeError, AttributeError, KeyError):
         recipe = json.loads((folder / "recipe.json").read_text())
         for path in folder.iterdir():
             if path.is_file() and path.name in recipe["files"]:
