@@ -5,7 +5,8 @@
 Each case is made from a seed of its own: `--case "plans:17"` makes that one again, shows all that it said and keeps its
 folder. A case fails where there is a traceback, also in the log of a job; an exit code that no page documents; a refusal that
 isn't one line; text that moves a terminal's cursor or turns its direction; a file that was left, changed or read outside of
-what was given to write to; a connection that nobody asked for; more than 2 GB resident; more than 60 s. `refused` ended with
+what was given to write to; a connection that nobody asked for; more than 2 GB resident; more than 60 s
+(as many times more as others compute on this machine). `refused` ended with
 code 2, `went on` with another that is documented. One case in forty is run by a process that is started anew, as a user
 does; the rest by copies of a process that has imported everything (`zygote.py` says why that is the same).
 """
