@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -28,6 +29,17 @@ def test_arguments_that_cannot_be_read_are_refused_in_one_line(arguments: tuple[
     assert said.stderr.count("\n") == 1
     assert said.stderr.strip().isprintable()
     assert word in said.stderr
+
+
+@pytest.mark.parametrize("verb", ["resume", "race"])
+def test_a_link_to_itself_is_refused_in_one_line(tmp_path: Path, verb: str):
+    (tmp_path / "loop").symlink_to("loop")
+
+    said = call(verb, str(tmp_path / "loop"))
+
+    assert said.returncode == 2
+    assert said.stderr.count("\n") == 1
+    assert "is no path" in said.stderr
 
 
 def test_without_arguments_the_help_is_shown():
