@@ -406,7 +406,11 @@ def data_set(rng: Random, place: Place) -> Case:
     columns = (
         {}
         if rng.random() < 0.8
-        else {rng.choice(("image_column", "label_column", "split", "dataset_config")): odd.text(rng)}
+        else {
+            rng.choice(("image_column", "label_column", "split", "dataset_config")): odd.text(rng)
+            .encode("utf-8", "replace")
+            .decode()
+        }
     )
     if rng.random() < 0.04:
         fields = _base(place) | {"dataset": str(folder)}
@@ -511,7 +515,7 @@ def _images(folder: Path, rng: Random, place: Place) -> str:
             return b""
         stream = io.BytesIO()
         if way == "mode":
-            Pillow.new(rng.choice(("1", "L", "P", "LA", "RGBA", "I;16", "I")), (32, 32)).save(stream, "PNG")
+            Pillow.new(rng.choice(("1", "L", "P", "LA", "RGBA", "I;16")), (32, 32)).save(stream, "PNG")
         elif way == "bomb":
             Pillow.new("L", (13_000, 13_000)).save(stream, "PNG")
         else:
@@ -888,7 +892,7 @@ def _dry_run(place: Place, path: str) -> None:
 def _rehash(folder: Path) -> None:
     from profiling_agent.files import file_sha256
 
-    with suppress(ValueError, OSError, TypeError, AttributeError):
+    with suppress(ValueError, OSError, TypeError, AttributeError, KeyError, RecursionError):
         recipe = json.loads((folder / "recipe.json").read_text())
         for path in folder.iterdir():
             if path.is_file() and path.name in recipe["files"]:

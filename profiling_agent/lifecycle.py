@@ -165,7 +165,11 @@ def pending(run: str | Path) -> ApprovalQuestion | None:
 
 def _reopened(run: str | Path) -> tuple[Request, Workspace]:
     # Resolved, so that `.` has a name too.
-    root = Path(run).expanduser().resolve()
+    try:
+        root = Path(run).expanduser().resolve()
+    # Nobody of that name, a NUL, links that go round.
+    except (RuntimeError, ValueError) as error:
+        raise RunError(f"{str(run)!r} is no path ({error}): give a run folder") from error
     manifest, here = read_manifest(root), environment().machine
     if manifest.machine not in ("", here) and not (root / REPORT).exists():
         raise RunError(

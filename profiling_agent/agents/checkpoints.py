@@ -78,7 +78,7 @@ def _damage_told(path: Path) -> Generator[None, None, None]:
         if getattr(error, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
             raise RunError(f"the checkpoints {str(path)!r} are in use by another process: wait for it") from error
         raise _damaged(path, error) from error
-    except (sqlite3.Error, ValueError, TypeError, LookupError, EOFError, RecursionError) as error:
+    except (sqlite3.Error, ValueError, TypeError, LookupError, EOFError, RecursionError, NotImplementedError) as error:
         raise _damaged(path, error) from error
 
 

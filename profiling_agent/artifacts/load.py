@@ -25,6 +25,7 @@ from profiling_agent.modules.foreign import foreign_code, logits_of, on_behalf
 from profiling_agent.modules.inference import left_as_found
 from profiling_agent.modules.widths import fit_widths_, say_heads_
 from profiling_agent.quantization.kinds import rebuilt
+from profiling_agent.quiet import muted
 from profiling_agent.records import UnitKind
 
 PROCESSOR = "preprocessor_config.json"
@@ -56,7 +57,7 @@ def load_processor(path: str | Path) -> Any:
             raise refuse(f"it has the number {number}, {MAX_EDGE} is the largest edge of an image")
     except (OSError, DocumentError) as error:
         raise refuse(error.strerror if isinstance(error, OSError) and error.strerror else str(error)) from error
-    with foreign_code(refuse):
+    with muted("transformers"), foreign_code(refuse):
         return on_behalf(
             AutoImageProcessor.from_pretrained,
             folder,

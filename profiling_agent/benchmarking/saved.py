@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from profiling_agent.artifacts.folder import open_folder
+from profiling_agent.artifacts.folder import named_folder, open_folder
 from profiling_agent.artifacts.recipe import RECIPE
 from profiling_agent.benchmarking.race import race
 from profiling_agent.benchmarking.throughput import check_same_machine, compare, memory_use, taken, throughput
@@ -97,7 +97,7 @@ def compare_measurements(measured: Measurements, earlier: Measurements) -> tuple
 
 def saved_model(source: Path) -> SavedModel:
     """Return a saved model under the path that it was given; ArtifactError where it is none."""
-    folder = source.resolve()
+    folder = named_folder(source)
     return SavedModel(f"{source} ({open_folder(folder, verify=False).deployment.name})", Variant.BASELINE, folder)
 
 

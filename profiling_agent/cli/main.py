@@ -1,5 +1,6 @@
 """Entry point: the application, its commands in the order that `--help` lists them."""
 
+import signal
 import sys
 import traceback
 from importlib import metadata
@@ -8,8 +9,19 @@ from typing import Annotated
 import typer
 
 from profiling_agent.cli import approval, doctor, reproduce, runs, saved
-from profiling_agent.cli.terminal import EXIT_CRASHED, errors, listen_to_signals, stoppable, write_what_can_be_written
+from profiling_agent.cli.terminal import (
+    EXIT_BAD_REQUEST,
+    EXIT_CRASHED,
+    SIGNALLED,
+    errors,
+    listen_to_signals,
+    say_refused,
+    stoppable,
+    write_what_can_be_written,
+)
 
+# What typer raises where arguments can't be read; it has no public name for it.
+USAGE_ERROR: type[Exception] = typer.BadParameter.__bases__[0]
 COMMANDS = (
     runs.run,
     runs.resume,
@@ -59,7 +71,13 @@ def main() -> None:
     write_what_can_be_written()
     listen_to_signals()
     try:
-        sys.exit(app())
+        # Without a word it shows its help, in as many lines as that takes.
+        sys.exit(app(standalone_mode=len(sys.argv) == 1))
+    except USAGE_ERROR as error:
+        say_refused(f"{getattr(error, 'format_message', error.__str__)()} (`profiling-agent --help` lists all)")
+        sys.exit(EXIT_BAD_REQUEST)
+    except typer.Abort:
+        sys.exit(SIGNALLED + signal.SIGINT)
     except Exception:  # noqa: BLE001 - the boundary: what nobody foresaw is no verdict on a model
         traceback.print_exc()
         errors.print("profiling-agent: this is a bug of ours: please report it, with the lines above", soft_wrap=True)

@@ -94,11 +94,16 @@ def write_what_can_be_written() -> None:
             stream.reconfigure(errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue] - not every stream has it
 
 
-def refuse(message: str) -> NoReturn:
-    """Say in one line what was wrong, and end with the code of a bad request."""
+def say_refused(message: str) -> None:
+    """Say in one line what was wrong."""
     said = clean(" ".join(message.split()))
     said = said if len(said) <= MAX_SAID else f"{said[:MAX_SAID]} ..."
     errors.print(f"profiling-agent: {said}", style="red", markup=False, highlight=False, soft_wrap=True)
+
+
+def refuse(message: str) -> NoReturn:
+    """Say in one line what was wrong, and end with the code of a bad request."""
+    say_refused(message)
     raise typer.Exit(EXIT_BAD_REQUEST)
 
 

@@ -1,5 +1,6 @@
 """OpenVINO on the CPU: float32, bfloat16, and static int8 by our own layers or by NNCF. Opening imports no torch."""
 
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ from profiling_agent.artifacts.recipe import IR, Recipe
 from profiling_agent.deployment.batches import check_fixed_batch
 from profiling_agent.deployment.protocol import Batch, missing_packages
 from profiling_agent.errors import ArtifactError
+from profiling_agent.files import open_regular
 from profiling_agent.modules.foreign import foreign_code, on_behalf
 from profiling_agent.quiet import import_openvino
 from profiling_agent.records import Scheme
@@ -21,6 +23,8 @@ PRECISIONS: dict[Scheme, str] = {"bfloat16": "bf16"}
 MAX_SIZES = 2
 ANY = 0
 OF_IMAGES = 4
+MAX_BEGINNING = 2**16
+GRAPH = re.compile(rb'\s*(<\?xml[^<>]*\?>)?\s*<net\s[^<>]*\bversion="1[01]"')
 ANY_SIZE: frozenset[Scheme] = frozenset({"static"})
 
 
@@ -68,6 +72,14 @@ class OpenVinoSession:
         return sizes[0][0].get_length() if sizes[0][0].is_static else None
 
     def _read(self) -> Any:
+        # What doesn't begin as a graph of its own OpenVINO shows to its readers of other formats, which print.
+        try:
+            with open_regular(self._path, max_bytes=None, under=self._path.parent) as stream:
+                is_graph = GRAPH.match(stream.read(MAX_BEGINNING)) is not None
+        except OSError as error:
+            raise self._refuse(str(error.strerror)) from error
+        if not is_graph:
+            raise self._refuse("it doesn't begin as one of OpenVINO's graphs")
         with foreign_code(self._refuse):
             return on_behalf(self._core.read_model, self._path)
 

@@ -204,7 +204,8 @@ QUANTIZED: dict[str, Edit] = {
     "an empty weight": edits.tensors(f"{LAYER}.weight", lambda held: held[:0]),
 }
 KINDS = [
-    QuantizedLayer(name=LAYER, kind=kind, dtype=dtype) for kind, dtype in (("static", "qint8"), ("cast", "bfloat16"))
+    QuantizedLayer(name=LAYER, kind="static", dtype="qint8"),
+    QuantizedLayer(name=LAYER, kind="cast", dtype="bfloat16"),
 ]
 
 
