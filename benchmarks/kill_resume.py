@@ -37,6 +37,7 @@ from typing import Any
 import psutil
 from checks import Check, finish
 
+from profiling_agent.quiet import quiet
 from profiling_agent.reporting.results import read_report
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
@@ -52,7 +53,7 @@ POLL_S = 0.02
 PATIENCE_S = 120.0
 # How long somebody is away from a run that they stopped.
 AWAY_S = 3.0
-WAITS = re.compile(r"waiting for (run .*) on this machine")
+WAITS = re.compile(r"waiting for (run .*?) on this machine")
 Row = dict[str, Any]
 
 
@@ -105,8 +106,9 @@ COMMAND = [sys.executable, "-m", "profiling_agent.cli.main"]
 
 def made_scene(folder: Path, selection: str) -> Scene:
     """Write the model and its data."""
-    world.write_model(folder / "model")
-    world.write_data(folder / "data")
+    with quiet():
+        world.write_model(folder / "model")
+        world.write_data(folder / "data")
     return Scene(folder, selection)
 
 
