@@ -51,6 +51,8 @@ ITERATIONS = "2"
 POLL_S = 0.02
 # A run has to import LangGraph and read its request before it waits for another one.
 PATIENCE_S = 120.0
+# What a run that is told to end may take to do so.
+ENDING_S = 20.0
 # How long somebody is away from a run that they stopped.
 AWAY_S = 3.0
 WAITS = re.compile(r"waiting for (run .*?) on this machine")
@@ -215,12 +217,15 @@ def ask_for_holder(scene: Scene, name: str, pid: int, *, is_stopped: bool) -> Ro
     log = scene.folder / f"{waiter}.log"
     said = wait_until(lambda: WAITS.search(" ".join(log.read_text(errors="replace").split())), process)
     process.terminate()
+    ended = not survived_for(process, ENDING_S)
+    process.kill()
     code = process.wait()
     told = said.group(1) if said else ""
     expected = f"run {name!r} (process {pid}, "
     return {
         "told": told,
         "holder_named": told.startswith(expected) and (f"`kill -CONT {pid}`" in told) is is_stopped,
+        "waiter_ended": ended,
         "waiter_exit": code,
         "waiter_left": not is_left_alone(scene.run(waiter)),
     }
@@ -255,6 +260,7 @@ def tell(kind: str, row: Row, rows: list[Row], path: Path | None) -> None:
     """Keep a row, print it, and write all so far: a measurement that is cut short is one of fewer."""
     rows.append({"kind": kind, **row})
     extra = "" if row.get("holder_named", True) else f", told of {row['told']!r}"
+    extra += "" if row.get("waiter_ended", True) else ", the waiting run did not end"
     left = f"{row['processes_left']} processes, {row['files_left']} files, {row['locks_held']} locks left"
     verdict = "same" if row["same"] else "DIFFERENT"
     print(f"  {kind}, {row['moment']}: {verdict}, exit {row['exit']}, {row['jobs_again']} jobs again, {left}{extra}")
@@ -283,6 +289,7 @@ def checks_of(rows: list[Row]) -> list[Check]:
         Check.at_most("temporary files left behind", sum(row["files_left"] for row in rows), 0),
         Check.at_most("locks held", sum(row["locks_held"] for row in rows), 0),
         Check.at_least("waiting runs that named the holder", sum(row["holder_named"] for row in asked), len(asked)),
+        Check.at_least("waiting runs that SIGTERM ended", sum(row["waiter_ended"] for row in asked), len(asked)),
     ]
 
 
