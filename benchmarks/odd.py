@@ -98,13 +98,12 @@ def document(rng: Random, depth: int = 3) -> Any:
 def places(held: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     """Return the paths of every value of a document, the document's own first."""
     found = [path]
+    items: list[tuple[Any, Any]] = []
     if isinstance(held, dict):
         items: list[tuple[Any, Any]] = list(held.items())
     elif isinstance(held, list):
         # Of a long list the first entries stand for all.
         items = list(enumerate(held))[:5]
-    else:
-        items = []
     for key, value in items:
         found += places(value, (*path, key))
     return found
