@@ -100,10 +100,10 @@ def places(held: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     found = [path]
     items: list[tuple[Any, Any]] = []
     if isinstance(held, dict):
-        items: list[tuple[Any, Any]] = list(held.items())
+        items += held.items()
     elif isinstance(held, list):
         # Of a long list the first entries stand for all.
-        items = list(enumerate(held))[:5]
+        items += list(enumerate(held))[:5]
     for key, value in items:
         found += places(value, (*path, key))
     return found
