@@ -111,9 +111,10 @@ def places(held: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 def edit(held: Any, rng: Random) -> tuple[Any, str]:
     """Change one value of a document: an odd one in its place, gone, twice, or beside one that nobody knows."""
-    path = rng.choice(places(held)[1:] or [()])
-    if not path:
+    inner = places(held)[1:]
+    if not inner:
         return document(rng), "replace all"
+    path = rng.choice(inner)
     owner = held
     for key in path[:-1]:
         owner = owner[key]
