@@ -97,13 +97,12 @@ def document(rng: Random, depth: int = 3) -> Any:
 
 def places(held: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     """Return the paths of every value of a document, the document's own first."""
-    found = [path]
-    items: list[tuple[Any, Any]] = []
+    found, items = [path], list[tuple[Any, Any]]()
     if isinstance(held, dict):
-        items += held.items()
+        items = list(held.items())
     elif isinstance(held, list):
         # Of a long list the first entries stand for all.
-        items += list(enumerate(held))[:5]
+        items = list(enumerate(held))[:5]
     for key, value in items:
         found += places(value, (*path, key))
     return found

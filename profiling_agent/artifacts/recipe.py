@@ -5,7 +5,6 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Literal, Self, cast
 
 from pydantic import Field, ValidationError, field_validator, model_validator
-from pydantic_core import PydanticCustomError
 
 from profiling_agent.documents import DocumentError, clean, first_problem, read_json
 from profiling_agent.errors import ArtifactError
@@ -71,12 +70,6 @@ class Description(Record):
     deployment: Deployment = Field(default=Deployment(), description="the runtime that executes it, and the scheme")
 
 
-def _untrue(said: str) -> PydanticCustomError:
-    """Return what is wrong with a recipe, in words of ours, which may name a file."""
-    # pydantic fills in what stands in braces.
-    return PydanticCustomError("recipe", "{said}", {"said": said})
-
-
 class Recipe(Description):
     """A saved model: what is known of it, and the sha256 of every other file in its folder."""
 
@@ -99,12 +92,12 @@ class Recipe(Description):
     def _plain_files(cls, files: dict[str, str]) -> dict[str, str]:
         for name in files:
             if PurePosixPath(name).name != name or "\\" in name or name == RECIPE:
-                raise _untrue(f"file {name[:80]!r} doesn't lie in the folder itself")
+                raise ValueError(f"file {name[:80]!r} doesn't lie in the folder itself")
             # A .bin is a pickle elsewhere: the one that OpenVINO reads is a list of numbers.
             if PurePosixPath(name).suffix not in SUFFIXES and name != IR_WEIGHTS:
-                raise _untrue(f"file {name[:80]!r} is none of {', '.join(sorted(SUFFIXES))}")
+                raise ValueError(f"file {name[:80]!r} is none of {', '.join(sorted(SUFFIXES))}")
         if missing := sorted(REQUIRED - files.keys()):
-            raise _untrue(f"file {missing[0]!r} isn't listed")
+            raise ValueError(f"file {missing[0]!r} isn't listed")
         return files
 
     @field_validator("cuts")
@@ -112,14 +105,14 @@ class Recipe(Description):
     def _real_cuts(cls, cuts: tuple[Cut, ...]) -> tuple[Cut, ...]:
         for cut in cuts:
             if not (cut.unit.producers and 0 < cut.keep <= cut.unit.width):
-                raise _untrue("a cut names no layer, or keeps more than there was, or nothing")
+                raise ValueError("a cut names no layer, or keeps more than there was, or nothing")
         return cuts
 
     @model_validator(mode="after")
     def _has_weights(self) -> Self:
         for name in MODEL_FILES[self.deployment.runtime]:
             if name not in self.files:
-                raise _untrue(f"file {name!r} isn't listed, and {self.deployment.runtime} reads it")
+                raise ValueError(f"file {name!r} isn't listed, and {self.deployment.runtime} reads it")
         return self
 
 
@@ -142,8 +135,14 @@ def read_recipe(folder: Path) -> Recipe:
     try:
         return Recipe.model_validate(raw)
     except ValidationError as error:
-        said = first_problem(error, quotes=False)
-        raise ArtifactError(f"{str(path)!r} is no valid recipe: {said}; save the model again") from None
+        raise ArtifactError(f"{str(path)!r} is no valid recipe: {_said(error)}; save the model again") from None
+
+
+def _said(error: ValidationError) -> str:
+    """Return the first thing that is wrong; what is found in a stranger's recipe isn't quoted, but for what a rule of ours says."""
+    problem = error.errors(include_url=False, include_context=False)[0]
+    is_ours = problem["type"] == "value_error"
+    return clean(problem["msg"].removeprefix("Value error, ")) if is_ours else first_problem(error, quotes=False)
 
 
 def _check_version(folder: Path, raw: Any) -> None:
