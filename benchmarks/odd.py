@@ -7,7 +7,7 @@ import struct
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 Random = random.Random
 
@@ -97,12 +97,13 @@ def document(rng: Random, depth: int = 3) -> Any:
 
 def places(held: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     """Return the paths of every value of a document, the document's own first."""
-    found, items = [path], list[tuple[Any, Any]]()
+    found: list[tuple[Any, ...]] = [path]
+    items: list[tuple[Any, Any]] = []
     if isinstance(held, dict):
-        items = list(held.items())
+        items = [*cast("dict[str, Any]", held).items()]
     elif isinstance(held, list):
         # Of a long list the first entries stand for all.
-        items = list(enumerate(held))[:5]
+        items = [*enumerate(cast("list[Any]", held)[:5])]
     for key, value in items:
         found += places(value, (*path, key))
     return found
