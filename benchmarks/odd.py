@@ -111,10 +111,10 @@ def places(held: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 def edit(held: Any, rng: Random) -> tuple[Any, str]:
     """Change one value of a document: an odd one in its place, gone, twice, or beside one that nobody knows."""
-    inner = places(held)[1:]
-    if not inner:
+    found = places(held)[1:]
+    if not found:
         return document(rng), "replace all"
-    path = rng.choice(inner)
+    path = rng.choice(found)
     owner = held
     for key in path[:-1]:
         owner = owner[key]
