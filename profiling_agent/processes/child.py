@@ -92,6 +92,7 @@ class Child(Generic[AnswerT]):
             text=True,
             encoding="utf-8",
         )
+        self._is_ended = False
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -134,6 +135,7 @@ class Child(Generic[AnswerT]):
 
     def end(self) -> None:
         """Kill the process, if it still runs, wait until it is gone, and close its pipes."""
+        self._is_ended = True
         self._process.kill()
         self._process.wait()
         self._reader.join()
@@ -169,5 +171,5 @@ class Child(Generic[AnswerT]):
         self._stderr.seek(0)
         lines = self._stderr.read().decode(errors="replace").strip().splitlines()[-TAIL_LINES:]
         said = " | ".join(lines)[-TAIL_CHARACTERS:] or "it said nothing"
-        kind = KilledError if -code in KILLED else JobError
+        kind = KilledError if -code in KILLED and not self._is_ended else JobError
         return kind(f"{self._wording.process} died with {ending(code)}: {said}")
