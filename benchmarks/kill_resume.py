@@ -55,7 +55,7 @@ PATIENCE_S = 120.0
 ENDING_S = 20.0
 # How long somebody is away from a run that they stopped.
 AWAY_S = 3.0
-WAITS = re.compile(r"waiting for (run .*?) on this machine")
+WAITS = re.compile(r"waiting for the machine, held by (run .*)")
 Row = dict[str, Any]
 
 

@@ -21,6 +21,7 @@ BASE = (
     "progress",
     "quiet",
     "holder",
+    "stopping",
 )
 # Lowest first: a package imports itself and what stands before it.
 ORDER = (

@@ -11,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from pkgutil import iter_modules
 from types import ModuleType
-from typing import Any
+from typing import Any, get_args
 
 from langchain_core.runnables import RunnableConfig
 from langgraph.checkpoint.base import (
@@ -47,6 +47,10 @@ MODULES: tuple[ModuleType, ...] = (
     report,
     state,
 )
+
+
+# What LangGraph reads of a checkpoint without asking whether it is there.
+REQUIRED = frozenset({"id", "channel_values", "channel_versions", "versions_seen"})
 
 
 def checkpointed_types() -> tuple[type[BaseModel] | type[enum.Enum], ...]:
@@ -122,6 +126,22 @@ def _opened(path: Path, serde: SerializerProtocol) -> SqliteSaver:
         return saver
 
 
+def _check_values(checkpoint: Checkpoint) -> None:
+    """Raise ValueError where a checkpoint lacks a part, or holds a value that isn't what the state has by its name."""
+    if absent := REQUIRED - checkpoint.keys():
+        raise ValueError(f"a checkpoint without {min(absent)}")
+    held = checkpoint["channel_values"]
+    for name, field in state.RunState.model_fields.items():
+        # What the serializer can't rebuild as one of ours it leaves as it is stored.
+        if isinstance(held.get(name), dict) and _is_record(field.annotation):
+            raise ValueError(f"{name} is no record")
+
+
+def _is_record(annotation: Any) -> bool:
+    kinds = get_args(annotation) or (annotation,)
+    return any(isinstance(kind, type) and issubclass(kind, BaseModel) for kind in kinds)
+
+
 class RunSaver(BaseCheckpointSaver[str]):
     """Keeps the checkpoints of thread `<id>` in `<runs>/<id>/checkpoints.sqlite`, sync and async."""
 
@@ -159,8 +179,8 @@ class RunSaver(BaseCheckpointSaver[str]):
         saver = self._saver(config)
         with _damage_told(self._path(config)):
             found = saver.get_tuple(config) if saver else None
-            if found is not None and "channel_values" not in found.checkpoint:
-                raise ValueError("a checkpoint without values")
+            if found is not None:
+                _check_values(found.checkpoint)
             return found
 
     def list(

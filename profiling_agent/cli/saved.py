@@ -37,13 +37,22 @@ def export(
     console.print(said, markup=False, highlight=False, soft_wrap=True)
 
 
+def _device(named: str) -> str:
+    if named not in ("cpu", "cuda"):
+        raise typer.BadParameter(f"{named[:80]!r} is no device: use cpu or cuda")
+    return named
+
+
+DeviceOption = Annotated[str, typer.Option(parser=_device, metavar="cpu|cuda", help="where to measure")]
+
+
 def race(
     sources: Annotated[
         list[Path],
         typer.Argument(parser=run_folder, metavar="RUN_OR_FOLDER...", help="a run (its models), or saved models"),
     ],
     batch_size: Annotated[int, typer.Option(min=1, max=4096, help="images in a forward pass")] = 32,
-    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+    device: DeviceOption = "cpu",
     json_: JsonOption = False,  # noqa: FBT002 - a flag
 ) -> None:
     """Race saved models on this machine: samples are interleaved, a process each; speed-ups are over the first.
@@ -75,7 +84,7 @@ def measure(
             parser=run_folder, metavar="RUN_OR_FOLDER...", help="a run (its baseline and best), or saved models"
         ),
     ],
-    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+    device: DeviceOption = "cpu",
     against: Annotated[
         Path | None, typer.Option(help="file that an earlier --json wrote; another machine's is refused")
     ] = None,

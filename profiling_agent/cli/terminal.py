@@ -17,13 +17,14 @@ from rich.segment import Segment
 from profiling_agent.documents import clean
 from profiling_agent.files import expanded
 from profiling_agent.request import Request
+from profiling_agent.stopping import ask_to_stop
 
 EXIT_MET, EXIT_NOT_MET, EXIT_BAD_REQUEST, EXIT_WAITING = 0, 1, 2, 3
 # EX_SOFTWARE of sysexits.h: never one of the codes that say something of a model.
 EXIT_CRASHED = 70
 # What a shell says of a program that a signal ended.
 SIGNALLED = 128
-ENDING = (signal.SIGTERM, signal.SIGHUP)
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 MAX_SAID = 2000
 
 
@@ -55,14 +56,15 @@ class Stopped(KeyboardInterrupt):
 
 
 def listen_to_signals() -> None:
-    """Let SIGTERM and SIGHUP end the program as Ctrl-C does; one that is ignored, as nohup has it, stays ignored."""
+    """Let SIGTERM and SIGHUP end the program as Ctrl-C does, whatever its threads wait for; one that is ignored, as nohup has it, stays ignored."""
 
     def stop(number: int, frame: FrameType | None) -> NoReturn:
         del frame
+        ask_to_stop()
         raise Stopped(number)
 
     for number in ENDING:
-        if signal.getsignal(number) is signal.SIG_DFL:
+        if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
             signal.signal(number, stop)
 
 

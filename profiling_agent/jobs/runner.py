@@ -58,18 +58,47 @@ class Jobs:
 
         Raises what the stage raised, or JobError for a crash, a hang or too much memory.
         """
-        key, kind, row = job_key(task), type(task), self._table[type(task)]
-        if self._store.is_whole(key):
-            try:
-                return self._store.result(key, task)
-            except (OSError, DocumentError):
-                # Whole, and not what this version takes for a result: somebody wrote the hashes too.
-                pass
-        self._store.remove(key)
+        key, row = job_key(task), self._table[type(task)]
+        if (known := self._stored(key, task)) is not None:
+            return known
         for ref in artifacts_of(task):
             self.path(ref)
         self._store.keep_order(key, task)
-        order = Order(
+        timeout_s = row.isolated_timeout_s if task.isolated else row.timeout_s
+        late = f"took longer than {timeout_s:.0f} s"
+        with machine_lock(self.progress, f"run {self.workspace.root.name!r}"):
+            was_killed = False
+            while True:
+                self._store.remove(key)
+                try:
+                    with self._process(row.secrets, isolated=task.isolated) as process:
+                        process.send(self._order(key, task))
+                        deadline = time.monotonic() + timeout_s
+                        while (message := process.receive(deadline, late)).kind == "progress":
+                            self.progress(message.text, message.done, message.total)
+                        break
+                except KilledError:
+                    # That says nothing of the job, and must not count against what it measures; twice it may be the memory.
+                    if was_killed:
+                        raise
+                    was_killed = True
+        if message.kind == "failed":
+            raise ERRORS.get(message.error, JobError)(message.text)
+        self._store.believe(key)
+        return self._store.result(key, task)
+
+    def _stored(self, key: str, task: Task[ResultT]) -> ResultT | None:
+        if not self._store.is_whole(key):
+            return None
+        try:
+            return self._store.result(key, task)
+        except (OSError, DocumentError):
+            # Whole, and not what this version takes for a result: somebody wrote the hashes too.
+            return None
+
+    def _order(self, key: str, task: Task[ResultT]) -> Order:
+        kind, row = type(task), self._table[type(task)]
+        return Order(
             root=str(self.workspace.root.resolve()),
             key=key,
             record=f"{kind.__module__}:{kind.__qualname__}",
@@ -77,28 +106,6 @@ class Jobs:
             handler=row.handler,
             torch=row.torch,
         )
-        with machine_lock(self.progress, f"run {self.workspace.root.name!r}"):
-            try:
-                message = self._answer(order, task)
-            except KilledError:
-                # That says nothing of the job, and must not count against what it measures; twice it may be the memory.
-                self._store.remove(key)
-                message = self._answer(order, task)
-        if message.kind == "failed":
-            raise ERRORS.get(message.error, JobError)(message.text)
-        self._store.believe(key)
-        return self._store.result(key, task)
-
-    def _answer(self, order: Order, task: Task[ResultT]) -> Message:
-        """Have a process do a job and return the last thing that it says."""
-        row = self._table[type(task)]
-        timeout_s = row.isolated_timeout_s if task.isolated else row.timeout_s
-        with self._process(row.secrets, isolated=task.isolated) as process:
-            process.send(order)
-            deadline, late = time.monotonic() + timeout_s, f"took longer than {timeout_s:.0f} s"
-            while (message := process.receive(deadline, late)).kind == "progress":
-                self.progress(message.text, message.done, message.total)
-        return message
 
     def path(self, ref: ArtifactRef) -> Path:
         """Return where an artifact lies; what is gone or damaged since an earlier process made it is made again first.

@@ -24,6 +24,7 @@ from profiling_agent.errors import JobError, KilledError
 from profiling_agent.files import open_log
 from profiling_agent.processes.environment import child_environment
 from profiling_agent.records import Record
+from profiling_agent.stopping import end_if_asked
 
 # How often a child that says nothing is looked after.
 POLL_S = 0.25
@@ -124,6 +125,7 @@ class Child(Generic[AnswerT]):
                 `time.monotonic`'s seconds; `late` says what it did then), and was ended; or it said something else than
                 an answer.
         """
+        end_if_asked()
         line = self._next_line(deadline, late)
         if line is None:
             raise self._death()
@@ -155,6 +157,7 @@ class Child(Generic[AnswerT]):
             try:
                 return self._lines.get(timeout=max(0.0, min(POLL_S, deadline - time.monotonic())))
             except queue.Empty:
+                end_if_asked()
                 self._enforce(deadline, late)
 
     def _enforce(self, deadline: float, late: str) -> None:

@@ -9,12 +9,13 @@ from filelock import FileLock, Timeout
 from profiling_agent.cache import cache_folder
 from profiling_agent.holder import holder_said, note_holder
 from profiling_agent.progress import Progress, silent
+from profiling_agent.stopping import end_if_asked
 
 # Two runs at once wait for each other's threads: on two cores each took not twice but ten times as long, and the latency
 # table of either showed no width that saves time (LOG, 2026-11-22).
 POLL_S = 0.2
-# How often it is said anew who has it, and for how long.
-SAID_S = 5.0
+# When it is said anew who has it, and for how long: after this, and then each time after twice as long.
+FIRST_S = 5
 LOCK, HOLDER = "machine.lock", "machine.json"
 
 
@@ -47,12 +48,15 @@ def _taken(progress: Progress, what: str) -> FileLock | None:
 
 
 def _acquire(lock: FileLock, holder: Path, progress: Progress) -> None:
-    timeout_s = 0.0
+    waited_s, said_at_s = 0, 0
     while True:
         try:
-            lock.acquire(timeout=timeout_s, poll_interval=POLL_S)
+            lock.acquire(timeout=min(waited_s, 1), poll_interval=POLL_S)
         except Timeout:
-            progress(f"waiting for {holder_said(holder)} on this machine", 0, 0)
-            timeout_s = SAID_S
+            end_if_asked()
+            if waited_s >= said_at_s:
+                progress(f"waiting for the machine, held by {holder_said(holder)}", 0, 0)
+                said_at_s = max(FIRST_S, 2 * said_at_s)
+            waited_s += 1
         else:
             return

@@ -34,7 +34,7 @@ def test_a_job_waits_for_the_one_of_another_run_and_says_so(tmp_path: Path, monk
         heard.append("let go")
     other.join(timeout=60)
 
-    assert heard == ["waiting for another process on this machine", "let go", "worked"]
+    assert heard == ["waiting for the machine, held by another process", "let go", "worked"]
 
 
 def test_nothing_is_said_where_the_machine_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
