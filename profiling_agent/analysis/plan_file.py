@@ -3,6 +3,7 @@
 from profiling_agent.documents import DocumentError, parse_json, parse_record
 from profiling_agent.errors import PlanError
 from profiling_agent.files import expanded, read_bytes
+from profiling_agent.modules.layer_names import matching_names
 from profiling_agent.records import Plan
 
 MAX_BYTES = 1_000_000
@@ -17,8 +18,12 @@ def read_plan(path: str, *, quotes: bool = True) -> Plan:
     try:
         text = read_bytes(expanded(path), max_bytes=MAX_BYTES)
         is_object = isinstance(parse_json(text, max_bytes=MAX_BYTES), dict)
-        return parse_record(Plan, text, strict=True, quotes=quotes and is_object)
+        plan = parse_record(Plan, text, strict=True, quotes=quotes and is_object)
     except OSError as error:
         raise PlanError(f"plan file {path!r} can't be read ({error.strerror}): check the path") from error
     except DocumentError as error:
         raise PlanError(f"plan file {path!r} is no valid plan: {error}") from error
+    for recommended in (*(plan.pruning or ()), *(plan.quantization or ())):
+        # Minutes before a model is there to look for it in.
+        matching_names(recommended.layer, ())
+    return plan

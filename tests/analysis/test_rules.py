@@ -88,3 +88,20 @@ def test_a_plan_file_that_is_none_is_refused_in_one_line(tmp_path: Path, text: s
 def test_a_plan_file_that_is_not_there_is_named():
     with pytest.raises(PlanError, match=r"'nowhere\.json' can't be read"):
         read_plan("nowhere.json")
+
+
+@pytest.mark.parametrize("layer", ["(?P<x>a)(?P=x)", "((a{1000}){1000}){1000}", "("])
+@pytest.mark.parametrize(
+    ("part", "rest"),
+    [
+        ("pruning", {"pruning_type": "structured", "pruning_ratio": 0.2}),
+        ("quantization", {"quantization_type": "dynamic", "dtype": "qint8"}),
+    ],
+)
+def test_a_pattern_that_is_none_is_refused_before_anything_is_measured(
+    tmp_path: Path, layer: str, part: str, rest: dict[str, object]
+):
+    (tmp_path / "plan.json").write_text(json.dumps({part: [{"layer": layer, **rest}]}))
+
+    with pytest.raises(PlanError, match="no RE2 expression"):
+        read_plan(str(tmp_path / "plan.json"))
