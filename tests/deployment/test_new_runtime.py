@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from profiling_agent.artifacts.recipe import PACKAGES
 from profiling_agent.reproducibility import LIBRARIES, RUNTIME_LIBRARIES
 
@@ -50,6 +52,7 @@ except ProfilingAgentError as error:
 """
 
 
+@pytest.mark.slow
 def test_a_runtime_that_follows_the_words_is_saved_opened_and_checked(tmp_path: Path):
     package = shutil.copytree(ROOT / "profiling_agent", tmp_path / "profiling_agent")
     shutil.copyfile(Path(__file__).with_name("toy_runtime.py"), package / "deployment" / "toy.py")
