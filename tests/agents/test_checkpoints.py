@@ -4,7 +4,7 @@ import sqlite3
 import warnings
 from contextlib import closing
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import pytest
 from full_disk import at_most
@@ -19,6 +19,7 @@ from profiling_agent.agents.state import RunState
 from profiling_agent.analysis.dry_run import dry_run
 from profiling_agent.errors import RunError, StorageError
 from profiling_agent.iteration.attempt import PreparedAttempt
+from profiling_agent.jobs.tasks import Profiled
 from profiling_agent.records import Journal, RecoveredModel, StopReason
 from profiling_agent.reporting.report import RunReport
 
@@ -216,3 +217,32 @@ def test_a_disk_that_fills_damages_nothing(tmp_path: Path):
 
     assert before is not None
     assert RunSaver(tmp_path).get_tuple(config) is not None
+
+
+def test_a_checkpoint_without_its_parts_or_with_another_thing_for_a_record_is_damaged(tmp_path: Path):
+    config: RunnableConfig = {"configurable": {"thread_id": "t", "checkpoint_ns": ""}}
+    whole = empty_checkpoint()
+    edited = made_profiled()
+    for number, (changed, is_damaged) in enumerate(
+        (
+            ({name: held for name, held in whole.items() if name != "channel_versions"}, True),
+            (whole | {"channel_values": {"profiled": edited | {"more": 1}}}, True),
+            # As somebody's edit in Studio is stored.
+            (whole | {"channel_values": {"profiled": edited}}, False),
+        )
+    ):
+        saver = RunSaver(tmp_path / str(number))
+        saver.put(config, cast("Checkpoint", changed), {}, {})
+        if is_damaged:
+            with pytest.raises(RunError, match="damaged"):
+                saver.get_tuple(config)
+        else:
+            assert saver.get_tuple(config) is not None
+        saver.close()
+
+
+def made_profiled() -> dict[str, Any]:
+    """Return what a state holds of a profile, as JSON has it."""
+    file = ref("jobs/p/profile.json", kind="profile")
+    held = Profiled(profile=file, params=1, macs=1, latency_ms=1.0, peak_memory_bytes=1, forward_passes=1)
+    return held.model_dump(mode="json")
