@@ -128,6 +128,8 @@ def _opened(path: Path, serde: SerializerProtocol) -> SqliteSaver:
 
 def _check_values(checkpoint: Checkpoint) -> None:
     """Raise ValueError where a checkpoint lacks a part, or holds a value that isn't what the state has by its name."""
+    if not isinstance(checkpoint, dict):  # pyright: ignore[reportUnnecessaryIsInstance] - it was read from a file
+        raise ValueError("what is no checkpoint")  # noqa: TRY004 - told as damage, as all else that is wrong in a file
     if absent := REQUIRED - checkpoint.keys():
         raise ValueError(f"a checkpoint without {min(absent)}")
     held = checkpoint["channel_values"]

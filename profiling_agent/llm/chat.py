@@ -128,9 +128,13 @@ class Chat:
         started = time.monotonic()
 
         def once() -> ChatTurn:
+            left = deadline_s - (time.monotonic() - started)
+            if left <= 0:
+                # What isn't sent isn't counted.
+                raise self._no_answer(TimeoutError("the deadline of the question has passed"))
             # Outside of every except: what goes wrong in whoever counts is no answer of the model's.
             self._spend()
-            return self._asked(call, deadline_s - (time.monotonic() - started))
+            return self._asked(call, left)
 
         try:
             return retrying(once)
