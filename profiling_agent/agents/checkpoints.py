@@ -136,7 +136,8 @@ def _check_values(checkpoint: Checkpoint) -> None:
     for name, field in state.RunState.model_fields.items():
         # What the serializer can't rebuild as one of ours it leaves as it is stored, and so does who edits a state in Studio.
         if isinstance(held.get(name), dict):
-            TypeAdapter(field.annotation).validate_python(held[name])
+            annotation: Any = field.annotation
+            TypeAdapter(annotation).validate_python(held[name])
 
 
 class RunSaver(BaseCheckpointSaver[str]):
