@@ -125,8 +125,15 @@ def read_record(
     return parse_record(kind, text, strict=strict, quotes=quotes, max_bytes=max_bytes)
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of what an exception says, the name of its kind where it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 def clean(text: str, *, layout: bool = False) -> str:
     """Return text that shows as it reads: control, format and unassigned characters as escapes, in `layout` but for \\n and \\t."""
+    if text.isprintable():
+        return text
     kept = LAYOUT if layout else frozenset[str]()
     return "".join(
         character

@@ -76,16 +76,20 @@ def storage_problem(error: BaseException) -> str | None:
     return STORAGE.get(error.errno or 0) if isinstance(error, OSError) else None
 
 
-def inside(path: Path, folder: Path) -> Path:
-    """Return `path` with all links followed; FileRefusedError where that is not under `folder`, or no path at all."""
+def resolved(path: Path) -> Path:
+    """Return `path` with all links followed; FileRefusedError where it is no path: a NUL in it, or links that go round."""
     try:
-        resolved, root = path.resolve(), folder.resolve()
-    # A NUL in it, or links that go round.
+        return path.resolve()
     except (ValueError, RuntimeError) as error:
         raise FileRefusedError(path, f"it is no path ({error})") from error
-    if not resolved.is_relative_to(root):
+
+
+def inside(path: Path, folder: Path) -> Path:
+    """Return `path` with all links followed; FileRefusedError where that is not under `folder`, or no path at all."""
+    found = resolved(path)
+    if not found.is_relative_to(resolved(folder)):
         raise FileRefusedError(path, f"it leads out of {str(folder)!r}")
-    return resolved
+    return found
 
 
 def open_regular(path: Path, *, max_bytes: int | None, under: Path | None = None) -> io.BufferedReader:
@@ -101,6 +105,12 @@ def open_regular(path: Path, *, max_bytes: int | None, under: Path | None = None
         descriptor = os.open(found, flags)
     except ValueError as error:
         raise FileRefusedError(path, f"it is no path ({error})") from error
+    _check_regular(descriptor, path, max_bytes)
+    return os.fdopen(descriptor, "rb")
+
+
+def _check_regular(descriptor: int, path: Path, max_bytes: int | None = None) -> None:
+    """Let what was opened without waiting be waited for; FileRefusedError, and it is closed, where it is no such file."""
     status = os.fstat(descriptor)
     refused = None
     if not stat.S_ISREG(status.st_mode):
@@ -111,7 +121,6 @@ def open_regular(path: Path, *, max_bytes: int | None, under: Path | None = None
         os.close(descriptor)
         raise FileRefusedError(path, refused)
     os.set_blocking(descriptor, True)
-    return os.fdopen(descriptor, "rb")
 
 
 def _kind(mode: int) -> str:
@@ -246,11 +255,7 @@ def open_log(path: Path) -> IO[bytes]:
     """Open a regular file that only grows, for reading too; OSError where `path` is something else, or a link."""
     flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     descriptor = os.open(path, flags, 0o666)
-    mode = os.fstat(descriptor).st_mode
-    if not stat.S_ISREG(mode):
-        os.close(descriptor)
-        raise FileRefusedError(path, f"it is {_kind(mode)}, not a regular file")
-    os.set_blocking(descriptor, True)
+    _check_regular(descriptor, path)
     return os.fdopen(descriptor, "a+b")
 
 

@@ -14,6 +14,7 @@ from profiling_agent.agents.checkpoints import RunSaver
 from profiling_agent.agents.node import ProgressEvent
 from profiling_agent.agents.session import Sessions
 from profiling_agent.errors import ApprovalPendingError, RequestError, RunError
+from profiling_agent.files import FileRefusedError, expanded, resolved
 from profiling_agent.graphs.optimization import build_graph  # pyright: ignore[reportMissingImports] - mapped on install
 from profiling_agent.records import Approval, ApprovalQuestion
 from profiling_agent.reporting.report import RunReport
@@ -166,10 +167,9 @@ def pending(run: str | Path) -> ApprovalQuestion | None:
 def _reopened(run: str | Path) -> tuple[Request, Workspace]:
     # Resolved, so that `.` has a name too.
     try:
-        root = Path(run).expanduser().resolve()
-    # Nobody of that name, a NUL, links that go round.
-    except (RuntimeError, ValueError) as error:
-        raise RunError(f"{str(run)!r} is no path ({error}): give a run folder") from error
+        root = resolved(expanded(str(run)))
+    except FileRefusedError as error:
+        raise RunError(f"{str(run)!r} can't be looked up, {error.strerror}: give a run folder") from error
     manifest, here = read_manifest(root), environment().machine
     if manifest.machine not in ("", here) and not (root / REPORT).exists():
         raise RunError(

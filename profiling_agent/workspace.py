@@ -58,9 +58,14 @@ def storage_told(root: Path) -> Generator[None, None, None]:
     except (OSError, sqlite3.Error) as error:
         if (problem := storage_problem(error)) is None:
             raise
-        raise StorageError(
-            f"run folder {str(root)!r} can't be written, {problem}, then go on with `profiling-agent resume {root}`"
-        ) from error
+        raise storage_error(root, problem) from error
+
+
+def storage_error(root: Path, problem: str) -> StorageError:
+    """Return what to say of a run whose disk has something against it, after which it can be resumed."""
+    return StorageError(
+        f"run folder {str(root)!r} can't be written, {problem}, then go on with `profiling-agent resume {root}`"
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ BASE = (
     "errors",
     "files",
     "documents",
+    "foreign",
     "request",
     "workspace",
     "reproducibility",

@@ -16,7 +16,7 @@ from PIL import Image, ImageOps
 
 from profiling_agent.errors import ArtifactError, CorruptImageError
 from profiling_agent.files import open_regular
-from profiling_agent.modules.foreign import foreign_code
+from profiling_agent.foreign import foreign_code
 
 # What pictures are kept in, and nothing that starts another program (EPS) or that few ever decode: Pillow has 43.
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "PPM")

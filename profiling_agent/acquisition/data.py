@@ -33,7 +33,7 @@ from profiling_agent.acquisition.origin import (
 from profiling_agent.acquisition.reference import DIGITS, PREFIX, reference_dataset
 from profiling_agent.documents import clean
 from profiling_agent.errors import AcquisitionError
-from profiling_agent.modules.foreign import foreign_code
+from profiling_agent.foreign import foreign_code
 from profiling_agent.progress import Progress
 from profiling_agent.records import Record
 

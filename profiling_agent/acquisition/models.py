@@ -16,7 +16,7 @@ from profiling_agent.acquisition.model_folder import CONFIG, PICKLES, checked, h
 from profiling_agent.acquisition.reference import PREFIX, reference_model
 from profiling_agent.documents import MAX_QUOTED, clean
 from profiling_agent.errors import AcquisitionError, RequestError
-from profiling_agent.modules.foreign import foreign_code
+from profiling_agent.foreign import foreign_code
 from profiling_agent.progress import Progress, silent
 from profiling_agent.quiet import quiet
 

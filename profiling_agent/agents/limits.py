@@ -11,7 +11,7 @@ from pathlib import Path
 
 from profiling_agent.agents.state import RunState
 from profiling_agent.errors import RequestError
-from profiling_agent.files import FileRefusedError, inside
+from profiling_agent.files import expanded, inside
 from profiling_agent.llm.endpoint import is_trusted, trusted_addresses
 from profiling_agent.request import Request
 
@@ -66,9 +66,8 @@ class Limits:
 
 def _is_inside(named: str, folder: Path) -> bool:
     try:
-        inside(Path(named).expanduser(), folder)
-    # RuntimeError: of `~name` for nobody of that name.
-    except (FileRefusedError, OSError, RuntimeError, ValueError):
+        inside(expanded(named), folder)
+    except OSError:
         return False
     return True
 

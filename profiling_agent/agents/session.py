@@ -3,27 +3,25 @@
 import hashlib
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
-
-from pydantic import BaseModel
+from typing import TYPE_CHECKING, Any
 
 from profiling_agent.agents.limits import Limits
 from profiling_agent.agents.state import RunState
 from profiling_agent.errors import RunError
-from profiling_agent.files import FileRefusedError, inside
+from profiling_agent.files import FileRefusedError, inside, resolved
 from profiling_agent.iteration.deployments import deployment_choices
 from profiling_agent.iteration.evaluator import Evaluator, Settings
 from profiling_agent.jobs.profile import profile_artifact, read_profile
 from profiling_agent.jobs.runner import Jobs
-from profiling_agent.jobs.store import ORDERS
+from profiling_agent.jobs.store import ORDERS, artifacts_of
 from profiling_agent.jobs.tasks import Profiled
 from profiling_agent.llm.endpoint import key_for, trusted_addresses
 from profiling_agent.llm.ledger import read_spent
 from profiling_agent.llm.question import Asks
-from profiling_agent.records import ArtifactRef, ModelProfile, Spent
+from profiling_agent.records import ModelProfile, Spent
 from profiling_agent.request import RUN_ID, Request
 from profiling_agent.workspace import (
     HOLDER,
@@ -250,7 +248,7 @@ class Sessions:
 
 def _check_artifacts(state: RunState, root: Path) -> None:
     """Raise RunError where a checkpoint names an artifact that isn't in its run's folder: jobs read what it names."""
-    for path in {ref.path for ref in _artifacts(state)}:
+    for path in {ref.path for ref in artifacts_of(state)}:
         try:
             inside(root / path, root)
         except FileRefusedError as error:
@@ -259,23 +257,10 @@ def _check_artifacts(state: RunState, root: Path) -> None:
             ) from error
 
 
-def _artifacts(value: Any) -> Iterator[ArtifactRef]:
-    if isinstance(value, ArtifactRef):
-        yield value
-    elif isinstance(value, BaseModel):
-        for name in type(value).model_fields:
-            yield from _artifacts(getattr(value, name, None))
-    elif isinstance(value, (tuple, list, dict)):
-        held = cast("dict[Any, Any]", value).values() if isinstance(value, dict) else cast("list[Any]", value)
-        for each in held:
-            yield from _artifacts(each)
-
-
 def _is_same(one: Path, other: Path) -> bool:
     try:
-        return one.resolve() == other.resolve()
-    # A NUL in it, or links that go round.
-    except (OSError, RuntimeError, ValueError):
+        return resolved(one) == resolved(other)
+    except OSError:
         return False
 
 

@@ -1,6 +1,5 @@
 """Folders that appear complete or not at all, and are read only if nothing in them is foreign."""
 
-import hashlib
 import re
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -11,7 +10,7 @@ from safetensors import SafetensorError
 from profiling_agent import files
 from profiling_agent.artifacts.recipe import CARD, RECIPE, Recipe, read_recipe
 from profiling_agent.errors import ArtifactError, StorageError
-from profiling_agent.files import open_regular
+from profiling_agent.files import file_sha256, open_regular, resolved
 
 
 @contextmanager
@@ -48,10 +47,9 @@ def _errno(error: OSError | SafetensorError) -> int | None:
 def named_folder(path: str | Path) -> Path:
     """Return the folder that a path names, its links followed; ArtifactError where it is no path."""
     try:
-        return Path(path).resolve()
-    # A NUL in it, or links that go round.
-    except (OSError, RuntimeError, ValueError) as error:
-        raise ArtifactError(f"{str(path)!r} is no path ({error}): give the folder of a saved model") from error
+        return resolved(Path(path))
+    except OSError as error:
+        raise ArtifactError(f"{str(path)!r} can't be looked up, {error.strerror}: give the folder of a saved model") from error
 
 
 def open_folder(folder: Path, *, verify: bool) -> Recipe:
@@ -79,8 +77,9 @@ def open_folder(folder: Path, *, verify: bool) -> Recipe:
 def _check_file(path: Path, sha256: str | None) -> None:
     """Raise ArtifactError where this is no regular file, or not the one of this hash."""
     try:
-        with open_regular(path, max_bytes=None, under=path.parent) as stream:
-            found = sha256 and hashlib.file_digest(stream, "sha256").hexdigest()
+        if sha256 is None:
+            open_regular(path, max_bytes=None, under=path.parent).close()
+        found = sha256 and file_sha256(path, under=path.parent)
     except FileNotFoundError:
         raise ArtifactError(f"{str(path)!r} is missing: save the model again") from None
     except OSError as error:

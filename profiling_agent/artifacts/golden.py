@@ -11,9 +11,10 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from profiling_agent.artifacts.recipe import GOLDEN, Recipe
+from profiling_agent.documents import first_line
 from profiling_agent.errors import ArtifactError
 from profiling_agent.files import open_regular
-from profiling_agent.modules.foreign import foreign_code, on_behalf
+from profiling_agent.foreign import foreign_code, on_behalf
 from profiling_agent.records import InputSpec
 from profiling_agent.reproducibility import environment
 
@@ -86,7 +87,7 @@ def _answered(run: Callable[[NDArray[np.float32]], NDArray[Any]], golden: Golden
             logits = on_behalf(run, golden.pixel_values.astype(np.float32))
     # Torch's kernels, called by quantized layers of ours on tensors that were stored.
     except RuntimeError as error:
-        raise refuse((str(error).strip().splitlines() or [type(error).__name__])[0]) from error
+        raise refuse(first_line(error)) from error
     if logits.shape != golden.logits.shape:
         raise refuse(f"logits of shape {logits.shape}, {golden.logits.shape} were saved")
     return logits

@@ -19,9 +19,9 @@ from transformers.initialization import no_init_weights
 from profiling_agent.artifacts.folder import named_folder, open_folder
 from profiling_agent.artifacts.golden import check_golden
 from profiling_agent.artifacts.recipe import WEIGHTS, QuantizedLayer, Recipe
-from profiling_agent.documents import DocumentError, clean, read_json
+from profiling_agent.documents import DocumentError, clean, first_line, read_json
 from profiling_agent.errors import ArtifactError, QuantizationError
-from profiling_agent.modules.foreign import foreign_code, logits_of, on_behalf
+from profiling_agent.foreign import foreign_code, logits_of, on_behalf
 from profiling_agent.modules.inference import left_as_found
 from profiling_agent.modules.widths import fit_widths_, say_heads_
 from profiling_agent.quantization.kinds import rebuilt
@@ -121,17 +121,13 @@ def _build(folder: Path, recipe: Recipe, *, dequantize: bool) -> nn.Module:
     except (_MisfitError, QuantizationError) as error:
         architecture = clean(recipe.architecture)[:80]
         raise ArtifactError(
-            f"the weights in {str(folder)!r} don't fit {architecture} ({_first_line(error)}): save the model again"
+            f"the weights in {str(folder)!r} don't fit {architecture} ({first_line(error)}): save the model again"
         ) from error
     return model.eval()
 
 
 class _MisfitError(ArtifactError):
     """What is stored doesn't fit the architecture."""
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _unfit(place: str) -> Callable[[str], _MisfitError]:
@@ -232,7 +228,7 @@ def _place_(model: nn.Module, layer: QuantizedLayer, tensors: dict[str, Tensor],
         module = rebuilt(layer.kind, plain, like, reduce_range=layer.reduce_range)
         float_layer = module.dequantized() if dequantize else None
     except RuntimeError as error:
-        raise _MisfitError(f"{clean(layer.name)}: {_first_line(error)}") from error
+        raise _MisfitError(f"{clean(layer.name)}: {first_line(error)}") from error
     if float_layer is not None:
         tensors |= {f"{prefix}{leaf}": tensor for leaf, tensor in float_layer.state_dict().items()}
     model.set_submodule(layer.name, module if float_layer is None else float_layer, strict=True)

@@ -22,7 +22,7 @@ from profiling_agent.deployment.protocol import ModelSession
 from profiling_agent.deployment.registry import open_session
 from profiling_agent.documents import clean
 from profiling_agent.errors import ArtifactError
-from profiling_agent.modules.foreign import foreign_code, on_behalf
+from profiling_agent.foreign import foreign_code, on_behalf
 from profiling_agent.records import RuntimeName
 from profiling_agent.reproducibility import environment
 

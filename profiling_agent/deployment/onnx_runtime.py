@@ -9,7 +9,7 @@ from profiling_agent.artifacts.recipe import ONNX, Recipe
 from profiling_agent.deployment.batches import check_fixed_batch
 from profiling_agent.deployment.protocol import INPUT, OUTPUT, Batch, missing_packages
 from profiling_agent.errors import ArtifactError
-from profiling_agent.modules.foreign import foreign_code, on_behalf
+from profiling_agent.foreign import foreign_code, on_behalf
 from profiling_agent.records import Scheme
 
 if TYPE_CHECKING:

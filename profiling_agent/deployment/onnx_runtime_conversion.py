@@ -23,6 +23,7 @@ from profiling_agent.artifacts.recipe import ONNX, PreparedFiles, QuantizedLayer
 from profiling_agent.deployment.choices import recommended
 from profiling_agent.deployment.onnx_names import LAYER_OPS, is_convnet, layer_of, nodes_of_layers
 from profiling_agent.deployment.protocol import INPUT, Batch, Source
+from profiling_agent.documents import first_line
 from profiling_agent.errors import ArtifactError, QuantizationError
 from profiling_agent.quantization.quantize import chosen_layers
 from profiling_agent.quiet import muted
@@ -90,7 +91,7 @@ def _quantizer() -> Generator[None]:
         with tempfile.TemporaryDirectory() as scratch, contextlib.chdir(scratch), muted(""):
             yield
     except ERRORS as error:
-        line = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+        line = first_line(error)[:200]
         raise QuantizationError(f"ONNX Runtime can't quantize the model ({type(error).__name__}: {line})") from error
 
 

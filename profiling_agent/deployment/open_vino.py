@@ -11,7 +11,7 @@ from profiling_agent.deployment.batches import check_fixed_batch
 from profiling_agent.deployment.protocol import Batch, missing_packages
 from profiling_agent.errors import ArtifactError
 from profiling_agent.files import open_regular
-from profiling_agent.modules.foreign import foreign_code, on_behalf
+from profiling_agent.foreign import foreign_code, on_behalf
 from profiling_agent.quiet import import_openvino
 from profiling_agent.records import Scheme
 

@@ -18,6 +18,7 @@ from profiling_agent.deployment.onnx_export import write_graph
 from profiling_agent.deployment.onnx_names import LAYER_OPS, is_convnet, nodes_of_layers
 from profiling_agent.deployment.protocol import INPUT, Batch, Source, missing_packages
 from profiling_agent.deployment.torch_conversion import calibration_batches
+from profiling_agent.documents import first_line
 from profiling_agent.errors import ArtifactError, QuantizationError
 from profiling_agent.quantization.kinds import quantized_modules
 from profiling_agent.quantization.quantize import chosen_layers, quantize_model
@@ -58,7 +59,7 @@ def _theirs(doing: str) -> Generator[None]:
     try:
         yield
     except (RuntimeError, ValueError, TypeError) as error:
-        line = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+        line = first_line(error)[:200]
         raise QuantizationError(f"{doing} ({type(error).__name__}: {line})") from error
 
 

@@ -16,7 +16,7 @@ from transformers.initialization import no_init_weights
 from profiling_agent.artifacts.folder import appearing
 from profiling_agent.documents import parse_json
 from profiling_agent.errors import ArtifactError
-from profiling_agent.modules.foreign import foreign_code, on_behalf
+from profiling_agent.foreign import foreign_code, on_behalf
 from profiling_agent.modules.inference import logits_of, random_batch
 from profiling_agent.quantization.linear import DynamicLinear
 from profiling_agent.quiet import quiet

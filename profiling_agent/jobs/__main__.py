@@ -16,6 +16,7 @@ from profiling_agent.jobs.context import JobContext
 from profiling_agent.jobs.store import RESULT, write_hashes
 from profiling_agent.jobs.wire import Message, Order
 from profiling_agent.processes.serve import Parent
+from profiling_agent.workspace import storage_error
 
 
 def main() -> None:
@@ -55,8 +56,7 @@ def _failed_by_system(error: OSError, root: Path) -> Message:
     problem = storage_problem(error) if error.errno in NO_SPACE | {errno.EROFS, errno.EIO} else None
     if problem is None:
         return Message(kind="failed", error="JobError", text=f"{type(error).__name__}: {error}")
-    said = f"run folder {str(root)!r} can't be written, {problem}, then go on with `profiling-agent resume {root}`"
-    return Message(kind="failed", error="StorageError", text=said)
+    return Message(kind="failed", error="StorageError", text=str(storage_error(root, problem)))
 
 
 @contextmanager

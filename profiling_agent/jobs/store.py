@@ -53,7 +53,8 @@ def artifacts_of(value: Any) -> list[ArtifactRef]:
     if isinstance(value, ArtifactRef):
         return [value]
     if isinstance(value, BaseModel):
-        return [ref for name in type(value).model_fields for ref in artifacts_of(getattr(value, name))]
+        # A record that came out of a checkpoint may lack a field.
+        return [ref for name in type(value).model_fields for ref in artifacts_of(getattr(value, name, None))]
     if isinstance(value, dict):
         return [ref for item in value.values() for ref in artifacts_of(item)]
     if isinstance(value, (tuple, list)):

@@ -6,12 +6,10 @@ was passed as an object is a stranger's code. What our own code raises meanwhile
 
 import math
 import re
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Literal, cast
 
 import openai
@@ -28,8 +26,9 @@ from langchain_core.language_models import BaseChatModel
 from langchain_core.messages import AIMessage, BaseMessage
 from langchain_core.runnables import RunnableSequence
 
-from profiling_agent.documents import clean
+from profiling_agent.documents import clean, first_line
 from profiling_agent.errors import AdvisorError, ContextTooLongError, ProfilingAgentError
+from profiling_agent.foreign import is_ours
 from profiling_agent.llm.calls import Call, calls_of
 from profiling_agent.llm.endpoint import redacted
 from profiling_agent.llm.reply import token_count, without_surrogates
@@ -41,7 +40,6 @@ MAX_TRIES = 4
 TOO_LONG = re.compile(r"context (length|window|size)|context_length|prompt is too long", re.IGNORECASE)
 # A wrong key, a wrong model: asking again changes nothing, and every question would fail.
 FATAL = (ModelAuthenticationError, ModelPermissionDeniedError, ModelNotFoundError)
-OURS = __name__.partition(".")[0]
 
 
 @dataclass(frozen=True)
@@ -84,7 +82,7 @@ class Chat:
                 return self._tried(lambda: self._structured(messages, schema), left)
             except ModelInvalidRequestError as error:
                 if len(self._modes) == 1:
-                    raise AdvisorError(f"{self.name} refused the request ({first_line(error)})") from error
+                    raise AdvisorError(f"{self.name} refused the request ({said_by(error)})") from error
                 self._modes.pop(0)
 
     def ask_with_tools(
@@ -145,7 +143,7 @@ class Chat:
                 raise ContextTooLongError(f"the question is too long for {self.name}") from error
             raise
         except FATAL as error:
-            raise AdvisorError(f"{self.name} can't be asked ({first_line(error)})") from error
+            raise AdvisorError(f"{self.name} can't be asked ({said_by(error)})") from error
         except ModelError as error:
             raise self._no_answer(error) from error
 
@@ -160,17 +158,17 @@ class Chat:
         except TimeoutError as error:
             raise self._no_answer(error) from error
         except Exception as error:
-            if _is_ours(error.__traceback__):
+            if is_ours(error.__traceback__):
                 raise
             raise self._no_answer(error) from error
 
     def _no_answer(self, error: Exception) -> AdvisorError:
-        return AdvisorError(f"{self.name} gave no answer ({type(error).__name__}: {first_line(error)})")
+        return AdvisorError(f"{self.name} gave no answer ({type(error).__name__}: {said_by(error)})")
 
 
-def first_line(error: BaseException) -> str:
-    """Return an exception's first line, cut, without what would move a terminal's cursor."""
-    return clean(redacted((str(error).strip().splitlines() or [type(error).__name__])[0])[:200])
+def said_by(error: BaseException) -> str:
+    """Return an exception's first line, cut, with no key in it and nothing that would move a terminal's cursor."""
+    return clean(redacted(first_line(error))[:200])
 
 
 def _is_too_long(error: ModelInvalidRequestError) -> bool:
@@ -242,12 +240,3 @@ def _cut_off(error: openai.LengthFinishReasonError) -> ChatTurn:
         input_tokens=token_count(usage.prompt_tokens) if usage else None,
         output_tokens=token_count(usage.completion_tokens) if usage else None,
     )
-
-
-def _is_ours(trace: TracebackType | None) -> bool:
-    """Return whether the innermost frame that isn't the standard library's is ours."""
-    packages: list[str] = []
-    while trace is not None:
-        packages.append(str(trace.tb_frame.f_globals.get("__name__", "")).partition(".")[0])
-        trace = trace.tb_next
-    return next((name for name in reversed(packages) if name not in sys.stdlib_module_names), "") == OURS

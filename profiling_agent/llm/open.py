@@ -13,7 +13,7 @@ from pydantic import SecretStr
 from profiling_agent.documents import clean
 from profiling_agent.errors import AdvisorError, RequestError
 from profiling_agent.llm.advisor import Advisor
-from profiling_agent.llm.chat import Chat, first_line
+from profiling_agent.llm.chat import Chat, said_by
 from profiling_agent.llm.endpoint import KEYS, Endpoint, key_for
 from profiling_agent.llm.ledger import Ledger
 from profiling_agent.llm.transport import open_client
@@ -88,9 +88,9 @@ def look_at(endpoint: Endpoint, trusted: Collection[str]) -> None:
     try:
         listed = [model.id for model in client.models.list().data]
     except openai.AuthenticationError as error:
-        raise RequestError(f"{where} refuses the key in {KEYS[endpoint.provider]} ({first_line(error)})") from error
+        raise RequestError(f"{where} refuses the key in {KEYS[endpoint.provider]} ({said_by(error)})") from error
     except openai.APIConnectionError as error:
-        raise RequestError(f"{where} can't be reached ({first_line(error)}): check base_url") from error
+        raise RequestError(f"{where} can't be reached ({said_by(error)}): check base_url") from error
     except openai.APIStatusError:
         return
     except (openai.OpenAIError, AdvisorError, AttributeError, TypeError, ValueError) as error:

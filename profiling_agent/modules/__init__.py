@@ -1,6 +1,6 @@
 """Tools for torch models that no stage owns. Where a file needs no torch, it says so.
 
-running     inference, hooks, foreign (a stranger's code), prefix (replay from the layer that changed)
+running     inference, hooks, prefix (replay from the layer that changed)
 structure   attention, norms, widths, layer_names
 measures    complexity, attention_macs, divergence
 """

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from profiling_agent.modules.foreign import on_behalf
+from profiling_agent.foreign import on_behalf
 from profiling_agent.modules.hooks import watching
 
 

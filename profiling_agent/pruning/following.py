@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPriva
 from torch.overrides import TorchFunctionMode
 
 from profiling_agent.errors import PruningError
-from profiling_agent.modules.foreign import logits_of, on_behalf
+from profiling_agent.foreign import logits_of, on_behalf
 from profiling_agent.modules.hooks import tensors, watching
 from profiling_agent.modules.inference import device_of
 from profiling_agent.pruning.operations import RULES, Call, UnknownSpellingError

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from profiling_agent.errors import PruningError
+from profiling_agent.foreign import on_behalf
 from profiling_agent.modules.complexity import count_complexity
-from profiling_agent.modules.foreign import on_behalf
 from profiling_agent.modules.inference import left_as_found, without_weights
 from profiling_agent.pruning.following import is_response_norm
 from profiling_agent.records import Cut, InputSpec, Unit

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from profiling_agent.errors import PruningError, RequestError
-from profiling_agent.modules.foreign import foreign_code
+from profiling_agent.foreign import foreign_code
 from profiling_agent.modules.inference import device_of, random_batch
 from profiling_agent.pruning.following import LAYERS
 from profiling_agent.pruning.gate import check_mask_error, check_saving, mask_error

@@ -12,7 +12,7 @@ import torch_pruning as tp
 from torch import Tensor, nn
 
 from profiling_agent.errors import PruningError, RequestError
-from profiling_agent.modules.foreign import foreign_code
+from profiling_agent.foreign import foreign_code
 from profiling_agent.modules.inference import device_of, without_weights
 from profiling_agent.pruning.gate import check_saving
 from profiling_agent.pruning.importance import IMPORTANCE, UnitWeights, keep_indices

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from profiling_agent.errors import QuantizationError
-from profiling_agent.modules.foreign import logits_of
+from profiling_agent.foreign import logits_of
 from profiling_agent.modules.hooks import watching
 from profiling_agent.modules.inference import device_of, left_as_found
 from profiling_agent.quantization.static import LEVELS, Grid

@@ -8,7 +8,7 @@ from PIL import Image
 from torch import nn
 
 from profiling_agent.errors import ShapeUnresolvedError
-from profiling_agent.modules.foreign import foreign_code, on_behalf
+from profiling_agent.foreign import foreign_code, on_behalf
 from profiling_agent.records import InputSpec
 
 Rule = Callable[[nn.Module, Any], InputSpec | None]

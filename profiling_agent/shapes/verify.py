@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from profiling_agent.errors import ShapeUnresolvedError
-from profiling_agent.modules.foreign import foreign_code, on_behalf
+from profiling_agent.foreign import foreign_code, on_behalf
 from profiling_agent.modules.inference import device_of, left_as_found
 from profiling_agent.records import InputSpec
 

@@ -9,7 +9,7 @@ import zoo
 from torch import nn
 
 from profiling_agent.errors import PruningError, QuantizationError, ShapeUnresolvedError
-from profiling_agent.modules.foreign import foreign_code, logits_of, on_behalf
+from profiling_agent.foreign import foreign_code, logits_of, on_behalf
 from profiling_agent.pruning.operations import RULES, spatial
 from profiling_agent.pruning.prune import prune_model
 from profiling_agent.pruning.units import find_units

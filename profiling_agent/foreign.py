@@ -37,7 +37,7 @@ def foreign_code(refuse: Refuse) -> Generator[None]:
     except (ProfilingAgentError, MemoryError):
         raise
     except Exception as error:
-        if _is_ours(error.__traceback__):
+        if is_ours(error.__traceback__):
             raise
         raise refuse(f"{type(error).__name__} ({' '.join(str(error).split())[:MAX_TEXT]!r})") from error
 
@@ -63,10 +63,13 @@ def logits_of(model: "nn.Module", images: "Tensor", refuse: Refuse) -> "Tensor":
     return logits
 
 
-def _is_ours(trace: TracebackType | None) -> bool:
-    """Say whether the innermost frame is ours that isn't a tool's; a call on behalf is its caller's caller's."""
+def is_ours(trace: TracebackType | None) -> bool:
+    """Say whether an exception that was caught is a bug of ours, by the innermost frame that isn't a tool's.
+
+    A call on behalf is its caller's caller's.
+    """
     frames: list[FrameType] = []
-    # The outermost is `foreign_code` itself.
+    # The outermost is of whoever caught it.
     while trace is not None and (trace := trace.tb_next) is not None:
         if _package(trace.tb_frame) not in TOOLS:
             frames.append(trace.tb_frame)
