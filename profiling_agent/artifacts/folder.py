@@ -49,7 +49,9 @@ def named_folder(path: str | Path) -> Path:
     try:
         return resolved(Path(path))
     except OSError as error:
-        raise ArtifactError(f"{str(path)!r} can't be looked up, {error.strerror}: give the folder of a saved model") from error
+        raise ArtifactError(
+            f"{str(path)!r} can't be looked up, {error.strerror}: give the folder of a saved model"
+        ) from error
 
 
 def open_folder(folder: Path, *, verify: bool) -> Recipe:

@@ -9,6 +9,7 @@ import torch
 import zoo
 from made import unit as made_unit
 from pruning import families
+from scipy.optimize import isotonic_regression
 from torch import nn
 
 from profiling_agent.benchmarking.latency_table import LatencyTable, time_units
@@ -73,7 +74,10 @@ def test_what_was_timed_before_is_read(file):
     # The other unit's are those of the first run.
     (heads,) = (unit for unit in units_of(wide()) if unit.kind == "heads")
     (key,) = (key for key, times in json.loads(before).items() if "512" not in times)
-    assert table.of(heads) == pytest.approx(read(file)[key][4])
+    times = read(file)[key]
+    # Where noise had a wider unit take less time, the table says what both took on average.
+    rising = isotonic_regression([times[width] for width in sorted(times)]).x
+    assert table.of(heads) == pytest.approx(rising[-1])
     assert json.loads(before)[key] == json.loads(file.read_text())[key]
 
 
