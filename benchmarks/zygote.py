@@ -23,6 +23,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -283,25 +284,26 @@ def run_case(  # noqa: PLR0913 (all that differs between cases)
 ) -> Ended:
     """Do `work` in a copy of this process, whose traces lie in `folder`; it is killed past its limits."""
     log = folder / "connections"
-    (folder / "port").write_text(str(port))
     stub = make_stub(folder, server, log)
-    started = time.monotonic()
-    child = os.fork()
-    if child == 0:
-        os.setpgid(0, 0)
-        _redirect(folder)
-        os.chdir(cwd)
+
+    def become() -> None:
         _streams(encoding)
         _become(environment, str(log), port, str(stub))
         end_with(work)
-    return _watch(child, folder, log, started)
+
+    return _in_a_copy(become, folder, cwd, port, log)
 
 
 def run_command(
     command: Sequence[str], folder: Path, *, cwd: Path, environment: Mapping[str, str], port: int = 0
 ) -> Ended:
     """Run a command as a user does, in a process that is started anew."""
-    log = folder / "connections"
+    become = partial(os.execve, command[0], list(command), dict(environment))
+    return _in_a_copy(become, folder, cwd, port, folder / "connections")
+
+
+def _in_a_copy(become: Callable[[], object], folder: Path, cwd: Path, port: int, log: Path) -> Ended:
+    """Fork, let the child `become` what it is to be, which doesn't return, and watch it."""
     (folder / "port").write_text(str(port))
     started = time.monotonic()
     child = os.fork()
@@ -309,7 +311,7 @@ def run_command(
         os.setpgid(0, 0)
         _redirect(folder)
         os.chdir(cwd)
-        os.execve(command[0], list(command), dict(environment))
+        become()
     return _watch(child, folder, log, started)
 
 

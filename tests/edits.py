@@ -2,13 +2,16 @@
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from safetensors.numpy import load_file, save_file
 
+from profiling_agent.errors import ArtifactError
 from profiling_agent.files import file_sha256
 
 Edit = Callable[[Path], None]
@@ -20,6 +23,23 @@ def rehash(folder: Path) -> None:
     recipe = json.loads(path.read_text())
     recipe["files"] = {name: file_sha256(folder / name) for name in recipe["files"] if (folder / name).is_file()}
     path.write_text(json.dumps(recipe))
+
+
+def edited(source: Path, folder: Path, *done: Edit) -> Path:
+    """Copy a saved model to `folder`, edit it, and have the recipe vouch for what came of it."""
+    shutil.copytree(source, folder)
+    for edit in done:
+        edit(folder)
+    rehash(folder)
+    return folder
+
+
+def refuses(load: Callable[[Path], object], folder: Path, words: str = ".") -> None:
+    """Hold that a folder is refused in one line that a terminal shows as it reads."""
+    with pytest.raises(ArtifactError, match=words) as caught:
+        load(folder)
+    assert "\n" not in str(caught.value)
+    assert str(caught.value).isprintable()
 
 
 def recipe(**fields: Any) -> Edit:

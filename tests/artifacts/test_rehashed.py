@@ -3,6 +3,7 @@
 import json
 import shutil
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,17 +53,10 @@ def quantized(saved: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def edited(source: Path, tmp_path: Path, edit: Edit) -> Path:
-    folder = Path(shutil.copytree(source, tmp_path / "model"))
-    edit(folder)
-    edits.rehash(folder)
-    return folder
+    return edits.edited(source, tmp_path / "model", edit)
 
 
-def is_refused(folder: Path, words: str = ".") -> None:
-    with pytest.raises(ArtifactError, match=words) as caught:
-        load_module(folder)
-    assert "\n" not in str(caught.value)
-    assert str(caught.value).isprintable()
+is_refused = partial(edits.refuses, load_module)
 
 
 CONFIGS: dict[str, dict[str, Any]] = {
