@@ -198,6 +198,8 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
     ("text", "seen"),
     [
         (f"---\n{BOMB}---\n", "says more than"),
+        ("---\n" + "x: 1\n" * 100_000 + "---\n", "says more than"),
+        ("---\nx: [" + "1," * 200_000 + "]\n---\n", "says more than"),
         ("---\nloop: &a [*a]\n---\n", "says more than"),
         ("---\n" + "[" * 1500 + "\n---\n", "is no card"),
         ("---\n- a list\n---\n", "is no card"),
