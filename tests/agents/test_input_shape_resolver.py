@@ -42,6 +42,7 @@ def test_a_contradiction_is_settled_by_the_model_that_was_asked(jobs: Jobs, tmp_
     assert "the model refuses an image of '3x48x48'" in server.asked[1]["messages"][-1]["content"]
 
 
+@pytest.mark.slow
 def test_the_rules_stand_where_the_model_is_wrong_twice_or_not_needed(jobs: Jobs, tmp_path: Path):
     with chat_server(in_turn(WRONG)) as server:
         doubtful = resolve_with(advisor_of(server, tmp_path), task_of(tmp_path / "doubtful", 48), jobs)

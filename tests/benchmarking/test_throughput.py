@@ -41,6 +41,7 @@ def made(images_per_s: dict[int, float], *, peak: int, size: int, **environment_
     return Taken(model=REF, throughput=rows, memory=memory, environment=here)
 
 
+@pytest.mark.slow
 def test_images_per_second_are_the_batch_over_the_median_pass(root: Path, saved: ArtifactRef):
     measured = throughput([saved], root=root, batch_sizes=(1, 3), num_threads=1, limits=LIMITS)
 

@@ -199,6 +199,7 @@ def snippet(folder: Path) -> str:
     return without_us.split("```python\n")[1].split("```")[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_the_cards_way_to_run_it_without_us_works(root: Path, tmp_path: Path, name: str):
     folder = shutil.copytree(folder_of(root, name), tmp_path / "model")

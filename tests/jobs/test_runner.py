@@ -83,6 +83,7 @@ def test_what_a_stage_refuses_is_raised_here_and_the_worker_goes_on(
     assert not list(workspace.jobs.glob(".tmp-*"))
 
 
+@pytest.mark.slow
 def test_a_crash_is_a_jobs_result_and_the_next_job_gets_a_new_worker(
     jobs: Jobs, baseline: tuple[Workspace, ArtifactRef]
 ):
