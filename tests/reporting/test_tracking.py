@@ -39,7 +39,7 @@ def test_a_run_is_logged_once_with_its_report_and_its_model(
 
     (run,) = mlflow.search_runs(experiment_names=["profiling-agent"], output_format="list")
     assert run.data.metrics["best.params"] == report.best.params
-    assert run.data.params["batch_size"] == "64"
+    assert run.data.params["batch_size"] == str(asked.request.batch_size)
     artifacts = {item.path for item in mlflow.MlflowClient().list_artifacts(run.info.run_id)}
     assert artifacts == {"report.html", "report.md", "report.json", "model"}
 
