@@ -110,15 +110,15 @@ def read_split(path: Path) -> SplitImages:
 
 
 def iter_batches(
-    path: Path, processor: Any, *, batch_size: int, limit: int | None = None
+    path: Path, processor: Any, *, batch_size: int, first: int = 0, limit: int | None = None
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield pixel_values, float32 (b, c, h, w), and labels, int64 (b,), in the split's order; the last may be short.
 
-    With `limit`, only the first so many images, which hold the classes in the split's proportions.
+    With `limit`, only so many images from number `first` on, which hold the classes in the split's proportions.
     """
     split = read_split(path)
-    end = len(split) if limit is None else min(limit, len(split))
-    for start in range(0, end, batch_size):
+    end = len(split) if limit is None else min(first + limit, len(split))
+    for start in range(first, end, batch_size):
         rows = range(start, min(start + batch_size, end))
         yield _pixels(split, rows, processor), torch.from_numpy(split.labels[rows.start : rows.stop].copy())
 

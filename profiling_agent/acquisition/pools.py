@@ -1,6 +1,7 @@
 """Pools: the labelled images of one split that can be drawn from, all of a local one, an excerpt of a stream."""
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -28,6 +29,10 @@ class Pool(Protocol):
         """Return the encoded images of `rows`, in their order; None where there are no bytes."""
         ...
 
+    def digests(self, rows: Sequence[int], progress: Progress) -> list[bytes | None]:
+        """Return the SHA-256 of the encoded image of each of `rows`, in their order; None where there are no bytes."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class LocalPool:
@@ -40,19 +45,27 @@ class LocalPool:
 
     def fetch(self, rows: Sequence[int], progress: Progress) -> list[bytes | None]:
         """Read the split's image column once, up to the last row that is wanted."""
+        images = dict(self._read(rows, progress))
+        return [images.get(row) for row in rows]
+
+    def digests(self, rows: Sequence[int], progress: Progress) -> list[bytes | None]:
+        """Read it once, a table at a time, and keep no image."""
+        found = {row: _digest(image) for row, image in self._read(rows, progress)}
+        return [found.get(row) for row in rows]
+
+    def _read(self, rows: Sequence[int], progress: Progress) -> Iterator[tuple[int, bytes | None]]:
         wanted = np.unique(np.asarray(rows, dtype=np.int64))
-        cells: dict[int, Any] = {}
-        start = 0
+        start, done = 0, 0
         for table in self.data.tables(self.split, [self.image_column]):
             hits = wanted[(wanted >= start) & (wanted < start + len(table))]
             picked = table[self.image_column].take(hits - start).to_pylist()
-            cells.update(zip(hits.tolist(), picked, strict=True))
-            start += len(table)
-            progress(f"reading images of {self.split}", len(cells), len(wanted))
-            if len(cells) == len(wanted):
+            with reading(self.data.query.dataset):
+                images = self.data.images.encoded(picked)
+            yield from zip(hits.tolist(), images, strict=True)
+            start, done = start + len(table), done + len(hits)
+            progress(f"reading images of {self.split}", done, len(wanted))
+            if done == len(wanted):
                 break
-        with reading(self.data.query.dataset):
-            return self.data.images.encoded(cells.get(row) for row in rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +78,14 @@ class StreamedPool:
     def fetch(self, rows: Sequence[int], progress: Progress) -> list[bytes | None]:  # noqa: ARG002  all is here
         """Return what is already in memory."""
         return [self.images[row] for row in rows]
+
+    def digests(self, rows: Sequence[int], progress: Progress) -> list[bytes | None]:  # noqa: ARG002  all is here
+        """Compute them of what is already in memory."""
+        return [_digest(self.images[row]) for row in rows]
+
+
+def _digest(image: bytes | None) -> bytes | None:
+    return hashlib.sha256(image).digest() if image else None
 
 
 def _stream_pool(data: OpenedData, split: str, columns: Columns, target: int, progress: Progress) -> StreamedPool:

@@ -1,4 +1,11 @@
-"""Sampling: the images to draw, seeded, stratified by class, the same whatever order the classes come in."""
+"""Sampling: the images to draw, seeded, stratified by class, the same whatever order the classes come in.
+
+What an image is for follows from its content alone: half of all images are to be searched on and half are held out,
+whatever the seed, the number asked for and the data set's order, so that no run searches on what another one held out.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,24 +30,71 @@ def stratified_order(labels: NDArray[np.int64], seed: int) -> NDArray[np.int64]:
     return np.argsort(positions, kind="stable")
 
 
-def evaluation_sizes(num_available: int, num_samples: int | None, split: str) -> tuple[int, int]:
-    """Return how many images to search on and how many to hold out.
+def content_order(labels: NDArray[np.int64], digests: Sequence[bytes]) -> NDArray[np.int64]:
+    """Return all indices in an order that the images' content alone decides, every prefix stratified as above."""
+    draws = np.array([int.from_bytes(digest[:8], "big") / 2**64 for digest in digests])
+    positions = np.empty(len(labels))
+    for label in np.unique(labels):
+        members = np.flatnonzero(labels == label)
+        members = members[np.argsort(draws[members], kind="stable")]
+        positions[members] = (np.arange(len(members)) + draws[members]) / len(members)
+    return np.argsort(positions, kind="stable")
+
+
+@dataclass(frozen=True, slots=True)
+class Sides:
+    """Rows of a pool by what they are for, in the order that they were given in.
+
+    `repeated` are the rows whose image is another's; the first of each is used.
+    """
+
+    search: list[int] = field(default_factory=list[int])
+    heldout: list[int] = field(default_factory=list[int])
+    repeated: list[int] = field(default_factory=list[int])
+
+
+def sides(rows: Sequence[int], digests: Sequence[bytes | None]) -> Sides:
+    """Return what each row is for: the last bit of its image's SHA-256 says so, or of its number, without one."""
+    found, seen = Sides(), set[bytes]()
+    for row, digest in zip(rows, digests, strict=True):
+        if digest is None:
+            (found.heldout if row & 1 else found.search).append(row)
+        elif digest in seen:
+            found.repeated.append(row)
+        else:
+            seen.add(digest)
+            (found.heldout if digest[-1] & 1 else found.search).append(row)
+    return found
+
+
+def evaluation_sizes(num_search: int, num_heldout: int, num_samples: int | None, split: str) -> tuple[int, int]:
+    """Return how many images to search on and how many to hold out, of those that are there for either.
+
+    No more are searched on than can be held out. Halves by content are halves by chance: of `num_samples`, where it is
+    half of all or less, what chance left is taken.
 
     Raises:
         AcquisitionError: the split is too small to hold out as many as are searched on.
     """
-    wanted = min(MAX_SEARCH, num_available // 2) if num_samples is None else num_samples
-    if wanted < 1 or num_available < 2 * wanted:
+    num_usable, most = num_search + num_heldout, min(num_search, num_heldout)
+    wanted = MAX_SEARCH if num_samples is None else num_samples
+    if most < 1 or (num_samples is not None and num_usable < 2 * num_samples):
         raise AcquisitionError(
-            f"split {split!r} has {num_available} usable images, too few to search on {max(wanted, 1)} and hold out "
-            f"as many: set num_samples to at most {num_available // 2}, or choose a larger split"
+            f"split {split!r} has {num_usable} usable images, too few to search on {num_samples or 1} and hold out "
+            f"as many: set num_samples to at most {num_usable // 2}, or choose a larger split"
         )
-    return wanted, min(HELDOUT_RATIO * wanted, num_available - wanted)
+    wanted = min(wanted, most)
+    return wanted, min(HELDOUT_RATIO * wanted, num_heldout)
 
 
-def stream_target(num_samples: int | None) -> int:
-    """Return how many images of a stream are enough to search on and hold out."""
-    return (1 + HELDOUT_RATIO) * (MAX_SEARCH if num_samples is None else num_samples)
+def num_looked_at(num_samples: int | None, num_calibration: int = 0) -> int:
+    """Return how many images of a large split are enough to search on, to calibrate with beside them, and to hold out.
+
+    Half are held out, give or take what chance makes of it.
+    """
+    wanted = MAX_SEARCH if num_samples is None else num_samples
+    half = max(HELDOUT_RATIO * wanted, wanted + num_calibration)
+    return 2 * half + 6 * int((2 * half) ** 0.5)
 
 
 class ClassQuotas:

@@ -1,7 +1,7 @@
 """Splits: which ones of a data set to use, and disjoint sets of their images, drawn once with the run's seed."""
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -13,7 +13,15 @@ from profiling_agent.acquisition.batches import FORMATS, decode_rgb, write_split
 from profiling_agent.acquisition.columns import Columns, choose_columns, is_label, label_candidates
 from profiling_agent.acquisition.data import DataQuery, OpenedData, open_data
 from profiling_agent.acquisition.pools import UNMAPPED, Pool, open_pool
-from profiling_agent.acquisition.sampling import NUM_CALIBRATION, evaluation_sizes, stratified_order, stream_target
+from profiling_agent.acquisition.sampling import (
+    NUM_CALIBRATION,
+    Sides,
+    content_order,
+    evaluation_sizes,
+    num_looked_at,
+    sides,
+    stratified_order,
+)
 from profiling_agent.documents import clean
 from profiling_agent.errors import AcquisitionError, CorruptImageError
 from profiling_agent.progress import Progress, silent
@@ -69,9 +77,7 @@ def choose_calibration_split(data: OpenedData, evaluation: str) -> str:
     return next((split for split in TRAIN if split in data.splits and split != evaluation), evaluation)
 
 
-MAX_CORRUPT = 0.01
-# A train split's share of the evaluation images, where calibration has to come from among them.
-CALIBRATION_SHARE = 4
+MAX_CORRUPT = MAX_REPEATED = 0.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,12 +152,13 @@ def draw_splits(
     """Write calibration.parquet, search.parquet and heldout.parquet into `folder`, recovery.parquet if it is asked for.
 
     Each holds the columns `image` (encoded bytes) and `label` (the model's class id). The sets are disjoint,
-    stratified by class, the same for the same seed, and ordered so that every prefix is stratified too.
+    stratified by class, the same for the same seed, and ordered so that every prefix is stratified too. No image that one
+    call holds out is searched on by another, whatever the seed and the number of images.
 
     Raises:
         AcquisitionError: the data set can't be had, has no image or label column, no label that the model knows, no
             labelled split to evaluate on, no train split to recover with where that is asked for, too few images, or
-            too many damaged ones.
+            too many that are damaged, or there more than once.
     """
     with quiet(), tempfile.TemporaryDirectory() as cache:
         data = open_data(query, cache=Path(cache), progress=progress)
@@ -168,40 +175,101 @@ def _draw_from(data: OpenedData, evaluation: str, columns: Columns, folder: Path
             f"dataset {query.dataset!r} has no train split beside {evaluation!r}, and to recover would be to train on the "
             "images that accuracy is measured on: set recover_epochs to 0, or choose a data set that has one"
         )
-    target = stream_target(query.num_samples) + (NUM_CALIBRATION if train == evaluation else 0)
-    pool = open_pool(data, evaluation, columns, target=target, progress=progress)
-    order = _order(pool, query.seed)
-    reserved = order[:0]
-    if train == evaluation:
-        reserved = order[: min(NUM_CALIBRATION, len(order) // CALIBRATION_SHARE)]
-        order = order[len(reserved) :]
-    num_search, num_heldout = evaluation_sizes(len(order), query.num_samples, evaluation)
-    parts = {"search": order[:num_search], "heldout": order[num_search : num_search + num_heldout]}
+    num_rows = num_looked_at(query.num_samples, NUM_CALIBRATION if train == evaluation else 0)
+    pool = open_pool(data, evaluation, columns, target=num_rows, progress=progress)
+    looked = _look(pool, evaluation, _order(pool, query.seed)[:num_rows].tolist(), progress)
+    search = looked.stratified(looked.sides.search, query.seed)
+    reserved = search[: min(NUM_CALIBRATION, len(search) // 2)] if train == evaluation else search[:0]
+    search = search[len(reserved) :]
+    num_search, num_heldout = evaluation_sizes(len(search), len(looked.sides.heldout), query.num_samples, evaluation)
+    heldout = looked.stratified(looked.sides.heldout, query.seed)
+    parts = {"search": looked.by_content(search[:num_search]), "heldout": looked.by_content(heldout[:num_heldout])}
+    num_in_both = 0
     if train == evaluation:
         drawn = _draw(pool, evaluation, {"calibration": reserved, **parts}, folder, progress)
     else:
         drawn = _draw(pool, evaluation, parts, folder, progress)
-        drawn |= _draw_train(data, train, columns, folder, progress)
-    notes = _notes(data, evaluation, train, columns, pool, drawn)
+        drawn_of_train, num_in_both = _draw_train(data, train, columns, looked, folder, progress)
+        drawn |= drawn_of_train
+    notes = (*_notes(data, evaluation, train, columns, pool, drawn), *_repeats(looked, train, num_in_both))
     return DrawnSplits(**drawn, labels=columns.matches, notes=notes)
 
 
+@dataclass(frozen=True, slots=True)
+class _Looked:
+    """The rows of a pool that were looked at: the digest of each one's image, and what it is for."""
+
+    pool: Pool
+    split: str
+    digests: Mapping[int, bytes | None]
+    sides: Sides
+
+    def stratified(self, rows: Sequence[int], seed: int) -> NDArray[np.int64]:
+        """Return rows in an order that the seed decides, every prefix stratified."""
+        found = np.asarray(rows, dtype=np.int64)
+        return found[stratified_order(self.pool.labels[found], seed)]
+
+    def by_content(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return rows in the order that their images decide, every prefix stratified."""
+        return rows[content_order(self.pool.labels[rows], [self.digests[row] or b"" for row in rows.tolist()])]
+
+
+def _look(pool: Pool, split: str, rows: list[int], progress: Progress) -> _Looked:
+    """Read the images of `rows`; AcquisitionError where more than one in a hundred is another's again."""
+    digests = pool.digests(rows, progress)
+    found = sides(rows, digests)
+    if len(found.repeated) > MAX_REPEATED * len(rows):
+        raise AcquisitionError(
+            f"{len(found.repeated)} of {len(rows)} images of split {split!r} that were looked at are there more than once, "
+            f"the first copy is row {min(found.repeated)}: remove the copies (up to 1% are counted once)"
+        )
+    return _Looked(pool, split, dict(zip(rows, digests, strict=True)), found)
+
+
 def _draw_train(
-    data: OpenedData, train: str, columns: Columns, folder: Path, progress: Progress
-) -> dict[str, DrawnSplit]:
-    """Write what is drawn of the train split: calibration images and, where asked for, others to recover with."""
+    data: OpenedData, train: str, columns: Columns, measured: _Looked, folder: Path, progress: Progress
+) -> tuple[dict[str, DrawnSplit], int]:
+    """Write what is drawn of the train split: calibration images and, where asked for, others to recover with.
+
+    What was looked at to measure on is not drawn; return how many images that were.
+    """
     num_recovery, seed = data.query.num_recovery, data.query.seed
-    pool = open_pool(data, train, columns, target=NUM_CALIBRATION + num_recovery, progress=progress)
-    order = _order(pool, seed)
+    wanted = NUM_CALIBRATION + num_recovery
+    spare = int(MAX_REPEATED * wanted) + 1
+    pool = open_pool(data, train, columns, target=wanted + spare, progress=progress)
+    usable = _order(pool, seed)
+    looked = _look(pool, train, usable[: wanted + spare].tolist(), progress)
+    elsewhere = set(measured.digests.values()) - {None}
+    rows = [row for row in usable[: wanted + spare].tolist() if row not in set(looked.sides.repeated)]
+    own = [row for row in rows if looked.digests[row] not in elsewhere]
+    num_in_both = len(rows) - len(own)
+    if num_in_both > MAX_REPEATED * len(rows):
+        first = next(row for row in rows if looked.digests[row] in elsewhere)
+        raise AcquisitionError(
+            f"{num_in_both} of {len(rows)} images drawn from split {train!r} are in split {measured.split!r} too, the first "
+            f"is row {first}: accuracies would be measured on what models are made with, so remove them from one "
+            "(up to 1% are left out)"
+        )
+    order = np.asarray(own[:wanted], dtype=np.int64)
     parts = {"calibration": order[:NUM_CALIBRATION]}
     if num_recovery:
-        parts["recovery"] = order[NUM_CALIBRATION : NUM_CALIBRATION + num_recovery]
+        parts["recovery"] = order[NUM_CALIBRATION:]
         if not len(parts["recovery"]):
             raise AcquisitionError(
-                f"split {train!r} has {len(order)} usable images, and the first {NUM_CALIBRATION} are to calibrate with: "
+                f"split {train!r} has {len(usable)} usable images, and the first {NUM_CALIBRATION} are to calibrate with: "
                 "none is left to recover with, so set recover_epochs to 0 or choose a larger data set"
             )
-    return _draw(pool, train, parts, folder, progress)
+    return _draw(pool, train, parts, folder, progress), num_in_both
+
+
+def _repeats(looked: _Looked, train: str, num_in_both: int) -> tuple[str, ...]:
+    """Return what a reader should know about images that are there more than once."""
+    num_repeated = len(looked.sides.repeated)
+    said = (
+        (num_repeated, f"{num_repeated} images of split {looked.split!r} are another's again, and were counted once"),
+        (num_in_both, f"{num_in_both} images of split {train!r} are in split {looked.split!r} too, and were left out"),
+    )
+    return tuple(text for count, text in said if count)
 
 
 def _notes(
@@ -210,6 +278,8 @@ def _notes(
     """Return what a reader of the results should know about the images."""
     calibration, recovery = drawn["calibration"], drawn.get("recovery")
     num_unmapped = int((pool.labels == UNMAPPED).sum())
+    num_classes, num_search = len(set(columns.class_of.values())), drawn["search"].num_images
+    asked = data.query.num_samples or 0
     said = (
         (columns.note is not None, columns.note or ""),
         (
@@ -231,6 +301,14 @@ def _notes(
             "which are in no other set",
         ),
         (num_unmapped > 0, f"{num_unmapped} images of split {evaluation!r} have no label that the model knows"),
+        (
+            num_search + drawn["search"].num_skipped < asked,
+            f"{num_search} images are searched on, not {asked}: by their content, the others are to be held out",
+        ),
+        (
+            num_search < num_classes,
+            f"{num_search} images to search on are fewer than the data set's {num_classes} classes",
+        ),
         (not data.is_local, "images were streamed and drawn in equal numbers per class"),
     )
     return tuple(text for holds, text in said if holds)

@@ -22,7 +22,10 @@ def png(seed, side=8):
 
 def table(labels, kind, *, image="image", label="label", first=0, broken=()):
     """Return a data set whose image number i is made from the seed `first` + i."""
-    cells = [{"bytes": b"damaged" if row in broken else png(first + row), "path": None} for row in range(len(labels))]
+    cells = [
+        {"bytes": f"damaged {row}".encode() if row in broken else png(first + row), "path": None}
+        for row in range(len(labels))
+    ]
     features = datasets.Features({image: datasets.Image(), label: kind})
     return datasets.Dataset.from_dict({image: cells, label: list(labels)}, features=features)
 

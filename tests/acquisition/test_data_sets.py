@@ -28,7 +28,7 @@ def test_cifar10_with_its_img_column(parquet, make, draw):
     kind = ClassLabel(names=CIFAR10)
     rows = [make.table(np.arange(100) % 10, kind, image="img", first=first) for first in (0, 500)]
     drawn = draw(parquet(train=rows[0], test=rows[1]), CIFAR10)
-    assert drawn.search.num_images == 50
+    assert drawn.search.num_images + drawn.heldout.num_images > 60
     assert {match.rule for match in drawn.labels} == {"id"}
 
 
@@ -175,7 +175,7 @@ def test_parquet_that_datasets_did_not_write_is_read(tmp_path, make, draw):
         pq.write_table(
             pa.table({"image": cells, "label": [row % 3 for row in range(60)]}), tmp_path / f"plain/{split}.parquet"
         )
-    assert draw(tmp_path / "plain", ["a", "b", "c"]).search.num_images == 30
+    assert draw(tmp_path / "plain", ["a", "b", "c"]).search.num_images > 15
 
 
 def test_image_folders_are_read_with_their_folders_as_labels(tmp_path, make, draw):
@@ -186,8 +186,9 @@ def test_image_folders_are_read_with_their_folders_as_labels(tmp_path, make, dra
                 (tmp_path / "set" / split / name / f"{row}.png").write_bytes(make.png(first + 100 * index + row))
     drawn = draw(tmp_path / "set", ["dog", "cat"])
     split = read_split(drawn.search.path)
-    assert np.bincount(split.labels).tolist() == [10, 10]
-    assert split.encoded[0].as_py().startswith(b"\x89PNG")
+    folders = [{make.png(500 + 100 * index + row) for row in range(20)} for index in (1, 0)]
+    assert len(split) > 10
+    assert all(split.encoded[row].as_py() in folders[split.labels[row]] for row in range(len(split)))
 
 
 @pytest.mark.parametrize("together", [True, False])
@@ -200,16 +201,16 @@ def test_what_save_to_disk_wrote_is_read_in_place(tmp_path, make, draw, together
     saved.save_to_disk(tmp_path / "arrow")
     before = sorted(path.name for path in (tmp_path / "arrow").rglob("*"))
     drawn = draw(tmp_path / "arrow", ["cat", "dog"], split="test" if together else "train")
-    assert drawn.search.num_images >= 20
+    assert drawn.search.num_images > 10
     assert sorted(path.name for path in (tmp_path / "arrow").rglob("*")) == before
 
 
 def test_sixteen_bit_and_palette_images_are_drawn_as_they_are(tmp_path, draw):
     (tmp_path / "set").mkdir()
-    for split in ("train", "test"):
+    for split, first in (("train", 0), ("test", 20)):
         cells = []
-        for row in range(20):
-            pixels = np.full((8, 8), 3000 * row, dtype=np.uint16)
+        for row in range(first, first + 20):
+            pixels = np.full((8, 8), 1500 * row, dtype=np.uint16)
             image = Image.fromarray(pixels) if row % 2 else Image.fromarray((pixels >> 8).astype(np.uint8)).convert("P")
             stream = io.BytesIO()
             image.save(stream, "PNG")

@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from profiling_agent.acquisition.batches import read_split
 from profiling_agent.errors import AcquisitionError
 
 NAMES = ["cat", "dog"]
@@ -39,15 +40,17 @@ def private(tmp_path, make):
 
 @pytest.fixture
 def pictures(tmp_path, make):
-    """Return a folder with a picture at img/0.png and a function that writes a table of cells beside it."""
+    """Return a folder with a picture at img/0.png and a function that writes tables beside it, one cell of which is odd."""
     folder = tmp_path / "set"
     (folder / "img").mkdir(parents=True)
     (folder / "img" / "0.png").write_bytes(make.png(0))
 
     def write(path, *, held=None):
         kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
-        cells = pa.array([{"bytes": held, "path": path}] * 40, kind)
-        for split in ("train", "test"):
+        for split, first in (("train", 100), ("test", 200)):
+            odd = {"bytes": held, "path": path} if split == "test" else {"bytes": make.png(first), "path": None}
+            others = [{"bytes": make.png(first + row), "path": None} for row in range(1, 40)]
+            cells = pa.array([odd, *others], kind)
             pq.write_table(pa.table({"image": cells, "label": [0, 1] * 20}), folder / f"{split}.parquet")
         card = "dataset_info:\n  features:\n  - name: image\n    dtype: image\n  - name: label\n    dtype:\n      class_label:\n        names: [cat, dog]\n"
         split = "".join(f"  - split: {name}\n    path: {name}.parquet\n" for name in ("train", "test"))
@@ -55,6 +58,12 @@ def pictures(tmp_path, make):
         return folder
 
     return write
+
+
+def drawn_images(drawn):
+    """Return the bytes of all images that are measured on."""
+    splits = [read_split(part.path) for part in (drawn.search, drawn.heldout)]
+    return {split.encoded[row].as_py() for split in splits for row in range(len(split))}
 
 
 def refusal(draw, folder, **query):
@@ -102,14 +111,14 @@ def test_a_cell_that_names_a_file_elsewhere_is_refused_and_nothing_is_opened(pic
     assert "is not in it" in refusal(draw, pictures(named))
 
 
-def test_a_cell_that_names_a_file_of_the_folder_is_read(pictures, draw):
-    assert draw(pictures("img/0.png"), NAMES).heldout.num_images == 20
+def test_a_cell_that_names_a_file_of_the_folder_is_read(pictures, draw, make):
     folder = pictures("img/0.png")
-    assert draw(pictures(str(folder / "img/0.png")), NAMES).heldout.num_images == 20
+    assert make.png(0) in drawn_images(draw(folder, NAMES))
+    assert make.png(0) in drawn_images(draw(pictures(str(folder / "img/0.png")), NAMES))
 
 
 def test_bytes_in_a_cell_are_used_whatever_its_path_says(pictures, draw, make, private):
-    assert draw(pictures(str(private), held=make.png(1)), NAMES).heldout.num_images == 20
+    assert make.png(1) in drawn_images(draw(pictures(str(private), held=make.png(1)), NAMES))
 
 
 @pytest.mark.parametrize("kind", ["fifo", "device", "link", "folder link"])
@@ -124,20 +133,20 @@ def test_a_folder_with_what_is_no_file_of_its_own_is_refused(pictures, draw, pri
     assert "a FIFO" in said if kind == "fifo" else "leads out of" in said
 
 
-def test_links_that_stay_in_the_folder_are_followed(pictures, draw):
+def test_links_that_stay_in_the_folder_are_followed(pictures, draw, make):
     folder = pictures("img/1.png")
     (folder / "img" / "1.png").symlink_to("0.png")
-    assert draw(folder, NAMES).heldout.num_images == 20
+    assert make.png(0) in drawn_images(draw(folder, NAMES))
 
 
-def test_links_that_go_round_are_no_endless_folders(pictures, draw):
+def test_links_that_go_round_are_no_endless_folders(pictures, draw, make):
     folder = pictures("img/0.png")
     for name in ("a", "b"):
         (folder / name).symlink_to(".")
-    assert draw(folder, NAMES).heldout.num_images == 20
+    assert make.png(0) in drawn_images(draw(folder, NAMES))
 
 
-def test_a_snapshot_in_the_hubs_cache_links_to_its_blobs(pictures, draw, tmp_path):
+def test_a_snapshot_in_the_hubs_cache_links_to_its_blobs(pictures, draw, make, tmp_path):
     folder = pictures("img/0.png")
     blobs, snapshot = tmp_path / "datasets--a--b" / "blobs", tmp_path / "datasets--a--b" / "snapshots" / "0123"
     blobs.mkdir(parents=True)
@@ -146,7 +155,7 @@ def test_a_snapshot_in_the_hubs_cache_links_to_its_blobs(pictures, draw, tmp_pat
         link.parent.mkdir(parents=True, exist_ok=True)
         file.rename(blobs / str(number))
         link.symlink_to(os.path.relpath(blobs / str(number), link.parent))
-    assert draw(snapshot, NAMES).heldout.num_images == 20
+    assert make.png(0) in drawn_images(draw(snapshot, NAMES))
 
 
 @pytest.fixture
@@ -251,7 +260,9 @@ def test_an_archive_of_pictures_is_read_where_it_lies(tmp_path, make, draw):
     pictures = {f"img/{row}.png": make.png(row) for row in range(40)}
     archive(tmp_path / "set", {"metadata.jsonl": "\n".join(lines), **pictures})
     drawn = draw(tmp_path / "set", NAMES, split="test")
-    assert (drawn.heldout.num_images, drawn.heldout.num_skipped) == (15, 0)
+    assert drawn_images(drawn) <= set(pictures.values())
+    assert drawn.heldout.num_images > 0
+    assert drawn.heldout.num_skipped == drawn.search.num_skipped == 0
 
 
 @pytest.mark.parametrize("member", ["x::http://{trap}/metadata.csv", "x::file://{secret}/metadata.csv"])
@@ -312,7 +323,7 @@ def test_what_save_to_disk_did_not_write_so_is_one_line(saved, draw, file, text)
     (saved / file).write_bytes(text if isinstance(text, bytes) else text.encode())
     if (file, text) == ("test/dataset_info.json", "{}"):
         # What it doesn't say, the tables do.
-        assert draw(saved, NAMES).heldout.num_images == 30
+        assert draw(saved, NAMES).heldout.num_images > 0
     else:
         refusal(draw, saved)
 

@@ -31,7 +31,9 @@ def noise(num_images, size=16):
 
 def test_the_digits_are_drawn_from_like_any_data_set(draw):
     drawn = draw("reference:digits", DIGITS)
-    assert [part.num_images for part in (drawn.calibration, drawn.search, drawn.heldout)] == [256, 500, 500]
+    search, heldout = drawn.search.num_images, drawn.heldout.num_images
+    assert drawn.calibration.num_images == 256
+    assert 450 < search <= heldout < 550
     assert {match.rule for match in drawn.labels} == {"id"}
     assert drawn.notes == ()
 

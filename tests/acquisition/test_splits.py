@@ -3,6 +3,7 @@
 import hashlib
 from typing import Any
 
+import datasets
 import numpy as np
 import pytest
 from datasets import ClassLabel, DatasetDict
@@ -22,6 +23,17 @@ def labels(split):
     return read_split(split.path).labels
 
 
+def is_heldout(image):
+    """Say what the last bit of an image's SHA-256 says."""
+    return bool(int(hashlib.sha256(image).hexdigest()[-1], 16) % 2)
+
+
+def halves(images):
+    """Return how many of the images are to search on, and how many to be held out."""
+    held = sum(is_heldout(image) for image in images)
+    return len(images) - held, held
+
+
 @pytest.fixture
 def folder(parquet, make):
     train = make.table(np.arange(600) % 3, KIND)
@@ -29,26 +41,78 @@ def folder(parquet, make):
     return parquet(train=train, test=test)
 
 
-def test_calibration_comes_from_train_and_the_rest_from_test(folder, draw):
+def test_calibration_comes_from_train_and_the_rest_from_test(folder, draw, make):
     drawn = draw(folder, NAMES)
+    num_search, num_heldout = halves([make.png(1000 + row) for row in range(300)])
     assert (drawn.calibration.source_split, drawn.calibration.num_images) == ("train", 256)
-    assert (drawn.search.source_split, drawn.search.num_images) == ("test", 150)
-    assert (drawn.heldout.source_split, drawn.heldout.num_images) == ("test", 150)
+    assert (drawn.search.source_split, drawn.search.num_images) == ("test", min(num_search, num_heldout))
+    assert (drawn.heldout.source_split, drawn.heldout.num_images) == ("test", num_heldout)
     assert drawn.notes == ()
-    assert np.bincount(labels(drawn.search)).tolist() == [50, 50, 50]
 
 
 def test_no_image_is_in_two_sets(folder, draw):
     drawn = draw(folder, NAMES)
     everything = [*digests(drawn.calibration), *digests(drawn.search), *digests(drawn.heldout)]
-    assert len(everything) == len(set(everything)) == 256 + 300
+    assert len(everything) == len(set(everything))
+
+
+def test_an_image_that_one_run_holds_out_is_searched_on_by_none(folder, draw):
+    runs = [draw(folder, NAMES, seed=seed, num_samples=asked) for seed, asked in [(0, None), (1, 20), (2, 100), (3, 7)]]
+    searched = {digest for run in runs for digest in digests(run.search)}
+    held = {digest for run in runs for digest in digests(run.heldout)}
+    assert searched.isdisjoint(held)
+    assert {digest[-1] in "13579bdf" for digest in held} == {True}
+
+
+def test_the_order_of_a_set_is_that_of_its_images_not_of_the_data(parquet, make, draw):
+    rows = make.table(np.arange(120) % 3, KIND)
+    there, moved = (
+        draw(parquet(name, test=rows.select(order)), NAMES, num_samples=20)
+        for name, order in (("there", range(120)), ("moved", range(119, -1, -1)))
+    )
+    assert digests(there.heldout) == digests(moved.heldout)
+
+
+def test_images_that_are_there_twice_are_counted_once_and_said(parquet, make, draw):
+    rows = make.table(np.arange(300) % 3, KIND, first=1000)
+    twice = datasets.concatenate_datasets([rows, rows.select([4, 5])])
+    drawn = draw(parquet(train=make.table(np.arange(600) % 3, KIND), test=twice), NAMES)
+    assert "2 images of split 'test' are another's again, and were counted once" in drawn.notes
+    assert drawn.search.num_images + drawn.heldout.num_images <= 300
+
+
+def test_more_than_one_in_a_hundred_twice_is_an_error(parquet, make, draw):
+    rows = make.table(np.arange(300) % 3, KIND, first=1000)
+    folder = parquet(train=rows, test=datasets.concatenate_datasets([rows, rows.select(range(4))]))
+    with pytest.raises(AcquisitionError, match=r"4 of 304 images of split 'test'.*more than once.*remove the copies"):
+        draw(folder, NAMES)
+
+
+def test_images_of_the_train_split_that_are_measured_on_are_left_out_or_refused(parquet, make, draw):
+    train, test = make.table(np.arange(600) % 3, KIND), make.table(np.arange(300) % 3, KIND, first=1000)
+    few = parquet("few", train=datasets.concatenate_datasets([train.select(range(257)), test.select([7])]), test=test)
+    many = parquet("many", train=datasets.concatenate_datasets([train.select(range(100)), test]), test=test)
+    drawn = draw(few, NAMES)
+    assert "1 images of split 'train' are in split 'test' too, and were left out" in drawn.notes
+    assert set(digests(drawn.calibration)).isdisjoint({*digests(drawn.search), *digests(drawn.heldout)})
+    with pytest.raises(
+        AcquisitionError, match=r"drawn from split 'train' are in split 'test' too.*remove them from one"
+    ):
+        draw(many, NAMES)
+
+
+def test_fewer_images_than_classes_are_said(parquet, make, draw):
+    kind = ClassLabel(names=[f"c{number}" for number in range(50)])
+    drawn = draw(parquet(test=make.table(np.arange(100) % 50, kind)), kind.names)
+    assert any("are fewer than the data set's 50 classes" in note for note in drawn.notes)
 
 
 def test_every_image_keeps_its_own_label(folder, draw, make):
     drawn = draw(folder, NAMES, num_samples=60)
     truth = {hashlib.sha256(make.png(1000 + row)).hexdigest(): row % 3 for row in range(300)}
     assert [truth[digest] for digest in digests(drawn.heldout)] == labels(drawn.heldout).tolist()
-    assert (drawn.search.num_images, drawn.heldout.num_images) == (60, 240)
+    _, num_heldout = halves([make.png(1000 + row) for row in range(300)])
+    assert (drawn.search.num_images, drawn.heldout.num_images) == (60, num_heldout)
 
 
 def test_the_seed_alone_decides_which_rows(folder, draw):
@@ -61,7 +125,9 @@ def test_the_seed_alone_decides_which_rows(folder, draw):
 def test_sets_are_stratified_where_classes_come_one_after_another(parquet, make, draw):
     ordered = make.table(np.repeat([0, 1, 2], [100, 50, 50]), KIND, first=1000)
     drawn = draw(parquet(train=make.table(np.repeat([2, 0, 1], 100), KIND), test=ordered), NAMES, num_samples=40)
-    assert np.bincount(labels(drawn.search)).tolist() == [20, 10, 10]
+    there = [make.png(1000 + row) for row in range(200)]
+    counts = [halves(part)[0] for part in (there[:100], there[100:150], there[150:])]
+    assert np.abs(np.bincount(labels(drawn.search)) - 40 * np.array(counts) / sum(counts)).max() <= 1
     assert np.abs(np.bincount(labels(drawn.calibration)[:30]) - 10).max() <= 1
 
 
@@ -74,7 +140,7 @@ def test_a_small_train_split_is_used_whole_and_said_so(parquet, make, draw):
 
 
 def test_validation_serves_where_there_is_no_test(parquet, make, draw):
-    rows = make.table([0, 1, 2] * 20, KIND, first=100)
+    rows = make.table([0, 1, 2] * 20, KIND, first=500)
     assert (
         draw(parquet(train=make.table([0, 1, 2] * 99, KIND), validation=rows), NAMES).search.source_split
         == "validation"
@@ -124,7 +190,9 @@ def test_train_alone_is_an_error_unless_it_was_named(parquet, make, draw):
     with pytest.raises(AcquisitionError, match="no labelled test or validation split"):
         draw(folder, NAMES)
     drawn = draw(folder, NAMES, split="train")
-    assert (drawn.calibration.num_images, drawn.search.num_images, drawn.heldout.num_images) == (256, 472, 472)
+    num_search, num_heldout = halves([make.png(row) for row in range(1200)])
+    sizes = (drawn.calibration.num_images, drawn.search.num_images, drawn.heldout.num_images)
+    assert sizes == (256, num_search - 256, num_heldout)
     everything = [*digests(drawn.calibration), *digests(drawn.search), *digests(drawn.heldout)]
     assert len(set(everything)) == 1200
     assert "optimistic" in drawn.notes[0]
@@ -132,7 +200,9 @@ def test_train_alone_is_an_error_unless_it_was_named(parquet, make, draw):
 
 def test_test_alone_calibrates_on_test_images_that_are_not_measured_on(parquet, make, draw):
     drawn = draw(parquet(test=make.table(np.arange(400) % 3, KIND)), NAMES)
-    assert (drawn.calibration.num_images, drawn.search.num_images, drawn.heldout.num_images) == (100, 150, 150)
+    num_search, num_heldout = halves([make.png(row) for row in range(400)])
+    sizes = (drawn.calibration.num_images, drawn.search.num_images, drawn.heldout.num_images)
+    assert sizes == (num_search // 2, num_search - num_search // 2, num_heldout)
     assert "come from split 'test' too" in drawn.notes[0]
 
 
@@ -174,7 +244,8 @@ def test_images_without_a_known_label_are_left_out_and_counted(parquet, make, dr
     kind = ClassLabel(names=["cow", "ant", "unicorn"])
     test = make.table(np.arange(300) % 3, kind, first=1000)
     drawn = draw(parquet(train=make.table(np.arange(600) % 3, kind), test=test), NAMES)
-    assert drawn.search.num_images + drawn.heldout.num_images == 200
+    num_search, num_heldout = halves([make.png(1000 + row) for row in range(300) if row % 3 != 2])
+    assert (drawn.search.num_images, drawn.heldout.num_images) == (min(num_search, num_heldout), num_heldout)
     assert sorted(set(labels(drawn.search).tolist())) == [0, 2]
     assert "100 images of split 'test' have no label that the model knows" in drawn.notes
     assert [match.rule for match in drawn.labels] == ["name", "name", "unmapped"]
@@ -183,14 +254,18 @@ def test_images_without_a_known_label_are_left_out_and_counted(parquet, make, dr
 def test_a_damaged_image_is_skipped_and_counted(parquet, make, draw):
     test = make.table(np.arange(300) % 3, KIND, first=1000, broken=[7])
     drawn = draw(parquet(train=make.table(np.arange(600) % 3, KIND), test=test), NAMES)
-    assert drawn.search.num_images + drawn.heldout.num_images == 299
-    assert drawn.search.num_skipped + drawn.heldout.num_skipped == 1
+    used = drawn.search.num_images + drawn.heldout.num_images
+    skipped = drawn.search.num_skipped + drawn.heldout.num_skipped
+    images = [b"damaged 7" if row == 7 else make.png(1000 + row) for row in range(300)]
+    num_search, num_heldout = halves(images)
+    assert used + skipped == min(num_search, num_heldout) + num_heldout
+    assert skipped == (1 if num_search <= num_heldout or is_heldout(images[7]) else drawn.search.num_skipped)
 
 
 def test_more_than_one_damaged_image_in_a_hundred_is_an_error(parquet, make, draw):
-    test = make.table(np.arange(300) % 3, KIND, first=1000, broken=[250, 11, 12, 13])
+    test = make.table(np.arange(300) % 3, KIND, first=1000, broken=range(11, 21))
     folder = parquet(train=make.table(np.arange(600) % 3, KIND), test=test)
-    with pytest.raises(AcquisitionError, match=r"4 of 300 images.*'test'.*the first is row 11"):
+    with pytest.raises(AcquisitionError, match=r"\d+ of \d+ images.*'test'.*the first is row 1\d"):
         draw(folder, NAMES)
 
 
