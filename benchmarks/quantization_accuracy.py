@@ -69,7 +69,7 @@ class Exam:
                 num_images=self.num_images,
                 isolated=deployment.runtime != "eager",
             )
-            predicted, true = read_predictions(self.shop.root / self.shop.jobs.run(task).predictions.file.path)
+            predicted, true = read_predictions(self.shop.root / self.shop.jobs.run(task).predictions.files[0].path)
             found.append(predicted == true)
         return found[0], found[1]
 

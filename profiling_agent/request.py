@@ -21,6 +21,12 @@ def _run_id(value: str | None) -> str | None:
     return value
 
 
+def _reason(value: str | None) -> str | None:
+    if value is not None and (not value.strip() or not value.isprintable()):
+        raise ValueError("a reason of one printable line is needed, which the report prints")
+    return value
+
+
 def holds_more_than_an_address(url: str) -> bool:
     """Return whether an address brings a user, a password, a query or a fragment: what isn't to be stored or shown."""
     try:
@@ -105,8 +111,14 @@ class Request(BaseModel):
         default=None,
         ge=50,
         le=1_000_000,
-        description="images to search on, with up to four times as many held out; "
-        "by default half of the split, at most 2000",
+        description="images to search on, with up to four times as many held out; by default half of the split, at most "
+        "2000. An image's content says for which of the two it is",
+    )
+    fresh_ledger: Annotated[str | None, AfterValidator(_reason)] = Field(
+        default=None,
+        max_length=300,
+        description="why earlier openings of the held-out images are not to count against this run, such as: these are new "
+        "photographs; the report prints it",
     )
     batch_size: int = Field(default=32, ge=1, le=4096, description="the batch size you deploy; all is measured at it")
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="where to measure")

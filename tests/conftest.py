@@ -67,9 +67,10 @@ def _looks_at_the_run(file: Path) -> bool:
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Leave the user's cache folder alone: no test reads it or writes to it, nor does a process that one starts."""
+    """Leave the user's folders alone: no test reads them or writes to them, nor does a process that one starts."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PROFILING_AGENT_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("PROFILING_AGENT_DATA", str(tmp_path_factory.mktemp("data")))
         # Whoever runs the tests may have a key; no test is to use it.
         for name in ("OPENAI_API_KEY", "OPENAI_BASE_URL", "AZURE_OPENAI_API_KEY", "AZURE_OPENAI_ENDPOINT"):
             patch.delenv(name, raising=False)

@@ -68,7 +68,7 @@ def evaluation(
         model=ref(name, size_bytes=size_bytes),
         footprint=Footprint(params=params, macs=macs, parameter_bytes=size_bytes, size_bytes=size_bytes),
         predictions=Predictions(
-            split="search", num_images=1000, num_correct=correct, file=ref(f"{name}/predictions", "predictions")
+            split="search", num_images=1000, num_correct=correct, files=(ref(f"{name}/predictions", "predictions"),)
         ),
         drop=None if against is None else drop(max(against - correct, 0), max(correct - against, 0)),
     )

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 # What an evaluator is made of: a fork or a person's edit changes some of it, and then another one is made.
 EVALUATED = (
-    *("acquired", "resolved", "profiled", "goal", "batch_size", "seed", "recover_epochs"),
+    *("acquired", "resolved", "profiled", "goal", "batch_size", "seed", "recover_epochs", "fresh_ledger"),
     *("runtime_names", "quantize_dtype", "quantize_layers"),
 )
 
@@ -136,7 +136,12 @@ class RunSession:
             baseline=state.resolved.baseline,
             profile=self.profile(state),
             goal=state.goal,
-            settings=Settings(batch_size=state.batch_size, seed=state.seed, recover_epochs=state.recover_epochs),
+            settings=Settings(
+                batch_size=state.batch_size,
+                seed=state.seed,
+                recover_epochs=state.recover_epochs,
+                fresh_ledger=state.fresh_ledger,
+            ),
             choices=deployment_choices(state, state.acquired.source.device),
         )
 

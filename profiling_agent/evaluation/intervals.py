@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
+from profiling_agent.evaluation.sequential import Counts, images_until_kept, lower_bound, no_difference, upper_bound
 from profiling_agent.records import AccuracyDrop
 
 CONFIDENCE = 0.95
@@ -54,21 +55,44 @@ def compare(baseline_correct: NDArray[np.bool_], candidate_correct: NDArray[np.b
     )
 
 
+def at_a_look(counts: Counts, num_looks: int) -> AccuracyDrop:
+    """Return the drop after so many looks, with the interval and the p-value of the sequential test."""
+    error = (1 - CONFIDENCE) / 2
+    return AccuracyDrop(
+        drop=(counts.num_lost - counts.num_gained) / counts.num_images,
+        low=lower_bound(counts, error),
+        high=upper_bound(counts, error),
+        p_value=no_difference(counts),
+        num_lost=counts.num_lost,
+        num_gained=counts.num_gained,
+        num_images=counts.num_images,
+        num_looks=num_looks,
+    )
+
+
+def _counts(drop: AccuracyDrop) -> Counts:
+    return Counts(drop.num_lost, drop.num_gained, drop.num_images)
+
+
 def one_sided_bound(drop: AccuracyDrop, confidence: float) -> float:
     """Return the value that the true drop stays below with this confidence, by the same method as the interval."""
+    if drop.num_looks > 1:
+        return upper_bound(_counts(drop), 1 - confidence)
     centre, error = _centre_and_error(drop.num_lost, drop.num_gained, drop.num_images)
     return min(centre + _normal_quantile(confidence) * error, 1.0)
 
 
-def images_to_certify(drop: AccuracyDrop, max_drop: float) -> int | None:
-    """Return how many images would bring the one-sided 95% bound down to `max_drop`, at the discordance seen.
+def images_to_certify(drop: AccuracyDrop, max_drop: float, confidence: float = CONFIDENCE) -> int | None:
+    """Return how many images would bring the one-sided bound down to `max_drop`, at the discordance seen.
 
     None where the drop that was seen isn't below `max_drop`: then no number of images would.
     """
+    if drop.num_looks > 1:
+        return images_until_kept(_counts(drop), max_drop, 1 - confidence)
     if drop.drop >= max_drop:
         return None
     lost, gained = drop.num_lost / drop.num_images, drop.num_gained / drop.num_images
-    quantile = _normal_quantile(CONFIDENCE)
+    quantile = _normal_quantile(confidence)
 
     def suffices(num_images: int) -> bool:
         centre, error = _centre_and_error(lost * num_images, gained * num_images, num_images)

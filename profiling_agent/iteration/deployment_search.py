@@ -120,7 +120,7 @@ class _Trying:
         if refused := _refused_by_logits(option.deployed, goal):
             return option.model_copy(update={"reason": refused})
         try:
-            sample = self._evaluate(option, num_images=SAMPLE_IMAGES).drop
+            sample = self._evaluate(option, range(SAMPLE_IMAGES)).drop
         except REFUSALS as error:
             return option.model_copy(update={"reason": f"could not be run: {error}"})
         assert sample is not None, "a sample is compared with the baseline"
@@ -148,11 +148,9 @@ class _Trying:
             }
         )
 
-    def _evaluate(self, option: DeploymentOption, num_images: int | None = None) -> Evaluation:
+    def _evaluate(self, option: DeploymentOption, images: range | None = None) -> Evaluation:
         model, search = _model(option), self.evaluator.acquired.search
-        return self.evaluator.evaluate(
-            self.variant, model, search, self.baseline, option.deployment, num_images=num_images
-        )
+        return self.evaluator.evaluate(self.variant, model, search, self.baseline, option.deployment, images=images)
 
     def race(self, beside: Sequence[Evaluation], entered: Sequence[DeploymentOption]) -> Race:
         """Let what is `beside` and what has `entered` take turns; JobError where that can't be."""

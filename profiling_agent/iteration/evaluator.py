@@ -34,6 +34,7 @@ class Settings(Record):
     batch_size: int
     seed: int
     recover_epochs: int = 0
+    fresh_ledger: str | None = None
 
 
 @dataclass(frozen=True)
@@ -74,23 +75,24 @@ class Evaluator:
         against: Evaluation | None = None,
         deployment: Deployment | None = None,
         *,
-        num_images: int | None = None,
+        images: range | None = None,
     ) -> Evaluation:
-        """Measure `model` on `split`, or on its first `num_images`, paired with `against`, the baseline's evaluation."""
+        """Measure `model` on `split`, or on these `images` of it, paired with `against`, the baseline's evaluation."""
         task = EvaluateTask(
             model=model,
             split=split,
             batch_size=self.settings.batch_size,
             device=self.device,
-            num_images=num_images,
+            first=images.start if images else 0,
+            num_images=len(images) if images else None,
             # Other runtimes may take their process down, which is then not to be the worker.
             isolated=deployment is not None and deployment.runtime != "eager",
         )
         measured = self.jobs.run(task)
         drop = None
         if against is not None:
-            correct = self._correct(measured.predictions)
-            drop = compare(self._correct(against.predictions)[: len(correct)], correct)
+            correct = self.correct(measured.predictions)
+            drop = compare(self.correct(against.predictions)[: len(correct)], correct)
         return Evaluation(
             variant=variant,
             model=model,
@@ -100,9 +102,10 @@ class Evaluator:
             drop=drop,
         )
 
-    def _correct(self, predictions: Predictions) -> npt.NDArray[np.bool_]:
-        predicted, true = read_predictions(self.jobs.path(predictions.file))
-        return predicted == true
+    def correct(self, predictions: Predictions) -> npt.NDArray[np.bool_]:
+        """Return which images were answered right, in the split's order."""
+        answers = [read_predictions(self.jobs.path(file)) for file in predictions.files]
+        return np.concatenate([predicted == true for predicted, true in answers])
 
     def race(self, entries: Sequence[tuple[Variant, ArtifactRef]]) -> Race:
         """Let `entries` take turns; the first is the baseline."""

@@ -1,14 +1,18 @@
-"""Final choice: the candidates are raced, the held-out images are opened once, for the winner, and a verdict is given."""
+"""Final choice: the candidates are raced, the held-out images are opened for the winner, and a verdict is given."""
+
+from collections.abc import Sequence
 
 from profiling_agent.benchmarking.race import noise_warning
 from profiling_agent.errors import ProfilingAgentError
 from profiling_agent.iteration.deployment_search import memory_if_measurable, try_deployments
 from profiling_agent.iteration.evaluator import Evaluator
+from profiling_agent.iteration.heldout import HeldoutTest, first_look, opening_notes, run_heldout_test
 from profiling_agent.iteration.selection import ranked, size_ratio
 from profiling_agent.iteration.verdict import Facts, Limit, decide
 from profiling_agent.jobs.tasks import PruneTask
 from profiling_agent.pruning.widths import snap
 from profiling_agent.records import (
+    AccuracyDrop,
     ArtifactRef,
     Attempt,
     Candidate,
@@ -22,6 +26,9 @@ from profiling_agent.records import (
     Variant,
     Verdict,
 )
+
+# The winner, and milder ones in its place: of the error, what a fourth would have is not worth its images.
+MAX_TESTED = 3
 
 
 class FinalChoice(Record):
@@ -92,10 +99,10 @@ def _other_deployments(journal: Journal, candidate: Candidate) -> tuple[Deployme
     return tuple(deployment for deployment in suited if deployment != candidate.evaluation.deployment)
 
 
-def _race_candidates(evaluator: Evaluator, journal: Journal) -> _Raced:
-    """Return the best candidate, in the deployment that suits it best, that is not shown slower than the baseline."""
+def _race_candidates(evaluator: Evaluator, journal: Journal, candidates: Sequence[Candidate]) -> _Raced:
+    """Return the first of these, in the deployment that suits it best, that is not shown slower than the baseline."""
     notes: tuple[str, ...] = ()
-    for candidate in ranked(journal, evaluator.goal):
+    for candidate in candidates:
         if candidate.variant is Variant.BASELINE:
             break
         model = _made_from(candidate, journal, evaluator.baseline)
@@ -153,38 +160,104 @@ def _limit(evaluator: Evaluator, journal: Journal, facts: Facts) -> Limit | None
 
 
 def finalize(evaluator: Evaluator, journal: Journal) -> FinalChoice:
-    """Return the winner and the verdict; opens the held-out images, so it is called once a run."""
-    raced = _race_candidates(evaluator, journal)
-    winner, heldout = raced.winner, evaluator.acquired.heldout
-    baseline = evaluator.evaluate(Variant.BASELINE, evaluator.baseline, heldout)
-    if winner.variant is Variant.BASELINE:
-        held, facts, kept = baseline, Facts(size_ratio=1.0), None
-    else:
-        model, deployment = winner.evaluation.model, winner.evaluation.deployment
-        held = evaluator.evaluate(winner.variant, model, heldout, baseline, deployment)
-        facts = Facts(
-            drop=held.drop,
-            race_result=raced.race_result,
-            size_ratio=size_ratio(held, baseline),
-            memory_ratio=memory_if_measurable(evaluator, model),
-        )
-        kept = None
-    if held.drop is not None and held.drop.drop > evaluator.goal.max_accuracy_drop:
-        kept, winner, held = winner, Candidate(variant=Variant.BASELINE, evaluation=journal.baseline), baseline
-        said = f"the best candidate lost {facts.drop.drop:.4f} of top-1 on the held-out images" if facts.drop else ""
-        facts = facts.model_copy(
-            update={"refused": f"{said}; the baseline is returned and the candidate kept beside it"}
-        )
+    """Return the winner and the verdict; opens the held-out images, so it is called once a run.
+
+    A winner that fails on them makes way for the next in line that lost less on the search images, which is tested there
+    too, at the error that is left.
+    """
+    waiting, notes, failed = ranked(journal, evaluator.goal), tuple[str, ...](), list[tuple[_Raced, HeldoutTest]]()
+    while True:
+        raced = _race_candidates(evaluator, journal, waiting if len(failed) < MAX_TESTED else ())
+        notes = (*notes, *raced.notes)
+        if raced.winner.variant is Variant.BASELINE:
+            return _returned_baseline(evaluator, journal, raced, failed, notes)
+        fresh = None if failed else evaluator.settings.fresh_ledger
+        evaluation = raced.winner.evaluation
+        tested = run_heldout_test(evaluator, raced.winner.variant, evaluation.model, evaluation.deployment, fresh=fresh)
+        notes = (*notes, *opening_notes(tested.opening))
+        if _drop(tested).drop <= evaluator.goal.max_accuracy_drop:
+            return _returned_winner(evaluator, journal, raced, tested, failed, notes)
+        failed.append((raced, tested))
+        notes = (*notes, _failed_note(raced.winner, tested))
+        waiting = tuple(candidate for candidate in waiting if _lost(candidate) < _lost(raced.winner))
+
+
+def _lost(candidate: Candidate) -> float:
+    """Return what a candidate lost on the search images; of the baseline nothing."""
+    return candidate.evaluation.drop.drop if candidate.evaluation.drop else 0.0
+
+
+def _drop(tested: HeldoutTest) -> AccuracyDrop:
+    assert tested.candidate.drop is not None, "a test compares with the baseline"
+    return tested.candidate.drop
+
+
+def _failed_note(winner: Candidate, tested: HeldoutTest) -> str:
+    drop = _drop(tested)
+    what = f"attempt {winner.attempt}" if winner.attempt is not None else str(winner.variant)
+    return f"{what} lost {drop.drop:.4f} of top-1 on {drop.num_images} held-out images and was refused"
+
+
+def _facts(evaluator: Evaluator, raced: _Raced, tested: HeldoutTest) -> Facts:
+    return Facts(
+        drop=_drop(tested),
+        accuracy_error=tested.error,
+        race_result=raced.race_result,
+        size_ratio=size_ratio(tested.candidate, tested.baseline),
+        memory_ratio=memory_if_measurable(evaluator, raced.winner.evaluation.model),
+    )
+
+
+def _verdict(evaluator: Evaluator, journal: Journal, facts: Facts) -> Verdict:
     verdict = decide(facts, evaluator.goal)
     if verdict.binding in ("speed", "size"):
-        verdict = decide(facts, evaluator.goal, _limit(evaluator, journal, facts))
+        return decide(facts, evaluator.goal, _limit(evaluator, journal, facts))
+    return verdict
+
+
+def _returned_winner(
+    evaluator: Evaluator,
+    journal: Journal,
+    raced: _Raced,
+    tested: HeldoutTest,
+    failed: Sequence[tuple[_Raced, HeldoutTest]],
+    notes: tuple[str, ...],
+) -> FinalChoice:
     return FinalChoice(
-        winner=winner,
+        winner=raced.winner,
         variants=raced.variants,
         race=raced.race,
-        heldout_baseline=baseline,
+        heldout_baseline=tested.baseline,
+        heldout_winner=tested.candidate,
+        kept_beside=failed[0][0].winner if failed else None,
+        notes=notes,
+        verdict=_verdict(evaluator, journal, _facts(evaluator, raced, tested)),
+    )
+
+
+def _returned_baseline(
+    evaluator: Evaluator,
+    journal: Journal,
+    raced: _Raced,
+    failed: Sequence[tuple[_Raced, HeldoutTest]],
+    notes: tuple[str, ...],
+) -> FinalChoice:
+    """Return the baseline; where candidates failed on the held-out images, the verdict is on the first of them."""
+    shown, baseline, facts = raced, None, Facts(size_ratio=1.0)
+    if failed:
+        shown, tested = failed[0]
+        said = f"the best candidate lost {_drop(tested).drop:.4f} of top-1 on the held-out images"
+        refused = f"{said}; the baseline is returned and the candidate kept beside it"
+        facts = _facts(evaluator, shown, tested).model_copy(update={"refused": refused})
+        baseline = tested.baseline
+    held = baseline or first_look(evaluator)
+    return FinalChoice(
+        winner=Candidate(variant=Variant.BASELINE, evaluation=journal.baseline),
+        variants=shown.variants,
+        race=shown.race,
+        heldout_baseline=held,
         heldout_winner=held,
-        kept_beside=kept,
-        notes=raced.notes,
-        verdict=verdict,
+        kept_beside=shown.winner if failed else None,
+        notes=notes,
+        verdict=_verdict(evaluator, journal, facts),
     )

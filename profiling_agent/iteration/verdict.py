@@ -1,15 +1,15 @@
 """Verdict: the contract against what was measured; met, nearly met, or shown to be out of reach."""
 
 from profiling_agent.evaluation.intervals import images_to_certify, one_sided_bound
+from profiling_agent.iteration.heldout import ACCURACY_ERROR
 from profiling_agent.records import AccuracyDrop, Goal, Outcome, RaceResult, Record, Term, Verdict
-
-CONFIDENCE = 0.95
 
 
 class Facts(Record):
     """What the verdict rests on: the winner on the held-out images, in the race and on disk."""
 
     drop: AccuracyDrop | None = None
+    accuracy_error: float = ACCURACY_ERROR
     race_result: RaceResult | None = None
     size_ratio: float
     memory_ratio: float | None = None
@@ -61,10 +61,13 @@ def out_of_reach(limit: Limit, goal: Goal) -> str | None:
 
 def _met(facts: Facts, goal: Goal, terms: tuple[Term, ...]) -> Verdict:
     is_fast = goal.min_speedup <= (facts.race_result.speedup_low if facts.race_result else 1.0)
-    bound = one_sided_bound(facts.drop, CONFIDENCE) if facts.drop else 0.0
+    confidence = 1 - facts.accuracy_error
+    bound = one_sided_bound(facts.drop, confidence) if facts.drop else 0.0
     certified = is_fast and bound <= goal.max_accuracy_drop
-    needed = images_to_certify(facts.drop, goal.max_accuracy_drop) if facts.drop and not certified else None
-    said = "the 95% bounds meet it too" if certified else "the 95% bounds do not"
+    needed = None
+    if facts.drop and bound > goal.max_accuracy_drop:
+        needed = images_to_certify(facts.drop, goal.max_accuracy_drop, confidence)
+    said = "its bounds, together at 95%, meet it too" if certified else "its bounds, together at 95%, do not"
     return Verdict(
         outcome=Outcome.MET,
         certified=certified,

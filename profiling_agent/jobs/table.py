@@ -44,6 +44,7 @@ TABLE: Table = {
     tasks.ExportTask: JobRow(handler="profiling_agent.jobs.handlers.deployment:export", isolated_timeout_s=HOUR / 2),
     tasks.DeployTask: JobRow(handler="profiling_agent.jobs.handlers.deployment:deploy", isolated_timeout_s=HOUR / 2),
     tasks.EvaluateTask: JobRow(handler="profiling_agent.jobs.handlers.evaluation:evaluate"),
+    tasks.OpenHeldoutTask: JobRow(handler="profiling_agent.jobs.handlers.evaluation:open_heldout"),
     tasks.CompareTask: JobRow(handler="profiling_agent.jobs.handlers.evaluation:compare"),
     tasks.HeadlineTask: JobRow(
         handler="profiling_agent.jobs.handlers.timing:headline", torch=False, isolated_timeout_s=HOUR / 2

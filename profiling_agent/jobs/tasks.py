@@ -17,6 +17,7 @@ from profiling_agent.records import (
     Headline,
     InputSpec,
     MemoryUse,
+    Opening,
     Predictions,
     PrunedModel,
     Race,
@@ -211,7 +212,18 @@ class EvaluateTask(Task[Evaluated]):
     split: SplitInfo
     batch_size: int
     device: str
-    num_images: int | None = Field(default=None, description="the first so many alone")
+    first: int = Field(default=0, ge=0, description="the number of the first image")
+    num_images: int | None = Field(default=None, description="so many from there on, by default all")
+
+
+class OpenHeldoutTask(Task[Opening]):
+    """Note that a candidate, made of the baseline, is tested on held-out images; a run that is resumed notes it once."""
+
+    result: ClassVar[type[Record]] = Opening
+    baseline: ArtifactRef
+    candidate: ArtifactRef
+    heldout: SplitInfo
+    fresh: str | None = None
 
 
 class RaceTask(Task[Race]):

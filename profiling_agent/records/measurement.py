@@ -29,12 +29,12 @@ class Footprint(Record):
 
 
 class Predictions(Record):
-    """One model's answers on one split, in the split's order; `file` holds predicted and true class ids."""
+    """One model's answers on one split, in the split's order; each of `files` holds predicted and true class ids."""
 
     split: Literal["calibration", "search", "heldout", "recovery"]
     num_images: int
     num_correct: int
-    file: ArtifactRef
+    files: tuple[ArtifactRef, ...]
 
     @property
     def top1(self) -> float:
@@ -43,15 +43,32 @@ class Predictions(Record):
 
 
 class AccuracyDrop(Record):
-    """Baseline top-1 minus candidate top-1 on the same images, with a paired 95% interval."""
+    """Baseline top-1 minus candidate top-1 on the same images, with a paired 95% interval.
+
+    Where the images were looked at more than once before it was known how many there would be, interval and p-value are
+    those of a test that allows it.
+    """
 
     drop: float
     low: float
     high: float
-    p_value: float = Field(description="exact McNemar test")
+    p_value: float = Field(description="that both are equally good: exact McNemar test, or sequential test")
     num_lost: int = Field(description="images that only the baseline gets right")
     num_gained: int = Field(description="images that only the candidate gets right")
     num_images: int
+    num_looks: int = Field(default=1, ge=1, description="times that it was decided whether to look at more images")
+
+
+class Opening(Record):
+    """Which test this was of what is made of one model, on held-out images that others of them shared.
+
+    `share` is what it has of the error, and `fresh` why none before the first of them was counted, where somebody said so.
+    """
+
+    number: int = Field(ge=1)
+    share: float
+    fresh: str | None = None
+    note: str | None = Field(default=None, description="why openings before could not be counted")
 
 
 class Evaluation(Record):

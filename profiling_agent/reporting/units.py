@@ -41,7 +41,7 @@ def drop(drop: AccuracyDrop) -> str:
     """Return an accuracy drop in points, with its 95% interval and test."""
     return (
         f"{drop.drop * 100:+.2f} points [{drop.low * 100:+.2f}, {drop.high * 100:+.2f}]"
-        f" (McNemar p = {drop.p_value:.2g})"
+        f" ({'McNemar' if drop.num_looks == 1 else 'sequential'} p = {drop.p_value:.2g})"
     )
 
 

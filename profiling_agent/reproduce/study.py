@@ -123,7 +123,7 @@ class Reproduction:
         before, after = (
             predicted == true
             for predicted, true in (
-                read_predictions(workspace.path(made.file))
+                read_predictions(workspace.path(made.files[0]))
                 for made in (compared.predictions_before, compared.predictions)
             )
         )

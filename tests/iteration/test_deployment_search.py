@@ -101,7 +101,7 @@ class Script:
         return tasks.Evaluated(
             footprint=Footprint(params=1000, macs=1000, parameter_bytes=1000, size_bytes=does.size_bytes),
             predictions=Predictions(
-                split="search", num_images=num_images, num_correct=int((predicted == true).sum()), file=file
+                split="search", num_images=num_images, num_correct=int((predicted == true).sum()), files=(file,)
             ),
         )
 

@@ -81,11 +81,11 @@ def test_both_models_answer_every_image_of_the_split_as_they_do_alone(task: Comp
     with torch.inference_mode():
         alone = torch.cat([model(pixel_values=images).logits.argmax(dim=-1) for images, _ in batches]).tolist()
     for made in (done.predictions_before, done.predictions):
-        predicted, true = read_predictions(tmp_path / made.file.path)
+        predicted, true = read_predictions(tmp_path / made.files[0].path)
         assert true.tolist() == [index % len(zoo.LABELS) for index in range(NUM_IMAGES)]
         assert (made.split, made.num_images) == ("heldout", NUM_IMAGES)
         assert made.num_correct == int((predicted == true).sum())
-    assert read_predictions(tmp_path / done.predictions_before.file.path)[0].tolist() == alone
+    assert read_predictions(tmp_path / done.predictions_before.files[0].path)[0].tolist() == alone
 
 
 def test_what_is_random_is_drawn_from_the_seed(task: CompareTask, tmp_path: Path):
@@ -94,7 +94,7 @@ def test_what_is_random_is_drawn_from_the_seed(task: CompareTask, tmp_path: Path
         for seed in (1, 1, 2)
     ]
 
-    answers = [one.predictions.file.sha256 for one in drawn]
+    answers = [one.predictions.files[0].sha256 for one in drawn]
     assert answers[0] == answers[1]
     assert len({one.params for one in drawn}) == 1
 

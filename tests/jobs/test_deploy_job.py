@@ -103,7 +103,7 @@ def test_every_runtime_answers_the_same_images_in_their_order(root: Path, onnx: 
     def answers(model: ArtifactRef, name: str, num_images: int | None = None):
         task = EvaluateTask(model=model, split=split(), batch_size=8, device="cpu", num_images=num_images)
         measured = evaluate(task, context_in(root, name))
-        predicted, _ = read_predictions(root / "jobs" / name / Path(measured.predictions.file.path).name)
+        predicted, _ = read_predictions(root / "jobs" / name / Path(measured.predictions.files[0].path).name)
         return measured, predicted
 
     ours, theirs = answers(ref("baseline"), "evaluated-eager"), answers(made.model, "evaluated-onnx")

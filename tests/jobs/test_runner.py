@@ -66,7 +66,7 @@ def test_a_job_is_done_once_and_leaves_a_whole_folder(jobs: Jobs, baseline: tupl
 
     assert again == first
     assert first.predictions.num_images == NUM_IMAGES
-    assert workspace.path(first.predictions.file).is_file()
+    assert workspace.path(first.predictions.files[0]).is_file()
     assert result.stat().st_mtime_ns == written
     assert not list(workspace.jobs.glob(".tmp-*"))
 

@@ -5,34 +5,35 @@ from pathlib import Path
 
 import numpy as np
 
-from profiling_agent.acquisition.batches import iter_batches
+from profiling_agent.acquisition.batches import iter_batches, read_split
 from profiling_agent.artifacts.folder import open_folder
 from profiling_agent.artifacts.golden import check_golden
 from profiling_agent.artifacts.load import load_module, load_processor, load_recipe
-from profiling_agent.artifacts.recipe import Counts
+from profiling_agent.artifacts.recipe import WEIGHTS, Counts
 from profiling_agent.deployment.protocol import Batch, ModelSession
 from profiling_agent.deployment.registry import open_session
 from profiling_agent.deployment.torch_session import TorchSession
 from profiling_agent.errors import RequestError
+from profiling_agent.evaluation.openings import note_opening
 from profiling_agent.evaluation.predictions import Classes, write_predictions
 from profiling_agent.jobs.context import JobContext
 from profiling_agent.jobs.handlers.deployment import complexity_of
-from profiling_agent.jobs.tasks import CompareTask, Evaluated, EvaluateTask, PaperBaseline
+from profiling_agent.jobs.tasks import CompareTask, Evaluated, EvaluateTask, OpenHeldoutTask, PaperBaseline
 from profiling_agent.modules.inference import random_batch
 from profiling_agent.pruning.rivals import paper_prune
 from profiling_agent.quantization.footprint import folder_bytes, parameter_bytes
-from profiling_agent.records import Footprint, Predictions
+from profiling_agent.records import Footprint, Opening, Predictions
 from profiling_agent.reproducibility import available_threads
 
 NUM_REPEATS, NUM_WARM_UP = 15, 3
 
 
 def evaluate(task: EvaluateTask, job: JobContext) -> Evaluated:
-    """Run the model over the split, or its first images; count what it takes."""
+    """Run the model over the split, or a part of it; count what it takes."""
     path = job.path(task.model)
     recipe = open_folder(path, verify=True)
     session = open_session(path, device=task.device, num_threads=available_threads())
-    predictions = _answers(session, task, job, limit=task.num_images)
+    predictions = _answers(session, task, job, first=task.first, limit=task.num_images)
     # Last, because a runtime that compiles for each size of batch then has a larger one to put the two images in.
     check_golden(session.run, path, recipe)
     counts = recipe.counts or _counts(path)
@@ -40,6 +41,13 @@ def evaluate(task: EvaluateTask, job: JobContext) -> Evaluated:
         footprint=Footprint(**counts.model_dump(), size_bytes=folder_bytes(path)),
         predictions=predictions,
     )
+
+
+def open_heldout(task: OpenHeldoutTask, job: JobContext) -> Opening:
+    """Note in the user's ledger that a candidate is tested."""
+    model = open_folder(job.path(task.baseline), verify=False).files[WEIGHTS]
+    images = read_split(job.path(task.heldout.file)).encoded
+    return note_opening(model, task.candidate.sha256, (image.as_py() for image in images), task.fresh)
 
 
 def compare(task: CompareTask, job: JobContext) -> PaperBaseline:
@@ -74,6 +82,7 @@ def _answers(
     job: JobContext,
     *,
     name: str = "predictions",
+    first: int = 0,
     limit: int | None = None,
 ) -> Predictions:
     """Ask a session about each image of the task's split, prepared as the saved model wants them; write down what it says.
@@ -82,9 +91,9 @@ def _answers(
         RequestError: there are no images.
     """
     found, labels, done = list[Classes](), list[Classes](), 0
-    num_images = min(task.split.num_images, limit or task.split.num_images)
-    processor = load_processor(job.path(task.model))
-    for images, true in iter_batches(job.path(task.split.file), processor, batch_size=task.batch_size, limit=limit):
+    num_images = min(task.split.num_images - first, limit or task.split.num_images)
+    path, processor = job.path(task.split.file), load_processor(job.path(task.model))
+    for images, true in iter_batches(path, processor, batch_size=task.batch_size, first=first, limit=limit):
         found.append(session.run(images.numpy()).argmax(axis=-1).astype(np.int64))
         labels.append(true.numpy())
         done += len(true)
@@ -98,7 +107,7 @@ def _answers(
         split=task.split.name,
         num_images=len(expected),
         num_correct=int((predicted == expected).sum()),
-        file=job.ref(out, "predictions"),
+        files=(job.ref(out, "predictions"),),
     )
 
 

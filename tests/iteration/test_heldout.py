@@ -1,0 +1,157 @@
+"""How many held-out images are looked at, by a candidate whose answers are made up."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import made
+import numpy as np
+import pytest
+
+from profiling_agent.evaluation.intervals import compare, one_sided_bound
+from profiling_agent.evaluation.openings import share
+from profiling_agent.evaluation.predictions import write_predictions
+from profiling_agent.evaluation.sequential import Counts, upper_bound
+from profiling_agent.iteration.evaluator import Evaluator, Settings
+from profiling_agent.iteration.heldout import ACCURACY_ERROR, MAX_AT_ONCE, SHARD, first_look, looks, run_heldout_test
+from profiling_agent.jobs.tasks import Evaluated, EvaluateTask, OpenHeldoutTask
+from profiling_agent.records import (
+    Acquired,
+    Deployment,
+    Footprint,
+    ModelSource,
+    Opening,
+    Predictions,
+    SplitInfo,
+    Variant,
+)
+
+BASELINE, CANDIDATE = made.ref("baseline"), made.ref("candidate")
+Answers = Callable[[range], list[bool]]
+
+
+def note(task: OpenHeldoutTask) -> Opening:
+    number = int(task.fresh or "1")
+    return Opening(number=number, share=share(number))
+
+
+@dataclass
+class Answering:
+    """Jobs that answer evaluations of the held-out images by what is right of which image."""
+
+    root: Path
+    right: dict[str, Answers]
+    asked: list[tuple[str, range]] = field(default_factory=list[tuple[str, range]])
+
+    def run(self, task: Any) -> Any:
+        return note(task) if isinstance(task, OpenHeldoutTask) else self.evaluate(task)
+
+    def evaluate(self, task: EvaluateTask) -> Evaluated:
+        part = range(task.first, task.first + (task.num_images or 0))
+        self.asked.append((task.model.path, part))
+        correct = np.array(self.right[task.model.path](part))
+        file = made.ref(f"{task.model.path}-{part.start}", "predictions")
+        self.path(file).parent.mkdir(exist_ok=True, parents=True)
+        write_predictions(self.path(file), np.where(correct, 1, 0), np.ones(len(part), dtype=np.int64))
+        return Evaluated(
+            footprint=Footprint(params=1, macs=1, parameter_bytes=1, size_bytes=1),
+            predictions=Predictions(
+                split="heldout", num_images=len(part), num_correct=int(correct.sum()), files=(file,)
+            ),
+        )
+
+    def path(self, ref: Any) -> Path:
+        return self.root / ref.path
+
+
+def evaluator(root: Path, num_images: int, candidate: Answers) -> tuple[Evaluator, Answering]:
+    jobs: Any = Answering(root, {BASELINE.path: lambda part: [True] * len(part), CANDIDATE.path: candidate})
+
+    def split(name: Any) -> SplitInfo:
+        return SplitInfo(name=name, source_split="test", num_images=num_images, file=made.ref(name, "split"))
+
+    acquired = Acquired(
+        source=ModelSource(name="m", revision=None, architecture="A", device="cpu"),
+        calibration=split("calibration"),
+        search=split("search"),
+        heldout=split("heldout"),
+        labels=(),
+    )
+    return (
+        Evaluator(
+            jobs=jobs, acquired=acquired, baseline=BASELINE, profile=made.profile(), goal=made.GOAL,
+            settings=Settings(batch_size=4, seed=0),
+        ),
+        jobs,
+    )  # fmt: skip
+
+
+def every(number: int) -> Answers:
+    """Answer each image with that number wrong, and all others right."""
+    return lambda part: [image % number != 0 for image in part]
+
+
+@pytest.mark.parametrize(
+    ("num_images", "ends"),
+    [(1, [1]), (1024, [1024]), (1025, [512, 1024, 1025]), (8000, [512, 1024, 2048, 4096, 8000])],
+)
+def test_a_small_set_is_looked_at_once_and_a_large_one_twice_as_far_each_time(num_images, ends):
+    parts = list(looks(num_images))
+    assert [part.stop for part in parts] == ends
+    assert [image for part in parts for image in part] == list(range(num_images))
+
+
+def test_a_candidate_that_answers_alike_is_known_after_two_looks_and_the_rest_stays_closed(tmp_path: Path):
+    tester, jobs = evaluator(tmp_path, 8000, lambda part: [True] * len(part))
+    tested = run_heldout_test(tester, Variant.BOTH, CANDIDATE, Deployment())
+    drop = tested.candidate.drop
+    assert drop is not None
+    assert jobs.asked == [
+        (model.path, part) for part in (range(512), range(512, 1024)) for model in (BASELINE, CANDIDATE)
+    ]
+    assert (drop.num_images, drop.num_looks) == (1024, 3)
+    assert tested.error == 0.8 * ACCURACY_ERROR
+    assert one_sided_bound(drop, 1 - tested.error) == upper_bound(Counts(0, 0, 1024), tested.error) <= 0.01
+
+
+def test_a_later_test_takes_more_images_to_show_the_same(tmp_path: Path):
+    shown = []
+    for number in ("1", "5"):
+        tester, _ = evaluator(tmp_path / number, 8000, every(300))
+        tested = run_heldout_test(tester, Variant.BOTH, CANDIDATE, Deployment(), fresh=number)
+        shown.append((tested.opening.number, tested.candidate.predictions.num_images))
+    assert shown[0][0] == 1
+    assert shown[1][0] == 5
+    assert shown[0][1] < shown[1][1]
+
+
+def test_a_hopeless_candidate_is_known_after_the_first(tmp_path: Path):
+    tester, jobs = evaluator(tmp_path, 8000, every(10))
+    drop = run_heldout_test(tester, Variant.BOTH, CANDIDATE, Deployment()).candidate.drop
+    assert drop is not None
+    assert drop.num_images == SHARD == len(jobs.asked[0][1])
+    assert 0.01 < drop.low < drop.drop < drop.high
+
+
+def test_at_the_bound_the_images_run_out_and_the_interval_holds_it(tmp_path: Path):
+    tester, _ = evaluator(tmp_path, 3000, every(100))
+    tested = run_heldout_test(tester, Variant.BOTH, CANDIDATE, Deployment())
+    drop = tested.candidate.drop
+    assert drop is not None
+    assert drop.num_images == tested.baseline.predictions.num_images == 3000
+    assert tested.candidate.predictions.num_correct == 2970
+    assert drop.low < 0.01 < drop.high
+
+
+def test_few_images_are_a_sample_of_fixed_size(tmp_path: Path):
+    tester, _ = evaluator(tmp_path, MAX_AT_ONCE, every(100))
+    drop = run_heldout_test(tester, Variant.BOTH, CANDIDATE, Deployment()).candidate.drop
+    right = np.array(every(100)(range(MAX_AT_ONCE)))
+    assert drop == compare(np.ones(MAX_AT_ONCE, dtype=bool), right)
+
+
+def test_where_the_baseline_is_returned_no_more_than_a_look_is_taken(tmp_path: Path):
+    tester, jobs = evaluator(tmp_path, 8000, every(100))
+    assert first_look(tester).predictions.num_images == SHARD
+    assert [model for model, _ in jobs.asked] == [BASELINE.path]
