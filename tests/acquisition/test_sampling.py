@@ -49,7 +49,8 @@ def test_the_same_images_are_drawn_whatever_order_the_classes_come_in():
      ((3, 4), None, (3, 4))],
 )  # fmt: skip
 def test_as_many_are_held_out_as_are_searched_on_and_at_most_four_times_as_many(there, asked, expected):
-    assert evaluation_sizes(*there, asked, "test") == expected
+    num_search, num_heldout = there
+    assert evaluation_sizes(num_search, num_heldout, asked, "test") == expected
 
 
 def test_a_split_too_small_to_hold_out_as_many_says_how_many_there_are():
@@ -60,7 +61,7 @@ def test_a_split_too_small_to_hold_out_as_many_says_how_many_there_are():
 @pytest.mark.parametrize("there", [(1, 0), (0, 1), (5, 0)])
 def test_a_split_of_which_nothing_can_be_held_out_or_searched_on_is_too_small(there):
     with pytest.raises(AcquisitionError, match=f"has {sum(there)} usable images"):
-        evaluation_sizes(*there, None, "test")
+        evaluation_sizes(there[0], there[1], None, "test")
 
 
 @pytest.mark.parametrize(("asked", "num_calibration"), [(None, 0), (100, 0), (100, 256), (1, 0)])

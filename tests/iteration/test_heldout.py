@@ -94,9 +94,9 @@ def every(number: int) -> Answers:
 
 @pytest.mark.parametrize(
     ("num_images", "ends"),
-    [(1, [1]), (1024, [1024]), (1025, [512, 1024, 1025]), (8000, [512, 1024, 2048, 4096, 8000])],
+    [(1, [1]), (1024, [1024]), (1025, [512, 1024, 1025]), (8000, [512, 1024, 1536, 2048, 3072, 4096, 6144, 8000])],
 )
-def test_a_small_set_is_looked_at_once_and_a_large_one_twice_as_far_each_time(num_images, ends):
+def test_a_small_set_is_looked_at_once_and_a_large_one_a_good_part_further_each_time(num_images, ends):
     parts = list(looks(num_images))
     assert [part.stop for part in parts] == ends
     assert [image for part in parts for image in part] == list(range(num_images))
