@@ -71,6 +71,7 @@ def environment(place: Place) -> dict[str, str]:
         "HOME": str(place.home),
         "TMPDIR": str(place.root / "tmp"),
         "PROFILING_AGENT_CACHE": str(place.cache),
+        "PROFILING_AGENT_DATA": str(place.root / "data"),
         "MPLCONFIGDIR": str(place.root / "tmp"),
         "COLUMNS": "200",
         "TERM": "dumb",
@@ -268,6 +269,7 @@ def make_runs(root: Path) -> None:
     from profiling_agent.request import Request
 
     os.environ["PROFILING_AGENT_CACHE"] = str(root / "runs-cache")
+    os.environ["PROFILING_AGENT_DATA"] = str(root / "runs-data")
     asked: dict[str, Any] = {
         "model": str(root / "world/model"), "dataset": str(root / "world/data"), "output": str(root / "runs"), "batch_size": 8,
         "max_iterations": 1, "runtimes": "eager", "quantize_dtype": "qint8", "criterion": "l1", "num_samples": 50,

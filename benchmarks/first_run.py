@@ -34,7 +34,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as scratch:
         clone = Path(scratch) / "clone"
         environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
-        environment["PROFILING_AGENT_CACHE"] = str(Path(scratch) / "cache")
+        environment |= {f"PROFILING_AGENT_{name.upper()}": str(Path(scratch) / name) for name in ("cache", "data")}
         subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
         setup_s = timed(["make", "install"], clone, environment)
         run_s = timed(["make", "run"], clone, environment)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from checks import Check, finish
+from checks import Check, finish, use_own_ledger
 from full_size import MODELS, SPEC, build, cuts_for_macs, macs_by_module
 from transformers import ViTImageProcessorPil
 from workshop import Made, Workshop, deployments
@@ -212,6 +212,7 @@ def main() -> int:
     )
     parser.add_argument("--json", type=Path, metavar="FILE")
     asked = parser.parse_args()
+    use_own_ledger()
     large = list(MODELS) if asked.full_size is None else asked.full_size
     rows: list[dict[str, Any]] = []
     checks: list[Check] = []

@@ -77,7 +77,8 @@ class Scene:
 
     def environment(self, base: Mapping[str, str] = os.environ) -> dict[str, str]:
         """Return a run's environment."""
-        return {**base, "PROFILING_AGENT_CACHE": str(self.disk / "cache")}
+        folders = {f"PROFILING_AGENT_{name.upper()}": str(self.disk / name) for name in ("cache", "data")}
+        return {**base, **folders}
 
     def command(self, name: str) -> list[str]:
         """Return the command line that starts a run."""

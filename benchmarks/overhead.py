@@ -12,7 +12,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from checks import Check, finish
+from checks import Check, finish, use_own_ledger
 
 from profiling_agent import Request, optimize, resume
 from profiling_agent.workspace import Workspace
@@ -27,6 +27,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="two iterations")
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
+    use_own_ledger()
     with tempfile.TemporaryDirectory() as output:
         request = Request(output=output, run_id="default", max_iterations=2 if asked.quick else 5)
         started = time.perf_counter()

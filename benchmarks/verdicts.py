@@ -11,7 +11,7 @@ import argparse
 import tempfile
 from pathlib import Path
 
-from checks import Check, finish
+from checks import Check, finish, use_own_ledger
 
 from profiling_agent import Request, optimize
 from profiling_agent.reporting.report import RunReport
@@ -81,6 +81,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--output", help="keep the run folders here")
     asked = parser.parse_args()
+    use_own_ledger()
     rows, checks = [], []
     with tempfile.TemporaryDirectory() as scratch:
         for model in asked.models:
