@@ -15,7 +15,7 @@ from filelock import FileLock
 from pydantic import Field
 
 from profiling_agent.documents import DocumentError, read_record
-from profiling_agent.files import make_folders, write_text
+from profiling_agent.files import make_folders, sweep, write_text
 from profiling_agent.records import Opening, Record
 
 VARIABLE = "PROFILING_AGENT_DATA"
@@ -62,7 +62,9 @@ def note_opening(model: str, candidate: str, images: Iterable[bytes], fresh: str
     path = data_folder() / "heldout" / f"{model}.json"
     try:
         make_folders(path.parent)
-        with FileLock(path.with_suffix(".lock")):
+        # One lock for all ledgers: whoever holds it may sweep up what a power loss left of any.
+        with FileLock(path.parent / "ledgers.lock"):
+            sweep(path.parent)
             return _noted(path, candidate, own, fresh)
     except OSError as error:
         said = f"openings of the held-out images can't be counted in {str(path.parent)!r} ({error.strerror}): set {VARIABLE}"

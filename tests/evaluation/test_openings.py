@@ -59,6 +59,13 @@ def test_a_damaged_ledger_is_set_aside_and_said(ledger: Path, text: str):
     assert note_opening("model", "c", IMAGES).number == 2
 
 
+def test_what_a_power_loss_left_half_written_is_swept_up(ledger: Path):
+    ledger.parent.mkdir()
+    (ledger.parent / ".tmp-model.json-x1").write_text("{")
+    note_opening("model", "a", IMAGES)
+    assert sorted(path.name for path in ledger.parent.iterdir()) == ["ledgers.lock", "model.json"]
+
+
 def test_where_nothing_can_be_kept_the_run_goes_on_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv(VARIABLE, str(tmp_path / "file"))
