@@ -9,7 +9,7 @@ from typing import Any
 
 from langchain_core.runnables import RunnableConfig
 
-from profiling_agent.agents.approval import resuming
+from profiling_agent.agents.approval import question_of, resuming
 from profiling_agent.agents.checkpoints import RunSaver
 from profiling_agent.agents.node import ProgressEvent
 from profiling_agent.agents.session import Sessions
@@ -79,7 +79,7 @@ def _drive(
 def _pending(graph: Any, config: RunnableConfig) -> ApprovalQuestion | None:
     """Return the question that the run waits with."""
     interrupts = graph.get_state(config).interrupts
-    return ApprovalQuestion.model_validate(interrupts[0].value) if interrupts else None
+    return question_of(interrupts[0].value, run=config["configurable"]["thread_id"]) if interrupts else None
 
 
 def _waiting(workspace: Workspace, question: ApprovalQuestion) -> str:

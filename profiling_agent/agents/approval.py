@@ -3,18 +3,32 @@
 from typing import Any
 
 from langgraph.types import Command, interrupt
+from pydantic import ValidationError
 
 from profiling_agent.agents.node import Update
 from profiling_agent.agents.session import RunSession
 from profiling_agent.agents.state import RunState
-from profiling_agent.errors import RequestError
+from profiling_agent.documents import first_problem
+from profiling_agent.errors import RequestError, RunError
 from profiling_agent.iteration.approval import TIGHTER, edited, pose, read_answer
-from profiling_agent.records import Approval, Decided, Goal, ModelProfile, Plan
+from profiling_agent.records import Approval, ApprovalQuestion, Decided, Goal, ModelProfile, Plan
 
 
 def resuming(answer: Approval) -> Command[Any]:
     """Return what goes on with a run that waits."""
     return Command(resume=answer.model_dump(mode="json"))
+
+
+def question_of(value: Any, *, run: str) -> ApprovalQuestion:
+    """Return the question that a checkpoint says a run waits with; RunError where it is none of ours."""
+    try:
+        return ApprovalQuestion.model_validate(value)
+    except ValidationError as error:
+        said = first_problem(error, quotes=False)
+        raise RunError(
+            f"the checkpoints of run {run!r} are damaged (the question that it waits with: {said}): "
+            "start a new run with the same request"
+        ) from error
 
 
 def is_asked(state: RunState) -> bool:

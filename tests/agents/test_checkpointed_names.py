@@ -11,6 +11,7 @@ from langgraph.checkpoint.memory import InMemorySaver
 from typer.testing import CliRunner
 
 from profiling_agent import Request, approve, build_graph, resume
+from profiling_agent.agents.approval import question_of
 from profiling_agent.agents.checkpoints import RunSaver
 from profiling_agent.agents.node import ProgressEvent
 from profiling_agent.agents.session import Sessions
@@ -211,3 +212,12 @@ def test_a_checkpoint_names_no_artifact_outside_of_its_run(tmp_path: Path, path:
 
     assert "\n" not in str(refused.value)
     assert [found.name for found in root.iterdir()] == ["link"]
+
+
+@pytest.mark.parametrize(
+    "value", [None, 7, "?", [], {}, {"run_id": "waiting", "xarams_saved": 0.4}, {"plan": {"target": 7}}]
+)
+def test_a_question_that_is_none_of_ours_is_damage_in_one_line(value: Any):
+    with pytest.raises(RunError, match=r"the checkpoints of run 'waiting' are damaged .*start a new run") as caught:
+        question_of(value, run="waiting")
+    assert "\n" not in str(caught.value)
