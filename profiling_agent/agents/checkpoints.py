@@ -24,11 +24,11 @@ from langgraph.checkpoint.base import (
 from langgraph.checkpoint.serde.base import SerializerProtocol
 from langgraph.checkpoint.serde.jsonplus import JsonPlusSerializer
 from langgraph.checkpoint.sqlite import SqliteSaver
-from pydantic import BaseModel, TypeAdapter
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from profiling_agent import records, request
 from profiling_agent.agents import state
-from profiling_agent.documents import clean
+from profiling_agent.documents import clean, first_problem
 from profiling_agent.errors import RunError
 from profiling_agent.files import make_folders
 from profiling_agent.iteration import attempt
@@ -87,7 +87,7 @@ def _damage_told(path: Path) -> Generator[None, None, None]:
 
 
 def _damaged(path: Path, error: Exception) -> RunError:
-    said = clean(str(error)[:80])
+    said = first_problem(error, quotes=False) if isinstance(error, ValidationError) else clean(str(error)[:80])
     return RunError(f"the checkpoints {str(path)!r} are damaged ({said}): start a new run with the same request")
 
 
@@ -132,8 +132,11 @@ def _check_values(checkpoint: Checkpoint) -> None:
         raise ValueError("what is no checkpoint")  # noqa: TRY004 - told as damage, as all else that is wrong in a file
     if absent := REQUIRED - checkpoint.keys():
         raise ValueError(f"a checkpoint without {min(absent)}")
-    held = checkpoint["channel_values"]
-    for name, field in state.RunState.model_fields.items():
+    held, fields = checkpoint["channel_values"], state.RunState.model_fields
+    # LangGraph makes a state of them for the next node, whose rules over several fields would refuse it with a traceback.
+    if all(name in held for name, field in fields.items() if field.is_required()):
+        state.RunState.model_validate({name: held[name] for name in fields if name in held})
+    for name, field in fields.items():
         # What the serializer can't rebuild as one of ours it leaves as it is stored, and so does who edits a state in Studio.
         if isinstance(held.get(name), dict):
             annotation: Any = field.annotation
