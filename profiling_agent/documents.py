@@ -86,7 +86,8 @@ def first_problem(error: ValidationError, *, quotes: bool = True) -> str:
         return problem["msg"].removeprefix("Value error, ")
     where = clean(".".join(str(part) for part in problem["loc"])[:MAX_QUOTED]) or "document"
     # Values are quoted in pydantic's own words only where a rule of ours wrote them.
-    said = problem["msg"] if quotes or problem["type"] != "value_error" else "not a value that is allowed"
+    worded = problem["msg"].removeprefix("Value error, ")
+    said = worded if quotes or problem["type"] != "value_error" else "not a value that is allowed"
     return f"{where}: {said} (got {str(problem['input'])[:MAX_QUOTED]!r})" if quotes else f"{where}: {said}"
 
 

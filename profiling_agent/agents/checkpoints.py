@@ -133,6 +133,10 @@ def _check_values(checkpoint: Checkpoint) -> None:
     if absent := REQUIRED - checkpoint.keys():
         raise ValueError(f"a checkpoint without {min(absent)}")
     held, fields = checkpoint["channel_values"], state.RunState.model_fields
+    for value in held.values():
+        # Of a record that its own rules refuse, LangGraph's serializer makes one without asking them.
+        if isinstance(value, BaseModel):
+            type(value).model_validate(value.model_dump(warnings=False))
     # LangGraph makes a state of them for the next node, whose rules over several fields would refuse it with a traceback.
     if all(name in held for name, field in fields.items() if field.is_required()):
         state.RunState.model_validate({name: held[name] for name in fields if name in held})
