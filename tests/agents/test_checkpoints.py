@@ -20,8 +20,9 @@ from profiling_agent.analysis.dry_run import dry_run
 from profiling_agent.errors import RunError, StorageError
 from profiling_agent.iteration.attempt import PreparedAttempt
 from profiling_agent.jobs.tasks import Profiled
-from profiling_agent.records import Journal, RecoveredModel, StopReason
+from profiling_agent.records import InputSpec, Journal, RecoveredModel, StopReason
 from profiling_agent.reporting.report import RunReport
+from profiling_agent.request import Request
 
 
 def round_trip(value):
@@ -219,6 +220,10 @@ def test_a_disk_that_fills_damages_nothing(tmp_path: Path):
     assert RunSaver(tmp_path).get_tuple(config) is not None
 
 
+NO_IMAGE = InputSpec.model_construct(channels=0, height=1, width=1, dtype="float32", source="made")
+RUNNING = Request(model="m", dataset="d").model_dump()
+
+
 def test_a_checkpoint_without_its_parts_or_with_another_thing_for_a_record_is_damaged(tmp_path: Path):
     config: RunnableConfig = {"configurable": {"thread_id": "t", "checkpoint_ns": ""}}
     whole = empty_checkpoint()
@@ -227,6 +232,11 @@ def test_a_checkpoint_without_its_parts_or_with_another_thing_for_a_record_is_da
         (
             ({name: held for name, held in whole.items() if name != "channel_versions"}, True),
             (whole | {"channel_values": {"profiled": edited | {"more": 1}}}, True),
+            # What the record's own rules refuse, which LangGraph's serializer makes a record of all the same.
+            (whole | {"channel_values": {"input": NO_IMAGE}}, True),
+            # What no field refuses, but all of them together.
+            (whole | {"channel_values": RUNNING | {"runtimes": "\x1b[31m"}}, True),
+            (whole | {"channel_values": RUNNING}, False),
             # As somebody's edit in Studio is stored.
             (whole | {"channel_values": {"profiled": edited}}, False),
         )
