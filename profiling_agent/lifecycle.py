@@ -79,7 +79,8 @@ def _drive(
 def _pending(graph: Any, config: RunnableConfig) -> ApprovalQuestion | None:
     """Return the question that the run waits with."""
     interrupts = graph.get_state(config).interrupts
-    return question_of(interrupts[0].value, run=config["configurable"]["thread_id"]) if interrupts else None
+    run = str(config.get("configurable", {}).get("thread_id"))
+    return question_of(interrupts[0].value, run=run) if interrupts else None
 
 
 def _waiting(workspace: Workspace, question: ApprovalQuestion) -> str:

@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
+from profiling_agent.errors import RequestError
 from profiling_agent.files import FileRefusedError, expanded
 from profiling_agent.records import RUNTIMES, Goal, RuntimeName
 
@@ -19,14 +20,6 @@ RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 def _run_id(value: str | None) -> str | None:
     if value is not None and not RUN_ID.fullmatch(value):
         raise ValueError(f"{value!r} is no run id: use letters, digits, '.', '_' and '-', at most 100")
-    return value
-
-
-def _place(value: str) -> str:
-    try:
-        expanded(value)
-    except FileRefusedError as error:
-        raise ValueError(f"{error.strerror}: give a folder") from error
     return value
 
 
@@ -167,9 +160,7 @@ class Request(BaseModel):
     run_id: Annotated[str | None, AfterValidator(_run_id)] = Field(
         default=None, description="name of the run folder; by default one is made up"
     )
-    output: Annotated[str, AfterValidator(_place)] = Field(
-        default="runs", min_length=1, description="folder that holds the run folders"
-    )
+    output: str = Field(default="runs", min_length=1, description="folder that holds the run folders")
 
     # Of the whole, whose errors don't quote; and here already, as a request is written down before anybody is asked.
     @model_validator(mode="after")
@@ -230,5 +221,8 @@ class Request(BaseModel):
 
     @property
     def output_dir(self) -> Path:
-        """Return the folder that holds the run folders."""
-        return expanded(self.output)
+        """Return the folder that holds the run folders; RequestError where it can't be one."""
+        try:
+            return expanded(self.output)
+        except FileRefusedError as error:
+            raise RequestError(f"output {self.output!r} can't be a folder: {error.strerror}") from error

@@ -25,7 +25,7 @@ from profiling_agent.cli.terminal import (
 )
 from profiling_agent.cli.watching import Work, watch
 from profiling_agent.documents import first_problem
-from profiling_agent.errors import ProfilingAgentError
+from profiling_agent.errors import ProfilingAgentError, RequestError
 from profiling_agent.files import read_text
 from profiling_agent.reporting.report import RunReport
 from profiling_agent.reporting.results import read_report
@@ -79,7 +79,10 @@ def run(request: Request, *, quiet: QuietOption = False, json_: EventsOption = F
     from profiling_agent.lifecycle import make_run_id, optimize
 
     named = request.model_copy(update={"run_id": request.run_id or make_run_id()})
-    root = named.output_dir / str(named.run_id)
+    try:
+        root = named.output_dir / str(named.run_id)
+    except RequestError as error:
+        refuse(str(error))
     if not quiet and not json_:
         console.print(f"run folder {root}", markup=False, soft_wrap=True)
     work: Work = lambda listener, approver: optimize(named, listener, approver=approver)  # noqa: E731

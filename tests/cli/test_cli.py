@@ -41,6 +41,7 @@ def test_every_field_of_the_request_is_a_flag_of_run():
         (("--model", "/nowhere/at/all"), "/nowhere/at/all"),
         (("--batch-size", "many"), "--batch-size"),
         (("--nonsense",), "--nonsense"),
+        (("--output", "~nobody-of-that-name/x"), "home folder"),
     ],
 )
 def test_a_bad_request_is_one_clear_line_and_exit_code_2(tmp_path: Path, arguments: tuple[str, ...], says: str):
