@@ -4,7 +4,7 @@ What an image is for follows from its content alone: half of all images are to b
 whatever the seed, the number asked for and the data set's order, so that no run searches on what another one held out.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,6 +15,7 @@ from profiling_agent.errors import AcquisitionError
 MAX_SEARCH = 2000
 HELDOUT_RATIO = 4
 NUM_CALIBRATION = 256
+Rows = NDArray[np.int64]
 
 
 def stratified_order(labels: NDArray[np.int64], seed: int) -> NDArray[np.int64]:
@@ -22,22 +23,34 @@ def stratified_order(labels: NDArray[np.int64], seed: int) -> NDArray[np.int64]:
 
     Each class is shuffled by itself and its images spread evenly over [0, 1); the order is that of their positions.
     """
-    positions = np.empty(len(labels))
-    for label in np.unique(labels):
-        members = np.flatnonzero(labels == label)
-        rng = np.random.default_rng([seed, int(label)])
-        positions[rng.permutation(members)] = (np.arange(len(members)) + rng.random()) / len(members)
-    return np.argsort(positions, kind="stable")
+
+    def shuffled(label: int, members: Rows) -> tuple[Rows, float]:
+        rng = np.random.default_rng([seed, label])
+        offset = rng.random()
+        return rng.permutation(members), offset
+
+    return _interleaved(labels, shuffled)
 
 
 def content_order(labels: NDArray[np.int64], digests: Sequence[bytes]) -> NDArray[np.int64]:
     """Return all indices in an order that the images' content alone decides, every prefix stratified as above."""
     draws = np.array([int.from_bytes(digest[:8], "big") / 2**64 for digest in digests])
+
+    def sorted_by_content(_label: int, members: Rows) -> tuple[Rows, NDArray[np.float64]]:
+        members = members[np.argsort(draws[members], kind="stable")]
+        return members, draws[members]
+
+    return _interleaved(labels, sorted_by_content)
+
+
+def _interleaved(
+    labels: NDArray[np.int64], ordered: Callable[[int, Rows], tuple[Rows, float | NDArray[np.float64]]]
+) -> Rows:
+    """Spread each class over [0, 1): its images in the order, and with the offsets below 1, that `ordered` gives them."""
     positions = np.empty(len(labels))
     for label in np.unique(labels):
-        members = np.flatnonzero(labels == label)
-        members = members[np.argsort(draws[members], kind="stable")]
-        positions[members] = (np.arange(len(members)) + draws[members]) / len(members)
+        members, offsets = ordered(int(label), np.flatnonzero(labels == label))
+        positions[members] = (np.arange(len(members)) + offsets) / len(members)
     return np.argsort(positions, kind="stable")
 
 
@@ -77,13 +90,12 @@ def evaluation_sizes(num_search: int, num_heldout: int, num_samples: int | None,
         AcquisitionError: the split is too small to hold out as many as are searched on.
     """
     num_usable, most = num_search + num_heldout, min(num_search, num_heldout)
-    wanted = MAX_SEARCH if num_samples is None else num_samples
     if most < 1 or (num_samples is not None and num_usable < 2 * num_samples):
         raise AcquisitionError(
             f"split {split!r} has {num_usable} usable images, too few to search on {num_samples or 1} and hold out "
             f"as many: set num_samples to at most {num_usable // 2}, or choose a larger split"
         )
-    wanted = min(wanted, most)
+    wanted = min(MAX_SEARCH if num_samples is None else num_samples, most)
     return wanted, min(HELDOUT_RATIO * wanted, num_heldout)
 
 

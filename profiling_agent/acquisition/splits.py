@@ -239,8 +239,8 @@ def _draw_train(
     pool = open_pool(data, train, columns, target=wanted + spare, progress=progress)
     usable = _order(pool, seed)
     looked = _look(pool, train, usable[: wanted + spare].tolist(), progress)
-    elsewhere = set(measured.digests.values()) - {None}
-    rows = [row for row in usable[: wanted + spare].tolist() if row not in set(looked.sides.repeated)]
+    elsewhere, repeated = set(measured.digests.values()) - {None}, set(looked.sides.repeated)
+    rows = [row for row in looked.digests if row not in repeated]
     own = [row for row in rows if looked.digests[row] not in elsewhere]
     num_in_both = len(rows) - len(own)
     if num_in_both > MAX_REPEATED * len(rows):

@@ -33,6 +33,10 @@ class Counts:
     num_gained: int
     num_images: int
 
+    def with_more(self, num_lost: int, num_gained: int, num_images: int) -> "Counts":
+        """Return what was seen after so many more."""
+        return Counts(self.num_lost + num_lost, self.num_gained + num_gained, self.num_images + num_images)
+
 
 def upper_bound(counts: Counts, error: float) -> float:
     """Return what the drop is below, but for an error of `error` over all the times that this is asked."""

@@ -91,8 +91,8 @@ class Evaluator:
         measured = self.jobs.run(task)
         drop = None
         if against is not None:
-            correct = self.correct(measured.predictions)
-            drop = compare(self.correct(against.predictions)[: len(correct)], correct)
+            correct = self._correct(measured.predictions)
+            drop = compare(self._correct(against.predictions)[: len(correct)], correct)
         return Evaluation(
             variant=variant,
             model=model,
@@ -102,7 +102,7 @@ class Evaluator:
             drop=drop,
         )
 
-    def correct(self, predictions: Predictions) -> npt.NDArray[np.bool_]:
+    def _correct(self, predictions: Predictions) -> npt.NDArray[np.bool_]:
         """Return which images were answered right, in the split's order."""
         answers = [read_predictions(self.jobs.path(file)) for file in predictions.files]
         return np.concatenate([predicted == true for predicted, true in answers])

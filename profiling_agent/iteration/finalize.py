@@ -6,7 +6,7 @@ from profiling_agent.benchmarking.race import noise_warning
 from profiling_agent.errors import ProfilingAgentError
 from profiling_agent.iteration.deployment_search import memory_if_measurable, try_deployments
 from profiling_agent.iteration.evaluator import Evaluator
-from profiling_agent.iteration.heldout import HeldoutTest, first_look, opening_notes, run_heldout_test
+from profiling_agent.iteration.heldout import HeldoutTest, error_of, first_look, opening_notes, run_heldout_test
 from profiling_agent.iteration.selection import ranked, size_ratio
 from profiling_agent.iteration.verdict import Facts, Limit, decide
 from profiling_agent.jobs.tasks import PruneTask
@@ -172,8 +172,7 @@ def finalize(evaluator: Evaluator, journal: Journal) -> FinalChoice:
         if raced.winner.variant is Variant.BASELINE:
             return _returned_baseline(evaluator, journal, raced, failed, notes)
         fresh = None if failed else evaluator.settings.fresh_ledger
-        evaluation = raced.winner.evaluation
-        tested = run_heldout_test(evaluator, raced.winner.variant, evaluation.model, evaluation.deployment, fresh=fresh)
+        tested = run_heldout_test(evaluator, raced.winner.evaluation, fresh=fresh)
         notes = (*notes, *opening_notes(tested.opening))
         if _drop(tested).drop <= evaluator.goal.max_accuracy_drop:
             return _returned_winner(evaluator, journal, raced, tested, failed, notes)
@@ -201,7 +200,7 @@ def _failed_note(winner: Candidate, tested: HeldoutTest) -> str:
 def _facts(evaluator: Evaluator, raced: _Raced, tested: HeldoutTest) -> Facts:
     return Facts(
         drop=_drop(tested),
-        accuracy_error=tested.error,
+        accuracy_error=error_of(tested.opening),
         race_result=raced.race_result,
         size_ratio=size_ratio(tested.candidate, tested.baseline),
         memory_ratio=memory_if_measurable(evaluator, raced.winner.evaluation.model),

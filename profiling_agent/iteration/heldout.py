@@ -2,13 +2,11 @@
 
 from collections.abc import Iterator, Sequence
 
-import numpy as np
-
-from profiling_agent.evaluation.intervals import at_a_look, compare
+from profiling_agent.evaluation.intervals import at_a_look
 from profiling_agent.evaluation.sequential import Counts, decide
 from profiling_agent.iteration.evaluator import Evaluator
 from profiling_agent.jobs.tasks import OpenHeldoutTask
-from profiling_agent.records import AccuracyDrop, ArtifactRef, Deployment, Evaluation, Opening, Record, Variant
+from profiling_agent.records import AccuracyDrop, Evaluation, Opening, Record, Variant
 
 # Of the 5% that `certified` may be wrong in, half is for the accuracy, of all openings together, and half for the speed.
 ACCURACY_ERROR = 0.025
@@ -24,10 +22,10 @@ class HeldoutTest(Record):
     candidate: Evaluation
     opening: Opening
 
-    @property
-    def error(self) -> float:
-        """Return how often the test may show what isn't so."""
-        return ACCURACY_ERROR * self.opening.share
+
+def error_of(opening: Opening) -> float:
+    """Return how often a test with this share of the error may show what isn't so."""
+    return ACCURACY_ERROR * opening.share
 
 
 def looks(num_images: int) -> Iterator[range]:
@@ -42,32 +40,33 @@ def looks(num_images: int) -> Iterator[range]:
         start, end = end, min(end + SHARD * max(1, 2 ** (seen.bit_length() - 2)), num_images)
 
 
-def run_heldout_test(
-    evaluator: Evaluator,
-    variant: Variant,
-    model: ArtifactRef,
-    deployment: Deployment,
-    *,
-    fresh: str | None = None,
-) -> HeldoutTest:
+def run_heldout_test(evaluator: Evaluator, candidate: Evaluation, *, fresh: str | None = None) -> HeldoutTest:
     """Look at held-out images until the drop is shown inside the contract, or outside, or there are no more of them.
 
-    The test is noted in the user's ledger first, which says how often it may be wrong; `fresh` says why no test before it
-    is to count. The baseline sees the same images and no others.
+    `candidate` was measured on the search images. The test is noted in the user's ledger first, which says how often it may
+    be wrong; `fresh` says why no test before it is to count. The baseline sees the same images and no others.
     """
     heldout = evaluator.acquired.heldout
-    task = OpenHeldoutTask(baseline=evaluator.baseline, candidate=model, heldout=heldout, fresh=fresh)
+    task = OpenHeldoutTask(baseline=evaluator.baseline, candidate=candidate.model, heldout=heldout, fresh=fresh)
     opening = evaluator.jobs.run(task)
-    num_images, error = heldout.num_images, ACCURACY_ERROR * opening.share
-    baselines, candidates, drops = list[Evaluation](), list[Evaluation](), list[AccuracyDrop]()
-    for part in looks(num_images):
-        baselines.append(_part(evaluator, Variant.BASELINE, evaluator.baseline, None, part))
-        candidates.append(_part(evaluator, variant, model, deployment, part))
-        drops.append(_drop(evaluator, baselines, candidates, is_only=len(part) == num_images))
-        counts = Counts(drops[-1].num_lost, drops[-1].num_gained, drops[-1].num_images)
-        if decide(counts, evaluator.goal.max_accuracy_drop, error) != "undecided":
+    baselines, candidates, counts = list[Evaluation](), list[Evaluation](), Counts(0, 0, 0)
+    drop: AccuracyDrop | None = None
+    for part in looks(heldout.num_images):
+        baselines.append(_baseline_on(evaluator, part))
+        candidates.append(
+            evaluator.evaluate(
+                candidate.variant, candidate.model, heldout, baselines[-1], candidate.deployment, images=part
+            )
+        )
+        drop = candidates[-1].drop
+        assert drop is not None, "a candidate is always compared with the baseline"
+        counts = counts.with_more(drop.num_lost, drop.num_gained, drop.num_images)
+        if len(part) < heldout.num_images:
+            # Whether there is to be another look was asked before each but the first, and is asked after it.
+            drop = at_a_look(counts, len(baselines) + 1)
+        if decide(counts, evaluator.goal.max_accuracy_drop, error_of(opening)) != "undecided":
             break
-    return HeldoutTest(baseline=_joined(baselines), candidate=_joined(candidates, drops[-1]), opening=opening)
+    return HeldoutTest(baseline=_joined(baselines), candidate=_joined(candidates, drop), opening=opening)
 
 
 def opening_notes(opening: Opening) -> tuple[str, ...]:
@@ -78,7 +77,7 @@ def opening_notes(opening: Opening) -> tuple[str, ...]:
         (
             opening.number > 1,
             f"held-out images were opened for test number {opening.number} of what is made of this model: that it is "
-            f"certified may be wrong in {ACCURACY_ERROR * opening.share:.2%} for the accuracy, of {ACCURACY_ERROR:.1%} in all",
+            f"certified may be wrong in {error_of(opening):.2%} for the accuracy, of {ACCURACY_ERROR:.1%} in all",
         ),
     )
     return tuple(text for holds, text in said if holds)
@@ -86,29 +85,11 @@ def opening_notes(opening: Opening) -> tuple[str, ...]:
 
 def first_look(evaluator: Evaluator) -> Evaluation:
     """Return the baseline on the images of the first look: where it is what is returned, there is nothing to test."""
-    part = next(looks(evaluator.acquired.heldout.num_images))
-    return _part(evaluator, Variant.BASELINE, evaluator.baseline, None, part)
+    return _baseline_on(evaluator, next(looks(evaluator.acquired.heldout.num_images)))
 
 
-def _part(
-    evaluator: Evaluator, variant: Variant, model: ArtifactRef, deployment: Deployment | None, part: range
-) -> Evaluation:
-    heldout = evaluator.acquired.heldout
-    return evaluator.evaluate(variant, model, heldout, deployment=deployment, images=part)
-
-
-def _drop(
-    evaluator: Evaluator, baselines: Sequence[Evaluation], candidates: Sequence[Evaluation], *, is_only: bool
-) -> AccuracyDrop:
-    before, after = (
-        np.concatenate([evaluator.correct(evaluation.predictions) for evaluation in seen])
-        for seen in (baselines, candidates)
-    )
-    if is_only:
-        return compare(before, after)
-    counts = Counts(int(np.sum(before & ~after)), int(np.sum(~before & after)), len(before))
-    # Whether there is to be another look was asked before each but the first, and is asked after it.
-    return at_a_look(counts, len(baselines) + 1)
+def _baseline_on(evaluator: Evaluator, part: range) -> Evaluation:
+    return evaluator.evaluate(Variant.BASELINE, evaluator.baseline, evaluator.acquired.heldout, images=part)
 
 
 def _joined(parts: Sequence[Evaluation], drop: AccuracyDrop | None = None) -> Evaluation:

@@ -14,11 +14,18 @@ from profiling_agent.evaluation.openings import share
 from profiling_agent.evaluation.predictions import write_predictions
 from profiling_agent.evaluation.sequential import Counts, upper_bound
 from profiling_agent.iteration.evaluator import Evaluator, Settings
-from profiling_agent.iteration.heldout import ACCURACY_ERROR, MAX_AT_ONCE, SHARD, first_look, looks, run_heldout_test
+from profiling_agent.iteration.heldout import (
+    ACCURACY_ERROR,
+    MAX_AT_ONCE,
+    SHARD,
+    error_of,
+    first_look,
+    looks,
+    run_heldout_test,
+)
 from profiling_agent.jobs.tasks import Evaluated, EvaluateTask, OpenHeldoutTask
 from profiling_agent.records import (
     Acquired,
-    Deployment,
     Footprint,
     ModelSource,
     Opening,
@@ -28,6 +35,7 @@ from profiling_agent.records import (
 )
 
 BASELINE, CANDIDATE = made.ref("baseline"), made.ref("candidate")
+MEASURED = made.evaluation("candidate", Variant.BOTH)
 Answers = Callable[[range], list[bool]]
 
 
@@ -104,22 +112,26 @@ def test_a_small_set_is_looked_at_once_and_a_large_one_a_good_part_further_each_
 
 def test_a_candidate_that_answers_alike_is_known_after_two_looks_and_the_rest_stays_closed(tmp_path: Path):
     tester, jobs = evaluator(tmp_path, 8000, lambda part: [True] * len(part))
-    tested = run_heldout_test(tester, Variant.BOTH, CANDIDATE, Deployment())
+    tested = run_heldout_test(tester, MEASURED)
     drop = tested.candidate.drop
     assert drop is not None
     assert jobs.asked == [
         (model.path, part) for part in (range(512), range(512, 1024)) for model in (BASELINE, CANDIDATE)
     ]
     assert (drop.num_images, drop.num_looks) == (1024, 3)
-    assert tested.error == 0.8 * ACCURACY_ERROR
-    assert one_sided_bound(drop, 1 - tested.error) == upper_bound(Counts(0, 0, 1024), tested.error) <= 0.01
+    assert error_of(tested.opening) == 0.8 * ACCURACY_ERROR
+    assert (
+        one_sided_bound(drop, 1 - error_of(tested.opening))
+        == upper_bound(Counts(0, 0, 1024), error_of(tested.opening))
+        <= 0.01
+    )
 
 
 def test_a_later_test_takes_more_images_to_show_the_same(tmp_path: Path):
     shown = []
     for number in ("1", "5"):
         tester, _ = evaluator(tmp_path / number, 8000, every(300))
-        tested = run_heldout_test(tester, Variant.BOTH, CANDIDATE, Deployment(), fresh=number)
+        tested = run_heldout_test(tester, MEASURED, fresh=number)
         shown.append((tested.opening.number, tested.candidate.predictions.num_images))
     assert shown[0][0] == 1
     assert shown[1][0] == 5
@@ -128,7 +140,7 @@ def test_a_later_test_takes_more_images_to_show_the_same(tmp_path: Path):
 
 def test_a_hopeless_candidate_is_known_after_the_first(tmp_path: Path):
     tester, jobs = evaluator(tmp_path, 8000, every(10))
-    drop = run_heldout_test(tester, Variant.BOTH, CANDIDATE, Deployment()).candidate.drop
+    drop = run_heldout_test(tester, MEASURED).candidate.drop
     assert drop is not None
     assert drop.num_images == SHARD == len(jobs.asked[0][1])
     assert 0.01 < drop.low < drop.drop < drop.high
@@ -136,7 +148,7 @@ def test_a_hopeless_candidate_is_known_after_the_first(tmp_path: Path):
 
 def test_at_the_bound_the_images_run_out_and_the_interval_holds_it(tmp_path: Path):
     tester, _ = evaluator(tmp_path, 3000, every(100))
-    tested = run_heldout_test(tester, Variant.BOTH, CANDIDATE, Deployment())
+    tested = run_heldout_test(tester, MEASURED)
     drop = tested.candidate.drop
     assert drop is not None
     assert drop.num_images == tested.baseline.predictions.num_images == 3000
@@ -146,7 +158,7 @@ def test_at_the_bound_the_images_run_out_and_the_interval_holds_it(tmp_path: Pat
 
 def test_few_images_are_a_sample_of_fixed_size(tmp_path: Path):
     tester, _ = evaluator(tmp_path, MAX_AT_ONCE, every(100))
-    drop = run_heldout_test(tester, Variant.BOTH, CANDIDATE, Deployment()).candidate.drop
+    drop = run_heldout_test(tester, MEASURED).candidate.drop
     right = np.array(every(100)(range(MAX_AT_ONCE)))
     assert drop == compare(np.ones(MAX_AT_ONCE, dtype=bool), right)
 
