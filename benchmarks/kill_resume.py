@@ -15,7 +15,7 @@ as asked are interrupted once, at moments spread evenly at random over what that
 
 Verdict, plans and decisions have to be those of the undisturbed run; no process of ours may be left, no temporary file, no
 held lock, and no job that was finished may be done again. One runtime alone competes: which of two equally fast ones wins
-may differ from run to run, as on a busy machine what a race decides; the paper's selection has no race. All runs share one
+may differ from run to run, as on a busy machine what a race decides; the paper's selection ranks by counts. All runs share one
 core: two torch processes on two take ten times as long.
 """
 
@@ -46,7 +46,18 @@ import world
 from interrupted import RESULTS, decisions, finished_jobs, held_locks, is_left_alone, processes_of, temporary_files
 from power_loss import Loss, Recording, build_recorder, put_back, recorded
 
-ASKED = ("--runtimes", "eager", "--quantize-dtype", "qint8", "--batch-size", "8", "--num-samples", "200")
+ASKED = (
+    "--runtimes",
+    "eager",
+    "--quantize-dtype",
+    "qint8",
+    "--batch-size",
+    "8",
+    "--num-samples",
+    "200",
+    "--num-sessions",
+    "2",
+)
 ITERATIONS = "2"
 POLL_S = 0.02
 # A run has to import LangGraph and read its request before it waits for another one.

@@ -1,7 +1,7 @@
 """Good, bad and broken language models as planners, beside the built-in rules, dice and the paper's uniform cuts.
 
     python benchmarks/planners.py [--models DIR...] [--data DIR] [--personas NAME...] [--planners NAME...] [--quick]
-                                  [--runtimes NAMES] [--json FILE] [--advisor PROVIDER:MODEL [--base-url URL]]
+                                  [--runtimes NAMES] [--sessions N] [--json FILE] [--advisor PROVIDER:MODEL [--base-url URL]]
 
 Each persona is a script behind a real HTTP server in the OpenAI dialect (tests/personas.py); it sees the prompt and
 nothing else. Contract: at most 1.0 point on held-out images, five iterations. With `hybrid` the rules plan beside the
@@ -21,8 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from checks import Check, finish, use_own_ledger
+from checks import finish, use_own_ledger
 from planners_table import HEAD, MAX_POINTS, checks_of, race_the_best, row_of, tell, told_over_rules
+from sessions import add_option
 from transformers import AutoConfig
 
 from profiling_agent import Request, optimize
@@ -48,6 +49,7 @@ class Evaluator:
     data: Path
     folder: Path
     asked: dict[str, Any]
+    sessions: int
 
     def run(self, name: str, listener: Listener = lambda _: None, **asked: Any) -> tuple[RunReport, float]:
         """Return the report of a run, and its seconds."""
@@ -76,7 +78,7 @@ class Evaluator:
     def raced(self, rows: list[dict[str, Any]], run_ids: Sequence[str]) -> list[dict[str, Any]]:
         """Return the rows with each run's best model raced against the first's, and print that."""
         batch_size: int = Request.model_fields["batch_size"].default
-        ratios = race_the_best([self.folder / run_id for run_id in run_ids], batch_size)
+        ratios = race_the_best([self.folder / run_id for run_id in run_ids], batch_size, self.sessions)
         rows = [row | {"over_rules": ratio} for row, ratio in zip(rows, ratios, strict=True)]
         told_over_rules(rows)
         return rows
@@ -151,25 +153,29 @@ def main() -> int:
     parser.add_argument("--advisor", metavar="PROVIDER:MODEL", help="a real language model instead of the personas")
     parser.add_argument("--base-url", metavar="URL", help="address of its server")
     parser.add_argument("--json", type=Path, metavar="FILE")
+    add_option(parser)
     asked = parser.parse_args()
     use_own_ledger()
-    wanted: dict[str, Any] = {"runtimes": asked.runtimes, "num_samples": 400 if asked.quick else None}
-    wanted["fresh_ledger"] = "a benchmark: whoever plans is judged as if alone"
+    wanted: dict[str, Any] = {
+        "runtimes": asked.runtimes,
+        "num_samples": 400 if asked.quick else None,
+        "fresh_ledger": "a benchmark: whoever plans is judged as if alone",
+    }
     if asked.runtimes == "eager":
         wanted["quantize_dtype"] = "qint8"
     rows: list[dict[str, Any]] = []
-    checks: list[Check] = []
     for model in asked.models:
         with tempfile.TemporaryDirectory() as folder:
-            evaluator = Evaluator(model, asked.data, Path(folder), wanted)
+            evaluator = Evaluator(model, asked.data, Path(folder), wanted, asked.sessions)
             if asked.advisor:
                 found = measure_real(evaluator, asked.advisor, asked.base_url, asked.planners)
             else:
                 people = {name: PERSONAS[name] for name in asked.personas}
                 found = measure(evaluator, people, asked.planners)
         rows += found
-        checks += checks_of(found)
     print()
+    models = dict.fromkeys(row["model"] for row in rows)
+    checks = [check for name in models for check in checks_of([row for row in rows if row["model"] == name])]
     return finish(checks, rows, asked.json)
 
 

@@ -21,8 +21,9 @@ from typing import Any
 import torch
 from checks import Check, finish
 from full_size import MODELS, SPEC, build, cuts_for_macs, macs_by_module
-from pruning_tradeoff import NAMES, SHARED, Subject
+from pruning_tradeoff import NAMES, SHARED
 from torch import Tensor, nn
+from tradeoff_subject import Draw, Subject
 from transformers import AutoImageProcessor, AutoModelForImageClassification
 
 from profiling_agent.modules.inference import pin_threads, random_batch
@@ -35,7 +36,7 @@ from profiling_agent.pruning.widths import snap
 from profiling_agent.records import Cut, Unit
 
 MAX_FIND_S = MAX_CUT_S = 10.0
-MAX_EVIDENCE_S, NUM_EVIDENCE = 60.0, 256
+MAX_EVIDENCE_S = 60.0
 SHARE = 0.25
 # The unpruned model, the pruned one, a candidate of it, and one for all else: activations and copies of single weights.
 NUM_COPIES = 4
@@ -100,13 +101,9 @@ def evidence(folder: Path, data: Path) -> dict[str, Any]:
     name = folder.name.removesuffix("-cifar10")
     model: Any = AutoModelForImageClassification.from_pretrained(folder, use_safetensors=True)
     subject = Subject(name, model.eval(), AutoImageProcessor.from_pretrained(folder, backend="pil"), data)
-    images, units = subject.calibration(0)[:NUM_EVIDENCE], subject.units
-
-    def batches() -> Iterator[tuple[Tensor, Tensor]]:
-        for batch in images.split(64):
-            yield batch, torch.zeros(len(batch), dtype=torch.int64)
-
-    found = measure_sensitivity(model, units, batches)
+    draw, units = Draw(subject, 0), subject.units
+    assert len(draw.images[0]), "they are read before the time is taken"
+    found = measure_sensitivity(model, units, draw.batches)
     return {"model": name, "evidence_s": found.seconds, "num_units": len(units), "num_images": found.num_images}
 
 

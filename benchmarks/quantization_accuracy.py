@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from checks import Check, finish
+from checks import Check, Estimate, finish, stamped
 from numpy.typing import NDArray
-from outliers import stick_out
+from outlier_channels import stick_out
 from workshop import Made, Workshop, deployments
 
 from profiling_agent.artifacts.load import load_module, load_processor, load_recipe
@@ -29,12 +29,14 @@ from profiling_agent.errors import ProfilingAgentError
 from profiling_agent.evaluation.intervals import compare
 from profiling_agent.evaluation.predictions import read_predictions
 from profiling_agent.jobs.tasks import AcquireTask, EvaluateTask, RaceTask, ResolveShapeTask
-from profiling_agent.records import AccuracyDrop, Acquired, ArtifactRef, Deployment, Race, SplitInfo, Variant
+from profiling_agent.records import SHARD, AccuracyDrop, Acquired, ArtifactRef, Deployment, Race, SplitInfo, Variant
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 BATCH_SIZE = 32
-# Top-1 that may be lost on search images by what is chosen, and on the others by the choice.
-FLOOR = MAX_DROP = 0.003
+# Top-1 that may be lost on search images by what is chosen.
+FLOOR = 0.003
+# Points that the choice may lose on the others, its interval's end included, which is 0.2 to 0.3 above what 8,000 tell.
+MAX_LOST = 0.6
 QUICK = ("eager dynamic", "openvino static")
 OUTLIER_DEPLOYMENTS = (
     Deployment(scheme="dynamic", recommendations=recommend("dynamic")),
@@ -50,7 +52,7 @@ class Exam:
     shop: Workshop
     acquired: Acquired
     baseline: ArtifactRef
-    num_images: int | None = None
+    images: range | None = None
 
     @property
     def splits(self) -> tuple[SplitInfo, SplitInfo]:
@@ -61,16 +63,19 @@ class Exam:
         """Return which images of each split `model` gets right."""
         found: list[Right] = []
         for split in self.splits:
-            task = EvaluateTask(
-                model=model,
-                split=split,
-                batch_size=BATCH_SIZE,
-                device="cpu",
-                num_images=self.num_images,
-                isolated=deployment.runtime != "eager",
-            )
-            predicted, true = read_predictions(self.shop.root / self.shop.jobs.run(task).predictions.files[0].path)
-            found.append(predicted == true)
+            tasks = [
+                EvaluateTask(
+                    model=model,
+                    split=split,
+                    shard=shard,
+                    batch_size=BATCH_SIZE,
+                    device="cpu",
+                    isolated=deployment.runtime != "eager",
+                )
+                for shard in split.shards(self.images)
+            ]
+            files = [shard.predictions.files[0] for shard in self.shop.jobs.run_each(tasks)]
+            found.append(np.concatenate([read_predictions(self.shop.root / file.path).right for file in files]))
         return found[0], found[1]
 
 
@@ -78,7 +83,7 @@ def sit(shop: Workshop, model: Path, data: Path, *, is_quick: bool) -> Exam:
     """Draw the images and save the model."""
     asked = shop.jobs.run(AcquireTask(model=str(model), dataset=str(data), device="cpu"))
     resolved = shop.jobs.run(ResolveShapeTask(model=str(model), device="cpu"))
-    return Exam(shop, asked, resolved.baseline, num_images=500 if is_quick else None)
+    return Exam(shop, asked, resolved.baseline, images=range(SHARD) if is_quick else None)
 
 
 def drops(base: tuple[Right, Right], own: tuple[Right, Right]) -> dict[str, Any]:
@@ -144,7 +149,7 @@ def measure(
         row["speedup"] = (
             [race_result.speedup, race_result.speedup_low, race_result.speedup_high] if race_result else None
         )
-    found = [row for _, row in rows]
+    found = [stamped(row) for _, row in rows]
     ours = choose(found)
     show(model.name, float(np.concatenate(base).mean()), found, ours)
     print(f"  {time.perf_counter() - started:.0f} s", flush=True)
@@ -168,10 +173,9 @@ def checks_of(name: str, ours: dict[str, Any] | None) -> list[Check]:
     """Return what must hold for one model."""
     if ours is None:
         return [Check.at_least(f"{name}: deployments that keep the floor", 0, 1)]
+    lost = Estimate(*(100 * end for end in ours["heldout"]))
     return [
-        Check.at_most(
-            f"{name}: points that {ours['deployment']} loses on 8,000 images", 100 * ours["heldout"][0], 100 * MAX_DROP
-        )
+        Check.at_most(f"{name}: points that {ours['deployment']} loses on images that didn't choose it", lost, MAX_LOST)
     ]
 
 
@@ -212,8 +216,9 @@ def outliers(model: Path, data: Path, *, is_quick: bool) -> tuple[list[dict[str,
     show(name, float(np.concatenate(base).mean()), rows, None)
     checks = [Check.at_most("answers that scaling changes in float32", changed, 5)]
     for plain_row, folded in zip(rows[::2], rows[1::2], strict=False):
-        name = f"outliers, {folded['deployment']}: points lost, over those without folding"
-        checks.append(Check.at_most(name, 100 * folded["all"][0], max(100 * plain_row["all"][0], 100 * MAX_DROP)))
+        name = f"outliers, {folded['deployment']}: points lost, beside the fewest without folding"
+        lost = Estimate(*(100 * end for end in folded["all"]))
+        checks.append(Check.at_most(name, lost, max(100 * plain_row["all"][1], MAX_LOST)))
     return rows, checks
 
 
@@ -223,7 +228,7 @@ def main() -> int:
     names = ("vit", "deit", "swin", "resnet")
     parser.add_argument("--models", nargs="+", type=Path, default=[SHARED / "models" / f"{n}-cifar10" for n in names])
     parser.add_argument("--data", type=Path, default=SHARED / "data" / "cifar10")
-    parser.add_argument("--quick", action="store_true", help="one model, two deployments, 500 images of each split")
+    parser.add_argument("--quick", action="store_true", help="one model, two deployments, 512 images of each split")
     parser.add_argument("--json", type=Path, metavar="FILE")
     asked = parser.parse_args()
     rows: list[dict[str, Any]] = []

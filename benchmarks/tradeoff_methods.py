@@ -1,183 +1,236 @@
-"""The methods that pruning_tradeoff.py compares, and what they are applied to."""
+"""The methods that pruning_tradeoff.py compares: ours, parts of it, and others, each cut to the same number of params.
 
-from collections.abc import Callable, Iterator, Sequence
+A rival may keep any width, where ours keeps aligned ones. "Folded" is the compensation that ours gets: the least-squares
+fold, and batch norms estimated anew. FLAP and VBP come with a compensation of their own, the mean of what is gone. Of the
+rivals Torch-Pruning's isomorphic ranking alone cuts heads: of one structure each, widths are ranked alike by both, and global
+rankings with heads lost 3 to 5 points more of the ViT at 30% (docs/decisions/LOG.md), where the stronger one counts.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
-from pathlib import Path
-from typing import Any
+from functools import partial
 
-import numpy as np
 import torch
-from datasets import Dataset, load_dataset
-from numpy.typing import NDArray
 from torch import Tensor, nn
+from tradeoff_subject import Draw, Plan, Subject, nearest
 
 from profiling_agent.analysis.allocation import allocate
-from profiling_agent.analysis.dry_run import params_and_macs_saved
-from profiling_agent.errors import PlanError, PruningError
-from profiling_agent.modules.complexity import count_complexity
+from profiling_agent.modules.norms import following_norms, has_bias
 from profiling_agent.profiling.sensitivity import measure_sensitivity
 from profiling_agent.pruning.compensation import compensate
+from profiling_agent.pruning.consumers import columns_of, matrix_of
+from profiling_agent.pruning.criteria import flap
+from profiling_agent.pruning.moments import UnitMoments
 from profiling_agent.pruning.prune import prune_model
-from profiling_agent.pruning.rivals import RivalPruned, paper_prune, uniform_prune
-from profiling_agent.pruning.units import find_units
-from profiling_agent.pruning.widths import snap
-from profiling_agent.records import Cut, Evidence, InputSpec, LayerProfile, Target, UnitKind
+from profiling_agent.pruning.rivals import (
+    RivalPruned,
+    paper_prune,
+    torch_pruning_ranking,
+    uniform_prune,
+)
+from profiling_agent.records import Evidence, Target, Unit, UnitKind
 
-NUM_CALIBRATION = 512
-# Twelve leave a step of 0.0002 between ratios, less than one channel of most layers.
-NUM_HALVINGS = 12
+# A plan whose share is this far from the one asked for isn't of the same size.
+NEAR = 0.005
 
 
-@dataclass(frozen=True)
-class Subject:
-    """One model with its images, read once."""
+def cut(subject: Subject, plan: Plan) -> nn.Module:
+    """Return the model cut by a plan, and nothing made up for."""
+    return prune_model(subject.model, plan.cuts, spec=subject.spec, keep=dict(plan.keep)).model
 
-    name: str
-    model: Any
-    processor: Any
-    data: Path
 
-    @cached_property
-    def test(self) -> tuple[Tensor, NDArray[np.int64]]:
-        """Return all test images as (pixel values, labels)."""
-        return self._read(load_dataset("parquet", data_dir=str(self.data), split="test"))
+def folded(draw: Draw, plan: Plan) -> nn.Module:
+    """Return the model cut by a plan and compensated as a run does it."""
+    pruned = cut(draw.subject, plan)
+    return compensate(draw.subject.model, pruned, plan.cuts, plan.keep, draw.batches).model
 
-    def calibration(self, seed: int) -> Tensor:
-        """Return 512 train images, drawn by `seed`."""
-        train = load_dataset("parquet", data_dir=str(self.data), split="train")
-        chosen = np.random.default_rng(seed).choice(len(train), NUM_CALIBRATION, replace=False)
-        return self._read(train.select(chosen.tolist()))[0]
 
-    def _read(self, rows: Dataset) -> tuple[Tensor, NDArray[np.int64]]:
-        image, label = rows.column_names[:2]
-        batches = (rows[start : start + 500][image] for start in range(0, len(rows), 500))
-        pixels = [self.processor(batch, return_tensors="pt")["pixel_values"] for batch in batches]
-        return torch.cat(pixels), np.array(rows[label])
+def shifted(draw: Draw, plan: Plan) -> nn.Module:
+    """Return the model cut by a plan, the mean of what is gone added to what read it: b' = b + W_P E[x_P].
 
-    @cached_property
-    def spec(self) -> InputSpec:
-        """Return the input shape."""
-        _, channels, height, width = self.test[0].shape
-        return InputSpec(channels=channels, height=height, width=width, source="benchmark")
+    A convolution without a bias has the batch norm that follows it expect as much less.
+    """
+    subject = draw.subject
+    pruned = cut(subject, plan)
+    consumers = {planned.unit.consumer: planned.unit for planned in plan.cuts}
+    rows = {name: plan.keep[planned.unit.name] for planned in plan.cuts for name in planned.unit.producers}
+    with torch.no_grad():
+        norms = following_norms(subject.model, list(consumers), draw.images[0][:1])
+        for name, unit in consumers.items():
+            layer = subject.model.get_submodule(name)
+            shift = lost_mean(layer, unit, plan.keep[unit.name], draw.moments[unit.name])
+            shift = shift[rows.get(name, range(len(shift)))]
+            if has_bias(layer):
+                pruned.get_submodule(name).get_parameter("bias").add_(shift)
+            elif name in norms:
+                pruned.get_submodule(norms[name]).get_buffer("running_mean").sub_(shift)
+    return pruned
 
-    @cached_property
-    def layers(self) -> tuple[LayerProfile, ...]:
-        """Return what every layer owns and does, untimed."""
-        rows = count_complexity(self.model, self.spec)
-        return tuple(
-            LayerProfile(name=n, kind=r.kind, params=r.params, macs=r.macs, latency_ms=0.0, activation_bytes=0)
-            for n, r in rows.items()
-        )
 
-    @cached_property
-    def params(self) -> int:
-        """Return the model's params."""
-        return sum(row.params for row in self.layers)
-
-    @cached_property
-    def units(self) -> tuple[Any, ...]:
-        """Return what can be cut."""
-        return find_units(self.model, self.spec, {row.name: row.macs for row in self.layers}).units
-
-    def answers(self, model: nn.Module) -> NDArray[np.bool_]:
-        """Return which of all test images `model` gets right."""
-        pixels, labels = self.test
-        with torch.inference_mode():
-            found = torch.cat([model(pixel_values=batch).logits.argmax(1) for batch in pixels.split(250)])
-        return found.numpy() == labels
+def lost_mean(layer: nn.Module, unit: Unit, kept: Sequence[int], moments: UnitMoments) -> Tensor:
+    """Return the mean of what `layer`, the unit's consumer, gave out because of channels that aren't kept: (outputs,)."""
+    gone = torch.ones(len(moments.mean))
+    gone[columns_of(unit, layer, kept)] = 0
+    return matrix_of(layer) @ (gone * moments.mean)
 
 
 @dataclass(frozen=True)
 class Ours:
-    """The engine on one draw of calibration images; parts of it can be left out for the ablation."""
+    """The engine on one draw; parts of it can be left out for the ablation."""
 
     subject: Subject
-    images: Tensor
     evidence: Evidence
 
     @classmethod
-    def prepare(cls, subject: Subject, seed: int, criterion: str = "auto") -> "Ours":
+    def prepare(cls, draw: Draw, criterion: str = "auto") -> "Ours":
         """Gather the evidence."""
-        images = subject.calibration(seed)
-        read = partial(_batches, images)
-        return cls(
-            subject, images, measure_sensitivity(subject.model, subject.units, read, criterion=criterion, seed=seed)
-        )
+        subject = draw.subject
+        found = measure_sensitivity(subject.model, subject.units, draw.batches, criterion=criterion, seed=draw.seed)
+        return cls(subject, found)
 
-    def allocated(self, share: float) -> tuple[Cut, ...]:
-        """Return the allocator's cuts."""
+    def _plan(self, widths: Mapping[str, int]) -> Plan:
+        """Return the plan that leaves these widths, the channels in the evidence's order."""
+        orders = {row.unit: row.order for row in self.evidence.units}
+        return self.subject.plan({name: sorted(orders[name][-width:]) for name, width in widths.items()})
+
+    def allocated(self, share: float) -> Plan:
+        """Return the allocator's plan, which saves at least `share` of params."""
         subject = self.subject
-        return allocate(
+        cuts = allocate(
             subject.units,
             self.evidence,
             Target(metric="params", saving=share),
             whole=float(subject.params),
-            saved=lambda cuts: params_and_macs_saved(cuts, subject.layers)[0] / subject.params,
+            saved=lambda cuts: subject.saved(Plan(tuple(cuts), {})),
         )
+        return self._plan({planned.unit.name: planned.keep for planned in cuts})
 
-    def uniform(self, share: float) -> tuple[Cut, ...]:
-        """Return the mildest uniform cut of all MLPs and inner convolutions that saves `share`, heads where that isn't enough."""
+    def uniform(self, share: float) -> Plan:
+        """Return the same ratio of every MLP and inner convolution, and of all heads where those alone don't save `share`."""
         subject = self.subject
-        widths = [unit for unit in subject.units if unit.kind is not UnitKind.HEADS]
-        for units in (widths, list(subject.units)):
-            for ratio in np.arange(0.02, 0.76, 0.01):
-                kept = {unit.name: snap(unit, float(ratio)) for unit in units}
-                cuts = [
-                    Cut(unit=unit, keep=kept[unit.name], requested_ratio=float(ratio))
-                    for unit in units
-                    if kept[unit.name] < unit.width
-                ]
-                if cuts and params_and_macs_saved(cuts, subject.layers)[0] >= share * subject.params:
-                    return tuple(cuts)
-        raise PlanError(f"no uniform ratio saves {share:.0%}")
+        plans = [
+            nearest(partial(self._by_ratio, units), subject.saved, share) for units in (subject.widths, subject.units)
+        ]
+        near = (plan for plan in plans if abs(subject.saved(plan) - share) <= NEAR)
+        return next(near, min(plans, key=lambda plan: abs(subject.saved(plan) - share)))
 
-    def pruned(self, cuts: Sequence[Cut], *, compensated: bool = True) -> nn.Module:
-        """Return the model with `cuts` made in the evidence's order."""
-        subject = self.subject
-        orders = {row.unit: row.order for row in self.evidence.units}
-        keep = {cut.unit.name: sorted(orders[cut.unit.name][cut.unit.width - cut.keep :]) for cut in cuts}
-        made = prune_model(subject.model, cuts, spec=subject.spec, keep=keep)
-        if not compensated:
-            return made.model
-        return compensate(subject.model, made.model, cuts, keep, partial(_batches, self.images)).model
+    def _by_ratio(self, units: Sequence[Unit], ratio: float) -> Plan:
+        return self._plan({unit.name: max(1, unit.width - int(ratio * unit.width)) for unit in units})
 
 
-def _batches(images: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    for batch in images.split(64):
-        yield batch, torch.zeros(len(batch))
-
-
-def nearest_to_share(prune: Callable[[float], RivalPruned], share: float) -> RivalPruned:
-    """Return what `prune` makes by the ratio that, of those that halving comes to, removes nearest to `share` of params."""
-    low, high = 0.0, 1.0
-    made: list[RivalPruned] = []
-    for _ in range(NUM_HALVINGS):
-        ratio = (low + high) / 2
-        try:
-            made.append(prune(ratio))
-        except PruningError:  # it cuts no channel
-            low = ratio
-            continue
-        low, high = (ratio, high) if made[-1].share < share else (low, ratio)
-    if not made:
-        raise PruningError("no ratio cuts a channel of any unit; compare another model")
-    return min(made, key=lambda pruned: abs(pruned.share - share))
-
-
-def uniform(subject: Subject, share: float, *, criterion: str, seed: int) -> nn.Module:
+def uniform(subject: Subject, share: float, *, criterion: str, seed: int = 0) -> RivalPruned:
     """Return the model with every width cut by the same ratio, once."""
 
     def prune(ratio: float) -> RivalPruned:
-        return uniform_prune(subject.model, subject.units, subject.spec, ratio, criterion, seed=seed)
+        return uniform_prune(subject.model, subject.units, subject.spec, ratio, criterion, seed=seed, aligned=False)
 
-    return nearest_to_share(prune, share).model
+    return nearest(prune, share_of, share)
 
 
-def paper(subject: Subject, share: float, *, criterion: str, seed: int) -> nn.Module:
+def paper(subject: Subject, share: float, *, criterion: str, seed: int = 0) -> RivalPruned:
     """Return the model cut as the paper's baselines were."""
 
     def prune(ratio: float) -> RivalPruned:
         return paper_prune(subject.model, subject.spec, ratio, criterion, seed=seed)
 
-    return nearest_to_share(prune, share).model
+    return nearest(prune, share_of, share)
+
+
+def share_of(pruned: RivalPruned) -> float:
+    """Return the share of params that is gone."""
+    return pruned.share
+
+
+def uniform_folded(draw: Draw, share: float, *, criterion: str) -> nn.Module:
+    """Return `uniform` with ours' compensation."""
+    made = uniform(draw.subject, share, criterion=criterion)
+    return folded(draw, Plan(made.cuts, made.keep))
+
+
+def torch_pruning(draw: Draw, share: float, *, criterion: str, isomorphic: bool) -> Plan:
+    """Return Torch-Pruning's plan: of widths, and of heads too where `isomorphic`."""
+    subject = draw.subject
+    units = subject.units if isomorphic else subject.widths
+    images, labels = draw.images
+    ranking = torch_pruning_ranking(
+        subject.model, units, subject.spec, images, labels, criterion, isomorphic=isomorphic
+    )
+    with ranking as keep:
+        return nearest(lambda ratio: subject.plan(keep(ratio)), subject.saved, share)
+
+
+def flap_plan(draw: Draw, share: float) -> Plan:
+    """Return the plan of FLAP (An et al., 2024): Var[x] |W|^2, standardised within each unit, ranked over all."""
+    subject = draw.subject
+
+    def scored(unit: Unit) -> Tensor:
+        scores = flap(unit, matrix_of(subject.model.get_submodule(unit.consumer)), draw.moments[unit.name])
+        return (scores - scores.mean()) / scores.std().clamp_min(torch.finfo(torch.float32).tiny)
+
+    return _ranked(subject, {unit.name: scored(unit) for unit in subject.widths}, share)
+
+
+def vbp_plan(draw: Draw, share: float) -> Plan:
+    """Return the plan of variance-based pruning (2025): the variance of an activation, ranked over all widths."""
+    subject = draw.subject
+    scores = {
+        unit.name: draw.moments[unit.name].covariance.diagonal().reshape(unit.width, -1).mean(1)
+        for unit in subject.widths
+    }
+    return _ranked(subject, scores, share)
+
+
+def _ranked(subject: Subject, scores: Mapping[str, Tensor], share: float) -> Plan:
+    return nearest(lambda ratio: subject.plan(ranked_together(scores, ratio)), subject.saved, share)
+
+
+def ranked_together(scores: Mapping[str, Tensor], ratio: float) -> dict[str, list[int]]:
+    """Return what each unit keeps where the lowest `ratio` of all scores (width,) goes; the best of a unit always stays."""
+    order = torch.cat(list(scores.values())).argsort(stable=True)
+    stays = torch.ones(len(order), dtype=torch.bool)
+    stays[order[: int(ratio * len(order))]] = False
+    parts = stays.split([len(score) for score in scores.values()])
+    return {
+        name: sorted({*part.nonzero()[:, 0].tolist(), int(score.argmax())})
+        for (name, score), part in zip(scores.items(), parts, strict=True)
+    }
+
+
+def per_subject(subject: Subject) -> dict[str, Callable[[float], nn.Module]]:
+    """Return the methods that look at no image, by name: each makes a model of a share of params."""
+    found: dict[str, Callable[[float], nn.Module]] = {}
+    for criterion in ("l1", "l2"):
+        found[f"uniform {criterion}"] = lambda share, criterion=criterion: (
+            uniform(subject, share, criterion=criterion).model
+        )
+        if _has_own(subject):
+            found[f"paper {criterion}"] = lambda share, criterion=criterion: (
+                paper(subject, share, criterion=criterion).model
+            )
+    return found
+
+
+def _has_own(subject: Subject) -> bool:
+    """Say whether the paper's baseline isn't the uniform one, which it is where there are MLPs."""
+    return not any(unit.kind is UnitKind.MLP for unit in subject.units)
+
+
+def per_draw(draw: Draw) -> dict[str, Callable[[float], nn.Module]]:
+    """Return the methods that a draw of images or of chance has a part in, by name."""
+    subject = draw.subject
+    found: dict[str, Callable[[float], nn.Module]] = {
+        "uniform random": lambda share: uniform(subject, share, criterion="random", seed=draw.seed).model,
+        "FLAP": lambda share: shifted(draw, flap_plan(draw, share)),
+        "FLAP, folded": lambda share: folded(draw, flap_plan(draw, share)),
+        "VBP": lambda share: shifted(draw, vbp_plan(draw, share)),
+        "VBP, folded": lambda share: folded(draw, vbp_plan(draw, share)),
+    }
+    if _has_own(subject):
+        found["paper random"] = lambda share: paper(subject, share, criterion="random", seed=draw.seed).model
+    for criterion in ("l1", "l2"):
+        found[f"uniform {criterion}, folded"] = partial(uniform_folded, draw, criterion=criterion)
+    for criterion in ("taylor", "hessian"):
+        for scope in ("global", "isomorphic") if len(subject.widths) < len(subject.units) else ("global",):
+            planned = partial(torch_pruning, draw, criterion=criterion, isomorphic=scope == "isomorphic")
+            found[f"TP {criterion} {scope}, folded"] = lambda share, planned=planned: folded(draw, planned(share))
+    return found

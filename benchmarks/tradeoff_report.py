@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tradeoff_statistics import SIGNIFICANT
+
 # Points lost in Table 1 of the paper (a part of Imagenette), where 1, 10 and 20% of each layer were asked for.
 PAPER = """
 The paper's Table 1, points lost (params, M)   DeiT-B 86.6        ResNet-101 44.5     Swin-B 87.8        ViT-B 86.6
@@ -18,14 +20,27 @@ def show(table: Sequence[dict[str, Any]]) -> None:
     """Print points lost, by model and share, a column for each method."""
     methods = list(dict.fromkeys(row["method"] for row in table))
     for model in dict.fromkeys(row["model"] for row in table):
-        print(f"\n{model}: points of top-1 lost (95% interval over seeds), params really gone")
+        print(f"\n{model}: points of top-1 lost (95% interval over draws and images), params really gone")
         for method in methods:
             cells = [row for row in table if (row["model"], row["method"]) == (model, method)]
             told = [
                 f"{100 * c['drop']:6.2f} [{100 * c['low']:.2f}, {100 * c['high']:.2f}] {c['saved']:.1%}" for c in cells
             ]
-            print(f"  {method:16} " + " | ".join(told))
+            print(f"  {method:28} " + " | ".join(told))
     print(PAPER)
+
+
+def not_won(tests: Sequence[dict[str, Any]]) -> None:
+    """Print where ours is not shown to be above another method, and where one is shown to be above ours."""
+    print("Where ours doesn't win (points that ours is above, 95% interval; Holm-corrected p):")
+    for test in tests:
+        if test["gain"] > 0 and test["p_holm"] < SIGNIFICANT:
+            continue
+        said = "it is above ours" if test["gain"] < 0 and test["p_holm"] < SIGNIFICANT else "can't be told apart"
+        told = (
+            f"{100 * test['gain']:+.2f} [{100 * test['low']:+.2f}, {100 * test['high']:+.2f}], p {test['p_holm']:.2g}"
+        )
+        print(f"  {test['model']} at {test['share']:.0%}, {test['method']}: {told}: {said}")
 
 
 def plot(table: Sequence[dict[str, Any]], path: Path) -> None:

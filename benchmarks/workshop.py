@@ -10,7 +10,8 @@ import numpy as np
 from PIL import Image
 from torch import nn
 
-from profiling_agent.acquisition.batches import write_split
+from profiling_agent.acquisition.images import write_split
+from profiling_agent.artifacts.folder import folder_bytes
 from profiling_agent.artifacts.save import save_model
 from profiling_agent.deployment import registry
 from profiling_agent.deployment.choices import recommend
@@ -18,7 +19,6 @@ from profiling_agent.errors import ProfilingAgentError
 from profiling_agent.files import file_sha256
 from profiling_agent.iteration.deployer import Deployer
 from profiling_agent.jobs.runner import Jobs
-from profiling_agent.quantization.footprint import folder_bytes
 from profiling_agent.records import RUNTIMES, ArtifactRef, Cut, DeployedModel, Deployment, InputSpec, SplitInfo
 from profiling_agent.workspace import Workspace
 

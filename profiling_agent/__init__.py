@@ -4,7 +4,8 @@ A request goes through acquisition, input_shape_resolver, profiling and analysis
 evaluation go round with iterative_pruning until the loop has nothing more to try; report gives the verdict.
 
     from profiling_agent import Request, build_graph
-    result = build_graph().invoke(Request(model="microsoft/resnet-101", dataset="frgfm/imagenette"))
+    request = Request(model="microsoft/resnet-101", dataset="frgfm/imagenette", dataset_config="320px")
+    result = build_graph().invoke(request)
 """
 
 from typing import TYPE_CHECKING, Any

@@ -6,6 +6,7 @@ was given, no link that leaves it. What is written appears whole, on disk, under
 
 import contextlib
 import errno
+import glob
 import hashlib
 import io
 import os
@@ -22,6 +23,8 @@ from typing import IO
 TEMPORARY = ".tmp-"
 # A report of a hundred attempts has 3 MB, the profile of a ViT-L about 10.
 MAX_DOCUMENT = 64 * 2**20
+# The weights of no image classifier are as large; a sparse file of any size takes no room and hours to hash.
+MAX_HASHED = 64 * 2**30
 # The disk is full, the user's share of it is, or the file is larger than files may be.
 NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 # What the disk has against being written, and what helps, by the system's number and by SQLite's primary one.
@@ -143,8 +146,8 @@ def read_text(path: Path, *, max_bytes: int = MAX_DOCUMENT, under: Path | None =
 
 
 def file_sha256(path: Path, *, under: Path | None = None) -> str:
-    """Return the hex sha256 of a regular file's bytes; OSError as `open_regular`."""
-    with open_regular(path, max_bytes=None, under=under) as stream:
+    """Return the hex sha256 of a regular file's bytes; OSError as `open_regular`, also where it has more than 64 GiB."""
+    with open_regular(path, max_bytes=MAX_HASHED, under=under) as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
@@ -283,9 +286,9 @@ def appearing(folder: Path) -> Generator[Path, None, None]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def sweep(folder: Path) -> None:
-    """Remove what a killed process left half-written in a folder; only the holder of its lock may call this."""
-    for leftover in folder.glob(f"{TEMPORARY}*"):
+def sweep(folder: Path, name: str = "") -> None:
+    """Remove what a killed process left half-written in a folder, of files so named alone; for the holder of their lock."""
+    for leftover in folder.glob(f"{TEMPORARY}{glob.escape(name)}*"):
         if leftover.is_dir() and not leftover.is_symlink():
             shutil.rmtree(leftover)
         else:

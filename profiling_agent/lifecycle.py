@@ -9,7 +9,7 @@ from typing import Any
 
 from langchain_core.runnables import RunnableConfig
 
-from profiling_agent.agents.approval import question_of, resuming
+from profiling_agent.agents.approval import question_in, resuming
 from profiling_agent.agents.checkpoints import RunSaver
 from profiling_agent.agents.node import ProgressEvent
 from profiling_agent.agents.session import Sessions
@@ -78,9 +78,8 @@ def _drive(
 
 def _pending(graph: Any, config: RunnableConfig) -> ApprovalQuestion | None:
     """Return the question that the run waits with."""
-    interrupts = graph.get_state(config).interrupts
     run = str(config.get("configurable", {}).get("thread_id"))
-    return question_of(interrupts[0].value, run=run) if interrupts else None
+    return question_in(graph.get_state(config).interrupts, run=run)
 
 
 def _waiting(workspace: Workspace, question: ApprovalQuestion) -> str:

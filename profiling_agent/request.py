@@ -12,7 +12,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 
 from profiling_agent.errors import RequestError
 from profiling_agent.files import FileRefusedError, expanded
-from profiling_agent.records import RUNTIMES, Goal, RuntimeName
+from profiling_agent.records import NUM_SESSIONS, RUNTIMES, Goal, RuntimeName
 
 RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
@@ -70,7 +70,12 @@ class Request(BaseModel):
         default=0.01, ge=0, lt=1, description="top-1 that may be lost, as a fraction: 0.01 is one point"
     )
     min_speedup: float = Field(default=1.0, ge=1, le=1000, description="times faster than the baseline")
-    max_size_ratio: float = Field(default=0.5, gt=0, description="bytes on disk, as a fraction of the baseline's")
+    max_size_ratio: float = Field(
+        default=0.5,
+        gt=0,
+        le=100,
+        description="bytes on disk, as a fraction of the baseline's; above 1 it may be larger",
+    )
     max_memory_ratio: float | None = Field(
         default=None, gt=0, description="peak memory of a process that runs the model, as a fraction of the baseline's"
     )
@@ -79,7 +84,7 @@ class Request(BaseModel):
     )
     selection: Literal["contract", "paper"] = Field(
         default="contract",
-        description="contract: the cheapest that keeps the accuracy; paper: fp32, then accuracy, params, and MACs for latency",
+        description="contract: the cheapest that keeps the accuracy; paper: fp32 that beats the baseline by accuracy, then params, then MACs (for latency)",
     )
     iterate: bool = Field(default=True, description="plan again after the first evaluation")
     max_iterations: int = Field(default=5, ge=1, le=100, description="plans to measure, the first one included")
@@ -121,6 +126,12 @@ class Request(BaseModel):
         max_length=300,
         description="why earlier openings of the held-out images are not to count against this run, such as: these are new "
         "photographs; the report prints it",
+    )
+    num_sessions: int = Field(
+        default=NUM_SESSIONS,
+        ge=2,
+        le=100,
+        description="times that the baseline and the winner start anew and take turns; fewer are quicker and prove less",
     )
     batch_size: int = Field(default=32, ge=1, le=4096, description="the batch size you deploy; all is measured at it")
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="where to measure")
@@ -170,11 +181,17 @@ class Request(BaseModel):
         return self
 
     @model_validator(mode="after")
+    def _is_text(self) -> Self:
+        for name, value in self:
+            try:
+                str(value).encode()
+            except UnicodeEncodeError:
+                # What a terminal gives of bytes that are no UTF-8; a request is kept as JSON, which can't hold them.
+                raise ValueError(f"{name} holds bytes that are no UTF-8 text: name it otherwise") from None
+        return self
+
+    @model_validator(mode="after")
     def _no_contradictions(self) -> Self:
-        if self.max_size_ratio > 1:
-            raise ValueError(
-                f"max_size_ratio is {self.max_size_ratio}: a result is never larger than the baseline; use 1 or less"
-            )
         for what, name, refinements in (
             ("reference models have no revision", self.model, {"revision": self.revision}),
             (

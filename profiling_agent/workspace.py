@@ -35,9 +35,11 @@ from profiling_agent.records import ArtifactRef, Record
 from profiling_agent.reproducibility import environment
 from profiling_agent.request import Request
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 # What a folder holds that is a run of ours.
 MANIFEST = "request.json"
+# Where what each job was made from is noted.
+ORDERS = "orders"
 LOCK, HOLDER = "run.lock", "holder.json"
 MAX_MANIFEST = 2**20
 
@@ -124,7 +126,7 @@ class Workspace:
 
     def sweep(self) -> None:
         """Remove what a killed process left half-written; only the holder of the lock may call this."""
-        for folder in (self.root, self.jobs):
+        for folder in (self.root, self.jobs, self.root / ORDERS):
             sweep(folder)
 
 

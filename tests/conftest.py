@@ -38,6 +38,7 @@ class World:
         quick: dict[str, Any] = {
             "batch_size": 16,
             "max_iterations": 3,
+            "num_sessions": 2,
             "run_id": "quick",
             "runtimes": "eager",
             "quantize_dtype": "qint8",

@@ -66,7 +66,7 @@ RUN = """
 import sys
 from profiling_agent import Request, optimize
 optimize(Request(model=sys.argv[1], dataset=sys.argv[2], output=sys.argv[3], runtimes="eager", quantize_dtype="qint8",
-                 batch_size=64, max_iterations=1))
+                 batch_size=64, max_iterations=1, num_sessions=2))
 """
 
 

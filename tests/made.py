@@ -1,8 +1,13 @@
 """Records made by hand, small enough to check in the head."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+from scipy import stats
+
+from profiling_agent.evaluation.predictions import Answers
 from profiling_agent.pruning.widths import aligned_widths
 from profiling_agent.records import (
     AccuracyDrop,
@@ -23,6 +28,7 @@ from profiling_agent.records import (
     Predictions,
     PruningRecommendation,
     QuantizationRecommendation,
+    Race,
     RaceResult,
     Unit,
     UnitEvidence,
@@ -74,13 +80,34 @@ def evaluation(
     )
 
 
+def answers(predicted: Any, true: Any) -> Answers:
+    """Return answers whose margins are all one."""
+    return Answers(predicted, true, np.ones(len(true), np.float32))
+
+
 BASELINE = evaluation("m0", Variant.BASELINE, against=None)
 
 
 def race_result(name: str, speedup: float, low: float, high: float, variant: Variant = Variant.BOTH) -> RaceResult:
+    """Return times of five sessions whose Student's t interval reaches from `low` to `high`, about the middle of both."""
+    centre, reach = math.log(low * high) / 2, math.log(high / low) / 2
+    # Of -1, 0, 0, 0, 1 the standard error is sqrt(2 / 20).
+    step = reach / (stats.t.ppf(0.975, 4) * math.sqrt(0.1))
     return RaceResult(
-        variant=variant, model=ref(name), latency=STATS, speedup=speedup, speedup_low=low, speedup_high=high
+        variant=variant,
+        model=ref(name),
+        latency=STATS,
+        speedup=speedup,
+        speedup_low=low,
+        speedup_high=high,
+        turns=tuple((math.exp(centre + number * step),) for number in (-1, 0, 0, 0, 1)),
     )
+
+
+def race(*results: RaceResult) -> Race:
+    """Return the race of a baseline and these, in five sessions."""
+    first = race_result("m0", 1.0, 1.0, 1.0, Variant.BASELINE)
+    return Race(results=(first, *results), num_repeats=25, num_sessions=5)
 
 
 def plan(ratio: float, layer: str = r"mlp\.fc1") -> Plan:

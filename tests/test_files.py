@@ -13,6 +13,7 @@ from full_disk import at_most
 
 from profiling_agent.errors import RunError, StorageError
 from profiling_agent.files import (
+    MAX_HASHED,
     FileRefusedError,
     appearing,
     append_line,
@@ -155,7 +156,9 @@ def test_a_folder_that_a_process_was_killed_over_is_swept(tmp_path: Path):
     subprocess.run([sys.executable, "-c", code], check=False)
     assert list(tmp_path.iterdir())
 
-    sweep(tmp_path)
+    sweep(tmp_path, "other")
+    assert list(tmp_path.iterdir())
+    sweep(tmp_path, "cut")
 
     assert list(tmp_path.iterdir()) == []
 
@@ -221,3 +224,10 @@ def test_what_sqlite_says_of_the_disk_is_told_from_damage(tmp_path: Path):
     assert storage_problem(full.value) == "there is no space left: free some"
     assert storage_problem(readonly.value) == "it is read-only: choose a folder that can be written"
     assert storage_problem(damaged.value) is None
+
+
+def test_a_sparse_file_that_no_model_is_as_large_as_is_not_hashed(tmp_path):
+    (tmp_path / "weights").touch()
+    os.truncate(tmp_path / "weights", MAX_HASHED + 1)
+    with pytest.raises(FileRefusedError, match="larger than 68,719,476,736 bytes"):
+        file_sha256(tmp_path / "weights")

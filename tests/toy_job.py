@@ -1,6 +1,7 @@
 """Toy job: what a contributor writes to add one, by the words of CONTRIBUTING.md; its row is in `test_new_job.py`."""
 
 import os
+import signal
 import sys
 from typing import ClassVar
 
@@ -33,6 +34,22 @@ def double(task: DoubleTask, job: JobContext) -> Doubled:
         raise ZeroDivisionError("a bug of ours")
     job.progress("doubling", 1, 1)
     (job.folder / "working.txt").write_text(f"{task.number} + {task.number}", encoding="utf-8")
+    return Doubled(twice=2 * task.number, pid=os.getpid(), has_torch="torch" in sys.modules)
+
+
+class KillTask(Task[Doubled]):
+    """Double a number, in a process that is killed the first time that the number is 2."""
+
+    result: ClassVar[type[Record]] = Doubled
+    number: int
+
+
+def kill(task: KillTask, job: JobContext) -> Doubled:
+    """Return twice the number, or be killed as by somebody else."""
+    mark = job.root / "killed"
+    if task.number == 2 and not mark.exists():
+        mark.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
     return Doubled(twice=2 * task.number, pid=os.getpid(), has_torch="torch" in sys.modules)
 
 

@@ -20,8 +20,8 @@ import yaml
 from huggingface_hub import DatasetCard, HfFileSystem, hf_hub_download
 from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
-from profiling_agent.acquisition.batches import MAX_ENCODED
 from profiling_agent.acquisition.hub import files_root
+from profiling_agent.acquisition.images import MAX_ENCODED
 from profiling_agent.documents import MAX_QUOTED, DocumentError, read_json
 from profiling_agent.errors import AcquisitionError
 from profiling_agent.files import FileRefusedError, inside, open_regular, read_text

@@ -13,7 +13,7 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from transformers import ViTImageProcessorPil
 
-from profiling_agent.acquisition.batches import decode_rgb
+from profiling_agent.acquisition.images import decode_rgb
 from profiling_agent.acquisition.training import CLASSES, RECIPES, TrainingRecipe, accuracy, train
 from profiling_agent.cache import cached
 from profiling_agent.errors import AcquisitionError

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from profiling_agent.acquisition.batches import FORMATS, decode_rgb, write_split
 from profiling_agent.acquisition.columns import Columns, choose_columns, is_label, label_candidates
 from profiling_agent.acquisition.data import DataQuery, OpenedData, open_data
+from profiling_agent.acquisition.images import FORMATS, decode_rgb, write_split
 from profiling_agent.acquisition.pools import UNMAPPED, Pool, open_pool
 from profiling_agent.acquisition.sampling import (
     NUM_CALIBRATION,

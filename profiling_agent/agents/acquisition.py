@@ -14,6 +14,7 @@ from profiling_agent.agents.state import RESULTS, RunState
 from profiling_agent.analysis.plan_file import read_plan
 from profiling_agent.errors import RequestError
 from profiling_agent.iteration.deployments import check_runtimes
+from profiling_agent.iteration.proof import why_unproven
 from profiling_agent.jobs.tasks import AcquireTask
 from profiling_agent.llm.endpoint import choose_endpoint
 from profiling_agent.reporting.tracking import check_tracker
@@ -70,6 +71,8 @@ def acquire(request: Request, session: RunSession) -> Update:
     asked["num_recovery"] = MAX_RECOVERY if request.recover_epochs else 0
     session.jobs.progress(chosen["advisor_note"], 0, 0)
     acquired = session.jobs.run(AcquireTask.model_validate(asked))
+    if line := why_unproven(acquired, request.goal):
+        session.jobs.progress(line, 0, 0)
     blank = {name: RunState.model_fields[name].get_default() for name in RESULTS}
     root = session.workspace.root
     return blank | chosen | {"run_id": root.name, "run_dir": str(root), "acquired": acquired, "proposal": plan}

@@ -1,5 +1,6 @@
 """Approval: a gate between a plan and its cost. Off by default; a person accepts, edits or rejects what would be done."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from langgraph.types import Command, interrupt
@@ -29,6 +30,11 @@ def question_of(value: Any, *, run: str) -> ApprovalQuestion:
             f"the checkpoints of run {run!r} are damaged (the question that it waits with: {said}): "
             "start a new run with the same request"
         ) from error
+
+
+def question_in(interrupts: Sequence[Any], *, run: str) -> ApprovalQuestion | None:
+    """Return the question that a run waits with, None where it waits for nothing; a checkpoint may hold anything there."""
+    return question_of(getattr(interrupts[0], "value", None), run=run) if interrupts else None
 
 
 def is_asked(state: RunState) -> bool:

@@ -24,7 +24,7 @@ from langgraph.checkpoint.base import (
 from langgraph.checkpoint.serde.base import SerializerProtocol
 from langgraph.checkpoint.serde.jsonplus import JsonPlusSerializer
 from langgraph.checkpoint.sqlite import SqliteSaver
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from profiling_agent import records, request
 from profiling_agent.agents import state
@@ -132,19 +132,14 @@ def _check_values(checkpoint: Checkpoint) -> None:
         raise ValueError("what is no checkpoint")  # noqa: TRY004 - told as damage, as all else that is wrong in a file
     if absent := REQUIRED - checkpoint.keys():
         raise ValueError(f"a checkpoint without {min(absent)}")
-    held, fields = checkpoint["channel_values"], state.RunState.model_fields
+    held = checkpoint["channel_values"]
     for value in held.values():
         # Of a record that its own rules refuse, LangGraph's serializer makes one without asking them.
         if isinstance(value, BaseModel):
             type(value).model_validate(value.model_dump(warnings=False))
-    # LangGraph makes a state of them for the next node, whose rules over several fields would refuse it with a traceback.
-    if all(name in held for name, field in fields.items() if field.is_required()):
-        state.RunState.model_validate({name: held[name] for name in fields if name in held})
-    for name, field in fields.items():
-        # What the serializer can't rebuild as one of ours it leaves as it is stored, and so does who edits a state in Studio.
-        if isinstance(held.get(name), dict):
-            annotation: Any = field.annotation
-            TypeAdapter(annotation).validate_python(held[name])
+    # LangGraph makes a state of them for the next node, which would be refused with a traceback: by a rule over several fields, or
+    # for what the serializer can't rebuild as one of ours, which it leaves as it is stored, as does who edits a state in Studio.
+    state.RunState.model_validate({name: held[name] for name in state.RunState.model_fields if name in held})
 
 
 class RunSaver(BaseCheckpointSaver[str]):

@@ -16,7 +16,7 @@ from profiling_agent.iteration.deployments import deployment_choices
 from profiling_agent.iteration.evaluator import Evaluator, Settings
 from profiling_agent.jobs.profile import profile_artifact, read_profile
 from profiling_agent.jobs.runner import Jobs
-from profiling_agent.jobs.store import ORDERS, artifacts_of
+from profiling_agent.jobs.store import artifacts_of
 from profiling_agent.jobs.tasks import Profiled
 from profiling_agent.llm.endpoint import key_for, trusted_addresses
 from profiling_agent.llm.ledger import read_spent
@@ -27,6 +27,7 @@ from profiling_agent.workspace import (
     HOLDER,
     LOCK,
     MANIFEST,
+    ORDERS,
     SCHEMA_VERSION,
     Workspace,
     open_workspace,
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 # What an evaluator is made of: a fork or a person's edit changes some of it, and then another one is made.
 EVALUATED = (
     *("acquired", "resolved", "profiled", "goal", "batch_size", "seed", "recover_epochs", "fresh_ledger"),
-    *("runtime_names", "quantize_dtype", "quantize_layers"),
+    *("num_sessions", "runtime_names", "quantize_dtype", "quantize_layers"),
 )
 
 
@@ -140,6 +141,7 @@ class RunSession:
                 batch_size=state.batch_size,
                 seed=state.seed,
                 recover_epochs=state.recover_epochs,
+                num_sessions=state.num_sessions,
                 fresh_ledger=state.fresh_ledger,
             ),
             choices=deployment_choices(state, state.acquired.source.device),

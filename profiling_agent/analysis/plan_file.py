@@ -10,7 +10,7 @@ MAX_BYTES = 1_000_000
 
 
 def read_plan(path: str, *, quotes: bool = True) -> Plan:
-    """Return the plan in a JSON file, in the paper's form (Figure 4) or ours; PlanError where it is none.
+    """Return the plan in a JSON file, with the keys of the paper's Figure 4, in lists; PlanError where it is none.
 
     What is wrong in it is quoted only if it `quotes`, for whoever may read the file, and only of a JSON object: whatever
     else a path leads to was never meant as a plan.

@@ -8,9 +8,9 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from profiling_agent import files
-from profiling_agent.artifacts.recipe import CARD, RECIPE, Recipe, read_recipe
+from profiling_agent.artifacts.recipe import CARD, PROCESSOR, RECIPE, Recipe, read_recipe
 from profiling_agent.errors import ArtifactError, StorageError
-from profiling_agent.files import file_sha256, open_regular, resolved
+from profiling_agent.files import file_sha256, open_regular, read_text, resolved
 
 
 @contextmanager
@@ -74,6 +74,26 @@ def open_folder(folder: Path, *, verify: bool) -> Recipe:
     for name, sha256 in recipe.files.items():
         _check_file(folder / name, sha256 if verify else None)
     return recipe
+
+
+def processor_text(folder: Path) -> str:
+    """Return what describes the image processor of a saved model: two with the same text prepare images alike.
+
+    Raises:
+        ArtifactError: there is none, or it can't be read.
+    """
+    try:
+        return read_text(folder / PROCESSOR, under=folder)
+    except (OSError, UnicodeDecodeError) as error:
+        said = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        raise ArtifactError(
+            f"{str(folder)!r} has no image processor that can be read ({said}): save the model again"
+        ) from error
+
+
+def folder_bytes(path: Path) -> int:
+    """Return the bytes of all files in a folder, symbolic links not followed."""
+    return sum(file.lstat().st_size for file in path.rglob("*") if file.is_file() and not file.is_symlink())
 
 
 def _check_file(path: Path, sha256: str | None) -> None:

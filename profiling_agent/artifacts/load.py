@@ -18,7 +18,7 @@ from transformers.initialization import no_init_weights
 
 from profiling_agent.artifacts.folder import named_folder, open_folder
 from profiling_agent.artifacts.golden import check_golden
-from profiling_agent.artifacts.recipe import WEIGHTS, QuantizedLayer, Recipe
+from profiling_agent.artifacts.recipe import PROCESSOR, WEIGHTS, QuantizedLayer, Recipe
 from profiling_agent.documents import DocumentError, clean, first_line, read_json
 from profiling_agent.errors import ArtifactError, QuantizationError
 from profiling_agent.foreign import foreign_code, logits_of, on_behalf
@@ -28,7 +28,6 @@ from profiling_agent.quantization.kinds import rebuilt
 from profiling_agent.quiet import muted
 from profiling_agent.records import UnitKind
 
-PROCESSOR = "preprocessor_config.json"
 # The largest numbers of a classifier's config: tokens of a text tower (250,000), classes of ImageNet-21k (21,843).
 MAX_NUMBER = 2**20
 # InputSpec takes no larger image.
@@ -48,6 +47,15 @@ def load_processor(path: str | Path) -> Any:
     """Return the image processor that was saved with the model, on its PIL backend."""
     folder = named_folder(path)
     open_folder(folder, verify=False)
+    return read_processor(folder)
+
+
+def read_processor(folder: Path) -> Any:
+    """Return the image processor that a folder's preprocessor_config.json describes, which alone is read.
+
+    Raises:
+        ArtifactError: the file is missing, or describes none.
+    """
 
     def refuse(said: str) -> ArtifactError:
         return ArtifactError(f"{str(folder)!r} has no image processor that can be read ({said}): save the model again")

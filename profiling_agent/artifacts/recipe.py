@@ -12,6 +12,7 @@ from profiling_agent.records import Cut, Deployment, InputSpec, Record, RuntimeN
 
 SCHEMA_VERSION = 2
 RECIPE, WEIGHTS, CONFIG, GOLDEN = "recipe.json", "model.safetensors", "config.json", "golden.safetensors"
+PROCESSOR = "preprocessor_config.json"
 ONNX, IR, IR_WEIGHTS, CARD = "model.onnx", "model.xml", "model.bin", "README.md"
 REQUIRED = frozenset({CONFIG, GOLDEN})
 # What each runtime reads its weights from.

@@ -4,23 +4,27 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import numpy as np
 import torch
-from filelock import FileLock
+from scipy import stats
 from scipy.optimize import isotonic_regression
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from profiling_agent.benchmarking.width_samples import (
+    MAX_REPEATS,
+    NUM_REPEATS,
+    WidthSamples,
+    add_samples,
+    read_samples,
+)
 from profiling_agent.cache import cache_folder
-from profiling_agent.documents import read_json
-from profiling_agent.files import write_text
 from profiling_agent.modules.hooks import watching
 from profiling_agent.modules.inference import left_as_found
 from profiling_agent.progress import Progress, silent
@@ -28,11 +32,14 @@ from profiling_agent.pruning.widths import aligned_widths
 from profiling_agent.records import Unit, UnitKind
 from profiling_agent.reproducibility import environment
 
-# Widths of one shape that are timed, the full one among them; those between are interpolated.
-NUM_TIMED, NUM_REPEATS, WARM_UP = 9, 7, 2
+# Widths of one shape that are timed, the full one among them; those between are interpolated. A second call still takes a
+# fifth longer than later ones, which the median of eight doesn't feel.
+NUM_TIMED, WARM_UP = 9, 1
 # A width is an option only if it brings at least this share of what time proportional to the width would: on a
 # staircase (oneDNN blocks 16 channels) the widths inside a step bring nothing (docs/facts.md, "Widths that bring time").
 MIN_GAIN = 0.25
+# How often a width that brings just so much is ruled out by chance: 1 of 8 repeats may speak for it, 4 of 16, 7 of 24.
+MAX_ERROR = 0.05
 
 Times = Mapping[int, float]
 Shape = tuple[int, int, int, int]
@@ -40,9 +47,15 @@ Shape = tuple[int, int, int, int]
 
 @dataclass(frozen=True)
 class LatencyTable:
-    """Milliseconds of one batch by unit and width, falling with the width."""
+    """Milliseconds of one batch by unit and width, falling with the width.
+
+    `ruled_out` has the widths that were shown to bring less than MIN_GAIN, `unsteady` the units that the machine was too
+    busy to time well.
+    """
 
     times: Mapping[str, Times]
+    ruled_out: Mapping[str, frozenset[int]] = field(default_factory=dict[str, frozenset[int]])
+    unsteady: frozenset[str] = frozenset()
 
     def of(self, unit: Unit) -> float | None:
         """Return what `unit` takes unpruned; None if untimed."""
@@ -50,13 +63,17 @@ class LatencyTable:
         return times[unit.width] if times else None
 
     def saved(self, unit: Unit, keep: int) -> float | None:
-        """Return what cutting `unit` to `keep` saves, 0 where that is too little to pay; None if untimed."""
+        """Return what cutting `unit` to `keep` saves, 0 where that is shown to be too little to pay; None if untimed.
+
+        Where nothing is shown it is at least the least that pays: noise that hides a saving must not forbid it.
+        """
         times = self.times.get(unit.name)
         if times is None:
             return None
-        full, gone = times[unit.width], 1 - keep / unit.width
-        saved = full - times[keep]
-        return saved if saved >= MIN_GAIN * gone * full else 0.0
+        if keep in self.ruled_out.get(unit.name, ()):
+            return 0.0
+        full = times[unit.width]
+        return max(full - times[keep], MIN_GAIN * (1 - keep / unit.width) * full)
 
 
 def time_units(
@@ -65,21 +82,34 @@ def time_units(
     """Return the times of `units` at their aligned widths, for a batch of the size of `batch` (b, c, h, w).
 
     Layers of the same shapes are built anew and timed alone, without the rest of the model. What has been timed before
-    on this machine is read from `file`, by default in the cache folder, and trusted only as far as it is a time.
-    `model` is left as it was found.
+    on this machine is read from `file`, by default in the cache folder, and trusted only as far as it is a time. It is
+    timed again where it is older than thirty days or of a time to come, and where it isn't steady; then the better of both
+    is used. `model` is left as it was found.
     """
     path = file or cache_folder() / "latency" / f"{_fingerprint(batch.device)}.json"
-    known, shapes = _read(path), _shapes(model, units, batch)
-    times: dict[str, Times] = {}
+    known, shapes = read_samples(path), _shapes(model, units, batch)
+    settled: dict[str, WidthSamples] = {}
+    rows: dict[str, WidthSamples] = {}
     for number, unit in enumerate(units):
         parts = _parts(model, unit, shapes)
         key = json.dumps([unit.width, unit.step, *(part.key for part in parts)])
-        if known.get(key, {}).keys() != set(_chosen(unit)):
-            known[key] = _timed(unit, parts, batch)
-            _write(path, {key: known[key]})
-        times[unit.name] = _filled(unit, known[key])
+        # Timed once a run, steady or not.
+        if key not in settled:
+            settled[key] = _settled(known.get(key), unit, parts, batch)
+            if settled[key] is not known.get(key):
+                add_samples(path, key, settled[key])
+        rows[unit.name] = settled[key]
         progress("timing widths", number + 1, len(units))
-    return LatencyTable(times)
+    return draw_table(units, rows)
+
+
+def draw_table(units: Sequence[Unit], samples: Mapping[str, WidthSamples]) -> LatencyTable:
+    """Return the table that the samples of `units`, by name, give: medians, and what differences within a repeat show."""
+    return LatencyTable(
+        times={unit.name: _drawn(unit, samples[unit.name]) for unit in units},
+        ruled_out={unit.name: _ruled_out(unit, samples[unit.name]) for unit in units},
+        unsteady=frozenset(unit.name for unit in units if not samples[unit.name].is_steady),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,24 +175,50 @@ def _chosen(unit: Unit) -> list[int]:
     return [unit.width, *(widths[(index + 1) * len(widths) // count - 1] for index in range(count))]
 
 
-def _timed(unit: Unit, parts: Sequence[_Part], batch: Tensor) -> dict[int, float]:
-    """Time some widths of one unit, one after another in each repeat; return the median of each."""
+def _settled(known: WidthSamples | None, unit: Unit, parts: Sequence[_Part], batch: Tensor) -> WidthSamples:
+    """Return what is known of a shape if it is steady, or the better one of that and of what is timed now."""
+    if known is None or known.ms.keys() != set(_chosen(unit)):
+        return _timed(unit, parts, batch)
+    if known.is_steady:
+        return known
+    return min(_timed(unit, parts, batch), known, key=lambda one: (one.is_disturbed, one.spread))
+
+
+def _timed(unit: Unit, parts: Sequence[_Part], batch: Tensor) -> WidthSamples:
+    """Time some widths of one unit, one after another in each repeat, until they are steady or MAX_REPEATS are made."""
     runs = {width: list(_runs(unit, parts, width, batch.device)) for width in _chosen(unit)}
-    samples: dict[int, list[float]] = {width: [] for width in runs}
+    ms: dict[int, list[float]] = {width: [] for width in runs}
+    waited: list[float] = []
     with torch.inference_mode():
-        for number in range(WARM_UP + NUM_REPEATS):
-            for width, calls in runs.items():
-                started = time.perf_counter()
-                for call in calls:
-                    call()
-                if batch.is_cuda:
-                    torch.cuda.synchronize(batch.device)
-                if number >= WARM_UP:
-                    samples[width].append((time.perf_counter() - started) * 1e3)
-    return {width: median(times) for width, times in samples.items()}
+        for calls in [*runs.values()] * WARM_UP:
+            _clocked(calls, batch.device)
+        while True:
+            for width, calls in [*runs.items()] * NUM_REPEATS:
+                taken_ms, share = _clocked(calls, batch.device)
+                ms[width].append(taken_ms)
+                waited.append(share)
+            samples = WidthSamples.taken_now(ms, waited=float(np.median(waited)))
+            if samples.is_steady or len(ms[unit.width]) == MAX_REPEATS:
+                return samples
 
 
-def _runs(unit: Unit, parts: Sequence[_Part], width: int, device: torch.device) -> Iterator[Any]:
+def _clocked(calls: Sequence[Callable[[], Any]], device: torch.device) -> tuple[float, float]:
+    """Return the milliseconds that calls take, and in which share of them this thread had no core, or waited for another.
+
+    Torch's threads wait for one another by spinning, which uses a core, unless one of them isn't let run for long. What a GPU
+    computes needs none.
+    """
+    used, started = time.thread_time(), time.perf_counter()
+    for call in calls:
+        call()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    taken = max(time.perf_counter() - started, 1e-9)
+    used = time.thread_time() - used
+    return taken * 1e3, max(1 - used / taken, 0.0) if device.type == "cpu" else 0.0
+
+
+def _runs(unit: Unit, parts: Sequence[_Part], width: int, device: torch.device) -> Iterator[Callable[[], Any]]:
     for part in parts:
         layer, inputs = part.at(width / unit.width, device)
         yield partial(layer, inputs)
@@ -183,12 +239,31 @@ def _attended(unit: Unit, parts: Sequence[_Part], width: int) -> tuple[Shape, Sh
     return (rows, width, tokens, size), (rows, width, attended, size)
 
 
-def _filled(unit: Unit, measured: Times) -> dict[int, float]:
+def _drawn(unit: Unit, samples: WidthSamples) -> dict[int, float]:
     """Return a time for every aligned width, made to rise with the width: what falls is noise."""
-    widths = sorted(measured)
-    rising = isotonic_regression([measured[width] for width in widths]).x
+    widths = sorted(samples.ms)
+    rising = isotonic_regression([np.median(samples.ms[width]) for width in widths]).x
     wanted = [*aligned_widths(unit.width, unit.step), unit.width]
     return dict(zip(wanted, map(float, np.interp(wanted, widths, rising)), strict=True))
+
+
+def _ruled_out(unit: Unit, samples: WidthSamples) -> frozenset[int]:
+    """Return the widths that bring less than MIN_GAIN by a sign test on the differences within each repeat.
+
+    What slows a whole repeat falls out of them, and a call that was interrupted counts for one repeat, however long it took.
+    Where most calls were, nothing is shown.
+    """
+    if samples.is_disturbed:
+        return frozenset()
+    widths = sorted(samples.ms)
+    repeats = np.array([samples.ms[width] for width in widths]).T
+    found: set[int] = set()
+    for keep in aligned_widths(unit.width, unit.step):
+        narrow = np.array([np.interp(keep, widths, repeat) for repeat in repeats])
+        enough = repeats[:, -1] * (1 - MIN_GAIN * (1 - keep / unit.width))
+        if stats.binom.cdf(np.count_nonzero(narrow <= enough), len(repeats), 0.5) <= MAX_ERROR:
+            found.add(keep)
+    return frozenset(found)
 
 
 def _fingerprint(device: torch.device) -> str:
@@ -196,26 +271,3 @@ def _fingerprint(device: torch.device) -> str:
     named = torch.cuda.get_device_name(device) if device.type == "cuda" else here.cpu
     said = [named, here.cpu_flags, torch.get_num_threads(), here.libraries["torch"]]
     return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:16]
-
-
-def _read(path: Path) -> dict[str, dict[int, float]]:
-    """Return what is known; a file that is damaged is a file that knows nothing."""
-    try:
-        found = read_json(path)
-        return {
-            str(key): {int(width): float(ms) for width, ms in times.items()}
-            for key, times in found.items()
-            if times and all(math.isfinite(ms) and ms > 0 for ms in times.values())
-        }
-    except (OSError, ValueError, TypeError, AttributeError, OverflowError):
-        return {}
-
-
-def _write(path: Path, new: Mapping[str, Times]) -> None:
-    """Add `new` to the file; where it can't be written, it is timed again next time."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(path.with_suffix(".lock")):
-            write_text(path, json.dumps(_read(path) | dict(new)))
-    except OSError:
-        return

@@ -1,131 +1,171 @@
-"""Race: models take turns on one machine, one process each, and each gets a speed-up with an interval. No torch here."""
+"""Race: models take turns on one machine, one process each, and each gets a speed-up with an interval. No torch here.
 
-import math
+One session chooses (`screen`); what the chosen are worth is told by several others (`hold_race`), as who is chosen for its
+times in a session is a little slower than it was there.
+"""
+
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
-from profiling_agent.benchmarking.session import RaceSession, SessionLimits, Timed, hopeless, run_session
-from profiling_agent.benchmarking.statistics import (
-    Ratios,
-    Score,
-    detectable,
-    latency_stats,
-    log_ratios,
-    pool,
-)
+import numpy as np
+
+from profiling_agent.benchmarking.session import RaceSession, SessionLimits, Timed, run_session
+from profiling_agent.benchmarking.statistics import EQUAL, Ratios, Score, detectable, latency_stats, score
 from profiling_agent.benchmarking.timed_process import TimedProcess, worker_command
 from profiling_agent.benchmarking.worker import Start
+from profiling_agent.errors import JobError
 from profiling_agent.progress import Progress, silent
-from profiling_agent.records import ArtifactRef, Dropped, Race, RaceResult, Variant
+from profiling_agent.records import NUM_SESSIONS, ArtifactRef, Dropped, Race, RaceResult, Variant
 
-# A model is called slower, or faster by less than `NEAR` or with an interval as wide as `WIDE`, only where every one of
-# this many sessions leaves it so.
-MAX_SESSIONS = 3
-NEAR, WIDE = 1.25, 0.5
-# Equal so far, but this far from it as a share of the interval's width (a bound of the interval lies at about a half):
-# a model that is 10% slower often looks like that after one session.
-UNDECIDED = 0.35
+# A process may be killed from outside; one that dies again and again is no accident.
+MAX_VOID = 2
+# Five sessions have little use for more turns each.
+SHORT = SessionLimits(seconds_per_turn=0.2, seconds_per_model=1.0)
 # A race that can't tell apart what differs by less than this is worth a warning.
 TOO_NOISY = 0.05
 
 StartSession = Callable[[Sequence[int]], AbstractContextManager[Mapping[int, Timed]]]
+SessionT = TypeVar("SessionT")
+Entries = Sequence[tuple[Variant, ArtifactRef]]
 
 
 @dataclass(slots=True)
 class RaceOutcome:
-    """How a race ended, by the models' places: scores of all but those that dropped out.
+    """How a race ended, by the models' places; those that dropped out have no times.
 
-    `ratios` are log(first's time / its time) of every repeat, by session; not every model is in each session.
+    `ratios` are log(first's time / its time) of every turn, by session.
     """
 
-    scores: dict[int, Score] = field(default_factory=dict[int, Score])
+    samples_ms: dict[int, list[float]] = field(default_factory=dict[int, list[float]])
+    ratios: dict[int, list[Ratios]] = field(default_factory=dict[int, list[Ratios]])
+    peak_bytes: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
     dropped: dict[int, str] = field(default_factory=dict[int, str])
-    ratios: dict[int, dict[int, Ratios]] = field(default_factory=dict[int, dict[int, Ratios]])
+    void: tuple[str, ...] = ()
     num_repeats: int = 0
     num_sessions: int = 0
+
+    @property
+    def scores(self) -> dict[int, Score]:
+        """Return each model's score against the first."""
+        return {index: _score(own) for index, own in sorted(self.ratios.items())}
 
     @property
     def detectable(self) -> float:
         """Return the share by which two equal models would have to differ to be told apart."""
         return detectable([score for index, score in self.scores.items() if index])
 
-    def against(self, index: int, other: int, *, seed: int = 0) -> Score:
-        """Return the score of one model against any other, over the sessions that both were in."""
-        if index == other:
-            return Score(self.scores[index].samples_ms, 1.0, 1.0, 1.0)
-        own, others = self.ratios[index], self.ratios[other]
-        sessions = [_paired(own[session], others[session]) for session in sorted(own.keys() & others.keys())]
-        return pool(sessions, self.scores[index].samples_ms, seed=seed)
+    def against(self, index: int, other: int) -> Score:
+        """Return the score of one model against any other."""
+        return against(self.ratios[index], self.ratios[other])
+
+    def add(self, session: RaceSession) -> None:
+        """Count a session, or the part of one that others had no memory for."""
+        for index, own in session.samples.items():
+            self.samples_ms.setdefault(index, []).extend(pass_ms for sample in own for pass_ms in sample)
+            self.ratios.setdefault(index, []).append(session.ratios[index])
+            if index in session.peak_bytes:
+                self.peak_bytes.setdefault(index, []).append(session.peak_bytes[index])
+        self.dropped |= session.lost
+        self.num_repeats += session.num_repeats
+        self.num_sessions += 1
 
 
-def _paired(own: Ratios, others: Ratios) -> Ratios:
-    both = min(len(own), len(others))
-    return own[:both] - others[:both]
+def against(own: Sequence[Ratios], others: Sequence[Ratios]) -> Score:
+    """Return the score of one model over another, from the log ratios of both to a third, session by session."""
+    sessions = [ours[: len(theirs)] - theirs[: len(ours)] for ours, theirs in zip(own, others, strict=True)]
+    return _score(sessions)
 
 
-def race_until_clear(
+def _score(sessions: Sequence[Ratios]) -> Score:
+    """Return the score of log ratios by session; who is compared with itself is equal, and no interval is assumed."""
+    return score(sessions) if any(map(np.any, sessions)) else EQUAL
+
+
+def compare(own: RaceResult, other: RaceResult) -> Score:
+    """Return how many times as fast one model of a race is as another."""
+    return against(*([np.log(turns) for turns in one.turns] for one in (own, other)))
+
+
+def screen(
     start_session: StartSession,
     num_models: int,
     *,
     limits: SessionLimits | None = None,
     seed: int = 0,
     progress: Progress = silent,
-    min_sessions: int = 1,
 ) -> RaceOutcome:
-    """Return each model's score against the first.
+    """Return each model's score against the first in one session, which is good enough to choose with.
 
-    After `min_sessions` of all, those in doubt race the first again, in three sessions at most, each in new processes, and
-    are scored on all their sessions together: two processes of equal models can differ by several per cent for as long
-    as they live, which no number of repeats averages out. In doubt is who is shown slower so far, a little faster, or
-    faster by nobody knows how much, or is neither by a hair, and is not hopeless.
+    Where memory doesn't hold them all at once they take turns in parts, the first in each.
 
     Raises:
         JobError: the first model crashed or hung.
     """
-    outcome, samples = RaceOutcome(), dict[int, list[float]]()
-    entered = list(range(num_models))
-    while outcome.num_sessions < min_sessions or (len(entered) > 1 and outcome.num_sessions < MAX_SESSIONS):
-        with start_session(entered) as processes:
-            session = run_session(
-                processes, limits=limits or SessionLimits(), seed=seed + outcome.num_sessions, progress=progress
-            )
-        _record(session, outcome, samples)
-        outcome.scores = {
-            index: _score(index, outcome, samples[index], seed=seed)
-            for index in samples.keys() - outcome.dropped.keys()
-        }
-        lasting = [index for index in entered if index not in outcome.dropped]
-        entered = lasting if outcome.num_sessions < min_sessions else [0, *_doubtful(outcome.scores, lasting)]
+    outcome, waiting = RaceOutcome(), tuple(range(1, num_models))
+    while True:
+        with start_session((0, *waiting)) as processes:
+            session = run_session(processes, limits=limits or SessionLimits(), seed=seed, progress=progress)
+        if outcome.num_sessions:
+            # The first one's times against itself are there already.
+            del session.ratios[0], session.samples[0]
+        outcome.add(session)
+        waiting = session.waiting
+        if not waiting:
+            outcome.num_sessions = 1
+            return outcome
+
+
+def hold_sessions(hold: Callable[[int], SessionT], num_sessions: int) -> tuple[list[SessionT], tuple[str, ...]]:
+    """Return as many sessions as are asked for, and why others are void: a process died, which costs that session alone.
+
+    Raises:
+        JobError: more than two were void.
+    """
+    held, void = list[SessionT](), tuple[str, ...]()
+    while len(held) < num_sessions:
+        try:
+            held.append(hold(len(held) + len(void)))
+        except JobError as error:
+            void = (*void, str(error))
+            if len(void) > MAX_VOID:
+                raise
+    return held, void
+
+
+def hold_race(
+    start_session: StartSession,
+    num_models: int,
+    *,
+    num_sessions: int = NUM_SESSIONS,
+    limits: SessionLimits = SHORT,
+    seed: int = 0,
+    progress: Progress = silent,
+) -> RaceOutcome:
+    """Return each model's score against the first over so many sessions, each of new processes.
+
+    Raises:
+        JobError: more than two sessions were void, as a process crashed or hung.
+    """
+
+    def hold(number: int) -> RaceSession:
+        return _hold(start_session, num_models, limits=limits, seed=seed + number, progress=progress)
+
+    sessions, void = hold_sessions(hold, num_sessions)
+    outcome = RaceOutcome(void=void)
+    for session in sessions:
+        outcome.add(session)
     return outcome
 
 
-def _record(session: RaceSession, outcome: RaceOutcome, samples: dict[int, list[float]]) -> None:
-    for index, own in session.samples.items():
-        ratios = log_ratios(own, session.samples[0])
-        outcome.ratios.setdefault(index, {})[outcome.num_sessions] = ratios
-        samples.setdefault(index, []).extend(pass_ms for sample in own for pass_ms in sample)
-    outcome.dropped |= session.lost
-    outcome.num_repeats += session.num_repeats
-    outcome.num_sessions += 1
-
-
-def _score(index: int, outcome: RaceOutcome, samples_ms: list[float], *, seed: int) -> Score:
-    if index == 0:
-        return Score(samples_ms, 1.0, 1.0, 1.0)
-    return pool(list(outcome.ratios[index].values()), samples_ms, seed=seed)
-
-
-def _doubtful(scores: Mapping[int, Score], entered: Sequence[int]) -> list[int]:
-    without_hope = hopeless({index: score for index, score in scores.items() if index})
-    return [index for index in entered if index in scores.keys() - without_hope - {0} and _is_doubtful(scores[index])]
-
-
-def _is_doubtful(score: Score) -> bool:
-    if score.is_shown_faster:
-        return score.low < NEAR or score.width > WIDE
-    return score.is_shown_slower or abs(math.log(score.speedup)) > UNDECIDED * math.log(score.high / score.low)
+def _hold(
+    start_session: StartSession, num_models: int, *, limits: SessionLimits, seed: int, progress: Progress
+) -> RaceSession:
+    """Return a session of all models from beginning to end; JobError where a process crashed or hung."""
+    with start_session(range(num_models)) as processes:
+        return run_session(processes, limits=limits, seed=seed, chooses=False, progress=progress)
 
 
 def session_starter(commands: Sequence[Sequence[str]], start: Start) -> StartSession:
@@ -139,40 +179,76 @@ def session_starter(commands: Sequence[Sequence[str]], start: Start) -> StartSes
     return start_session
 
 
-def race(  # noqa: PLR0913 (how a race is run belongs to its result)
-    entries: Sequence[tuple[Variant, ArtifactRef]],
-    *,
-    root: Path,
-    batch_size: int,
-    device: str = "cpu",
-    num_threads: int | None = None,
-    seed: int = 0,
-    limits: SessionLimits | None = None,
-    progress: Progress = silent,
-) -> Race:
-    """Return one race result per entry that lasted, in their order; the first is the baseline. Paths are relative to `root`.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Track:
+    """Where saved models race, and how: paths are relative to `root`."""
+
+    root: Path
+    batch_size: int
+    device: str = "cpu"
+    num_threads: int | None = None
+    seed: int = 0
+
+    def starter(self, entries: Entries) -> StartSession:
+        """Return what starts a process for each entry."""
+        start = Start(batch_size=self.batch_size, device=self.device, num_threads=self.num_threads)
+        return session_starter([worker_command(self.root / ref.path) for _, ref in entries], start)
+
+
+def choose(entries: Entries, track: Track, *, limits: SessionLimits | None = None, progress: Progress = silent) -> Race:
+    """Return one race result per entry that lasted, in their order, of one session; the first is the baseline.
 
     Every model loads in a process of its own; then they take turns, one at a time, in a shuffled order at each repeat. A
-    speed-up is the median over repeats of baseline time over candidate time at the same repeat, its interval a
-    bootstrap over repeats widened by what processes of equal models differ by. Whoever is in doubt races again.
+    speed-up is the median over turns of baseline time over candidate time at the same turn.
 
     Raises:
         JobError: the baseline crashed or hung; says what it said last.
     """
-    start = Start(batch_size=batch_size, device=device, num_threads=num_threads)
-    start_session = session_starter([worker_command(root / ref.path) for _, ref in entries], start)
-    outcome = race_until_clear(start_session, len(entries), limits=limits, seed=seed, progress=progress)
+    outcome = screen(track.starter(entries), len(entries), limits=limits, seed=track.seed, progress=progress)
+    return _as_race(entries, outcome, track.batch_size)
+
+
+def hold_one(
+    entries: Entries, track: Track, number: int, *, limits: SessionLimits = SHORT, progress: Progress = silent
+) -> Race:
+    """Return session `number` of an estimate, to be pooled with others; everybody in it from beginning to end.
+
+    Raises:
+        JobError: a process crashed or hung, so the session is void.
+    """
+    seed, outcome = track.seed + number, RaceOutcome()
+    outcome.add(_hold(track.starter(entries), len(entries), limits=limits, seed=seed, progress=progress))
+    return _as_race(entries, outcome, track.batch_size)
+
+
+def pool(sessions: Sequence[Race], void: Sequence[str] = ()) -> Race:
+    """Return one race of sessions that had the same entries, in the same order."""
+    results = [_pooled([race.results[place] for race in sessions]) for place in range(len(sessions[0].results))]
+    intervals = [Score(one.speedup, one.speedup_low, one.speedup_high) for one in results[1:]]
     return Race(
-        results=tuple(
-            _race_result(*entries[index], outcome.scores[index], batch_size) for index in sorted(outcome.scores)
+        results=tuple(results),
+        num_repeats=sum(race.num_repeats for race in sessions),
+        num_sessions=len(sessions),
+        void=tuple(void),
+        detectable=detectable(intervals),
+    )
+
+
+def _pooled(results: Sequence[RaceResult]) -> RaceResult:
+    first, turns = results[0], tuple(turns for one in results for turns in one.turns)
+    ratios = [np.log(one) for one in turns]
+    found = _score(ratios)
+    return RaceResult(
+        variant=first.variant,
+        model=first.model,
+        latency=latency_stats(
+            [pass_ms for one in results for pass_ms in one.latency.samples_ms], first.latency.batch_size
         ),
-        num_repeats=outcome.num_repeats,
-        num_sessions=outcome.num_sessions,
-        dropped=tuple(
-            Dropped(variant=entries[index][0], model=entries[index][1], reason=reason)
-            for index, reason in sorted(outcome.dropped.items())
-        ),
-        detectable=outcome.detectable,
+        speedup=found.speedup,
+        speedup_low=found.low,
+        speedup_high=found.high,
+        turns=turns,
+        peak_bytes=tuple(peak for one in results for peak in one.peak_bytes),
     )
 
 
@@ -186,12 +262,29 @@ def noise_warning(race: Race) -> str | None:
     )
 
 
-def _race_result(variant: Variant, model: ArtifactRef, score: Score, batch_size: int) -> RaceResult:
-    return RaceResult(
-        variant=variant,
-        model=model,
-        latency=latency_stats(score.samples_ms, batch_size),
-        speedup=score.speedup,
-        speedup_low=score.low,
-        speedup_high=score.high,
+def _as_race(entries: Entries, outcome: RaceOutcome, batch_size: int) -> Race:
+    results = [
+        RaceResult(
+            variant=entries[index][0],
+            model=entries[index][1],
+            latency=latency_stats(outcome.samples_ms[index], batch_size),
+            speedup=found.speedup,
+            speedup_low=found.low,
+            speedup_high=found.high,
+            turns=tuple(tuple(np.exp(ratios).tolist()) for ratios in outcome.ratios[index]),
+            peak_bytes=tuple(outcome.peak_bytes.get(index, ())),
+        )
+        for index, found in outcome.scores.items()
+    ]
+    dropped = [
+        Dropped(variant=entries[index][0], model=entries[index][1], reason=reason)
+        for index, reason in sorted(outcome.dropped.items())
+    ]
+    return Race(
+        results=tuple(results),
+        num_repeats=outcome.num_repeats,
+        num_sessions=outcome.num_sessions,
+        dropped=tuple(dropped),
+        void=outcome.void,
+        detectable=outcome.detectable,
     )

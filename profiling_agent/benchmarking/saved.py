@@ -8,14 +8,14 @@ from pydantic import Field
 
 from profiling_agent.artifacts.folder import named_folder, open_folder
 from profiling_agent.artifacts.recipe import RECIPE
-from profiling_agent.benchmarking.race import race
+from profiling_agent.benchmarking.race import Track, hold_one, hold_sessions, pool
 from profiling_agent.benchmarking.throughput import check_same_machine, compare, memory_use, taken, throughput
 from profiling_agent.documents import DocumentError, read_record
 from profiling_agent.errors import RequestError
 from profiling_agent.files import file_sha256
 from profiling_agent.processes.machine_lock import machine_lock
 from profiling_agent.progress import Progress, silent
-from profiling_agent.records import ArtifactRef, Comparison, Race, Record, Taken, Variant
+from profiling_agent.records import NUM_SESSIONS, ArtifactRef, Comparison, Race, Record, Taken, Variant
 from profiling_agent.reproducibility import environment
 
 
@@ -29,19 +29,28 @@ class SavedModel:
 
 
 def race_saved(
-    models: Sequence[SavedModel], *, batch_size: int, device: str = "cpu", progress: Progress = silent
+    models: Sequence[SavedModel],
+    *,
+    batch_size: int,
+    num_sessions: int = NUM_SESSIONS,
+    device: str = "cpu",
+    progress: Progress = silent,
 ) -> tuple[dict[str, str], Race]:
     """Return the race of saved models, compared with the first, and the name of each by the path in its race result.
 
+    Every session starts all of them anew.
+
     Raises:
-        JobError: the first one can't be run.
+        JobError: one of them can't be run.
         RequestError: there are fewer than two models.
     """
     if len(models) < 2:
         raise RequestError(f"a race takes two models, {len(models)} was given: name a run, or another saved model")
     refs = tuple((model.variant, _ref(model.folder)) for model in models)
+    track = Track(root=Path("/"), batch_size=batch_size, device=device)
     with machine_lock(progress, "a measurement of saved models"):
-        held = race(refs, root=Path("/"), batch_size=batch_size, device=device, progress=progress)
+        sessions, void = hold_sessions(lambda number: hold_one(refs, track, number, progress=progress), num_sessions)
+    held = pool(sessions, void)
     return {ref.path: model.name for (_, ref), model in zip(refs, models, strict=True)}, held
 
 

@@ -2,32 +2,42 @@
 
 import random
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from profiling_agent.benchmarking.statistics import Score, log_ratios, pool
+import numpy as np
+import psutil
+
+from profiling_agent.benchmarking.statistics import NUM_RESAMPLES, Ratios, log_ratios, of_one_session
 from profiling_agent.errors import JobError
 from profiling_agent.progress import Progress, silent
 
-# A session ends once every interval is this narrow, relative to its speed-up, or after this many repeats. What equal
-# processes differ by makes an interval about twice that wide, so the bound is on the part that repeats can narrow.
-NARROW, MAX_REPEATS = 0.04, 40
+# A session that only chooses ends once every interval is this narrow, relative to its speed-up. What equal processes differ
+# by makes an interval about twice that wide, so the bound is on the part that more turns can narrow.
+NARROW, NARROW_REPEATS, MAX_REPEATS = 0.04, 6, 40
 # Forty samples of ten passes keep 400 times a model at most.
 MAX_RUNS = 10
-# Whoever is surely less than half as fast as the best stops early.
-HOPELESS = 0.5
-# Between repeats the machine waits, and an interval is only asked whether it is narrow.
-NUM_ROUGH_RESAMPLES = 300
+# Whose best turn takes longer than the worst of the fastest, this many times as long, is far behind.
+FAR_BEHIND, FAR_BEHIND_REPEATS = 2.0, 2
+# Of the machine's memory, what the processes of a session may hold together.
+MEMORY_FRACTION = 0.5
+# Between turns the machine waits, and an interval is only asked whether it is narrow.
+NUM_ROUGH_RESAMPLES = NUM_RESAMPLES // 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionLimits:
-    """How long one session may take: it ends after `max_seconds`, but not before `min_repeats`."""
+    """How long one session may take.
 
-    seconds_per_sample: float = 0.25
-    min_repeats: int = 12
-    max_seconds: float = 30.0
+    A turn has as many passes as fit in `seconds_per_turn`, and at least one; a session ends after `seconds_per_model` for each
+    of its models, but not before `min_repeats` turns of each. `memory_bytes` is by default half of the machine's.
+    """
+
+    seconds_per_turn: float = 0.25
+    seconds_per_model: float = 3.0
+    min_repeats: int = 3
+    memory_bytes: int = field(default_factory=lambda: int(MEMORY_FRACTION * psutil.virtual_memory().total))
 
 
 class Timed(Protocol):
@@ -45,87 +55,122 @@ class Timed(Protocol):
         """Return the milliseconds of `runs` passes; JobError where it crashed or hung."""
         ...
 
+    def peak_bytes(self) -> int | None:
+        """Return the most its process has held resident; None where this system doesn't tell."""
+        ...
+
 
 @dataclass(slots=True)
 class RaceSession:
-    """What one session brought, by model: its samples, who stopped early without a chance, and who failed, with why."""
+    """What one session brought, by model: its samples, and log(first's time / its time) of each of its turns.
+
+    `far_behind` stopped early, `lost` failed, with why, and `waiting` did not begin, for want of memory.
+    """
 
     samples: dict[int, list[list[float]]] = field(default_factory=dict[int, list[list[float]]])
-    hopeless: set[int] = field(default_factory=set[int])
+    ratios: dict[int, Ratios] = field(default_factory=dict[int, Ratios])
+    peak_bytes: dict[int, int] = field(default_factory=dict[int, int])
+    far_behind: set[int] = field(default_factory=set[int])
     lost: dict[int, str] = field(default_factory=dict[int, str])
+    waiting: tuple[int, ...] = ()
     num_repeats: int = 0
 
 
 def run_session(
-    processes: Mapping[int, Timed], *, limits: SessionLimits, seed: int = 0, progress: Progress = silent
+    processes: Mapping[int, Timed],
+    *,
+    limits: SessionLimits,
+    seed: int = 0,
+    chooses: bool = True,
+    progress: Progress = silent,
 ) -> RaceSession:
     """Let `processes` take turns; number 0 is the baseline, and all others are compared with it.
 
+    A session that `chooses` lets go of whoever is far behind, and goes on without whoever fails; what it has no memory for
+    waits. Any other session is all of them from beginning to end.
+
     Raises:
-        JobError: the baseline crashed or hung. Others that do drop out.
+        JobError: the baseline crashed or hung, or anybody did where the session doesn't choose.
     """
     session, shuffle = RaceSession(), random.Random(seed)
-    runs = _load(processes, session, limits)
-    order, started = list(runs), time.monotonic()
+    runs = _load(processes, session, limits, chooses=chooses)
+    order, started, seconds = list(runs), time.monotonic(), limits.seconds_per_model * len(runs)
     session.samples = {index: [] for index in order}
     while True:
         # Whoever always ran after the largest model would always find the caches as that one left them.
         shuffle.shuffle(order)
         for index in order:
-            _take_sample(processes[index], index, runs[index], session)
+            _take_turn(processes[index], index, runs[index], session, chooses=chooses)
         session.num_repeats += 1
         progress("racing", session.num_repeats, MAX_REPEATS)
         order = [index for index in order if index not in session.lost]
-        if session.num_repeats < limits.min_repeats:
-            continue
-        scores = {index: _so_far(session, index, seed) for index in order if index}
-        session.hopeless |= hopeless(scores)
-        order = [index for index in order if index not in session.hopeless]
-        is_narrow = all(score.width <= NARROW for index, score in scores.items() if index in order)
-        if is_narrow or session.num_repeats >= MAX_REPEATS or time.monotonic() - started > limits.max_seconds:
-            return session
+        if chooses:
+            session.far_behind |= _far_behind(session, order)
+            order = [index for index in order if index not in session.far_behind]
+        if session.num_repeats >= MAX_REPEATS:
+            break
+        is_late = time.monotonic() - started >= seconds
+        if session.num_repeats >= limits.min_repeats and (is_late or (chooses and _is_narrow(session, order))):
+            break
+    session.ratios = {index: log_ratios(own, session.samples[0]) for index, own in session.samples.items()}
+    peaks = {index: processes[index].peak_bytes() for index in session.samples}
+    session.peak_bytes = {index: peak for index, peak in peaks.items() if peak is not None}
+    return session
 
 
-def hopeless(scores: Mapping[int, Score]) -> set[int]:
-    """Return the models that are surely less than half as fast as the best, the baseline among those."""
-    best = max((score.low for score in scores.values()), default=1.0)
-    return {index for index, score in scores.items() if score.high < HOPELESS * max(best, 1.0)}
+def _far_behind(session: RaceSession, order: Sequence[int]) -> set[int]:
+    if session.num_repeats < FAR_BEHIND_REPEATS:
+        return set()
+    turns = {index: [float(np.median(sample)) for sample in session.samples[index]] for index in order}
+    fastest = min(turns.values(), key=np.median)
+    return {index for index, own in turns.items() if index and min(own) > FAR_BEHIND * max(fastest)}
 
 
-def _so_far(session: RaceSession, index: int, seed: int) -> Score:
-    ratios = log_ratios(session.samples[index], session.samples[0])
-    return pool([ratios], [], seed=seed, process_spread=0.0, num_resamples=NUM_ROUGH_RESAMPLES)
+def _is_narrow(session: RaceSession, order: Sequence[int]) -> bool:
+    if session.num_repeats < NARROW_REPEATS:
+        return False
+    ratios = [log_ratios(session.samples[index], session.samples[0]) for index in order if index]
+    rough = [of_one_session(own, process_spread=0.0, num_resamples=NUM_ROUGH_RESAMPLES) for own in ratios]
+    return all(score.width <= NARROW for score in rough)
 
 
-def _load(processes: Mapping[int, Timed], session: RaceSession, limits: SessionLimits) -> dict[int, int]:
-    """Have each load while the next one starts, and return how many passes of each make a sample.
+def _load(
+    processes: Mapping[int, Timed], session: RaceSession, limits: SessionLimits, *, chooses: bool
+) -> dict[int, int]:
+    """Have each load while the next one starts, and return how many passes of each make a turn.
 
-    No more than two load at a time: converting weights takes several times what holding them does.
+    No more than two load at a time: converting weights takes several times what holding them does. The next is taken to
+    hold what the largest so far does; the baseline and one more are let in whatever they hold.
     """
     runs: dict[int, int] = {}
-    waiting = list(processes)
-    for place, index in enumerate(waiting):
+    order, held = list(processes), list[int]()
+    for place, index in enumerate(order):
+        room = [limits.memory_bytes - sum(held) - ahead * max(held, default=0) for ahead in (1, 2)]
+        if chooses and len(runs) > 1 and room[0] < 0:
+            session.waiting = tuple(order[place:])
+            break
         try:
-            for ahead in waiting[place : place + 2]:
+            for ahead in order[place : place + (1 if chooses and place and room[1] < 0 else 2)]:
                 processes[ahead].start()
             processes[index].wait_until_ready()
             pass_ms = min(processes[index].take_sample(2))
         except JobError as error:
-            _drop(index, error, session)
+            _lose(index, error, session, chooses=chooses)
         else:
-            runs[index] = max(1, min(MAX_RUNS, int(limits.seconds_per_sample * 1e3 / pass_ms)))
+            runs[index] = max(1, min(MAX_RUNS, int(limits.seconds_per_turn * 1e3 / pass_ms)))
+            held.append(processes[index].peak_bytes() or 0)
     return runs
 
 
-def _take_sample(timed: Timed, index: int, runs: int, session: RaceSession) -> None:
+def _take_turn(timed: Timed, index: int, runs: int, session: RaceSession, *, chooses: bool) -> None:
     try:
         session.samples[index].append(timed.take_sample(runs))
     except JobError as error:
-        _drop(index, error, session)
+        _lose(index, error, session, chooses=chooses)
 
 
-def _drop(index: int, error: JobError, session: RaceSession) -> None:
-    if index == 0:
+def _lose(index: int, error: JobError, session: RaceSession, *, chooses: bool) -> None:
+    if index == 0 or not chooses:
         raise error
     session.lost[index] = str(error)
     session.samples.pop(index, None)

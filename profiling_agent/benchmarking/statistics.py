@@ -1,8 +1,9 @@
-"""Statistics of times: medians with intervals, and the speed-ups that the samples of a race give. No torch here.
+"""Statistics of times: medians with intervals, and the speed-ups that the turns of a race give. No torch here.
 
-Repeats of one session share its processes, and two processes of equal models differ for as long as they live. So a
-speed-up's interval covers both: a bootstrap over the repeats of each session, and the spread between sessions, which is
-taken to be no smaller than what equal models showed (`PROCESS_SPREAD`).
+Turns of one session share its processes, and two processes of equal models differ for as long as they live; sessions differ
+by what else the machine did. Neither is averaged out by more turns. So what a speed-up is worth is told by sessions in
+new processes alone (Student's t over them); of one session there is an interval that assumes what processes differ by, good
+enough to choose with and for nothing else.
 """
 
 import math
@@ -17,8 +18,8 @@ from profiling_agent.records import LatencyStats
 
 NUM_RESAMPLES = 2000
 CONFIDENCE = 0.95
-# Standard deviation of the log ratio of two processes of one model, with workers that keep their memory: six processes
-# of a small ViT at batch 32 in one race, two cores (docs/decisions/LOG.md).
+# Standard deviation of the log ratio of two processes of one model: six processes of a small ViT at batch 32 in one race,
+# two cores (docs/decisions/LOG.md). Assumed of one session alone.
 PROCESS_SPREAD = 0.02
 Samples = Sequence[Sequence[float]]
 Ratios = NDArray[np.float64]
@@ -26,21 +27,20 @@ Ratios = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """One model's times in a race, and its speed-up over the first model with a 95% interval."""
+    """How many times as fast one model is as another, with a 95% interval."""
 
-    samples_ms: list[float]
     speedup: float
     low: float
     high: float
 
     @property
     def is_shown_slower(self) -> bool:
-        """Return whether even the upper bound says that it is slower than the first."""
+        """Return whether even the upper bound says that it is slower than the other."""
         return self.high < 1
 
     @property
     def is_shown_faster(self) -> bool:
-        """Return whether even the lower bound says that it is faster than the first."""
+        """Return whether even the lower bound says that it is faster than the other."""
         return self.low > 1
 
     @property
@@ -49,40 +49,54 @@ class Score:
         return (self.high - self.low) / self.speedup
 
 
+EQUAL = Score(1.0, 1.0, 1.0)
+
+
 def log_ratios(samples: Samples, baseline: Samples) -> Ratios:
-    """Return log(baseline time / time) of each repeat that both took part in.
+    """Return log(baseline time / time) of each turn that both took.
 
-    Times of a repeat are medians taken within seconds of each other: a machine that slows down over a minute slows both.
+    Times of a turn are medians taken within seconds of each other: a machine that slows down over a minute slows both.
     """
-    own, first = (np.array([np.median(sample) for sample in of]) for of in (samples, baseline))
-    return np.log(first[: len(own)] / own)
+    both = min(len(samples), len(baseline))
+    own, first = (np.array([np.median(sample) for sample in of[:both]]) for of in (samples, baseline))
+    return np.log(first / own)
 
 
-def pool(
-    sessions: Sequence[Ratios],
-    samples_ms: list[float],
-    *,
-    seed: int,
-    process_spread: float = PROCESS_SPREAD,
-    num_resamples: int = NUM_RESAMPLES,
+def score(sessions: Sequence[Ratios], *, seed: int = 0) -> Score:
+    """Return the score that the log ratios of one or more sessions give: of each session the median over its turns."""
+    if len(sessions) > 1:
+        return over_sessions([float(np.median(ratios)) for ratios in sessions])
+    return of_one_session(sessions[0], seed=seed)
+
+
+def over_sessions(log_speedups: Sequence[float]) -> Score:
+    """Return the geometric mean of the sessions' speed-ups with its Student's t interval on the logarithms.
+
+    Takes at least two; says nothing of other machines, and of other days only as far as these sessions are like them.
+    """
+    mean, error = float(np.mean(log_speedups)), float(stats.sem(log_speedups))
+    reach = float(stats.t.ppf((1 + CONFIDENCE) / 2, len(log_speedups) - 1)) * error
+    return Score(*(math.exp(value) for value in (mean, mean - reach, mean + reach)))
+
+
+def bound_over_sessions(log_ratios: Sequence[float], error: float) -> float:
+    """Return the one-sided Student's t bound of the mean, the upper one; where `error` is negative, the lower one."""
+    reach = float(stats.t.ppf(1 - abs(error), len(log_ratios) - 1)) * float(stats.sem(log_ratios))
+    return float(np.mean(log_ratios)) + math.copysign(reach, error)
+
+
+def of_one_session(
+    ratios: Ratios, *, seed: int = 0, process_spread: float = PROCESS_SPREAD, num_resamples: int = NUM_RESAMPLES
 ) -> Score:
-    """Return the score that the log ratios of one or more sessions give together.
+    """Return the median of one session's log ratios, and the middle 95% of bootstrap draws of it.
 
-    The speed-up is the geometric mean over sessions of the median over repeats; the interval holds the middle 95% of
-    bootstrap draws of it, to each of which the spread of that many sessions is added.
+    To each draw the spread between processes is added, which one session can't tell.
     """
     rng = np.random.default_rng(seed)
-    medians = np.array([np.median(ratios) for ratios in sessions])
-    spread = float(np.std(medians, ddof=1)) if len(medians) > 1 else 0.0
-    draws = np.mean([_resampled(ratios, rng, num_resamples) for ratios in sessions], axis=0)
-    draws = draws + rng.normal(0.0, max(process_spread, spread) / math.sqrt(len(sessions)), num_resamples)
-    low, high = np.quantile(draws, ((1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2))
-    return Score(samples_ms, *(math.exp(value) for value in (medians.mean(), low, high)))
-
-
-def _resampled(ratios: Ratios, rng: np.random.Generator, num_resamples: int) -> Ratios:
     chosen = rng.integers(0, len(ratios), (num_resamples, len(ratios)))
-    return np.median(ratios[chosen], axis=1)
+    draws = np.median(ratios[chosen], axis=1) + rng.normal(0.0, process_spread, num_resamples)
+    low, high = np.quantile(draws, ((1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2))
+    return Score(*(math.exp(value) for value in (float(np.median(ratios)), low, high)))
 
 
 def detectable(scores: Sequence[Score]) -> float:

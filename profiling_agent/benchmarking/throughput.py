@@ -33,7 +33,7 @@ BATCH_SIZES = (1, 8, 32)
 # A runtime may take another way through its kernels, and more memory, after its first pass.
 MEMORY_PASSES = 3
 # Throughput is reported, and decides nothing: fewer repeats than a race has will do.
-LIMITS = SessionLimits(seconds_per_sample=0.25, min_repeats=8, max_seconds=20.0)
+LIMITS = SessionLimits(seconds_per_model=2.0)
 
 
 def throughput(  # noqa: PLR0913 (how it is measured belongs to the result)
@@ -91,7 +91,7 @@ def memory_use(
         JobError: the process died or hung; or this system doesn't tell what a process held at most.
     """
     start = Start(batch_size=batch_size, device=device, num_threads=num_threads)
-    with TimedProcess(worker_command(root / model.path), start, keeps_memory=False) as process:
+    with TimedProcess(worker_command(root / model.path), start) as process:
         process.wait_until_ready()
         process.take_sample(MEMORY_PASSES)
         peak_bytes = peak_memory_bytes(process.pid)

@@ -1,20 +1,18 @@
 """Timed process: one model in a process of its own, seen from the parent. No torch here."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from profiling_agent.benchmarking.worker import Reply, SampleRequest, Start
+from profiling_agent.errors import JobError
 from profiling_agent.processes.child import Child, Wording, child_command
+from profiling_agent.processes.memory import peak_memory_bytes
 
 # Importing torch and reading a large model takes a minute on a busy machine; a hang takes for ever.
 LOAD_TIMEOUT_S, SAMPLE_TIMEOUT_S = 600.0, 300.0
-# glibc hands large buffers back to the system and fetches them again, pass after pass, or doesn't, by what a process
-# happened to allocate before: processes of equal models differed by 12% for as long as they lived, and by 1.4% where all
-# keep their memory. (Runtimes with arenas of their own keep it anyway.)
-KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
 
 
 def worker_command(folder: Path) -> list[str]:
@@ -25,13 +23,13 @@ def worker_command(folder: Path) -> list[str]:
 class TimedProcess:
     """One child process with one model; a context manager that leaves no process behind."""
 
-    def __init__(self, command: Sequence[str], start: Start, *, keeps_memory: bool = True) -> None:
+    def __init__(self, command: Sequence[str], start: Start, *, environment: Mapping[str, str] | None = None) -> None:
         """Note what to run; nothing runs before `start` or `wait_until_ready`.
 
-        `keeps_memory` is for times; without it the process holds what it would hold on its own.
+        The allocator's settings are those that a process has which loads the model for its own use, though others would
+        be steadier (docs/decisions/0016); `environment` is for whoever compares them.
         """
-        self._command, self._start = command, start
-        self._environment = KEEP_MEMORY if keeps_memory else {}
+        self._command, self._start, self._environment = command, start, environment
         self._started: Child[Reply] | None = None
 
     def start(self) -> None:
@@ -67,6 +65,13 @@ class TimedProcess:
         """Return the milliseconds of `runs` forward passes; JobError where the child crashes or takes too long."""
         self._child.send(SampleRequest(runs=runs))
         return list(self._receive(timeout_s).samples_ms)
+
+    def peak_bytes(self) -> int | None:
+        """Return the most that the child has held resident; None where this system doesn't tell."""
+        try:
+            return peak_memory_bytes(self.pid)
+        except JobError:
+            return None
 
     def _receive(self, timeout_s: float) -> Reply:
         return self._child.receive(time.monotonic() + timeout_s, f"said nothing for {timeout_s:g} s")

@@ -16,8 +16,9 @@ from profiling_agent.processes.serve import Parent
 from profiling_agent.records import Record
 from profiling_agent.reproducibility import available_threads
 
-# The first pass of a sample finds caches and threads as the other workers left them; it isn't counted.
-WARMUP = 1
+# The first pass of a sample finds caches and threads as the other workers left them, which takes milliseconds to mend: it
+# isn't counted, unless passes take so long that it can't matter.
+LONG_MS = 1000.0
 
 
 class Start(Record):
@@ -50,10 +51,15 @@ def serve(open_model: Callable[[Start], Callable[[], float]]) -> None:
     parent = Parent()
     run_once = open_model(parent.receive(Start))
     parent.send(Reply(kind="ready"))
+    warmed = False
     while True:
         sample = parent.receive(SampleRequest)
-        times = [run_once() for _ in range(WARMUP + sample.runs)]
-        parent.send(Reply(kind="times", samples_ms=tuple(times[WARMUP:])))
+        first = run_once()
+        times = [first] if warmed and first > LONG_MS else []
+        while len(times) < sample.runs:
+            times.append(run_once())
+        warmed = True
+        parent.send(Reply(kind="times", samples_ms=tuple(times)))
 
 
 def open_artifact(folder: Path, start: Start) -> Callable[[], float]:

@@ -21,7 +21,9 @@ NAMES = "table1|table2|table3|table4|table5|figure5"
 def reproduce(  # noqa: PLR0913, PLR0917 (a command's options)
     name: Annotated[str, typer.Argument(metavar=NAMES, help="what of the paper to make")],
     models: Annotated[list[str] | None, typer.Option(help="your models; by default the paper's, from the Hub")] = None,
-    data: Annotated[str | None, typer.Option(help="your labelled images; by default Imagenette")] = None,
+    data: Annotated[
+        str | None, typer.Option(help="your labelled images, of one configuration; by default Imagenette")
+    ] = None,
     advisor: Annotated[list[str] | None, typer.Option(help="table5: language models to compare, two times")] = None,
     base_url: Annotated[str | None, typer.Option(help="address of their server")] = None,
     num_samples: Annotated[int | None, typer.Option(min=50, help="images to search on")] = None,
@@ -32,9 +34,10 @@ def reproduce(  # noqa: PLR0913, PLR0917 (a command's options)
 ) -> None:
     """Run our pipeline and the paper's baselines on models and data, beside the numbers that the paper prints.
 
-    Without a network the embedded models and digits stand in, and what could not be run is said.
+    Without a network the embedded models and digits stand in, and what could not be run is said. Imagenette has several
+    configurations on the Hub, none of which can be named here: have one of them in a folder.
 
-    `profiling-agent reproduce table1 --models microsoft/resnet-101 --data frgfm/imagenette`
+    `profiling-agent reproduce table1 --models microsoft/resnet-101 --data ./imagenette-320px`
     """
     from profiling_agent.reproduce.study import Reproduction, subjects_of
     from profiling_agent.reproduce.tables import TABLES

@@ -108,6 +108,9 @@ class Deployed:
         pixel_values = prepared.get("pixel_values")
         if not isinstance(pixel_values, np.ndarray):
             raise refuse(f"{type(pixel_values).__name__} instead of pixel values")
+        if pixel_values.dtype.kind not in "fiu" or not np.isfinite(pixel_values).all():
+            # Some runtimes end with an error of their own at these.
+            raise refuse("pixel values that are no finite numbers")
         return pixel_values
 
     def _label(self, class_id: int) -> str:

@@ -70,14 +70,15 @@ def at_a_look(counts: Counts, num_looks: int) -> AccuracyDrop:
     )
 
 
-def _counts(drop: AccuracyDrop) -> Counts:
+def counts_of(drop: AccuracyDrop) -> Counts:
+    """Return what a drop was told from."""
     return Counts(drop.num_lost, drop.num_gained, drop.num_images)
 
 
 def one_sided_bound(drop: AccuracyDrop, confidence: float) -> float:
     """Return the value that the true drop stays below with this confidence, by the same method as the interval."""
     if drop.num_looks > 1:
-        return upper_bound(_counts(drop), 1 - confidence)
+        return upper_bound(counts_of(drop), 1 - confidence)
     centre, error = _centre_and_error(drop.num_lost, drop.num_gained, drop.num_images)
     return min(centre + _normal_quantile(confidence) * error, 1.0)
 
@@ -88,7 +89,7 @@ def images_to_certify(drop: AccuracyDrop, max_drop: float, confidence: float = C
     None where the drop that was seen isn't below `max_drop`: then no number of images would.
     """
     if drop.num_looks > 1:
-        return images_until_kept(_counts(drop), max_drop, 1 - confidence)
+        return images_until_kept(counts_of(drop), max_drop, 1 - confidence)
     if drop.drop >= max_drop:
         return None
     lost, gained = drop.num_lost / drop.num_images, drop.num_gained / drop.num_images
@@ -106,3 +107,17 @@ def images_to_certify(drop: AccuracyDrop, max_drop: float, confidence: float = C
         middle = (enough + too_few) // 2
         too_few, enough = (too_few, middle) if suffices(middle) else (middle, enough)
     return enough
+
+
+def perfect_bound(num_images: int, confidence: float) -> float:
+    """Return the bound where not one of so many images is answered differently: no smaller drop can be shown of them."""
+    centre, error = _centre_and_error(0, 0, num_images)
+    return min(centre + _normal_quantile(confidence) * error, 1.0)
+
+
+def least_images(max_drop: float, confidence: float) -> int | None:
+    """Return how few images can show a drop of at most `max_drop`, if none is answered differently; None where none can."""
+    if max_drop <= 0:
+        return None
+    # The bound of n images is z sqrt(2) / (n + 2).
+    return max(math.ceil(_normal_quantile(confidence) * math.sqrt(2) / max_drop) - 2, 1)

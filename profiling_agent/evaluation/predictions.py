@@ -1,30 +1,90 @@
 """A model's answers on disk. No torch here: whoever only compares answers shouldn't wait for it."""
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file, save
 
 from profiling_agent.errors import ArtifactError
+from profiling_agent.files import open_regular, write_bytes
+from profiling_agent.foreign import foreign_code, on_behalf
 
 Classes = NDArray[np.int64]
+DTYPES = {"predicted": np.int64, "true": np.int64, "margin": np.float32}
+# What is predicted where the logits name no class.
+NO_CLASS = -1
 
 
-def write_predictions(path: Path, predicted: Classes, true: Classes) -> None:
-    """Write predicted and true class ids, one each per image and in the same order."""
-    if predicted.shape != true.shape:
-        raise ValueError(f"{predicted.shape!r} predictions for {true.shape!r} labels: give one of each per image")
-    save_file({"predicted": predicted.astype(np.int64), "true": true.astype(np.int64)}, path)
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """What a model says of images, one of each per image: predicted and true class ids, and the margin.
+
+    The margin, float32, is by how much the top logit is above the runner-up. An image one of whose logits is NaN or
+    positive infinity has no answer: it counts as wrong, its class is NO_CLASS and its margin 0.
+    """
+
+    predicted: Classes
+    true: Classes
+    margin: NDArray[np.float32]
+
+    @property
+    def right(self) -> NDArray[np.bool_]:
+        """Return which images were answered right."""
+        return self.predicted == self.true
 
 
-def read_predictions(path: Path) -> tuple[Classes, Classes]:
-    """Return predicted and true class ids; ArtifactError where the file isn't what `write_predictions` wrote."""
+def answers_of(logits: NDArray[np.float32], true: Classes) -> Answers:
+    """Return what logits (images, classes) say of images with these true class ids.
+
+    Raises:
+        ValueError: these aren't as many rows of logits, of one class at least, as there are class ids.
+    """
+    if logits.ndim != 2 or logits.shape[1] < 1 or true.shape != (len(logits),):
+        raise ValueError(f"logits {logits.shape!r} for {true.shape!r} labels: give a row for each image")
+    # A class that is ruled out may have a logit of minus infinity.
+    has_answer = (logits < np.inf).all(axis=1) & (logits.max(axis=1) > -np.inf)
+    known = np.where(has_answer[:, None], logits, np.float32(0))
+    predicted = np.where(has_answer, known.argmax(axis=1), NO_CLASS).astype(np.int64)
+    largest = np.finfo(np.float32).max
+    margin = np.full(len(known), largest, np.float32)
+    if known.shape[1] > 1:
+        runner_up, top = np.partition(known, -2, axis=1)[:, -2:].T
+        with np.errstate(over="ignore"):
+            margin = np.minimum(top - runner_up, largest)
+    return Answers(predicted, true.astype(np.int64), np.where(has_answer, margin, 0).astype(np.float32))
+
+
+def joined(parts: list[Answers]) -> Answers:
+    """Return the answers of some sets of images, at least one, as those of one set, in the order given."""
+    return Answers(*(np.concatenate([getattr(part, name) for part in parts]) for name in DTYPES))
+
+
+def write_predictions(path: Path, answers: Answers) -> None:
+    """Write a model's answers."""
+    held = {name: np.ascontiguousarray(getattr(answers, name), kind) for name, kind in DTYPES.items()}
+    write_bytes(path, save(held))
+
+
+def read_predictions(path: Path) -> Answers:
+    """Return the answers in a file; ArtifactError where it isn't what `write_predictions` wrote."""
+
+    def refuse(said: str) -> ArtifactError:
+        return ArtifactError(f"the predictions in {str(path)!r} can't be read ({said}): evaluate again")
+
     try:
-        arrays = load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise ArtifactError(f"the predictions in {str(path)!r} can't be read ({error}): evaluate again") from error
-    if arrays.keys() != {"predicted", "true"}:
-        raise ArtifactError(f"{str(path)!r} holds {sorted(arrays)!r} and no predictions: evaluate again")
-    return arrays["predicted"], arrays["true"]
+        open_regular(path, max_bytes=None).close()
+    except OSError as error:
+        raise refuse(error.strerror or str(error)) from error
+    with foreign_code(refuse):
+        arrays = on_behalf(load_file, path)
+    if arrays.keys() != DTYPES.keys():
+        raise refuse(f"it holds {', '.join(map(ascii, sorted(arrays)))[:80]}")
+    shapes = {array.shape for array in arrays.values()}
+    if len(shapes) != 1 or any(array.ndim != 1 or array.dtype != DTYPES[name] for name, array in arrays.items()):
+        raise refuse("it doesn't hold one class, one true class and one margin for each image")
+    answers = Answers(**arrays)
+    if not (np.isfinite(answers.margin) & (answers.margin >= 0) & (answers.predicted >= NO_CLASS)).all():
+        raise refuse("a margin or a class that no model gives")
+    return answers

@@ -8,6 +8,7 @@ from profiling_agent.iteration.evaluator import Evaluator
 from profiling_agent.iteration.judge import judge
 from profiling_agent.jobs.tasks import PruneTask, RecoverTask
 from profiling_agent.records import (
+    SHARD,
     ArtifactRef,
     Attempt,
     Deployment,
@@ -109,13 +110,13 @@ def quantize_attempt(evaluator: Evaluator, prepared: PreparedAttempt, deployment
 
 def open_journal(evaluator: Evaluator, plan: Plan) -> Journal:
     """Measure what every attempt is compared with: the baseline, and the deployments that are possible for it."""
-    baseline = evaluator.evaluate(Variant.BASELINE, evaluator.baseline, evaluator.acquired.search)
     if evaluator.goal.selection == "paper":
-        return Journal(baseline=baseline)
+        return Journal(baseline=evaluator.evaluate_baseline(evaluator.acquired.search))
+    baseline = evaluator.evaluate_baseline(evaluator.acquired.search, range(SHARD))
     deployments = possible_deployments(plan, evaluator.choices)
     if not deployments:
         return Journal(baseline=baseline)
-    tried = try_deployments(evaluator, evaluator.baseline, deployments, (baseline,))
+    tried = try_deployments(evaluator, evaluator.baseline, deployments, baseline)
     search = as_search(tried, evaluator.choices.notes)
     quantized = search.of(search.chosen).evaluation if search.chosen else None
     return Journal(baseline=baseline, deployment_search=search, quantized=quantized)
@@ -146,16 +147,15 @@ def measure_attempt(evaluator: Evaluator, prepared: PreparedAttempt, journal: Jo
     )
     if prepared.failure is not None or prepared.deployed is None:
         return failed
-    search, baseline = evaluator.acquired.search, journal.baseline
     try:
         variant = _deployed_variant(prepared)
-        deployed = evaluator.evaluate(variant, prepared.deployed, search, baseline, prepared.deployment)
+        deployed = evaluator.search(variant, prepared.deployed, prepared.deployment)
         pruned = deployed if variant is Variant.PRUNED else None
         if prepared.fp32 and pruned is None and number == 1:
-            pruned = evaluator.evaluate(Variant.PRUNED, prepared.fp32, search, baseline)
+            pruned = evaluator.search(Variant.PRUNED, prepared.fp32)
     except (ArtifactError, JobError) as error:
         return failed.model_copy(update={"reason": str(error)})
-    judgement = judge(deployed, baseline, evaluator.goal)
+    judgement = judge(deployed, evaluator.goal)
     return failed.model_copy(
         update={
             "pruned": pruned,

@@ -15,6 +15,7 @@ from profiling_agent.iteration.evaluator import Evaluator
 from profiling_agent.iteration.judge import judge
 from profiling_agent.iteration.selection import preference, size_ratio
 from profiling_agent.records import (
+    SHARD,
     ArtifactRef,
     DeployedModel,
     Deployment,
@@ -30,7 +31,6 @@ from profiling_agent.records import (
 MAX_DISTANCE = 1e-3
 # A point of top-1 goes with 0.01 to 0.02 nats (docs/decisions/LOG.md): ten times that is hopeless, whatever the floor.
 HOPELESS_KL, KL_PER_ACCURACY = 0.2, 20.0
-SAMPLE_IMAGES = 256
 # As many deployments that keep the accuracy are measured in full; the pruned model is tried in all of them.
 NUM_IN_FULL = 3
 
@@ -39,12 +39,11 @@ NUM_IN_FULL = 3
 class TriedDeployments:
     """A model in several deployments, each as far as it came, and the one that the contract prefers.
 
-    `variants` is everything raced that was measured before; `not_raced` says why a race could not be held.
+    `not_raced` says why a race could not be held.
     """
 
     options: tuple[DeploymentOption, ...]
     best: DeploymentOption | None
-    variants: tuple[Evaluation, ...]
     race: Race | None = None
     not_raced: str | None = None
 
@@ -66,46 +65,35 @@ def as_search(tried: TriedDeployments, notes: tuple[str, ...]) -> DeploymentSear
 
 
 def try_deployments(
-    evaluator: Evaluator,
-    model: ArtifactRef,
-    deployments: Sequence[Deployment],
-    beside: Sequence[Evaluation],
-    own: Evaluation | None = None,
+    evaluator: Evaluator, model: ArtifactRef, deployments: Sequence[Deployment], baseline: Evaluation
 ) -> TriedDeployments:
     """Make `model`, float32, in each of `deployments`; check, race and rank them.
 
-    Without an `own` deployment, in which the model was measured already, there are many to tell apart: a few hundred
-    images are seen before the race, and all search images after it, by the fastest alone. With one there are few, which
-    are taken as they are, and all images are seen before the race. What is `beside` takes part in the race, the baseline
-    first, and `own` is among it.
-
-    Whatever a conversion or a runtime does costs that deployment its place and the run nothing.
+    There are many to tell apart: a few hundred images are seen before the race, and all search images after it, by the
+    fastest alone. Whatever a conversion or a runtime does costs that deployment its place and the run nothing.
     """
-    deployer, trying = evaluator.deployer, _Trying(evaluator, own.variant if own else Variant.QUANTIZED, beside[0])
+    trial = Trial(evaluator, Variant.QUANTIZED, baseline)
     options: list[DeploymentOption] = []
-    if own is not None:
-        options.append(DeploymentOption(deployment=own.deployment, evaluation=own, keeps_accuracy=True, reason=""))
     for deployment in deployments:
-        option = deployer.make(model, deployment, choose_layers=own is None)
-        options.append(trying.check(option) if own is None else trying.measure(option))
-    entered = [option for option in options if _is_in(option) and option.evaluation not in beside]
-    variants = (*beside, *(option.evaluation for option in entered if option.evaluation))
+        option = evaluator.deployer.make(model, deployment, choose_layers=True)
+        options.append(trial.check(option))
+    entered = [option for option in options if _is_in(option)]
     race, not_raced = None, None
     # Without a rival there is nothing to choose; the race at the end of the run shows whether it is faster at all.
-    if own is not None or len(entered) > 1:
+    if len(entered) > 1:
         try:
-            race = trying.race(beside, entered)
+            race = trial.race(entered)
         except JobError as error:
             not_raced = str(error)
     if race is not None:
         options = [_raced(option, race) for option in options]
-    options = trying.finish(options)
-    best = min((option for option in options if option.keeps_accuracy), key=trying.rank, default=None)
-    return TriedDeployments(tuple(options), best, variants, race, not_raced)
+    options = trial.finish(options)
+    best = min((option for option in options if option.keeps_accuracy), key=trial.rank, default=None)
+    return TriedDeployments(tuple(options), best, race, not_raced)
 
 
 @dataclass(frozen=True)
-class _Trying:
+class Trial:
     """What the deployments of one float32 model are measured with, and the baseline's evaluation on the search images."""
 
     evaluator: Evaluator
@@ -120,7 +108,10 @@ class _Trying:
         if refused := _refused_by_logits(option.deployed, goal):
             return option.model_copy(update={"reason": refused})
         try:
-            sample = self._evaluate(option, range(SAMPLE_IMAGES)).drop
+            search = self.evaluator.acquired.search
+            sample = self.evaluator.evaluate(
+                self.variant, _model(option), search, self.baseline, option.deployment, images=range(SHARD)
+            ).drop
         except REFUSALS as error:
             return option.model_copy(update={"reason": f"could not be run: {error}"})
         assert sample is not None, "a sample is compared with the baseline"
@@ -129,16 +120,16 @@ class _Trying:
             said = f"lost {sample.drop:.1%} of top-1 on {sample.num_images} images, {sample.low:.1%} at least"
         return option.model_copy(update={"sample": sample, "reason": said})
 
-    def measure(self, option: DeploymentOption, *, memory: bool = False) -> DeploymentOption:
-        """Measure on all search images, and the memory too where that is asked for here, and judge."""
+    def measure(self, option: DeploymentOption) -> DeploymentOption:
+        """Measure on as many search images as it takes, and the memory where the contract asks, and judge."""
         if option.deployed is None:
             return _not_made(option)
         try:
-            evaluation = self._evaluate(option)
-            memory_ratio = self.evaluator.memory_ratio(option.deployed.model) if memory else None
+            evaluation = self.evaluator.search(self.variant, _model(option), option.deployment)
+            memory_ratio = self.evaluator.memory_ratio(option.deployed.model)
         except REFUSALS as error:
             return option.model_copy(update={"reason": f"could not be run: {error}"})
-        judgement = judge(evaluation, self.baseline, self.evaluator.goal)
+        judgement = judge(evaluation, self.evaluator.goal)
         return option.model_copy(
             update={
                 "evaluation": evaluation,
@@ -148,17 +139,13 @@ class _Trying:
             }
         )
 
-    def _evaluate(self, option: DeploymentOption, images: range | None = None) -> Evaluation:
-        model, search = _model(option), self.evaluator.acquired.search
-        return self.evaluator.evaluate(self.variant, model, search, self.baseline, option.deployment, images=images)
-
-    def race(self, beside: Sequence[Evaluation], entered: Sequence[DeploymentOption]) -> Race:
-        """Let what is `beside` and what has `entered` take turns; JobError where that can't be."""
-        known = [(evaluation.variant, evaluation.model) for evaluation in beside]
-        return self.evaluator.race([*known, *((self.variant, _model(option)) for option in entered)])
+    def race(self, entered: Sequence[DeploymentOption]) -> Race:
+        """Let the baseline and what has `entered` take turns; JobError where that can't be."""
+        first = (self.baseline.variant, self.baseline.model)
+        return self.evaluator.race([first, *((self.variant, _model(option)) for option in entered)])
 
     def finish(self, options: Sequence[DeploymentOption]) -> list[DeploymentOption]:
-        """Measure what wasn't yet on all search images, the fastest first, until enough of it keeps the accuracy."""
+        """Measure what wasn't yet on more than a sample, the fastest first, until enough of it keeps the accuracy."""
         done = list(options)
         waiting = [index for index, option in enumerate(done) if option.evaluation is None and _is_in(option)]
         num_kept = 0
@@ -167,7 +154,7 @@ class _Trying:
                 said = f"behind {NUM_IN_FULL} others that keep the accuracy, so it was not measured in full"
                 done[index] = done[index].model_copy(update={"reason": said})
                 continue
-            done[index] = _unless_slower(self.measure(done[index], memory=True))
+            done[index] = _unless_slower(self.measure(done[index]))
             num_kept += done[index].keeps_accuracy
         return done
 
@@ -181,14 +168,11 @@ class _Trying:
     def rank(self, option: DeploymentOption) -> tuple[bool, bool, bool, float]:
         """Return what the contract prefers, least first."""
         assert option.evaluation is not None, "only what was measured in full is ranked"
-        memory_ratio = option.memory_ratio
-        if memory_ratio is None:
-            memory_ratio = memory_if_measurable(self.evaluator, option.evaluation.model)
         return preference(
             self.evaluator.goal,
             size=size_ratio(option.evaluation, self.baseline),
             speedup=option.race_result.speedup if option.race_result else 0.0,
-            memory=memory_ratio,
+            memory=option.memory_ratio,
         )
 
 

@@ -1,19 +1,23 @@
 """Evaluator: measures everything in a run alike, on the same images, at the same batch size, on the same device."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
-from profiling_agent.evaluation.intervals import compare
+from profiling_agent.benchmarking.race import Entries
+from profiling_agent.errors import RequestError
+from profiling_agent.evaluation.intervals import at_a_look, compare, counts_of
 from profiling_agent.evaluation.predictions import read_predictions
+from profiling_agent.evaluation.sequential import decide
 from profiling_agent.iteration.deployer import Deployer
 from profiling_agent.iteration.deployments import DeploymentChoices
 from profiling_agent.jobs.runner import Jobs
-from profiling_agent.jobs.tasks import EvaluateTask, MemoryTask, RaceTask
+from profiling_agent.jobs.tasks import EvaluateTask, MemoryTask, RaceTask, SessionTask
 from profiling_agent.records import (
+    NUM_SESSIONS,
+    SHARD,
     Acquired,
     ArtifactRef,
     Deployment,
@@ -27,6 +31,11 @@ from profiling_agent.records import (
     Variant,
 )
 
+# So few are looked at once: of them a sample of fixed size says more than a test that may be looked at whenever one likes.
+MAX_AT_ONCE = 2 * SHARD
+# Beside the error of 10% that a search of fixed size has, little.
+EARLY_ERROR = 0.02
+
 
 class Settings(Record):
     """What a request says of every attempt and measurement."""
@@ -34,6 +43,7 @@ class Settings(Record):
     batch_size: int
     seed: int
     recover_epochs: int = 0
+    num_sessions: int = NUM_SESSIONS
     fresh_ledger: str | None = None
 
 
@@ -77,41 +87,81 @@ class Evaluator:
         *,
         images: range | None = None,
     ) -> Evaluation:
-        """Measure `model` on `split`, or on these `images` of it, paired with `against`, the baseline's evaluation."""
-        task = EvaluateTask(
-            model=model,
-            split=split,
-            batch_size=self.settings.batch_size,
-            device=self.device,
-            first=images.start if images else 0,
-            num_images=len(images) if images else None,
-            # Other runtimes may take their process down, which is then not to be the worker.
-            isolated=deployment is not None and deployment.runtime != "eager",
-        )
-        measured = self.jobs.run(task)
+        """Measure `model` on `split`, or on these `images` of it, whole shards, paired with `against`, the baseline's evaluation.
+
+        Shards that the run has are read back; the others are done by one process, and all merged in their order.
+        """
+        tasks = [
+            EvaluateTask(
+                model=model,
+                split=split,
+                shard=shard,
+                batch_size=self.settings.batch_size,
+                device=self.device,
+                # Other runtimes may take their process down, which is then not to be the worker.
+                isolated=deployment is not None and deployment.runtime != "eager",
+            )
+            for shard in split.shards(images)
+        ]
+        if not tasks:
+            raise RequestError("there are 0 images to evaluate on: raise num_samples")
+        measured = self.jobs.run_each(tasks)
+        predictions = Predictions.joined([shard.predictions for shard in measured])
         drop = None
         if against is not None:
-            correct = self._correct(measured.predictions)
+            correct = self._correct(predictions)
             drop = compare(self._correct(against.predictions)[: len(correct)], correct)
         return Evaluation(
             variant=variant,
             model=model,
             deployment=deployment or Deployment(),
-            footprint=measured.footprint,
-            predictions=measured.predictions,
+            footprint=measured[0].footprint,
+            predictions=predictions,
             drop=drop,
         )
 
+    def evaluate_baseline(self, split: SplitInfo, images: range | None = None) -> Evaluation:
+        """Measure the baseline on `split`, or on these images of it, whole shards; what was measured is read back."""
+        return self.evaluate(Variant.BASELINE, self.baseline, split, images=images)
+
+    def search(self, variant: Variant, model: ArtifactRef, deployment: Deployment | None = None) -> Evaluation:
+        """Measure a model on the search images beside the baseline: on the first shard, and on all unless that decides.
+
+        What decides is that the drop is shown inside the contract, or outside, with an error of 2%; the drop is then that of a
+        test which was looked at early. The paper's selection goes by what all images say.
+        """
+        split, first = self.acquired.search, range(SHARD)
+        if self.goal.selection == "contract" and split.num_images > MAX_AT_ONCE:
+            beside = self.evaluate_baseline(split, first)
+            seen = self.evaluate(variant, model, split, beside, deployment, images=first)
+            assert seen.drop is not None, "it was compared with the baseline"
+            counts = counts_of(seen.drop)
+            if decide(counts, self.goal.max_accuracy_drop, EARLY_ERROR) != "undecided":
+                return seen.model_copy(update={"drop": at_a_look(counts, 2)})
+        return self.evaluate(variant, model, split, self.evaluate_baseline(split), deployment)
+
     def _correct(self, predictions: Predictions) -> npt.NDArray[np.bool_]:
         """Return which images were answered right, in the split's order."""
-        answers = [read_predictions(self.jobs.path(file)) for file in predictions.files]
-        return np.concatenate([predicted == true for predicted, true in answers])
+        return np.concatenate([read_predictions(self.jobs.path(file)).right for file in predictions.files])
 
-    def race(self, entries: Sequence[tuple[Variant, ArtifactRef]]) -> Race:
-        """Let `entries` take turns; the first is the baseline."""
+    def race(self, entries: Entries) -> Race:
+        """Let `entries` take turns in one session, to choose among them; the first is the baseline."""
         settings = self.settings
         task = RaceTask(entries=tuple(entries), batch_size=settings.batch_size, device=self.device, seed=settings.seed)
         return self.jobs.run(task)
+
+    def hold_session(self, entries: Entries, number: int) -> Race:
+        """Return one session of an estimate; JobError where a process died and it is void."""
+        settings = self.settings
+        return self.jobs.run(
+            SessionTask(
+                entries=tuple(entries),
+                batch_size=settings.batch_size,
+                device=self.device,
+                seed=settings.seed,
+                number=number,
+            )
+        )
 
     def peak_memory(self, model: ArtifactRef) -> int:
         """Return the peak resident bytes of a fresh process that only loads and runs a model."""

@@ -1,41 +1,35 @@
-"""Final choice: the candidates are raced, the held-out images are opened for the winner, and a verdict is given."""
+"""Final choice: all that may be returned races once, the best is timed again and tested on held-out images; a verdict."""
 
 from collections.abc import Sequence
 
 from profiling_agent.benchmarking.race import noise_warning
-from profiling_agent.errors import ProfilingAgentError
-from profiling_agent.iteration.deployment_search import memory_if_measurable, try_deployments
+from profiling_agent.errors import JobError
+from profiling_agent.iteration.deployment_search import memory_if_measurable
 from profiling_agent.iteration.evaluator import Evaluator
+from profiling_agent.iteration.finalists import finalists, measured
 from profiling_agent.iteration.heldout import HeldoutTest, error_of, first_look, opening_notes, run_heldout_test
-from profiling_agent.iteration.selection import ranked, size_ratio
-from profiling_agent.iteration.verdict import Facts, Limit, decide
-from profiling_agent.jobs.tasks import PruneTask
-from profiling_agent.pruning.widths import snap
-from profiling_agent.records import (
-    AccuracyDrop,
-    ArtifactRef,
-    Attempt,
-    Candidate,
-    Cut,
-    Deployment,
-    Evaluation,
-    Journal,
-    Race,
-    RaceResult,
-    Record,
-    Variant,
-    Verdict,
-)
+from profiling_agent.iteration.limit import find_limit
+from profiling_agent.iteration.proof import why_unproven
+from profiling_agent.iteration.ranking import Ranking
+from profiling_agent.iteration.selection import lost, size_ratio
+from profiling_agent.iteration.speed import better, estimate
+from profiling_agent.iteration.verdict import Facts, decide
+from profiling_agent.records import AccuracyDrop, Candidate, Evaluation, Journal, Race, Record, Variant, Verdict
 
 # The winner, and milder ones in its place: of the error, what a fourth would have is not worth its images.
 MAX_TESTED = 3
 
 
 class FinalChoice(Record):
-    """The winner and everything the verdict rests on."""
+    """The winner and everything the verdict rests on.
+
+    `variants` are the baseline and all that was measured on the search images; `screening` is the race that chose among them,
+    `race` the sessions that tell what the winner is worth.
+    """
 
     winner: Candidate
     variants: tuple[Evaluation, ...]
+    screening: Race | None = None
     race: Race | None
     heldout_baseline: Evaluation
     heldout_winner: Evaluation
@@ -44,119 +38,17 @@ class FinalChoice(Record):
     verdict: Verdict
 
 
-def _variants(evaluator: Evaluator, journal: Journal, candidate: Candidate) -> tuple[Evaluation, ...]:
-    """Return the candidate and what it is made of, each measured on the search images: up to four variants."""
-    variants = {Variant.BASELINE: journal.baseline}
-    if journal.quantized is not None:
-        variants[Variant.QUANTIZED] = journal.quantized
-    if candidate.attempt is not None:
-        attempt = journal.attempts[candidate.attempt - 1]
-        variants[Variant.PRUNED] = attempt.pruned or _fp32(evaluator, journal, attempt)
-        if attempt.deployed is not None:
-            variants[attempt.deployed.variant] = attempt.deployed
-    return tuple(variants[variant] for variant in Variant if variant in variants)
+class _Tested(Record):
+    """A candidate with the sessions that it was timed in, and its test on the held-out images."""
 
-
-def _fp32(evaluator: Evaluator, journal: Journal, attempt: Attempt) -> Evaluation:
-    assert attempt.pruned_model is not None, "an attempt that was measured has its pruned model"
-    return evaluator.evaluate(Variant.PRUNED, attempt.pruned_model, evaluator.acquired.search, journal.baseline)
-
-
-def torch_model(winner: Candidate, journal: Journal, baseline: ArtifactRef) -> ArtifactRef:
-    """Return the winner itself where eager torch executes it, else the float32 model that it was made from.
-
-    Layers can only be looked at one by one in eager torch.
-    """
-    is_eager = winner.evaluation.deployment.runtime == "eager"
-    return winner.evaluation.model if is_eager else _made_from(winner, journal, baseline)
-
-
-def _made_from(candidate: Candidate, journal: Journal, baseline: ArtifactRef) -> ArtifactRef:
-    """Return the float32 model that a candidate was made from."""
-    pruned = journal.attempts[candidate.attempt - 1].pruned_model if candidate.attempt is not None else None
-    return pruned or baseline
-
-
-class _Raced(Record):
-    winner: Candidate
-    variants: tuple[Evaluation, ...]
-    race: Race | None = None
-    notes: tuple[str, ...] = ()
+    candidate: Candidate
+    race: Race
+    test: HeldoutTest
 
     @property
-    def race_result(self) -> RaceResult | None:
-        return self.race.result_of(self.winner.evaluation.model) if self.race else None
-
-
-def _other_deployments(journal: Journal, candidate: Candidate) -> tuple[Deployment, ...]:
-    """Return the other deployments that suited the baseline.
-
-    What was the best deployment before pruning need not be the best after it.
-    """
-    if journal.deployment_search is None or candidate.variant not in (Variant.QUANTIZED, Variant.BOTH):
-        return ()
-    suited = (option.deployment for option in journal.deployment_search.suited)
-    return tuple(deployment for deployment in suited if deployment != candidate.evaluation.deployment)
-
-
-def _race_candidates(evaluator: Evaluator, journal: Journal, candidates: Sequence[Candidate]) -> _Raced:
-    """Return the first of these, in the deployment that suits it best, that is not shown slower than the baseline."""
-    notes: tuple[str, ...] = ()
-    for candidate in candidates:
-        if candidate.variant is Variant.BASELINE:
-            break
-        model = _made_from(candidate, journal, evaluator.baseline)
-        others, variants = _other_deployments(journal, candidate), _variants(evaluator, journal, candidate)
-        tried = try_deployments(evaluator, model, others, variants, candidate.evaluation)
-        if tried.race is None:
-            notes = (*notes, f"{candidate.variant} could not be raced: {tried.not_raced}")
-        elif tried.best is None:
-            notes = (*notes, _why_not(tried.race, candidate))
-        else:
-            winner = candidate.model_copy(update={"evaluation": tried.best.evaluation})
-            notes = (*notes, warning) if (warning := noise_warning(tried.race)) else notes
-            return _Raced(winner=winner, variants=tried.variants, race=tried.race, notes=notes)
-    baseline = Candidate(variant=Variant.BASELINE, evaluation=journal.baseline)
-    return _Raced(winner=baseline, variants=(journal.baseline,), notes=notes)
-
-
-def _why_not(race: Race, candidate: Candidate) -> str:
-    model = candidate.evaluation.model
-    if (reason := race.reason(model)) is not None:
-        return f"{candidate.variant} dropped out of the race: {reason}"
-    return f"{candidate.variant} is shown slower ({race.result_of(model).speedup:.2f}x) and was left out"
-
-
-def _cheapest(evaluator: Evaluator, journal: Journal) -> ArtifactRef:
-    """Return the model with every unit cut as far as is allowed, in the deployment of the attempts."""
-    cuts = [Cut(unit=unit, keep=snap(unit, 0.99), requested_ratio=0.99) for unit in evaluator.profile.units]
-    cuts = [cut for cut in cuts if cut.keep < cut.unit.width]
-    model, deployment = evaluator.baseline, journal.deployment
-    if cuts:
-        # Only its size and speed are asked for, and those don't depend on compensation.
-        task = PruneTask(
-            baseline=model,
-            cuts=tuple(cuts),
-            calibration=evaluator.acquired.calibration,
-            seed=evaluator.settings.seed,
-            compensate=False,
-        )
-        model = evaluator.jobs.run(task).model
-    return evaluator.jobs.run(evaluator.deployer.deploy_task(model, deployment)).model if deployment else model
-
-
-def _limit(evaluator: Evaluator, journal: Journal, facts: Facts) -> Limit | None:
-    """Measure what the cheapest model takes; None where it can't be made, and then nothing is shown infeasible."""
-    try:
-        model = _cheapest(evaluator, journal)
-        ratio = model.size_bytes / journal.baseline.model.size_bytes
-        is_slow = facts.race_result is not None and facts.race_result.speedup < evaluator.goal.min_speedup
-        if not is_slow:
-            return Limit(size_ratio=ratio)
-        race = evaluator.race(((Variant.BASELINE, evaluator.baseline), (Variant.BOTH, model)))
-        return Limit(size_ratio=ratio, speedup_high=race.result_of(model).speedup_high)
-    except ProfilingAgentError:
-        return None
+    def drop(self) -> AccuracyDrop:
+        assert self.test.candidate.drop is not None, "a test compares with the baseline"
+        return self.test.candidate.drop
 
 
 def finalize(evaluator: Evaluator, journal: Journal) -> FinalChoice:
@@ -165,98 +57,139 @@ def finalize(evaluator: Evaluator, journal: Journal) -> FinalChoice:
     A winner that fails on them makes way for the next in line that lost less on the search images, which is tested there
     too, at the error that is left.
     """
-    waiting, notes, failed = ranked(journal, evaluator.goal), tuple[str, ...](), list[tuple[_Raced, HeldoutTest]]()
-    while True:
-        raced = _race_candidates(evaluator, journal, waiting if len(failed) < MAX_TESTED else ())
-        notes = (*notes, *raced.notes)
-        if raced.winner.variant is Variant.BASELINE:
-            return _returned_baseline(evaluator, journal, raced, failed, notes)
+    found = measured(evaluator, journal)
+    variants = (_baseline_beside(evaluator, journal.baseline, found), *(one.evaluation for one in found))
+    order, ranking, notes = _rank(evaluator, journal, finalists(evaluator, journal, found))
+    screening = ranking.race if ranking else None
+    failed: list[_Tested] = []
+    while order and len(failed) < MAX_TESTED:
+        try:
+            winner, race = _time(evaluator, order, ranking)
+        except JobError as error:
+            order, notes = order[1:], (*notes, f"{_name(order[0])} could not be timed: {error}")
+            continue
+        result = race.result_of(winner.evaluation.model)
+        if result.speedup_high < 1:
+            notes = (*notes, f"{_name(winner)} is shown slower ({result.speedup:.2f}x) and was left out")
+            order = tuple(one for one in order if one != winner)
+            continue
         fresh = None if failed else evaluator.settings.fresh_ledger
-        tested = run_heldout_test(evaluator, raced.winner.evaluation, fresh=fresh)
-        notes = (*notes, *opening_notes(tested.opening))
-        if _drop(tested).drop <= evaluator.goal.max_accuracy_drop:
-            return _returned_winner(evaluator, journal, raced, tested, failed, notes)
-        failed.append((raced, tested))
-        notes = (*notes, _failed_note(raced.winner, tested))
-        waiting = tuple(candidate for candidate in waiting if _lost(candidate) < _lost(raced.winner))
+        tested = _Tested(candidate=winner, race=race, test=run_heldout_test(evaluator, winner.evaluation, fresh=fresh))
+        notes = (*notes, *opening_notes(tested.test.opening))
+        if tested.drop.drop <= evaluator.goal.max_accuracy_drop:
+            notes = (*notes, warning) if (warning := noise_warning(race)) else notes
+            return FinalChoice(
+                winner=winner,
+                variants=variants,
+                screening=screening,
+                race=race,
+                heldout_baseline=tested.test.baseline,
+                heldout_winner=tested.test.candidate,
+                kept_beside=failed[0].candidate if failed else None,
+                notes=notes,
+                verdict=_verdict(evaluator, journal, _facts(evaluator, tested)),
+            )
+        failed.append(tested)
+        notes = (*notes, _failed_note(tested))
+        order = tuple(one for one in order if lost(one) < lost(winner))
+    return _returned_baseline(evaluator, journal, variants, screening, failed, notes)
 
 
-def _lost(candidate: Candidate) -> float:
-    """Return what a candidate lost on the search images; of the baseline nothing."""
-    return candidate.evaluation.drop.drop if candidate.evaluation.drop else 0.0
+def _baseline_beside(evaluator: Evaluator, baseline: Evaluation, found: Sequence[Candidate]) -> Evaluation:
+    """Return the baseline on as many search images as any candidate was measured on."""
+    most = max((one.evaluation.predictions.num_images for one in found), default=0)
+    if most <= baseline.predictions.num_images:
+        return baseline
+    return evaluator.evaluate_baseline(evaluator.acquired.search, range(most))
 
 
-def _drop(tested: HeldoutTest) -> AccuracyDrop:
-    assert tested.candidate.drop is not None, "a test compares with the baseline"
-    return tested.candidate.drop
+def _rank(
+    evaluator: Evaluator, journal: Journal, able: Sequence[Candidate]
+) -> tuple[tuple[Candidate, ...], Ranking | None, tuple[str, ...]]:
+    """Return who may be returned, best first, and by what that was ranked; one alone need not race for it."""
+    if len(able) < 2 or evaluator.goal.selection == "paper":
+        return tuple(able), None, ()
+    entries = [(Variant.BASELINE, evaluator.baseline), *((one.variant, one.evaluation.model) for one in able)]
+    try:
+        race = evaluator.race(entries)
+    except JobError as error:
+        return (), None, (f"the candidates could not be raced: {error}",)
+    notes = tuple(f"{dropped.variant} dropped out of the race: {dropped.reason}" for dropped in race.dropped)
+    models = [one.evaluation.model for one in able]
+    memory = {model.sha256: memory_if_measurable(evaluator, model) for model in models}
+    ranking = Ranking(goal=evaluator.goal, baseline=journal.baseline, race=race, memory=memory)
+    return ranking.order(able), ranking, notes
 
 
-def _failed_note(winner: Candidate, tested: HeldoutTest) -> str:
-    drop = _drop(tested)
-    what = f"attempt {winner.attempt}" if winner.attempt is not None else str(winner.variant)
-    return f"{what} lost {drop.drop:.4f} of top-1 on {drop.num_images} held-out images and was refused"
+def _time(evaluator: Evaluator, order: Sequence[Candidate], ranking: Ranking | None) -> tuple[Candidate, Race]:
+    """Return the first in line, or the runner-up where the sessions show it to be better, with those sessions."""
+    first, second = order[0], ranking.runner_up(order) if ranking else None
+    if second is not None:
+        try:
+            race = estimate(evaluator, [first, second])
+            return better(first, second, race), race
+        except JobError:
+            # One of the two can't be run again and again; whether it is the first is asked of the first alone.
+            pass
+    return first, estimate(evaluator, [first])
 
 
-def _facts(evaluator: Evaluator, raced: _Raced, tested: HeldoutTest) -> Facts:
+def _name(candidate: Candidate) -> str:
+    what = f"attempt {candidate.attempt}" if candidate.attempt is not None else str(candidate.variant)
+    return f"{what} ({candidate.evaluation.deployment.name})"
+
+
+def _failed_note(tested: _Tested) -> str:
+    drop = tested.drop
+    lost_there = f"lost {drop.drop:.4f} of top-1 on {drop.num_images} held-out images and was refused"
+    return f"{_name(tested.candidate)} {lost_there}"
+
+
+def _facts(evaluator: Evaluator, tested: _Tested) -> Facts:
+    model = tested.candidate.evaluation.model
     return Facts(
-        drop=_drop(tested),
-        accuracy_error=error_of(tested.opening),
-        race_result=raced.race_result,
-        size_ratio=size_ratio(tested.candidate, tested.baseline),
-        memory_ratio=memory_if_measurable(evaluator, raced.winner.evaluation.model),
+        drop=tested.drop,
+        accuracy_error=error_of(tested.test.opening),
+        race=tested.race,
+        model=model,
+        size_ratio=size_ratio(tested.test.candidate, tested.test.baseline),
+        memory_ratio=memory_if_measurable(evaluator, model),
     )
 
 
 def _verdict(evaluator: Evaluator, journal: Journal, facts: Facts) -> Verdict:
+    facts = facts.model_copy(update={"unproven": why_unproven(evaluator.acquired, evaluator.goal)})
     verdict = decide(facts, evaluator.goal)
     if verdict.binding in ("speed", "size"):
-        return decide(facts, evaluator.goal, _limit(evaluator, journal, facts))
+        return decide(facts, evaluator.goal, find_limit(evaluator, journal, verdict.binding))
     return verdict
-
-
-def _returned_winner(
-    evaluator: Evaluator,
-    journal: Journal,
-    raced: _Raced,
-    tested: HeldoutTest,
-    failed: Sequence[tuple[_Raced, HeldoutTest]],
-    notes: tuple[str, ...],
-) -> FinalChoice:
-    return FinalChoice(
-        winner=raced.winner,
-        variants=raced.variants,
-        race=raced.race,
-        heldout_baseline=tested.baseline,
-        heldout_winner=tested.candidate,
-        kept_beside=failed[0][0].winner if failed else None,
-        notes=notes,
-        verdict=_verdict(evaluator, journal, _facts(evaluator, raced, tested)),
-    )
 
 
 def _returned_baseline(
     evaluator: Evaluator,
     journal: Journal,
-    raced: _Raced,
-    failed: Sequence[tuple[_Raced, HeldoutTest]],
+    variants: tuple[Evaluation, ...],
+    screening: Race | None,
+    failed: Sequence[_Tested],
     notes: tuple[str, ...],
 ) -> FinalChoice:
     """Return the baseline; where candidates failed on the held-out images, the verdict is on the first of them."""
-    shown, baseline, facts = raced, None, Facts(size_ratio=1.0)
+    facts, held = Facts(size_ratio=1.0), None
     if failed:
-        shown, tested = failed[0]
-        said = f"the best candidate lost {_drop(tested).drop:.4f} of top-1 on the held-out images"
+        first = failed[0]
+        said = f"the best candidate lost {first.drop.drop:.4f} of top-1 on the held-out images"
         refused = f"{said}; the baseline is returned and the candidate kept beside it"
-        facts = _facts(evaluator, shown, tested).model_copy(update={"refused": refused})
-        baseline = tested.baseline
-    held = baseline or first_look(evaluator)
+        facts = _facts(evaluator, first).model_copy(update={"refused": refused})
+        held = first.test.baseline
+    held = held or first_look(evaluator)
     return FinalChoice(
         winner=Candidate(variant=Variant.BASELINE, evaluation=journal.baseline),
-        variants=shown.variants,
-        race=shown.race,
+        variants=variants,
+        screening=screening,
+        race=failed[0].race if failed else None,
         heldout_baseline=held,
         heldout_winner=held,
-        kept_beside=shown.winner if failed else None,
+        kept_beside=failed[0].candidate if failed else None,
         notes=notes,
         verdict=_verdict(evaluator, journal, facts),
     )

@@ -4,15 +4,12 @@ from collections.abc import Iterator, Sequence
 
 from profiling_agent.evaluation.intervals import at_a_look
 from profiling_agent.evaluation.sequential import Counts, decide
-from profiling_agent.iteration.evaluator import Evaluator
+from profiling_agent.iteration.evaluator import MAX_AT_ONCE, Evaluator
 from profiling_agent.jobs.tasks import OpenHeldoutTask
-from profiling_agent.records import AccuracyDrop, Evaluation, Opening, Record, Variant
+from profiling_agent.records import SHARD, AccuracyDrop, Evaluation, Opening, Predictions, Record
 
 # Of the 5% that `certified` may be wrong in, half is for the accuracy, of all openings together, and half for the speed.
 ACCURACY_ERROR = 0.025
-SHARD = 512
-# So few are looked at once: of them a sample of fixed size says more than a test that may be looked at whenever one likes.
-MAX_AT_ONCE = 2 * SHARD
 
 
 class HeldoutTest(Record):
@@ -52,7 +49,7 @@ def run_heldout_test(evaluator: Evaluator, candidate: Evaluation, *, fresh: str 
     baselines, candidates, counts = list[Evaluation](), list[Evaluation](), Counts(0, 0, 0)
     drop: AccuracyDrop | None = None
     for part in looks(heldout.num_images):
-        baselines.append(_baseline_on(evaluator, part))
+        baselines.append(evaluator.evaluate_baseline(heldout, part))
         candidates.append(
             evaluator.evaluate(
                 candidate.variant, candidate.model, heldout, baselines[-1], candidate.deployment, images=part
@@ -85,20 +82,10 @@ def opening_notes(opening: Opening) -> tuple[str, ...]:
 
 def first_look(evaluator: Evaluator) -> Evaluation:
     """Return the baseline on the images of the first look: where it is what is returned, there is nothing to test."""
-    return _baseline_on(evaluator, next(looks(evaluator.acquired.heldout.num_images)))
-
-
-def _baseline_on(evaluator: Evaluator, part: range) -> Evaluation:
-    return evaluator.evaluate(Variant.BASELINE, evaluator.baseline, evaluator.acquired.heldout, images=part)
+    heldout = evaluator.acquired.heldout
+    return evaluator.evaluate_baseline(heldout, next(looks(heldout.num_images)))
 
 
 def _joined(parts: Sequence[Evaluation], drop: AccuracyDrop | None = None) -> Evaluation:
-    predictions = [part.predictions for part in parts]
-    joined = predictions[0].model_copy(
-        update={
-            "num_images": sum(one.num_images for one in predictions),
-            "num_correct": sum(one.num_correct for one in predictions),
-            "files": tuple(file for one in predictions for file in one.files),
-        }
-    )
-    return parts[0].model_copy(update={"predictions": joined, "drop": drop})
+    predictions = Predictions.joined([part.predictions for part in parts])
+    return parts[0].model_copy(update={"predictions": predictions, "drop": drop})

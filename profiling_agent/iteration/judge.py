@@ -1,6 +1,6 @@
 """Judgement: whether an attempt is good enough to be deployed, with the reason."""
 
-from profiling_agent.evaluation.intervals import one_sided_bound
+from profiling_agent.evaluation.intervals import one_sided_bound, perfect_bound
 from profiling_agent.records import AccuracyDrop, Attempt, Evaluation, Goal, Journal, Record
 
 # Decisions rest on the search images, the verdict on others. A candidate whose point estimate just meets the floor
@@ -17,8 +17,7 @@ class Judgement(Record):
 
 def _can_be_bounded(drop: AccuracyDrop, goal: Goal) -> bool:
     """Return whether so many images could show the contract kept, if not one of them were answered differently."""
-    perfect = drop.model_copy(update={"drop": 0.0, "num_lost": 0, "num_gained": 0})
-    return one_sided_bound(perfect, SEARCH_CONFIDENCE) <= goal.max_accuracy_drop
+    return perfect_bound(drop.num_images, SEARCH_CONFIDENCE) <= goal.max_accuracy_drop
 
 
 def keeps_accuracy(candidate: Evaluation, goal: Goal) -> bool:
@@ -33,15 +32,14 @@ def keeps_accuracy(candidate: Evaluation, goal: Goal) -> bool:
     return one_sided_bound(candidate.drop, SEARCH_CONFIDENCE) <= goal.max_accuracy_drop
 
 
-def judge(candidate: Evaluation, baseline: Evaluation, goal: Goal) -> Judgement:
-    """Accept a candidate that keeps the accuracy and is no larger than the baseline in anything that is counted."""
+def judge(candidate: Evaluation, goal: Goal) -> Judgement:
+    """Accept a candidate that keeps the accuracy; what it may take besides is the contract's other terms' to say."""
     assert candidate.drop is not None, "a candidate is always compared with the baseline"
-    for name in ("size_bytes", "params", "macs"):
-        was, now = getattr(baseline.footprint, name), getattr(candidate.footprint, name)
-        if now > was:
-            return Judgement(accepted=False, reason=f"{name} went up from {was:,} to {now:,}")
     drop = candidate.drop
-    measured = f"top-1 fell by {drop.drop:.4f} ({drop.num_lost} images lost, {drop.num_gained} gained)"
+    seen = f", of {drop.num_images} that were enough" if drop.num_looks > 1 else ""
+    measured = f"top-1 fell by {drop.drop:.4f} ({drop.num_lost} images lost, {drop.num_gained} gained{seen})"
+    if not _can_be_bounded(drop, goal) and goal.selection != "paper":
+        measured = f"unproven, as {drop.num_images} images can't show it: {measured}"
     if keeps_accuracy(candidate, goal):
         return Judgement(accepted=True, reason=f"{measured}, inside the contract's {goal.max_accuracy_drop}")
     bound = one_sided_bound(drop, SEARCH_CONFIDENCE)
@@ -57,7 +55,7 @@ def rejudged(journal: Journal, goal: Goal) -> Journal:
     def again(attempt: Attempt) -> Attempt:
         if attempt.deployed is None:
             return attempt
-        judgement = judge(attempt.deployed, journal.baseline, goal)
+        judgement = judge(attempt.deployed, goal)
         return attempt.model_copy(update={"accepted": judgement.accepted, "reason": judgement.reason})
 
     return journal.model_copy(update={"attempts": tuple(again(attempt) for attempt in journal.attempts)})

@@ -1,28 +1,39 @@
-"""Selection: the candidates that may win, best first. Only counts and search accuracy decide, so the order repeats."""
+"""Selection: the candidates that may win, as far as counts and accuracy on the search images tell; and what is preferred."""
 
 import math
 
 from profiling_agent.iteration.judge import judge
-from profiling_agent.records import Candidate, Evaluation, Goal, Journal, Variant
+from profiling_agent.records import Attempt, Candidate, Evaluation, Goal, Journal, Variant
 
 
-def _candidates(journal: Journal) -> list[Candidate]:
+def candidates(journal: Journal) -> tuple[Candidate, ...]:
+    """Return all that was measured on the search images, in the order in which it was."""
     found: list[Candidate] = []
-    if journal.quantized is not None:
-        found.append(Candidate(variant=Variant.QUANTIZED, evaluation=journal.quantized))
+    options = journal.deployment_search.suited if journal.deployment_search else ()
+    unpruned = [journal.quantized, *(option.evaluation for option in options)]
+    found += [Candidate(variant=one.variant, evaluation=one) for one in unpruned if one is not None]
     for attempt in journal.attempts:
-        deployments = {e.variant: e for e in (attempt.pruned, attempt.deployed) if e is not None}
-        found += [
-            Candidate(variant=variant, attempt=attempt.number, evaluation=evaluation)
-            for variant, evaluation in deployments.items()
-            if variant in (Variant.PRUNED, Variant.BOTH)
-        ]
-    return found
+        found += _of_attempt(attempt)
+    return tuple({candidate.evaluation.model.sha256: candidate for candidate in found}.values())
+
+
+def _of_attempt(attempt: Attempt) -> list[Candidate]:
+    return [
+        Candidate(variant=evaluation.variant, attempt=attempt.number, evaluation=evaluation)
+        for evaluation in (attempt.deployed, attempt.pruned)
+        if evaluation is not None and evaluation.variant in (Variant.PRUNED, Variant.BOTH)
+    ]
 
 
 def size_ratio(candidate: Evaluation, baseline: Evaluation) -> float:
     """Return the candidate's bytes on disk as a fraction of the baseline's."""
     return candidate.footprint.size_bytes / baseline.footprint.size_bytes
+
+
+def may_be_returned(candidate: Evaluation, baseline: Evaluation, goal: Goal) -> bool:
+    """Return whether a candidate keeps the accuracy, and is no larger than the contract allows, or than the baseline."""
+    most = max(goal.max_size_ratio, 1.0)
+    return judge(candidate, goal).accepted and size_ratio(candidate, baseline) <= most
 
 
 def preference(goal: Goal, *, size: float, speedup: float, memory: float | None) -> tuple[bool, bool, bool, float]:
@@ -36,20 +47,26 @@ def preference(goal: Goal, *, size: float, speedup: float, memory: float | None)
     return size > goal.max_size_ratio, speedup < goal.min_speedup, is_greedy, wanted
 
 
-def _by_contract(journal: Journal, goal: Goal) -> list[Candidate]:
-    """Return those that keep the accuracy, the cheapest first: small enough, then fewest MACs, then fewest bytes."""
-    passed = [f for f in _candidates(journal) if judge(f.evaluation, journal.baseline, goal).accepted]
-    return sorted(
-        passed,
-        key=lambda f: (
-            size_ratio(f.evaluation, journal.baseline) > goal.max_size_ratio,
-            f.evaluation.footprint.macs,
-            f.evaluation.footprint.size_bytes,
-        ),
+def _by_counts(journal: Journal, goal: Goal) -> tuple[Candidate, ...]:
+    """Return all that was measured and may be returned, the cheapest first, by counts alone.
+
+    For what has to be said before anything races: small enough first, then fewest MACs, then fewest bytes.
+    """
+    baseline = journal.baseline
+    passed = [found for found in candidates(journal) if may_be_returned(found.evaluation, baseline, goal)]
+    return tuple(
+        sorted(
+            passed,
+            key=lambda found: (
+                size_ratio(found.evaluation, baseline) > goal.max_size_ratio,
+                found.evaluation.footprint.macs,
+                found.evaluation.footprint.size_bytes,
+            ),
+        )
     )
 
 
-def _by_paper(journal: Journal) -> list[Candidate]:
+def _by_paper(journal: Journal) -> tuple[Candidate, ...]:
     """Return fp32 pruned models by accuracy, then params, then MACs, as far as they beat the baseline (Algorithm 1).
 
     MACs stand in for the paper's latency: two plans with equal accuracy and params differ by less than timing can tell.
@@ -58,12 +75,16 @@ def _by_paper(journal: Journal) -> list[Candidate]:
     def rank(evaluation: Evaluation) -> tuple[float, int, int]:
         return -evaluation.top1, evaluation.footprint.params, evaluation.footprint.macs
 
-    pruned = [f for f in _candidates(journal) if f.variant is Variant.PRUNED]
-    better = [f for f in pruned if rank(f.evaluation) < rank(journal.baseline)]
-    return sorted(better, key=lambda f: rank(f.evaluation))
+    pruned = [found for found in candidates(journal) if found.variant is Variant.PRUNED]
+    better = [found for found in pruned if rank(found.evaluation) < rank(journal.baseline)]
+    return tuple(sorted(better, key=lambda found: rank(found.evaluation)))
 
 
 def ranked(journal: Journal, goal: Goal) -> tuple[Candidate, ...]:
-    """Return the candidates that may be returned, best first; the baseline, always one of them, comes last."""
-    found = _by_paper(journal) if goal.selection == "paper" else _by_contract(journal, goal)
-    return (*found, Candidate(variant=Variant.BASELINE, evaluation=journal.baseline))
+    """Return the candidates that may be returned, best first, as far as counts and accuracy on the search images tell."""
+    return _by_paper(journal) if goal.selection == "paper" else _by_counts(journal, goal)
+
+
+def lost(candidate: Candidate) -> float:
+    """Return what a candidate lost on the search images; of the baseline nothing."""
+    return candidate.evaluation.drop.drop if candidate.evaluation.drop else 0.0

@@ -1,47 +1,94 @@
 """Verdict: the contract against what was measured; met, nearly met, or shown to be out of reach."""
 
+import math
+from collections.abc import Sequence
+
+from profiling_agent.benchmarking.statistics import bound_over_sessions
 from profiling_agent.evaluation.intervals import images_to_certify, one_sided_bound
 from profiling_agent.iteration.heldout import ACCURACY_ERROR
-from profiling_agent.records import AccuracyDrop, Goal, Outcome, RaceResult, Record, Term, Verdict
+from profiling_agent.records import AccuracyDrop, ArtifactRef, Goal, Outcome, Race, Record, Term, Verdict
+
+# Of the 5% that `certified` may be wrong in, what the accuracy leaves: for the speed, or half each for speed and memory.
+OTHER_ERROR = 0.025
 
 
 class Facts(Record):
-    """What the verdict rests on: the winner on the held-out images, in the race and on disk."""
+    """What the verdict rests on: the winner on the held-out images, in the sessions of its race and on disk.
+
+    `memory_ratio` is of one process each, for where the sessions could not tell.
+    """
 
     drop: AccuracyDrop | None = None
     accuracy_error: float = ACCURACY_ERROR
-    race_result: RaceResult | None = None
+    race: Race | None = None
+    model: ArtifactRef | None = None
     size_ratio: float
     memory_ratio: float | None = None
     refused: str | None = None
+    unproven: str | None = None
 
 
 class Limit(Record):
-    """The cheapest model that any plan can make here, whatever its accuracy."""
+    """What the cheapest model takes in the best of all deployments, whatever its accuracy; None of what wasn't asked."""
 
-    size_ratio: float
+    size_ratio: float | None = None
     speedup_high: float | None = None
 
 
 def _terms(facts: Facts, goal: Goal) -> tuple[Term, ...]:
-    drop = facts.drop.drop if facts.drop else 0.0
-    speedup = facts.race_result.speedup if facts.race_result else 1.0
-    terms = (
-        Term(name="accuracy", required=goal.max_accuracy_drop, measured=drop, holds=drop <= goal.max_accuracy_drop),
-        Term(name="speed", required=goal.min_speedup, measured=speedup, holds=speedup >= goal.min_speedup),
-        Term(
-            name="size",
-            required=goal.max_size_ratio,
-            measured=facts.size_ratio,
-            holds=facts.size_ratio <= goal.max_size_ratio,
-        ),
-    )
-    if goal.max_memory_ratio is None:
-        return terms
-    # The baseline itself, which is what is returned where nothing was measured, takes as much as it takes.
-    memory = 1.0 if facts.memory_ratio is None else facts.memory_ratio
-    asked = goal.max_memory_ratio
-    return (*terms, Term(name="memory", required=asked, measured=memory, holds=memory <= asked))
+    terms = (_accuracy(facts, goal), _speed(facts, goal), _size(facts, goal))
+    return terms if goal.max_memory_ratio is None else (*terms, _memory(facts, goal, goal.max_memory_ratio))
+
+
+def _accuracy(facts: Facts, goal: Goal) -> Term:
+    asked = goal.max_accuracy_drop
+    if facts.drop is None:
+        return Term(name="accuracy", required=asked, measured=0.0, bound=0.0, holds=True)
+    bound = one_sided_bound(facts.drop, 1 - facts.accuracy_error)
+    measured = facts.drop.drop
+    return Term(name="accuracy", required=asked, measured=measured, bound=bound, holds=measured <= asked)
+
+
+def _speed(facts: Facts, goal: Goal) -> Term:
+    asked = goal.min_speedup
+    if facts.race is None or facts.model is None:
+        return Term(name="speed", required=asked, measured=1.0, bound=1.0, holds=asked <= 1)
+    result = facts.race.result_of(facts.model)
+    bound = _bound([math.log(one) for one in result.by_session], -_error(goal))
+    return Term(name="speed", required=asked, measured=result.speedup, bound=bound, holds=result.speedup >= asked)
+
+
+def _size(facts: Facts, goal: Goal) -> Term:
+    asked, measured = goal.max_size_ratio, facts.size_ratio
+    return Term(name="size", required=asked, measured=measured, bound=measured, holds=measured <= asked)
+
+
+def _memory(facts: Facts, goal: Goal, asked: float) -> Term:
+    ratios = _memory_by_session(facts)
+    if ratios:
+        logs = [math.log(ratio) for ratio in ratios]
+        measured, bound = math.exp(sum(logs) / len(logs)), _bound(logs, _error(goal))
+    else:
+        # The baseline itself, which is what is returned where nothing was measured, takes as much as it takes.
+        measured = 1.0 if facts.memory_ratio is None else facts.memory_ratio
+        bound = None if facts.model is not None else measured
+    return Term(name="memory", required=asked, measured=measured, bound=bound, holds=measured <= asked)
+
+
+def _memory_by_session(facts: Facts) -> list[float]:
+    if facts.race is None or facts.model is None:
+        return []
+    own, baseline = facts.race.result_of(facts.model).peak_bytes, facts.race.results[0].peak_bytes
+    return [mine / first for mine, first in zip(own, baseline, strict=False)]
+
+
+def _error(goal: Goal) -> float:
+    return OTHER_ERROR if goal.max_memory_ratio is None else OTHER_ERROR / 2
+
+
+def _bound(logs: Sequence[float], error: float) -> float | None:
+    """Return the one-sided bound of a ratio, the lower one where `error` is negative; of one session there is none."""
+    return math.exp(bound_over_sessions(logs, error)) if len(logs) > 1 else None
 
 
 def _shortfall(term: Term) -> float:
@@ -52,22 +99,27 @@ def _shortfall(term: Term) -> float:
 
 def out_of_reach(limit: Limit, goal: Goal) -> str | None:
     """Return the term that even the cheapest model misses, or None."""
-    if limit.size_ratio > goal.max_size_ratio:
+    if limit.size_ratio is not None and limit.size_ratio > goal.max_size_ratio:
         return "size"
     if limit.speedup_high is not None and limit.speedup_high < goal.min_speedup:
         return "speed"
     return None
 
 
+def _is_certain(term: Term) -> bool:
+    if term.bound is None:
+        return False
+    return term.bound >= term.required if term.name == "speed" else term.bound <= term.required
+
+
 def _met(facts: Facts, goal: Goal, terms: tuple[Term, ...]) -> Verdict:
-    is_fast = goal.min_speedup <= (facts.race_result.speedup_low if facts.race_result else 1.0)
-    confidence = 1 - facts.accuracy_error
-    bound = one_sided_bound(facts.drop, confidence) if facts.drop else 0.0
-    certified = is_fast and bound <= goal.max_accuracy_drop
+    certified = all(_is_certain(term) for term in terms)
     needed = None
-    if facts.drop and bound > goal.max_accuracy_drop:
-        needed = images_to_certify(facts.drop, goal.max_accuracy_drop, confidence)
+    if facts.drop and not _is_certain(terms[0]):
+        needed = images_to_certify(facts.drop, goal.max_accuracy_drop, 1 - facts.accuracy_error)
     said = "its bounds, together at 95%, meet it too" if certified else "its bounds, together at 95%, do not"
+    if facts.unproven is not None and not certified:
+        said = f"{said}; {facts.unproven}"
     return Verdict(
         outcome=Outcome.MET,
         certified=certified,
@@ -90,7 +142,7 @@ def decide(facts: Facts, goal: Goal, limit: Limit | None = None) -> Verdict:
             certified=False,
             terms=terms,
             binding=unreachable,
-            explanation=f"even the cheapest plan, whatever its accuracy, misses the {unreachable} term",
+            explanation=f"even the cheapest plan in the best of all deployments, whatever its accuracy, misses the {unreachable} term",
         )
     binding = "accuracy" if facts.refused else max(missed, key=_shortfall).name
     explanation = facts.refused or f"no candidate that keeps the accuracy meets the {binding} term"

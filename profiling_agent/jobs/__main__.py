@@ -7,6 +7,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from pkgutil import resolve_name
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -24,43 +25,44 @@ def main() -> None:
     parent = Parent()
     # Warnings are for us, not for the user's screen; they stay in the worker's log.
     warnings.simplefilter("default")
+    handler, kept = "", dict[str, Any]()
     while True:
-        order = parent.receive(Order)
-        answer = Message(kind="done")
+        order, answer = parent.receive(Order), Message(kind="done")
+        if order.handler != handler:
+            # An opened model, say, which isn't to take memory from another kind of job.
+            handler, kept = order.handler, {}
         try:
-            with _job_folder(order, parent) as job:
+            with _job_folder(order, parent, kept) as job:
                 task = resolve_name(order.record).model_validate(order.task)
                 if order.torch:
                     _set_torch()
                 result = resolve_name(order.handler)(task, job)
                 write_text(job.folder / RESULT, result.model_dump_json(indent=1))
                 write_hashes(job.folder)
-        except ProfilingAgentError as error:
-            answer = Message(kind="failed", error=type(error).__name__, text=str(error))
-        except MemoryError:
-            answer = Message(kind="failed", error="JobError", text="out of memory: lower batch_size or num_samples")
-        except ValidationError as error:
-            traceback.print_exc()
-            answer = Message(kind="failed", error="JobError", text=f"a stage returned a broken record: {error}")
-        except OSError as error:
-            traceback.print_exc()
-            answer = _failed_by_system(error, Path(order.root))
         except Exception as error:  # noqa: BLE001 - the boundary: whatever a stage or library raises is a job's result
-            traceback.print_exc()
-            answer = Message(kind="failed", error="JobError", text=f"{type(error).__name__}: {error}")
+            answer = _failure(error, Path(order.root))
         parent.send(answer)
 
 
-def _failed_by_system(error: OSError, root: Path) -> Message:
-    """Return what to say of a system call that failed: a full disk ends the run, which can go on, and no candidate."""
-    problem = storage_problem(error) if error.errno in NO_SPACE | {errno.EROFS, errno.EIO} else None
-    if problem is None:
-        return Message(kind="failed", error="JobError", text=f"{type(error).__name__}: {error}")
-    return Message(kind="failed", error="StorageError", text=str(storage_error(root, problem)))
+def _failure(error: Exception, root: Path) -> Message:
+    """Return what to say of a job that raised; what is no error that we raise on purpose leaves its traceback in the log."""
+    if isinstance(error, ProfilingAgentError):
+        return Message(kind="failed", error=type(error).__name__, text=str(error))
+    if isinstance(error, MemoryError):
+        return Message(kind="failed", error="JobError", text="out of memory: lower batch_size or num_samples")
+    traceback.print_exception(error)
+    if isinstance(error, ValidationError):
+        return Message(kind="failed", error="JobError", text=f"a stage returned a broken record: {error}")
+    # A full disk ends the run, which can go on, and no candidate.
+    if isinstance(error, OSError) and error.errno in NO_SPACE | {errno.EROFS, errno.EIO}:
+        problem = storage_problem(error)
+        assert problem is not None, "these are what a disk has against being written"
+        return Message(kind="failed", error="StorageError", text=str(storage_error(root, problem)))
+    return Message(kind="failed", error="JobError", text=f"{type(error).__name__}: {error}")
 
 
 @contextmanager
-def _job_folder(order: Order, parent: Parent) -> Generator[JobContext]:
+def _job_folder(order: Order, parent: Parent, kept: dict[str, Any]) -> Generator[JobContext]:
     """Give a temporary folder, which is renamed when the job is done; a job is either whole or not there."""
 
     def progress(message: str, done: int, total: int) -> None:
@@ -68,7 +70,7 @@ def _job_folder(order: Order, parent: Parent) -> Generator[JobContext]:
 
     root, final = Path(order.root), f"jobs/{order.key}"
     with appearing(root / final) as folder:
-        yield JobContext(root=root, folder=folder, final=final, progress=progress)
+        yield JobContext(root=root, folder=folder, final=final, progress=progress, given=order.given, kept=kept)
 
 
 def _set_torch() -> None:

@@ -1,9 +1,11 @@
 """Context of a job: what its handler is given besides its task."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+from profiling_agent.acquisition.prepared import PreparedImages
 from profiling_agent.artifacts.recipe import RECIPE
 from profiling_agent.files import file_sha256
 from profiling_agent.progress import Progress
@@ -13,16 +15,30 @@ from profiling_agent.workspace import Workspace
 
 @dataclass(frozen=True)
 class JobContext:
-    """Where one job works: it writes under `folder`, which becomes `final` (relative to `root`) when it is done."""
+    """Where one job works: it writes under `folder`, which becomes `final` (relative to `root`) when it is done.
+
+    `given` has the keys of the jobs that its task needs, by name. What a handler puts into `kept` is there for the next job
+    of its process, if that is one of the same kind.
+    """
 
     root: Path
     folder: Path
     final: str
     progress: Progress
+    given: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
+    kept: dict[str, Any] = field(default_factory=dict[str, Any])
 
     def path(self, ref: ArtifactRef) -> Path:
         """Return where an artifact of an earlier job lies; ArtifactError where that isn't in the run folder."""
         return Workspace(self.root).path(ref)
+
+    def folders(self, name: str) -> list[Path]:
+        """Return the folders of the jobs that the task needs under this name."""
+        return [Workspace(self.root).jobs / key for key in self.given[name]]
+
+    def images(self, name: str) -> PreparedImages:
+        """Return the images that the task needs under this name; ArtifactError where they can't be read."""
+        return PreparedImages.open(self.folders(name))
 
     def ref(
         self, path: Path, kind: Literal["model", "profile", "trace", "predictions", "split", "onnx"]

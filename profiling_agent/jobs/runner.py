@@ -3,18 +3,19 @@
 import hashlib
 import json
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from profiling_agent.acquisition.prepared import PIXELS
 from profiling_agent.artifacts.recipe import RECIPE
 from profiling_agent.documents import DocumentError
 from profiling_agent.errors import JobError, KilledError, RunError
-from profiling_agent.files import file_sha256
+from profiling_agent.files import file_sha256, storage_problem
 from profiling_agent.jobs.store import TIMED, JobStore, artifacts_of, key_of
 from profiling_agent.jobs.table import TABLE, Table
-from profiling_agent.jobs.tasks import Task
+from profiling_agent.jobs.tasks import PrepareTask, Task
 from profiling_agent.jobs.wire import ERRORS, Message, Order
 from profiling_agent.processes.child import Child, Wording, child_command
 from profiling_agent.processes.environment import withheld
@@ -38,7 +39,11 @@ def job_key(task: Task[ResultT]) -> str:
     here = environment().model_dump(mode="json", exclude=None if task.uses_runtimes else {"runtimes"})
     inputs = {"task": task.model_dump(mode="json"), "environment": here}
     digest = hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
-    return f"{type(task).__name__.removesuffix('Task').lower()}-{digest[:20]}"
+    return f"{_name(type(task))}-{digest[:20]}"
+
+
+def _name(kind: type[Task[Any]]) -> str:
+    return kind.__name__.removesuffix("Task").lower()
 
 
 class Jobs:
@@ -53,39 +58,70 @@ class Jobs:
         self._worker: Child[Message] | None = None
         self._given: dict[str, str] = {}
 
-    def run(self, task: Task[ResultT]) -> ResultT:
-        """Return the task's result, from disk where this run has it.
+    def run(self, task: Task[ResultT], *, together: Sequence[Task[Any]] = ()) -> ResultT:
+        """Return the task's result, from disk where this run has it; what it needs is done before it.
+
+        The process that does it also does those `together` with it, of its kind, one after the other.
 
         Raises what the stage raised, or JobError for a crash, a hang or too much memory.
         """
-        key, row = job_key(task), self._table[type(task)]
+        key = job_key(task)
         if (known := self._stored(key, task)) is not None:
             return known
-        for ref in artifacts_of(task):
-            self.path(ref)
-        self._store.keep_order(key, task)
-        timeout_s = row.isolated_timeout_s if task.isolated else row.timeout_s
-        late = f"took longer than {timeout_s:.0f} s"
-        with machine_lock(self.progress, f"run {self.workspace.root.name!r}"):
-            was_killed = False
-            while True:
-                self._store.remove(key)
-                try:
-                    with self._process(row.secrets, isolated=task.isolated) as process:
-                        process.send(self._order(key, task))
-                        deadline = time.monotonic() + timeout_s
-                        while (message := process.receive(deadline, late)).kind == "progress":
-                            self.progress(message.text, message.done, message.total)
-                        break
-                except KilledError:
-                    # That says nothing of the job, and must not count against what it measures; twice it may be the memory.
-                    if was_killed:
-                        raise
-                    was_killed = True
+        for group in self._in_order([task, *together]):
+            row, isolated, was_killed = self._table[type(group[0])], group[0].isolated, False
+            orders = [self._order(each) for each in group]
+            with machine_lock(self.progress, f"run {self.workspace.root.name!r}"):
+                while orders:
+                    try:
+                        with self._process(row.secrets, isolated=isolated) as process:
+                            while orders:
+                                self._store.remove(orders[0].key)
+                                process.send(orders[0])
+                                self._hear(process, row.isolated_timeout_s if isolated else row.timeout_s)
+                                self._store.believe(orders.pop(0).key)
+                                was_killed = False
+                    except KilledError:
+                        # That says nothing of the job, and must not count against what it measures; twice it may be the memory.
+                        if was_killed:
+                            raise
+                        was_killed = True
+        return self._store.result(key, task)
+
+    def run_each(self, tasks: Sequence[Task[ResultT]]) -> list[ResultT]:
+        """Return the results of tasks of one kind, in their order; those that aren't on disk are done in one process.
+
+        Where the tasks are isolated, that process ends with the last of them. Raises as `run`: what was done before stays.
+        """
+        assert len({(type(task), task.isolated) for task in tasks}) <= 1, "jobs that share a process are of one kind"
+        keyed = [(job_key(task), task) for task in tasks]
+        known = {key: result for key, task in keyed if (result := self._stored(key, task)) is not None}
+        if missing := [task for key, task in keyed if key not in known]:
+            self.run(missing[0], together=missing[1:])
+        return [known[key] if key in known else self._store.result(key, task) for key, task in keyed]
+
+    def _hear(self, process: Child[Message], timeout_s: float) -> None:
+        """Wait until a process has done its job; raises what the stage raised."""
+        late, deadline = f"took longer than {timeout_s:.0f} s", time.monotonic() + timeout_s
+        while (message := process.receive(deadline, late)).kind == "progress":
+            self.progress(message.text, message.done, message.total)
         if message.kind == "failed":
             raise ERRORS.get(message.error, JobError)(message.text)
-        self._store.believe(key)
-        return self._store.result(key, task)
+
+    def _in_order(self, tasks: Sequence[Task[Any]]) -> Iterator[Sequence[Task[Any]]]:
+        """Yield what the tasks need and isn't there, each by itself and after what it needs, then the tasks together.
+
+        The artifacts that each reads are there by then, made again where they were damaged.
+        """
+        for task in tasks:
+            for ref in artifacts_of(task):
+                self.path(ref)
+            for needed in task.needs(self.path).values():
+                for need in needed:
+                    # One task's need may be another's, and done by now.
+                    if self._stored(job_key(need), need) is None:
+                        yield from self._in_order([need])
+        yield tasks
 
     def _stored(self, key: str, task: Task[ResultT]) -> ResultT | None:
         if not self._store.is_whole(key):
@@ -96,15 +132,18 @@ class Jobs:
             # Whole, and not what this version takes for a result: somebody wrote the hashes too.
             return None
 
-    def _order(self, key: str, task: Task[ResultT]) -> Order:
-        kind, row = type(task), self._table[type(task)]
+    def _order(self, task: Task[Any]) -> Order:
+        """Return what a process is told of a job, and note it."""
+        key, kind = job_key(task), type(task)
+        self._store.keep_order(key, task)
         return Order(
             root=str(self.workspace.root.resolve()),
             key=key,
             record=f"{kind.__module__}:{kind.__qualname__}",
             task=task.model_dump(mode="json"),
-            handler=row.handler,
-            torch=row.torch,
+            handler=self._table[kind].handler,
+            given={name: tuple(map(job_key, needed)) for name, needed in task.needs(self.path).items()},
+            torch=self._table[kind].torch,
         )
 
     def path(self, ref: ArtifactRef) -> Path:
@@ -152,7 +191,17 @@ class Jobs:
 
     def _start(self, given: dict[str, str]) -> Child[Message]:
         log = self.workspace.root / "worker.log"
-        return Child(child_command("profiling_agent.jobs"), Message, WORDING, log=log, environment=given)
+        try:
+            return Child(child_command("profiling_agent.jobs"), Message, WORDING, log=log, environment=given)
+        except OSError as error:
+            if storage_problem(error) is not None or error.filename != str(log):
+                raise
+            raise RunError(f"{str(log)!r} can't be written ({error.strerror}): move it away, and resume") from error
+
+    def forget_images(self) -> None:
+        """Remove the images that were prepared, which take most of a run's space; whoever needs some has them made again."""
+        for folder in self.workspace.jobs.glob(f"{_name(PrepareTask)}-*"):
+            self._store.forget(folder.name, PIXELS)
 
     def close(self) -> None:
         """End the worker."""

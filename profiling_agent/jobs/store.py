@@ -16,9 +16,9 @@ from profiling_agent.files import file_sha256, make_folders, write_text
 from profiling_agent.jobs.table import Table
 from profiling_agent.jobs.tasks import Task
 from profiling_agent.records import ArtifactRef, Record
-from profiling_agent.workspace import Workspace
+from profiling_agent.workspace import ORDERS, Workspace
 
-RESULT, HASHES, ORDERS = "result.json", "hashes.json", "orders"
+RESULT, HASHES = "result.json", "hashes.json"
 # Written anew when a run ends: the card of the model that it returns.
 REWRITTEN = frozenset({"README.md"})
 # Holds times, so that no two of them are equal.
@@ -115,6 +115,12 @@ class JobStore:
         if folder.is_symlink() or folder.is_file():
             folder.unlink()
         shutil.rmtree(folder, ignore_errors=True)
+
+    def forget(self, key: str, name: str) -> None:
+        """Remove one file of a job, which is done again where it is asked for; what is said of it stays."""
+        self._whole.discard(key)
+        if not self.folder(key).is_symlink():
+            (self.folder(key) / name).unlink(missing_ok=True)
 
     def keep_order(self, key: str, task: Task[Any]) -> None:
         """Note what a job is asked, before it is done, so that it can be done again."""

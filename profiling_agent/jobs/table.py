@@ -36,6 +36,8 @@ TABLE: Table = {
     tasks.AcquireTask: JobRow(handler="profiling_agent.jobs.handlers.acquisition:acquire", secrets=HUB),
     tasks.SurveyShapeTask: JobRow(handler="profiling_agent.jobs.handlers.acquisition:survey_shape", secrets=HUB),
     tasks.ResolveShapeTask: JobRow(handler="profiling_agent.jobs.handlers.acquisition:resolve_shape", secrets=HUB),
+    tasks.PrepareTask: JobRow(handler="profiling_agent.jobs.handlers.images:prepare"),
+    tasks.LogitsTask: JobRow(handler="profiling_agent.jobs.handlers.logits:ask"),
     tasks.ProfileTask: JobRow(handler="profiling_agent.jobs.handlers.profiling:profile"),
     tasks.PruneTask: JobRow(handler="profiling_agent.jobs.handlers.pruning:prune"),
     # What is cut off goes on after its last epoch, but a hundred epochs may take a day.
@@ -43,13 +45,14 @@ TABLE: Table = {
     tasks.TuneTask: JobRow(handler="profiling_agent.jobs.handlers.deployment:tune"),
     tasks.ExportTask: JobRow(handler="profiling_agent.jobs.handlers.deployment:export", isolated_timeout_s=HOUR / 2),
     tasks.DeployTask: JobRow(handler="profiling_agent.jobs.handlers.deployment:deploy", isolated_timeout_s=HOUR / 2),
-    tasks.EvaluateTask: JobRow(handler="profiling_agent.jobs.handlers.evaluation:evaluate"),
-    tasks.OpenHeldoutTask: JobRow(handler="profiling_agent.jobs.handlers.evaluation:open_heldout"),
-    tasks.CompareTask: JobRow(handler="profiling_agent.jobs.handlers.evaluation:compare"),
+    tasks.EvaluateTask: JobRow(handler="profiling_agent.jobs.handlers.evaluation:evaluate", torch=False),
+    tasks.OpenHeldoutTask: JobRow(handler="profiling_agent.jobs.handlers.heldout:open_heldout", torch=False),
+    tasks.CompareTask: JobRow(handler="profiling_agent.jobs.handlers.comparison:compare"),
     tasks.HeadlineTask: JobRow(
         handler="profiling_agent.jobs.handlers.timing:headline", torch=False, isolated_timeout_s=HOUR / 2
     ),
     tasks.RaceTask: JobRow(handler="profiling_agent.jobs.handlers.timing:race", torch=False),
+    tasks.SessionTask: JobRow(handler="profiling_agent.jobs.handlers.timing:session", torch=False),
     tasks.ThroughputTask: JobRow(handler="profiling_agent.jobs.handlers.timing:throughput", torch=False),
     tasks.MemoryTask: JobRow(
         handler="profiling_agent.jobs.handlers.timing:memory", torch=False, isolated_timeout_s=HOUR / 2

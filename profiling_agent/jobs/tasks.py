@@ -3,10 +3,13 @@
 No torch here. `table.py` says who does each.
 """
 
-from typing import ClassVar, Generic, Literal, TypeVar
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 from pydantic import Field
 
+from profiling_agent.artifacts.folder import processor_text
 from profiling_agent.records import (
     Acquired,
     ArtifactRef,
@@ -32,6 +35,11 @@ from profiling_agent.records import (
 
 ResultT = TypeVar("ResultT", bound=Record)
 Device = Literal["auto", "cpu", "cuda"]
+# Each deployment is compared with its parent, and float32 takes longest of all; one that is far off is so on half of the
+# images.
+MAX_COMPARED = 64
+# Where an artifact lies.
+Find = Callable[[ArtifactRef], Path]
 
 
 class Task(Record, Generic[ResultT]):
@@ -41,6 +49,13 @@ class Task(Record, Generic[ResultT]):
     # Whether a runtime that need not be installed has a part in it: one that is installed later changes nothing else.
     uses_runtimes: ClassVar[bool] = False
     isolated: bool = False
+
+    def needs(self, find: Find) -> Mapping[str, tuple["Task[Any]", ...]]:  # noqa: ARG002 (those that need something look)
+        """Return the jobs that are done before this one, by the names under which its handler finds their folders.
+
+        They follow from the task and are no part of its key: where its result is there, they aren't needed.
+        """
+        return {}
 
 
 class AcquireTask(Task[Acquired]):
@@ -88,6 +103,57 @@ class SurveyShapeTask(Task[ShapeFacts]):
     device: Device = "auto"
 
 
+class Prepared(Record):
+    """A shard's images, decoded and processed, in the job's folder: what its array is, see `acquisition.prepared`."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class PrepareTask(Task[Prepared]):
+    """Decode a shard of a split and put it through an image processor, once for all that read it in a run.
+
+    `processor` is the text of the file that describes the processor: models with the same one share the images.
+    """
+
+    result: ClassVar[type[Record]] = Prepared
+    split: SplitInfo
+    shard: int = Field(ge=0)
+    processor: str
+
+
+def prepared(split: SplitInfo, model: Path, shards: range | None = None) -> tuple[PrepareTask, ...]:
+    """Return the jobs that prepare shards of a split, by default all, as the saved model wants its images."""
+    text = processor_text(model)
+    return tuple(PrepareTask(split=split, shard=shard, processor=text) for shard in shards or split.shards())
+
+
+class Answered(Record):
+    """Logits, float32 (images, classes), in `logits.safetensors` of the job's folder."""
+
+    num_images: int
+
+
+class LogitsTask(Task[Answered]):
+    """Ask a float32 model, in eager torch, about images that others made of it are compared on.
+
+    Those are the images that compensation and recovery are judged by, or the first ones of the split. Batches are those
+    that the comparison has, so that equal models have equal logits.
+    """
+
+    result: ClassVar[type[Record]] = Answered
+    model: ArtifactRef
+    split: SplitInfo
+    batch_size: int
+    device: str = "cpu"
+    judged: bool = False
+    num_images: int | None = Field(default=None, description="at most so many of the split's first, by default all")
+
+    def needs(self, find: Find) -> Mapping[str, tuple[Task[Any], ...]]:
+        """Return what prepares the images."""
+        return {"images": prepared(self.split, find(self.model))}
+
+
 class HeadlineTask(Task[Headline]):
     """Time a model and its memory in a process that does nothing else."""
 
@@ -122,6 +188,10 @@ class ProfileTask(Task[Profiled]):
     criterion: str = "auto"
     seed: int = 0
 
+    def needs(self, find: Find) -> Mapping[str, tuple[Task[Any], ...]]:
+        """Return what prepares the calibration images, where there are any."""
+        return {"calibration": prepared(self.calibration, find(self.model))} if self.calibration else {}
+
 
 class PruneTask(Task[PrunedModel]):
     """Cut units of the unpruned model, and make up for it without training unless told not to.
@@ -137,6 +207,14 @@ class PruneTask(Task[PrunedModel]):
     seed: int
     compensate: bool = True
     batch_size: int = 32
+
+    def needs(self, find: Find) -> Mapping[str, tuple[Task[Any], ...]]:
+        """Return what prepares the calibration images, and what the baseline says of those that judge compensation."""
+        judged = LogitsTask(model=self.baseline, split=self.calibration, batch_size=self.batch_size, judged=True)
+        return {
+            "calibration": prepared(self.calibration, find(self.baseline)),
+            "logits": (judged,) if self.compensate and self.calibration.num_images else (),
+        }
 
 
 class RecoverTask(Task[RecoveredModel]):
@@ -155,6 +233,18 @@ class RecoverTask(Task[RecoveredModel]):
     batch_size: int = 32
     device: str = "cpu"
 
+    def needs(self, find: Find) -> Mapping[str, tuple[Task[Any], ...]]:
+        """Return what prepares both sets of images, and what the baseline says of those that judge the epochs."""
+        baseline, calibration = find(self.baseline), self.calibration
+        judged = LogitsTask(
+            model=self.baseline, split=calibration, batch_size=self.batch_size, device=self.device, judged=True
+        )
+        return {
+            "recovery": prepared(self.recovery, baseline),
+            "calibration": prepared(calibration, baseline),
+            "logits": (judged,) if calibration.num_images else (),
+        }
+
 
 class TuneTask(Task[Tuned]):
     """Even out activations for int8 and find what quantizing each layer costs, on calibration images."""
@@ -165,6 +255,10 @@ class TuneTask(Task[Tuned]):
     calibration: SplitInfo
     latency_shares: dict[str, float] = Field(default_factory=dict, description="of the layers' time, by layer name")
     batch_size: int = 32
+
+    def needs(self, find: Find) -> Mapping[str, tuple[Task[Any], ...]]:
+        """Return what prepares the calibration images."""
+        return {"calibration": prepared(self.calibration, find(self.model))}
 
 
 class Exported(Record):
@@ -195,25 +289,43 @@ class DeployTask(Task[DeployedModel]):
     batch_size: int
     device: str = "cpu"
 
+    def needs(self, find: Find) -> Mapping[str, tuple[Task[Any], ...]]:
+        """Return what prepares the calibration images, and what the model says of the first of them, once for all deployments."""
+        expected = LogitsTask(
+            model=self.model, split=self.calibration, batch_size=self.batch_size, num_images=MAX_COMPARED
+        )
+        return {
+            "calibration": prepared(self.calibration, find(self.model)),
+            "logits": (expected,) if self.calibration.num_images else (),
+        }
+
 
 class Evaluated(Record):
-    """A model's answers and what it takes."""
+    """A model's answers on a shard, and what it takes."""
 
     footprint: Footprint
     predictions: Predictions
 
 
 class EvaluateTask(Task[Evaluated]):
-    """Run a model over a split; to be isolated for any runtime but eager torch, as it may take its process down."""
+    """Run a model over one shard of a split; to be isolated for any runtime but eager torch, as it may take its process down.
+
+    Whoever wants several shards of a model asks for them together (`Jobs.run_each`): they share one process, whose start
+    takes as long as hundreds of images, and the opened model, which some runtimes compile for minutes; each is a job of its
+    own none the less, and only those that the run doesn't have are done.
+    """
 
     result: ClassVar[type[Record]] = Evaluated
     uses_runtimes: ClassVar[bool] = True
     model: ArtifactRef
     split: SplitInfo
+    shard: int = Field(ge=0)
     batch_size: int
     device: str
-    first: int = Field(default=0, ge=0, description="the number of the first image")
-    num_images: int | None = Field(default=None, description="so many from there on, by default all")
+
+    def needs(self, find: Find) -> Mapping[str, tuple[Task[Any], ...]]:
+        """Return what prepares the shard's images."""
+        return {"images": prepared(self.split, find(self.model), range(self.shard, self.shard + 1))}
 
 
 class OpenHeldoutTask(Task[Opening]):
@@ -227,7 +339,7 @@ class OpenHeldoutTask(Task[Opening]):
 
 
 class RaceTask(Task[Race]):
-    """Let models take turns; the first is the baseline."""
+    """Let models take turns in one session, to choose among them; the first is the baseline."""
 
     result: ClassVar[type[Record]] = Race
     uses_runtimes: ClassVar[bool] = True
@@ -236,6 +348,12 @@ class RaceTask(Task[Race]):
     batch_size: int
     device: str
     seed: int
+
+
+class SessionTask(RaceTask):
+    """Hold one session of several in new processes, which tell together what a speed-up is worth."""
+
+    number: int
 
 
 class ThroughputTask(Task[Throughputs]):
@@ -284,3 +402,7 @@ class CompareTask(Task[PaperBaseline]):
     batch_size: int
     device: str = "cpu"
     seed: int = 0
+
+    def needs(self, find: Find) -> Mapping[str, tuple[Task[Any], ...]]:
+        """Return what prepares the images."""
+        return {"images": prepared(self.split, find(self.model))}

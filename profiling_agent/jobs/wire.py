@@ -2,6 +2,8 @@
 
 from typing import Any, Literal
 
+from pydantic import Field
+
 from profiling_agent import errors
 from profiling_agent.records import Record
 
@@ -13,13 +15,17 @@ ERRORS: dict[str, type[errors.ProfilingAgentError]] = {
 
 
 class Order(Record):
-    """Parent to child: do this task in the run folder `root`, under `key`; `record` and `handler` are "module:name"."""
+    """Parent to child: do this task in the run folder `root`, under `key`; `record` and `handler` are "module:name".
+
+    `given` has the keys of the finished jobs that the task needs, by name.
+    """
 
     root: str
     key: str
     record: str
     task: dict[str, Any]
     handler: str
+    given: dict[str, tuple[str, ...]] = Field(default_factory=dict)
     torch: bool = True
 
 

@@ -216,7 +216,7 @@ def _lines(stream: BinaryIO) -> Iterator[bytes | None]:
             yield None
             return
         if len(line) == MAX_LINE and not line.endswith(b"\n"):
-            while (rest := stream.readline(MAX_LINE)) and not rest.endswith(b"\n"):
+            while left >= 0 and (rest := stream.readline(MAX_LINE)) and not rest.endswith(b"\n"):
                 left -= len(rest)
             yield None
         elif line.strip():

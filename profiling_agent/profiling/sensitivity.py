@@ -228,7 +228,13 @@ def _evidence(
         )
         for keep, cut in cuts.items()
     )
-    return UnitEvidence(unit=unit.name, latency_ms=table.of(unit), order=order, options=options)
+    return UnitEvidence(
+        unit=unit.name,
+        latency_ms=table.of(unit),
+        is_unsteady=unit.name in table.unsteady,
+        order=order,
+        options=options,
+    )
 
 
 def through(measured: Mapping[int, float], predicted: Mapping[int, float]) -> dict[int, float]:

@@ -36,20 +36,22 @@ class Compensated:
     note: str | None = None
 
 
-def compensate(
+def compensate(  # noqa: PLR0913 (all that the result depends on)
     baseline: nn.Module,
     pruned: nn.Module,
     cuts: Sequence[Cut],
     keep: Mapping[str, list[int]],
     batches: Callable[[], Iterable[tuple[Tensor, Tensor]]],
     *,
+    expected: Tensor | None = None,
     progress: Progress = silent,
 ) -> Compensated:
     """Return a compensated copy of `pruned`, which `cuts` and `keep` made of `baseline`; both are left as found.
 
     `batches` begins a pass over the calibration images: (pixel_values, labels), labels unused. Steps are fitted to
     three quarters of them, and each is kept only if it lowers the mean KL(unpruned || pruned) of the other quarter.
-    With fewer than 128 different images none is tried, and the KL is that of all images.
+    With fewer than 128 different images none is tried, and the KL is that of all images. `expected` are the unpruned
+    model's logits on that quarter, where they are known, (images, classes).
 
     Raises:
         PruningError: there is no image, or a model gives logits that aren't finite.
@@ -65,7 +67,8 @@ def compensate(
             note = f"not compensated: {found} different calibration images, at least {MIN_IMAGES} are needed"
             return Compensated(model=pruned, kl_before=_finite(kl), kl_after=kl, note=note)
         steps = _steps(baseline, pruned, cuts, keep, calibration, progress)
-        compensated = _best(baseline, pruned, steps, calibration)
+        expected = _logits(baseline, calibration.judged()) if expected is None else expected.to(calibration.device)
+        compensated = _best(expected, pruned, steps, calibration)
     for module, like in zip(compensated.model.modules(), pruned.modules(), strict=True):
         module.training = like.training
     return compensated
@@ -103,9 +106,8 @@ def _steps(
     return steps
 
 
-def _best(baseline: nn.Module, pruned: nn.Module, steps: Sequence[_Step], calibration: Calibration) -> Compensated:
+def _best(expected: Tensor, pruned: nn.Module, steps: Sequence[_Step], calibration: Calibration) -> Compensated:
     """Take each step on one copy, and take back those that don't help: a copy for each would be a model more held."""
-    expected = _logits(baseline, calibration.judged())
     model, kept = copy.deepcopy(pruned), list[str]()
     before = kl = _finite(mean_kl(expected, _logits(pruned, calibration.judged())))
     for step in steps:

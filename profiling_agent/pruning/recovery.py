@@ -51,12 +51,14 @@ def recover(  # noqa: PLR0913 (all that the result depends on)
     folder: Path,
     seed: int = 0,
     learning_rate: float = LEARNING_RATE,
+    expected: Tensor | None = None,
     progress: Progress = silent,
 ) -> Recovered:
     """Return a copy of `pruned` that was trained to say what `dense` says; both are left as found.
 
     `batches(epoch)` gives the training images of an epoch from 0 on, `judged()` others that choose the best epoch;
-    both are pixel_values (b, c, h, w) and the same for the same `seed`, which belongs to them. The loss is the KL
+    both are pixel_values (b, c, h, w) and the same for the same `seed`, which belongs to them. `expected` are the logits
+    of `dense` on the latter, where they are known, (images, classes). The loss is the KL
     divergence of logits at temperature 2, times its square (Hinton et al., 2015); AdamW without decay, its rate a
     cosine over epochs. All is in eval mode: batch norms keep their statistics and nothing is drawn at random, so a
     recovery that was interrupted goes on after its last whole epoch, kept in `folder`, and ends with the same weights.
@@ -70,7 +72,7 @@ def recover(  # noqa: PLR0913 (all that the result depends on)
     with left_as_found(dense), left_as_found(pruned):
         dense.eval()
         student = copy.deepcopy(pruned).eval()
-        expected = _logits(dense, judged())
+        expected = _logits(dense, judged()) if expected is None else expected.to(device_of(dense))
         optimizer = torch.optim.AdamW(_trained(student), lr=learning_rate, weight_decay=0.0)
         kl_before = mean_kl(expected, _logits(student, judged()))
         if not math.isfinite(kl_before):

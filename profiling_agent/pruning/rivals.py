@@ -1,4 +1,4 @@
-"""Rival methods that we are compared with: the paper's own, which cuts coupled layers again and again, and uniform cuts."""
+"""Rival methods that we are compared with: uniform cuts, the paper's own coupled ones, and Torch-Pruning's global ranking."""
 
 import copy
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch_pruning as tp
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from profiling_agent.errors import PruningError, RequestError
 from profiling_agent.foreign import foreign_code
@@ -19,15 +20,23 @@ from profiling_agent.pruning.importance import IMPORTANCE, UnitWeights, keep_ind
 from profiling_agent.pruning.prune import prune_model
 from profiling_agent.pruning.units import find_units
 from profiling_agent.pruning.widths import snap
+from profiling_agent.quiet import muted
 from profiling_agent.records import Cut, InputSpec, Unit, UnitKind
 
 CRITERIA = ("l1", "l2", "random")
 WIDTHS = (UnitKind.MLP, UnitKind.CONV_INNER, UnitKind.INVERTED_RESIDUAL)
 
+GRADIENT_CRITERIA = ("taylor", "hessian")
+# Torch-Pruning plans in steps; so many leave less than one channel of most layers between two ratios.
+NUM_RATIOS = 1000
+GRADIENT_BATCH = 64
+
 # The indices that each function of Torch-Pruning is to remove from a module of this name.
 Removals = dict[tuple[str, Callable[..., Any]], set[int]]
 # Scores (channels,) of what is left of a convolution's filters (channels, inputs, height, width).
 Scoring = Callable[[Tensor], Tensor]
+# What each unit that loses anything keeps, by name, at a ratio in (0, 1).
+Ranking = Callable[[float], dict[str, list[int]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +114,126 @@ def paper_prune(
     return RivalPruned(model=pruned, ratio=ratio, share=1 - _num_params(pruned) / _num_params(model), keep=keep)
 
 
+@contextmanager
+def torch_pruning_ranking(  # noqa: PLR0913 (a comparison names all that it was made with)
+    model: nn.Module,
+    units: Sequence[Unit],
+    spec: InputSpec,
+    images: Tensor,
+    labels: Tensor,
+    criterion: str,
+    *,
+    isomorphic: bool = False,
+) -> Generator[Ranking]:
+    """Give what Torch-Pruning's `BasePruner` keeps of `units` at a ratio, ranked globally: heads apart from channels.
+
+    `criterion` is its GroupTaylorImportance or GroupHessianImportance, of the cross-entropy of `images` (b, c, h, w) with
+    `labels` (b,). `isomorphic` ranks channels only among units of one structure (Fang et al., 2024). Everything else is its
+    default. What it would empty stays whole, and so do heads that it couples with a residual stream, as a Swin's.
+
+    Raises:
+        RequestError: the criterion isn't taylor or hessian.
+        PruningError: Torch-Pruning can't trace the model.
+    """
+    if criterion not in GRADIENT_CRITERIA:
+        raise RequestError(f"there is no ranking by {criterion!r}; choose one of {', '.join(GRADIENT_CRITERIA)}")
+
+    scored = copy.deepcopy(model).eval().requires_grad_(requires_grad=True)
+    if criterion == "taylor":
+        scorer = tp.importance.GroupTaylorImportance()
+        set_gradients_(scored, images.split(GRADIENT_BATCH), labels.split(GRADIENT_BATCH))
+    else:
+        scorer = tp.importance.GroupHessianImportance()
+        set_squared_gradients_(scored, images, labels)
+    rows = {scored.get_submodule(name): unit for unit in units for name in unit.producers}
+    columns = {scored.get_submodule(unit.consumer): unit for unit in units}
+    heads = {layer: unit.width for layer, unit in rows.items() if unit.kind is UnitKind.HEADS}
+    pruner = _global_pruner(scored, spec, scorer, rows, heads, isomorphic=isomorphic)
+
+    def keep(ratio: float) -> dict[str, list[int]]:
+        # A step notes the heads that are gone although nothing is cut here.
+        pruner.num_heads.update(heads)
+        pruner.out_channel_groups.update(heads)
+        pruner.current_step = round(ratio * NUM_RATIOS) - 1
+        kept: dict[str, list[int]] = {}
+        for group in pruner.step(interactive=True):
+            cut, indices = group[0]
+            layer: nn.Module = cut.target.module
+            by_row = pruner.DG.is_out_channel_pruning_fn(cut.handler)
+            unit = rows[layer] if by_row else columns[layer]
+            size = (pruner.DG.get_out_channels(layer) if by_row else pruner.DG.get_in_channels(layer)) // unit.width
+            kept[unit.name] = sorted(set(range(unit.width)) - {index // size for index in indices})
+        return kept
+
+    try:
+        yield keep
+    finally:
+        _release(pruner.DG)
+
+
+def _global_pruner(
+    model: nn.Module,
+    spec: InputSpec,
+    scorer: Any,
+    cut: Collection[nn.Module],
+    heads: Mapping[nn.Module, int],
+    *,
+    isomorphic: bool,
+) -> Any:
+    """Return a `BasePruner` that ranks the rows of the layers `cut`, whole heads of those in `heads`."""
+
+    def refuse(raised: str) -> PruningError:
+        return PruningError(f"Torch-Pruning can't rank {type(model).__name__!r}: {raised}")
+
+    image: Any = {"pixel_values": torch.zeros(spec.batch(1), device=device_of(model))}
+    layers = [layer for layer in model.modules() if isinstance(layer, (nn.Linear, nn.Conv2d))]
+    with foreign_code(refuse), muted():
+        return tp.pruner.BasePruner(
+            model,
+            image,
+            scorer,
+            global_pruning=True,
+            isomorphic=isomorphic,
+            pruning_ratio=1.0,
+            head_pruning_ratio=1.0,
+            iterative_steps=NUM_RATIOS,
+            ignored_layers=[layer for layer in layers if layer not in cut],
+            # It writes into these three, and the last two are shared by all pruners where they aren't given.
+            num_heads=dict(heads),
+            in_channel_groups={},
+            out_channel_groups={},
+            prune_num_heads=True,
+            prune_head_dims=False,
+            output_transform=attrgetter("logits"),
+        )
+
+
+def set_gradients_(model: nn.Module, images: Sequence[Tensor], labels: Sequence[Tensor]) -> None:
+    """Set every parameter's `grad` to that of the mean cross-entropy over all batches; whatever it held is lost."""
+    model.zero_grad()
+    num_images = sum(map(len, images))
+    for batch, classes in zip(images, labels, strict=True):
+        loss = F.cross_entropy(model(pixel_values=batch).logits, classes, reduction="sum") / num_images
+        loss.backward()
+
+
+def set_squared_gradients_(model: nn.Module, images: Tensor, labels: Tensor) -> None:
+    """Set every parameter's `grad` to the mean over images of the squared gradient of each one's cross-entropy.
+
+    Torch-Pruning's own `accumulate_grad` (1.6.1) looks sums up by name and stores them by parameter, so that only the
+    last image counts; given no sums, its importance reads `grad`.
+    """
+    named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    sums = {name: torch.zeros_like(parameter) for name, parameter in named.items()}
+    for image, label in zip(images.split(1), labels.split(1), strict=True):
+        set_gradients_(model, [image], [label])
+        for name, parameter in named.items():
+            if parameter.grad is not None:
+                sums[name].addcmul_(parameter.grad, parameter.grad, value=1 / len(images))
+    for name, parameter in named.items():
+        parameter.grad = sums[name]
+
+
 def _check(fraction: float, criterion: str) -> None:
     if criterion not in CRITERIA:
         raise RequestError(f"there is no criterion {criterion!r} to compare with; choose one of {', '.join(CRITERIA)}")
@@ -158,10 +287,14 @@ def dependency_graph(skeleton: nn.Module, spec: InputSpec) -> Generator[Any]:
     try:
         yield graph
     finally:
-        # Its nodes refer to each other and to autograd's, which keep the copy and its activations alive.
-        for node in graph.module2node.values():
-            vars(node).update(inputs=[], outputs=[], dependencies=[], grad_fn=None)
-        graph.module2node.clear()
+        _release(graph)
+
+
+def _release(graph: Any) -> None:
+    """Take a dependency graph apart: its nodes refer to each other and to autograd's, which keep the model alive."""
+    for node in graph.module2node.values():
+        vars(node).update(inputs=[], outputs=[], dependencies=[], grad_fn=None)
+    graph.module2node.clear()
 
 
 def convolutions(graph: Any, skeleton: nn.Module) -> list[tuple[str, nn.Conv2d]]:

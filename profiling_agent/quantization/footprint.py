@@ -1,6 +1,4 @@
-"""Footprint: the bytes that a model takes, counted and not timed."""
-
-from pathlib import Path
+"""Footprint: the bytes that a model's parameters take, counted and not timed."""
 
 import torch
 from torch import nn
@@ -32,8 +30,3 @@ def parameter_bytes(model: nn.Module) -> int:
     plain = [*model.parameters(), *model.buffers()]
     held = sum(tensor.numel() * tensor.element_size() for tensor in plain)
     return held + sum(_packed_bytes(module) for module in model.modules())
-
-
-def folder_bytes(path: Path) -> int:
-    """Return the bytes of all files in a folder, symbolic links not followed."""
-    return sum(file.lstat().st_size for file in path.rglob("*") if file.is_file() and not file.is_symlink())

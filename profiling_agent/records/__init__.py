@@ -4,7 +4,7 @@ Ratios and accuracies are fractions in [0, 1]; units are in the names; `macs` ar
 """
 
 from profiling_agent.records.approval import Approval, ApprovalQuestion, Decided, UnitCut
-from profiling_agent.records.data import Acquired, InputSpec, LabelMatch, ModelSource, ShapeFacts, SplitInfo
+from profiling_agent.records.data import SHARD, Acquired, InputSpec, LabelMatch, ModelSource, ShapeFacts, SplitInfo
 from profiling_agent.records.deployment import (
     RUNTIMES,
     DeployedModel,
@@ -31,6 +31,7 @@ from profiling_agent.records.loop import (
     Verdict,
 )
 from profiling_agent.records.measurement import (
+    NUM_SESSIONS,
     AccuracyDrop,
     Comparison,
     Dropped,
@@ -73,7 +74,9 @@ from profiling_agent.records.record import ArtifactRef, Record
 
 __all__ = [
     "EVERYTHING",
+    "NUM_SESSIONS",
     "RUNTIMES",
+    "SHARD",
     "AccuracyDrop",
     "Acquired",
     "Approval",

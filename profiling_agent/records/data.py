@@ -6,6 +6,10 @@ from pydantic import Field
 
 from profiling_agent.records.record import ArtifactRef, Record
 
+# Images are prepared and evaluated so many at a time: a run that is cut off loses no more, and who looks at some of a
+# split first and at the others later sees none of them twice.
+SHARD = 512
+
 
 class InputSpec(Record):
     """The shape of one image as the model takes it, and who said so."""
@@ -46,6 +50,24 @@ class SplitInfo(Record):
     num_images: int
     num_skipped: int = Field(default=0, description="images that could not be decoded")
     file: ArtifactRef
+
+    def shards(self, images: range | None = None) -> range:
+        """Return the numbers of the shards that hold these images, by default all; there may be fewer images than asked for.
+
+        Raises:
+            ValueError: the images aren't whole shards.
+        """
+        asked = range(self.num_images) if images is None else images
+        end = min(asked.stop, self.num_images)
+        if asked.step != 1 or asked.start % SHARD or (end % SHARD and end != self.num_images):
+            raise ValueError(f"{asked!r} of {self.num_images} images aren't whole shards of {SHARD}")
+        return range(asked.start // SHARD, -(-end // SHARD))
+
+    def rows(self, shard: int) -> range:
+        """Return which images a shard holds: 512, the last one what is left; ValueError where there is no such shard."""
+        if shard not in self.shards():
+            raise ValueError(f"there is no shard {shard} of {self.num_images} images in shards of {SHARD}")
+        return range(shard * SHARD, min((shard + 1) * SHARD, self.num_images))
 
 
 class ModelSource(Record):

@@ -13,7 +13,9 @@ class WidthOption(Record):
     keep: int
     params_saved: int
     macs_saved: int
-    latency_saved_ms: float | None = Field(default=None, description="by the latency table, for one batch")
+    latency_saved_ms: float | None = Field(
+        default=None, description="by the latency table, for one batch; 0 if shown not to pay"
+    )
     predicted_kl: float = Field(description="second-order estimate from one forward and one backward pass")
     kl: float = Field(description="measured, or drawn through the measured widths along predicted_kl")
     measured: bool
@@ -29,6 +31,7 @@ class UnitEvidence(Record):
 
     unit: str
     latency_ms: float | None = Field(default=None, description="unpruned, by the latency table, for one batch")
+    is_unsteady: bool = Field(default=False, description="whether the machine was too busy to time it well")
     order: tuple[int, ...]
     options: tuple[WidthOption, ...]
 

@@ -165,6 +165,9 @@ class Term(Record):
     name: Literal["accuracy", "speed", "size", "memory"]
     required: float
     measured: float
+    bound: float | None = Field(
+        default=None, description="what is certified of it, all terms together at 95%; None where there is no telling"
+    )
     holds: bool
 
 

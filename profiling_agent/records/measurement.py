@@ -1,13 +1,18 @@
 """Measurements of a model: answers, footprint, races, throughput and memory, and the machine they belong to."""
 
+from collections.abc import Sequence
 from enum import StrEnum
-from typing import Literal
+from statistics import median
+from typing import Literal, Self
 
 from pydantic import Field
 
 from profiling_agent.records.deployment import Deployment
 from profiling_agent.records.profile import LatencyStats
 from profiling_agent.records.record import ArtifactRef, Record
+
+# Of three sessions or fewer Student's t says next to nothing; of five its interval is 1.4 times as wide as of many.
+NUM_SESSIONS = 5
 
 
 class Variant(StrEnum):
@@ -29,7 +34,10 @@ class Footprint(Record):
 
 
 class Predictions(Record):
-    """One model's answers on one split, in the split's order; each of `files` holds predicted and true class ids."""
+    """One model's answers on images of one split, in the split's order; each of `files` holds those of a shard.
+
+    `evaluation.predictions` says what a file holds.
+    """
 
     split: Literal["calibration", "search", "heldout", "recovery"]
     num_images: int
@@ -40,6 +48,17 @@ class Predictions(Record):
     def top1(self) -> float:
         """Return the fraction of images answered right."""
         return self.num_correct / self.num_images
+
+    @classmethod
+    def joined(cls, parts: Sequence[Self]) -> Self:
+        """Return the answers on parts of one split, at least one, as one, in the order given."""
+        return parts[0].model_copy(
+            update={
+                "num_images": sum(part.num_images for part in parts),
+                "num_correct": sum(part.num_correct for part in parts),
+                "files": tuple(file for part in parts for file in part.files),
+            }
+        )
 
 
 class AccuracyDrop(Record):
@@ -96,6 +115,17 @@ class RaceResult(Record):
     speedup: float
     speedup_low: float
     speedup_high: float
+    turns: tuple[tuple[float, ...], ...] = Field(
+        default=(), description="of each session, the baseline's time over its own at each of its turns"
+    )
+    peak_bytes: tuple[int, ...] = Field(
+        default=(), description="of each session, the most its process held resident; empty where the system can't tell"
+    )
+
+    @property
+    def by_session(self) -> tuple[float, ...]:
+        """Return the speed-up that each session alone gives, the median of its turns."""
+        return tuple(median(turns) for turns in self.turns)
 
 
 class Dropped(Record):
@@ -109,13 +139,15 @@ class Dropped(Record):
 class Race(Record):
     """Models that took turns, one process each, on one machine; those that dropped out have no result.
 
-    A session starts all processes anew, and a repeat goes once through all models of a session.
+    A session starts all processes anew, and a repeat goes once through all models of a session. Of a race of one session the
+    intervals assume what processes differ by; of more they are Student's t over the sessions.
     """
 
     results: tuple[RaceResult, ...]
     num_repeats: int
     num_sessions: int
     dropped: tuple[Dropped, ...] = ()
+    void: tuple[str, ...] = Field(default=(), description="sessions that don't count, as a process died: what it said")
     detectable: float = Field(
         default=0.0, description="two equal models would have been told apart if one were slower by this share"
     )

@@ -28,7 +28,8 @@ def card_notes(report: RunReport) -> tuple[str, ...]:
     if report.heldout.drop:
         notes.append(f"Top-1 lost: {drop(report.heldout.drop)}.")
     if race_result:
-        notes.append(f"Times as fast as the baseline in eager float32, in one race: {speedup(race_result)}.")
+        there = f"{len(race_result.turns)} sessions on one machine"
+        notes.append(f"Times as fast as the baseline in eager float32, in {there}: {speedup(race_result)}.")
     notes.append(
         f"Measured on {here.cpu}, {here.num_threads} threads, {here.system}, device {report.acquired.source.device}."
     )

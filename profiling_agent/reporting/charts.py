@@ -8,7 +8,7 @@ import plotly.graph_objects as go
 from plotly.io import to_html
 from plotly.offline import get_plotlyjs
 
-from profiling_agent.records import Attempt, DeploymentOption
+from profiling_agent.records import Attempt, DeploymentOption, Evaluation
 from profiling_agent.reporting.report import RunReport, Sensitivity, VariantRow
 
 INK, MUTED, ACCENT, SECOND, WARN = "#1f2933", "#9aa5b1", "#0b7285", "#e8590c", "#c92a2a"
@@ -97,8 +97,13 @@ def _with_front(figure: go.Figure, rows: Sequence[tuple[float, float, str]]) -> 
 
 
 def _floor(figure: go.Figure, report: RunReport) -> None:
-    floor = report.variants[0].evaluation.top1 - report.goal.max_accuracy_drop
+    floor = _top1(report.variants[0].evaluation, report) - report.goal.max_accuracy_drop
     figure.add_hline(y=floor, line={"color": WARN, "width": 1, "dash": "dash"}, annotation_text="accuracy floor")
+
+
+def _top1(evaluation: Evaluation, report: RunReport) -> float:
+    """Return the baseline's accuracy less what was lost: not all were measured on the same images."""
+    return report.variants[0].evaluation.top1 - (evaluation.drop.drop if evaluation.drop else 0.0)
 
 
 def _name(row: VariantRow) -> str:
@@ -112,15 +117,21 @@ def against_speed(report: RunReport) -> go.Figure | None:
         return None
     whole = first.latency.median_ms
     raced = [
-        (whole / row.race_result.speedup, row.evaluation.top1, _name(row)) for row in report.variants if row.race_result
+        (whole / row.race_result.speedup, _top1(row.evaluation, report), _name(row))
+        for row in report.variants
+        if row.race_result
     ]
     deployments = [
-        (whole / option.race_result.speedup, option.evaluation.top1, f"baseline, {option.deployment.name}")
+        (whole / option.race_result.speedup, _top1(option.evaluation, report), f"baseline, {option.deployment.name}")
         for option in _options(report)
         if option.race_result and option.evaluation
     ]
     guessed = [
-        (raced[-1][0] * share, attempt.deployed.top1, f"attempt {attempt.number}: time by its MACs, not raced")
+        (
+            raced[-1][0] * share,
+            _top1(attempt.deployed, report),
+            f"attempt {attempt.number}: time by its MACs, not raced",
+        )
         for attempt in report.attempts
         if attempt.deployed and (share := _macs_share(attempt, report)) is not None
     ]
@@ -145,9 +156,16 @@ def _options(report: RunReport) -> tuple[DeploymentOption, ...]:
 
 def against_size(report: RunReport) -> go.Figure:
     """Return top-1 on the search images against megabytes on disk."""
-    variants = [(row.evaluation.footprint.size_bytes / 1e6, row.evaluation.top1, _name(row)) for row in report.variants]
+    variants = [
+        (row.evaluation.footprint.size_bytes / 1e6, _top1(row.evaluation, report), _name(row))
+        for row in report.variants
+    ]
     tries = [
-        (one.deployed.footprint.size_bytes / 1e6, one.deployed.top1, f"attempt {one.number}: {one.reason[:60]}")
+        (
+            one.deployed.footprint.size_bytes / 1e6,
+            _top1(one.deployed, report),
+            f"attempt {one.number}: {one.reason[:60]}",
+        )
         for one in report.attempts
         if one.deployed
     ]

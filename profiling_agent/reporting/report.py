@@ -19,6 +19,7 @@ from profiling_agent.records import (
     Goal,
     InputSpec,
     ModelProfile,
+    Race,
     RaceResult,
     Record,
     Spent,
@@ -54,7 +55,7 @@ class Summary(Record):
 
 
 class VariantRow(Record):
-    """One variant of pruning and quantization: the search images and the race."""
+    """One variant of pruning and quantization: the search images, and its sessions or the one session that chose."""
 
     evaluation: Evaluation
     race_result: RaceResult | None = None
@@ -103,6 +104,7 @@ class RunReport(Record):
     best: Summary
     heldout: Evaluation = Field(description="the returned model on the held-out images")
     variants: tuple[VariantRow, ...]
+    race: Race | None = Field(default=None, description="the sessions that the returned model was timed in")
     attempts: tuple[Attempt, ...]
     kept_beside: str | None = Field(default=None, description="a candidate that failed on the held-out images")
     notes: tuple[str, ...]
@@ -118,7 +120,7 @@ class RunReport(Record):
 
     @property
     def race_result(self) -> RaceResult | None:
-        """Return the race of the returned model; None where it did not race."""
+        """Return the times of the returned model; None where it was not timed."""
         return next((row.race_result for row in self.variants if row.evaluation.model == self.heldout.model), None)
 
 
@@ -193,10 +195,17 @@ class Sources(Record):
     profiles: dict[str, tuple[Profiled, ModelProfile]]
 
 
-def _evidence_notes(profile: ModelProfile) -> tuple[str, ...]:
-    if profile.evidence_note is None:
+def evidence_notes(profile: ModelProfile) -> tuple[str, ...]:
+    """Return what a reader has to know of the evidence: that there is none, or that a busy machine timed it."""
+    if profile.evidence_note is not None:
+        return (f"no sensitivity was measured, so ratios are uniform: {profile.evidence_note}",)
+    units = profile.evidence.units if profile.evidence else ()
+    if not (unsteady := sum(row.is_unsteady for row in units)):
         return ()
-    return (f"no sensitivity was measured, so ratios are uniform: {profile.evidence_note}",)
+    return (
+        f"the machine was busy while widths were timed: what {unsteady} of {len(units)} units save of the time is a guess, "
+        "and widths that save none may have been cut to",
+    )
 
 
 def _search_notes(deployment_search: DeploymentSearch | None) -> tuple[str, ...]:
@@ -207,7 +216,9 @@ def build_report(request: Request, final: FinalChoice, sources: Sources) -> RunR
     """Gather the report."""
     race, winner, acquired, profiles = final.race, final.winner, sources.acquired, sources.profiles
     baseline, best = profiles["baseline"], profiles.get("best", profiles["baseline"])
-    results = {race_result.model.sha256: race_result for race_result in race.results} if race else {}
+    # What the sessions say of a model comes before what the race said that chose it.
+    held = [found for each in (final.screening, race) if each for found in each.results]
+    results = {race_result.model.sha256: race_result for race_result in held}
     kept = final.kept_beside.evaluation.model.path if final.kept_beside else None
     artifacts = {"best": "best", "report": "report.html", "text": "report.md", "json": "report.json"}
     artifacts |= {f"{name} profile": profiled.profile.path for name, (profiled, _) in profiles.items()}
@@ -236,10 +247,11 @@ def build_report(request: Request, final: FinalChoice, sources: Sources) -> RunR
             peak_memory_bytes=sources.peak_memory_bytes[1],
         ),
         heldout=final.heldout_winner,
+        race=race,
         variants=tuple(VariantRow(evaluation=row, race_result=results.get(row.model.sha256)) for row in final.variants),
         attempts=sources.attempts,
         kept_beside=kept,
-        notes=(*acquired.notes, *_evidence_notes(baseline[1]), *_search_notes(sources.deployment_search), *final.notes),
+        notes=(*acquired.notes, *evidence_notes(baseline[1]), *_search_notes(sources.deployment_search), *final.notes),
         acquired=acquired,
         input=sources.input,
         profiles={name: profiled for name, (profiled, _) in profiles.items()},

@@ -66,16 +66,24 @@ def asked(term: Term) -> str:
 
 
 def measured(term: Term) -> str:
-    """Return what was measured of a term."""
-    return {
-        "accuracy": f"{term.measured * 100:+.2f} points",
-        "speed": f"{term.measured:.2f} times",
-        "size": percent(term.measured),
-        "memory": percent(term.measured),
-    }[term.name]
+    """Return what was measured of a term, and what is certain of it where that is another number."""
+    if term.bound is None or term.bound == term.measured:
+        return _told(term, term.measured)
+    return f"{_told(term, term.measured)}, at {'least' if term.name == 'speed' else 'most'} {_told(term, term.bound)}"
+
+
+def _told(term: Term, value: float) -> str:
+    if term.name == "accuracy":
+        return f"{value * 100:+.2f} points"
+    return f"{value:.2f} times" if term.name == "speed" else percent(value)
+
+
+def sessions(race_result: RaceResult) -> str:
+    """Return the speed-up of each session."""
+    return ", ".join(f"{speedup:.2f}" for speedup in race_result.by_session)
 
 
 # What the templates of the report may write with, by the names that they use.
 FORMATS: dict[str, Callable[..., str]] = {
-    format_.__name__: format_ for format_ in (asked, count, drop, measured, ms, percent, size, speedup)
+    format_.__name__: format_ for format_ in (asked, count, drop, measured, ms, percent, sessions, size, speedup)
 }

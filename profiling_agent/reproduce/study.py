@@ -118,14 +118,12 @@ class Reproduction:
         try:
             compared: PaperBaseline = jobs.run(task)
         finally:
+            jobs.forget_images()
             jobs.close()
             lock.release()
         before, after = (
-            predicted == true
-            for predicted, true in (
-                read_predictions(workspace.path(made.files[0]))
-                for made in (compared.predictions_before, compared.predictions)
-            )
+            read_predictions(workspace.path(made.files[0])).right
+            for made in (compared.predictions_before, compared.predictions)
         )
         return compared, compare(before, after)
 

@@ -1,5 +1,6 @@
 """Small data sets on disk in the shapes that data sets come in."""
 
+import hashlib
 import io
 from types import SimpleNamespace
 
@@ -30,10 +31,21 @@ def table(labels, kind, *, image="image", label="label", first=0, broken=()):
     return datasets.Dataset.from_dict({image: cells, label: list(labels)}, features=features)
 
 
+def is_heldout(image):
+    """Say what the last bit of an image's SHA-256 says."""
+    return bool(int(hashlib.sha256(image).hexdigest()[-1], 16) % 2)
+
+
+def halves(images):
+    """Return how many of the images are to search on, and how many to be held out."""
+    held = sum(is_heldout(image) for image in images)
+    return len(images) - held, held
+
+
 @pytest.fixture
 def make():
-    """Return the makers of images and tables."""
-    return SimpleNamespace(png=png, table=table)
+    """Return the makers of images and tables, and what their content says they are for."""
+    return SimpleNamespace(png=png, table=table, is_heldout=is_heldout, halves=halves)
 
 
 @pytest.fixture

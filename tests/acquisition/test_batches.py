@@ -1,4 +1,4 @@
-"""A drawn split, read back."""
+"""A drawn split, read back and given in batches."""
 
 import io
 import os
@@ -11,7 +11,9 @@ import torch
 import zoo
 from PIL import Image
 
-from profiling_agent.acquisition.batches import iter_batches, read_split, shuffled_batches, write_split
+from profiling_agent.acquisition.batches import iter_batches, shuffled_batches
+from profiling_agent.acquisition.images import read_split, write_split
+from profiling_agent.acquisition.prepared import PreparedImages, write_prepared
 from profiling_agent.errors import ArtifactError
 
 
@@ -27,6 +29,16 @@ def path(tmp_path):
     return tmp_path / "search.parquet"
 
 
+@pytest.fixture
+def images(path, tmp_path):
+    """Three images in one shard, two in the next."""
+    split, folders = read_split(path), [tmp_path / "first", tmp_path / "second"]
+    for folder, rows in zip(folders, (range(3), range(3, 5)), strict=True):
+        folder.mkdir()
+        write_prepared(folder, split, rows, zoo.processor())
+    return PreparedImages.open(folders)
+
+
 def test_a_split_comes_back_in_order(path):
     split = read_split(path)
     assert split.labels.dtype == np.int64
@@ -34,8 +46,8 @@ def test_a_split_comes_back_in_order(path):
     assert [split.image(row).getpixel((0, 0)) for row in range(len(split))] == [(51 * shade,) * 3 for shade in range(5)]
 
 
-def test_batches_hold_what_the_model_takes_and_the_last_is_short(path):
-    batches = list(iter_batches(path, zoo.processor(), batch_size=2))
+def test_batches_hold_what_the_model_takes_and_the_last_is_short(images):
+    batches = list(iter_batches(images, batch_size=2))
     assert [tuple(pixels.shape) for pixels, _ in batches] == [(2, 3, 32, 32), (2, 3, 32, 32), (1, 3, 32, 32)]
     assert {pixels.dtype for pixels, _ in batches} == {torch.float32}
     assert torch.equal(torch.cat([labels for _, labels in batches]), torch.tensor([4, 3, 2, 1, 0]))
@@ -44,14 +56,14 @@ def test_batches_hold_what_the_model_takes_and_the_last_is_short(path):
 
 
 @pytest.mark.parametrize(("limit", "sizes"), [(3, [2, 1]), (2, [2]), (99, [2, 2, 1]), (0, [])])
-def test_a_limit_stops_early(path, limit, sizes):
-    assert [len(labels) for _, labels in iter_batches(path, zoo.processor(), batch_size=2, limit=limit)] == sizes
+def test_a_limit_stops_early(images, limit, sizes):
+    assert [len(labels) for _, labels in iter_batches(images, batch_size=2, limit=limit)] == sizes
 
 
-def test_an_epoch_holds_every_image_once_in_an_order_of_its_own(path):
+def test_an_epoch_holds_every_image_once_in_an_order_of_its_own(images):
     # Shade k of 5 is k/5 of white: normalised with mean and deviation one half, that is 0.4 k - 1.
     def shades(seed, epoch):
-        batches = list(shuffled_batches(path, zoo.processor(), batch_size=2, seed=seed)(epoch))
+        batches = list(shuffled_batches(images, batch_size=2, seed=seed)(epoch))
         assert [tuple(pixels.shape) for pixels in batches] == [(2, 3, 32, 32), (2, 3, 32, 32), (1, 3, 32, 32)]
         assert {pixels.dtype for pixels in batches} == {torch.float32}
         return tuple(round((image.mean().item() + 1) / 0.4) for pixels in batches for image in pixels)

@@ -11,7 +11,7 @@ import pytest
 from datasets import ClassLabel, Value
 from PIL import Image
 
-from profiling_agent.acquisition.batches import read_split
+from profiling_agent.acquisition.images import read_split
 from profiling_agent.errors import AcquisitionError
 
 CIFAR10 = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
@@ -28,7 +28,7 @@ def test_cifar10_with_its_img_column(parquet, make, draw):
     kind = ClassLabel(names=CIFAR10)
     rows = [make.table(np.arange(100) % 10, kind, image="img", first=first) for first in (0, 500)]
     drawn = draw(parquet(train=rows[0], test=rows[1]), CIFAR10)
-    assert drawn.search.num_images + drawn.heldout.num_images > 60
+    assert drawn.search.num_images == min(make.halves([make.png(500 + row) for row in range(100)]))
     assert {match.rule for match in drawn.labels} == {"id"}
 
 
@@ -175,7 +175,9 @@ def test_parquet_that_datasets_did_not_write_is_read(tmp_path, make, draw):
         pq.write_table(
             pa.table({"image": cells, "label": [row % 3 for row in range(60)]}), tmp_path / f"plain/{split}.parquet"
         )
-    assert draw(tmp_path / "plain", ["a", "b", "c"]).search.num_images > 15
+    assert draw(tmp_path / "plain", ["a", "b", "c"]).search.num_images == min(
+        make.halves([make.png(100 + row) for row in range(60)])
+    )
 
 
 def test_image_folders_are_read_with_their_folders_as_labels(tmp_path, make, draw):
@@ -187,7 +189,7 @@ def test_image_folders_are_read_with_their_folders_as_labels(tmp_path, make, dra
     drawn = draw(tmp_path / "set", ["dog", "cat"])
     split = read_split(drawn.search.path)
     folders = [{make.png(500 + 100 * index + row) for row in range(20)} for index in (1, 0)]
-    assert len(split) > 10
+    assert len(split) == min(make.halves([*folders[0], *folders[1]]))
     assert all(split.encoded[row].as_py() in folders[split.labels[row]] for row in range(len(split)))
 
 
@@ -201,7 +203,9 @@ def test_what_save_to_disk_wrote_is_read_in_place(tmp_path, make, draw, together
     saved.save_to_disk(tmp_path / "arrow")
     before = sorted(path.name for path in (tmp_path / "arrow").rglob("*"))
     drawn = draw(tmp_path / "arrow", ["cat", "dog"], split="test" if together else "train")
-    assert drawn.search.num_images > 10
+    num_search, num_heldout = make.halves([make.png(500 + row) for row in range(60)])
+    calibrating = 0 if together else num_search // 2
+    assert drawn.search.num_images == min(num_search - calibrating, num_heldout)
     assert sorted(path.name for path in (tmp_path / "arrow").rglob("*")) == before
 
 

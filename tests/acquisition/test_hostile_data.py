@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from profiling_agent.acquisition.batches import read_split
+from profiling_agent.acquisition.images import read_split
 from profiling_agent.errors import AcquisitionError
 
 NAMES = ["cat", "dog"]
@@ -261,7 +261,9 @@ def test_an_archive_of_pictures_is_read_where_it_lies(tmp_path, make, draw):
     archive(tmp_path / "set", {"metadata.jsonl": "\n".join(lines), **pictures})
     drawn = draw(tmp_path / "set", NAMES, split="test")
     assert drawn_images(drawn) <= set(pictures.values())
-    assert drawn.heldout.num_images > 0
+    num_search, num_heldout = make.halves([make.png(row) for row in range(40)])
+    wanted = min(num_search - num_search // 2, num_heldout)
+    assert (drawn.search.num_images, drawn.heldout.num_images) == (wanted, min(4 * wanted, num_heldout))
     assert drawn.heldout.num_skipped == drawn.search.num_skipped == 0
 
 
@@ -319,11 +321,13 @@ def test_saved_splits_are_folders_of_the_data_set(saved, draw, trap, tmp_path, s
 
 @pytest.mark.parametrize("file", ["dataset_dict.json", "test/state.json", "test/dataset_info.json"])
 @pytest.mark.parametrize("text", ["{", "[" * 9000, "7", "{}", '{"splits": 7, "_data_files": 7}', b"\xff"])
-def test_what_save_to_disk_did_not_write_so_is_one_line(saved, draw, file, text):
+def test_what_save_to_disk_did_not_write_so_is_one_line(saved, make, draw, file, text):
     (saved / file).write_bytes(text if isinstance(text, bytes) else text.encode())
     if (file, text) == ("test/dataset_info.json", "{}"):
         # What it doesn't say, the tables do.
-        assert draw(saved, NAMES).heldout.num_images > 0
+        num_search, num_heldout = make.halves([make.png(500 + row) for row in range(60)])
+        drawn = draw(saved, NAMES)
+        assert (drawn.search.num_images, drawn.heldout.num_images) == (min(num_search, num_heldout), num_heldout)
     else:
         refusal(draw, saved)
 

@@ -165,10 +165,10 @@ def test_a_split_that_the_hub_does_not_have_lists_those_it_has(answers):
 
 
 def test_pictures_in_a_repository_are_read_from_it(answers):
-    calibration, search, heldout = answers["pictures"]["sizes"]
-    assert 0 <= search - calibration <= 1
-    assert heldout > 0
-    assert calibration + search + heldout <= 40
+    helpers = load_sibling("conftest")
+    num_search, num_heldout = helpers.halves([helpers.png(row) for row in range(40)])
+    wanted = min(num_search - num_search // 2, num_heldout)
+    assert answers["pictures"]["sizes"] == [num_search // 2, wanted, min(4 * wanted, num_heldout)]
 
 
 def test_data_on_the_hub_come_from_their_own_repository(answers):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from profiling_agent.acquisition.batches import MAX_ENCODED, decode_rgb
+from profiling_agent.acquisition.images import MAX_ENCODED, decode_rgb
 from profiling_agent.errors import CorruptImageError
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from datasets import ClassLabel, DatasetDict
 
-from profiling_agent.acquisition.batches import read_split
+from profiling_agent.acquisition.images import read_split
 from profiling_agent.errors import AcquisitionError
 
 NAMES = ["ant", "bee", "cow"]
@@ -23,17 +23,6 @@ def labels(split):
     return read_split(split.path).labels
 
 
-def is_heldout(image):
-    """Say what the last bit of an image's SHA-256 says."""
-    return bool(int(hashlib.sha256(image).hexdigest()[-1], 16) % 2)
-
-
-def halves(images):
-    """Return how many of the images are to search on, and how many to be held out."""
-    held = sum(is_heldout(image) for image in images)
-    return len(images) - held, held
-
-
 @pytest.fixture
 def folder(parquet, make):
     train = make.table(np.arange(600) % 3, KIND)
@@ -43,7 +32,7 @@ def folder(parquet, make):
 
 def test_calibration_comes_from_train_and_the_rest_from_test(folder, draw, make):
     drawn = draw(folder, NAMES)
-    num_search, num_heldout = halves([make.png(1000 + row) for row in range(300)])
+    num_search, num_heldout = make.halves([make.png(1000 + row) for row in range(300)])
     assert (drawn.calibration.source_split, drawn.calibration.num_images) == ("train", 256)
     assert (drawn.search.source_split, drawn.search.num_images) == ("test", min(num_search, num_heldout))
     assert (drawn.heldout.source_split, drawn.heldout.num_images) == ("test", num_heldout)
@@ -111,7 +100,7 @@ def test_every_image_keeps_its_own_label(folder, draw, make):
     drawn = draw(folder, NAMES, num_samples=60)
     truth = {hashlib.sha256(make.png(1000 + row)).hexdigest(): row % 3 for row in range(300)}
     assert [truth[digest] for digest in digests(drawn.heldout)] == labels(drawn.heldout).tolist()
-    _, num_heldout = halves([make.png(1000 + row) for row in range(300)])
+    _, num_heldout = make.halves([make.png(1000 + row) for row in range(300)])
     assert (drawn.search.num_images, drawn.heldout.num_images) == (60, num_heldout)
 
 
@@ -126,7 +115,7 @@ def test_sets_are_stratified_where_classes_come_one_after_another(parquet, make,
     ordered = make.table(np.repeat([0, 1, 2], [100, 50, 50]), KIND, first=1000)
     drawn = draw(parquet(train=make.table(np.repeat([2, 0, 1], 100), KIND), test=ordered), NAMES, num_samples=40)
     there = [make.png(1000 + row) for row in range(200)]
-    counts = [halves(part)[0] for part in (there[:100], there[100:150], there[150:])]
+    counts = [make.halves(part)[0] for part in (there[:100], there[100:150], there[150:])]
     assert np.abs(np.bincount(labels(drawn.search)) - 40 * np.array(counts) / sum(counts)).max() <= 1
     assert np.abs(np.bincount(labels(drawn.calibration)[:30]) - 10).max() <= 1
 
@@ -190,7 +179,7 @@ def test_train_alone_is_an_error_unless_it_was_named(parquet, make, draw):
     with pytest.raises(AcquisitionError, match="no labelled test or validation split"):
         draw(folder, NAMES)
     drawn = draw(folder, NAMES, split="train")
-    num_search, num_heldout = halves([make.png(row) for row in range(1200)])
+    num_search, num_heldout = make.halves([make.png(row) for row in range(1200)])
     sizes = (drawn.calibration.num_images, drawn.search.num_images, drawn.heldout.num_images)
     assert sizes == (256, num_search - 256, num_heldout)
     everything = [*digests(drawn.calibration), *digests(drawn.search), *digests(drawn.heldout)]
@@ -200,7 +189,7 @@ def test_train_alone_is_an_error_unless_it_was_named(parquet, make, draw):
 
 def test_test_alone_calibrates_on_test_images_that_are_not_measured_on(parquet, make, draw):
     drawn = draw(parquet(test=make.table(np.arange(400) % 3, KIND)), NAMES)
-    num_search, num_heldout = halves([make.png(row) for row in range(400)])
+    num_search, num_heldout = make.halves([make.png(row) for row in range(400)])
     sizes = (drawn.calibration.num_images, drawn.search.num_images, drawn.heldout.num_images)
     assert sizes == (num_search // 2, num_search - num_search // 2, num_heldout)
     assert "come from split 'test' too" in drawn.notes[0]
@@ -244,7 +233,7 @@ def test_images_without_a_known_label_are_left_out_and_counted(parquet, make, dr
     kind = ClassLabel(names=["cow", "ant", "unicorn"])
     test = make.table(np.arange(300) % 3, kind, first=1000)
     drawn = draw(parquet(train=make.table(np.arange(600) % 3, kind), test=test), NAMES)
-    num_search, num_heldout = halves([make.png(1000 + row) for row in range(300) if row % 3 != 2])
+    num_search, num_heldout = make.halves([make.png(1000 + row) for row in range(300) if row % 3 != 2])
     assert (drawn.search.num_images, drawn.heldout.num_images) == (min(num_search, num_heldout), num_heldout)
     assert sorted(set(labels(drawn.search).tolist())) == [0, 2]
     assert "100 images of split 'test' have no label that the model knows" in drawn.notes
@@ -257,9 +246,9 @@ def test_a_damaged_image_is_skipped_and_counted(parquet, make, draw):
     used = drawn.search.num_images + drawn.heldout.num_images
     skipped = drawn.search.num_skipped + drawn.heldout.num_skipped
     images = [b"damaged 7" if row == 7 else make.png(1000 + row) for row in range(300)]
-    num_search, num_heldout = halves(images)
+    num_search, num_heldout = make.halves(images)
     assert used + skipped == min(num_search, num_heldout) + num_heldout
-    assert skipped == (1 if num_search <= num_heldout or is_heldout(images[7]) else drawn.search.num_skipped)
+    assert skipped == (1 if num_search <= num_heldout or make.is_heldout(images[7]) else drawn.search.num_skipped)
 
 
 def test_more_than_one_damaged_image_in_a_hundred_is_an_error(parquet, make, draw):

@@ -11,7 +11,7 @@ from langgraph.checkpoint.memory import InMemorySaver
 from typer.testing import CliRunner
 
 from profiling_agent import Request, approve, build_graph, resume
-from profiling_agent.agents.approval import question_of
+from profiling_agent.agents.approval import question_in, question_of
 from profiling_agent.agents.checkpoints import RunSaver
 from profiling_agent.agents.node import ProgressEvent
 from profiling_agent.agents.session import Sessions
@@ -221,3 +221,10 @@ def test_a_question_that_is_none_of_ours_is_damage_in_one_line(value: Any):
     with pytest.raises(RunError, match=r"the checkpoints of run 'waiting' are damaged .*start a new run") as caught:
         question_of(value, run="waiting")
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("interrupt", [None, {"value": {}}, "?", 7])
+def test_what_is_no_interrupt_is_damage_in_one_line(interrupt: Any):
+    with pytest.raises(RunError, match=r"the checkpoints of run 'waiting' are damaged"):
+        question_in([interrupt], run="waiting")
+    assert question_in([], run="waiting") is None

@@ -14,7 +14,7 @@ from profiling_agent.files import file_sha256
 from profiling_agent.records import ArtifactRef, LatencyStats, MemoryUse, Taken, Throughput
 from profiling_agent.reproducibility import environment
 
-LIMITS = SessionLimits(seconds_per_sample=0.01, min_repeats=3, max_seconds=0)
+LIMITS = SessionLimits(seconds_per_turn=0.01, seconds_per_model=0)
 REF = ArtifactRef(path="model", sha256="0" * 64, size_bytes=1000, kind="model")
 
 

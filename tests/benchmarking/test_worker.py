@@ -1,5 +1,6 @@
 """Real workers: processes that load a saved model, run when they are asked, and leave nothing behind."""
 
+import math
 import os
 import signal
 import subprocess
@@ -12,14 +13,14 @@ import pytest
 import zoo
 from transformers import ViTForImageClassification
 
+from profiling_agent.artifacts.folder import folder_bytes
 from profiling_agent.artifacts.save import save_model
-from profiling_agent.benchmarking.race import race
+from profiling_agent.benchmarking.race import Track, choose, hold_one, pool
 from profiling_agent.benchmarking.session import SessionLimits
 from profiling_agent.benchmarking.timed_process import TimedProcess, worker_command
 from profiling_agent.benchmarking.worker import Start
 from profiling_agent.errors import JobError
 from profiling_agent.files import file_sha256
-from profiling_agent.quantization.footprint import folder_bytes
 from profiling_agent.quantization.quantize import quantize_model
 from profiling_agent.records import ArtifactRef, QuantizationRecommendation, Variant
 
@@ -51,22 +52,18 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+BRIEF = SessionLimits(seconds_per_turn=0.01, seconds_per_model=0)
+
+
 @pytest.mark.slow
 def test_results_come_back_in_the_order_of_the_entries(root: Path):
     entries = [(Variant.BASELINE, ref(root / "baseline")), (Variant.QUANTIZED, ref(root / "quantized"))]
-    seen = []
-
-    result = race(
-        entries,
-        root=root,
-        batch_size=2,
-        num_threads=1,
-        limits=SessionLimits(seconds_per_sample=0.01, min_repeats=3, max_seconds=0),
-        progress=lambda message, done, total: seen.append((message, done, total)),
+    track, seen = Track(root=root, batch_size=2, num_threads=1), []
+    result = choose(
+        entries, track, limits=BRIEF, progress=lambda message, done, total: seen.append((message, done, total))
     )
-
     assert [race_result.variant for race_result in result.results] == [Variant.BASELINE, Variant.QUANTIZED]
-    assert result.num_repeats == 3 * result.num_sessions == len(seen)
+    assert (result.num_sessions, result.num_repeats) == (1, len(seen))
     first, second = result.results
     assert (first.speedup, first.speedup_low, first.speedup_high) == (1, 1, 1)
     assert 0 < second.speedup_low <= second.speedup <= second.speedup_high
@@ -78,18 +75,21 @@ def test_results_come_back_in_the_order_of_the_entries(root: Path):
 
 
 @pytest.mark.slow
-def test_a_much_larger_model_is_shown_slower(root: Path):
+def test_sessions_that_are_held_one_by_one_are_pooled(root: Path):
     config = zoo.vit().config
     config.num_hidden_layers, config.intermediate_size = 12, 1024
     large = zoo.randomised(ViTForImageClassification(config))
     save_model(large, root / "large", spec=zoo.SPEC, processor=zoo.processor(), base_model="zoo")
     entries = [(Variant.BASELINE, ref(root / "baseline")), (Variant.PRUNED, ref(root / "large"))]
-
-    result = race(entries, root=root, batch_size=8, num_threads=1)
-
-    # So much slower that no other session could make up for it.
-    assert result.num_sessions == 1
-    assert result.results[1].speedup_high < 0.5
+    track = Track(root=root, batch_size=8, num_threads=1)
+    sessions = [hold_one(entries, track, number, limits=BRIEF) for number in range(2)]
+    result = pool(sessions, ["one died"])
+    slower = result.results[1]
+    assert (result.num_sessions, result.void) == (2, ("one died",))
+    assert slower.turns == sessions[0].results[1].turns + sessions[1].results[1].turns
+    assert slower.speedup == pytest.approx(math.sqrt(math.prod(slower.by_session)), rel=0.01)
+    assert slower.speedup < 0.5
+    assert all(len(one.peak_bytes) == 2 and min(one.peak_bytes) > 10**7 for one in result.results)
 
 
 def test_a_worker_that_can_not_load_says_why(root: Path, tmp_path: Path):

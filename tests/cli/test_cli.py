@@ -16,7 +16,17 @@ runner = CliRunner()
 
 def run_world(world: World, output: Path, *arguments: str):
     command = [sys.executable, "-m", "profiling_agent.cli.main", "run", "--model", str(world.model)]
-    command += ["--dataset", str(world.data), "--batch-size", "4", "--output", str(output), *arguments]
+    command += [
+        "--dataset",
+        str(world.data),
+        "--batch-size",
+        "4",
+        "--num-sessions",
+        "2",
+        "--output",
+        str(output),
+        *arguments,
+    ]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 

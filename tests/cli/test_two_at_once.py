@@ -17,6 +17,8 @@ from profiling_agent.workspace import Workspace
 # One plan, one deployment: as little as a run can be.
 LEAST = (
     "--no-iterate",
+    "--num-sessions",
+    "2",
     "--batch-size",
     "4",
     "--quantize-dtype",

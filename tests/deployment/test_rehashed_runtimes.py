@@ -108,6 +108,7 @@ def test_images_of_another_size_than_the_golden_ones_are_not_even_opened(root: P
         {"image_mean": [0.5], "image_std": [0.5]},
         {"image_mean": "grey"},
         {"rescale_factor": "half"},
+        {"image_std": [1e-320, 1.0, 1.0]},
         {"resample": 99},
     ],
 )

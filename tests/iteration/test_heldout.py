@@ -13,18 +13,18 @@ from profiling_agent.evaluation.intervals import compare, one_sided_bound
 from profiling_agent.evaluation.openings import share
 from profiling_agent.evaluation.predictions import write_predictions
 from profiling_agent.evaluation.sequential import Counts, upper_bound
-from profiling_agent.iteration.evaluator import Evaluator, Settings
+from profiling_agent.iteration.evaluator import MAX_AT_ONCE, Evaluator, Settings
 from profiling_agent.iteration.heldout import (
     ACCURACY_ERROR,
-    MAX_AT_ONCE,
-    SHARD,
     error_of,
     first_look,
     looks,
     run_heldout_test,
 )
+from profiling_agent.iteration.judge import judge
 from profiling_agent.jobs.tasks import Evaluated, EvaluateTask, OpenHeldoutTask
 from profiling_agent.records import (
+    SHARD,
     Acquired,
     Footprint,
     ModelSource,
@@ -52,16 +52,20 @@ class Answering:
     right: dict[str, Answers]
     asked: list[tuple[str, range]] = field(default_factory=list[tuple[str, range]])
 
-    def run(self, task: Any) -> Any:
-        return note(task) if isinstance(task, OpenHeldoutTask) else self.evaluate(task)
+    def run(self, task: OpenHeldoutTask) -> Opening:
+        return note(task)
+
+    def run_each(self, tasks: list[EvaluateTask]) -> list[Evaluated]:
+        rows = [tasks[0].split.rows(task.shard) for task in tasks]
+        self.asked.append((tasks[0].model.path, range(rows[0].start, rows[-1].stop)))
+        return [self.evaluate(task) for task in tasks]
 
     def evaluate(self, task: EvaluateTask) -> Evaluated:
-        part = range(task.first, task.first + (task.num_images or 0))
-        self.asked.append((task.model.path, part))
+        part = task.split.rows(task.shard)
         correct = np.array(self.right[task.model.path](part))
         file = made.ref(f"{task.model.path}-{part.start}", "predictions")
         self.path(file).parent.mkdir(exist_ok=True, parents=True)
-        write_predictions(self.path(file), np.where(correct, 1, 0), np.ones(len(part), dtype=np.int64))
+        write_predictions(self.path(file), made.answers(np.where(correct, 1, 0), np.ones(len(part), dtype=np.int64)))
         return Evaluated(
             footprint=Footprint(params=1, macs=1, parameter_bytes=1, size_bytes=1),
             predictions=Predictions(
@@ -73,7 +77,7 @@ class Answering:
         return self.root / ref.path
 
 
-def evaluator(root: Path, num_images: int, candidate: Answers) -> tuple[Evaluator, Answering]:
+def evaluator(root: Path, num_images: int, candidate: Answers, **goal: Any) -> tuple[Evaluator, Answering]:
     jobs: Any = Answering(root, {BASELINE.path: lambda part: [True] * len(part), CANDIDATE.path: candidate})
 
     def split(name: Any) -> SplitInfo:
@@ -88,7 +92,8 @@ def evaluator(root: Path, num_images: int, candidate: Answers) -> tuple[Evaluato
     )
     return (
         Evaluator(
-            jobs=jobs, acquired=acquired, baseline=BASELINE, profile=made.profile(), goal=made.GOAL,
+            jobs=jobs, acquired=acquired, baseline=BASELINE, profile=made.profile(),
+            goal=made.GOAL.model_copy(update=goal),
             settings=Settings(batch_size=4, seed=0),
         ),
         jobs,
@@ -167,3 +172,30 @@ def test_where_the_baseline_is_returned_no_more_than_a_look_is_taken(tmp_path: P
     tester, jobs = evaluator(tmp_path, 8000, every(100))
     assert first_look(tester).predictions.num_images == SHARD
     assert [model for model, _ in jobs.asked] == [BASELINE.path]
+
+
+@pytest.mark.parametrize(
+    ("wrong_every", "goal", "num_images", "seen"),
+    [
+        # One in ten lost, and one point allowed: hopeless after a shard.
+        (10, {}, 8000, 512),
+        # Nothing lost of what may lose ten points: clear after a shard.
+        (10**6, {"max_accuracy_drop": 0.1}, 8000, 512),
+        # One in two hundred: half a point of the one that is allowed says nothing yet.
+        (200, {}, 8000, 8000),
+        # Of so few a sample of fixed size says more.
+        (10, {}, 1024, 1024),
+        # The paper's rule compares what all images say.
+        (10, {"selection": "paper"}, 8000, 8000),
+    ],
+)
+def test_search_images_are_looked_at_no_further_than_decides(
+    wrong_every: int, goal: dict[str, Any], num_images: int, seen: int, tmp_path: Path
+):
+    tester, jobs = evaluator(tmp_path, num_images, every(wrong_every), **goal)
+    found = tester.search(Variant.BOTH, CANDIDATE)
+    assert found.predictions.num_images == seen
+    assert max(part.stop for model, part in jobs.asked if model == BASELINE.path) == seen
+    assert found.drop is not None
+    assert found.drop.num_looks == (2 if seen == 512 else 1)
+    assert judge(found, tester.goal).accepted == (wrong_every != 10)

@@ -1,11 +1,17 @@
+from typing import Any
+
 import pytest
-from made import GOAL, drop, race_result
+from made import GOAL, drop, race, race_result, ref
 
 from profiling_agent.iteration.verdict import Facts, Limit, decide
 from profiling_agent.records import Outcome
 
-FAST = race_result("best", 1.5, 1.4, 1.6)
-GOOD = Facts(drop=drop(5, 3, 8000), race_result=FAST, size_ratio=0.3)
+
+def raced(speedup: float, low: float, high: float) -> dict[str, Any]:
+    return {"race": race(race_result("best", speedup, low, high)), "model": ref("best")}
+
+
+GOOD = Facts(drop=drop(5, 3, 8000), size_ratio=0.3, **raced(1.5, 1.4, 1.6))
 
 
 def test_a_contract_that_the_bounds_meet_too_is_certified():
@@ -27,7 +33,7 @@ def test_met_by_the_point_estimate_alone_is_not_certified_and_says_how_many_imag
     ("facts", "binding"),
     [
         (GOOD.model_copy(update={"size_ratio": 0.6}), "size"),
-        (GOOD.model_copy(update={"race_result": race_result("best", 0.99, 0.95, 1.03)}), "speed"),
+        (GOOD.model_copy(update=raced(0.99, 0.95, 1.03)), "speed"),
         (GOOD.model_copy(update={"drop": drop(200, 10, 8000)}), "accuracy"),
     ],
 )
@@ -38,7 +44,7 @@ def test_a_near_miss_names_the_term_that_binds(facts: Facts, binding: str):
 
 
 def test_the_term_that_is_missed_by_most_binds():
-    missed_both = GOOD.model_copy(update={"race_result": race_result("best", 0.97, 0.94, 1.01), "size_ratio": 0.9})
+    missed_both = GOOD.model_copy(update=raced(0.97, 0.94, 1.01) | {"size_ratio": 0.9})
 
     assert decide(missed_both, GOAL).binding == "size"
 

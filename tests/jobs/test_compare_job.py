@@ -3,20 +3,20 @@
 import io
 from pathlib import Path
 
+import in_process
 import numpy as np
 import pytest
 import torch
 import zoo
 from PIL import Image
 
-from profiling_agent.acquisition.batches import iter_batches, write_split
-from profiling_agent.artifacts.load import load_module, load_processor
+from profiling_agent.acquisition.batches import iter_batches
+from profiling_agent.acquisition.images import write_split
+from profiling_agent.artifacts.load import load_module
 from profiling_agent.artifacts.save import save_model
 from profiling_agent.errors import PruningError
 from profiling_agent.evaluation.predictions import read_predictions
 from profiling_agent.files import file_sha256
-from profiling_agent.jobs.context import JobContext
-from profiling_agent.jobs.handlers.evaluation import compare
 from profiling_agent.jobs.tasks import CompareTask, PaperBaseline
 from profiling_agent.records import ArtifactRef, SplitInfo
 
@@ -53,11 +53,9 @@ def task(tmp_path: Path) -> CompareTask:
 
 
 def compared(task: CompareTask, root: Path, heard: list[tuple[str, int, int]] | None = None) -> PaperBaseline:
-    folder = root / "jobs" / "compare"
-    folder.mkdir(parents=True, exist_ok=True)
     told = heard if heard is not None else []
-    job = JobContext(root, folder, "jobs/compare", lambda message, done, total: told.append((message, done, total)))
-    return compare(task, job)
+    name = f"compare-{len(list(root.glob('jobs/compare-*')))}"
+    return in_process.run(task, root, name, lambda message, done, total: told.append((message, done, total)))
 
 
 def test_a_tenth_of_each_hidden_width_is_cut_and_counted(task: CompareTask, tmp_path: Path):
@@ -76,16 +74,17 @@ def test_a_tenth_of_each_hidden_width_is_cut_and_counted(task: CompareTask, tmp_
 def test_both_models_answer_every_image_of_the_split_as_they_do_alone(task: CompareTask, tmp_path: Path):
     done = compared(task, tmp_path)
 
-    batches = iter_batches(tmp_path / "split.parquet", load_processor(tmp_path / "model"), batch_size=8)
+    given = in_process.context(task, tmp_path, "reading").images("images")
+    batches = iter_batches(given, batch_size=8)
     model = load_module(tmp_path / "model").eval()
     with torch.inference_mode():
         alone = torch.cat([model(pixel_values=images).logits.argmax(dim=-1) for images, _ in batches]).tolist()
     for made in (done.predictions_before, done.predictions):
-        predicted, true = read_predictions(tmp_path / made.files[0].path)
-        assert true.tolist() == [index % len(zoo.LABELS) for index in range(NUM_IMAGES)]
+        answers = read_predictions(tmp_path / made.files[0].path)
+        assert answers.true.tolist() == [index % len(zoo.LABELS) for index in range(NUM_IMAGES)]
         assert (made.split, made.num_images) == ("heldout", NUM_IMAGES)
-        assert made.num_correct == int((predicted == true).sum())
-    assert read_predictions(tmp_path / done.predictions_before.files[0].path)[0].tolist() == alone
+        assert made.num_correct == int(answers.right.sum())
+    assert read_predictions(tmp_path / done.predictions_before.files[0].path).predicted.tolist() == alone
 
 
 def test_what_is_random_is_drawn_from_the_seed(task: CompareTask, tmp_path: Path):

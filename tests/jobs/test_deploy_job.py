@@ -5,22 +5,20 @@ import json
 from pathlib import Path
 from typing import Any
 
+import in_process
 import numpy as np
 import pytest
 import torch
 import zoo
 from PIL import Image
 
-from profiling_agent.acquisition.batches import iter_batches, write_split
+from profiling_agent.acquisition.batches import iter_batches
+from profiling_agent.acquisition.images import write_split
 from profiling_agent.artifacts.load import load_module, load_recipe
 from profiling_agent.artifacts.save import save_model
 from profiling_agent.errors import ArtifactError, QuantizationError
 from profiling_agent.evaluation.predictions import read_predictions
-from profiling_agent.jobs.context import JobContext
-from profiling_agent.jobs.handlers.deployment import deploy, export
-from profiling_agent.jobs.handlers.evaluation import evaluate
 from profiling_agent.jobs.tasks import DeployTask, EvaluateTask, ExportTask
-from profiling_agent.progress import silent
 from profiling_agent.records import ArtifactRef, Deployment, SplitInfo
 
 NUM_IMAGES = 20
@@ -40,12 +38,6 @@ def split(name="split.parquet", num_images: int = NUM_IMAGES) -> SplitInfo:
     return SplitInfo(name="calibration", source_split="train", num_images=num_images, file=ref(name, "split"))
 
 
-def context_in(root: Path, name: str) -> JobContext:
-    folder = root / "jobs" / name
-    folder.mkdir(parents=True)
-    return JobContext(root, folder, f"jobs/{name}", silent)
-
-
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root, rng = tmp_path_factory.mktemp("run"), np.random.default_rng(0)
@@ -57,7 +49,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def onnx(root: Path) -> ArtifactRef:
-    exported = export(ExportTask(model=ref("baseline")), context_in(root, "export"))
+    exported = in_process.run(ExportTask(model=ref("baseline")), root, "export")
     assert exported.distance < 1e-5
     return exported.onnx
 
@@ -70,7 +62,7 @@ def deployed(root: Path, name: str, deployment: Deployment, onnx: ArtifactRef | 
         "batch_size": 8,
         "onnx": onnx,
     }
-    return deploy(DeployTask(**(given | asked)), context_in(root, name))
+    return in_process.run(DeployTask(**(given | asked)), root, name)
 
 
 def test_a_deployed_model_and_how_far_it_is_from_its_parent(root: Path, onnx: ArtifactRef):
@@ -82,7 +74,7 @@ def test_a_deployed_model_and_how_far_it_is_from_its_parent(root: Path, onnx: Ar
     assert 0 < made.distance < 0.1
     assert 0 < made.kl < 0.05
     assert (root / made.model.path / "model.onnx").stat().st_size < (root / onnx.path).stat().st_size / 2
-    assert sorted(path.name for path in (root / "jobs" / "static").iterdir()) == ["model"]
+    assert sorted(path.name for path in (root / "jobs" / "static").iterdir()) == ["model", "result.json"]
 
 
 def test_what_is_counted_is_the_float_parent_and_its_bytes_are_those_held(root: Path, onnx: ArtifactRef):
@@ -100,22 +92,20 @@ def test_what_is_counted_is_the_float_parent_and_its_bytes_are_those_held(root: 
 def test_every_runtime_answers_the_same_images_in_their_order(root: Path, onnx: ArtifactRef):
     made = deployed(root, "answering", Deployment(runtime="onnxruntime"), onnx)
 
-    def answers(model: ArtifactRef, name: str, num_images: int | None = None):
-        task = EvaluateTask(model=model, split=split(), batch_size=8, device="cpu", num_images=num_images)
-        measured = evaluate(task, context_in(root, name))
-        predicted, _ = read_predictions(root / "jobs" / name / Path(measured.predictions.files[0].path).name)
-        return measured, predicted
+    def task(model: ArtifactRef) -> EvaluateTask:
+        return EvaluateTask(model=model, split=split(), shard=0, batch_size=8, device="cpu")
+
+    def answers(model: ArtifactRef, name: str):
+        measured = in_process.run(task(model), root, name)
+        return measured, read_predictions(root / measured.predictions.files[0].path).predicted
 
     ours, theirs = answers(ref("baseline"), "evaluated-eager"), answers(made.model, "evaluated-onnx")
-    few = answers(made.model, "evaluated-few", num_images=5)
 
-    batches = iter_batches(root / "split.parquet", zoo.processor(), batch_size=8)
+    batches = iter_batches(in_process.context(task(ref("baseline")), root, "reading").images("images"), batch_size=8)
     with torch.inference_mode():
         expected = [load_module(root / "baseline")(pixel_values=x).logits.argmax(-1) for x, _ in batches]
     assert np.array_equal(ours[1], torch.cat(expected).numpy())
     assert np.array_equal(ours[1], theirs[1])
-    assert np.array_equal(few[1], ours[1][:5])
-    assert few[0].predictions.num_images == 5
     assert ours[0].footprint.macs == theirs[0].footprint.macs > 0
 
 
@@ -125,8 +115,8 @@ def test_a_damaged_model_is_not_evaluated(root: Path):
     (folder / "config.json").write_text(json.dumps({"mine": True}))
 
     with pytest.raises(ArtifactError, match=r"config\.json"):
-        evaluate(
-            EvaluateTask(model=ref("damaged"), split=split(), batch_size=8, device="cpu"), context_in(root, "damage")
+        in_process.run(
+            EvaluateTask(model=ref("damaged"), split=split(), shard=0, batch_size=8, device="cpu"), root, "damage"
         )
 
 

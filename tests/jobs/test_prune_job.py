@@ -2,20 +2,20 @@
 
 import io
 
+import in_process
 import numpy as np
 import pytest
 import torch
 import zoo
 from PIL import Image
 
-from profiling_agent.acquisition.batches import iter_batches, write_split
+from profiling_agent.acquisition.batches import iter_batches
+from profiling_agent.acquisition.images import write_split
 from profiling_agent.artifacts.load import load_module, load_recipe
 from profiling_agent.artifacts.save import save_model
 from profiling_agent.files import file_sha256
-from profiling_agent.jobs.context import JobContext
 from profiling_agent.jobs.handlers.pruning import prune
 from profiling_agent.jobs.tasks import PruneTask
-from profiling_agent.progress import silent
 from profiling_agent.pruning.units import find_units
 from profiling_agent.pruning.widths import snap
 from profiling_agent.records import ArtifactRef, Cut, SplitInfo
@@ -49,25 +49,19 @@ def task(tmp_path) -> PruneTask:
     )
 
 
-def context_in(root, name) -> JobContext:
-    folder = root / "jobs" / name
-    folder.mkdir(parents=True)
-    return JobContext(root, folder, f"jobs/{name}", silent)
-
-
-def logits(path, split):
-    images = torch.cat([images for images, _ in iter_batches(split, zoo.processor(), batch_size=32)])
+def logits(path, images):
     with torch.inference_mode():
         return load_module(path)(pixel_values=images).logits
 
 
 def test_the_saved_candidate_is_the_compensated_one(task: PruneTask, tmp_path):
-    job, plain_job = context_in(tmp_path, "on"), context_in(tmp_path, "off")
+    job = in_process.context(task, tmp_path, "on")
     done = prune(task, job)
-    plain = prune(task.model_copy(update={"compensate": False}), plain_job)
+    plain = in_process.run(task.model_copy(update={"compensate": False}), tmp_path, "off")
+    images = torch.cat([images for images, _ in iter_batches(job.images("calibration"), batch_size=32)])
     expected, near, far = (
-        logits(folder, tmp_path / "split.parquet")
-        for folder in (tmp_path / "baseline", job.folder / "model", plain_job.folder / "model")
+        logits(folder, images)
+        for folder in (tmp_path / "baseline", job.folder / "model", tmp_path / "jobs" / "off" / "model")
     )
 
     assert done.compensation == ("least squares",)

@@ -2,6 +2,7 @@
 
 import io
 
+import in_process
 import numpy as np
 import pytest
 import torch
@@ -9,7 +10,8 @@ import zoo
 from PIL import Image
 from safetensors.torch import load_file
 
-from profiling_agent.acquisition.batches import iter_batches, write_split
+from profiling_agent.acquisition.batches import iter_batches
+from profiling_agent.acquisition.images import write_split
 from profiling_agent.artifacts.load import load_module, load_recipe
 from profiling_agent.artifacts.recipe import WEIGHTS
 from profiling_agent.artifacts.save import save_model
@@ -60,18 +62,16 @@ def task(tmp_path) -> RecoverTask:
     )
 
 
-def context_in(root, name, progress=silent) -> JobContext:
+def context(task, root, name, progress=silent) -> JobContext:
     folder = root / "jobs" / f".tmp-{name}"
     folder.mkdir(parents=True)
-    return JobContext(root, folder, f"jobs/{name}", progress)
+    return JobContext(root, folder, f"jobs/{name}", progress, in_process.given(task, root))
 
 
 def test_the_saved_model_is_nearer_to_the_baseline_on_the_judged_images(task: RecoverTask, tmp_path):
-    job = context_in(tmp_path, "job")
+    job = context(task, tmp_path, "job")
     done = recover(task, job)
-    images = torch.cat(
-        [images for images, _ in iter_batches(tmp_path / "calibration.parquet", zoo.processor(), batch_size=64)]
-    )
+    images = torch.cat([images for images, _ in iter_batches(job.images("calibration"), batch_size=64)])
     # Of each 32 images the last 8.
     judged = images.reshape(2, 32, 3, 32, 32)[:, 24:].flatten(0, 1)
     with torch.inference_mode():
@@ -97,11 +97,11 @@ def test_a_job_that_was_killed_goes_on_after_its_last_epoch_and_ends_with_the_sa
             raise KilledError
 
     with pytest.raises(KilledError):
-        recover(task, context_in(tmp_path, "cut", kill))
+        recover(task, context(task, tmp_path, "cut", kill))
     Workspace(tmp_path).sweep()
     kept = [path.parent.name for path in (tmp_path / "recovery").rglob("recovery.json")]
-    again = context_in(tmp_path, "cut", lambda _message, done, _total: begun.append(done))
-    undisturbed = context_in(tmp_path, "whole")
+    again = context(task, tmp_path, "cut", lambda _message, done, _total: begun.append(done))
+    undisturbed = context(task, tmp_path, "whole")
     resumed, whole = recover(task, again), recover(task, undisturbed)
     one, other = (load_file(job.folder / "model" / WEIGHTS) for job in (again, undisturbed))
 
@@ -115,13 +115,13 @@ def test_a_job_that_was_killed_goes_on_after_its_last_epoch_and_ends_with_the_sa
 
 def test_a_job_leaves_what_another_one_kept(task: RecoverTask, tmp_path):
     (tmp_path / "recovery" / "other").mkdir(parents=True)
-    recover(task.model_copy(update={"epochs": 1}), context_in(tmp_path, "job"))
+    recover(task.model_copy(update={"epochs": 1}), context(task, tmp_path, "job"))
 
     assert [path.name for path in (tmp_path / "recovery").iterdir()] == ["other"]
 
 
 def test_where_no_epoch_helps_the_pruned_model_itself_is_handed_on(task: RecoverTask, tmp_path):
-    job = context_in(tmp_path, "job")
+    job = context(task, tmp_path, "job")
     done = recover(task.model_copy(update={"model": task.baseline}), job)
 
     # The baseline is already at 0, below which no KL falls.
@@ -132,7 +132,7 @@ def test_where_no_epoch_helps_the_pruned_model_itself_is_handed_on(task: Recover
 
 def test_the_order_of_images_is_the_seeds(task: RecoverTask, tmp_path):
     one, other = (
-        recover(task.model_copy(update={"epochs": 1, "seed": seed}), context_in(tmp_path, f"job{seed}"))
+        recover(task.model_copy(update={"epochs": 1, "seed": seed}), context(task, tmp_path, f"job{seed}"))
         for seed in (1, 2)
     )
 

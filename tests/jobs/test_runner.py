@@ -3,6 +3,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import psutil
@@ -10,13 +11,13 @@ import pytest
 import zoo
 from PIL import Image
 
-from profiling_agent.acquisition.batches import write_split
+from profiling_agent.acquisition.images import write_split
 from profiling_agent.artifacts.save import save_model
-from profiling_agent.errors import ArtifactError, JobError
+from profiling_agent.errors import ArtifactError, JobError, RunError
 from profiling_agent.files import file_sha256
 from profiling_agent.jobs.runner import Jobs, job_key
 from profiling_agent.jobs.table import TABLE
-from profiling_agent.jobs.tasks import EvaluateTask, ProfileTask
+from profiling_agent.jobs.tasks import EvaluateTask, PrepareTask, ProfileTask, SurveyShapeTask, prepared
 from profiling_agent.progress import silent
 from profiling_agent.records import ArtifactRef, Headline, LatencyStats, SplitInfo
 from profiling_agent.workspace import Workspace
@@ -30,10 +31,10 @@ def noise_png(rng: np.random.Generator) -> bytes:
     return held.getvalue()
 
 
-def evaluation(model: ArtifactRef, *, split: str = "split.parquet", num_images: int | None = None) -> EvaluateTask:
+def evaluation(model: ArtifactRef, *, split: str = "split.parquet", batch_size: int = 4) -> EvaluateTask:
     file = ArtifactRef(path=split, sha256=split, size_bytes=1, kind="split")
     info = SplitInfo(name="search", source_split="test", num_images=NUM_IMAGES, file=file)
-    return EvaluateTask(model=model, split=info, batch_size=4, device="cpu", num_images=num_images)
+    return EvaluateTask(model=model, split=info, shard=0, batch_size=batch_size, device="cpu")
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +80,7 @@ def test_what_a_stage_refuses_is_raised_here_and_the_worker_goes_on(
     with pytest.raises(ArtifactError, match=r"no_such\.parquet"):
         jobs.run(evaluation(model, split="no_such.parquet"))
 
-    assert jobs.run(evaluation(model, num_images=3)).predictions.num_images == 3
+    assert jobs.run(evaluation(model, batch_size=3)).predictions.num_images == NUM_IMAGES
     assert not list(workspace.jobs.glob(".tmp-*"))
 
 
@@ -101,7 +102,7 @@ def test_a_crash_is_a_jobs_result_and_the_next_job_gets_a_new_worker(
     jobs.progress = silent
 
     assert not list(workspace.jobs.glob(".tmp-*"))
-    assert jobs.run(evaluation(model, num_images=2)).predictions.num_images == 2
+    assert jobs.run(evaluation(model, batch_size=2)).predictions.num_images == NUM_IMAGES
 
 
 def test_a_job_whose_process_is_killed_is_done_again_once_and_leaves_nothing(
@@ -128,22 +129,32 @@ def test_a_job_whose_process_is_killed_is_done_again_once_and_leaves_nothing(
 
 def test_a_job_that_takes_too_long_is_ended(baseline: tuple[Workspace, ArtifactRef]):
     workspace, model = baseline
-    jobs = Jobs(workspace, table={EvaluateTask: replace(TABLE[EvaluateTask], timeout_s=0.01)})
+    jobs = Jobs(workspace, table={PrepareTask: replace(TABLE[PrepareTask], timeout_s=0.01)})
     before = {child.pid for child in psutil.Process().children()}
 
     with pytest.raises(JobError, match="longer than 0 s"):
-        jobs.run(evaluation(model, split="late.parquet"))
+        jobs.run(prepared(evaluation(model, split="late.parquet").split, workspace.path(model))[0])
 
     assert {child.pid for child in psutil.Process().children()} <= before
     assert not list(workspace.jobs.glob(".tmp-*"))
 
 
+def test_a_link_in_the_place_of_the_log_is_a_line_and_not_followed(tmp_path: Path):
+    workspace = Workspace(tmp_path / "run")
+    workspace.root.mkdir()
+    (workspace.root / "worker.log").symlink_to(tmp_path / "victim")
+    survey = SurveyShapeTask(model="nowhere")
+    with pytest.raises(RunError, match=r"worker\.log' can't be written .*move it away"):
+        Jobs(workspace).run(survey)
+    assert not (tmp_path / "victim").exists()
+
+
 def test_a_key_covers_every_input(baseline: tuple[Workspace, ArtifactRef]):
     model = baseline[1]
     keys = {
-        job_key(evaluation(changed, num_images=num_images))
+        job_key(evaluation(changed, batch_size=batch_size))
         for changed in (model, model.model_copy(update={"sha256": "other"}))
-        for num_images in (None, 1)
+        for batch_size in (1, 4)
     }
 
     assert len(keys) == 4

@@ -12,10 +12,10 @@ from toy_job import CopyTask, Doubled, DoubleTask, NoteTask
 
 from profiling_agent.errors import ArtifactError, RunError
 from profiling_agent.jobs.runner import Jobs, job_key
-from profiling_agent.jobs.store import HASHES, ORDERS, RESULT, artifacts_of
+from profiling_agent.jobs.store import HASHES, RESULT, artifacts_of
 from profiling_agent.jobs.table import JobRow, Table
 from profiling_agent.records import ArtifactRef
-from profiling_agent.workspace import Workspace
+from profiling_agent.workspace import ORDERS, Workspace
 
 TABLE: Table = {
     DoubleTask: JobRow(handler="toy_job:double", torch=False),

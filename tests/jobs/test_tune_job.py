@@ -3,23 +3,20 @@
 import io
 from pathlib import Path
 
+import in_process
 import numpy as np
-import pytest
 import torch
 import zoo
 from outliers import with_outliers
 from PIL import Image
 from torch import nn
 
-from profiling_agent.acquisition.batches import write_split
+from profiling_agent.acquisition.images import write_split
 from profiling_agent.artifacts.load import load_module, load_recipe
 from profiling_agent.artifacts.save import save_model
 from profiling_agent.files import file_sha256
-from profiling_agent.jobs.context import JobContext
-from profiling_agent.jobs.handlers.deployment import tune
 from profiling_agent.jobs.tasks import TuneTask
 from profiling_agent.modules.inference import random_batch
-from profiling_agent.progress import silent
 from profiling_agent.records import ArtifactRef, SplitInfo
 
 
@@ -49,25 +46,18 @@ def ask(root: Path, model: nn.Module, num_images: int = 40) -> TuneTask:
     )
 
 
-@pytest.fixture
-def job(tmp_path: Path) -> JobContext:
-    folder = tmp_path / "jobs" / "tune"
-    folder.mkdir(parents=True)
-    return JobContext(tmp_path, folder, "jobs/tune", silent)
-
-
-def test_a_folded_model_is_saved_in_float32_and_says_the_same(tmp_path: Path, job: JobContext):
+def test_a_folded_model_is_saved_in_float32_and_says_the_same(tmp_path: Path):
     model = with_outliers(zoo.vit())
     batch = random_batch(zoo.SPEC, 4, seed=9)
 
-    done = tune(ask(tmp_path, model), job)
+    done = in_process.run(ask(tmp_path, model), tmp_path, "tune")
 
     assert done.model.path == "jobs/tune/model"
-    assert load_recipe(job.folder / "model").quantized == ()
+    assert load_recipe(tmp_path / "jobs" / "tune" / "model").quantized == ()
     with torch.inference_mode():
         expected, found = (
             model(pixel_values=batch).logits,
-            load_module(job.folder / "model")(pixel_values=batch).logits,
+            load_module(tmp_path / "jobs" / "tune" / "model")(pixel_values=batch).logits,
         )
     assert float((found - expected).norm() / expected.norm()) < 1e-4
     assert done.kl < done.kl_unfolded / 4
@@ -78,11 +68,11 @@ def test_a_folded_model_is_saved_in_float32_and_says_the_same(tmp_path: Path, jo
     assert done.num_images == 32
 
 
-def test_a_model_with_nothing_to_fold_is_handed_on_as_it_is(tmp_path: Path, job: JobContext):
+def test_a_model_with_nothing_to_fold_is_handed_on_as_it_is(tmp_path: Path):
     task = ask(tmp_path, zoo.resnet(), num_images=8)
 
-    done = tune(task.model_copy(update={"scheme": "static"}), job)
+    done = in_process.run(task.model_copy(update={"scheme": "static"}), tmp_path, "tune")
 
     assert done.model == task.model
-    assert not (job.folder / "model").exists()
+    assert not (tmp_path / "jobs" / "tune" / "model").exists()
     assert done.num_images == 8

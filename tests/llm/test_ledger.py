@@ -52,6 +52,14 @@ def test_a_bad_line_is_read_round_and_counted(name: str, tmp_path: Path):
     assert (spent.requests, spent.input_tokens, spent.output_tokens, spent.unread_lines) == (2, 7, 3, 1)
 
 
+def test_a_line_without_an_end_is_read_no_further_than_a_ledger_may_be_long(tmp_path: Path):
+    (tmp_path / FILE).write_text("\n".join(GOOD) + "\n")
+    with (tmp_path / FILE).open("r+b") as stream:
+        stream.truncate(2**40)
+    spent = read_spent(tmp_path)
+    assert (spent.requests, spent.unread_lines > 0) == (1, True)
+
+
 def test_a_torn_last_line_doesnt_take_the_next_one_with_it(tmp_path: Path):
     (tmp_path / FILE).write_text("\n".join(GOOD)[:-9])
     ledger = Ledger(tmp_path, max_requests=9, max_tokens=100)

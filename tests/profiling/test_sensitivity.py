@@ -264,7 +264,9 @@ def test_the_model_is_left_as_it_was_found(family):
 
 def test_a_table_says_what_widths_save():
     model = small()
-    table = LatencyTable({"vit.layers.0.mlp": {128: 8.0, 96: 6.5, 64: 6.4, 32: 6.4}})
+    table = LatencyTable(
+        {"vit.layers.0.mlp": {128: 8.0, 96: 6.5, 64: 6.4, 32: 6.4}}, unsteady=frozenset({"vit.layers.0.mlp"})
+    )
     found = studied(model, table=table)
     mlp, heads = found.of("vit.layers.0.mlp"), found.of("vit.layers.0.attention")
 
@@ -278,6 +280,7 @@ def test_a_table_says_what_widths_save():
         (32, 8.0 - 6.4),
     ]
     assert heads.latency_ms is None
+    assert (mlp.is_unsteady, heads.is_unsteady) == (True, False)
     assert {option.latency_saved_ms for option in heads.options} == {None}
 
 

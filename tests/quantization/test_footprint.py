@@ -3,7 +3,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from profiling_agent.quantization.footprint import folder_bytes, parameter_bytes
+from profiling_agent.artifacts.folder import folder_bytes
+from profiling_agent.quantization.footprint import parameter_bytes
 from profiling_agent.quantization.linear import DynamicLinear
 
 

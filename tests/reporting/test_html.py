@@ -27,6 +27,21 @@ def test_the_page_stands_alone_and_tells_the_verdict(finished: Path):
     assert page == render_html(report)
 
 
+def test_each_session_is_shown_and_says_where_it_holds(finished: Path):
+    report = read_report(finished)
+    assert report.race is not None
+    assert report.race_result is not None
+    sessions = ", ".join(f"{speedup:.2f}" for speedup in report.race_result.by_session)
+
+    assert len(report.race_result.by_session) == report.race.num_sessions == report.request.num_sessions
+    assert f'<tr data-field="sessions"><td>times as fast in each session</td><td></td><td>{sessions}</td></tr>' in (
+        finished / "report.html"
+    ).read_text(encoding="utf-8")
+    assert f"on this machine, in these {report.race.num_sessions} sessions of new processes: {sessions}" in (
+        finished / "report.md"
+    ).read_text(encoding="utf-8")
+
+
 def test_every_chart_that_has_something_to_show_is_there(finished: Path):
     report = read_report(finished)
     made = charts(report)

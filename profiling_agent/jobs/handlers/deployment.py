@@ -16,28 +16,24 @@ from profiling_agent.deployment.registry import open_session
 from profiling_agent.deployment.save import save_deployed
 from profiling_agent.errors import QuantizationError
 from profiling_agent.jobs.context import JobContext
+from profiling_agent.jobs.handlers.logits import given_logits
 from profiling_agent.jobs.handlers.pruning import keep_model
 from profiling_agent.jobs.tasks import DeployTask, Exported, ExportTask, TuneTask
 from profiling_agent.modules.complexity import count_complexity
 from profiling_agent.modules.divergence import mean_kl
-from profiling_agent.modules.inference import logits_of
 from profiling_agent.quantization import tune as tuning
 from profiling_agent.records import DeployedModel, Tuned
 from profiling_agent.reproducibility import available_threads
 
 # Activation ranges and NNCF's statistics settle well before; more only take longer.
 MAX_CALIBRATION = 128
-# Each deployment is compared anew, and float32 takes longest of all; a deployment that is far off is so on half of the images.
-MAX_COMPARED = 64
 
 
 def tune(task: TuneTask, job: JobContext) -> Tuned:
     """Even out activations, find what each layer costs; save the model if it was changed."""
     started = time.perf_counter()
     path = job.path(task.model)
-    batches = iter_batches(
-        job.path(task.calibration.file), load_processor(path), batch_size=task.batch_size, limit=tuning.MAX_IMAGES
-    )
+    batches = iter_batches(job.images("calibration"), batch_size=task.batch_size, limit=tuning.MAX_IMAGES)
     model = load_module(path)
     images = (pixel_values for pixel_values, _ in batches)
     tuned = tuning.tune(model, images, task.scheme, task.latency_shares, progress=job.progress)
@@ -61,7 +57,8 @@ def export(task: ExportTask, job: JobContext) -> Exported:
 
 def deploy(task: DeployTask, job: JobContext) -> DeployedModel:
     """Bring a float32 model into a deployment, save it, open it again, and see how far it is from its parent."""
-    source, folder = _source(task, job), job.folder / "model"
+    source, folder, expected = _source(task, job), job.folder / "model", given_logits(job)
+    assert expected is not None, "where there are calibration images, the float32 model was asked about them"
     num_threads = available_threads()
     job.progress(f"converting to {task.deployment.name}", 0, 0)
     started = time.perf_counter()
@@ -69,7 +66,7 @@ def deploy(task: DeployTask, job: JobContext) -> DeployedModel:
     recipe = save_deployed(source, task.deployment, folder, complexity=complexity, num_threads=num_threads)
     seconds = time.perf_counter() - started
     session = open_session(folder, device=task.device, num_threads=num_threads)
-    distance, kl = _differences(session, source)
+    distance, kl = _differences(session, source, expected)
     check_golden(session.run, folder, recipe)
     return DeployedModel(
         model=job.ref(folder, "model"),
@@ -83,15 +80,15 @@ def deploy(task: DeployTask, job: JobContext) -> DeployedModel:
 
 def _source(task: DeployTask, job: JobContext) -> Source:
     path = job.path(task.model)
-    processor = load_processor(path)
-    read = iter_batches(job.path(task.calibration.file), processor, batch_size=task.batch_size, limit=MAX_CALIBRATION)
-    images = [pixel_values.numpy() for pixel_values, _ in read]
+    images = [
+        pixel_values for pixel_values, _ in job.images("calibration").batches(task.batch_size, limit=MAX_CALIBRATION)
+    ]
     if not images:
         raise QuantizationError("there are 0 calibration images: raise num_samples")
     return Source(
         module=load_module(path),
         recipe=load_recipe(path),
-        processor=processor,
+        processor=load_processor(path),
         calibration=np.concatenate(images),
         batch_size=task.batch_size,
         onnx=job.path(task.onnx) if task.onnx else None,
@@ -105,15 +102,17 @@ def complexity_of(path: Path) -> tuple[int, int]:
     return sum(row.params for row in rows), sum(row.macs for row in rows)
 
 
-def _differences(session: ModelSession, source: Source) -> tuple[float, float]:
-    """Return the relative distance of the logits from the float32 model's, and the KL divergence to it, nats."""
-    expected, found = list[Tensor](), list[Tensor]()
-    compared: Batch = source.calibration[:MAX_COMPARED]
-    for index in range(0, len(compared), source.batch_size):
-        images = compared[index : index + source.batch_size]
-        expected.append(logits_of(source.module, torch.from_numpy(images)))
-        found.append(torch.from_numpy(session.run(images)))
-    ours, theirs = torch.cat(found).double(), torch.cat(expected).double()
+def _differences(session: ModelSession, source: Source, expected: Tensor) -> tuple[float, float]:
+    """Return the relative distance of the logits from the float32 model's, and the KL divergence to it, nats.
+
+    `expected` is what the float32 model says of the first calibration images.
+    """
+    compared: Batch = source.calibration[: len(expected)]
+    found = [
+        torch.from_numpy(session.run(compared[index : index + source.batch_size]))
+        for index in range(0, len(compared), source.batch_size)
+    ]
+    ours, theirs = torch.cat(found).double(), expected.double()
     if not ours.isfinite().all():
         raise QuantizationError("on calibration images the logits aren't finite in this deployment: leave it out")
     distance = (ours - theirs).norm() / theirs.norm().clamp_min(torch.finfo(torch.float32).tiny)

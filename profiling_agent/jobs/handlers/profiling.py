@@ -3,7 +3,8 @@
 from functools import partial
 
 from profiling_agent.acquisition.batches import iter_batches
-from profiling_agent.artifacts.load import load_module, load_processor, load_recipe, load_skeleton
+from profiling_agent.artifacts.folder import folder_bytes
+from profiling_agent.artifacts.load import load_module, load_recipe, load_skeleton
 from profiling_agent.benchmarking.latency_table import time_units
 from profiling_agent.errors import PruningError
 from profiling_agent.files import write_text
@@ -12,7 +13,6 @@ from profiling_agent.jobs.tasks import Profiled, ProfileTask
 from profiling_agent.modules.inference import random_batch
 from profiling_agent.profiling.profile import profile_model
 from profiling_agent.profiling.sensitivity import measure_sensitivity
-from profiling_agent.quantization.footprint import folder_bytes
 from profiling_agent.records import Evidence, ModelProfile
 
 
@@ -54,7 +54,7 @@ def _evidence(task: ProfileTask, job: JobContext, profiled: ModelProfile) -> tup
     assert task.calibration is not None, "evidence is gathered on calibration images"
     path = job.path(task.model)
     model = load_module(path).to(task.device)
-    read = partial(iter_batches, job.path(task.calibration.file), load_processor(path), batch_size=task.batch_size)
+    read = partial(iter_batches, job.images("calibration"), batch_size=task.batch_size)
     batch = random_batch(profiled.input, task.batch_size).to(task.device)
     try:
         table = time_units(model, profiled.units, batch, progress=job.progress)

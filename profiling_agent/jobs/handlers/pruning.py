@@ -9,9 +9,10 @@ from pathlib import Path
 from torch import nn
 
 from profiling_agent.acquisition.batches import iter_batches, shuffled_batches
-from profiling_agent.artifacts.load import load_module, load_processor, load_recipe
+from profiling_agent.artifacts.load import load_module, load_recipe
 from profiling_agent.artifacts.save import save_derived
 from profiling_agent.jobs.context import JobContext
+from profiling_agent.jobs.handlers.logits import given_logits
 from profiling_agent.jobs.tasks import PruneTask, RecoverTask
 from profiling_agent.modules.inference import device_of
 from profiling_agent.pruning import recovery
@@ -24,14 +25,16 @@ from profiling_agent.records import ArtifactRef, Cut, PrunedModel, RecoveredMode
 def prune(task: PruneTask, job: JobContext) -> PrunedModel:
     """Cut the units, pass the gates, compensate, save the candidate."""
     path = job.path(task.baseline)
-    model, recipe, processor = load_module(path), load_recipe(path), load_processor(path)
-    read = partial(iter_batches, job.path(task.calibration.file), processor, batch_size=task.batch_size)
+    model, recipe = load_module(path), load_recipe(path)
+    read = partial(iter_batches, job.images("calibration"), batch_size=task.batch_size)
     images, _ = next(read(batch_size=NUM_GATE_IMAGES))
     keep = {name: list(kept) for name, kept in task.keep.items()}
     pruned = prune_model(model, task.cuts, spec=recipe.input, seed=task.seed, images=images, keep=keep or None)
     made = None
     if task.compensate:
-        made = compensate(model, pruned.model, task.cuts, pruned.keep, read, progress=job.progress)
+        made = compensate(
+            model, pruned.model, task.cuts, pruned.keep, read, expected=given_logits(job), progress=job.progress
+        )
     return PrunedModel(
         model=keep_model(made.model if made else pruned.model, task.baseline, job, cuts=task.cuts),
         cuts=task.cuts,
@@ -50,20 +53,20 @@ def recover(task: RecoverTask, job: JobContext) -> RecoveredModel:
     """
     folder = job.root / "recovery" / Path(job.final).name
     dense, pruned = (load_module(job.path(ref)).to(task.device) for ref in (task.baseline, task.model))
-    processor = load_processor(job.path(task.baseline))
     calibration = Calibration(
-        batches=partial(iter_batches, job.path(task.calibration.file), processor, batch_size=task.batch_size),
+        batches=partial(iter_batches, job.images("calibration"), batch_size=task.batch_size),
         device=device_of(dense),
         dtype=next(dense.parameters()).dtype,
     )
     recovered = recovery.recover(
         dense,
         pruned,
-        shuffled_batches(job.path(task.recovery.file), processor, batch_size=task.batch_size, seed=task.seed),
+        shuffled_batches(job.images("recovery"), batch_size=task.batch_size, seed=task.seed),
         calibration.judged,
         epochs=task.epochs,
         folder=folder,
         seed=task.seed,
+        expected=given_logits(job),
         progress=job.progress,
     )
     model = task.model if recovered.model is pruned else keep_model(recovered.model.cpu(), task.model, job)

@@ -6,7 +6,7 @@ from profiling_agent.benchmarking import throughput as throughputs
 from profiling_agent.benchmarking.headline import measure_headline
 from profiling_agent.deployment.registry import open_session
 from profiling_agent.jobs.context import JobContext
-from profiling_agent.jobs.tasks import HeadlineTask, MemoryTask, RaceTask, ThroughputTask
+from profiling_agent.jobs.tasks import HeadlineTask, MemoryTask, RaceTask, SessionTask, ThroughputTask
 from profiling_agent.records import Headline, MemoryUse, Race, Throughputs
 from profiling_agent.reproducibility import available_threads
 
@@ -20,14 +20,16 @@ def headline(task: HeadlineTask, job: JobContext) -> Headline:
 
 def race(task: RaceTask, job: JobContext) -> Race:
     """Let the models take turns."""
-    return races.race(
-        task.entries,
-        root=job.root,
-        batch_size=task.batch_size,
-        device=task.device,
-        seed=task.seed,
-        progress=job.progress,
-    )
+    return races.choose(task.entries, _track(task, job), progress=job.progress)
+
+
+def session(task: SessionTask, job: JobContext) -> Race:
+    """Hold one session of an estimate."""
+    return races.hold_one(task.entries, _track(task, job), task.number, progress=job.progress)
+
+
+def _track(task: RaceTask, job: JobContext) -> races.Track:
+    return races.Track(root=job.root, batch_size=task.batch_size, device=task.device, seed=task.seed)
 
 
 def throughput(task: ThroughputTask, job: JobContext) -> Throughputs:

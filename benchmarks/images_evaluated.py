@@ -1,0 +1,79 @@
+"""Images of a finished run: how many each model was evaluated on, and how many times images were decoded.
+
+    python benchmarks/images_evaluated.py RUN
+
+Read from the run's jobs: what each was asked, and whether it is there. An image that a split holds is decoded once for each
+image processor that it is prepared with, and answered once by a model, whatever asked for it.
+"""
+
+import argparse
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from profiling_agent.documents import read_json
+from profiling_agent.jobs.store import RESULT
+from profiling_agent.records import SplitInfo
+from profiling_agent.workspace import ORDERS
+
+
+def asked(run: Path, task: str) -> Iterator[dict[str, Any]]:
+    """Yield what the run's finished jobs of one kind were asked."""
+    for path in sorted((run / ORDERS).glob("*.json")):
+        order = read_json(path, under=run)
+        if order["task"] == task and (run / "jobs" / path.stem / RESULT).exists():
+            yield order["fields"]
+
+
+def num_images(fields: dict[str, Any]) -> int:
+    """Return how many images the job's shard holds."""
+    return len(SplitInfo.model_validate(fields["split"]).rows(fields["shard"]))
+
+
+def counts(run: Path) -> dict[str, Any]:
+    """Return, by split, the images decoded and their number by model, and those of them that were looked at twice."""
+    evaluated, decoded, twice = Counter[tuple[str, str]](), Counter[str](), 0
+    seen = set[tuple[str, str, int]]()
+    for fields in asked(run, "EvaluateTask"):
+        model, split, number = fields["model"]["path"], fields["split"]["name"], num_images(fields)
+        evaluated[model, split] += number
+        twice += number if (model, split, fields["shard"]) in seen else 0
+        seen.add((model, split, fields["shard"]))
+    for fields in asked(run, "PrepareTask"):
+        decoded[fields["split"]["name"]] += num_images(fields)
+    return {
+        "evaluated": {f"{model} {split}": number for (model, split), number in evaluated.items()},
+        "evaluated_twice": twice,
+        "decoded": dict(decoded),
+        "reference_logits": sum(1 for _ in asked(run, "LogitsTask")),
+    }
+
+
+def main() -> int:
+    """Print the counts; return 1 where a model was evaluated on an image twice."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--json", type=Path, help="where to write them")
+    given = parser.parse_args()
+    found = counts(given.run)
+    table = Table("model", "split", "images evaluated")
+    for name, number in found["evaluated"].items():
+        table.add_row(*name.rsplit(" ", 1), f"{number:,}")
+    console = Console()
+    console.print(table)
+    console.print(f"decoded: {', '.join(f'{split} {number:,}' for split, number in found['decoded'].items())}")
+    console.print(f"evaluated twice by one model: {found['evaluated_twice']:,}")
+    console.print(f"sets of reference logits: {found['reference_logits']}")
+    if given.json:
+        given.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    return 1 if found["evaluated_twice"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

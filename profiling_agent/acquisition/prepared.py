@@ -1,0 +1,240 @@
+"""Prepared images: decoded and put through an image processor once, then read by every process of a run. No torch here.
+
+`pixels.npy` holds a shard's pixel values, (n, channels, height, width), and is mapped into memory. What processors make of
+8-bit images are 256 values a channel, so that each is stored as one byte, a quarter of float32, and `labels.safetensors` has
+the table that turns it back. That is bit for bit what the processor gave, whatever its arithmetic: where it isn't, as is
+checked on every pixel, the file holds float32.
+"""
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors.numpy import load_file, save
+
+from profiling_agent.errors import ArtifactError, ProfilingAgentError
+from profiling_agent.files import open_regular, replacing, write_bytes
+from profiling_agent.foreign import foreign_code, on_behalf
+from profiling_agent.progress import Progress, silent
+
+if TYPE_CHECKING:
+    from profiling_agent.acquisition.images import SplitImages
+
+PIXELS, LABELS = "pixels.npy", "labels.safetensors"
+# Processed at once; a photograph of twelve megapixels has 36 MB when it is decoded.
+BATCH = 32
+NUM_CODES = 256
+
+Pixels = NDArray[np.float32]
+Labels = NDArray[np.int64]
+
+
+class _UncodableError(Exception):
+    """Pixel values that aren't one of 256 a channel."""
+
+
+class _Codes:
+    """Pixel values as one byte each: the 8-bit value that each came from, as the processor's settings have it.
+
+    The settings only say which byte may stand for a value. What a byte means is learned from the values, and checked.
+    """
+
+    def __init__(self, processor: Any) -> None:
+        self._factor = getattr(processor, "rescale_factor", 1.0) if getattr(processor, "do_rescale", False) else 1.0
+        is_normal = getattr(processor, "do_normalize", False)
+        self._mean = getattr(processor, "image_mean", 0.0) if is_normal else 0.0
+        self._deviation = getattr(processor, "image_std", 1.0) if is_normal else 1.0
+        self.table: Pixels | None = None
+
+    def encode(self, values: Pixels) -> NDArray[np.uint8]:
+        """Return one byte a value; _UncodableError where that can't be undone."""
+        codes = self._guess(values)
+        channels = range(values.shape[1])
+        known = self.table if self.table is not None else np.full((len(channels), NUM_CODES), np.nan, np.float32)
+        learned = known.copy()
+        for channel in channels:
+            learned[channel][codes[:, channel]] = values[:, channel]
+        self.table = np.where(np.isnan(known), learned, known)
+        for channel in channels:
+            meant = self.table[channel][codes[:, channel]]
+            # As bits: a zero has two signs.
+            if not np.array_equal(meant.view(np.uint32), np.ascontiguousarray(values[:, channel]).view(np.uint32)):
+                raise _UncodableError
+        return codes
+
+    def _guess(self, values: Pixels) -> NDArray[np.uint8]:
+        if not np.isfinite(values).all():
+            raise _UncodableError
+        try:
+            shape = (values.shape[1],)
+            mean, deviation = (
+                np.broadcast_to(np.asarray(each, np.float32), shape)[:, None, None]
+                for each in (self._mean, self._deviation)
+            )
+            with np.errstate(all="ignore"):
+                guessed = np.rint((values * deviation + mean) / np.float32(self._factor))
+        except (TypeError, ValueError) as error:
+            raise _UncodableError from error
+        if not np.isfinite(guessed).all():
+            raise _UncodableError
+        return guessed.clip(0, NUM_CODES - 1).astype(np.uint8)
+
+
+def write_prepared(
+    folder: Path, split: "SplitImages", rows: range, processor: Any, *, progress: Progress = silent
+) -> tuple[tuple[int, ...], str]:
+    """Write what `processor` makes of these images into `folder`, with their labels; return the array's shape and dtype.
+
+    Raises:
+        ArtifactError: the processor refuses an image, or gives images of different shapes.
+        CorruptImageError: an image can't be decoded.
+        OSError: the file can't be written.
+    """
+    codes = _Codes(processor)
+    try:
+        shape = _write(folder / PIXELS, split, rows, processor, codes, progress)
+        return shape, _write_labels(folder / LABELS, split, rows, codes.table)
+    except _UncodableError:
+        shape = _write(folder / PIXELS, split, rows, processor, None, progress)
+        return shape, _write_labels(folder / LABELS, split, rows, None)
+
+
+def _write_labels(path: Path, split: "SplitImages", rows: range, table: Pixels | None) -> str:
+    labels = np.ascontiguousarray(split.labels[rows.start : rows.stop])
+    write_bytes(path, save({"labels": labels} | ({} if table is None else {"table": np.nan_to_num(table)})))
+    return "float32" if table is None else "uint8"
+
+
+def _write(
+    path: Path, split: "SplitImages", rows: range, processor: Any, codes: _Codes | None, progress: Progress
+) -> tuple[int, ...]:
+    """Write the array batch by batch: on a full disk, writing into mapped memory would kill the process."""
+    shape: tuple[int, ...] | None = None
+    with replacing(path) as stream:
+        for start in range(rows.start, rows.stop, BATCH):
+            values = _processed(split, range(start, min(start + BATCH, rows.stop)), processor)
+            held = values if codes is None else codes.encode(values)
+            if shape is None:
+                shape = (len(rows), *values.shape[1:])
+                _write_header(stream, shape, held.dtype)
+            if values.shape[1:] != shape[1:]:
+                raise ArtifactError(
+                    f"the model's image processor gives images of the shapes {shape[1:]!r} and {values.shape[1:]!r}: "
+                    "let it resize or crop them to one"
+                )
+            stream.write(np.ascontiguousarray(held).data)
+            progress("preparing images", start + len(values) - rows.start, len(rows))
+    assert shape is not None, "a shard has an image at least"
+    return shape
+
+
+def _write_header(stream: IO[bytes], shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+    described = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(stream, described)
+
+
+def _processed(split: "SplitImages", rows: range, processor: Any) -> Pixels:
+    def refuse(said: str) -> ProfilingAgentError:
+        return ArtifactError(
+            f"the model's image processor can't process images {rows.start} to {rows.stop - 1} ({said})"
+        )
+
+    images = [split.image(row) for row in rows]
+    with foreign_code(refuse):
+        values = np.asarray(on_behalf(processor, images=images, return_tensors="np")["pixel_values"], np.float32)
+    if values.ndim != 4 or len(values) != len(rows):
+        raise refuse(f"it gives an array of the shape {values.shape!r} for {len(rows)}")
+    return values
+
+
+@dataclass(frozen=True, slots=True)
+class _Shard:
+    """The arrays of one shard; `table` has the value of each byte of each channel, where bytes are held."""
+
+    pixels: NDArray[np.uint8] | Pixels
+    labels: Labels
+    table: Pixels | None
+
+    def read_into(self, row: int, out: Pixels) -> None:
+        if self.table is None:
+            out[...] = self.pixels[row]
+            return
+        for channel, values in enumerate(self.table):
+            values.take(self.pixels[row, channel], out=out[channel], mode="clip")
+
+
+def _open_shard(folder: Path) -> _Shard:
+    """Return what `write_prepared` left in a folder; ArtifactError where that is something else."""
+
+    def refuse(said: str) -> ArtifactError:
+        return ArtifactError(f"the prepared images in {str(folder)!r} can't be read ({said}): run again")
+
+    try:
+        for name in (PIXELS, LABELS):
+            open_regular(folder / name, max_bytes=None, under=folder).close()
+    except OSError as error:
+        raise refuse(error.strerror or str(error)) from error
+    with foreign_code(refuse):
+        pixels = on_behalf(np.load, folder / PIXELS, mmap_mode="r", allow_pickle=False)
+        held = on_behalf(load_file, folder / LABELS)
+    labels, table = held.get("labels"), held.get("table")
+    is_coded = pixels.dtype == np.uint8
+    if labels is None or labels.dtype != np.int64 or labels.ndim != 1:
+        raise refuse("there are no labels")
+    if pixels.ndim != 4 or len(pixels) != len(labels) or pixels.dtype not in (np.uint8, np.float32):
+        raise refuse(f"an array of the shape {pixels.shape!r} and dtype {pixels.dtype} for {len(labels)} images")
+    if is_coded != (table is not None):
+        raise refuse("bytes without their table" if is_coded else "a table without bytes")
+    if table is not None and (table.shape != (pixels.shape[1], NUM_CODES) or table.dtype != np.float32):
+        raise refuse(f"a table of the shape {table.shape!r} for {pixels.shape[1]} channels")
+    return _Shard(pixels, labels, table)
+
+
+class PreparedImages:
+    """The images of some shards, one shard after the other; pixels are read from disk when they are asked for."""
+
+    def __init__(self, shards: Sequence[_Shard]) -> None:
+        """Take shards that were opened; see `open`."""
+        self._shards = tuple(shards)
+        self._starts = tuple(accumulate((len(shard.labels) for shard in shards), initial=0))
+
+    @classmethod
+    def open(cls, folders: Sequence[Path]) -> Self:
+        """Return the images that `write_prepared` left in these folders.
+
+        Raises:
+            ArtifactError: a file is missing, cut short, of another shape, or no array; or shapes differ between shards.
+        """
+        shards = [_open_shard(folder) for folder in folders]
+        if len(shapes := {shard.pixels.shape[1:] for shard in shards}) > 1:
+            raise ArtifactError(f"the prepared images have the shapes {sorted(shapes)!r}: let the processor give one")
+        return cls(shards)
+
+    def __len__(self) -> int:
+        """Return the number of images."""
+        return self._starts[-1]
+
+    @property
+    def labels(self) -> Labels:
+        """Return the class id of each image."""
+        return np.concatenate([np.empty(0, np.int64), *(shard.labels for shard in self._shards)])
+
+    def pixel_values(self, rows: Sequence[int]) -> Pixels:
+        """Return images by their numbers, (n, channels, height, width), as the model takes them; at least one."""
+        values = np.empty((len(rows), *self._shards[0].pixels.shape[1:]), np.float32)
+        for place, row in enumerate(rows):
+            number = bisect_right(self._starts, row) - 1
+            self._shards[number].read_into(row - self._starts[number], values[place])
+        return values
+
+    def batches(self, batch_size: int, *, limit: int | None = None) -> Iterator[tuple[Pixels, Labels]]:
+        """Yield pixel values and labels in order, with `limit` only of so many images; the last batch may be short."""
+        labels, end = self.labels, len(self) if limit is None else min(limit, len(self))
+        for start in range(0, end, batch_size):
+            rows = range(start, min(start + batch_size, end))
+            yield self.pixel_values(rows), labels[rows.start : rows.stop]

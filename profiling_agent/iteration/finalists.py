@@ -1,0 +1,59 @@
+"""Finalists: everything that may be returned, each as it would be deployed and measured on the search images."""
+
+from profiling_agent.iteration.deployer import REFUSALS
+from profiling_agent.iteration.deployment_search import Trial
+from profiling_agent.iteration.evaluator import Evaluator
+from profiling_agent.iteration.selection import candidates, may_be_returned, ranked
+from profiling_agent.records import ArtifactRef, Candidate, Deployment, Evaluation, Journal, Variant
+
+
+def made_from(candidate: Candidate, journal: Journal, baseline: ArtifactRef) -> ArtifactRef:
+    """Return the float32 model that a candidate was made from."""
+    pruned = journal.attempts[candidate.attempt - 1].pruned_model if candidate.attempt is not None else None
+    return pruned or baseline
+
+
+def torch_model(winner: Candidate, journal: Journal, baseline: ArtifactRef) -> ArtifactRef:
+    """Return the winner itself where eager torch executes it, else the float32 model that it was made from.
+
+    Layers can only be looked at one by one in eager torch.
+    """
+    is_eager = winner.evaluation.deployment.runtime == "eager"
+    return winner.evaluation.model if is_eager else made_from(winner, journal, baseline)
+
+
+def measured(evaluator: Evaluator, journal: Journal) -> tuple[Candidate, ...]:
+    """Return all that the run has measured on the search images, and of the cheapest accepted attempt more.
+
+    What was the best deployment before pruning need not be the best after it: that attempt is measured in eager float32 and in
+    every deployment that suited the baseline.
+    """
+    known = candidates(journal)
+    best = next((one for one in ranked(journal, evaluator.goal) if one.attempt is not None), None)
+    if best is None or evaluator.goal.selection == "paper":
+        return known
+    seen = [one.evaluation.deployment for one in known if one.attempt == best.attempt]
+    suited = [option.deployment for option in journal.deployment_search.suited] if journal.deployment_search else []
+    wanted = [deployment for deployment in (Deployment(), *suited) if deployment not in seen]
+    more = [_in(evaluator, journal, best, deployment) for deployment in wanted]
+    found = [*known, *(best.model_copy(update={"variant": one.variant, "evaluation": one}) for one in more if one)]
+    return tuple({one.evaluation.model.sha256: one for one in found}.values())
+
+
+def finalists(evaluator: Evaluator, journal: Journal, found: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
+    """Return those of `found` that may be returned; with the paper's selection float32 pruned models alone, best first."""
+    if evaluator.goal.selection == "paper":
+        return ranked(journal, evaluator.goal)
+    return tuple(one for one in found if may_be_returned(one.evaluation, journal.baseline, evaluator.goal))
+
+
+def _in(evaluator: Evaluator, journal: Journal, candidate: Candidate, deployment: Deployment) -> Evaluation | None:
+    """Return the candidate's float32 model in another deployment; None where it can't be made or run."""
+    model = made_from(candidate, journal, evaluator.baseline)
+    if deployment != Deployment():
+        option = evaluator.deployer.make(model, deployment)
+        return Trial(evaluator, Variant.BOTH, journal.baseline).measure(option).evaluation
+    try:
+        return evaluator.search(Variant.PRUNED, model)
+    except REFUSALS:
+        return None

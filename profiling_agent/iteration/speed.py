@@ -1,0 +1,46 @@
+"""Speed of the few that may be returned: sessions in new processes, apart in time, between other jobs of the run.
+
+Whoever was chosen for a session's times is a little slower than it was there, so that session doesn't count.
+"""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from profiling_agent.benchmarking.race import compare, hold_sessions, pool
+from profiling_agent.iteration.deployer import REFUSALS
+from profiling_agent.iteration.evaluator import Evaluator
+from profiling_agent.iteration.heldout import first_look
+from profiling_agent.records import Candidate, Race, Variant
+
+
+def estimate(evaluator: Evaluator, candidates: Sequence[Candidate]) -> Race:
+    """Return the race of the baseline and `candidates` over the run's sessions.
+
+    Between the sessions is done what has to be done anyway: the baseline sees its first held-out images, and the memory of
+    those who race is read.
+
+    Raises:
+        JobError: processes died in more than two sessions.
+    """
+    models = [candidate.evaluation.model for candidate in candidates]
+    entries = [(Variant.BASELINE, evaluator.baseline), *((one.variant, one.evaluation.model) for one in candidates)]
+    between: list[Callable[[], object]] = [partial(first_look, evaluator)]
+    between += [partial(evaluator.peak_memory, model) for model in (evaluator.baseline, *models)]
+
+    def hold(number: int) -> Race:
+        if 0 < number <= len(between):
+            with contextlib.suppress(*REFUSALS):
+                between[number - 1]()
+        return evaluator.hold_session(entries, number)
+
+    return pool(*hold_sessions(hold, evaluator.settings.num_sessions))
+
+
+def better(first: Candidate, second: Candidate, race: Race) -> Candidate:
+    """Return `second` where the sessions show it faster than `first`; both keep the same terms of the contract.
+
+    Otherwise the two can't be told apart, and `first` is the more accurate or the smaller.
+    """
+    results = [race.result_of(candidate.evaluation.model) for candidate in (second, first)]
+    return second if compare(*results).is_shown_faster else first

@@ -1,0 +1,16 @@
+"""Held-out images: that they are opened for a test is noted."""
+
+from profiling_agent.acquisition.images import read_split
+from profiling_agent.artifacts.folder import open_folder
+from profiling_agent.artifacts.recipe import WEIGHTS
+from profiling_agent.evaluation.openings import note_opening
+from profiling_agent.jobs.context import JobContext
+from profiling_agent.jobs.tasks import OpenHeldoutTask
+from profiling_agent.records import Opening
+
+
+def open_heldout(task: OpenHeldoutTask, job: JobContext) -> Opening:
+    """Note in the user's ledger that a candidate is tested."""
+    model = open_folder(job.path(task.baseline), verify=False).files[WEIGHTS]
+    images = read_split(job.path(task.heldout.file)).encoded
+    return note_opening(model, task.candidate.sha256, (image.as_py() for image in images), task.fresh)

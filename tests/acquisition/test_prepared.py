@@ -1,0 +1,242 @@
+"""Images that were prepared: what comes back is, to the bit, what the processor gives, and nothing else is taken for it."""
+
+import io
+import os
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zoo
+from full_disk import at_most
+from PIL import Image
+from safetensors.numpy import load_file, save_file
+from transformers import CLIPImageProcessorPil, ConvNextImageProcessorPil
+
+from profiling_agent.acquisition.images import SplitImages, read_split, write_split
+from profiling_agent.acquisition.prepared import LABELS, PIXELS, PreparedImages, write_prepared
+from profiling_agent.errors import ArtifactError, CorruptImageError
+
+NUM_IMAGES = 40
+IMAGENET: dict[str, Any] = {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225]}
+
+
+def encoded(rng: np.random.Generator, width: int = 30, height: int = 20) -> bytes:
+    held = io.BytesIO()
+    Image.fromarray(rng.integers(0, 256, (height, width, 3), dtype=np.uint8)).save(held, "PNG")
+    return held.getvalue()
+
+
+@pytest.fixture(scope="module")
+def split(tmp_path_factory: pytest.TempPathFactory) -> SplitImages:
+    path, rng = tmp_path_factory.mktemp("split") / "search.parquet", np.random.default_rng(0)
+    write_split(path, [encoded(rng) for _ in range(NUM_IMAGES)], list(range(NUM_IMAGES)))
+    return read_split(path)
+
+
+class Counted:
+    """A split that counts how often each of its images is decoded."""
+
+    def __init__(self, split: SplitImages) -> None:
+        self.labels, self._split, self.decoded = split.labels, split, Counter[int]()
+
+    def image(self, row: int) -> Image.Image:
+        self.decoded[row] += 1
+        return self._split.image(row)
+
+
+PROCESSORS = {
+    "plain": zoo.processor(),
+    "imagenet": zoo.processor().__class__(size={"height": 32, "width": 32}, **IMAGENET),
+    "bicubic and cropped": CLIPImageProcessorPil(size={"shortest_edge": 36}, crop_size={"height": 32, "width": 32}),
+    "convnext": ConvNextImageProcessorPil(size={"shortest_edge": 32}, **IMAGENET),
+    "rescaled alone": zoo.processor().__class__(size={"height": 32, "width": 32}, do_normalize=False),
+    "bytes": zoo.processor().__class__(size={"height": 32, "width": 32}, do_normalize=False, do_rescale=False),
+}
+
+
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_every_pixel_is_the_processors_to_the_bit_in_a_quarter_of_the_space(
+    split: SplitImages, tmp_path: Path, name: str
+):
+    processor: Any = PROCESSORS[name]
+    counted: Any = Counted(split)
+
+    shape, dtype = write_prepared(tmp_path, counted, range(NUM_IMAGES), processor)
+
+    images = PreparedImages.open([tmp_path])
+    given = processor(images=[split.image(row) for row in range(NUM_IMAGES)], return_tensors="pt")["pixel_values"]
+    expected = given.float().numpy()
+    assert (shape, dtype) == (expected.shape, "uint8")
+    assert images.pixel_values(range(NUM_IMAGES)).tobytes() == expected.tobytes()
+    assert images.labels.tolist() == list(range(NUM_IMAGES))
+    assert counted.decoded == dict.fromkeys(range(NUM_IMAGES), 1)
+    assert (tmp_path / PIXELS).stat().st_size < expected.nbytes / 4 + 1000
+
+
+class Standardising:
+    """A processor that gives each image mean 0: its values are no function of the image's bytes."""
+
+    do_normalize = do_rescale = False
+
+    def __call__(self, images: Any, return_tensors: str) -> dict[str, Any]:
+        values = np.stack([np.asarray(image, np.float32).transpose(2, 0, 1) for image in images])
+        return {"pixel_values": values - values.mean(axis=(1, 2, 3), keepdims=True)}
+
+
+class Noting(Standardising):
+    """A processor whose settings are no numbers of a channel each."""
+
+    do_normalize = True
+    image_mean, image_std = [0.5, 0.5], None
+
+
+class Overflowing(Standardising):
+    def __call__(self, images: Any, return_tensors: str) -> dict[str, Any]:
+        values = super().__call__(images, return_tensors)["pixel_values"]
+        values[0, 0, 0, 0] = np.nan
+        return {"pixel_values": values}
+
+
+@pytest.mark.parametrize("processor", [Standardising(), Noting(), Overflowing()])
+def test_where_bytes_would_not_do_float32_is_held(split: SplitImages, tmp_path: Path, processor: Any):
+    _, dtype = write_prepared(tmp_path, split, range(35), processor)
+
+    found = PreparedImages.open([tmp_path]).pixel_values(range(35))
+    expected = [
+        processor([split.image(row) for row in rows], "np")["pixel_values"] for rows in (range(32), range(32, 35))
+    ]
+    assert dtype == "float32"
+    assert found.tobytes() == np.concatenate(expected).tobytes()
+
+
+def test_a_value_that_only_a_later_batch_gives_another_meaning_is_noticed(split: SplitImages, tmp_path: Path):
+    class Drifting:
+        calls = 0
+
+        def __call__(self, images: Any, return_tensors: str) -> dict[str, Any]:
+            self.calls += 1
+            values = np.stack([np.asarray(image, np.float32).transpose(2, 0, 1) for image in images])
+            return {"pixel_values": values + (0.25 if len(images) < 32 else 0.0)}
+
+    processor = Drifting()
+    _, dtype = write_prepared(tmp_path, split, range(40), processor)
+
+    assert (dtype, processor.calls) == ("float32", 4)
+    values = PreparedImages.open([tmp_path]).pixel_values(range(40))
+    assert (values[:32] % 1 == 0).all()
+    assert (values[32:] % 1 == 0.25).all()
+
+
+def test_images_of_two_shards_stand_one_after_the_other(split: SplitImages, tmp_path: Path):
+    folders = [tmp_path / "one", tmp_path / "two"]
+    for folder, rows in zip(folders, (range(3, 10), range(10, 12)), strict=True):
+        folder.mkdir()
+        write_prepared(folder, split, rows, zoo.processor())
+
+    images = PreparedImages.open(folders)
+
+    assert len(images) == 9
+    assert images.labels.tolist() == list(range(3, 12))
+    assert [labels.tolist() for _, labels in images.batches(4)] == [[3, 4, 5, 6], [7, 8, 9, 10], [11]]
+    apart = zoo.processor()(images=[split.image(row) for row in (11, 3, 10)], return_tensors="np")["pixel_values"]
+    assert np.array_equal(images.pixel_values([8, 0, 7]), apart)
+    assert len(PreparedImages.open([])) == len(PreparedImages.open([]).labels) == 0
+
+
+def test_images_of_several_shapes_are_refused(tmp_path: Path):
+    rng, path = np.random.default_rng(0), tmp_path / "split.parquet"
+    write_split(path, [encoded(rng) for _ in range(32)] + [encoded(rng, 40, 20)] * 2, [0] * 34)
+
+    with pytest.raises(ArtifactError, match=r"\(3, 20, 30\) and \(3, 20, 40\)"):
+        write_prepared(tmp_path, read_split(path), range(34), Standardising())
+    with pytest.raises(ArtifactError, match="can't process images 30 to 33"):
+        write_prepared(tmp_path, read_split(path), range(30, 34), zoo.processor().__class__(do_resize=False))
+    assert not (tmp_path / PIXELS).exists()
+
+
+def test_an_image_that_can_not_be_decoded_is_refused(tmp_path: Path):
+    write_split(tmp_path / "split.parquet", [b"no image"], [0])
+
+    with pytest.raises(CorruptImageError):
+        write_prepared(tmp_path, read_split(tmp_path / "split.parquet"), range(1), zoo.processor())
+
+
+def test_a_full_disk_leaves_no_array(split: SplitImages, tmp_path: Path):
+    # Forty images of 3,072 bytes each.
+    with at_most(50_000), pytest.raises(OSError, match="too large"):
+        write_prepared(tmp_path, split, range(NUM_IMAGES), zoo.processor())
+
+    assert list(tmp_path.iterdir()) == []
+
+
+def cut_short(folder: Path) -> None:
+    os.truncate(folder / PIXELS, (folder / PIXELS).stat().st_size - 1)
+
+
+def of_another_dtype(folder: Path) -> None:
+    np.save(folder / PIXELS, np.zeros((4, 3, 32, 32), np.int16))
+
+
+def of_another_shape(folder: Path) -> None:
+    np.save(folder / PIXELS, np.zeros((5, 3, 32, 32), np.uint8))
+
+
+def of_objects(folder: Path) -> None:
+    with (folder / PIXELS).open("wb") as stream:
+        np.save(stream, np.array([{"a": 1}] * 4), allow_pickle=True)
+
+
+def of_text(folder: Path) -> None:
+    (folder / PIXELS).write_text("no array")
+
+
+def a_fifo(folder: Path) -> None:
+    (folder / PIXELS).unlink()
+    os.mkfifo(folder / PIXELS)
+
+
+def without_labels(folder: Path) -> None:
+    (folder / LABELS).unlink()
+
+
+def of_few_labels(folder: Path) -> None:
+    held = load_file(folder / LABELS)
+    save_file(held | {"labels": held["labels"][:3].copy()}, folder / LABELS)
+
+
+def without_a_table(folder: Path) -> None:
+    save_file({"labels": load_file(folder / LABELS)["labels"]}, folder / LABELS)
+
+
+def of_a_small_table(folder: Path) -> None:
+    held = load_file(folder / LABELS)
+    save_file(held | {"table": held["table"][:, :255].copy()}, folder / LABELS)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        cut_short,
+        of_another_dtype,
+        of_another_shape,
+        of_objects,
+        of_text,
+        a_fifo,
+        without_labels,
+        of_few_labels,
+        without_a_table,
+        of_a_small_table,
+    ],
+)
+def test_what_is_damaged_is_refused_in_one_line(split: SplitImages, tmp_path: Path, damage: Callable[[Path], None]):
+    write_prepared(tmp_path, split, range(4), zoo.processor())
+    PreparedImages.open([tmp_path])
+    damage(tmp_path)
+
+    with pytest.raises(ArtifactError, match=r"can.t be read.*run again") as refused:
+        PreparedImages.open([tmp_path])
+
+    assert "\n" not in str(refused.value)

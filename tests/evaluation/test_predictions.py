@@ -1,0 +1,112 @@
+"""A model's answers: what logits say, and what is read back."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import save_file
+from safetensors.torch import save_file as save_torch
+
+from profiling_agent.errors import ArtifactError
+from profiling_agent.evaluation.predictions import (
+    NO_CLASS,
+    Answers,
+    answers_of,
+    joined,
+    read_predictions,
+    write_predictions,
+)
+
+LARGEST = float(np.finfo(np.float32).max)
+
+
+def said(*rows: list[float]) -> Answers:
+    return answers_of(np.array(rows, np.float32), np.zeros(len(rows), np.int64))
+
+
+def test_the_margin_is_the_top_logit_minus_the_runner_up():
+    answers = said([3.0, 1.0, 2.5], [-1.0, -4.0, -1.0], [0.0, 5.0, 1.0])
+
+    assert answers.predicted.tolist() == [0, 0, 1]
+    assert answers.margin.tolist() == [0.5, 0.0, 4.0]
+    assert answers.right.tolist() == [True, True, False]
+    assert answers.margin.dtype == np.float32
+
+
+@pytest.mark.parametrize("logits", [[np.nan, 0.0], [0.0, np.nan], [np.inf, 0.0], [-np.inf, -np.inf], [np.inf, -np.inf]])
+def test_logits_that_name_no_class_are_counted_wrong(logits: list[float]):
+    answers = said([1.0, 0.0], logits)
+
+    assert answers.predicted.tolist() == [0, NO_CLASS]
+    assert answers.margin.tolist() == [1.0, 0.0]
+    assert answers.right.tolist() == [True, False]
+
+
+def test_a_class_that_is_ruled_out_leaves_the_others(tmp_path: Path):
+    answers = said([2.0, -np.inf, 1.0], [2.0, -np.inf, -np.inf], [3e38, -3e38, -3e38])
+
+    assert answers.predicted.tolist() == [0, 0, 0]
+    assert answers.margin.tolist() == [1.0, LARGEST, LARGEST]
+    write_predictions(tmp_path / "answers", answers)
+    assert read_predictions(tmp_path / "answers").margin.tolist() == answers.margin.tolist()
+
+
+def test_a_model_of_one_class_is_sure_of_it():
+    answers = said([0.3])
+    assert (answers.predicted.tolist(), answers.margin.tolist()) == ([0], [LARGEST])
+
+
+def test_as_many_logits_as_labels():
+    with pytest.raises(ValueError, match="a row for each image"):
+        answers_of(np.zeros((2, 3), np.float32), np.zeros(1, np.int64))
+
+
+def test_parts_stand_in_the_order_given():
+    parts = [said([1.0, 0.0]), said([0.0, 3.0], [2.0, 0.0])]
+    whole = joined(parts)
+
+    assert whole.predicted.tolist() == [0, 1, 0]
+    assert whole.margin.tolist() == [1.0, 3.0, 2.0]
+
+
+GOOD = {"predicted": np.array([0, 1]), "true": np.array([0, 0]), "margin": np.array([1, 2], np.float32)}
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"margin": np.array([1, np.nan], np.float32)},
+        {"margin": np.array([1, np.inf], np.float32)},
+        {"margin": np.array([1, -1], np.float32)},
+        {"margin": np.array([1, 2], np.float64)},
+        {"margin": np.array([1], np.float32)},
+        {"predicted": np.array([0, -2])},
+        {"predicted": np.array([[0, 1]])},
+        {"true": np.array([0, 0], np.int32)},
+        {"more": np.array([0, 0])},
+    ],
+)
+def test_what_no_model_gives_is_not_read(tmp_path: Path, changed: dict[str, np.ndarray]):
+    save_file(GOOD, tmp_path / "answers")
+    assert read_predictions(tmp_path / "answers").right.tolist() == [True, False]
+    save_file(GOOD | changed, tmp_path / "answers")
+
+    with pytest.raises(ArtifactError, match="evaluate again") as refused:
+        read_predictions(tmp_path / "answers")
+
+    assert "\n" not in str(refused.value)
+
+
+def test_no_file_of_ours_is_not_read(tmp_path: Path):
+    (tmp_path / "text").write_text("no predictions")
+    save_file({"predicted": GOOD["predicted"]}, tmp_path / "few")
+    save_torch({name: torch.zeros(2, dtype=torch.bfloat16) for name in GOOD}, tmp_path / "bfloat16")
+    write_predictions(tmp_path / "cut", said([1.0, 0.0], [0.0, 2.0]))
+    os.truncate(tmp_path / "cut", 40)
+    os.mkfifo(tmp_path / "fifo")
+
+    for name in ("text", "few", "bfloat16", "cut", "fifo", "missing"):
+        with pytest.raises(ArtifactError, match="evaluate again"):
+            read_predictions(tmp_path / name)

@@ -1,0 +1,150 @@
+"""What no plan can reach in any deployment, on scripted jobs: what is made, what is raced, and when that ends."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import made
+import pytest
+
+from profiling_agent.errors import JobError
+from profiling_agent.iteration.evaluator import Evaluator, Settings
+from profiling_agent.iteration.limit import find_limit
+from profiling_agent.jobs.tasks import Exported
+from profiling_agent.records import (
+    NUM_SESSIONS,
+    Acquired,
+    DeployedModel,
+    Deployment,
+    DeploymentOption,
+    DeploymentSearch,
+    Journal,
+    ModelSource,
+    PrunedModel,
+    Race,
+    SplitInfo,
+)
+from profiling_agent.records.deployment import Scheme
+
+
+@dataclass
+class Script:
+    """Jobs that answer at once: of each deployment of the cheapest model its bytes, of 4000, and its speed-up."""
+
+    sizes: dict[str, int] = field(default_factory=dict[str, int])
+    speedups: dict[str, float] = field(default_factory=dict[str, float])
+    asked: list[str] = field(default_factory=list[str])
+    raced: list[tuple[str, ...]] = field(default_factory=list[tuple[str, ...]])
+    num_sessions: int = 0
+
+    def run(self, task: Any) -> Any:
+        return getattr(self, type(task).__name__)(task)
+
+    def PruneTask(self, task: Any) -> PrunedModel:  # noqa: N802
+        assert all(cut.keep <= cut.unit.width // 4 for cut in task.cuts), "every unit is cut as far as is allowed"
+        model = made.ref("cheapest", size_bytes=self.sizes.get("eager float32", 3000))
+        return PrunedModel(model=model, cuts=task.cuts, mask_error=0.0)
+
+    def ExportTask(self, task: Any) -> Exported:  # noqa: N802
+        return Exported(onnx=made.ref("onnx", "onnx"), distance=0.0)
+
+    def DeployTask(self, task: Any) -> DeployedModel:  # noqa: N802
+        name = task.deployment.name
+        self.asked.append(name)
+        if self.sizes.get(name) == 0:
+            raise JobError("the child process died of SIGSEGV")
+        model = made.ref(name, size_bytes=self.sizes.get(name, 3000))
+        return DeployedModel(model=model, deployment=task.deployment, layers=(), distance=0, kl=0, seconds=1)
+
+    def RaceTask(self, task: Any) -> Race:  # noqa: N802
+        names = tuple(ref.path.removeprefix("jobs/") for _, ref in task.entries[1:])
+        self.raced.append(names)
+        return self._race(names)
+
+    def SessionTask(self, task: Any) -> Race:  # noqa: N802
+        self.num_sessions += 1
+        return self._race(tuple(ref.path.removeprefix("jobs/") for _, ref in task.entries[1:]))
+
+    def _race(self, names: tuple[str, ...]) -> Race:
+        fast = {name: self.speedups.get(name, 1.2) for name in names}
+        return made.race(*(made.race_result(name, one, one * 0.98, one * 1.02) for name, one in fast.items()))
+
+
+def journal() -> Journal:
+    """Return a baseline that was tried in two deployments: the second was the faster, the first the smaller."""
+    schemes: list[tuple[Scheme, int, float]] = [("static", 1000, 2.0), ("bfloat16", 2000, 3.0)]
+    options = [
+        DeploymentOption(
+            deployment=Deployment(runtime="openvino", scheme=scheme),
+            deployed=DeployedModel(
+                model=made.ref(scheme, size_bytes=size), deployment=Deployment(), layers=(), distance=0, kl=0, seconds=1
+            ),
+            race_result=made.race_result(scheme, speedup, speedup * 0.98, speedup * 1.02),
+            reason="",
+        )
+        for scheme, size, speedup in schemes
+    ]
+    return Journal(baseline=made.BASELINE, deployment_search=DeploymentSearch(options=tuple(options), chosen=None))
+
+
+def limit_of(script: Script, term: str, **goal: Any):
+    jobs: Any = script
+
+    def split(name: Any) -> SplitInfo:
+        return SplitInfo(name=name, source_split="test", num_images=1000, file=made.ref(name, "split"))
+
+    evaluator = Evaluator(
+        jobs=jobs,
+        acquired=Acquired(
+            source=ModelSource(name="m", architecture="A", device="cpu"),
+            calibration=split("calibration"),
+            search=split("search"),
+            heldout=split("heldout"),
+            labels=(),
+        ),
+        baseline=made.BASELINE.model,
+        profile=made.profile(),
+        goal=made.GOAL.model_copy(update=goal),
+        settings=Settings(batch_size=4, seed=0),
+    )
+    return find_limit(evaluator, journal(), term)
+
+
+def test_the_first_deployment_that_keeps_the_size_ends_the_question():
+    script = Script(sizes={"openvino static": 800})
+    limit = limit_of(script, "size", max_size_ratio=0.25)
+    assert limit is not None
+    assert limit.size_ratio == 0.2
+    assert script.asked == ["openvino static"]
+
+
+def test_the_least_of_all_deployments_is_what_infeasible_rests_on():
+    script = Script(sizes={"openvino static": 1200, "openvino bfloat16": 800, "eager float32": 2000})
+    limit = limit_of(script, "size", max_size_ratio=0.1)
+    assert limit is not None
+    assert limit.size_ratio == 0.2
+    assert script.asked == ["openvino static", "openvino bfloat16"]
+
+
+def test_what_can_not_be_made_shows_nothing():
+    limit = limit_of(Script(sizes={"openvino static": 0, "openvino bfloat16": 1600}), "size", max_size_ratio=0.1)
+    assert limit is not None
+    assert limit.size_ratio == pytest.approx(0.4)
+
+
+def test_speed_that_the_most_promising_has_is_asked_of_nobody_else():
+    script = Script(speedups={"openvino bfloat16": 5.0})
+    limit = limit_of(script, "speed", min_speedup=4.0)
+    assert limit is not None
+    assert limit.speedup_high == pytest.approx(5.1)
+    assert limit.size_ratio is None
+    assert (script.raced, script.num_sessions) == ([("openvino bfloat16",)], 0)
+
+
+def test_speed_that_nobody_has_is_shown_by_sessions_of_the_fastest():
+    script = Script(speedups={"openvino bfloat16": 3.0, "openvino static": 3.5})
+    limit = limit_of(script, "speed", min_speedup=4.0)
+    assert limit is not None
+    assert script.raced[-1] == ("openvino bfloat16", "openvino static", "cheapest")
+    # Once for the one that was most promising, and once for the fastest of all.
+    assert script.num_sessions == 2 * NUM_SESSIONS
+    assert limit.speedup_high == pytest.approx(3.5 * 1.02, rel=0.02)

@@ -1,0 +1,336 @@
+"""Evaluation in shards, by real jobs on a model small enough to run over a thousand images: what is done how often."""
+
+import io
+import os
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import made
+import numpy as np
+import pytest
+import torch
+import zoo
+from full_disk import at_most
+from PIL import Image
+from toy_job import DoubleTask, KillTask
+
+from profiling_agent.acquisition.images import write_split
+from profiling_agent.acquisition.prepared import PIXELS, PreparedImages
+from profiling_agent.artifacts.load import load_module
+from profiling_agent.artifacts.save import save_model
+from profiling_agent.deployment.choices import recommend
+from profiling_agent.errors import JobError, StorageError
+from profiling_agent.evaluation.predictions import Answers, answers_of, joined, read_predictions
+from profiling_agent.files import file_sha256
+from profiling_agent.iteration.evaluator import Evaluator, Settings
+from profiling_agent.jobs.runner import Jobs, job_key
+from profiling_agent.jobs.table import JobRow, Table
+from profiling_agent.jobs.tasks import DeployTask, EvaluateTask, LogitsTask, PrepareTask, PruneTask, prepared
+from profiling_agent.pruning.units import find_units
+from profiling_agent.pruning.widths import snap
+from profiling_agent.records import (
+    SHARD,
+    Acquired,
+    ArtifactRef,
+    Cut,
+    Deployment,
+    Evaluation,
+    ModelSource,
+    SplitInfo,
+    Variant,
+)
+from profiling_agent.workspace import Workspace
+
+NUM_IMAGES, BATCH_SIZE = 2 * SHARD + 40, 48
+TOYS: Table = {
+    DoubleTask: JobRow(handler="toy_job:double", torch=False),
+    KillTask: JobRow(handler="toy_job:kill", torch=False),
+}
+
+
+def split(root: Path, name: Any, num_images: int, seed: int) -> SplitInfo:
+    rng, path = np.random.default_rng(seed), root / f"{name}.parquet"
+    images = list[bytes]()
+    for _ in range(num_images):
+        held = io.BytesIO()
+        Image.fromarray(rng.integers(0, 256, (16, 16, 3), dtype=np.uint8)).save(held, format="BMP")
+        images.append(held.getvalue())
+    write_split(path, images, rng.integers(0, len(zoo.LABELS), num_images).tolist())
+    file = ArtifactRef(path=path.name, sha256=file_sha256(path), size_bytes=path.stat().st_size, kind="split")
+    return SplitInfo(name=name, source_split="test", num_images=num_images, file=file)
+
+
+def saved(root: Path, name: str, model: Any, processor: Any = None) -> ArtifactRef:
+    save_model(model, root / name, spec=zoo.SPEC, processor=processor or zoo.processor(), base_model="zoo")
+    return ArtifactRef(path=name, sha256=file_sha256(root / name / "recipe.json"), size_bytes=1, kind="model")
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run folder after acquisition: three models, and images."""
+    root = tmp_path_factory.mktemp("run")
+    (root / "jobs").mkdir()
+    saved(root, "baseline", zoo.vit())
+    saved(root, "other", zoo.vit(hidden_size=32))
+    saved(
+        root, "brighter", zoo.vit(), zoo.processor().__class__(image_mean=[0.4] * 3, size={"height": 32, "width": 32})
+    )
+    split(root, "search", NUM_IMAGES, 1)
+    split(root, "calibration", 128, 2)
+    return root
+
+
+def ref(root: Path, name: str) -> ArtifactRef:
+    return ArtifactRef(path=name, sha256=file_sha256(root / name / "recipe.json"), size_bytes=1, kind="model")
+
+
+def info(root: Path, name: Any, num_images: int) -> SplitInfo:
+    path = root / f"{name}.parquet"
+    file = ArtifactRef(path=path.name, sha256=file_sha256(path), size_bytes=path.stat().st_size, kind="split")
+    return SplitInfo(name=name, source_split="test", num_images=num_images, file=file)
+
+
+@pytest.fixture(scope="module")
+def jobs(root: Path) -> Iterator[Jobs]:
+    opened = Jobs(Workspace(root))
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def toys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Jobs]:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+    (tmp_path / "jobs").mkdir()
+    opened = Jobs(Workspace(tmp_path), table=TOYS)
+    yield opened
+    opened.close()
+
+
+def evaluator(jobs: Jobs, root: Path) -> Evaluator:
+    search, calibration = info(root, "search", NUM_IMAGES), info(root, "calibration", 128)
+    acquired = Acquired(
+        source=ModelSource(name="m", architecture="A", device="cpu"),
+        calibration=calibration,
+        search=search,
+        heldout=search.model_copy(update={"name": "heldout"}),
+        labels=(),
+    )
+    return Evaluator(
+        jobs=jobs,
+        acquired=acquired,
+        baseline=ref(root, "baseline"),
+        profile=made.profile(),
+        goal=made.GOAL,
+        settings=Settings(batch_size=BATCH_SIZE, seed=0),
+    )
+
+
+def evaluated(jobs: Jobs, root: Path, model: str, **asked: Any) -> Evaluation:
+    measuring = evaluator(jobs, root)
+    return measuring.evaluate(Variant.BASELINE, ref(root, model), measuring.acquired.search, **asked)
+
+
+def done(root: Path) -> Counter[str]:
+    """Return how many jobs of each kind there are."""
+    return Counter(name.rpartition("-")[0] for name in times(root))
+
+
+def changed(root: Path, before: dict[str, int]) -> Counter[str]:
+    """Return how many jobs of each kind were done since, for the first time or again."""
+    return Counter(name.rpartition("-")[0] for name, time in times(root).items() if before.get(name) != time)
+
+
+def times(root: Path) -> dict[str, int]:
+    return {path.parent.name: path.stat().st_mtime_ns for path in root.glob("jobs/*/result.json")}
+
+
+def evaluation(root: Path, model: str, shard: int) -> EvaluateTask:
+    split = info(root, "search", NUM_IMAGES)
+    return EvaluateTask(model=ref(root, model), split=split, shard=shard, batch_size=BATCH_SIZE, device="cpu")
+
+
+def test_shards_are_512_images_and_what_is_left():
+    def of(num_images: int) -> SplitInfo:
+        return SplitInfo(name="search", source_split="test", num_images=num_images, file=made.ref("s", "split"))
+
+    assert [of(1100).rows(shard) for shard in of(1100).shards()] == [range(512), range(512, 1024), range(1024, 1100)]
+    assert [len(of(number).shards()) for number in (0, 1, 512, 513)] == [0, 1, 1, 2]
+    assert of(1100).shards(range(512, 1024)) == range(1, 2)
+    assert of(1100).shards(range(1024, 1100)) == of(1100).shards(range(1024, 9999)) == range(2, 3)
+    assert of(100).shards(range(512)) == range(1)
+    for images in (range(256), range(1, 512), range(0, 1024, 2), range(512, 1000)):
+        with pytest.raises(ValueError, match="whole shards of 512"):
+            of(1100).shards(images)
+    with pytest.raises(ValueError, match="no shard 3 of 1100"):
+        of(1100).rows(3)
+
+
+def test_no_image_is_decoded_or_answered_twice_whoever_asks(jobs: Jobs, root: Path):
+    sample = evaluated(jobs, root, "baseline", images=range(SHARD))
+    assert done(root) == {"prepare": 1, "evaluate": 1}
+    whole = evaluated(jobs, root, "baseline")
+    assert done(root) == {"prepare": 3, "evaluate": 3}
+    assert (sample.predictions.num_images, whole.predictions.num_images) == (SHARD, NUM_IMAGES)
+    assert whole.predictions.files[0] == sample.predictions.files[0]
+
+    other = evaluated(jobs, root, "other", against=whole)
+    assert done(root) == {"prepare": 3, "evaluate": 6}, "a model with the same processor reads the same images"
+    assert other.drop is not None
+    assert other.drop.num_images == NUM_IMAGES
+    evaluated(jobs, root, "brighter", images=range(SHARD))
+    assert done(root) == {"prepare": 4, "evaluate": 7}, "another processor makes something else of them"
+
+    before = times(root)
+    assert evaluated(jobs, root, "baseline") == whole
+    assert times(root) == before
+
+
+def test_the_answers_are_those_of_all_images_at_once_whichever_shard_is_first(jobs: Jobs, root: Path):
+    for shard in (2, 0, 1):
+        jobs.run(evaluation(root, "baseline", shard))
+    predictions = evaluated(jobs, root, "baseline").predictions
+
+    text, images = (root / "baseline" / "preprocessor_config.json").read_text(), info(root, "search", NUM_IMAGES)
+    tasks = [PrepareTask(split=images, shard=shard, processor=text) for shard in images.shards()]
+    model, expected = load_module(root / "baseline"), list[Answers]()
+    with torch.inference_mode():
+        for task in tasks:
+            shard_images = PreparedImages.open([root / "jobs" / job_key(task)])
+            for pixel_values, labels in shard_images.batches(BATCH_SIZE):
+                expected.append(answers_of(model(pixel_values=torch.from_numpy(pixel_values)).logits.numpy(), labels))
+    found = [read_predictions(root / file.path) for file in predictions.files]
+    for name in ("predicted", "true", "margin"):
+        assert np.array_equal(getattr(joined(found), name), getattr(joined(expected), name)), name
+    assert [len(part.true) for part in found] == [SHARD, SHARD, NUM_IMAGES - 2 * SHARD]
+    assert predictions.num_correct == int(joined(expected).right.sum())
+
+
+def cut_short(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def alter(path: Path) -> None:
+    held = bytearray(path.read_bytes())
+    held[-1] ^= 1
+    path.write_bytes(held)
+
+
+def reshape(path: Path) -> None:
+    np.save(path, np.zeros((NUM_IMAGES - 2 * SHARD, 3, 8, 8), np.uint8))
+
+
+def test_what_is_damaged_is_made_again_and_nothing_else(jobs: Jobs, root: Path):
+    whole = evaluated(jobs, root, "baseline")
+    files = [root / file.path for file in whole.predictions.files]
+    pixels = [
+        next((root / "jobs").glob(f"{job_key(task)}/{PIXELS}"))
+        for shard in range(3)
+        for task in prepared(info(root, "search", NUM_IMAGES), root / "baseline", range(shard, shard + 1))
+    ]
+    before, hashes = times(root), [file_sha256(path) for path in (*files, *pixels)]
+    for damage, path in zip((cut_short, alter, Path.unlink), files, strict=True):
+        damage(path)
+    for damage, path in zip((cut_short, alter, reshape), pixels, strict=True):
+        damage(path)
+    later = Jobs(Workspace(root))
+
+    assert evaluated(later, root, "other").predictions.num_images == NUM_IMAGES
+    assert changed(root, before) == {}, "what is answered needs no images"
+    again = evaluated(later, root, "other", against=whole)
+    later.close()
+
+    assert changed(root, before) == {"prepare": 3, "evaluate": 3}
+    assert [file_sha256(path) for path in (*files, *pixels)] == hashes
+    assert again.drop is not None
+    assert again.drop.num_images == NUM_IMAGES
+
+
+def test_images_that_were_forgotten_are_prepared_again_and_what_was_prepared_stays_told(jobs: Jobs, root: Path):
+    jobs.run(evaluation(root, "baseline", 2))
+    before = times(root)
+    jobs.forget_images()
+
+    assert list(root.glob(f"jobs/*/{PIXELS}")) == []
+    assert times(root) == before
+    jobs.run(evaluation(root, "baseline", 2).model_copy(update={"batch_size": 7}))
+    assert changed(root, before) == {"prepare": 1, "evaluate": 1}
+    (pixels,) = root.glob(f"jobs/*/{PIXELS}")
+    assert np.load(pixels).shape == (NUM_IMAGES - 2 * SHARD, 3, 32, 32)
+    jobs.forget_images()
+    jobs.forget_images()
+
+
+def test_a_full_disk_ends_in_one_line_and_leaves_nothing(root: Path, tmp_path: Path):
+    images = info(root, "search", NUM_IMAGES)
+    shutil.copy(root / images.file.path, tmp_path)
+    opened = Jobs(Workspace(tmp_path))
+
+    # Forty images of 3,072 bytes each.
+    with at_most(100_000), pytest.raises(StorageError, match="there is no space left: free some") as full:
+        opened.run(prepared(images, root / "baseline")[2])
+    opened.close()
+
+    assert "\n" not in str(full.value)
+    assert "resume" in str(full.value)
+    assert list((tmp_path / "jobs").iterdir()) == []
+
+
+def test_jobs_of_one_kind_share_a_process_of_their_own_and_only_those_that_are_missing_are_done(toys: Jobs):
+    first = toys.run(DoubleTask(number=2, isolated=True))
+
+    results = toys.run_each([DoubleTask(number=number, isolated=True) for number in (1, 2, 3)])
+
+    assert [result.twice for result in results] == [2, 4, 6]
+    assert results[1] == first
+    assert results[0].pid == results[2].pid
+    assert len({os.getpid(), first.pid, results[0].pid}) == 3
+    assert toys.run_each([]) == []
+
+
+def test_where_one_fails_those_before_it_stay(toys: Jobs):
+    with pytest.raises(JobError, match="a bug of ours"):
+        toys.run_each([DoubleTask(number=number, isolated=True) for number in (5, 0, 7)])
+
+    folders = [toys.workspace.jobs / job_key(DoubleTask(number=number, isolated=True)) for number in (5, 0, 7)]
+    assert [folder.exists() for folder in folders] == [True, False, False]
+
+
+def test_a_process_that_is_killed_between_two_is_replaced_and_the_first_is_not_done_again(toys: Jobs):
+    results = toys.run_each([KillTask(number=number, isolated=True) for number in (1, 2, 3)])
+
+    # The second kills its first process.
+    assert [result.twice for result in results] == [2, 4, 6]
+    assert results[1].pid == results[2].pid != results[0].pid
+
+
+def test_the_logits_of_a_float_model_are_computed_once_for_all_its_deployments(jobs: Jobs, root: Path):
+    baseline, calibration = ref(root, "baseline"), info(root, "calibration", 128)
+    before = times(root)
+    for scheme in ("dynamic", "float16"):
+        deployment = Deployment(scheme=scheme, recommendations=recommend(scheme))
+        jobs.run(DeployTask(model=baseline, deployment=deployment, calibration=calibration, batch_size=BATCH_SIZE))
+    assert changed(root, before) == {"prepare": 1, "logits": 1, "deploy": 2}
+
+    unit = find_units(zoo.vit(), zoo.SPEC, {}).units[0]
+    cuts = (Cut(unit=unit, keep=snap(unit, 0.5), requested_ratio=0.5),)
+    for seed in (0, 1):
+        jobs.run(PruneTask(baseline=baseline, cuts=cuts, calibration=calibration, seed=seed, batch_size=BATCH_SIZE))
+    assert changed(root, before) == {"prepare": 1, "logits": 2, "deploy": 2, "prune": 2}
+
+    whole = LogitsTask(model=baseline, split=calibration, batch_size=BATCH_SIZE, num_images=64)
+    judged = LogitsTask(model=baseline, split=calibration, batch_size=BATCH_SIZE, judged=True)
+    assert (jobs.run(whole).num_images, jobs.run(judged).num_images) == (64, 32)
+    assert done(root)["logits"] == 2
+
+
+def test_whoever_evaluates_imports_no_torch_for_a_runtime_that_has_none():
+    code = "import sys, profiling_agent.jobs.handlers.evaluation; print({'torch', 'transformers'} & sys.modules.keys())"
+
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+
+    assert said.strip() == "set()"
