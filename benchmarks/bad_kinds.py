@@ -892,6 +892,9 @@ def _dry_run(place: Place, path: str) -> None:
 def _rehash(folder: Path) -> None:
     from profiling_agent.files import file_sha256
 
+    # A recipe that is a device or a FIFO now would be read for ever.
+    if not (folder / "recipe.json").is_file():
+        return
     with suppress(ValueError, OSError, TypeError, AttributeError, KeyError, RecursionError):
         recipe = json.loads((folder / "recipe.json").read_text())
         for path in folder.iterdir():

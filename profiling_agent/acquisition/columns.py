@@ -160,6 +160,11 @@ def _match_column(
     kind = data.features(split)[column]
     raw: list[Any]
     if isinstance(kind, datasets.ClassLabel):
+        if not all(isinstance(name, str) and len(name) <= MAX_LABEL_CHARACTERS for name in kind.names):
+            raise AcquisitionError(
+                f"label column {column!r} has names of classes that are no texts of up to {MAX_LABEL_CHARACTERS} "
+                "characters: correct them in the data set, or name another with label_column"
+            )
         raw = list(range(len(kind.names)))
         matches = match_labels(kind.names, id2label)
     else:

@@ -16,6 +16,8 @@ from profiling_agent.evaluation.sequential import Counts, images_until_kept, low
 from profiling_agent.records import AccuracyDrop
 
 CONFIDENCE = 0.95
+# No data set has more.
+MOST_IMAGES = 1e9
 
 
 def _centre_and_error(num_lost: float, num_gained: float, num_images: float) -> tuple[float, float]:
@@ -116,8 +118,10 @@ def perfect_bound(num_images: int, confidence: float) -> float:
 
 
 def least_images(max_drop: float, confidence: float) -> int | None:
-    """Return how few images can show a drop of at most `max_drop`, if none is answered differently; None where none can."""
-    if max_drop <= 0:
-        return None
+    """Return how few images can show a drop of at most `max_drop`, if none is answered differently.
+
+    None where none can, or no data set has as many.
+    """
     # The bound of n images is z sqrt(2) / (n + 2).
-    return max(math.ceil(_normal_quantile(confidence) * math.sqrt(2) / max_drop) - 2, 1)
+    spread = _normal_quantile(confidence) * math.sqrt(2)
+    return max(math.ceil(spread / max_drop) - 2, 1) if max_drop * MOST_IMAGES > spread else None

@@ -382,6 +382,17 @@ def test_a_schema_that_promises_another_kind_than_the_file_holds_is_one_line(tmp
         one_line_at_most(draw, tmp_path / "set")
 
 
+def test_names_of_classes_that_are_no_texts_are_one_line(tmp_path, make, draw):
+    (tmp_path / "set").mkdir()
+    cells = [{"bytes": make.png(row), "path": None} for row in range(40)]
+    for names in ([0, "dog"], ["cat", None], [["cat"], "dog"], ["cat", "d" * 1001]):
+        told = {"image": {"_type": "Image"}, "label": {"names": names, "_type": "ClassLabel"}}
+        notes = {"huggingface": json.dumps({"info": {"features": told}})}
+        table = pa.table({"image": cells, "label": [0, 1] * 20}).replace_schema_metadata(notes)
+        pq.write_table(table, tmp_path / "set/test.parquet")
+        assert "\n" not in refusal(draw, tmp_path / "set")
+
+
 def test_pictures_that_are_no_bytes_are_counted_as_damaged(tmp_path, draw):
     (tmp_path / "set").mkdir()
     for cells in ([{"bytes": "text"}] * 40, [{"bytes": None, "path": None}] * 40, [b""] * 40, [None] * 39 + [b"x"]):

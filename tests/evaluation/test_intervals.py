@@ -1,7 +1,13 @@
 import numpy as np
 import pytest
 
-from profiling_agent.evaluation.intervals import compare, images_to_certify, one_sided_bound
+from profiling_agent.evaluation.intervals import (
+    compare,
+    images_to_certify,
+    least_images,
+    one_sided_bound,
+    perfect_bound,
+)
 from profiling_agent.records import AccuracyDrop
 
 
@@ -85,3 +91,15 @@ def test_the_interval_covers_the_true_drop_as_often_as_it_says(lost: float, gain
 def test_answers_to_different_images_are_refused():
     with pytest.raises(ValueError, match="paired"):
         compare(np.ones(3, dtype=bool), np.ones(4, dtype=bool))
+
+
+@pytest.mark.parametrize("max_drop", [-0.01, 0.0, 5e-324, 1e-10])
+def test_a_drop_that_no_data_set_could_show_takes_no_number_of_images(max_drop):
+    assert least_images(max_drop, 0.95) is None
+
+
+def test_the_least_images_are_the_first_whose_perfect_bound_is_low_enough():
+    needed = least_images(0.01, 0.95)
+
+    assert needed is not None
+    assert perfect_bound(needed, 0.95) <= 0.01 < perfect_bound(needed - 1, 0.95)
