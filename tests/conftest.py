@@ -21,6 +21,9 @@ from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
 
 from profiling_agent import Request
+from profiling_agent.jobs.table import MODULES
+from profiling_agent.processes.environment import child_environment
+from profiling_agent.processes.started import fork_server
 
 # The models are so small that a second thread costs more than it gives.
 torch.set_num_threads(1)
@@ -79,9 +82,11 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     folder = tmp_path_factory.mktemp("world")
-    return World(model=made_world.write_model(folder / "model"), data=made_world.write_data(folder / "data"))
+    # What runs share, they share the start of: torch is imported once for all that this process carries out.
+    with fork_server(MODULES, child_environment()):
+        yield World(model=made_world.write_model(folder / "model"), data=made_world.write_data(folder / "data"))
 
 
 @pytest.fixture(scope="session")

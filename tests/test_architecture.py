@@ -111,7 +111,9 @@ OWN = {
     "prompts/__init__.py",
     # Lines of our own child or parent process.
     "profiling_agent/processes/child.py",
+    "profiling_agent/processes/forking.py",
     "profiling_agent/processes/serve.py",
+    "profiling_agent/processes/started.py",
     "profiling_agent/processes/streams.py",
 }
 

@@ -2,14 +2,17 @@
 
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from profiling_agent.benchmarking.worker import Reply, SampleRequest, Start
 from profiling_agent.errors import JobError
-from profiling_agent.processes.child import Child, Wording, child_command
+from profiling_agent.processes.child import Child, Wording
+from profiling_agent.processes.environment import child_environment
 from profiling_agent.processes.memory import peak_memory_bytes
+from profiling_agent.processes.started import Executed, child_command
 
 # Importing torch and reading a large model takes a minute on a busy machine; a hang takes for ever.
 LOAD_TIMEOUT_S, SAMPLE_TIMEOUT_S = 600.0, 300.0
@@ -43,7 +46,8 @@ class TimedProcess:
             too_slow="lower batch_size",
             too_large="lower batch_size",
         )
-        self._started = Child(self._command, Reply, wording, environment=self._environment)
+        environment = child_environment() | dict(self._environment or {})
+        self._started = Child(partial(Executed, self._command, environment), Reply, wording)
         self._started.send(self._start)
 
     @property
@@ -54,7 +58,9 @@ class TimedProcess:
     @property
     def pid(self) -> int:
         """Return the process id of the child."""
-        return self._child.pid
+        pid = self._child.pid
+        assert pid is not None, "the system started it"
+        return pid
 
     def wait_until_ready(self, timeout_s: float = LOAD_TIMEOUT_S) -> None:
         """Wait until the model is loaded; JobError where the child crashes, takes too long or too much memory."""

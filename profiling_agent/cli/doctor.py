@@ -25,8 +25,9 @@ from profiling_agent.deployment import registry
 from profiling_agent.documents import first_problem, parse_json
 from profiling_agent.errors import ProfilingAgentError, RequestError
 from profiling_agent.llm.endpoint import choose_endpoint, trusted_addresses
-from profiling_agent.processes.child import child_command, ending
+from profiling_agent.processes.child import ending
 from profiling_agent.processes.environment import child_environment
+from profiling_agent.processes.started import child_command
 from profiling_agent.progress import Progress, silent
 from profiling_agent.records import RUNTIMES, Record, RuntimeName
 from profiling_agent.reporting.units import percent, size

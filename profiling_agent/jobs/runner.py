@@ -4,9 +4,9 @@ import hashlib
 import json
 import time
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 from profiling_agent.acquisition.prepared import PIXELS
 from profiling_agent.artifacts.recipe import RECIPE
@@ -14,18 +14,20 @@ from profiling_agent.documents import DocumentError
 from profiling_agent.errors import JobError, KilledError, RunError
 from profiling_agent.files import file_sha256, storage_problem
 from profiling_agent.jobs.store import TIMED, JobStore, artifacts_of, key_of
-from profiling_agent.jobs.table import TABLE, Table
+from profiling_agent.jobs.table import MODULES, TABLE, JobRow, Table
 from profiling_agent.jobs.tasks import PrepareTask, Task
 from profiling_agent.jobs.wire import ERRORS, Message, Order
-from profiling_agent.processes.child import Child, Wording, child_command
-from profiling_agent.processes.environment import withheld
+from profiling_agent.processes.child import Child, Wording
+from profiling_agent.processes.environment import child_environment, withheld
 from profiling_agent.processes.machine_lock import machine_lock
+from profiling_agent.processes.started import CAN_FORK, Executed, ForkServer, Started, child_command, fork_server
 from profiling_agent.progress import Progress, silent
 from profiling_agent.records import ArtifactRef, Record
 from profiling_agent.reproducibility import environment
 from profiling_agent.workspace import Workspace
 
 ResultT = TypeVar("ResultT", bound=Record)
+PROGRAM = "profiling_agent.jobs"
 WORDING = Wording(
     process="the child process",
     work="the job",
@@ -57,6 +59,8 @@ class Jobs:
         self._store = JobStore(workspace, table)
         self._worker: Child[Message] | None = None
         self._given: dict[str, str] = {}
+        self._servers = ExitStack()
+        self._server: ForkServer | None = None
 
     def run(self, task: Task[ResultT], *, together: Sequence[Task[Any]] = ()) -> ResultT:
         """Return the task's result, from disk where this run has it; what it needs is done before it.
@@ -74,7 +78,7 @@ class Jobs:
             with machine_lock(self.progress, f"run {self.workspace.root.name!r}"):
                 while orders:
                     try:
-                        with self._process(row.secrets, isolated=isolated) as process:
+                        with self._process(row, isolated=isolated) as process:
                             while orders:
                                 self._store.remove(orders[0].key)
                                 process.send(orders[0])
@@ -168,18 +172,18 @@ class Jobs:
         return self.workspace.path(ref)
 
     @contextmanager
-    def _process(self, secrets: tuple[str, ...], *, isolated: bool) -> Generator[Child[Message], None, None]:
+    def _process(self, row: JobRow, *, isolated: bool) -> Generator[Child[Message], None, None]:
         """Give the process that does one job, which ends with the job where it is isolated.
 
         A worker that was given secrets does jobs that may see them, and ends before the first that may not.
         """
-        given = withheld(secrets)
+        given = withheld(row.secrets)
         if isolated:
-            process = self._start(given)
+            process = self._start(given, anew=row.anew)
         else:
             if self._worker is None or not self._worker.is_alive or given != self._given:
                 self.close()
-                self._worker, self._given = self._start(given), given
+                self._worker, self._given = self._start(given, anew=False), given
             process = self._worker
         try:
             yield process
@@ -189,14 +193,31 @@ class Jobs:
             # A killed or crashed process leaves its folder; nobody else writes here while this run is locked.
             self.workspace.sweep()
 
-    def _start(self, given: dict[str, str]) -> Child[Message]:
-        log = self.workspace.root / "worker.log"
+    def _start(self, given: dict[str, str], *, anew: bool) -> Child[Message]:
+        """Start a process that does jobs: as a copy of one that has imported what they need, or `anew`.
+
+        Anew also where it is given secrets, which no other process is to hold.
+        """
+        environment, log = child_environment() | given, self.workspace.root / "worker.log"
+
+        def start(stderr: IO[bytes]) -> Started:
+            if CAN_FORK and not (given or anew):
+                # A server that dies at this moment, or an environment too long for a message, costs a few seconds.
+                with suppress(OSError):
+                    return self._fork_server(environment).start(PROGRAM, environment, stderr)
+            return Executed(child_command(PROGRAM), environment, stderr)
+
         try:
-            return Child(child_command("profiling_agent.jobs"), Message, WORDING, log=log, environment=given)
+            return Child(start, Message, WORDING, log=log)
         except OSError as error:
             if storage_problem(error) is not None or error.filename != str(log):
                 raise
             raise RunError(f"{str(log)!r} can't be written ({error.strerror}): move it away, and resume") from error
+
+    def _fork_server(self, environment: dict[str, str]) -> ForkServer:
+        if self._server is None or not self._server.serves(environment):
+            self._server = self._servers.enter_context(fork_server(MODULES, environment))
+        return self._server
 
     def forget_images(self) -> None:
         """Remove the images that were prepared, which take most of a run's space; whoever needs some has them made again."""
@@ -208,3 +229,5 @@ class Jobs:
         if self._worker is not None:
             self._worker.end()
             self._worker = None
+        self._server = None
+        self._servers.close()

@@ -7,12 +7,10 @@ The child's own side is `serve`.
 import contextlib
 import queue
 import signal
-import subprocess
-import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Generic, TypeVar
@@ -22,7 +20,7 @@ from pydantic import ValidationError
 
 from profiling_agent.errors import JobError, KilledError
 from profiling_agent.files import open_log
-from profiling_agent.processes.environment import child_environment
+from profiling_agent.processes.started import Started
 from profiling_agent.records import Record
 from profiling_agent.stopping import end_if_asked
 
@@ -36,12 +34,6 @@ KILLED = frozenset({signal.SIGKILL, signal.SIGTERM})
 TAIL_LINES, TAIL_CHARACTERS = 3, 500
 
 AnswerT = TypeVar("AnswerT", bound=Record)
-
-
-def child_command(module: str, *arguments: str) -> list[str]:
-    """Return the command line that runs one of our modules."""
-    # -P: a file of the user's called torch.py in the working folder is not to be imported.
-    return [sys.executable, "-P", "-m", module, *arguments]
 
 
 def ending(code: int) -> str:
@@ -73,34 +65,29 @@ class Child(Generic[AnswerT]):
 
     def __init__(
         self,
-        command: Sequence[str],
+        start: Callable[[IO[bytes]], Started],
         answer: type[AnswerT],
         wording: Wording,
         *,
         log: Path | None = None,
-        environment: Mapping[str, str] | None = None,
     ) -> None:
-        """Start it; `log` takes what it and its libraries print, and `environment` adds to what children see."""
+        """Start it with what takes its standard error: `log`, where it and its libraries print, or nobody's file."""
         self._answer, self._wording = answer, wording
         # Closed with the process.
         self._stderr: IO[bytes] = open_log(log) if log is not None else tempfile.TemporaryFile()  # noqa: SIM115
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._stderr,
-            env=child_environment() | dict(environment or {}),
-            text=True,
-            encoding="utf-8",
-        )
+        try:
+            self._process = start(self._stderr)
+        except OSError:
+            self._stderr.close()
+            raise
         self._is_ended = False
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
     @property
-    def pid(self) -> int:
-        """Return the child's process id."""
+    def pid(self) -> int | None:
+        """Return the child's process id; None where it is being started."""
         return self._process.pid
 
     @property
@@ -110,7 +97,6 @@ class Child(Generic[AnswerT]):
 
     def send(self, record: Record) -> None:
         """Say one thing to the child; JobError where it is dead."""
-        assert self._process.stdin is not None, "the pipe was asked for"
         try:
             self._process.stdin.write(record.model_dump_json() + "\n")
             self._process.stdin.flush()
@@ -142,12 +128,10 @@ class Child(Generic[AnswerT]):
         self._process.wait()
         self._reader.join()
         for pipe in (self._process.stdin, self._process.stdout, self._stderr):
-            assert pipe is not None, "the pipes were asked for"
             with contextlib.suppress(BrokenPipeError):
                 pipe.close()
 
     def _read(self) -> None:
-        assert self._process.stdout is not None, "the pipe was asked for"
         for line in self._process.stdout:
             self._lines.put(line)
         self._lines.put(None)
@@ -165,9 +149,17 @@ class Child(Generic[AnswerT]):
             self.end()
             raise JobError(f"{self._wording.work} {late} and was ended: {self._wording.too_slow}")
         limit = MEMORY_FRACTION * psutil.virtual_memory().total
-        if self.is_alive and (used := psutil.Process(self.pid).memory_info().rss) > limit:
+        if (used := self._resident()) > limit:
             self.end()
             raise JobError(f"{self._wording.work} used {used / 2**30:.1f} GiB and was ended: {self._wording.too_large}")
+
+    def _resident(self) -> int:
+        """Return how many bytes the process holds; none where it has ended or wasn't started yet."""
+        if self.pid is None or not self.is_alive:
+            return 0
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return psutil.Process(self.pid).memory_info().rss
+        return 0
 
     def _death(self) -> JobError:
         code = self._process.wait()

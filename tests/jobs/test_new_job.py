@@ -43,7 +43,6 @@ def test_a_new_job_is_done_in_the_worker_and_isolated_and_read_back(jobs: Jobs):
     assert warm.pid == next_one.pid
     assert len({os.getpid(), warm.pid, alone.pid}) == 3
     assert again == alone
-    assert not alone.has_torch
     assert heard.count(("doubling", 1, 1)) == 3
     folder = jobs.workspace.jobs / job_key(DoubleTask(number=4))
     assert sorted(path.name for path in folder.iterdir()) == ["hashes.json", "result.json", "working.txt"]
@@ -60,6 +59,14 @@ def test_what_a_new_job_refuses_is_raised_and_a_bug_leaves_its_traceback_in_the_
     assert "Traceback" in log
     assert "toy_job.py" in log
     assert list(jobs.workspace.jobs.iterdir()) == []
+
+
+def test_a_job_that_measures_its_own_process_has_one_that_is_started_anew(jobs: Jobs):
+    copied = jobs.run(DoubleTask(number=5, isolated=True))
+    jobs._table = {**TABLE, DoubleTask: replace(ROW, anew=True)}
+    anew = jobs.run(DoubleTask(number=6, isolated=True))
+
+    assert (copied.has_torch, anew.has_torch) == (True, False)
 
 
 def test_equal_tasks_have_equal_keys_wherever_they_run():

@@ -1,0 +1,166 @@
+"""A fork server with little programs of its own, and what becomes of them when either is killed."""
+
+import contextlib
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from profiling_agent.processes.environment import child_environment
+from profiling_agent.processes.started import Executed, Forked, ForkServer, Started, child_command, fork_server
+
+# Says what it finds, then does what it is told, a word a line.
+PROGRAM = """
+import os, signal, sys
+print(sorted(name for name in os.environ if name.startswith("PROFILING_AGENT_")), "heavy" in sys.modules, flush=True)
+print(os.getcwd(), __name__, sys.argv, signal.getsignal(signal.SIGINT) is signal.default_int_handler, flush=True)
+for line in sys.stdin:
+    if line == "leave\\n":
+        sys.exit(7)
+    if line == "fail\\n":
+        raise ValueError("on purpose")
+    print("again", line.strip(), len(os.listdir("/proc/self/fd")), flush=True)
+"""
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    (tmp_path / "heavy.py").write_text("")
+    return child_environment() | {"PYTHONPATH": str(tmp_path)}
+
+
+@pytest.fixture
+def server(environment: dict[str, str]) -> Iterator[ForkServer]:
+    with fork_server(["heavy", "there_is_none"], environment) as started:
+        yield started
+
+
+def forked(server: ForkServer, environment: dict[str, str]) -> tuple[Forked, str]:
+    """Return a program that runs, and the first line it said."""
+    with tempfile.TemporaryFile() as stderr:
+        program = server.start("program", environment, stderr)
+    return program, program.stdout.readline()
+
+
+def close(program: Started) -> None:
+    with contextlib.suppress(BrokenPipeError):
+        program.stdin.close()
+    program.stdout.close()
+
+
+def say(program: Started, word: str) -> None:
+    program.stdin.write(f"{word}\n")
+    program.stdin.flush()
+
+
+def test_a_copy_is_what_a_process_is_that_was_started_anew(server: ForkServer, environment: dict[str, str]):
+    own = {name: value for name, value in environment.items() if not name.startswith("PROFILING_AGENT_")}
+    said = list[list[str]]()
+    with tempfile.TemporaryFile() as stderr:
+        copy = server.start("program", own | {"PROFILING_AGENT_X": "\udcff"}, stderr)
+        anew = Executed(child_command("program"), own | {"PROFILING_AGENT_X": "\udcff"}, stderr)
+        for program in (copy, anew):
+            say(program, "word")
+            said.append([program.stdout.readline() for _ in range(3)])
+            say(program, "leave")
+            assert program.wait() == program.poll() == 7
+            close(program)
+
+    assert said[0][0] == "['PROFILING_AGENT_X'] True\n"
+    assert said[1][0] == "['PROFILING_AGENT_X'] False\n"
+    assert said[0][1].split()[:2] == said[1][1].split()[:2] == [str(Path.cwd()), "__main__"]
+    assert said[0][1].endswith("True\n")
+    assert said[0][2] == said[1][2], "no file is open in the copy that isn't open in the other"
+
+
+def test_programs_of_one_server_end_each_for_itself(server: ForkServer, environment: dict[str, str]):
+    programs = [forked(server, environment)[0] for _ in range(3)]
+    assert len({program.pid for program in programs}) == 3
+
+    programs[0].kill()
+    say(programs[1], "fail")
+
+    assert programs[0].wait() == -signal.SIGKILL
+    assert programs[1].wait() == 1
+    say(programs[2], "word")
+    assert [programs[2].stdout.readline() for _ in range(2)][1].startswith("again word")
+    # Nobody speaks to it any more.
+    programs[2].stdin.close()
+    assert programs[2].wait() == 0
+    for program in programs:
+        close(program)
+
+
+def test_what_a_program_says_at_its_end_is_on_its_own_standard_error(server: ForkServer, environment: dict[str, str]):
+    with tempfile.TemporaryFile() as stderr:
+        program = server.start("program", environment, stderr)
+        say(program, "fail")
+        assert program.wait() == 1
+        close(program)
+        stderr.seek(0)
+        assert b"ValueError: on purpose" in stderr.read()
+
+
+def test_a_server_that_dies_leaves_its_programs_and_starts_no_more(server: ForkServer, environment: dict[str, str]):
+    program, _ = forked(server, environment)
+    killed, _ = forked(server, environment)
+    assert program.pid is not None
+    os.kill(psutil.Process(program.pid).ppid(), signal.SIGKILL)
+
+    while server.serves(environment):
+        time.sleep(0.01)
+    with tempfile.TemporaryFile() as stderr, pytest.raises(OSError, match=r"Broken pipe|refused|reset"):
+        server.start("program", environment, stderr)
+    killed.kill()
+    assert killed.wait() == -signal.SIGKILL
+    assert program.poll() is None
+    say(program, "leave")
+    assert program.wait() == -signal.SIGKILL, "how it ended nobody could tell"
+    with fork_server(["heavy", "there_is_none"], environment) as another:
+        follower, _ = forked(another, environment)
+        say(follower, "leave")
+        assert follower.wait() == 7
+    for each in (program, killed, follower):
+        close(each)
+
+
+def test_a_program_that_is_killed_before_it_was_started_never_does_anything(
+    environment: dict[str, str], tmp_path: Path
+):
+    (tmp_path / "slow.py").write_text("import time\ntime.sleep(1)\n")
+    with fork_server(["slow"], environment) as server, tempfile.TemporaryFile() as stderr:
+        program = server.start("program", environment, stderr)
+        program.kill()
+
+        assert program.wait() == -signal.SIGKILL
+        assert program.stdout.read() == ""
+        close(program)
+
+
+def test_a_server_is_shared_and_ends_with_the_last_of_its_users(environment: dict[str, str]):
+    with contextlib.ExitStack() as longer:
+        with fork_server(["heavy"], environment) as first:
+            second = longer.enter_context(fork_server(["heavy"], environment | {"PROFILING_AGENT_X": "y"}))
+            other = longer.enter_context(fork_server(["heavy"], environment | {"HF_HOME": "elsewhere"}))
+        assert second is first
+        assert other is not first
+        assert not other.serves(environment)
+        program, _ = forked(second, environment)
+        say(program, "leave")
+        assert program.wait() == 7
+        close(program)
+
+    assert not first.serves(environment)
+
+
+def test_an_environment_that_is_too_long_for_a_message_is_an_error_at_once(
+    server: ForkServer, environment: dict[str, str]
+):
+    with tempfile.TemporaryFile() as stderr, pytest.raises(OSError, match="too long"):
+        server.start("program", environment | {"PROFILING_AGENT_X": "x" * 2**17}, stderr)
