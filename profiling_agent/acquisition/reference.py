@@ -9,8 +9,6 @@ import numpy as np
 import pyarrow.parquet as pq
 import torch
 from PIL import Image
-from sklearn.datasets import load_digits
-from sklearn.model_selection import train_test_split
 from transformers import ViTImageProcessorPil
 
 from profiling_agent.acquisition.images import decode_rgb
@@ -36,6 +34,10 @@ def _png(digit: Any) -> bytes:
 
 
 def _write_digits(folder: Path) -> None:
+    # It takes seconds to import, and is asked once on a machine.
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
+
     bundled: Any = load_digits()
     rows = train_test_split(
         np.arange(len(bundled.target)), train_size=NUM_TRAIN, stratify=bundled.target, random_state=0
