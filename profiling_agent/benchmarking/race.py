@@ -5,18 +5,20 @@ times in a session is a little slower than it was there.
 """
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
 
+from profiling_agent.artifacts.folder import open_folder
 from profiling_agent.benchmarking.session import RaceSession, SessionLimits, Timed, run_session
 from profiling_agent.benchmarking.statistics import EQUAL, Ratios, Score, detectable, latency_stats, score
 from profiling_agent.benchmarking.timed_process import TimedProcess, worker_command
 from profiling_agent.benchmarking.worker import Start
-from profiling_agent.errors import JobError
+from profiling_agent.errors import ArtifactError, JobError
+from profiling_agent.processes.started import ForkServer
 from profiling_agent.progress import Progress, silent
 from profiling_agent.records import NUM_SESSIONS, ArtifactRef, Dropped, Race, RaceResult, Variant
 
@@ -26,6 +28,9 @@ MAX_VOID = 2
 SHORT = SessionLimits(seconds_per_turn=0.2, seconds_per_model=1.0)
 # A race that can't tell apart what differs by less than this is worth a warning.
 TOO_NOISY = 0.05
+
+# Runtimes whose processes import torch.
+TORCH = frozenset({"eager", "inductor"})
 
 StartSession = Callable[[Sequence[int]], AbstractContextManager[Mapping[int, Timed]]]
 SessionT = TypeVar("SessionT")
@@ -168,31 +173,52 @@ def _hold(
         return run_session(processes, limits=limits, seed=seed, chooses=False, progress=progress)
 
 
-def session_starter(commands: Sequence[Sequence[str]], start: Start) -> StartSession:
-    """Return what makes a process for each of the chosen `commands`, and ends them all after the session."""
+def session_starter(commands: Sequence[Sequence[str]], start: Start, *, copies: Collection[int] = ()) -> StartSession:
+    """Return what makes a process for each of the chosen `commands`, and ends them all after the session.
+
+    Those among `copies` may be copies of a process that has imported what they need.
+    """
 
     @contextmanager
     def start_session(chosen: Sequence[int]) -> Generator[Mapping[int, Timed]]:
         with ExitStack() as stack:
-            yield {index: stack.enter_context(TimedProcess(commands[index], start)) for index in chosen}
+            yield {
+                index: stack.enter_context(TimedProcess(commands[index], start, server=by_place.get(index)))
+                for index in chosen
+            }
 
     return start_session
 
 
+def _runs_torch(folder: Path) -> bool:
+    """Say whether a saved model runs in torch, which takes seconds to import; what can't be opened says so in its turn."""
+    with suppress(ArtifactError):
+        return open_folder(folder, verify=False).deployment.runtime in TORCH
+    return False
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Track:
-    """Where saved models race, and how: paths are relative to `root`."""
+    """Where saved models race, and how: paths are relative to `root`.
+
+    Where there is a `server`, those of torch are copies of one that has imported it: ready seconds earlier, as fast, and
+    with a peak memory that says nothing and isn't kept.
+    """
 
     root: Path
     batch_size: int
     device: str = "cpu"
     num_threads: int | None = None
     seed: int = 0
+    server: ForkServer | None = None
 
     def starter(self, entries: Entries) -> StartSession:
         """Return what starts a process for each entry."""
         start = Start(batch_size=self.batch_size, device=self.device, num_threads=self.num_threads)
-        return session_starter([worker_command(self.root / ref.path) for _, ref in entries], start)
+        folders = [self.root / ref.path for _, ref in entries]
+        server = self.server
+        servers = {place: server for place, folder in enumerate(folders) if server is not None and _runs_torch(folder)}
+        return session_starter([worker_command(folder) for folder in folders], start, servers=servers)
 
 
 def choose(entries: Entries, track: Track, *, limits: SessionLimits | None = None, progress: Progress = silent) -> Race:
@@ -205,7 +231,7 @@ def choose(entries: Entries, track: Track, *, limits: SessionLimits | None = Non
         JobError: the baseline crashed or hung; says what it said last.
     """
     outcome = screen(track.starter(entries), len(entries), limits=limits, seed=track.seed, progress=progress)
-    return _as_race(entries, outcome, track.batch_size)
+    return _as_race(entries, outcome, track)
 
 
 def hold_one(
@@ -218,7 +244,7 @@ def hold_one(
     """
     seed, outcome = track.seed + number, RaceOutcome()
     outcome.add(_hold(track.starter(entries), len(entries), limits=limits, seed=seed, progress=progress))
-    return _as_race(entries, outcome, track.batch_size)
+    return _as_race(entries, outcome, track)
 
 
 def pool(sessions: Sequence[Race], void: Sequence[str] = ()) -> Race:
@@ -262,17 +288,17 @@ def noise_warning(race: Race) -> str | None:
     )
 
 
-def _as_race(entries: Entries, outcome: RaceOutcome, batch_size: int) -> Race:
+def _as_race(entries: Entries, outcome: RaceOutcome, track: Track) -> Race:
     results = [
         RaceResult(
             variant=entries[index][0],
             model=entries[index][1],
-            latency=latency_stats(outcome.samples_ms[index], batch_size),
+            latency=latency_stats(outcome.samples_ms[index], track.batch_size),
             speedup=found.speedup,
             speedup_low=found.low,
             speedup_high=found.high,
             turns=tuple(tuple(np.exp(ratios).tolist()) for ratios in outcome.ratios[index]),
-            peak_bytes=tuple(outcome.peak_bytes.get(index, ())),
+            peak_bytes=tuple(outcome.peak_bytes.get(index, ())) if track.server is None else (),
         )
         for index, found in outcome.scores.items()
     ]

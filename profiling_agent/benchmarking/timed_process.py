@@ -2,17 +2,16 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import IO, Self
 
 from profiling_agent.benchmarking.worker import Reply, SampleRequest, Start
 from profiling_agent.errors import JobError
 from profiling_agent.processes.child import Child, Wording
 from profiling_agent.processes.environment import child_environment
 from profiling_agent.processes.memory import peak_memory_bytes
-from profiling_agent.processes.started import Executed, child_command
+from profiling_agent.processes.started import ForkServer, Started, child_command, start
 
 # Importing torch and reading a large model takes a minute on a busy machine; a hang takes for ever.
 LOAD_TIMEOUT_S, SAMPLE_TIMEOUT_S = 600.0, 300.0
@@ -26,13 +25,22 @@ def worker_command(folder: Path) -> list[str]:
 class TimedProcess:
     """One child process with one model; a context manager that leaves no process behind."""
 
-    def __init__(self, command: Sequence[str], start: Start, *, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        first: Start,
+        *,
+        environment: Mapping[str, str] | None = None,
+        server: ForkServer | None = None,
+    ) -> None:
         """Note what to run; nothing runs before `start` or `wait_until_ready`.
 
         The allocator's settings are those that a process has which loads the model for its own use, though others would
-        be steadier (docs/decisions/0016); `environment` is for whoever compares them.
+        be steadier (docs/decisions/0016); `environment` is for whoever compares them. A copy that a `server` makes, which
+        has imported more than the model needs, takes as long for a pass and is ready seconds earlier, but holds more memory.
         """
-        self._command, self._start, self._environment = command, start, environment
+        self._command, self._first, self._environment = command, first, environment
+        self._server = server if environment is None else None
         self._started: Child[Reply] | None = None
 
     def start(self) -> None:
@@ -47,8 +55,12 @@ class TimedProcess:
             too_large="lower batch_size",
         )
         environment = child_environment() | dict(self._environment or {})
-        self._started = Child(partial(Executed, self._command, environment), Reply, wording)
-        self._started.send(self._start)
+
+        def begin(stderr: IO[bytes]) -> Started:
+            return start(self._command, environment, stderr, self._server)
+
+        self._started = Child(begin, Reply, wording)
+        self._started.send(self._first)
 
     @property
     def _child(self) -> Child[Reply]:
@@ -59,7 +71,7 @@ class TimedProcess:
     def pid(self) -> int:
         """Return the process id of the child."""
         pid = self._child.pid
-        assert pid is not None, "the system started it"
+        assert pid is not None, "it was ready"
         return pid
 
     def wait_until_ready(self, timeout_s: float = LOAD_TIMEOUT_S) -> None:

@@ -150,6 +150,10 @@ class Evaluator:
         task = RaceTask(entries=tuple(entries), batch_size=settings.batch_size, device=self.device, seed=settings.seed)
         return self.jobs.run(task)
 
+    @property
+    def _reads_memory(self) -> bool:
+        return self.goal.max_memory_ratio is not None or self.goal.objective == "memory"
+
     def hold_session(self, entries: Entries, number: int) -> Race:
         """Return one session of an estimate; JobError where a process died and it is void."""
         settings = self.settings
@@ -160,6 +164,7 @@ class Evaluator:
                 device=self.device,
                 seed=settings.seed,
                 number=number,
+                reads_memory=self._reads_memory,
             )
         )
 
@@ -170,6 +175,6 @@ class Evaluator:
 
     def memory_ratio(self, model: ArtifactRef) -> float | None:
         """Return that as a fraction of the baseline's, None where the contract doesn't ask; raises what measuring does."""
-        if self.goal.max_memory_ratio is None and self.goal.objective != "memory":
+        if not self._reads_memory:
             return None
         return self.peak_memory(model) / self.peak_memory(self.baseline)

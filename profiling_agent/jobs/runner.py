@@ -4,7 +4,7 @@ import hashlib
 import json
 import time
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
@@ -20,7 +20,7 @@ from profiling_agent.jobs.wire import ERRORS, Message, Order
 from profiling_agent.processes.child import Child, Wording
 from profiling_agent.processes.environment import child_environment, withheld
 from profiling_agent.processes.machine_lock import machine_lock
-from profiling_agent.processes.started import CAN_FORK, Executed, ForkServer, Started, child_command, fork_server
+from profiling_agent.processes.started import CAN_FORK, ForkServer, Started, child_command, fork_server, start
 from profiling_agent.progress import Progress, silent
 from profiling_agent.records import ArtifactRef, Record
 from profiling_agent.reproducibility import environment
@@ -200,15 +200,12 @@ class Jobs:
         """
         environment, log = child_environment() | given, self.workspace.root / "worker.log"
 
-        def start(stderr: IO[bytes]) -> Started:
-            if CAN_FORK and not (given or anew):
-                # A server that dies at this moment, or an environment too long for a message, costs a few seconds.
-                with suppress(OSError):
-                    return self._fork_server(environment).start(PROGRAM, environment, stderr)
-            return Executed(child_command(PROGRAM), environment, stderr)
+        def begin(stderr: IO[bytes]) -> Started:
+            server = self._fork_server(environment) if CAN_FORK and not (given or anew) else None
+            return start(child_command(PROGRAM), environment, stderr, server)
 
         try:
-            return Child(start, Message, WORDING, log=log)
+            return Child(begin, Message, WORDING, log=log)
         except OSError as error:
             if storage_problem(error) is not None or error.filename != str(log):
                 raise

@@ -351,9 +351,10 @@ class RaceTask(Task[Race]):
 
 
 class SessionTask(RaceTask):
-    """Hold one session of several in new processes, which tell together what a speed-up is worth."""
+    """Hold one session of several in new processes, which tell together what a speed-up is worth, and memory where asked."""
 
     number: int
+    reads_memory: bool
 
 
 class ThroughputTask(Task[Throughputs]):

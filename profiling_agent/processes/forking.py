@@ -1,10 +1,11 @@
 """Fork server: a process that has imported modules, and becomes each of the programs that are asked of it in a copy of itself.
 
-    python -m profiling_agent.processes.forking MODULE...
+    python -m profiling_agent.processes MODULE...
 
 Importing torch and transformers takes a process 4 to 10 s of a core, a copy of one that has done so a twentieth of a
 second. The server computes nothing and starts no thread, so that a copy is as isolated as a process of its own. What it is
-asked comes by the socket that is its standard input; when nobody can ask any more, it ends. Its parent's side is `started`.
+asked comes by the socket that is its standard input; when nobody can ask by that any more, it ends. Each copy can ask as
+well, by a socket of its own. The side of whoever asks is `started`.
 """
 
 import contextlib
@@ -13,12 +14,11 @@ import importlib
 import json
 import os
 import random
-import runpy
 import select
 import signal
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from types import FrameType
 
@@ -39,6 +39,7 @@ class Asked:
 
     number: int
     module: str | None = None
+    arguments: Sequence[str] = ()
     folder: str = ""
     environment: Mapping[str, str] = field(default_factory=dict[str, str])
 
@@ -49,9 +50,27 @@ class Asked:
 
 @dataclass(slots=True)
 class _Running:
+    asked_by: socket.socket
     number: int
     pid: int
     status: int
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """What a copy is to become, its standard streams, and the socket by which it can ask for others."""
+
+    asked: Asked
+    streams: Sequence[int]
+    control: socket.socket
+
+
+_controls: list[socket.socket] = []
+
+
+def control() -> socket.socket | None:
+    """Return by what this process can ask the server that it is a copy of; None where it was started anew."""
+    return _controls[0] if _controls else None
 
 
 class Server:
@@ -59,7 +78,8 @@ class Server:
 
     def __init__(self) -> None:
         """Begin to listen."""
-        self._control = socket.socket(fileno=os.dup(0))
+        self._parent = socket.socket(fileno=os.dup(0))
+        self._controls = [self._parent]
         self._woken, self._wakes = os.pipe()
         for end in (self._woken, self._wakes):
             os.set_blocking(end, False)
@@ -69,44 +89,57 @@ class Server:
         signal.signal(signal.SIGCHLD, _ignore)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
-    def serve(self) -> tuple[Asked, list[int]]:
-        """Do what is asked; returns in a copy alone, with the program that it is to become and its standard streams."""
+    def serve(self) -> Copy:
+        """Do what is asked; returns in a copy alone, with what that is to become."""
         while True:
-            readable, _, _ = select.select([self._control, self._woken], [], [])
+            readable, _, _ = select.select([*self._controls, self._woken], [], [])
             if self._woken in readable:
                 os.read(self._woken, MAX_BYTES)
             self._running = [program for program in self._running if not _has_ended(program)]
-            if self._control not in readable:
-                continue
-            message, descriptors, _, _ = socket.recv_fds(self._control, MAX_BYTES, NUM_DESCRIPTORS)
-            if not message:
-                os._exit(0)
-            asked = Asked(**json.loads(message))
-            if asked.module is None:
-                self._kill(asked.number)
-            elif self._is_copy(asked.number, descriptors):
-                return asked, descriptors[:-1]
+            for control in [control for control in self._controls if control in readable]:
+                if (copy := self._answer(control)) is not None:
+                    return copy
 
-    def _is_copy(self, number: int, descriptors: list[int]) -> bool:
-        """Fork, and say which of the two this is."""
+    def _answer(self, control: socket.socket) -> Copy | None:
+        """Do what one message asks; returns a copy in the copy alone."""
+        try:
+            message, descriptors, _, _ = socket.recv_fds(control, MAX_BYTES, NUM_DESCRIPTORS)
+        except ConnectionResetError:
+            message, descriptors = b"", []
+        if message:
+            asked = Asked(**json.loads(message))
+            return (
+                self._kill(control, asked.number) if asked.module is None else self._fork(control, asked, descriptors)
+            )
+        if control is self._parent:
+            os._exit(0)
+        self._controls.remove(control)
+        control.close()
+        return None
+
+    def _fork(self, control: socket.socket, asked: Asked, descriptors: list[int]) -> Copy | None:
         *streams, status = descriptors
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         pid = os.fork()
         if pid == 0:
-            self._control.close()
+            for opened in (*self._controls, ours):
+                opened.close()
             others = [program.status for program in self._running]
             for descriptor in (self._woken, self._wakes, status, *others):
                 os.close(descriptor)
-            return True
+            return Copy(asked, streams, theirs)
+        theirs.close()
+        self._controls.append(ours)
         for descriptor in streams:
             os.close(descriptor)
-        self._running.append(_Running(number, pid, status))
+        self._running.append(_Running(control, asked.number, pid, status))
         _tell(status, f"{pid}\n")
-        return False
+        return None
 
-    def _kill(self, number: int) -> None:
+    def _kill(self, control: socket.socket, number: int) -> None:
         """Kill a program that hasn't been buried: its process id is no other's yet."""
         for program in self._running:
-            if program.number == number:
+            if program.asked_by is control and program.number == number:
                 os.kill(program.pid, signal.SIGKILL)
 
 
@@ -128,12 +161,14 @@ def _tell(status: int, text: str) -> None:
         os.write(status, text.encode())
 
 
-def become(asked: Asked, streams: list[int]) -> None:
-    """Make of this copy what an interpreter is that has just been started with these arguments."""
+def become(copy: Copy) -> None:
+    """Make of this process what an interpreter is that has just been started with these arguments."""
+    asked = copy.asked
+    _controls.append(copy.control)
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    for number, descriptor in enumerate(streams):
+    for number, descriptor in enumerate(copy.streams):
         os.dup2(descriptor, number)
         os.close(descriptor)
     sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 - standard streams, as long as the process
@@ -145,7 +180,7 @@ def become(asked: Asked, streams: list[int]) -> None:
         del os.environ[name]
     os.environ.update(asked.environment)
     random.seed()
-    sys.argv = [asked.module or ""]
+    sys.argv = [asked.module or "", *asked.arguments]
 
 
 def import_modules(names: list[str]) -> None:
@@ -155,11 +190,3 @@ def import_modules(names: list[str]) -> None:
             importlib.import_module(name)
     # What lives now lives on in all copies: a collector that looked at it would write to every page of it.
     gc.freeze()
-
-
-if __name__ == "__main__":
-    import_modules(sys.argv[1:])
-    program, given = Server().serve()
-    become(program, given)
-    assert program.module is not None, "what returned was asked to run"
-    runpy.run_module(program.module, run_name="__main__", alter_sys=True)

@@ -13,12 +13,14 @@ import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import IO, Protocol
 
 import psutil
 
-from profiling_agent.processes.forking import MAX_BYTES, OWN, Asked
+from profiling_agent.processes.environment import child_environment
+from profiling_agent.processes.forking import MAX_BYTES, OWN, Asked, control
 
 # How often somebody looks whether a process is gone whose server went first.
 POLL_S = 0.05
@@ -101,32 +103,23 @@ class Executed:
 
 
 class ForkServer:
-    """A process that has imported modules, and starts programs that need them in a twentieth of the time."""
+    """Whom a process asks for copies of one that has imported modules: a twentieth of what starting them anew takes."""
 
-    def __init__(self, modules: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Start it; it imports while its parent goes on."""
-        self._environment = _others(environment)
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._control = ours
+    def __init__(self, control: socket.socket, environment: Mapping[str, str]) -> None:
+        """Ask by `control` a server that was started with `environment`."""
+        self._control, self._environment = control, _others(environment)
         self._numbers = itertools.count()
-        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
-        command = child_command("profiling_agent.processes.forking", *modules)
-        with theirs:
-            self._process = subprocess.Popen(
-                command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, stderr=self._stderr, env=environment
-            )
 
     def serves(self, environment: Mapping[str, str]) -> bool:
-        """Say whether it is alive, and its programs may see this environment."""
-        return self._process.poll() is None and self._environment == _others(environment)
+        """Say whether its programs see this environment; our own variables may be any."""
+        return self._environment == _others(environment)
 
-    def start(self, module: str, environment: Mapping[str, str], stderr: IO[bytes]) -> "Forked":
-        """Have a copy run `module` as a program; OSError where the server is gone.
-
-        Of `environment` it sees our own variables: the others have to be those that the server was started with.
-        """
+    def start(
+        self, module: str, arguments: Sequence[str], environment: Mapping[str, str], stderr: IO[bytes]
+    ) -> "Forked":
+        """Have a copy run `module` as a program; OSError where the server is gone, or was told too much."""
         own = {name: value for name, value in environment.items() if name.startswith(OWN)}
-        return Forked(self, Asked(next(self._numbers), module, str(Path.cwd()), own), stderr)
+        return Forked(self, Asked(next(self._numbers), module, arguments, str(Path.cwd()), own), stderr)
 
     def ask(self, asked: Asked, descriptors: Sequence[int] = ()) -> None:
         """Send one message; OSError where the server is gone, or the message is too long."""
@@ -135,12 +128,51 @@ class ForkServer:
             raise OSError(f"a message of {len(message)} bytes is too long")
         socket.send_fds(self._control, [message], descriptors)
 
+
+class OwnForkServer(ForkServer):
+    """A fork server that this process started, and has to end."""
+
+    def __init__(self, modules: Sequence[str], environment: Mapping[str, str]) -> None:
+        """Start it; it imports while its parent goes on."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        super().__init__(ours, environment)
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
+        command = child_command("profiling_agent.processes", *modules)
+        with theirs:
+            self._process = subprocess.Popen(
+                command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, stderr=self._stderr, env=environment
+            )
+
+    def serves(self, environment: Mapping[str, str]) -> bool:
+        """Say whether it is alive, and its programs see this environment; our own variables may be any."""
+        return self._process.poll() is None and super().serves(environment)
+
     def end(self) -> None:
         """End it; what it started goes on."""
         self._control.close()
         self._process.kill()
         self._process.wait()
         self._stderr.close()
+
+
+@cache
+def inherited() -> ForkServer | None:
+    """Return the fork server that this process is a copy of, None where it was started anew."""
+    own = control()
+    return ForkServer(own, child_environment()) if own is not None else None
+
+
+def start(
+    command: Sequence[str], environment: Mapping[str, str], stderr: IO[bytes], server: ForkServer | None
+) -> Started:
+    """Start a command with this environment: a module of ours as a copy where there is a server for it, else anew."""
+    beginning = child_command("")[:-1]
+    if server is not None and list(command[: len(beginning)]) == beginning and server.serves(environment):
+        module, *arguments = command[len(beginning) :]
+        # A server that dies at this moment, or an environment too long for a message, costs a few seconds.
+        with contextlib.suppress(OSError):
+            return server.start(module, arguments, environment, stderr)
+    return Executed(command, environment, stderr)
 
 
 def _others(environment: Mapping[str, str]) -> dict[str, str]:
@@ -215,7 +247,7 @@ class Forked:
 
 @dataclass(slots=True)
 class _Use:
-    server: ForkServer
+    server: OwnForkServer
     num_users: int = 0
 
 
@@ -224,7 +256,7 @@ _lock = threading.Lock()
 
 
 @contextmanager
-def fork_server(modules: Sequence[str], environment: Mapping[str, str]) -> Generator[ForkServer]:
+def fork_server(modules: Sequence[str], environment: Mapping[str, str]) -> Generator[OwnForkServer]:
     """Give the server of these modules and this environment, which all of this process share; it ends with its last user.
 
     One that died is followed by another.
@@ -233,7 +265,7 @@ def fork_server(modules: Sequence[str], environment: Mapping[str, str]) -> Gener
     with _lock:
         use = _in_use.get(key)
         if use is None or not use.server.serves(environment):
-            use = _in_use[key] = _Use(ForkServer(modules, environment))
+            use = _in_use[key] = _Use(OwnForkServer(modules, environment))
         use.num_users += 1
     try:
         yield use.server

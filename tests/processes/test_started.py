@@ -44,7 +44,7 @@ def server(environment: dict[str, str]) -> Iterator[ForkServer]:
 def forked(server: ForkServer, environment: dict[str, str]) -> tuple[Forked, str]:
     """Return a program that runs, and the first line it said."""
     with tempfile.TemporaryFile() as stderr:
-        program = server.start("program", environment, stderr)
+        program = server.start("program", [], environment, stderr)
     return program, program.stdout.readline()
 
 
@@ -63,7 +63,7 @@ def test_a_copy_is_what_a_process_is_that_was_started_anew(server: ForkServer, e
     own = {name: value for name, value in environment.items() if not name.startswith("PROFILING_AGENT_")}
     said = list[list[str]]()
     with tempfile.TemporaryFile() as stderr:
-        copy = server.start("program", own | {"PROFILING_AGENT_X": "\udcff"}, stderr)
+        copy = server.start("program", [], own | {"PROFILING_AGENT_X": "\udcff"}, stderr)
         anew = Executed(child_command("program"), own | {"PROFILING_AGENT_X": "\udcff"}, stderr)
         for program in (copy, anew):
             say(program, "word")
@@ -76,7 +76,8 @@ def test_a_copy_is_what_a_process_is_that_was_started_anew(server: ForkServer, e
     assert said[1][0] == "['PROFILING_AGENT_X'] False\n"
     assert said[0][1].split()[:2] == said[1][1].split()[:2] == [str(Path.cwd()), "__main__"]
     assert said[0][1].endswith("True\n")
-    assert said[0][2] == said[1][2], "no file is open in the copy that isn't open in the other"
+    opened = [int(lines[2].removeprefix("again word ")) for lines in said]
+    assert opened[0] == opened[1] + 1, "of files the copy has its socket more"
 
 
 def test_programs_of_one_server_end_each_for_itself(server: ForkServer, environment: dict[str, str]):
@@ -99,7 +100,7 @@ def test_programs_of_one_server_end_each_for_itself(server: ForkServer, environm
 
 def test_what_a_program_says_at_its_end_is_on_its_own_standard_error(server: ForkServer, environment: dict[str, str]):
     with tempfile.TemporaryFile() as stderr:
-        program = server.start("program", environment, stderr)
+        program = server.start("program", [], environment, stderr)
         say(program, "fail")
         assert program.wait() == 1
         close(program)
@@ -116,7 +117,7 @@ def test_a_server_that_dies_leaves_its_programs_and_starts_no_more(server: ForkS
     while server.serves(environment):
         time.sleep(0.01)
     with tempfile.TemporaryFile() as stderr, pytest.raises(OSError, match=r"Broken pipe|refused|reset"):
-        server.start("program", environment, stderr)
+        server.start("program", [], environment, stderr)
     killed.kill()
     assert killed.wait() == -signal.SIGKILL
     assert program.poll() is None
@@ -135,12 +136,63 @@ def test_a_program_that_is_killed_before_it_was_started_never_does_anything(
 ):
     (tmp_path / "slow.py").write_text("import time\ntime.sleep(1)\n")
     with fork_server(["slow"], environment) as server, tempfile.TemporaryFile() as stderr:
-        program = server.start("program", environment, stderr)
+        program = server.start("program", [], environment, stderr)
         program.kill()
 
         assert program.wait() == -signal.SIGKILL
         assert program.stdout.read() == ""
         close(program)
+
+
+# Has its own server start `program`, passes on what that says, and tells how it ended.
+ASKS = """
+import sys, tempfile
+from profiling_agent.processes.environment import child_environment
+from profiling_agent.processes.started import Forked, inherited, start
+assert inherited() is inherited()
+with tempfile.TemporaryFile() as stderr:
+    program = start([sys.executable, "-P", "-m", "program", "x"], child_environment(), stderr, inherited())
+print(isinstance(program, Forked), program.stdout.readline().strip(), program.stdout.readline().strip())
+program.stdin.write("leave\\n")
+program.stdin.flush()
+print(program.wait(), flush=True)
+program.stdin.close()
+program.stdout.close()
+sys.stdin.read()
+"""
+
+
+def test_a_copy_has_its_server_make_others(server: ForkServer, environment: dict[str, str], tmp_path: Path):
+    (tmp_path / "asks.py").write_text(ASKS)
+    with tempfile.TemporaryFile() as stderr:
+        asks = [server.start("asks", [], environment | {"PROFILING_AGENT_X": "1"}, stderr) for _ in range(2)]
+        for program in asks:
+            said = program.stdout.readline()
+            assert said.startswith("True [")
+            assert "'PROFILING_AGENT_X'] True" in said
+            assert said.endswith("program.py', 'x'] True\n")
+            assert program.stdout.readline() == "7\n"
+    # Whoever asked may go: the server stays for the others.
+    asks[0].kill()
+    assert asks[0].wait() == -signal.SIGKILL
+    follower, _ = forked(server, environment)
+    say(follower, "leave")
+    assert follower.wait() == 7
+    asks[1].stdin.close()
+    assert asks[1].wait() == 0
+    for program in (*asks, follower):
+        close(program)
+
+
+def test_who_was_started_anew_has_no_server_and_starts_anew(environment: dict[str, str], tmp_path: Path):
+    (tmp_path / "asks.py").write_text(ASKS.replace("assert inherited() is inherited()", "assert inherited() is None"))
+    with tempfile.TemporaryFile() as stderr:
+        program = Executed(child_command("asks"), environment, stderr)
+        assert program.stdout.readline().startswith("False [")
+        assert program.stdout.readline() == "7\n"
+        program.stdin.close()
+        assert program.wait() == 0
+    close(program)
 
 
 def test_a_server_is_shared_and_ends_with_the_last_of_its_users(environment: dict[str, str]):
@@ -163,4 +215,4 @@ def test_an_environment_that_is_too_long_for_a_message_is_an_error_at_once(
     server: ForkServer, environment: dict[str, str]
 ):
     with tempfile.TemporaryFile() as stderr, pytest.raises(OSError, match="too long"):
-        server.start("program", environment | {"PROFILING_AGENT_X": "x" * 2**17}, stderr)
+        server.start("program", [], environment | {"PROFILING_AGENT_X": "x" * 2**17}, stderr)

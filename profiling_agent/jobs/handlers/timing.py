@@ -7,6 +7,7 @@ from profiling_agent.benchmarking.headline import measure_headline
 from profiling_agent.deployment.registry import open_session
 from profiling_agent.jobs.context import JobContext
 from profiling_agent.jobs.tasks import HeadlineTask, MemoryTask, RaceTask, SessionTask, ThroughputTask
+from profiling_agent.processes.started import inherited
 from profiling_agent.records import Headline, MemoryUse, Race, Throughputs
 from profiling_agent.reproducibility import available_threads
 
@@ -25,11 +26,19 @@ def race(task: RaceTask, job: JobContext) -> Race:
 
 def session(task: SessionTask, job: JobContext) -> Race:
     """Hold one session of an estimate."""
-    return races.hold_one(task.entries, _track(task, job), task.number, progress=job.progress)
+    return races.hold_one(
+        task.entries, _track(task, job, reads_memory=task.reads_memory), task.number, progress=job.progress
+    )
 
 
-def _track(task: RaceTask, job: JobContext) -> races.Track:
-    return races.Track(root=job.root, batch_size=task.batch_size, device=task.device, seed=task.seed)
+def _track(task: RaceTask, job: JobContext, *, reads_memory: bool = False) -> races.Track:
+    return races.Track(
+        root=job.root,
+        batch_size=task.batch_size,
+        device=task.device,
+        seed=task.seed,
+        server=None if reads_memory else inherited(),
+    )
 
 
 def throughput(task: ThroughputTask, job: JobContext) -> Throughputs:
