@@ -173,11 +173,14 @@ def _hold(
         return run_session(processes, limits=limits, seed=seed, chooses=False, progress=progress)
 
 
-def session_starter(commands: Sequence[Sequence[str]], start: Start, *, copies: Collection[int] = ()) -> StartSession:
+def session_starter(
+    commands: Sequence[Sequence[str]], start: Start, *, servers: Mapping[int, ForkServer] | None = None
+) -> StartSession:
     """Return what makes a process for each of the chosen `commands`, and ends them all after the session.
 
-    Those among `copies` may be copies of a process that has imported what they need.
+    Those that have a server are copies of a process that has imported what they need.
     """
+    by_place = servers or {}
 
     @contextmanager
     def start_session(chosen: Sequence[int]) -> Generator[Mapping[int, Timed]]:
