@@ -75,6 +75,8 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PROFILING_AGENT_CACHE", str(tmp_path_factory.mktemp("cache")))
         patch.setenv("PROFILING_AGENT_DATA", str(tmp_path_factory.mktemp("data")))
+        # Children find the toy jobs.
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent))
         # Whoever runs the tests may have a key; no test is to use it.
         for name in ("OPENAI_API_KEY", "OPENAI_BASE_URL", "AZURE_OPENAI_API_KEY", "AZURE_OPENAI_ENDPOINT"):
             patch.delenv(name, raising=False)
@@ -82,11 +84,16 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    folder = tmp_path_factory.mktemp("world")
-    # What runs share, they share the start of: torch is imported once for all that this process carries out.
+def _imported_once(_own_cache: None) -> Iterator[None]:
+    """Keep what the children of all jobs are copies of, which imports torch once for all tests of this process."""
     with fork_server(MODULES, child_environment()):
-        yield World(model=made_world.write_model(folder / "model"), data=made_world.write_data(folder / "data"))
+        yield
+
+
+@pytest.fixture(scope="session")
+def world(tmp_path_factory: pytest.TempPathFactory, _imported_once: None) -> World:
+    folder = tmp_path_factory.mktemp("world")
+    return World(model=made_world.write_model(folder / "model"), data=made_world.write_data(folder / "data"))
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,7 @@
 """Columns of a data set: the one of images, the one of labels, and what its labels mean to the model."""
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -160,7 +160,9 @@ def _match_column(
     kind = data.features(split)[column]
     raw: list[Any]
     if isinstance(kind, datasets.ClassLabel):
-        if not all(isinstance(name, str) and len(name) <= MAX_LABEL_CHARACTERS for name in kind.names):
+        # A file says itself what they are.
+        names: Sequence[Any] = kind.names
+        if not all(isinstance(name, str) and len(name) <= MAX_LABEL_CHARACTERS for name in names):
             raise AcquisitionError(
                 f"label column {column!r} has names of classes that are no texts of up to {MAX_LABEL_CHARACTERS} "
                 "characters: correct them in the data set, or name another with label_column"

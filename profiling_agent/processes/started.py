@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -107,12 +108,12 @@ class ForkServer:
 
     def __init__(self, control: socket.socket, environment: Mapping[str, str]) -> None:
         """Ask by `control` a server that was started with `environment`."""
-        self._control, self._environment = control, _others(environment)
+        self._control, self._passed_on = control, _passed_on(environment)
         self._numbers = itertools.count()
 
     def serves(self, environment: Mapping[str, str]) -> bool:
-        """Say whether its programs see this environment; our own variables may be any."""
-        return self._environment == _others(environment)
+        """Say whether its programs begin with what one would that is started now; our own variables may be any."""
+        return self._passed_on == _passed_on(environment)
 
     def start(
         self, module: str, arguments: Sequence[str], environment: Mapping[str, str], stderr: IO[bytes]
@@ -144,7 +145,7 @@ class OwnForkServer(ForkServer):
             )
 
     def serves(self, environment: Mapping[str, str]) -> bool:
-        """Say whether it is alive, and its programs see this environment; our own variables may be any."""
+        """Say whether it is alive, and its programs begin with what one would that is started now."""
         return self._process.poll() is None and super().serves(environment)
 
     def end(self) -> None:
@@ -175,8 +176,11 @@ def start(
     return Executed(command, environment, stderr)
 
 
-def _others(environment: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in environment.items() if not name.startswith(OWN)}
+def _passed_on(environment: Mapping[str, str]) -> tuple[object, ...]:
+    """Return what a process that is started now begins with, but for variables of our own: environment, cores, limits."""
+    others = sorted((name, value) for name, value in environment.items() if not name.startswith(OWN))
+    limits = [resource.getrlimit(getattr(resource, name)) for name in dir(resource) if name.startswith("RLIMIT_")]
+    return (*others, *sorted(os.sched_getaffinity(0)), *limits)
 
 
 class Forked:
@@ -261,7 +265,7 @@ def fork_server(modules: Sequence[str], environment: Mapping[str, str]) -> Gener
 
     One that died is followed by another.
     """
-    key = (tuple(modules), *sorted(_others(environment).items()), *sorted(os.sched_getaffinity(0)))
+    key = (tuple(modules), *_passed_on(environment))
     with _lock:
         use = _in_use.get(key)
         if use is None or not use.server.serves(environment):

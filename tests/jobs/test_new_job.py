@@ -22,8 +22,7 @@ ROW = JobRow(handler="toy_job:double", torch=False, isolated_timeout_s=60.0)
 
 
 @pytest.fixture
-def jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Jobs]:
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+def jobs(tmp_path: Path) -> Iterator[Jobs]:
     workspace = Workspace(tmp_path / "run")
     workspace.jobs.mkdir(parents=True)
     opened = Jobs(workspace, table={**TABLE, DoubleTask: ROW})

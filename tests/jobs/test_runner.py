@@ -37,6 +37,11 @@ def evaluation(model: ArtifactRef, *, split: str = "split.parquet", batch_size: 
     return EvaluateTask(model=model, split=info, shard=0, batch_size=batch_size, device="cpu")
 
 
+def copies() -> list[psutil.Process]:
+    """Return the processes that do this one's jobs: children of what makes them as copies of itself."""
+    return [copy for server in psutil.Process().children() for copy in server.children()]
+
+
 @pytest.fixture(scope="module")
 def baseline(tmp_path_factory: pytest.TempPathFactory) -> tuple[Workspace, ArtifactRef]:
     workspace = Workspace(tmp_path_factory.mktemp("run"))
@@ -93,7 +98,7 @@ def test_a_crash_is_a_jobs_result_and_the_next_job_gets_a_new_worker(
     headline = Headline(latency=stats, peak_memory_bytes=1, forward_passes=1)
 
     def kill(message: str, done: int, total: int) -> None:
-        for child in psutil.Process().children():
+        for child in copies():
             child.kill()
 
     jobs.progress = kill
@@ -114,7 +119,7 @@ def test_a_job_whose_process_is_killed_is_done_again_once_and_leaves_nothing(
     killed: list[int] = []
 
     def kill(message: str, done: int, total: int) -> None:
-        for child in psutil.Process().children() if not killed else ():
+        for child in copies() if not killed else ():
             killed.append(child.pid)
             child.kill()
 
@@ -135,7 +140,7 @@ def test_a_job_that_takes_too_long_is_ended(baseline: tuple[Workspace, ArtifactR
         jobs.run(prepared(evaluation(model, split="late.parquet").split, workspace.path(model))[0])
 
     # What copies itself goes on until nobody needs it any more; the copy is gone.
-    assert [copy for server in psutil.Process().children() for copy in server.children()] == []
+    assert copies() == []
     jobs.close()
     assert not list(workspace.jobs.glob(".tmp-*"))
 

@@ -103,8 +103,7 @@ def jobs(root: Path) -> Iterator[Jobs]:
 
 
 @pytest.fixture
-def toys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Jobs]:
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+def toys(tmp_path: Path) -> Iterator[Jobs]:
     (tmp_path / "jobs").mkdir()
     opened = Jobs(Workspace(tmp_path), table=TOYS)
     yield opened

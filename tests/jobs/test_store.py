@@ -24,11 +24,6 @@ TABLE: Table = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _finds_the_toys(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
-
-
 @contextmanager
 def process(root: Path) -> Iterator[Jobs]:
     """Give what a process has that opens a run folder."""
