@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import datasets
 
@@ -161,7 +161,7 @@ def _match_column(
     raw: list[Any]
     if isinstance(kind, datasets.ClassLabel):
         # A file says itself what they are.
-        names: Sequence[Any] = kind.names
+        names = cast("Sequence[Any]", kind.names)
         if not all(isinstance(name, str) and len(name) <= MAX_LABEL_CHARACTERS for name in names):
             raise AcquisitionError(
                 f"label column {column!r} has names of classes that are no texts of up to {MAX_LABEL_CHARACTERS} "
