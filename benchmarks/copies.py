@@ -90,6 +90,8 @@ def main() -> int:
     models, num_sessions = (asked.models[:1], 4) if asked.quick else (asked.models, asked.sessions)
     rows: list[dict[str, Any]] = []
     with fork_server(MODULES, child_environment()) as server:
+        if server is None:
+            raise SystemExit("this system stands no copies: every process is started anew")
         for model in models:
             rows += measure(model, asked.batch_size, num_sessions, server)
     checks = [check for model in models for check in checks_of(model.name, rows)]

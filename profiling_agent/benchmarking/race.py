@@ -29,8 +29,13 @@ SHORT = SessionLimits(seconds_per_turn=0.2, seconds_per_model=1.0)
 # A race that can't tell apart what differs by less than this is worth a warning.
 TOO_NOISY = 0.05
 
-# Runtimes whose processes import torch.
+# Runtimes whose processes import torch, and what such a process imports.
 TORCH = frozenset({"eager", "inductor"})
+TIMED = (
+    "profiling_agent.benchmarking.worker",
+    "profiling_agent.deployment.torch_eager",
+    "transformers.models.auto.modeling_auto",
+)
 
 StartSession = Callable[[Sequence[int]], AbstractContextManager[Mapping[int, Timed]]]
 SessionT = TypeVar("SessionT")

@@ -8,12 +8,14 @@ from pydantic import Field
 
 from profiling_agent.artifacts.folder import named_folder, open_folder
 from profiling_agent.artifacts.recipe import RECIPE
-from profiling_agent.benchmarking.race import Track, hold_one, hold_sessions, pool
+from profiling_agent.benchmarking.race import TIMED, Track, hold_one, hold_sessions, pool
 from profiling_agent.benchmarking.throughput import check_same_machine, compare, memory_use, taken, throughput
 from profiling_agent.documents import DocumentError, read_record
 from profiling_agent.errors import RequestError
 from profiling_agent.files import file_sha256
+from profiling_agent.processes.environment import child_environment
 from profiling_agent.processes.machine_lock import machine_lock
+from profiling_agent.processes.started import fork_server
 from profiling_agent.progress import Progress, silent
 from profiling_agent.records import NUM_SESSIONS, ArtifactRef, Comparison, Race, Record, Taken, Variant
 from profiling_agent.reproducibility import environment
@@ -47,8 +49,11 @@ def race_saved(
     if len(models) < 2:
         raise RequestError(f"a race takes two models, {len(models)} was given: name a run, or another saved model")
     refs = tuple((model.variant, _ref(model.folder)) for model in models)
-    track = Track(root=Path("/"), batch_size=batch_size, device=device)
-    with machine_lock(progress, "a measurement of saved models"):
+    with (
+        machine_lock(progress, "a measurement of saved models"),
+        fork_server(TIMED, child_environment()) as server,
+    ):
+        track = Track(root=Path("/"), batch_size=batch_size, device=device, server=server)
         sessions, void = hold_sessions(lambda number: hold_one(refs, track, number, progress=progress), num_sessions)
     held = pool(sessions, void)
     return {ref.path: model.name for (_, ref), model in zip(refs, models, strict=True)}, held

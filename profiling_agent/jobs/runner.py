@@ -20,7 +20,7 @@ from profiling_agent.jobs.wire import ERRORS, Message, Order
 from profiling_agent.processes.child import Child, Wording
 from profiling_agent.processes.environment import child_environment, withheld
 from profiling_agent.processes.machine_lock import machine_lock
-from profiling_agent.processes.started import CAN_FORK, ForkServer, Started, child_command, fork_server, start
+from profiling_agent.processes.started import ForkServer, Started, child_command, fork_server, start
 from profiling_agent.progress import Progress, silent
 from profiling_agent.records import ArtifactRef, Record
 from profiling_agent.reproducibility import environment
@@ -201,7 +201,7 @@ class Jobs:
         environment, log = child_environment() | given, self.workspace.root / "worker.log"
 
         def begin(stderr: IO[bytes]) -> Started:
-            server = self._fork_server(environment) if CAN_FORK and not (given or anew) else None
+            server = None if given or anew else self._fork_server(environment)
             return start(child_command(PROGRAM), environment, stderr, server)
 
         try:
@@ -211,7 +211,7 @@ class Jobs:
                 raise
             raise RunError(f"{str(log)!r} can't be written ({error.strerror}): move it away, and resume") from error
 
-    def _fork_server(self, environment: dict[str, str]) -> ForkServer:
+    def _fork_server(self, environment: dict[str, str]) -> ForkServer | None:
         if self._server is None or not self._server.serves(environment):
             self._server = self._servers.enter_context(fork_server(MODULES, environment))
         return self._server

@@ -26,6 +26,8 @@ from profiling_agent.stopping import end_if_asked
 
 # How often a child that says nothing is looked after.
 POLL_S = 0.25
+# How long its end is waited for, once it was killed.
+END_S = 1.0
 # A child may take nearly everything: past this the machine would start to kill processes of its own choice.
 MEMORY_FRACTION = 0.92
 # What somebody else ends a process with; the others are crashes.
@@ -126,14 +128,16 @@ class Child(Generic[AnswerT]):
         self._is_ended = True
         self._process.kill()
         self._process.wait()
-        self._reader.join()
-        for pipe in (self._process.stdin, self._process.stdout, self._stderr):
+        # A copy that wasn't made yet holds its end of the pipe until its server has heard of all this.
+        self._reader.join(END_S)
+        for pipe in (self._process.stdin, self._stderr):
             with contextlib.suppress(BrokenPipeError):
                 pipe.close()
 
     def _read(self) -> None:
-        for line in self._process.stdout:
-            self._lines.put(line)
+        with self._process.stdout as said:
+            for line in said:
+                self._lines.put(line)
         self._lines.put(None)
 
     def _next_line(self, deadline: float, late: str) -> str | None:

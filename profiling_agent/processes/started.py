@@ -260,11 +260,14 @@ _lock = threading.Lock()
 
 
 @contextmanager
-def fork_server(modules: Sequence[str], environment: Mapping[str, str]) -> Generator[OwnForkServer]:
+def fork_server(modules: Sequence[str], environment: Mapping[str, str]) -> Generator[OwnForkServer | None]:
     """Give the server of these modules and this environment, which all of this process share; it ends with its last user.
 
-    One that died is followed by another.
+    One that died is followed by another. None where the system doesn't stand copies.
     """
+    if not CAN_FORK:
+        yield None
+        return
     key = (tuple(modules), *_passed_on(environment))
     with _lock:
         use = _in_use.get(key)

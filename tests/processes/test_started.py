@@ -12,7 +12,15 @@ import psutil
 import pytest
 
 from profiling_agent.processes.environment import child_environment
-from profiling_agent.processes.started import Executed, Forked, ForkServer, Started, child_command, fork_server
+from profiling_agent.processes.started import (
+    Executed,
+    Forked,
+    ForkServer,
+    OwnForkServer,
+    Started,
+    child_command,
+    fork_server,
+)
 
 # Says what it finds, then does what it is told, a word a line.
 PROGRAM = """
@@ -38,7 +46,13 @@ def environment(tmp_path: Path) -> dict[str, str]:
 @pytest.fixture
 def server(environment: dict[str, str]) -> Iterator[ForkServer]:
     with fork_server(["heavy", "there_is_none"], environment) as started:
-        yield started
+        yield there(started)
+
+
+def there(server: OwnForkServer | None) -> OwnForkServer:
+    """Return the server that there is, on this system."""
+    assert server is not None, "this system stands no copies"
+    return server
 
 
 def forked(server: ForkServer, environment: dict[str, str]) -> tuple[Forked, str]:
@@ -124,7 +138,7 @@ def test_a_server_that_dies_leaves_its_programs_and_starts_no_more(server: ForkS
     say(program, "leave")
     assert program.wait() == -signal.SIGKILL, "how it ended nobody could tell"
     with fork_server(["heavy", "there_is_none"], environment) as another:
-        follower, _ = forked(another, environment)
+        follower, _ = forked(there(another), environment)
         say(follower, "leave")
         assert follower.wait() == 7
     for each in (program, killed, follower):
@@ -136,7 +150,7 @@ def test_a_program_that_is_killed_before_it_was_started_ends_at_once_and_is_gone
 ):
     (tmp_path / "slow.py").write_text("import time\ntime.sleep(1)\n")
     with fork_server(["slow"], environment) as server, tempfile.TemporaryFile() as stderr:
-        program = server.start("program", [], environment, stderr)
+        program = there(server).start("program", [], environment, stderr)
         program.kill()
 
         assert program.wait() == -signal.SIGKILL
@@ -198,9 +212,10 @@ def test_who_was_started_anew_has_no_server_and_starts_anew(environment: dict[st
 
 def test_a_server_is_shared_and_ends_with_the_last_of_its_users(environment: dict[str, str]):
     with contextlib.ExitStack() as longer:
-        with fork_server(["heavy"], environment) as first:
-            second = longer.enter_context(fork_server(["heavy"], environment | {"PROFILING_AGENT_X": "y"}))
-            other = longer.enter_context(fork_server(["heavy"], environment | {"HF_HOME": "elsewhere"}))
+        with fork_server(["heavy"], environment) as given:
+            first = there(given)
+            second = there(longer.enter_context(fork_server(["heavy"], environment | {"PROFILING_AGENT_X": "y"})))
+            other = there(longer.enter_context(fork_server(["heavy"], environment | {"HF_HOME": "elsewhere"})))
         assert second is first
         assert other is not first
         assert not other.serves(environment)
