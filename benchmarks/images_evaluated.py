@@ -38,16 +38,19 @@ def num_images(fields: dict[str, Any]) -> int:
 
 def counts(run: Path) -> dict[str, Any]:
     """Return, by split, the images decoded and their number by model, and those of them that were looked at twice."""
-    evaluated, decoded, twice = Counter[tuple[str, str]](), Counter[str](), 0
+    evaluated, whole, decoded, twice = Counter[tuple[str, str]](), dict[tuple[str, str], int](), Counter[str](), 0
     seen = set[tuple[str, str, int]]()
     for fields in asked(run, "EvaluateTask"):
         model, split, number = fields["model"]["path"], fields["split"]["name"], num_images(fields)
         evaluated[model, split] += number
+        whole[model, split] = fields["split"]["num_images"]
         twice += number if (model, split, fields["shard"]) in seen else 0
         seen.add((model, split, fields["shard"]))
     for fields in asked(run, "PrepareTask"):
         decoded[fields["split"]["name"]] += num_images(fields)
     return {
+        "images": sum(evaluated.values()),
+        "images_of_whole_splits": sum(whole.values()),
         "evaluated": {f"{model} {split}": number for (model, split), number in evaluated.items()},
         "evaluated_twice": twice,
         "decoded": dict(decoded),
@@ -67,6 +70,10 @@ def main() -> int:
         table.add_row(*name.rsplit(" ", 1), f"{number:,}")
     console = Console()
     console.print(table)
+    console.print(
+        f"all: {found['images']:,}; each model on the whole of its splits, as before the sequential test: "
+        f"{found['images_of_whole_splits']:,}"
+    )
     console.print(f"decoded: {', '.join(f'{split} {number:,}' for split, number in found['decoded'].items())}")
     console.print(f"evaluated twice by one model: {found['evaluated_twice']:,}")
     console.print(f"sets of reference logits: {found['reference_logits']}")

@@ -57,6 +57,26 @@ def deepest(report: RunReport) -> float:
     return max(saved, default=0.0)
 
 
+def beating(report: RunReport) -> list[str]:
+    """Return which measured candidates are shown faster than what is returned, though no less accurate and no larger than allowed.
+
+    Accuracy is that on the search images, on which all were measured; nothing is beaten where it was not timed.
+    """
+    returned = next((row for row in report.variants if row.evaluation.model == report.heldout.model), None)
+    if returned is None or returned.race_result is None:
+        return []
+    lost = returned.evaluation.drop.drop if returned.evaluation.drop else 0.0
+    allowed = report.goal.max_size_ratio * report.baseline.size_bytes
+    return [
+        f"{row.evaluation.variant} {row.evaluation.deployment.name}"
+        for row in report.variants
+        if row.race_result is not None
+        and row.race_result.speedup_low > returned.race_result.speedup_high
+        and (row.evaluation.drop.drop if row.evaluation.drop else 0.0) <= lost
+        and row.evaluation.footprint.size_bytes <= allowed
+    ]
+
+
 def checks_of(name: str, report: RunReport) -> list[Check]:
     """Return what must hold for one model, and what a run may come out without: it returns no model that shows otherwise.
 
@@ -71,6 +91,7 @@ def checks_of(name: str, report: RunReport) -> list[Check]:
         Check.at_most(f"{name}: points lost on held-out images", lost, points),
         Check.at_least(f"{name}: times as fast", speed, MIN_SPEEDUP),
         Check.at_most(f"{name}: bytes, of the baseline's", report.best.size_bytes / report.baseline.size_bytes, size),
+        Check.at_most(f"{name}: measured candidates that beat what is returned", len(beating(report)), 0),
         Check.at_least(f"{name}: params removed by the deepest measured attempt", deepest(report), MIN_PRUNED),
     ]
     if name.startswith(TRANSFORMERS):
