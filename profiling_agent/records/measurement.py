@@ -119,7 +119,8 @@ class RaceResult(Record):
         default=(), description="of each session, the baseline's time over its own at each of its turns"
     )
     peak_bytes: tuple[int, ...] = Field(
-        default=(), description="of each session, the most its process held resident; empty where the system can't tell"
+        default=(),
+        description="of each session, the most its process held resident; empty where nobody asked, or the system can't tell",
     )
 
     @property
