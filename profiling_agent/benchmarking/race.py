@@ -198,7 +198,7 @@ def session_starter(
     return start_session
 
 
-def _runs_torch(folder: Path) -> bool:
+def runs_torch(folder: Path) -> bool:
     """Say whether a saved model runs in torch, which takes seconds to import; what can't be opened says so in its turn."""
     with suppress(ArtifactError):
         return open_folder(folder, verify=False).deployment.runtime in TORCH
@@ -225,7 +225,7 @@ class Track:
         start = Start(batch_size=self.batch_size, device=self.device, num_threads=self.num_threads)
         folders = [self.root / ref.path for _, ref in entries]
         server = self.server
-        servers = {place: server for place, folder in enumerate(folders) if server is not None and _runs_torch(folder)}
+        servers = {place: server for place, folder in enumerate(folders) if server is not None and runs_torch(folder)}
         return session_starter([worker_command(folder) for folder in folders], start, servers=servers)
 
 

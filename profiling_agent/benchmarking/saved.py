@@ -1,6 +1,7 @@
 """Saved models raced or measured again: on another machine, at another batch size, or beside each other. No torch here."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,7 +9,7 @@ from pydantic import Field
 
 from profiling_agent.artifacts.folder import named_folder, open_folder
 from profiling_agent.artifacts.recipe import RECIPE
-from profiling_agent.benchmarking.race import TIMED, Track, hold_one, hold_sessions, pool
+from profiling_agent.benchmarking.race import TIMED, Track, hold_one, hold_sessions, pool, runs_torch
 from profiling_agent.benchmarking.throughput import check_same_machine, compare, memory_use, taken, throughput
 from profiling_agent.documents import DocumentError, read_record
 from profiling_agent.errors import RequestError
@@ -49,9 +50,10 @@ def race_saved(
     if len(models) < 2:
         raise RequestError(f"a race takes two models, {len(models)} was given: name a run, or another saved model")
     refs = tuple((model.variant, _ref(model.folder)) for model in models)
+    copies = any(runs_torch(model.folder) for model in models)
     with (
         machine_lock(progress, "a measurement of saved models"),
-        fork_server(TIMED, child_environment()) as server,
+        fork_server(TIMED, child_environment()) if copies else nullcontext() as server,
     ):
         track = Track(root=Path("/"), batch_size=batch_size, device=device, server=server)
         sessions, void = hold_sessions(lambda number: hold_one(refs, track, number, progress=progress), num_sessions)

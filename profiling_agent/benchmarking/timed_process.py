@@ -10,7 +10,7 @@ from profiling_agent.benchmarking.worker import Reply, SampleRequest, Start
 from profiling_agent.errors import JobError
 from profiling_agent.processes.child import Child, Wording
 from profiling_agent.processes.environment import child_environment
-from profiling_agent.processes.memory import peak_memory_bytes
+from profiling_agent.processes.memory import own_memory_bytes, peak_memory_bytes
 from profiling_agent.processes.started import ForkServer, Started, child_command, start
 
 # Importing torch and reading a large model takes a minute on a busy machine; a hang takes for ever.
@@ -85,9 +85,9 @@ class TimedProcess:
         return list(self._receive(timeout_s).samples_ms)
 
     def peak_bytes(self) -> int | None:
-        """Return the most that the child has held resident; None where this system doesn't tell."""
+        """Return the most that the child has held resident, of a copy what it holds by itself; None where nobody tells."""
         try:
-            return peak_memory_bytes(self.pid)
+            return peak_memory_bytes(self.pid) if self._server is None else own_memory_bytes(self.pid)
         except JobError:
             return None
 

@@ -20,7 +20,7 @@ from profiling_agent.jobs.wire import ERRORS, Message, Order
 from profiling_agent.processes.child import Child, Wording
 from profiling_agent.processes.environment import child_environment, withheld
 from profiling_agent.processes.machine_lock import machine_lock
-from profiling_agent.processes.started import ForkServer, Started, child_command, fork_server, start
+from profiling_agent.processes.started import ForkServer, OwnForkServer, Started, child_command, fork_server, start
 from profiling_agent.progress import Progress, silent
 from profiling_agent.records import ArtifactRef, Record
 from profiling_agent.reproducibility import environment
@@ -60,7 +60,7 @@ class Jobs:
         self._worker: Child[Message] | None = None
         self._given: dict[str, str] = {}
         self._servers = ExitStack()
-        self._server: ForkServer | None = None
+        self._server: OwnForkServer | None = None
 
     def run(self, task: Task[ResultT], *, together: Sequence[Task[Any]] = ()) -> ResultT:
         """Return the task's result, from disk where this run has it; what it needs is done before it.
@@ -182,7 +182,7 @@ class Jobs:
             process = self._start(given, anew=row.anew)
         else:
             if self._worker is None or not self._worker.is_alive or given != self._given:
-                self.close()
+                self._end_worker()
                 self._worker, self._given = self._start(given, anew=False), given
             process = self._worker
         try:
@@ -212,7 +212,11 @@ class Jobs:
             raise RunError(f"{str(log)!r} can't be written ({error.strerror}): move it away, and resume") from error
 
     def _fork_server(self, environment: dict[str, str]) -> ForkServer | None:
-        if self._server is None or not self._server.serves(environment):
+        """Return whom to ask for a copy; nobody where one died before it had made any, as by a library that it imported."""
+        died = self._server
+        if died is not None and not died.is_alive and not died.has_started:
+            return None
+        if died is None or not died.serves(environment):
             self._server = self._servers.enter_context(fork_server(MODULES, environment))
         return self._server
 
@@ -222,9 +226,12 @@ class Jobs:
             self._store.forget(folder.name, PIXELS)
 
     def close(self) -> None:
-        """End the worker."""
+        """End the worker, and what it was a copy of unless others use that."""
+        self._end_worker()
+        self._server = None
+        self._servers.close()
+
+    def _end_worker(self) -> None:
         if self._worker is not None:
             self._worker.end()
             self._worker = None
-        self._server = None
-        self._servers.close()

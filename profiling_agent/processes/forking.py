@@ -65,12 +65,13 @@ class Copy:
     control: socket.socket
 
 
-_controls: list[socket.socket] = []
+# The file of the socket by which this process can ask the server that it is a copy of.
+_control: list[int] = []
 
 
-def control() -> socket.socket | None:
-    """Return by what this process can ask the server that it is a copy of; None where it was started anew."""
-    return _controls[0] if _controls else None
+def control() -> int | None:
+    """Return by what file this process can ask the server that it is a copy of; None where it was started anew."""
+    return _control[0] if _control else None
 
 
 class Server:
@@ -84,10 +85,12 @@ class Server:
         for end in (self._woken, self._wakes):
             os.set_blocking(end, False)
         self._running: list[_Running] = []
-        # A program that ends wakes the server up; Ctrl-C in a terminal is its parent's business.
+        # A program that ends wakes the server up, whatever whoever started it has blocked.
         signal.set_wakeup_fd(self._wakes, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, _ignore)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        self._blocked = signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
+        # Ctrl-C in a terminal is its parent's business, and a copy's as far as it was the server's.
+        self._interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def serve(self) -> Copy:
         """Do what is asked; returns in a copy alone, with what that is to become."""
@@ -108,9 +111,15 @@ class Server:
             message, descriptors = b"", []
         if message:
             asked = Asked(**json.loads(message))
-            return (
-                self._kill(control, asked.number) if asked.module is None else self._fork(control, asked, descriptors)
-            )
+            if asked.module is None:
+                return self._kill(control, asked.number)
+            try:
+                return self._fork(control, asked, descriptors)
+            except OSError:
+                # No process or file more: whoever asked hears of it as the end of a program that never was.
+                for descriptor in descriptors:
+                    os.close(descriptor)
+                return None
         if control is self._parent:
             os._exit(0)
         self._controls.remove(control)
@@ -118,10 +127,21 @@ class Server:
         return None
 
     def _fork(self, control: socket.socket, asked: Asked, descriptors: list[int]) -> Copy | None:
+        if len(descriptors) < NUM_DESCRIPTORS:
+            raise OSError("there was no room for the files that came with the message")
         *streams, status = descriptors
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError:
+            ours.close()
+            theirs.close()
+            raise
         if pid == 0:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, self._interrupt)
+            signal.pthread_sigmask(signal.SIG_SETMASK, self._blocked)
             for opened in (*self._controls, ours):
                 opened.close()
             others = [program.status for program in self._running]
@@ -164,10 +184,7 @@ def _tell(status: int, text: str) -> None:
 def become(copy: Copy) -> None:
     """Make of this process what an interpreter is that has just been started with these arguments."""
     asked = copy.asked
-    _controls.append(copy.control)
-    signal.set_wakeup_fd(-1)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    _control.append(copy.control.detach())
     for number, descriptor in enumerate(copy.streams):
         os.dup2(descriptor, number)
         os.close(descriptor)
@@ -181,6 +198,9 @@ def become(copy: Copy) -> None:
     os.environ.update(asked.environment)
     random.seed()
     sys.argv = [asked.module or "", *asked.arguments]
+    if not hasattr(sys.modules.get(asked.module or ""), "__path__"):
+        # As a program it is another module than the one that others have imported.
+        sys.modules.pop(asked.module or "", None)
 
 
 def import_modules(names: list[str]) -> None:

@@ -4,6 +4,8 @@ import resource
 import sys
 from pathlib import Path
 
+import psutil
+
 from profiling_agent.errors import JobError
 from profiling_agent.files import read_text
 
@@ -23,3 +25,15 @@ def peak_memory_bytes(pid: int | None = None) -> int:
         raise JobError("what another process held at most is told by Linux alone (/proc): measure memory there")
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def own_memory_bytes(pid: int) -> int:
+    """Return what a process holds resident that no other process shares.
+
+    Raises:
+        JobError: it is gone.
+    """
+    try:
+        return psutil.Process(pid).memory_full_info().uss
+    except psutil.Error as error:
+        raise JobError(f"what process {pid} held can't be told: it is gone") from error

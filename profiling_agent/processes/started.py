@@ -4,13 +4,12 @@ import contextlib
 import itertools
 import os
 import resource
+import select
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
-import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,15 +17,27 @@ from functools import cache
 from pathlib import Path
 from typing import IO, Protocol
 
-import psutil
-
-from profiling_agent.processes.environment import child_environment
+from profiling_agent.files import read_text
 from profiling_agent.processes.forking import MAX_BYTES, OWN, Asked, control
 
-# How often somebody looks whether a process is gone whose server went first.
-POLL_S = 0.05
-# macOS forbids what its libraries do in a copy, and only Linux keeps messages on a socket apart.
-CAN_FORK = sys.platform == "linux"
+# An accelerator's driver, which a library may wake up when it is imported, works in no copy.
+DRIVERS = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/kfd")
+
+
+def can_fork() -> bool:
+    """Say whether this machine stands copies: Linux from 5.3, where a file names a process, and without an accelerator.
+
+    macOS forbids what its libraries do in a copy.
+    """
+    if any(Path(driver).exists() for driver in DRIVERS):
+        return False
+    if sys.platform != "linux" or not hasattr(os, "pidfd_open"):
+        return False
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except OSError:
+        return False
+    return True
 
 
 class Started(Protocol):
@@ -106,14 +117,16 @@ class Executed:
 class ForkServer:
     """Whom a process asks for copies of one that has imported modules: a twentieth of what starting them anew takes."""
 
-    def __init__(self, control: socket.socket, environment: Mapping[str, str]) -> None:
-        """Ask by `control` a server that was started with `environment`."""
-        self._control, self._passed_on = control, _passed_on(environment)
+    def __init__(self, control: socket.socket) -> None:
+        """Ask by `control`."""
+        self._control = control
         self._numbers = itertools.count()
+        # Whether it has ever made a copy: one that can't import doesn't come as far.
+        self.has_started = False
 
-    def serves(self, environment: Mapping[str, str]) -> bool:
+    def serves(self, environment: Mapping[str, str]) -> bool:  # noqa: ARG002 - a copy's own programs begin with what it did
         """Say whether its programs begin with what one would that is started now; our own variables may be any."""
-        return self._passed_on == _passed_on(environment)
+        return True
 
     def start(
         self, module: str, arguments: Sequence[str], environment: Mapping[str, str], stderr: IO[bytes]
@@ -134,33 +147,41 @@ class OwnForkServer(ForkServer):
     """A fork server that this process started, and has to end."""
 
     def __init__(self, modules: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Start it; it imports while its parent goes on."""
+        """Start it; it imports while its parent goes on. What it can't import its programs will stumble upon and say."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        super().__init__(ours, environment)
-        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
+        super().__init__(ours)
+        self._passed_on = _passed_on(environment)
         command = child_command("profiling_agent.processes", *modules)
         with theirs:
             self._process = subprocess.Popen(
-                command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, stderr=self._stderr, env=environment
+                command,
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env=environment,
             )
+
+    @property
+    def is_alive(self) -> bool:
+        """Say whether it can be asked."""
+        return self._process.poll() is None
 
     def serves(self, environment: Mapping[str, str]) -> bool:
         """Say whether it is alive, and its programs begin with what one would that is started now."""
-        return self._process.poll() is None and super().serves(environment)
+        return self.is_alive and self._passed_on == _passed_on(environment)
 
     def end(self) -> None:
         """End it; what it started goes on."""
         self._control.close()
         self._process.kill()
         self._process.wait()
-        self._stderr.close()
 
 
 @cache
 def inherited() -> ForkServer | None:
     """Return the fork server that this process is a copy of, None where it was started anew."""
     own = control()
-    return ForkServer(own, child_environment()) if own is not None else None
+    return ForkServer(socket.socket(fileno=own)) if own is not None else None
 
 
 def start(
@@ -177,10 +198,14 @@ def start(
 
 
 def _passed_on(environment: Mapping[str, str]) -> tuple[object, ...]:
-    """Return what a process that is started now begins with, but for variables of our own: environment, cores, limits."""
+    """Return what a process that is started now begins with, but for our own variables: environment, cores, limits, umask."""
     others = sorted((name, value) for name, value in environment.items() if not name.startswith(OWN))
     limits = [resource.getrlimit(getattr(resource, name)) for name in dir(resource) if name.startswith("RLIMIT_")]
-    return (*others, *sorted(os.sched_getaffinity(0)), *limits)
+    # By the system's call it can only be read by setting it, which other threads would see.
+    status = read_text(Path("/proc/self/status")).splitlines()
+    masks = [line for line in status if line.startswith("Umask:")]
+    niceness = os.getpriority(os.PRIO_PROCESS, 0)
+    return (*others, *sorted(os.sched_getaffinity(0)), *limits, *masks, niceness)
 
 
 class Forked:
@@ -189,21 +214,18 @@ class Forked:
     def __init__(self, server: ForkServer, asked: Asked, stderr: IO[bytes]) -> None:
         """Ask the server for it."""
         self._server, self._number = server, asked.number
-        (read_in, write_in), (read_out, write_out), (read_status, write_status) = (os.pipe() for _ in range(3))
+        with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
+            ends = [_pipe(ours, theirs, to_child=to_child) for to_child in (True, False, False)]
+            (write_in, read_in), (read_out, write_out), (read_status, write_status) = ends
+            server.ask(asked, [read_in, write_out, stderr.fileno(), write_status])
+            ours.pop_all()
         self.stdin = os.fdopen(write_in, "w", encoding="utf-8")
         self.stdout = os.fdopen(read_out, encoding="utf-8")
         self._status = os.fdopen(read_status, encoding="utf-8")
-        try:
-            server.ask(asked, [read_in, write_out, stderr.fileno(), write_status])
-        except OSError:
-            for stream in (self.stdin, self.stdout, self._status):
-                stream.close()
-            raise
-        finally:
-            for end in (read_in, write_out, write_status):
-                os.close(end)
         self._pid: int | None = None
+        self._handle: int | None = None
         self._code: int | None = None
+        self._is_killed = False
         self._ended = threading.Event()
         threading.Thread(target=self._listen, daemon=True).start()
 
@@ -224,29 +246,52 @@ class Forked:
 
     def kill(self) -> None:
         """Kill it, if it still runs; one that wasn't started yet ends as soon as it is, as nobody speaks to it."""
+        self._is_killed = True
         try:
             self._server.ask(Asked(self._number))
         except OSError:
-            if self._pid is not None and not self._ended.is_set():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(self._pid, signal.SIGKILL)
+            self._kill_alone()
         if self._pid is None:
             self._end(-signal.SIGKILL)
+
+    def _kill_alone(self) -> None:
+        """Kill it without its server."""
+        with contextlib.suppress(ProcessLookupError):
+            if self._handle is not None and not self._ended.is_set():
+                signal.pidfd_send_signal(self._handle, signal.SIGKILL)
 
     def _listen(self) -> None:
         """Keep what the server tells: the process id, and how it ended."""
         with self._status as told:
-            self._pid = int(told.readline() or 0) or None
+            pid = int(told.readline() or 0)
+            if pid:
+                # It names this process as long as it is open, whoever has its number by then.
+                with contextlib.suppress(ProcessLookupError):
+                    self._handle = os.pidfd_open(pid)
+                self._pid, self._server.has_started = pid, True
             code = told.readline()
-        while not code and self._pid is not None and psutil.pid_exists(self._pid):
-            # The server went first. The system buries what it started, and nobody tells how it died.
-            time.sleep(POLL_S)
+        if not code and self._handle is not None:
+            # The server went first, perhaps with an order to kill that it had not read. Nobody tells how this one ends.
+            if self._is_killed:
+                self._kill_alone()
+            select.select([self._handle], [], [])
         self._end(int(code) if code else -signal.SIGKILL)
+        if self._handle is not None:
+            os.close(self._handle)
 
     def _end(self, code: int) -> None:
         if not self._ended.is_set():
             self._code = code
             self._ended.set()
+
+
+def _pipe(ours: contextlib.ExitStack, theirs: contextlib.ExitStack, *, to_child: bool) -> tuple[int, int]:
+    """Return our end of a new pipe and the child's, each closed with its stack."""
+    read, write = os.pipe()
+    own, other = (write, read) if to_child else (read, write)
+    ours.callback(os.close, own)
+    theirs.callback(os.close, other)
+    return own, other
 
 
 @dataclass(slots=True)
@@ -265,7 +310,7 @@ def fork_server(modules: Sequence[str], environment: Mapping[str, str]) -> Gener
 
     One that died is followed by another. None where the system doesn't stand copies.
     """
-    if not CAN_FORK:
+    if not can_fork():
         yield None
         return
     key = (tuple(modules), *_passed_on(environment))

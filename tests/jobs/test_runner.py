@@ -166,6 +166,36 @@ def test_a_key_covers_every_input(baseline: tuple[Workspace, ArtifactRef]):
     assert len(keys) == 4
 
 
+def test_a_worker_that_dies_leaves_what_it_was_a_copy_of(jobs: Jobs, baseline: tuple[Workspace, ArtifactRef]):
+    model = baseline[1]
+
+    jobs.run(evaluation(model, batch_size=5))
+    before = jobs._server
+    for child in copies():
+        child.kill()
+    jobs.run(evaluation(model, batch_size=6))
+
+    assert jobs._server is before is not None
+    assert before.is_alive
+
+
+def test_where_a_library_takes_the_server_down_processes_are_started_anew(
+    baseline: tuple[Workspace, ArtifactRef], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    # In the server alone, which imports what it is given by name first.
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, signal, sys\nif 'profiling_agent.processes' in sys.orig_argv: os.kill(os.getpid(), signal.SIGILL)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    workspace, model = baseline
+    broken = Jobs(workspace)
+    split = evaluation(model).split.model_copy(update={"name": "calibration"})
+
+    assert broken.run(prepared(split, workspace.path(model))[0]).shape[0] == NUM_IMAGES
+    assert copies() == []
+    broken.close()
+
+
 @pytest.mark.parametrize("anew", [False, True])
 def test_children_die_with_a_parent_that_is_killed(tmp_path: Path, anew: bool):
     code = (

@@ -2,7 +2,9 @@
 
 import contextlib
 import os
+import resource
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -143,6 +145,69 @@ def test_a_server_that_dies_leaves_its_programs_and_starts_no_more(server: ForkS
         assert follower.wait() == 7
     for each in (program, killed, follower):
         close(each)
+
+
+def test_an_order_to_kill_that_the_server_never_read_is_carried_out(server: ForkServer, environment: dict[str, str]):
+    program, _ = forked(server, environment)
+    assert program.pid is not None
+    parent = psutil.Process(program.pid).parent()
+    assert parent is not None
+    parent.suspend()
+    program.kill()
+    parent.kill()
+
+    assert program.wait() == -signal.SIGKILL
+    assert "again" not in program.stdout.read()
+    close(program)
+
+
+def test_a_server_without_room_for_another_program_goes_on(server: ForkServer, environment: dict[str, str]):
+    program, _ = forked(server, environment)
+    assert program.pid is not None
+    parent = psutil.Process(program.pid).ppid()
+    limit = resource.prlimit(parent, resource.RLIMIT_NOFILE)
+    resource.prlimit(parent, resource.RLIMIT_NOFILE, (8, limit[1]))
+    with tempfile.TemporaryFile() as stderr:
+        refused = [server.start("program", [], environment, stderr) for _ in range(3)]
+    assert {each.wait() for each in refused} == {-signal.SIGKILL}
+    assert {each.pid for each in refused} == {None}
+    resource.prlimit(parent, resource.RLIMIT_NOFILE, limit)
+
+    follower, _ = forked(server, environment)
+    for each in (program, follower):
+        say(each, "leave")
+        assert each.wait() == 7
+    for each in (program, follower, *refused):
+        close(each)
+
+
+def test_ctrl_c_that_was_ignored_stays_ignored_and_another_mask_is_another_server(environment: dict[str, str]):
+    heard, mask = signal.signal(signal.SIGINT, signal.SIG_IGN), os.umask(0o077)
+    try:
+        with fork_server(["heavy"], environment) as given:
+            program = there(given).start("program", [], environment, sys.__stderr__.buffer)
+            said = [program.stdout.readline() for _ in range(2)]
+            os.umask(0o022)
+            assert not there(given).serves(environment)
+            say(program, "leave")
+            assert program.wait() == 7
+            close(program)
+    finally:
+        signal.signal(signal.SIGINT, heard)
+        os.umask(mask)
+
+    assert said[1].endswith("False\n"), "it isn't Python's own handler"
+
+
+def test_a_program_that_others_have_imported_is_run_in_silence(environment: dict[str, str]):
+    Path(environment["PYTHONPATH"], "known.py").write_text("if __name__ == '__main__':\n    import program\n")
+    with fork_server(["known"], environment | {"PYTHONWARNINGS": "error"}) as given, tempfile.TemporaryFile() as stderr:
+        program = there(given).start("known", [], environment, stderr)
+        say(program, "leave")
+        assert program.wait() == 7
+        close(program)
+        stderr.seek(0)
+        assert stderr.read() == b""
 
 
 def test_a_program_that_is_killed_before_it_was_started_ends_at_once_and_is_gone_soon(
