@@ -175,8 +175,9 @@ def test_a_worker_that_dies_leaves_what_it_was_a_copy_of(jobs: Jobs, baseline: t
         child.kill()
     jobs.run(evaluation(model, batch_size=6))
 
-    assert jobs._server is before is not None
+    assert before is not None
     assert before.is_alive
+    assert jobs._server is before
 
 
 def test_where_a_library_takes_the_server_down_processes_are_started_anew(

@@ -4,7 +4,6 @@ import contextlib
 import os
 import resource
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -184,8 +183,8 @@ def test_a_server_without_room_for_another_program_goes_on(server: ForkServer, e
 def test_ctrl_c_that_was_ignored_stays_ignored_and_another_mask_is_another_server(environment: dict[str, str]):
     heard, mask = signal.signal(signal.SIGINT, signal.SIG_IGN), os.umask(0o077)
     try:
-        with fork_server(["heavy"], environment) as given:
-            program = there(given).start("program", [], environment, sys.__stderr__.buffer)
+        with fork_server(["heavy"], environment) as given, tempfile.TemporaryFile() as stderr:
+            program = there(given).start("program", [], environment, stderr)
             said = [program.stdout.readline() for _ in range(2)]
             os.umask(0o022)
             assert not there(given).serves(environment)
