@@ -16,6 +16,9 @@ from profiling_agent.records import NUM_SESSIONS, RUNTIMES, Goal, RuntimeName
 
 RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
+DURATION = re.compile(r"(?:([0-9]{1,4})h)?\s*(?:([0-9]{1,5})m(?:in)?)?\s*(?:([0-9]{1,7})s)?", re.ASCII)
+SHORTEST_S, LONGEST_S = 60.0, 30 * 86_400.0
+
 
 def _run_id(value: str | None) -> str | None:
     if value is not None and not RUN_ID.fullmatch(value):
@@ -26,6 +29,23 @@ def _run_id(value: str | None) -> str | None:
 def _reason(value: str | None) -> str | None:
     if value is not None and (not value.strip() or not value.isprintable()):
         raise ValueError("a reason of one printable line is needed, which the report prints")
+    return value
+
+
+def parse_duration(text: str) -> float:
+    """Return the seconds of a duration such as 90s, 20m or 1h30m; ValueError where it is none, or shorter than a minute or longer than 30 days."""
+    found = DURATION.fullmatch(text.strip())
+    if found is None or not any(found.groups()):
+        raise ValueError(f"{text!r} is no duration: use hours, minutes and seconds, such as 1h30m, 20m or 90s")
+    seconds = sum(float(part) * unit for part, unit in zip(found.groups("0"), (3600, 60, 1), strict=True))
+    if not SHORTEST_S <= seconds <= LONGEST_S:
+        raise ValueError(f"{text!r} is {seconds:.0f} s: give a run a minute at least, and 30 days at most")
+    return seconds
+
+
+def _duration(value: str | None) -> str | None:
+    if value is not None:
+        parse_duration(value)
     return value
 
 
@@ -90,10 +110,11 @@ class Request(BaseModel):
     max_iterations: int = Field(default=5, ge=1, le=100, description="plans to measure, the first one included")
     plan: str | None = Field(default=None, description="JSON file with a plan of your own, used instead of analysis")
     criterion: Literal[
-        "auto", "fisher_obs", "obs", "fisher", "taylor", "wanda", "flap", "group_l2", "l2", "l1", "random"
+        "auto", "compare", "fisher_obs", "obs", "fisher", "taylor", "wanda", "flap", "group_l2", "l2", "l1", "random"
     ] = Field(
         default="auto",
-        description="what decides which channels and heads go first; auto: the best on calibration images",
+        description="what decides which channels and heads go first; auto: what suits each kind of unit; compare: the best of ten on "
+        "calibration images, which takes long",
     )
     recover_epochs: int = Field(
         default=0,
@@ -132,6 +153,11 @@ class Request(BaseModel):
         ge=2,
         le=100,
         description="times that the baseline and the winner start anew and take turns; fewer are quicker and prove less",
+    )
+    time_budget: Annotated[str | None, AfterValidator(_duration)] = Field(
+        default=None,
+        max_length=20,
+        description="time that the run may take, such as 30m or 1h30m; it then does what is worth most of it, and settles the best so far",
     )
     batch_size: int = Field(default=32, ge=1, le=4096, description="the batch size you deploy; all is measured at it")
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="where to measure")
@@ -229,6 +255,16 @@ class Request(BaseModel):
             objective=self.objective,
             max_memory_ratio=self.max_memory_ratio,
         )
+
+    @property
+    def names_runtimes(self) -> bool:
+        """Return whether runtimes were asked for by name."""
+        return "auto" not in {name.strip() for name in self.runtimes.split(",")}
+
+    @property
+    def time_budget_s(self) -> float | None:
+        """Return the seconds that the run may take, None where there is no limit."""
+        return None if self.time_budget is None else parse_duration(self.time_budget)
 
     @property
     def runtime_names(self) -> tuple[RuntimeName, ...]:

@@ -11,6 +11,11 @@ def evaluation(state: RunState, session: RunSession) -> Update:
     """Add a measured and judged attempt to the journal."""
     assert state.prepared is not None, "pruning comes first"
     assert state.journal is not None, "quantization opens it"
+    began_s = session.jobs.timesheet.spent_s
     attempt = measure_attempt(session.evaluator(state), state.prepared, state.journal)
     journal = state.journal.with_attempt(attempt.model_copy(update={"origin": state.origin or attempt.origin}))
-    return {"journal": journal, "stopped": None if state.iterate else StopReason.SINGLE_PASS}
+    return {
+        "journal": journal,
+        "stopped": None if state.iterate else StopReason.SINGLE_PASS,
+        "attempt_s": state.attempt_s + session.jobs.timesheet.spent_s - began_s,
+    }

@@ -111,7 +111,10 @@ def as_node(agent: Agent, sessions: Sessions) -> Node:
     def node(state: RunState, *, runtime: Runtime[None]) -> Update:
         info = runtime.execution_info
         session = sessions.get_session(state, info.thread_id if info else None)
-        return run_node(session, stage, runtime, partial(agent, state, session), standing_of(state, stage))
+        timesheet = session.jobs.timesheet
+        timesheet.go_on_from(state.spent_s)
+        update = run_node(session, stage, runtime, partial(agent, state, session), standing_of(state, stage))
+        return {**update, "spent_s": timesheet.spent_s}
 
     node.__name__ = stage
     node.__doc__ = agent.__doc__

@@ -11,4 +11,7 @@ def quantization(state: RunState, session: RunSession) -> Update:
     assert state.prepared is not None, "pruning comes first"
     evaluator = session.evaluator(state)
     journal = state.journal or open_journal(evaluator, state.prepared.plan)
-    return {"journal": journal, "prepared": quantize_attempt(evaluator, state.prepared, journal.deployment)}
+    began_s = session.jobs.timesheet.spent_s
+    prepared = quantize_attempt(evaluator, state.prepared, journal.deployment)
+    took_s = session.jobs.timesheet.spent_s - began_s
+    return {"journal": journal, "prepared": prepared, "attempt_s": state.attempt_s + took_s}

@@ -12,16 +12,17 @@ from profiling_agent.agents.limits import Limits
 from profiling_agent.agents.state import RunState
 from profiling_agent.errors import RunError
 from profiling_agent.files import FileRefusedError, inside, resolved
+from profiling_agent.iteration.budget import affordable_images
 from profiling_agent.iteration.deployments import deployment_choices
 from profiling_agent.iteration.evaluator import Evaluator, Settings
-from profiling_agent.jobs.profile import profile_artifact, read_profile
+from profiling_agent.jobs.profile import measure_headline, profile_artifact, read_profile
 from profiling_agent.jobs.runner import Jobs
 from profiling_agent.jobs.store import artifacts_of
 from profiling_agent.jobs.tasks import Profiled
 from profiling_agent.llm.endpoint import key_for, trusted_addresses
 from profiling_agent.llm.ledger import read_spent
 from profiling_agent.llm.question import Asks
-from profiling_agent.records import ModelProfile, Spent
+from profiling_agent.records import ModelProfile, Spent, SplitInfo
 from profiling_agent.request import RUN_ID, Request
 from profiling_agent.workspace import (
     HOLDER,
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 # What an evaluator is made of: a fork or a person's edit changes some of it, and then another one is made.
 EVALUATED = (
     *("acquired", "resolved", "profiled", "goal", "batch_size", "seed", "recover_epochs", "fresh_ledger"),
-    *("num_sessions", "runtime_names", "quantize_dtype", "quantize_layers"),
+    *("num_sessions", "time_budget", "runtime_names", "quantize_dtype", "quantize_layers"),
 )
 
 
@@ -73,7 +74,16 @@ class RunSession:
         with storage_told(workspace.root):
             workspace.sweep()
 
-    def measured(self, state: RunState) -> Profiled:
+    def calibration(self, state: RunState) -> SplitInfo:
+        """Return the calibration images that the run has the time for; RequestError where it has none for anything."""
+        assert state.acquired is not None, "acquisition comes first"
+        assert state.resolved is not None, "the input shape resolver comes first"
+        split, device = state.acquired.calibration, state.acquired.source.device
+        headline = measure_headline(self.jobs, state.resolved.baseline, batch_size=state.batch_size, device=device)
+        affordable = affordable_images(state.time_budget_s, headline.pass_s, split.num_images)
+        return split.model_copy(update={"num_images": affordable})
+
+    def measured(self, state: RunState, calibration: SplitInfo) -> Profiled:
         """Return where the baseline's profile lies, measured where it isn't there."""
         assert state.acquired is not None, "acquisition comes first"
         assert state.resolved is not None, "the input shape resolver comes first"
@@ -82,7 +92,7 @@ class RunSession:
             state.resolved.baseline,
             batch_size=state.batch_size,
             device=state.acquired.source.device,
-            calibration=state.acquired.calibration,
+            calibration=calibration,
             criterion=state.criterion,
             seed=state.seed,
         )
@@ -131,11 +141,13 @@ class RunSession:
     def _build_evaluator(self, state: RunState) -> Evaluator:
         assert state.acquired is not None, "acquisition comes first"
         assert state.resolved is not None, "the input shape resolver comes first"
+        profile = self.profile(state)
+        self.jobs.pass_s = profile.headline.pass_s
         return Evaluator(
             jobs=self.jobs,
             acquired=state.acquired,
             baseline=state.resolved.baseline,
-            profile=self.profile(state),
+            profile=profile,
             goal=state.goal,
             settings=Settings(
                 batch_size=state.batch_size,
@@ -143,6 +155,7 @@ class RunSession:
                 recover_epochs=state.recover_epochs,
                 num_sessions=state.num_sessions,
                 fresh_ledger=state.fresh_ledger,
+                time_budget_s=state.time_budget_s,
             ),
             choices=deployment_choices(state, state.acquired.source.device),
         )

@@ -40,6 +40,8 @@ class RunState(Request):
     advisor_object: str | None = Field(default=None, description="the name of one that was passed as an object")
     acquired: Acquired | None = None
     resolved: ResolvedShape | None = None
+    spent_s: float = Field(default=0.0, description="what the run has used of its time, as its jobs tell")
+    attempt_s: float = Field(default=0.0, description="what the last attempt took of it")
     profiled: Profiled | None = None
     proposal: Plan | None = Field(default=None, description="the plan to measure next")
     origin: Origin | None = Field(default=None, description="who proposed it")

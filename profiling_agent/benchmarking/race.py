@@ -179,11 +179,15 @@ def _hold(
 
 
 def session_starter(
-    commands: Sequence[Sequence[str]], start: Start, *, servers: Mapping[int, ForkServer] | None = None
+    commands: Sequence[Sequence[str]],
+    start: Start,
+    *,
+    servers: Mapping[int, ForkServer] | None = None,
+    pass_s: float = 0.0,
 ) -> StartSession:
     """Return what makes a process for each of the chosen `commands`, and ends them all after the session.
 
-    Those that have a server are copies of a process that has imported what they need.
+    Those that have a server are copies of a process that has imported what they need. `pass_s` is what a batch is known to take.
     """
     by_place = servers or {}
 
@@ -191,7 +195,9 @@ def session_starter(
     def start_session(chosen: Sequence[int]) -> Generator[Mapping[int, Timed]]:
         with ExitStack() as stack:
             yield {
-                index: stack.enter_context(TimedProcess(commands[index], start, server=by_place.get(index)))
+                index: stack.enter_context(
+                    TimedProcess(commands[index], start, server=by_place.get(index), pass_s=pass_s)
+                )
                 for index in chosen
             }
 
@@ -218,6 +224,7 @@ class Track:
     device: str = "cpu"
     num_threads: int | None = None
     seed: int = 0
+    pass_s: float = 0.0
     server: ForkServer | None = None
 
     def starter(self, entries: Entries) -> StartSession:
@@ -226,7 +233,8 @@ class Track:
         folders = [self.root / ref.path for _, ref in entries]
         server = self.server
         servers = {place: server for place, folder in enumerate(folders) if server is not None and runs_torch(folder)}
-        return session_starter([worker_command(folder) for folder in folders], start, servers=servers)
+        commands = [worker_command(folder) for folder in folders]
+        return session_starter(commands, start, servers=servers, pass_s=self.pass_s)
 
 
 def choose(entries: Entries, track: Track, *, limits: SessionLimits | None = None, progress: Progress = silent) -> Race:

@@ -13,8 +13,9 @@ from profiling_agent.processes.environment import child_environment
 from profiling_agent.processes.memory import own_memory_bytes, peak_memory_bytes
 from profiling_agent.processes.started import ForkServer, Started, child_command, start
 
-# Importing torch and reading a large model takes a minute on a busy machine; a hang takes for ever.
-LOAD_TIMEOUT_S, SAMPLE_TIMEOUT_S = 600.0, 300.0
+# Importing torch and reading a large model takes a minute on a busy machine; a hang takes for ever. A turn is ten passes at most, of a slow
+# model one or two, and what is to be slower than the baseline by more than that is not worth waiting for.
+LOAD_TIMEOUT_S, SAMPLE_TIMEOUT_S, MAX_PASSES = 600.0, 300.0, 20
 
 
 def worker_command(folder: Path) -> list[str]:
@@ -32,8 +33,9 @@ class TimedProcess:
         *,
         environment: Mapping[str, str] | None = None,
         server: ForkServer | None = None,
+        pass_s: float = 0.0,
     ) -> None:
-        """Note what to run; nothing runs before `start` or `wait_until_ready`.
+        """Note what to run; nothing runs before `start` or `wait_until_ready`. `pass_s` is what a batch is known to take.
 
         The allocator's settings are those that a process has which loads the model for its own use, though others would
         be steadier (docs/decisions/0016); `environment` is for whoever compares them. A copy that a `server` makes, which
@@ -41,6 +43,7 @@ class TimedProcess:
         """
         self._command, self._first, self._environment = command, first, environment
         self._server = server if environment is None else None
+        self._sample_timeout_s = max(SAMPLE_TIMEOUT_S, MAX_PASSES * pass_s)
         self._started: Child[Reply] | None = None
 
     def start(self) -> None:
@@ -79,10 +82,10 @@ class TimedProcess:
         self.start()
         self._receive(timeout_s)
 
-    def take_sample(self, runs: int, timeout_s: float = SAMPLE_TIMEOUT_S) -> list[float]:
+    def take_sample(self, runs: int, timeout_s: float | None = None) -> list[float]:
         """Return the milliseconds of `runs` forward passes; JobError where the child crashes or takes too long."""
         self._child.send(SampleRequest(runs=runs))
-        return list(self._receive(timeout_s).samples_ms)
+        return list(self._receive(timeout_s or self._sample_timeout_s).samples_ms)
 
     def peak_bytes(self) -> int | None:
         """Return the most that the child has held resident, of a copy what it holds by itself; None where nobody tells."""

@@ -5,7 +5,7 @@ from profiling_agent.errors import ArtifactError, JobError, PlanError, PruningEr
 from profiling_agent.iteration.deployment_search import as_search, try_deployments
 from profiling_agent.iteration.deployments import possible_deployments
 from profiling_agent.iteration.evaluator import Evaluator
-from profiling_agent.iteration.judge import judge
+from profiling_agent.iteration.judge import hopeless_kl, judge
 from profiling_agent.jobs.tasks import PruneTask, RecoverTask
 from profiling_agent.records import (
     SHARD,
@@ -32,6 +32,13 @@ class PreparedAttempt(Record):
     deployment: Deployment | None = None
     deployed: ArtifactRef | None = None
     failure: str | None = None
+
+    @property
+    def kl(self) -> float | None:
+        """Return how far the pruned model is from the unpruned one on calibration images, nats; None where nobody knows."""
+        if self.recovery is not None:
+            return self.recovery.kl_after
+        return self.pruned.kl if self.pruned else None
 
     @property
     def fp32(self) -> ArtifactRef | None:
@@ -94,9 +101,16 @@ def _recovered(evaluator: Evaluator, prepared: PreparedAttempt) -> PreparedAttem
 
 
 def quantize_attempt(evaluator: Evaluator, prepared: PreparedAttempt, deployment: Deployment | None) -> PreparedAttempt:
-    """Bring the pruned model into a deployment; the plan then says what that does to the layers. None is eager float32."""
+    """Bring the pruned model into a deployment; the plan then says what that does to the layers. None is eager float32.
+
+    One that is hopeless by its KL goes no further: its conversion and its images would teach nothing that isn't known.
+    """
     if prepared.failure is not None:
         return prepared
+    kl, hopeless = prepared.kl, hopeless_kl(evaluator.goal)
+    if evaluator.goal.selection == "contract" and kl is not None and kl > hopeless:
+        said = f"the KL to the unpruned model is {kl:.2g} nats on calibration images, {hopeless:.2g} is hopeless: not measured"
+        return prepared.model_copy(update={"failure": said})
     model = prepared.fp32 or evaluator.baseline
     if deployment is None:
         return prepared.model_copy(update={"deployed": model})
@@ -129,7 +143,7 @@ def _deployed_variant(prepared: PreparedAttempt) -> Variant:
 
 
 def measure_attempt(evaluator: Evaluator, prepared: PreparedAttempt, journal: Journal) -> Attempt:
-    """Measure and judge a prepared attempt; the first one's fp32 model is measured too, so that all four variants are known."""
+    """Measure and judge a prepared attempt as it would be deployed."""
     number, made = len(journal.attempts) + 1, prepared.pruned
     failed = Attempt(
         number=number,
@@ -148,19 +162,8 @@ def measure_attempt(evaluator: Evaluator, prepared: PreparedAttempt, journal: Jo
     if prepared.failure is not None or prepared.deployed is None:
         return failed
     try:
-        variant = _deployed_variant(prepared)
-        deployed = evaluator.search(variant, prepared.deployed, prepared.deployment)
-        pruned = deployed if variant is Variant.PRUNED else None
-        if prepared.fp32 and pruned is None and number == 1:
-            pruned = evaluator.search(Variant.PRUNED, prepared.fp32)
+        deployed = evaluator.search(_deployed_variant(prepared), prepared.deployed, prepared.deployment)
     except (ArtifactError, JobError) as error:
         return failed.model_copy(update={"reason": str(error)})
     judgement = judge(deployed, evaluator.goal)
-    return failed.model_copy(
-        update={
-            "pruned": pruned,
-            "deployed": deployed,
-            "accepted": judgement.accepted,
-            "reason": judgement.reason,
-        }
-    )
+    return failed.model_copy(update={"deployed": deployed, "accepted": judgement.accepted, "reason": judgement.reason})

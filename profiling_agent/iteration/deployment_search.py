@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from profiling_agent.benchmarking.race import noise_warning
 from profiling_agent.errors import JobError
 from profiling_agent.iteration.deployer import REFUSALS
+from profiling_agent.iteration.deployments import by_promise
 from profiling_agent.iteration.evaluator import Evaluator
-from profiling_agent.iteration.judge import judge
+from profiling_agent.iteration.judge import hopeless_kl, judge
 from profiling_agent.iteration.selection import preference, size_ratio
 from profiling_agent.records import (
-    SHARD,
     ArtifactRef,
     DeployedModel,
     Deployment,
@@ -24,13 +24,14 @@ from profiling_agent.records import (
     Evaluation,
     Goal,
     Race,
+    RuntimeName,
     Variant,
 )
 
 # Float32 in another order of additions; a conversion that is further away computes something else.
 MAX_DISTANCE = 1e-3
-# A point of top-1 goes with 0.01 to 0.02 nats (docs/decisions/LOG.md): ten times that is hopeless, whatever the floor.
-HOPELESS_KL, KL_PER_ACCURACY = 0.2, 20.0
+# Runtimes that compile for a minute or two.
+SLOW_TO_MAKE: frozenset[RuntimeName] = frozenset({"inductor"})
 # As many deployments that keep the accuracy are measured in full; the pruned model is tried in all of them.
 NUM_IN_FULL = 3
 
@@ -69,14 +70,19 @@ def try_deployments(
 ) -> TriedDeployments:
     """Make `model`, float32, in each of `deployments`; check, race and rank them.
 
-    There are many to tell apart: a few hundred images are seen before the race, and all search images after it, by the
-    fastest alone. Whatever a conversion or a runtime does costs that deployment its place and the run nothing.
+    There are many to tell apart: their logits on calibration images are looked at before the race, and search images after it, the
+    fastest's first, until enough of them keep the accuracy. Whatever a conversion or a runtime does costs that deployment its place and the run
+    nothing.
     """
     trial = Trial(evaluator, Variant.QUANTIZED, baseline)
     options: list[DeploymentOption] = []
-    for deployment in deployments:
+    began_s = evaluator.jobs.timesheet.spent_s
+    for deployment in by_promise(deployments):
+        if why := _not_worth_it(evaluator, deployment, began_s if options else None):
+            options.append(DeploymentOption(deployment=deployment, reason=why))
+            continue
         option = evaluator.deployer.make(model, deployment, choose_layers=True)
-        options.append(trial.check(option))
+        options.append(_checked(option, evaluator.goal))
     entered = [option for option in options if _is_in(option)]
     race, not_raced = None, None
     # Without a rival there is nothing to choose; the race at the end of the run shows whether it is faster at all.
@@ -99,26 +105,6 @@ class Trial:
     evaluator: Evaluator
     variant: Variant
     baseline: Evaluation
-
-    def check(self, option: DeploymentOption) -> DeploymentOption:
-        """Look at the distance, the KL and a few hundred images; the first that is hopeless ends it."""
-        if option.deployed is None:
-            return _not_made(option)
-        goal = self.evaluator.goal
-        if refused := _refused_by_logits(option.deployed, goal):
-            return option.model_copy(update={"reason": refused})
-        try:
-            search = self.evaluator.acquired.search
-            sample = self.evaluator.evaluate(
-                self.variant, _model(option), search, self.baseline, option.deployment, images=range(SHARD)
-            ).drop
-        except REFUSALS as error:
-            return option.model_copy(update={"reason": f"could not be run: {error}"})
-        assert sample is not None, "a sample is compared with the baseline"
-        said = ""
-        if sample.low > goal.max_accuracy_drop:
-            said = f"lost {sample.drop:.1%} of top-1 on {sample.num_images} images, {sample.low:.1%} at least"
-        return option.model_copy(update={"sample": sample, "reason": said})
 
     def measure(self, option: DeploymentOption) -> DeploymentOption:
         """Measure on as many search images as it takes, and the memory where the contract asks, and judge."""
@@ -145,7 +131,7 @@ class Trial:
         return self.evaluator.race([first, *((self.variant, _model(option)) for option in entered)])
 
     def finish(self, options: Sequence[DeploymentOption]) -> list[DeploymentOption]:
-        """Measure what wasn't yet on more than a sample, the fastest first, until enough of it keeps the accuracy."""
+        """Measure what nothing speaks against, the fastest first, until enough of it keeps the accuracy."""
         done = list(options)
         waiting = [index for index, option in enumerate(done) if option.evaluation is None and _is_in(option)]
         num_kept = 0
@@ -195,14 +181,36 @@ def _is_in(option: DeploymentOption) -> bool:
     return option.keeps_accuracy if option.evaluation else option.deployed is not None and not option.reason
 
 
+def _not_worth_it(evaluator: Evaluator, deployment: Deployment, began_s: float | None) -> str:
+    """Return why a deployment isn't made for want of time; nothing where it is. One is made in any case."""
+    budget, choices = evaluator.budget, evaluator.choices
+    if began_s is not None and not budget.allows_search(began_s):
+        return "not tried: the time budget has no room for more deployments"
+    has_others = not set(choices.supported) <= SLOW_TO_MAKE | {"eager"}
+    is_slow = deployment.runtime in SLOW_TO_MAKE and has_others and not choices.is_named
+    if is_slow and not budget.allows_slow_conversion():
+        return (
+            "not tried: a conversion that takes minutes is more than a run of so fast a model is worth; "
+            f"--runtimes {','.join(choices.supported)} or a --time-budget asks for it"
+        )
+    return ""
+
+
 def _not_made(option: DeploymentOption) -> DeploymentOption:
     return option.model_copy(update={"reason": f"could not be made: {option.reason}"})
+
+
+def _checked(option: DeploymentOption, goal: Goal) -> DeploymentOption:
+    """Return a deployment with what speaks against it by its logits alone, if anything does."""
+    if option.deployed is None:
+        return _not_made(option)
+    return option.model_copy(update={"reason": _refused_by_logits(option.deployed, goal)})
 
 
 def _refused_by_logits(deployed: DeployedModel, goal: Goal) -> str:
     if deployed.deployment.scheme == "float32" and not deployed.distance <= MAX_DISTANCE:
         return f"float32 logits are {deployed.distance:.2g} from torch's (relative), {MAX_DISTANCE:g} is allowed"
-    allowed = HOPELESS_KL + KL_PER_ACCURACY * goal.max_accuracy_drop
+    allowed = hopeless_kl(goal)
     if not deployed.kl <= allowed:
         return f"the KL to the float32 model is {deployed.kl:.2g} nats, {allowed:.2g} is hopeless"
     return ""

@@ -9,6 +9,12 @@ from profiling_agent.errors import RequestError
 from profiling_agent.records import EVERYTHING, Deployment, Plan, QuantizationRecommendation, RuntimeName, Scheme
 from profiling_agent.request import Request
 
+# The order in which deployments are tried: those that led most often where all were measured come first, what compiles for minutes last
+# (docs/benchmarks.md). It matters where the time ends before all were tried.
+PROMISE: tuple[tuple[RuntimeName, Scheme], ...] = (
+    *(("openvino", "static"), ("onnxruntime", "dynamic"), ("openvino", "static_nncf"), ("onnxruntime", "static")),
+    *(("eager", "dynamic"), ("openvino", "bfloat16"), ("openvino", "float32"), ("onnxruntime", "float32")),
+)
 INT8: frozenset[Scheme] = frozenset({"dynamic", "static", "static_nncf"})
 # The schemes of one runtime that a hand-written mixture of types can be; of others no runtime knows more than one type.
 MIXTURES: Mapping[RuntimeName, Scheme] = {"eager": "dynamic", "inductor": "static"}
@@ -26,11 +32,12 @@ ASKED_SCHEMES: Mapping[str, frozenset[Scheme]] = {
 class DeploymentChoices:
     """What a run may choose a deployment from.
 
-    `supported` has the schemes of each runtime that is there and may be used, `schemes` those that were asked for on
+    `supported` has the schemes of each runtime that is there and may be used, which somebody asked for by name or not, `schemes` those that were asked for on
     `layers`, and `notes` a line for each runtime that is not there.
     """
 
     supported: Mapping[RuntimeName, Sequence[Scheme]] = field(default_factory=dict)
+    is_named: bool = False
     schemes: frozenset[Scheme] = frozenset()
     layers: str = EVERYTHING
     notes: tuple[str, ...] = ()
@@ -46,7 +53,13 @@ def deployment_choices(request: Request, device: str) -> DeploymentChoices:
         else:
             supported[name] = registry.runtime(name).schemes(device)
     schemes = ASKED_SCHEMES[request.quantize_dtype]
-    return DeploymentChoices(supported, schemes, request.quantize_layers, tuple(notes))
+    return DeploymentChoices(
+        supported=supported,
+        is_named=request.names_runtimes,
+        schemes=schemes,
+        layers=request.quantize_layers,
+        notes=tuple(notes),
+    )
 
 
 def schemes_of(recommendations: Iterable[QuantizationRecommendation]) -> frozenset[Scheme]:
@@ -80,6 +93,16 @@ def possible_deployments(plan: Plan, choices: DeploymentChoices) -> tuple[Deploy
             deployment for deployment in chosen if (deployment.runtime, deployment.scheme) != ("eager", "float32")
         ]
     return tuple(found)
+
+
+def by_promise(deployments: Iterable[Deployment]) -> list[Deployment]:
+    """Return deployments in the order in which they are worth trying; those of which nothing is known in theirs, inductor last."""
+    places = {pair: place for place, pair in enumerate(PROMISE)}
+
+    def place(deployment: Deployment) -> tuple[bool, int]:
+        return deployment.runtime == "inductor", places.get((deployment.runtime, deployment.scheme), len(places))
+
+    return sorted(deployments, key=place)
 
 
 def _planned(runtime: RuntimeName, known: Sequence[Scheme], wanted: frozenset[Scheme]) -> list[Scheme]:

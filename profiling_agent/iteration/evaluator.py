@@ -11,6 +11,7 @@ from profiling_agent.errors import RequestError
 from profiling_agent.evaluation.intervals import at_a_look, compare, counts_of
 from profiling_agent.evaluation.predictions import read_predictions
 from profiling_agent.evaluation.sequential import decide
+from profiling_agent.iteration.budget import Budget
 from profiling_agent.iteration.deployer import Deployer
 from profiling_agent.iteration.deployments import DeploymentChoices
 from profiling_agent.jobs.runner import Jobs
@@ -45,6 +46,7 @@ class Settings(Record):
     recover_epochs: int = 0
     num_sessions: int = NUM_SESSIONS
     fresh_ledger: str | None = None
+    time_budget_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,11 @@ class Evaluator:
     def device(self) -> str:
         """Return where everything is measured."""
         return self.acquired.source.device
+
+    @cached_property
+    def budget(self) -> Budget:
+        """Return what the run has left of its time."""
+        return Budget(self.jobs.timesheet, self.profile.headline.pass_s, self.settings.time_budget_s)
 
     @cached_property
     def deployer(self) -> Deployer:
@@ -128,16 +135,20 @@ class Evaluator:
         """Measure a model on the search images beside the baseline: on the first shard, and on all unless that decides.
 
         What decides is that the drop is shown inside the contract, or outside, with an error of 2%; the drop is then that of a
-        test which was looked at early. The paper's selection goes by what all images say.
+        test which was looked at early. Where a time budget leaves no room for the others, the first shard is all there is. The paper's
+        selection goes by what all images say.
         """
         split, first = self.acquired.search, range(SHARD)
         if self.goal.selection == "contract" and split.num_images > MAX_AT_ONCE:
-            beside = self.evaluate_baseline(split, first)
+            beside, began_s = self.evaluate_baseline(split, first), self.jobs.timesheet.spent_s
             seen = self.evaluate(variant, model, split, beside, deployment, images=first)
             assert seen.drop is not None, "it was compared with the baseline"
             counts = counts_of(seen.drop)
             if decide(counts, self.goal.max_accuracy_drop, EARLY_ERROR) != "undecided":
                 return seen.model_copy(update={"drop": at_a_look(counts, 2)})
+            shard_s = SHARD * self.budget.pass_s + self.jobs.timesheet.spent_s - began_s
+            if not self.budget.has_room_for((split.num_images / SHARD - 1) * shard_s):
+                return seen
         return self.evaluate(variant, model, split, self.evaluate_baseline(split), deployment)
 
     def _correct(self, predictions: Predictions) -> npt.NDArray[np.bool_]:
@@ -147,8 +158,18 @@ class Evaluator:
     def race(self, entries: Entries) -> Race:
         """Let `entries` take turns in one session, to choose among them; the first is the baseline."""
         settings = self.settings
-        task = RaceTask(entries=tuple(entries), batch_size=settings.batch_size, device=self.device, seed=settings.seed)
+        task = RaceTask(
+            entries=tuple(entries),
+            batch_size=settings.batch_size,
+            device=self.device,
+            seed=settings.seed,
+            pass_s=self._batch_s,
+        )
         return self.jobs.run(task)
+
+    @property
+    def _batch_s(self) -> float:
+        return self.profile.headline.latency.median_ms / 1e3
 
     @property
     def _reads_memory(self) -> bool:
@@ -163,6 +184,7 @@ class Evaluator:
                 batch_size=settings.batch_size,
                 device=self.device,
                 seed=settings.seed,
+                pass_s=self._batch_s,
                 number=number,
                 reads_memory=self._reads_memory,
             )

@@ -4,7 +4,10 @@ from profiling_agent.iteration.deployer import REFUSALS
 from profiling_agent.iteration.deployment_search import Trial
 from profiling_agent.iteration.evaluator import Evaluator
 from profiling_agent.iteration.selection import candidates, may_be_returned, ranked
-from profiling_agent.records import ArtifactRef, Candidate, Deployment, Evaluation, Journal, Variant
+from profiling_agent.records import ArtifactRef, Candidate, Deployment, Evaluation, Goal, Journal, Variant
+
+# Between two deployments pruning has changed the ratio of the times by a fifth at most (inductor's int8 on the small Swin, docs/benchmarks.md).
+MAX_SHIFT = 1.5
 
 
 def made_from(candidate: Candidate, journal: Journal, baseline: ArtifactRef) -> ArtifactRef:
@@ -33,11 +36,31 @@ def measured(evaluator: Evaluator, journal: Journal) -> tuple[Candidate, ...]:
     if best is None or evaluator.goal.selection == "paper":
         return known
     seen = [one.evaluation.deployment for one in known if one.attempt == best.attempt]
-    suited = [option.deployment for option in journal.deployment_search.suited] if journal.deployment_search else []
-    wanted = [deployment for deployment in (Deployment(), *suited) if deployment not in seen]
-    more = [_in(evaluator, journal, best, deployment) for deployment in wanted]
+    wanted = [deployment for deployment in (Deployment(), *_rivals(journal, evaluator.goal)) if deployment not in seen]
+    more: list[Evaluation | None] = []
+    for deployment in wanted:
+        began_s = evaluator.jobs.timesheet.spent_s
+        more.append(_in(evaluator, journal, best, deployment))
+        if not evaluator.budget.has_room_for(evaluator.jobs.timesheet.spent_s - began_s):
+            break
     found = [*known, *(best.model_copy(update={"variant": one.variant, "evaluation": one}) for one in more if one)]
     return tuple({one.evaluation.model.sha256: one for one in found}.values())
+
+
+def _rivals(journal: Journal, goal: Goal) -> list[Deployment]:
+    """Return the deployments that suited the baseline and may suit a pruned model best: not those that were far behind."""
+    search = journal.deployment_search
+    if search is None or search.chosen is None:
+        return []
+    leader = search.of(search.chosen).race_result
+    return [
+        option.deployment
+        for option in search.suited
+        if goal.objective != "speed"
+        or leader is None
+        or option.race_result is None
+        or option.race_result.speedup_high * MAX_SHIFT >= leader.speedup_low
+    ]
 
 
 def finalists(evaluator: Evaluator, journal: Journal, found: tuple[Candidate, ...]) -> tuple[Candidate, ...]:

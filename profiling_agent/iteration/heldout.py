@@ -48,7 +48,10 @@ def run_heldout_test(evaluator: Evaluator, candidate: Evaluation, *, fresh: str 
     opening = evaluator.jobs.run(task)
     baselines, candidates, counts = list[Evaluation](), list[Evaluation](), Counts(0, 0, 0)
     drop: AccuracyDrop | None = None
+    seen, began_s = 0, evaluator.jobs.timesheet.spent_s
     for part in looks(heldout.num_images):
+        if seen and not evaluator.budget.has_time_for(_per_image_s(evaluator, seen, began_s) * len(part)):
+            break
         baselines.append(evaluator.evaluate_baseline(heldout, part))
         candidates.append(
             evaluator.evaluate(
@@ -57,6 +60,7 @@ def run_heldout_test(evaluator: Evaluator, candidate: Evaluation, *, fresh: str 
         )
         drop = candidates[-1].drop
         assert drop is not None, "a candidate is always compared with the baseline"
+        seen += len(part)
         counts = counts.with_more(drop.num_lost, drop.num_gained, drop.num_images)
         if len(part) < heldout.num_images:
             # Whether there is to be another look was asked before each but the first, and is asked after it.
@@ -64,6 +68,11 @@ def run_heldout_test(evaluator: Evaluator, candidate: Evaluation, *, fresh: str 
         if decide(counts, evaluator.goal.max_accuracy_drop, error_of(opening)) != "undecided":
             break
     return HeldoutTest(baseline=_joined(baselines), candidate=_joined(candidates, drop), opening=opening)
+
+
+def _per_image_s(evaluator: Evaluator, seen: int, began_s: float) -> float:
+    """Return what an image of both models has taken so far; of the baseline some were there before."""
+    return max(evaluator.budget.pass_s, (evaluator.jobs.timesheet.spent_s - began_s) / seen)
 
 
 def opening_notes(opening: Opening) -> tuple[str, ...]:

@@ -3,6 +3,8 @@
 from profiling_agent.evaluation.intervals import one_sided_bound, perfect_bound
 from profiling_agent.records import AccuracyDrop, Attempt, Evaluation, Goal, Journal, Record
 
+# A point of top-1 goes with 0.01 to 0.02 nats (docs/decisions/LOG.md): ten times that is hopeless, whatever the floor.
+HOPELESS_KL, KL_PER_ACCURACY = 0.2, 20.0
 # Decisions rest on the search images, the verdict on others. A candidate whose point estimate just meets the floor
 # here would miss it there about every second time, so the loop asks for a bound of the drop instead.
 SEARCH_CONFIDENCE = 0.9
@@ -13,6 +15,11 @@ class Judgement(Record):
 
     accepted: bool
     reason: str
+
+
+def hopeless_kl(goal: Goal) -> float:
+    """Return the KL to the unpruned or float32 model on calibration images, nats, beyond which no image need be looked at."""
+    return HOPELESS_KL + KL_PER_ACCURACY * goal.max_accuracy_drop
 
 
 def _can_be_bounded(drop: AccuracyDrop, goal: Goal) -> bool:

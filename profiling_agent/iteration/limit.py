@@ -25,6 +25,8 @@ def find_limit(evaluator: Evaluator, journal: Journal, term: str) -> Limit | Non
     limit: Limit | None = None
     made: list[ArtifactRef] = []
     for number, deployment in enumerate(promising := _promising(journal, term)):
+        if made and not evaluator.budget.has_room_for(0):
+            break
         try:
             made.append(_deployed(evaluator, model, deployment))
         except REFUSALS:

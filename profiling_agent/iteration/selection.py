@@ -3,7 +3,7 @@
 import math
 
 from profiling_agent.iteration.judge import judge
-from profiling_agent.records import Attempt, Candidate, Evaluation, Goal, Journal, Variant
+from profiling_agent.records import Candidate, Evaluation, Goal, Journal, Variant
 
 
 def candidates(journal: Journal) -> tuple[Candidate, ...]:
@@ -12,17 +12,12 @@ def candidates(journal: Journal) -> tuple[Candidate, ...]:
     options = journal.deployment_search.suited if journal.deployment_search else ()
     unpruned = [journal.quantized, *(option.evaluation for option in options)]
     found += [Candidate(variant=one.variant, evaluation=one) for one in unpruned if one is not None]
-    for attempt in journal.attempts:
-        found += _of_attempt(attempt)
-    return tuple({candidate.evaluation.model.sha256: candidate for candidate in found}.values())
-
-
-def _of_attempt(attempt: Attempt) -> list[Candidate]:
-    return [
-        Candidate(variant=evaluation.variant, attempt=attempt.number, evaluation=evaluation)
-        for evaluation in (attempt.deployed, attempt.pruned)
-        if evaluation is not None and evaluation.variant in (Variant.PRUNED, Variant.BOTH)
+    found += [
+        Candidate(variant=one.variant, attempt=attempt.number, evaluation=one)
+        for attempt in journal.attempts
+        if (one := attempt.deployed) is not None and one.variant in (Variant.PRUNED, Variant.BOTH)
     ]
+    return tuple({candidate.evaluation.model.sha256: candidate for candidate in found}.values())
 
 
 def size_ratio(candidate: Evaluation, baseline: Evaluation) -> float:

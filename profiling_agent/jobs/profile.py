@@ -7,7 +7,7 @@ from profiling_agent.errors import RunError
 from profiling_agent.jobs.runner import Jobs
 from profiling_agent.jobs.tasks import HeadlineTask, Profiled, ProfileTask, ResolveShapeTask
 from profiling_agent.progress import Progress, silent
-from profiling_agent.records import ArtifactRef, ModelProfile, SplitInfo
+from profiling_agent.records import ArtifactRef, Headline, ModelProfile, SplitInfo
 from profiling_agent.request import Request
 from profiling_agent.workspace import Workspace
 
@@ -23,7 +23,7 @@ def profile_artifact(  # noqa: PLR0913 (what is measured, with what, and where)
     seed: int = 0,
 ) -> Profiled:
     """Return where the profile of `model` lies, and its totals; `calibration` images give evidence on its units."""
-    headline = jobs.run(HeadlineTask(model=model, batch_size=batch_size, device=device))
+    headline = measure_headline(jobs, model, batch_size=batch_size, device=device)
     task = ProfileTask(
         model=model,
         batch_size=batch_size,
@@ -34,6 +34,13 @@ def profile_artifact(  # noqa: PLR0913 (what is measured, with what, and where)
         seed=seed,
     )
     return jobs.run(task)
+
+
+def measure_headline(jobs: Jobs, model: ArtifactRef, *, batch_size: int, device: str) -> Headline:
+    """Return the latency and the memory of `model`; the first that a run measures is its baseline, by which its jobs' limits go."""
+    headline = jobs.run(HeadlineTask(model=model, batch_size=batch_size, device=device))
+    jobs.pass_s = jobs.pass_s or headline.pass_s
+    return headline
 
 
 def read_profile(jobs: Jobs, profiled: Profiled) -> ModelProfile:

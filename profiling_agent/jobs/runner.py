@@ -11,11 +11,12 @@ from typing import IO, Any, TypeVar
 from profiling_agent.acquisition.prepared import PIXELS
 from profiling_agent.artifacts.recipe import RECIPE
 from profiling_agent.documents import DocumentError
-from profiling_agent.errors import JobError, KilledError, RunError
+from profiling_agent.errors import JobError, KilledError, ProfilingAgentError, RunError
 from profiling_agent.files import file_sha256, storage_problem
 from profiling_agent.jobs.store import TIMED, JobStore, artifacts_of, key_of
 from profiling_agent.jobs.table import MODULES, TABLE, JobRow, Table
 from profiling_agent.jobs.tasks import PrepareTask, Task
+from profiling_agent.jobs.timesheet import SHEET, Timesheet
 from profiling_agent.jobs.wire import ERRORS, Message, Order
 from profiling_agent.processes.child import Child, Wording
 from profiling_agent.processes.environment import child_environment, withheld
@@ -57,6 +58,9 @@ class Jobs:
         self.progress = progress
         self._table = table
         self._store = JobStore(workspace, table)
+        self.timesheet = Timesheet(workspace.root / SHEET)
+        # What the baseline takes for an image: a job may take as long as its passes would of a slow one. None before it was timed.
+        self.pass_s: float | None = None
         self._worker: Child[Message] | None = None
         self._given: dict[str, str] = {}
         self._servers = ExitStack()
@@ -71,25 +75,32 @@ class Jobs:
         """
         key = job_key(task)
         if (known := self._stored(key, task)) is not None:
+            self.timesheet.reach(key)
             return known
         for group in self._in_order([task, *together]):
             row, isolated, was_killed = self._table[type(group[0])], group[0].isolated, False
             orders = [self._order(each) for each in group]
             with machine_lock(self.progress, f"run {self.workspace.root.name!r}"):
                 while orders:
+                    started = time.monotonic()
                     try:
                         with self._process(row, isolated=isolated) as process:
                             while orders:
                                 self._store.remove(orders[0].key)
                                 process.send(orders[0])
-                                self._hear(process, row.isolated_timeout_s if isolated else row.timeout_s)
-                                self._store.believe(orders.pop(0).key)
-                                was_killed = False
+                                self._hear(process, row.limit_s(isolated=isolated, pass_s=self.pass_s))
+                                self._store.believe(done := orders.pop(0).key)
+                                self.timesheet.note(done, time.monotonic() - started)
+                                was_killed, started = False, time.monotonic()
                     except KilledError:
                         # That says nothing of the job, and must not count against what it measures; twice it may be the memory.
                         if was_killed:
                             raise
                         was_killed = True
+                    except ProfilingAgentError:
+                        # What was refused took its time all the same.
+                        self.timesheet.note(orders[0].key, time.monotonic() - started)
+                        raise
         return self._store.result(key, task)
 
     def run_each(self, tasks: Sequence[Task[ResultT]]) -> list[ResultT]:
@@ -100,6 +111,8 @@ class Jobs:
         assert len({(type(task), task.isolated) for task in tasks}) <= 1, "jobs that share a process are of one kind"
         keyed = [(job_key(task), task) for task in tasks]
         known = {key: result for key, task in keyed if (result := self._stored(key, task)) is not None}
+        for key in known:
+            self.timesheet.reach(key)
         if missing := [task for key, task in keyed if key not in known]:
             self.run(missing[0], together=missing[1:])
         return [known[key] if key in known else self._store.result(key, task) for key, task in keyed]

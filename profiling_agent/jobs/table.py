@@ -18,8 +18,8 @@ HOUR = 3600.0
 class JobRow:
     """One job: `handler` is "module:function", which takes the task and a `JobContext` and returns the task's result.
 
-    With `torch` the process has torch's threads and seed set before. An isolated job has a time limit of its own. `secrets`
-    are variables of the environment that only processes of such jobs see. One that starts `anew` measures its own process,
+    With `torch` the process has torch's threads and seed set before. An isolated job has a time limit of its own; either is longer for a slow
+    model, by `passes` of the baseline for one image, several times what the job should need. `secrets` are variables of the environment that only processes of such jobs see. One that starts `anew` measures its own process,
     where what others import would count.
     """
 
@@ -27,8 +27,14 @@ class JobRow:
     torch: bool = True
     timeout_s: float = 4 * HOUR
     isolated_timeout_s: float = HOUR
+    passes: int = 10_000
     secrets: tuple[str, ...] = ()
     anew: bool = False
+
+    def limit_s(self, *, isolated: bool, pass_s: float | None = None) -> float:
+        """Return how long the job may take, where the baseline takes `pass_s` for an image."""
+        least = self.isolated_timeout_s if isolated else self.timeout_s
+        return max(least, self.passes * (pass_s or 0.0))
 
 
 Table = Mapping[type[tasks.Task[Any]], JobRow]
@@ -40,10 +46,12 @@ TABLE: Table = {
     tasks.ResolveShapeTask: JobRow(handler="profiling_agent.jobs.handlers.acquisition:resolve_shape", secrets=HUB),
     tasks.PrepareTask: JobRow(handler="profiling_agent.jobs.handlers.images:prepare"),
     tasks.LogitsTask: JobRow(handler="profiling_agent.jobs.handlers.logits:ask"),
-    tasks.ProfileTask: JobRow(handler="profiling_agent.jobs.handlers.profiling:profile"),
+    tasks.ProfileTask: JobRow(handler="profiling_agent.jobs.handlers.profiling:profile", passes=100_000),
     tasks.PruneTask: JobRow(handler="profiling_agent.jobs.handlers.pruning:prune"),
     # What is cut off goes on after its last epoch, but a hundred epochs may take a day.
-    tasks.RecoverTask: JobRow(handler="profiling_agent.jobs.handlers.pruning:recover", timeout_s=24 * HOUR),
+    tasks.RecoverTask: JobRow(
+        handler="profiling_agent.jobs.handlers.pruning:recover", timeout_s=24 * HOUR, passes=1_000_000
+    ),
     tasks.TuneTask: JobRow(handler="profiling_agent.jobs.handlers.deployment:tune"),
     tasks.ExportTask: JobRow(handler="profiling_agent.jobs.handlers.deployment:export", isolated_timeout_s=HOUR / 2),
     tasks.DeployTask: JobRow(handler="profiling_agent.jobs.handlers.deployment:deploy", isolated_timeout_s=HOUR / 2),

@@ -348,6 +348,7 @@ class RaceTask(Task[Race]):
     batch_size: int
     device: str
     seed: int
+    pass_s: float = Field(default=0.0, ge=0, description="what the baseline takes for a batch: a hang takes far longer")
 
 
 class SessionTask(RaceTask):

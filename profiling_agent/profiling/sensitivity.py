@@ -1,4 +1,4 @@
-"""Sensitivity: how much each unit is missed. T0 predicts it for every width from one forward and backward pass, T1 measures some.
+"""Sensitivity: how much each unit is missed. T0 predicts it for every width from one forward and backward pass, T1 measures two.
 
 The measure is the KL divergence to the unpruned model, with the compensation that a prune would get folded in: paired,
 smooth and free of labels, where accuracy on as many images would be noise (docs/facts.md, "KL, not accuracy").
@@ -7,7 +7,7 @@ smooth and free of labels, where accuracy on as many images would be noise (docs
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -22,15 +22,16 @@ from profiling_agent.modules.norms import following_norms, has_bias
 from profiling_agent.modules.prefix import Replay, find_prefixes
 from profiling_agent.progress import Progress, silent
 from profiling_agent.pruning.calibration import MIN_IMAGES, Calibration, regrouped
-from profiling_agent.pruning.criteria import CRITERIA, order_by, predicted_kl
+from profiling_agent.pruning.criteria import CRITERIA, best_for, order_by, ordered
 from profiling_agent.pruning.folding import Folded, fold, overlay
 from profiling_agent.pruning.moments import gather_moments
 from profiling_agent.pruning.ridge import SingularError
 from profiling_agent.pruning.widths import aligned_widths
 from profiling_agent.records import CriterionScore, Cut, Evidence, Unit, UnitEvidence, UnitKind, WidthOption
 
-# Widths that are measured; those between are drawn through them.
-NUM_MEASURED = 4
+# Widths that are measured; the others are drawn along the prediction through them. On so many images: every unit is measured on the
+# same ones, and what is asked is which of them costs more.
+NUM_MEASURED, MAX_MEASURED_ON = 2, 32
 BATCH = 32
 # Where criteria are compared: milder cuts hardly tell them apart.
 COMPARED_SHARE = 0.5
@@ -49,8 +50,9 @@ def measure_sensitivity(  # noqa: PLR0913 (how, and on what, a study is made)
     """Return the evidence on every unit at every aligned width; `model` is left as it was found.
 
     `batches` begins a pass over the calibration images: (pixel_values (b, c, h, w), labels), labels unused. Three
-    quarters are fitted to, the last is measured on. `criterion` orders the channels: one of CRITERIA, or "auto" for
-    the one with the lowest KL for each kind of unit. `table` has the units' times, where they are known.
+    quarters are fitted to, of the last up to 32 images are measured on. `criterion` orders the channels: one of CRITERIA, "auto" for
+    the one that suits each kind of unit, or "compare" for the one that has the lowest KL here. `table` has the units' times, where
+    they are known.
 
     Raises:
         PruningError: there are fewer than 128 different images, or the model, cut or unpruned, can't be measured on them.
@@ -65,8 +67,7 @@ def measure_sensitivity(  # noqa: PLR0913 (how, and on what, a study is made)
         try:
             progress("weighing channels", 0, 3)
             study.gather()
-            progress("comparing criteria", 1, 3)
-            scores = study.compare(CRITERIA if criterion == "auto" else (criterion,))
+            scores = study.choose(criterion, progress)
             progress("measuring sensitivity", 2, 3)
             rows = study.measure(_chosen(scores), table or LatencyTable({}), progress)
         except SingularError as error:
@@ -75,7 +76,7 @@ def measure_sensitivity(  # noqa: PLR0913 (how, and on what, a study is made)
         units=rows,
         criteria=scores,
         num_images=study.num_images,
-        num_judged=study.num_judged,
+        num_judged=study.num_measured_on,
         seconds=time.perf_counter() - started,
     )
 
@@ -100,32 +101,24 @@ def _chosen(scores: Sequence[CriterionScore]) -> dict[UnitKind, str]:
 
 @dataclass
 class _Study:
-    """One model under study; `judged` is the quarter of the images that nothing is fitted to."""
+    """One model under study; `judged` are batches of the quarter of the images that nothing is fitted to."""
 
     model: nn.Module
     units: Sequence[Unit]
     calibration: Calibration
     seed: int
-    orders: dict[tuple[str, str], tuple[int, ...]] = field(default_factory=dict[tuple[str, str], tuple[int, ...]])
 
     def gather(self) -> None:
         """T0: the moments, and what the unpruned model answers."""
         self.judged = list(regrouped(self.calibration.judged(), BATCH, rest=True))
-        self.num_judged = sum(map(len, self.judged))
-        self.num_images = self.num_judged + sum(map(len, self.calibration.fitted()))
-        self.expected = torch.cat([self.model(pixel_values=images).logits for images in self.judged])
-        if not bool(torch.isfinite(self.expected).all()):
+        self.num_images = sum(map(len, (*self.judged, *self.calibration.fitted())))
+        self.num_measured_on = min(MAX_MEASURED_ON, sum(map(len, self.judged)))
+        if not bool(torch.isfinite(self.model(pixel_values=self.judged[0]).logits).all()):
             raise PruningError("the model answers calibration images with logits that aren't finite: check its weights")
         fitted = regrouped(self.calibration.fitted(), BATCH, rest=True)
         self.moments = gather_moments(self.model, self.units, fitted, seed=self.seed) if self.units else {}
         consumers = [unit.consumer for unit in self.units]
         self.norms = following_norms(self.model, consumers, self.judged[0][:1])
-
-    def order(self, unit: Unit, criterion: str) -> tuple[int, ...]:
-        key = unit.name, criterion
-        if key not in self.orders:
-            self.orders[key] = order_by(self.model, unit, self.moments[unit.name], criterion, seed=self.seed)
-        return self.orders[key]
 
     def fold(self, unit: Unit, kept: Sequence[int]) -> Folded:
         shifts = unit.consumer in self.norms or has_bias(self.model.get_submodule(unit.consumer))
@@ -134,11 +127,21 @@ class _Study:
     def laid(self, unit: Unit, folded: Folded) -> dict[str, Tensor]:
         return overlay(self.model, unit, folded, self.norms.get(unit.consumer))
 
-    def compare(self, criteria: Sequence[str]) -> tuple[CriterionScore, ...]:
+    def choose(self, criterion: str, progress: Progress) -> tuple[CriterionScore, ...]:
+        """Say by which criterion each kind of unit is ordered."""
+        kinds = tuple(dict.fromkeys(unit.kind for unit in self.units))
+        if criterion == "compare":
+            progress("comparing criteria", 1, 3)
+            return self._compare(kinds)
+        named = {kind: best_for(kind) if criterion == "auto" else criterion for kind in kinds}
+        return tuple(CriterionScore(kind=kind, criterion=name, kl=None, chosen=True) for kind, name in named.items())
+
+    def _compare(self, kinds: Iterable[UnitKind]) -> tuple[CriterionScore, ...]:
         """Cut all units of a kind by half in each criterion's order, and choose the one that costs the least."""
+        expected = torch.cat([self.model(pixel_values=images).logits for images in self.judged])
         scores: list[CriterionScore] = []
-        for kind in dict.fromkeys(unit.kind for unit in self.units):
-            kls = {criterion: self._kl_of_kind(kind, criterion) for criterion in criteria}
+        for kind in kinds:
+            kls = {criterion: self._kl_of_kind(kind, criterion, expected) for criterion in CRITERIA}
             best = min(kls, key=lambda criterion: kls[criterion])
             scores += [
                 CriterionScore(kind=kind, criterion=criterion, kl=kl, chosen=criterion == best)
@@ -146,36 +149,37 @@ class _Study:
             ]
         return tuple(scores)
 
-    def _kl_of_kind(self, kind: UnitKind, criterion: str) -> float:
+    def _kl_of_kind(self, kind: UnitKind, criterion: str, expected: Tensor) -> float:
         laid: dict[str, Tensor] = {}
         for unit in (unit for unit in self.units if unit.kind is kind):
             widths = aligned_widths(unit.width, unit.step)
             keep = min(widths, key=lambda width: abs(width - unit.width * COMPARED_SHARE))
-            order = self.order(unit, criterion)
+            order = order_by(self.model, unit, self.moments[unit.name], criterion, seed=self.seed)
             laid |= self.laid(unit, self.fold(unit, order[unit.width - keep :]))
         logits = [
             torch.func.functional_call(self.model, laid, (), {"pixel_values": images}).logits for images in self.judged
         ]
-        return _finite(mean_kl(self.expected, torch.cat(logits)), kind)
+        return _finite(mean_kl(expected, torch.cat(logits)), kind)
 
     def measure(
         self, chosen: Mapping[UnitKind, str], table: LatencyTable, progress: Progress
     ) -> tuple[UnitEvidence, ...]:
         """T1: the KL of some widths of every unit, one unit cut at a time."""
+        orders: dict[str, tuple[int, ...]] = {}
         predicted: dict[str, dict[int, float]] = {}
         folds: dict[tuple[str, int], Folded] = {}
-        for unit in self.units:
-            order = self.order(unit, chosen[unit.kind])
-            loss = predicted_kl(self.model, unit, self.moments[unit.name], order).loss
+        for number, unit in enumerate(self.units):
+            progress("ordering channels", number, len(self.units))
+            found = ordered(self.model, unit, self.moments[unit.name], chosen[unit.kind], seed=self.seed)
             widths = aligned_widths(unit.width, unit.step)[::-1]
-            predicted[unit.name] = {keep: loss[unit.width - keep] for keep in widths}
-            folds |= {(unit.name, keep): self.fold(unit, order[unit.width - keep :]) for keep in _spread(widths)}
+            orders[unit.name] = found.order
+            predicted[unit.name] = {keep: found.loss[unit.width - keep] for keep in widths}
+            folds |= {(unit.name, keep): self.fold(unit, found.order[unit.width - keep :]) for keep in _spread(widths)}
             # A Gram matrix is as large as its layer; it has done its work.
             del self.moments[unit.name]
         measured = self._measured(folds, progress)
         return tuple(
-            _evidence(unit, self.order(unit, chosen[unit.kind]), predicted[unit.name], measured[unit.name], table)
-            for unit in self.units
+            _evidence(unit, orders[unit.name], predicted[unit.name], measured[unit.name], table) for unit in self.units
         )
 
     def _measured(self, folds: Mapping[tuple[str, int], Folded], progress: Progress) -> dict[str, dict[int, float]]:
@@ -183,15 +187,16 @@ class _Study:
         changed = {unit.name: _changed(unit) for unit in self.units}
         prefixes = find_prefixes(self.model, changed, self.judged[0][:1])
         sums = dict.fromkeys(folds, 0.0)
-        for number, images in enumerate(self.judged):
+        batches = torch.cat(self.judged)[: self.num_measured_on].split(BATCH)
+        for number, images in enumerate(batches):
             replay = Replay(self.model, prefixes, images)
             for name, keep in folds:
                 logits = replay.run_from(name, self.laid(units[name], folds[name, keep]))
                 sums[name, keep] += mean_kl(replay.logits, logits) * len(images)
-            progress("measuring sensitivity", number + 1, len(self.judged))
+            progress("measuring sensitivity", number + 1, len(batches))
         measured: dict[str, dict[int, float]] = {name: {} for name in units}
         for (name, keep), total in sums.items():
-            measured[name][keep] = _finite(total / self.num_judged, name)
+            measured[name][keep] = _finite(total / self.num_measured_on, name)
         return measured
 
 

@@ -9,7 +9,7 @@ from profiling_agent.pruning.consumers import matrix_of
 from profiling_agent.pruning.elimination import Elimination, eliminate, eliminate_in
 from profiling_agent.pruning.importance import IMPORTANCE, score
 from profiling_agent.pruning.moments import UnitMoments
-from profiling_agent.records import Unit
+from profiling_agent.records import Unit, UnitKind
 
 
 def wanda(unit: Unit, weight: Tensor, moments: UnitMoments) -> Tensor:
@@ -47,6 +47,15 @@ ELIMINATED = ("obs", "fisher_obs")
 CRITERIA = (*IMPORTANCE, *SCORED, *ELIMINATED)
 
 
+def best_for(kind: UnitKind) -> str:
+    """Return the criterion for a kind of unit where nobody compares them.
+
+    The order in which others take over best; of channels as the loss feels it, which was worth a fifth of the KL, but not of heads, which
+    are few and whose gradients are noisy (docs/decisions/LOG.md, 2026-11-21).
+    """
+    return "obs" if kind is UnitKind.HEADS else "fisher_obs"
+
+
 def order_by(model: nn.Module, unit: Unit, moments: UnitMoments, criterion: str, *, seed: int = 0) -> tuple[int, ...]:
     """Return the channels or heads of `unit`, the first to go first, as one of CRITERIA orders them."""
     weight = matrix_of(model.get_submodule(unit.consumer))
@@ -64,5 +73,16 @@ def order_by(model: nn.Module, unit: Unit, moments: UnitMoments, criterion: str,
 def predicted_kl(model: nn.Module, unit: Unit, moments: UnitMoments, order: tuple[int, ...]) -> Elimination:
     """Return `order` with the second-order estimate of the KL divergence, in nats, after each channel that goes."""
     weight = matrix_of(model.get_submodule(unit.consumer))
-    errors = eliminate_in(order, weight, moments.covariance, moments.sensitivity, unit.width)
+    return _in_nats(eliminate_in(order, weight, moments.covariance, moments.sensitivity, unit.width))
+
+
+def ordered(model: nn.Module, unit: Unit, moments: UnitMoments, criterion: str, *, seed: int = 0) -> Elimination:
+    """Return the order of `order_by` with the estimate of `predicted_kl`, which `fisher_obs` comes to on its way."""
+    if criterion == "fisher_obs":
+        weight = matrix_of(model.get_submodule(unit.consumer))
+        return _in_nats(eliminate(weight, moments.covariance, moments.sensitivity, unit.width))
+    return predicted_kl(model, unit, moments, order_by(model, unit, moments, criterion, seed=seed))
+
+
+def _in_nats(errors: Elimination) -> Elimination:
     return Elimination(order=errors.order, loss=tuple(error / 2 for error in errors.loss))

@@ -1,5 +1,6 @@
 """Tuning: a float model made ready for int8, with the cost of each of its layers."""
 
+import copy
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -10,7 +11,9 @@ from torch import Tensor, nn
 
 from profiling_agent.errors import QuantizationError
 from profiling_agent.modules.complexity import count_complexity
+from profiling_agent.modules.divergence import mean_kl
 from profiling_agent.progress import Progress, silent
+from profiling_agent.quantization.calibrate import run
 from profiling_agent.quantization.quantize import quantize_model
 from profiling_agent.quantization.sensitivity import CHUNK, mark_kept, measure_layers, spec_of
 from profiling_agent.quantization.smoothing import smooth
@@ -18,6 +21,10 @@ from profiling_agent.records import EVERYTHING, FoldedSite, LayerCost, Quantizat
 
 # More tell the same at a higher price.
 MAX_IMAGES = 32
+# Below that many nats, a tenth of what goes with a point of top-1 at most, nobody looks for layers to blame: on models without outliers folding gains
+# next to nothing and no layer is worth float (docs/decisions/LOG.md, 2026-11-21: 0.0001 to 0.0004 nats in all), and looking costs as
+# much as everything else about a conversion.
+SMALL_KL = 1e-3
 # Images on which KLs are measured, at least, and the MACs of one pass over them. About a pass for each layer is run: for
 # a ViT-B/16 that is minutes with 8 images, and four times as many with 32.
 MIN_JUDGED, JUDGED_MACS = 8, 128e9
@@ -27,7 +34,10 @@ TunedScheme = Literal["dynamic", "static"]
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """`model` is the given one where no site was folded; KLs are with all layers quantized, nats, on `num_images`."""
+    """`model` is the given one where no site was folded; KLs are with all layers quantized, nats, on `num_images`.
+
+    There are no `rows` where nobody looked at single layers.
+    """
 
     model: nn.Module
     sites: tuple[FoldedSite, ...]
@@ -45,7 +55,7 @@ def tune(
     *,
     progress: Progress = silent,
 ) -> Tuning:
-    """Fold LayerNorm scales where that helps, and measure what quantizing each layer alone costs.
+    """Quantize all layers, and where that costs more than a little, fold LayerNorm scales where that helps and measure what each layer costs.
 
     `model` is a float model on the CPU and isn't touched; of `images`, batches (b, c, h, w), the first 32 are used.
     All of them set ranges and scales; a large model's KLs are measured on fewer, at least 8.
@@ -59,6 +69,8 @@ def tune(
     everything = QuantizationRecommendation(layer=EVERYTHING, quantization_type=scheme, dtype="qint8")
     quantized = quantize_model(model, [everything], calibration=partial(taken.split, CHUNK))
     num_judged = _num_judged(model, taken)
+    if (kl := _kl_of_all(model, quantized.model, taken[:num_judged])) < SMALL_KL:
+        return Tuning(model=model, sites=(), rows=(), kl=kl, kl_unfolded=kl, num_images=num_judged)
     smoothed = smooth(model, quantized.model, taken, num_judged=num_judged, progress=progress)
     best = smoothed.model if smoothed.sites else model
     made = replace(quantized, model=smoothed.quantized)
@@ -71,6 +83,12 @@ def tune(
         kl_unfolded=smoothed.kl_unfolded,
         num_images=num_judged,
     )
+
+
+def _kl_of_all(model: nn.Module, quantized: nn.Module, images: Tensor) -> float:
+    plain = copy.deepcopy(model).cpu().eval()
+    with torch.no_grad():
+        return mean_kl(*(torch.cat([run(each, chunk) for chunk in images.split(CHUNK)]) for each in (plain, quantized)))
 
 
 def _num_judged(model: nn.Module, images: Tensor) -> int:

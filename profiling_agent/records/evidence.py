@@ -37,16 +37,16 @@ class UnitEvidence(Record):
 
 
 class CriterionScore(Record):
-    """The KL of cutting all units of a kind by half in one criterion's order, compensated, nats."""
+    """The KL of cutting all units of a kind by half in one criterion's order, compensated, nats; None where none were compared."""
 
     kind: str
     criterion: str
-    kl: float
+    kl: float | None
     chosen: bool
 
 
 class Evidence(Record):
-    """How sensitive each unit is; `num_images` calibration images were used, a part of them to measure."""
+    """How sensitive each unit is; `num_images` calibration images were used, `num_judged` of them to measure the KL on."""
 
     units: tuple[UnitEvidence, ...]
     criteria: tuple[CriterionScore, ...]

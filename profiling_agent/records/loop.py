@@ -7,7 +7,7 @@ from pydantic import Field
 
 from profiling_agent.records.approval import Decided
 from profiling_agent.records.deployment import DeployedModel, Deployment, Tuned
-from profiling_agent.records.measurement import AccuracyDrop, Evaluation, RaceResult, Variant
+from profiling_agent.records.measurement import Evaluation, RaceResult, Variant
 from profiling_agent.records.plan import Cap, DryRun, Plan, PruningRecommendation, RecoveredModel
 from profiling_agent.records.record import ArtifactRef, Record
 
@@ -31,8 +31,7 @@ class DeploymentOption(Record):
     deployment: Deployment
     tuned: Tuned | None = Field(default=None, description="what was done to the float32 model first, for int8")
     deployed: DeployedModel | None = None
-    sample: AccuracyDrop | None = Field(default=None, description="on the first few hundred search images")
-    evaluation: Evaluation | None = Field(default=None, description="on all search images")
+    evaluation: Evaluation | None = Field(default=None, description="on as many search images as it took")
     race_result: RaceResult | None = None
     memory_ratio: float | None = Field(
         default=None, description="peak memory of the baseline's, where the contract asks"
@@ -104,7 +103,6 @@ class Attempt(Record):
         default=None, description="what training brought back; without it the attempt is training-free"
     )
     deployment: Deployment | None = Field(default=None, description="None is eager float32")
-    pruned: Evaluation | None = Field(default=None, description="fp32, where it was measured")
     deployed: Evaluation | None = Field(default=None, description="in that deployment")
     accepted: bool
     reason: str
@@ -115,6 +113,7 @@ class StopReason(StrEnum):
 
     SINGLE_PASS = "iteration is off: one plan was asked for"
     BUDGET_SPENT = "every iteration that was asked for has been used"
+    TIME_SPENT = "the time budget has no room for another plan"
     CONVERGED = "no further aligned width lies between the best accepted and the mildest refused plan"
     ADVISED = "the language model advises against another plan"
     NOTHING_TO_PRUNE = "the first plan prunes nothing, so there is nothing to do more or less of"

@@ -27,6 +27,11 @@ class Headline(Record):
     peak_memory_bytes: int
     forward_passes: int
 
+    @property
+    def pass_s(self) -> float:
+        """Return the seconds of one image, in batches of the size that was timed."""
+        return self.latency.median_ms / 1e3 / self.latency.batch_size
+
 
 class LayerProfile(Record):
     """What one module itself owns and does; children are rows of their own, so rows add up to the model."""

@@ -37,6 +37,7 @@ def _track(task: RaceTask, job: JobContext, *, reads_memory: bool = False) -> ra
         batch_size=task.batch_size,
         device=task.device,
         seed=task.seed,
+        pass_s=task.pass_s,
         server=None if reads_memory else inherited(),
     )
 

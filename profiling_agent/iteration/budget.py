@@ -1,0 +1,83 @@
+"""Budget: what a run has left of its time, and which of its work that is worth.
+
+Time is what its jobs took (`jobs.timesheet`); the currency of predictions is the pass, the baseline in eager float32 on one image.
+"""
+
+import math
+from dataclasses import dataclass
+
+from profiling_agent.errors import RequestError
+from profiling_agent.jobs.timesheet import Timesheet
+
+# Without a budget: what a run of a large model, and of a small one, may come to before work that can be left out is left out.
+DEFAULT_PASSES, DEFAULT_S = 12_000, 300.0
+# A converter that compiles takes a minute or two; for a model whose run is short otherwise that is most of it.
+SLOW_CONVERSION_S, SLOW_SHARE = 90.0, 0.5
+# What is left undone to the last: the race of the finalists, five sessions, the first look at the held-out images, the winner's profile.
+END_S, END_PASSES = 120.0, 1_000
+REPORT_S = 60.0
+# The search among deployments, and the evidence, have this much of a budget.
+SEARCH_SHARE, EVIDENCE_SHARE = 0.25, 0.25
+# What `pruning.calibration` asks for at least, and what is looked at where it isn't known yet how many units there are.
+MIN_CALIBRATION, NUM_UNITS = 128, 24
+# Evidence on so many images: a forward and a backward pass of three quarters of them, and two widths of each unit, half of a
+# pass on average, on 32.
+MOMENTS_PASSES, MEASURED_PASSES = 2.5, 32
+# Conversions and processes of the least run that ends with anything.
+LEAST_S, LEAST_PASSES = 120.0, 1_200
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What a run may take: `limit_s` is what was asked for, None without a limit; `pass_s` is the currency."""
+
+    timesheet: Timesheet
+    pass_s: float
+    limit_s: float | None = None
+
+    @property
+    def left_s(self) -> float:
+        """Return what is left, without end where there is no limit."""
+        return math.inf if self.limit_s is None else self.limit_s - self.timesheet.spent_s
+
+    def has_room_for(self, seconds: float) -> bool:
+        """Return whether work that takes so long still leaves what the end of the run needs."""
+        return self.left_s - seconds >= END_S + END_PASSES * self.pass_s
+
+    def has_time_for(self, seconds: float) -> bool:
+        """Return whether such work still leaves the time to write down the answer."""
+        return self.left_s - seconds >= REPORT_S
+
+    def allows_slow_conversion(self) -> bool:
+        """Return whether a deployment that takes minutes to make is worth it: of a run that is short without it, it isn't."""
+        worth_s = self.limit_s or max(DEFAULT_S, DEFAULT_PASSES * self.pass_s)
+        return self.timesheet.spent_s + SLOW_CONVERSION_S <= SLOW_SHARE * worth_s
+
+    def allows_search(self, began_s: float) -> bool:
+        """Return whether the search among deployments, begun when the run had used `began_s`, may make another one."""
+        return self.limit_s is None or self.timesheet.spent_s - began_s <= SEARCH_SHARE * self.limit_s
+
+
+def evidence_passes(num_images: int, num_units: int) -> float:
+    """Return what evidence on so many units costs, in passes."""
+    return num_images * MOMENTS_PASSES + num_units * MEASURED_PASSES
+
+
+def affordable_images(limit_s: float | None, pass_s: float, num_images: int) -> int:
+    """Return how many of the calibration images a budget allows: all of them, or the fewest that evidence can be had of.
+
+    How many units there are isn't known yet; a ViT-B has 24.
+
+    Raises:
+        RequestError: the budget is too small for any run of this model; says what would do.
+    """
+    if limit_s is None:
+        return num_images
+    needed = LEAST_S + END_S + (LEAST_PASSES + END_PASSES) * pass_s
+    if limit_s < needed:
+        raise RequestError(
+            f"time_budget is {limit_s:.0f} s, and a model that takes {pass_s:.2g} s for an image needs at least "
+            f"{math.ceil(needed / 60)}m: give it so much, or a smaller model"
+        )
+    is_affordable = evidence_passes(num_images, NUM_UNITS) * pass_s <= EVIDENCE_SHARE * limit_s
+    return num_images if is_affordable else min(MIN_CALIBRATION, num_images)
