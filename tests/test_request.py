@@ -33,11 +33,35 @@ def test_every_field_has_a_default_and_a_description():
         ({"label_column": "\udcff"}, "label_column holds bytes that are no UTF-8"),
         ({"num_sessions": 1}, "greater than or equal to 2"),
         ({"max_size_ratio": 101.0}, "less than or equal to 100"),
+        *(
+            ({"time_budget": text}, "is no duration")
+            for text in ("", "soon", "30", "-5m", "1.5h", "5 parsecs", "m", "\uff13m")
+        ),
+        *(
+            ({"time_budget": text}, "a minute at least, and 30 days at most")
+            for text in ("59s", "0m", "9999h", "0h0m0s")
+        ),
     ],
 )
 def test_what_can_not_be_carried_out_is_refused_and_named(asked: dict[str, object], says: str):
     with pytest.raises(ValidationError, match=says):
         Request.model_validate(asked)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        (None, None),
+        ("90s", 90.0),
+        ("20m", 1200.0),
+        ("1h", 3600.0),
+        ("1h30m", 5400.0),
+        ("1h 5min 3s", 3903.0),
+        (" 2m ", 120.0),
+    ],
+)
+def test_a_time_budget_is_hours_minutes_and_seconds(text: str | None, seconds: float | None):
+    assert Request(time_budget=text).time_budget_s == seconds
 
 
 def test_the_goal_is_the_contract_alone():

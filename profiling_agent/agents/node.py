@@ -42,6 +42,8 @@ class ProgressEvent(Record):
     iteration: int = 0
     iterations: int = 0
     best: Best | None = None
+    spent_s: float = Field(default=0.0, description="what the run's jobs have taken so far")
+    budget_s: float | None = Field(default=None, description="what they may take, where there is a limit")
 
 
 def run_node(
@@ -55,7 +57,8 @@ def run_node(
     plain = standing or ProgressEvent(stage=stage, message="")
 
     def progress(message: str, done: int, total: int) -> None:
-        event = plain.model_copy(update={"message": message, "done": done, "total": total})
+        spent_s = session.jobs.timesheet.spent_s
+        event = plain.model_copy(update={"message": message, "done": done, "total": total, "spent_s": spent_s})
         runtime.stream_writer(event.model_dump(mode="json"))
 
     session.jobs.progress = progress
@@ -77,9 +80,12 @@ def run_node(
 
 def standing_of(state: RunState, stage: str) -> ProgressEvent:
     """Return an event without a message: which attempt this is, and the best that was accepted so far."""
+    budget_s = state.time_budget_s
     if state.journal is None:
         iteration = 1 if stage in LOOP else 0
-        return ProgressEvent(stage=stage, message="", iteration=iteration, iterations=state.max_iterations)
+        return ProgressEvent(
+            stage=stage, message="", iteration=iteration, iterations=state.max_iterations, budget_s=budget_s
+        )
     journal = state.seen
     best = next((row for row in ranked(journal, state.goal) if row.attempt is not None), None)
     iteration = min(len(journal.attempts) + 1, state.max_iterations)
@@ -89,6 +95,7 @@ def standing_of(state: RunState, stage: str) -> ProgressEvent:
         iteration=iteration,
         iterations=state.max_iterations,
         best=_told(best, journal) if best else None,
+        budget_s=budget_s,
     )
 
 

@@ -43,6 +43,7 @@ def report(state: RunState, session: RunSession) -> Update:
             spent=session.spent(state),
             decisions=state.decisions,
             profiles=profiles,
+            times=session.jobs.timesheet.by_kind(),
         ),
     )
     folder = results_folder(workspace.root, written)

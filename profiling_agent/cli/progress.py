@@ -24,9 +24,23 @@ from profiling_agent.progress import Progress as ProgressCallback
 from profiling_agent.reporting.units import percent, points
 
 
+def clock(seconds: float) -> str:
+    """Return seconds as minutes and seconds, with hours where there are any."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
 def standing(event: ProgressEvent) -> str:
-    """Return where a run stands: its iteration, and the best that was accepted so far; nothing before the first."""
+    """Return where a run stands: its iteration, the time used, and the best that was accepted so far; nothing before there is any."""
     parts = [f"iteration {event.iteration} of {event.iterations}"] if event.iteration else []
+    if event.spent_s:
+        limit = (
+            f" of {clock(event.budget_s)}, {clock(max(event.budget_s - event.spent_s, 0))} left"
+            if event.budget_s
+            else ""
+        )
+        parts.append(f"{clock(event.spent_s)}{limit}")
     if event.best is not None:
         best = event.best
         parts.append(

@@ -10,6 +10,7 @@ from profiling_agent.deployment.batches import check_fixed_batch
 from profiling_agent.deployment.protocol import INPUT, OUTPUT, Batch, missing_packages
 from profiling_agent.errors import ArtifactError
 from profiling_agent.foreign import foreign_code, on_behalf
+from profiling_agent.processes.busy import waits_passively
 from profiling_agent.records import Scheme
 
 if TYPE_CHECKING:
@@ -71,6 +72,8 @@ def open(folder: Path, recipe: Recipe, *, device: str, num_threads: int | None) 
     options.inter_op_num_threads = 1
     # Its threads wait for the next pass by spinning, which takes the cores from whoever runs next.
     options.add_session_config_entry("session.force_spinning_stop", "1")
+    if waits_passively():
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     path = str(folder / ONNX)
 
     def refuse(said: str) -> ArtifactError:

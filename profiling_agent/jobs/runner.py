@@ -18,6 +18,7 @@ from profiling_agent.jobs.table import MODULES, TABLE, JobRow, Table
 from profiling_agent.jobs.tasks import PrepareTask, Task
 from profiling_agent.jobs.timesheet import SHEET, Timesheet
 from profiling_agent.jobs.wire import ERRORS, Message, Order
+from profiling_agent.processes.busy import PASSIVE, WAIT_POLICY, is_busy
 from profiling_agent.processes.child import Child, Wording
 from profiling_agent.processes.environment import child_environment, withheld
 from profiling_agent.processes.machine_lock import machine_lock
@@ -29,6 +30,8 @@ from profiling_agent.workspace import Workspace
 
 ResultT = TypeVar("ResultT", bound=Record)
 PROGRAM = "profiling_agent.jobs"
+# How long a run waits for a quieter moment, in all, and how often it looks: on a machine that is never quiet it goes on.
+PATIENCE_S, LOOK_S = 60.0, 1.0
 WORDING = Wording(
     process="the child process",
     work="the job",
@@ -64,7 +67,8 @@ class Jobs:
         self._worker: Child[Message] | None = None
         self._given: dict[str, str] = {}
         self._servers = ExitStack()
-        self._server: OwnForkServer | None = None
+        self._server: dict[str | None, OwnForkServer | None] = {}
+        self._patience_s = PATIENCE_S
 
     def run(self, task: Task[ResultT], *, together: Sequence[Task[Any]] = ()) -> ResultT:
         """Return the task's result, from disk where this run has it; what it needs is done before it.
@@ -190,13 +194,14 @@ class Jobs:
 
         A worker that was given secrets does jobs that may see them, and ends before the first that may not.
         """
-        given = withheld(row.secrets)
+        secrets, waits = withheld(row.secrets), self._waits(row)
+        given = secrets | waits
         if isolated:
-            process = self._start(given, anew=row.anew)
+            process = self._start(given, anew=row.anew or bool(secrets))
         else:
             if self._worker is None or not self._worker.is_alive or given != self._given:
                 self._end_worker()
-                self._worker, self._given = self._start(given, anew=False), given
+                self._worker, self._given = self._start(given, anew=bool(secrets)), given
             process = self._worker
         try:
             yield process
@@ -209,12 +214,12 @@ class Jobs:
     def _start(self, given: dict[str, str], *, anew: bool) -> Child[Message]:
         """Start a process that does jobs: as a copy of one that has imported what they need, or `anew`.
 
-        Anew also where it is given secrets, which no other process is to hold.
+        Anew where it is given secrets, which no other process is to hold.
         """
         environment, log = child_environment() | given, self.workspace.root / "worker.log"
 
         def begin(stderr: IO[bytes]) -> Started:
-            server = None if given or anew else self._fork_server(environment)
+            server = None if anew else self._fork_server(environment)
             return start(child_command(PROGRAM), environment, stderr, server)
 
         try:
@@ -226,12 +231,26 @@ class Jobs:
 
     def _fork_server(self, environment: dict[str, str]) -> ForkServer | None:
         """Return whom to ask for a copy; nobody where one died before it had made any, as by a library that it imported."""
-        died = self._server
+        # Threads wait as their process was told before it had any, so that there is one for each way.
+        way = environment.get(WAIT_POLICY)
+        died = self._server.get(way)
         if died is not None and not died.is_alive and not died.has_started:
             return None
         if died is None or not died.serves(environment):
-            self._server = self._servers.enter_context(fork_server(MODULES, environment))
-        return self._server
+            self._server[way] = self._servers.enter_context(fork_server(MODULES, environment))
+        return self._server[way]
+
+    def _waits(self, row: JobRow) -> dict[str, str]:
+        """Return how the threads of a job's process are to wait, where others want the machine; what is timed waits for them a while."""
+        if WAIT_POLICY in child_environment() or not is_busy():
+            return {}
+        if not row.timed:
+            return {WAIT_POLICY: PASSIVE}
+        while self._patience_s > 0 and is_busy():
+            self.progress("waiting for a quieter moment to time in: something else is running on this machine", 0, 0)
+            self._patience_s -= LOOK_S
+            time.sleep(LOOK_S)
+        return {}
 
     def forget_images(self) -> None:
         """Remove the images that were prepared, which take most of a run's space; whoever needs some has them made again."""
@@ -241,7 +260,7 @@ class Jobs:
     def close(self) -> None:
         """End the worker, and what it was a copy of unless others use that."""
         self._end_worker()
-        self._server = None
+        self._server.clear()
         self._servers.close()
 
     def _end_worker(self) -> None:

@@ -20,7 +20,7 @@ class JobRow:
 
     With `torch` the process has torch's threads and seed set before. An isolated job has a time limit of its own; either is longer for a slow
     model, by `passes` of the baseline for one image, several times what the job should need. `secrets` are variables of the environment that only processes of such jobs see. One that starts `anew` measures its own process,
-    where what others import would count.
+    where what others import would count; what is `timed` waits as a user's process does, and for a quieter moment.
     """
 
     handler: str
@@ -30,6 +30,7 @@ class JobRow:
     passes: int = 10_000
     secrets: tuple[str, ...] = ()
     anew: bool = False
+    timed: bool = False
 
     def limit_s(self, *, isolated: bool, pass_s: float | None = None) -> float:
         """Return how long the job may take, where the baseline takes `pass_s` for an image."""
@@ -46,7 +47,7 @@ TABLE: Table = {
     tasks.ResolveShapeTask: JobRow(handler="profiling_agent.jobs.handlers.acquisition:resolve_shape", secrets=HUB),
     tasks.PrepareTask: JobRow(handler="profiling_agent.jobs.handlers.images:prepare"),
     tasks.LogitsTask: JobRow(handler="profiling_agent.jobs.handlers.logits:ask"),
-    tasks.ProfileTask: JobRow(handler="profiling_agent.jobs.handlers.profiling:profile", passes=100_000),
+    tasks.ProfileTask: JobRow(handler="profiling_agent.jobs.handlers.profiling:profile", passes=100_000, timed=True),
     tasks.PruneTask: JobRow(handler="profiling_agent.jobs.handlers.pruning:prune"),
     # What is cut off goes on after its last epoch, but a hundred epochs may take a day.
     tasks.RecoverTask: JobRow(
@@ -57,13 +58,17 @@ TABLE: Table = {
     tasks.DeployTask: JobRow(handler="profiling_agent.jobs.handlers.deployment:deploy", isolated_timeout_s=HOUR / 2),
     tasks.EvaluateTask: JobRow(handler="profiling_agent.jobs.handlers.evaluation:evaluate", torch=False),
     tasks.OpenHeldoutTask: JobRow(handler="profiling_agent.jobs.handlers.heldout:open_heldout", torch=False),
-    tasks.CompareTask: JobRow(handler="profiling_agent.jobs.handlers.comparison:compare"),
+    tasks.CompareTask: JobRow(handler="profiling_agent.jobs.handlers.comparison:compare", timed=True),
     tasks.HeadlineTask: JobRow(
-        handler="profiling_agent.jobs.handlers.timing:headline", torch=False, isolated_timeout_s=HOUR / 2, anew=True
+        handler="profiling_agent.jobs.handlers.timing:headline",
+        torch=False,
+        isolated_timeout_s=HOUR / 2,
+        anew=True,
+        timed=True,
     ),
-    tasks.RaceTask: JobRow(handler="profiling_agent.jobs.handlers.timing:race", torch=False),
-    tasks.SessionTask: JobRow(handler="profiling_agent.jobs.handlers.timing:session", torch=False),
-    tasks.ThroughputTask: JobRow(handler="profiling_agent.jobs.handlers.timing:throughput", torch=False),
+    tasks.RaceTask: JobRow(handler="profiling_agent.jobs.handlers.timing:race", torch=False, timed=True),
+    tasks.SessionTask: JobRow(handler="profiling_agent.jobs.handlers.timing:session", torch=False, timed=True),
+    tasks.ThroughputTask: JobRow(handler="profiling_agent.jobs.handlers.timing:throughput", torch=False, timed=True),
     tasks.MemoryTask: JobRow(
         handler="profiling_agent.jobs.handlers.timing:memory", torch=False, isolated_timeout_s=HOUR / 2
     ),

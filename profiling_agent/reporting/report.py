@@ -86,6 +86,15 @@ class Sensitivity(Record):
         return nearest_option(self.options, self.width, share)
 
 
+class TimeRow(Record):
+    """What jobs of one kind took together; `passes` is that in passes of the baseline, eager float32 on one image."""
+
+    kind: str
+    count: int
+    seconds: float
+    passes: float
+
+
 class RunReport(Record):
     """What `report.json` holds."""
 
@@ -114,6 +123,7 @@ class RunReport(Record):
     layers: tuple[LayerGroup, ...]
     criteria: tuple[CriterionScore, ...] = ()
     sensitivity: tuple[Sensitivity, ...] = ()
+    times: tuple[TimeRow, ...] = Field(default=(), description="where the run's time went, most first")
     artifacts: dict[str, str]
     request: Request
     environment: Environment
@@ -193,6 +203,7 @@ class Sources(Record):
     spent: Spent | None
     decisions: tuple[Decided, ...]
     profiles: dict[str, tuple[Profiled, ModelProfile]]
+    times: dict[str, tuple[int, float]] = Field(default={}, description="jobs of each kind, and their seconds")
 
 
 def evidence_notes(profile: ModelProfile) -> tuple[str, ...]:
@@ -258,6 +269,10 @@ def build_report(request: Request, final: FinalChoice, sources: Sources) -> RunR
         layers=compare_layers(baseline[1], best[1]),
         criteria=baseline[1].evidence.criteria if baseline[1].evidence else (),
         sensitivity=sensitivity_of(baseline[1]),
+        times=tuple(
+            TimeRow(kind=kind, count=count, seconds=seconds, passes=seconds / baseline[1].headline.pass_s)
+            for kind, (count, seconds) in sources.times.items()
+        ),
         artifacts=artifacts,
         request=request,
         environment=environment(acquired.source.device),

@@ -43,6 +43,10 @@ def test_where_a_run_stands_is_said_once_there_is_something_to_say():
     assert standing(EVENTS[0]) == ""
     assert standing(EVENTS[4]) == "iteration 1 of 3"
     assert standing(EVENTS[6]) == STANDING
+    timed = EVENTS[4].model_copy(update={"spent_s": 125.4})
+    assert standing(timed) == "iteration 1 of 3; 2:05"
+    assert standing(timed.model_copy(update={"budget_s": 3600.0})) == "iteration 1 of 3; 2:05 of 1:00:00, 57:55 left"
+    assert standing(timed.model_copy(update={"budget_s": 100.0})) == "iteration 1 of 3; 2:05 of 1:40, 0:00 left"
 
 
 def test_what_is_no_terminal_gets_each_stage_and_each_change_once_as_plain_lines():

@@ -44,9 +44,9 @@ def test_the_journal_holds_measured_and_judged_attempts(finished: Path):
     assert all(attempt.reason for attempt in attempts)
     first = attempts[0]
     assert first.dry_run is not None
-    assert first.pruned is not None
-    assert first.pruned.footprint.params == first.dry_run.params
-    assert first.pruned.footprint.macs == first.dry_run.macs
+    assert first.deployed is not None
+    assert first.deployed.footprint.params == first.dry_run.params
+    assert first.deployed.footprint.macs == first.dry_run.macs
 
 
 def test_the_returned_model_loads_and_is_no_larger_than_the_baseline(finished: Path):

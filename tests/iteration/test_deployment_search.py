@@ -12,8 +12,10 @@ from profiling_agent.deployment.choices import recommend
 from profiling_agent.errors import JobError, QuantizationError
 from profiling_agent.evaluation.predictions import write_predictions
 from profiling_agent.iteration.deployment_search import NUM_IN_FULL, as_search, try_deployments
+from profiling_agent.iteration.deployments import DeploymentChoices
 from profiling_agent.iteration.evaluator import Evaluator, Settings
 from profiling_agent.jobs import tasks
+from profiling_agent.jobs.timesheet import SHEET, Timesheet
 from profiling_agent.records import (
     Acquired,
     DeployedModel,
@@ -57,6 +59,9 @@ class Script:
     deployments: dict[str, Made]
     kept: tuple[str, ...] = ()
     asked: list[tasks.Task] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.timesheet = Timesheet(self.root / SHEET)
 
     @property
     def workspace(self):
@@ -141,8 +146,17 @@ def asked_for(runtime: Any, scheme: Any) -> Deployment:
     return Deployment(runtime=runtime, scheme=scheme, recommendations=recommend(scheme))
 
 
-def deployment_search(root: Path, deployments: dict[str, Made], *, kept: tuple[str, ...] = (), **goal):
-    script: Any = Script(root, deployments, kept)
+def deployment_search(
+    root: Path,
+    deployments: dict[str, Made],
+    *,
+    kept: tuple[str, ...] = (),
+    script: type[Script] = Script,
+    time_budget_s: float | None = None,
+    choices: DeploymentChoices | None = None,
+    **goal,
+):
+    script: Any = script(root, deployments, kept)
     source = ModelSource(name="m", architecture="ViTForImageClassification", device="cpu")
     acquired = Acquired(
         source=source,
@@ -157,13 +171,22 @@ def deployment_search(root: Path, deployments: dict[str, Made], *, kept: tuple[s
         baseline=made.ref("m0", size_bytes=4000),
         profile=made.profile(),
         goal=made.GOAL.model_copy(update=goal),
-        settings=Settings(batch_size=4, seed=0),
+        settings=Settings(batch_size=4, seed=0, time_budget_s=time_budget_s),
+        choices=choices or DeploymentChoices(),
     )
     script.deployments["m0"] = Made(speedup=1.0, size_bytes=4000)
     baseline = evaluator.evaluate(Variant.BASELINE, evaluator.baseline, acquired.search)
     asked = [asked_for(*name.split()) for name in deployments if name != "m0"]
     tried = try_deployments(evaluator, evaluator.baseline, asked, baseline)
     return as_search(tried, evaluator.choices.notes), script
+
+
+class Timed(Script):
+    """Jobs of which each conversion takes a minute."""
+
+    def DeployTask(self, task):  # noqa: N802
+        self.timesheet.note(f"deploy-{len(self.asked)}", 60.0)
+        return super().DeployTask(task)
 
 
 def reasons(held) -> dict[str, str]:
@@ -274,3 +297,52 @@ def test_layers_that_cost_much_for_little_are_left_in_float_in_int8_deployments_
     told = {option.deployment.name: option.deployment.recommendations for option in held.options}
     assert [rec.dtype for rec in told["openvino static"]] == ["qint8", "float32"]
     assert [rec.dtype for rec in told["eager bfloat16"]] == ["bfloat16"]
+
+
+ALL = {
+    name: Made()
+    for name in ("eager bfloat16", "inductor static", "onnxruntime dynamic", "openvino static", "openvino float32")
+}
+
+
+def test_what_promises_most_is_made_first_and_what_compiles_for_minutes_last(tmp_path: Path):
+    _, script = deployment_search(tmp_path, ALL)
+
+    made_of = [task.deployment.name for task in script.asked if isinstance(task, tasks.DeployTask)]
+    assert made_of == [
+        "openvino static",
+        "onnxruntime dynamic",
+        "openvino float32",
+        "eager bfloat16",
+        "inductor static",
+    ]
+
+
+def test_a_time_budget_ends_the_search_once_it_has_had_its_quarter(tmp_path: Path):
+    held, script = deployment_search(tmp_path, ALL, script=Timed, time_budget_s=400.0)
+
+    # After two minutes of 400 s a quarter is used up.
+    made_of = [task.deployment.name for task in script.asked if isinstance(task, tasks.DeployTask)]
+    assert made_of == ["openvino static", "onnxruntime dynamic"]
+    assert held.chosen is not None
+    assert "no room for more deployments" in reasons(held)["eager bfloat16"]
+
+
+@pytest.mark.parametrize(
+    ("supported", "is_named", "is_made"),
+    [
+        (("eager", "inductor", "openvino"), False, False),
+        (("eager", "inductor", "openvino"), True, True),
+        # Nothing else here compiles.
+        (("eager", "inductor"), False, True),
+    ],
+)
+def test_a_conversion_that_takes_longer_than_the_run_is_asked_for_or_left_out(
+    tmp_path: Path, supported, is_named, is_made
+):
+    choices = DeploymentChoices(supported=dict.fromkeys(supported, ("float32",)), is_named=is_named)
+    held, script = deployment_search(tmp_path, ALL, script=Timed, choices=choices)
+
+    # Four minutes were used up by then, and so fast a model is given five.
+    assert any(getattr(task, "deployment", Deployment()).runtime == "inductor" for task in script.asked) == is_made
+    assert ("--time-budget asks for it" in reasons(held)["inductor static"]) != is_made

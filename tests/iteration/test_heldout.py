@@ -1,7 +1,7 @@
 """How many held-out images are looked at, by a candidate whose answers are made up."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from profiling_agent.iteration.heldout import (
 )
 from profiling_agent.iteration.judge import judge
 from profiling_agent.jobs.tasks import Evaluated, EvaluateTask, OpenHeldoutTask
+from profiling_agent.jobs.timesheet import SHEET, Timesheet
 from profiling_agent.records import (
     SHARD,
     Acquired,
@@ -51,6 +52,10 @@ class Answering:
     root: Path
     right: dict[str, Answers]
     asked: list[tuple[str, range]] = field(default_factory=list[tuple[str, range]])
+    shard_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.timesheet = Timesheet(self.root / SHEET)
 
     def run(self, task: OpenHeldoutTask) -> Opening:
         return note(task)
@@ -58,6 +63,7 @@ class Answering:
     def run_each(self, tasks: list[EvaluateTask]) -> list[Evaluated]:
         rows = [tasks[0].split.rows(task.shard) for task in tasks]
         self.asked.append((tasks[0].model.path, range(rows[0].start, rows[-1].stop)))
+        self.timesheet.go_on_from(self.timesheet.spent_s + len(tasks) * self.shard_s)
         return [self.evaluate(task) for task in tasks]
 
     def evaluate(self, task: EvaluateTask) -> Evaluated:
@@ -130,6 +136,18 @@ def test_a_candidate_that_answers_alike_is_known_after_two_looks_and_the_rest_st
         == upper_bound(Counts(0, 0, 1024), error_of(tested.opening))
         <= 0.01
     )
+
+
+def test_no_more_images_are_looked_at_than_a_time_budget_has_room_for(tmp_path: Path):
+    tester, jobs = evaluator(tmp_path, 8000, every(100))
+    tester = replace(tester, settings=tester.settings.model_copy(update={"time_budget_s": 200.0}))
+    jobs.shard_s = 10.0
+    tested = run_heldout_test(tester, MEASURED)
+
+    # Both models take 20 s a shard: after six shards 80 s are left, another two take 40, and a minute is for the report.
+    assert tested.candidate.drop is not None
+    assert tested.candidate.drop.num_images == 3072
+    assert jobs.asked[-1] == (CANDIDATE.path, range(2048, 3072))
 
 
 def test_a_later_test_takes_more_images_to_show_the_same(tmp_path: Path):

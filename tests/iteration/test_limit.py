@@ -35,6 +35,7 @@ class Script:
     asked: list[str] = field(default_factory=list[str])
     raced: list[tuple[str, ...]] = field(default_factory=list[tuple[str, ...]])
     num_sessions: int = 0
+    timesheet = made.TIMESHEET
 
     def run(self, task: Any) -> Any:
         return getattr(self, type(task).__name__)(task)

@@ -1,0 +1,71 @@
+"""What a run does with the time that it has: counted by hand, with a pass of a tenth of a second."""
+
+import math
+from pathlib import Path
+
+import pytest
+
+from profiling_agent.errors import RequestError
+from profiling_agent.iteration.budget import END_PASSES, END_S, Budget, affordable_images
+from profiling_agent.jobs.timesheet import Timesheet
+
+PASS_S = 0.1
+END = END_S + END_PASSES * PASS_S
+
+
+def budget(root: Path, spent_s: float, limit_s: float | None, pass_s: float = PASS_S) -> Budget:
+    sheet = Timesheet(root / "timesheet.jsonl")
+    sheet.go_on_from(spent_s)
+    return Budget(sheet, pass_s, limit_s)
+
+
+def test_without_a_limit_there_is_room_for_everything_but_what_is_out_of_proportion(tmp_path: Path):
+    free = budget(tmp_path, 1e6, None)
+
+    assert free.left_s == math.inf
+    assert free.has_room_for(1e9)
+    assert free.has_time_for(1e9)
+    assert free.allows_search(0.0)
+    assert not free.allows_slow_conversion()
+
+
+def test_what_is_left_keeps_enough_for_the_end(tmp_path: Path):
+    held = budget(tmp_path, 400.0, 1000.0)
+
+    assert held.left_s == 600.0
+    assert held.has_room_for(600.0 - END)
+    assert not held.has_room_for(601.0 - END)
+    assert held.has_time_for(540.0)
+    assert not held.has_time_for(541.0)
+
+
+def test_a_conversion_of_minutes_is_worth_it_in_a_run_that_is_long_anyway(tmp_path: Path):
+    # 12,000 passes are 1,200 s, half of which may be used up by then.
+    assert budget(tmp_path, 500.0, None).allows_slow_conversion()
+    assert not budget(tmp_path, 520.0, None).allows_slow_conversion()
+    # A model of 5 ms would be done in a minute; its run is given five.
+    assert budget(tmp_path, 50.0, None, 0.005).allows_slow_conversion()
+    assert not budget(tmp_path, 70.0, None, 0.005).allows_slow_conversion()
+    assert budget(tmp_path, 70.0, 3600.0, 0.005).allows_slow_conversion()
+
+
+def test_the_search_among_deployments_has_a_quarter(tmp_path: Path):
+    assert budget(tmp_path, 350.0, 1000.0).allows_search(100.0)
+    assert not budget(tmp_path, 351.0, 1000.0).allows_search(100.0)
+
+
+def test_fewer_images_calibrate_where_evidence_would_take_more_than_a_quarter():
+    assert affordable_images(None, 60.0, 256) == 256
+    assert affordable_images(3600.0, PASS_S, 256) == 256
+    # 256 images and 24 units are 1,408 passes: 141 s.
+    assert affordable_images(564.0, PASS_S, 256) == 256
+    assert affordable_images(562.0, PASS_S, 256) == 128
+    assert affordable_images(562.0, PASS_S, 100) == 100
+
+
+def test_a_budget_for_nothing_says_what_would_do():
+    with pytest.raises(
+        RequestError, match=r"time_budget is 300 s, and a model that takes 1 s for an image needs at least 41m"
+    ):
+        affordable_images(300.0, 1.0, 256)
+    assert affordable_images(41 * 60.0, 1.0, 256) == 128

@@ -1,0 +1,87 @@
+"""Where something else wants the machine, threads sleep while they wait, and what is timed waits for a quieter moment."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+from toy_job import DoubleTask
+
+from profiling_agent.jobs.runner import Jobs
+from profiling_agent.jobs.table import JobRow
+from profiling_agent.processes.busy import PASSIVE, WAIT_POLICY, is_busy, waits_passively
+from profiling_agent.workspace import Workspace
+
+ROW = JobRow(handler="toy_job:double", torch=False)
+
+
+@pytest.fixture
+def _spinning() -> Iterator[None]:
+    with subprocess.Popen(
+        [sys.executable, "-c", "print(flush=True)\nwhile True: pass"], stdout=subprocess.PIPE
+    ) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        yield
+        other.kill()
+
+
+@pytest.fixture
+def jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Jobs]:
+    monkeypatch.delenv(WAIT_POLICY, raising=False)
+    workspace = Workspace(tmp_path / "run")
+    workspace.jobs.mkdir(parents=True)
+    opened = Jobs(workspace, table={DoubleTask: ROW})
+    yield opened
+    opened.close()
+
+
+def policy(pid: int) -> str | None:
+    return psutil.Process(pid).environ().get(WAIT_POLICY)
+
+
+@pytest.mark.usefixtures("_spinning")
+def test_a_process_that_never_rests_is_seen():
+    assert is_busy()
+
+
+@pytest.mark.usefixtures("_spinning")
+def test_beside_others_what_is_not_timed_sleeps_while_it_waits(jobs: Jobs):
+    worker = jobs.run(DoubleTask(number=1))
+
+    assert policy(worker.pid) == PASSIVE
+
+
+@pytest.mark.usefixtures("_spinning")
+def test_what_is_timed_waits_for_a_quieter_moment_says_so_and_is_left_as_a_user_would_run_it(jobs: Jobs):
+    said: list[str] = []
+    jobs.progress = lambda message, done, total: said.append(message)
+    jobs._patience_s = 2.0
+    jobs._table = {DoubleTask: replace(ROW, timed=True)}
+    worker = jobs.run(DoubleTask(number=1))
+    jobs.run(DoubleTask(number=2))
+
+    assert policy(worker.pid) is None
+    # It waits so long in all, and not again for each.
+    assert [message.startswith("waiting for a quieter moment") for message in said].count(True) == 2
+
+
+@pytest.mark.usefixtures("_spinning")
+def test_what_the_user_says_of_it_counts(jobs: Jobs, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(WAIT_POLICY, "ACTIVE")
+
+    assert policy(jobs.run(DoubleTask(number=1)).pid) == "ACTIVE"
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"), [("passive", True), ("PASSIVE", True), ("active", False), (None, False)]
+)
+def test_a_process_knows_how_it_waits(monkeypatch: pytest.MonkeyPatch, value: str | None, expected: bool):
+    monkeypatch.delenv(WAIT_POLICY, raising=False)
+    if value is not None:
+        monkeypatch.setenv(WAIT_POLICY, value)
+
+    assert waits_passively() == expected
