@@ -159,6 +159,10 @@ class Request(BaseModel):
         max_length=20,
         description="time that the run may take, such as 30m or 1h30m; it then does what is worth most of it, and settles the best so far",
     )
+    cache: bool = Field(
+        default=True,
+        description="use what an earlier run measured of the same model, images and machine: how much each unit is missed",
+    )
     batch_size: int = Field(default=32, ge=1, le=4096, description="the batch size you deploy; all is measured at it")
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="where to measure")
     seed: int = Field(default=0, ge=0, lt=2**32, description="draws the images and everything else that is random")

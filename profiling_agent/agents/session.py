@@ -95,6 +95,7 @@ class RunSession:
             calibration=calibration,
             criterion=state.criterion,
             seed=state.seed,
+            cache=state.cache,
         )
 
     def profile(self, state: RunState) -> ModelProfile:

@@ -21,8 +21,12 @@ def profile_artifact(  # noqa: PLR0913 (what is measured, with what, and where)
     calibration: SplitInfo | None = None,
     criterion: str = "auto",
     seed: int = 0,
+    cache: bool = True,
 ) -> Profiled:
-    """Return where the profile of `model` lies, and its totals; `calibration` images give evidence on its units."""
+    """Return where the profile of `model` lies, and its totals; `calibration` images give evidence on its units.
+
+    With `cache`, evidence of an earlier run is used where that had the same model, images and machine.
+    """
     headline = measure_headline(jobs, model, batch_size=batch_size, device=device)
     task = ProfileTask(
         model=model,
@@ -32,6 +36,7 @@ def profile_artifact(  # noqa: PLR0913 (what is measured, with what, and where)
         calibration=calibration,
         criterion=criterion,
         seed=seed,
+        cache=cache,
     )
     return jobs.run(task)
 

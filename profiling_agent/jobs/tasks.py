@@ -187,6 +187,7 @@ class ProfileTask(Task[Profiled]):
     calibration: SplitInfo | None = None
     criterion: str = "auto"
     seed: int = 0
+    cache: bool = True
 
     def needs(self, find: Find) -> Mapping[str, tuple[Task[Any], ...]]:
         """Return what prepares the calibration images, where there are any."""

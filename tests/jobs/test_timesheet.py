@@ -93,7 +93,7 @@ def test_jobs_are_noted_those_that_failed_too_and_read_back_they_cost_what_they_
     jobs.run_each([DoubleTask(number=1)])
 
     assert jobs.timesheet.spent_s == spent_s > 0
-    assert [key for key in jobs.timesheet._up_to] == [job_key(DoubleTask(number=number)) for number in (1, -1)]
+    assert list(jobs.timesheet._up_to) == [job_key(DoubleTask(number=number)) for number in (1, -1)]
     later = Jobs(workspace, table={DoubleTask: ROW})
     later.run_each([DoubleTask(number=1)])
     assert 0 < later.timesheet.spent_s < spent_s
