@@ -37,10 +37,10 @@ class DeploymentChoices:
     """
 
     supported: Mapping[RuntimeName, Sequence[Scheme]] = field(default_factory=dict)
-    is_named: bool = False
     schemes: frozenset[Scheme] = frozenset()
     layers: str = EVERYTHING
     notes: tuple[str, ...] = ()
+    is_named: bool = False
 
 
 def deployment_choices(request: Request, device: str) -> DeploymentChoices:

@@ -12,8 +12,8 @@ MAX_SHIFT = 1.5
 
 def made_from(candidate: Candidate, journal: Journal, baseline: ArtifactRef) -> ArtifactRef:
     """Return the float32 model that a candidate was made from."""
-    pruned = journal.attempts[candidate.attempt - 1].pruned_model if candidate.attempt is not None else None
-    return pruned or baseline
+    made = next((attempt for attempt in journal.attempts if attempt.number == candidate.attempt), None)
+    return (made.pruned_model if made else None) or baseline
 
 
 def torch_model(winner: Candidate, journal: Journal, baseline: ArtifactRef) -> ArtifactRef:

@@ -67,7 +67,7 @@ class Jobs:
         self._worker: Child[Message] | None = None
         self._given: dict[str, str] = {}
         self._servers = ExitStack()
-        self._server: dict[str | None, OwnForkServer | None] = {}
+        self._copied: dict[str | None, OwnForkServer | None] = {}
         self._patience_s = PATIENCE_S
 
     def run(self, task: Task[ResultT], *, together: Sequence[Task[Any]] = ()) -> ResultT:
@@ -233,12 +233,12 @@ class Jobs:
         """Return whom to ask for a copy; nobody where one died before it had made any, as by a library that it imported."""
         # Threads wait as their process was told before it had any, so that there is one for each way.
         way = environment.get(WAIT_POLICY)
-        died = self._server.get(way)
+        died = self._copied.get(way)
         if died is not None and not died.is_alive and not died.has_started:
             return None
         if died is None or not died.serves(environment):
-            self._server[way] = self._servers.enter_context(fork_server(MODULES, environment))
-        return self._server[way]
+            self._copied[way] = self._servers.enter_context(fork_server(MODULES, environment))
+        return self._copied[way]
 
     def _waits(self, row: JobRow) -> dict[str, str]:
         """Return how the threads of a job's process are to wait, where others want the machine; what is timed waits for them a while."""
@@ -260,7 +260,7 @@ class Jobs:
     def close(self) -> None:
         """End the worker, and what it was a copy of unless others use that."""
         self._end_worker()
-        self._server.clear()
+        self._copied.clear()
         self._servers.close()
 
     def _end_worker(self) -> None:

@@ -10,7 +10,8 @@ from pathlib import Path
 from pydantic import Field
 
 from profiling_agent.documents import DocumentError, parse_record
-from profiling_agent.files import append_line, read_bytes
+from profiling_agent.errors import RunError
+from profiling_agent.files import append_line, read_bytes, storage_problem
 from profiling_agent.records import Record
 
 SHEET = "timesheet.jsonl"
@@ -43,9 +44,19 @@ class Timesheet:
         """Write down that a job was done, or tried; a job that is done again has been counted."""
         entry = Entry(key=key, seconds=round(seconds, 3))
         if key not in self._up_to:
-            append_line(self._path, entry.model_dump_json())
+            self._append(entry)
         self._count(entry)
         self.reach(key)
+
+    def _append(self, entry: Entry) -> None:
+        try:
+            append_line(self._path, entry.model_dump_json())
+        except OSError as error:
+            if storage_problem(error) is not None:
+                raise
+            raise RunError(
+                f"{str(self._path)!r} can't be written ({error.strerror}): move it away, and resume"
+            ) from error
 
     def reach(self, key: str) -> None:
         """Take a job for asked: the run has used the time up to it."""
@@ -68,7 +79,7 @@ class Timesheet:
 def _entries(path: Path) -> list[Entry]:
     found: list[Entry] = []
     try:
-        lines = read_bytes(path).splitlines()
+        lines = [] if path.is_symlink() else read_bytes(path).splitlines()
     except OSError:
         # Not there yet, or nobody's to read: the time before counts nothing.
         return found

@@ -116,7 +116,9 @@ def split(name: Any) -> SplitInfo:
 def attempt(number: int, *, lost: int, size_bytes: int = 1000) -> Any:
     """Return an attempt that was accepted, and whose float32 model wasn't."""
     done = made.attempt(number, 0.5, accepted=True, correct=900 - lost, macs=400, size_bytes=size_bytes)
-    return done.model_copy(update={"pruned_model": made.ref(f"pruned{number}")})
+    assert done.deployed is not None
+    int8 = done.deployed.model_copy(update={"deployment": Deployment(scheme="dynamic")})
+    return done.model_copy(update={"pruned_model": made.ref(f"pruned{number}"), "deployed": int8})
 
 
 def chosen(
@@ -171,7 +173,7 @@ def test_where_it_fails_the_milder_one_is_tested_at_the_error_that_is_left(tmp_p
     assert final.kept_beside is not None
     assert final.kept_beside.attempt == 1
     assert any(
-        "attempt 1 (eager float32) lost 0.0600 of top-1 on 1000 held-out images and was refused" in note
+        "attempt 1 (eager dynamic) lost 0.0600 of top-1 on 1000 held-out images and was refused" in note
         for note in final.notes
     )
     assert any(f"{ACCURACY_ERROR * share(2):.2%}" in note for note in final.notes)
@@ -288,7 +290,7 @@ def test_what_is_larger_than_the_contract_allows_is_not_returned(tmp_path: Path)
 def test_what_the_sessions_show_slower_is_passed_over(tmp_path: Path):
     final, _ = chosen(tmp_path, (BOLD,), {}, {"both1": 0.9})
     assert final.winner.variant is Variant.BASELINE
-    assert any("attempt 1 (eager float32) is shown slower (0.89x) and was left out" in note for note in final.notes)
+    assert any("attempt 1 (eager dynamic) is shown slower (0.89x) and was left out" in note for note in final.notes)
 
 
 def test_a_contract_with_too_few_images_is_met_unproven(tmp_path: Path):

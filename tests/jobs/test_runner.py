@@ -170,14 +170,14 @@ def test_a_worker_that_dies_leaves_what_it_was_a_copy_of(jobs: Jobs, baseline: t
     model = baseline[1]
 
     jobs.run(evaluation(model, batch_size=5))
-    before = jobs._server
+    (before,) = jobs._copied.values()
     for child in copies():
         child.kill()
     jobs.run(evaluation(model, batch_size=6))
 
     assert before is not None
     assert before.is_alive
-    assert jobs._server is before
+    assert list(jobs._copied.values()) == [before]
 
 
 def test_where_a_library_takes_the_server_down_processes_are_started_anew(

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from toy_job import DoubleTask
 
-from profiling_agent.errors import RequestError
+from profiling_agent.errors import RequestError, RunError
 from profiling_agent.jobs.runner import Jobs, job_key
 from profiling_agent.jobs.table import TABLE, JobRow
 from profiling_agent.jobs.timesheet import SHEET, Timesheet
@@ -81,7 +81,10 @@ def test_a_link_is_not_read(tmp_path: Path):
     (tmp_path / "other").write_text('{"key": "deploy-1", "seconds": 2.5}\n')
     (tmp_path / SHEET).symlink_to(tmp_path / "other")
 
-    assert Timesheet(tmp_path / SHEET).by_kind() == {}
+    sheet = Timesheet(tmp_path / SHEET)
+    assert sheet.by_kind() == {}
+    with pytest.raises(RunError, match=r"timesheet\.jsonl' can't be written .*: move it away, and resume"):
+        sheet.note("deploy-2", 1.0)
 
 
 def test_jobs_are_noted_those_that_failed_too_and_read_back_they_cost_what_they_did(jobs: Jobs, workspace: Workspace):

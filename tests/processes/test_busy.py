@@ -11,7 +11,7 @@ import pytest
 from toy_job import DoubleTask
 
 from profiling_agent.jobs.runner import Jobs
-from profiling_agent.jobs.table import JobRow
+from profiling_agent.jobs.table import TABLE, JobRow
 from profiling_agent.processes.busy import PASSIVE, WAIT_POLICY, is_busy, waits_passively
 from profiling_agent.workspace import Workspace
 
@@ -60,7 +60,7 @@ def test_what_is_timed_waits_for_a_quieter_moment_says_so_and_is_left_as_a_user_
     said: list[str] = []
     jobs.progress = lambda message, done, total: said.append(message)
     jobs._patience_s = 2.0
-    jobs._table = {DoubleTask: replace(ROW, timed=True)}
+    jobs._table = {**TABLE, DoubleTask: replace(ROW, timed=True)}
     worker = jobs.run(DoubleTask(number=1))
     jobs.run(DoubleTask(number=2))
 

@@ -57,10 +57,13 @@ def there(server: OwnForkServer | None) -> OwnForkServer:
 
 
 def forked(server: ForkServer, environment: dict[str, str]) -> tuple[Forked, str]:
-    """Return a program that runs, and the first line it said."""
+    """Return a program that runs and whose process id was told, and the first line it said."""
     with tempfile.TemporaryFile() as stderr:
         program = server.start("program", [], environment, stderr)
-    return program, program.stdout.readline()
+    said = program.stdout.readline()
+    while program.pid is None and program.poll() is None:
+        time.sleep(0.01)
+    return program, said
 
 
 def close(program: Started) -> None:

@@ -95,8 +95,24 @@ def test_a_layer_norm_that_a_residual_reads_is_refused():
     assert tuning.model is model
 
 
+def test_where_int8_costs_next_to_nothing_nobody_looks_for_layers_to_blame():
+    model = zoo.resnet()
+
+    tuning = tune(model, [IMAGES], "dynamic")
+
+    assert 0 <= tuning.kl == tuning.kl_unfolded < 1e-3
+    assert (tuning.model, tuning.sites, tuning.rows, tuning.num_images) == (model, (), (), 16)
+
+
 def test_a_model_without_layer_norms_is_given_back():
     model = zoo.resnet()
+    with torch.no_grad():
+        # Made to tell the images apart, and so to feel an error.
+        logits = say(model)
+        scale = 5 / (logits - logits.mean(0)).std()
+        last = model.classifier[1]
+        last.weight.mul_(scale)
+        last.bias.sub_(logits.mean(0)).mul_(scale)
 
     tuning = tune(model, IMAGES.split(5), "static")
 
