@@ -10,6 +10,7 @@ import argparse
 import shutil
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -45,15 +46,20 @@ def hold(commands: list[list[str]], start: Start, seed: int, server: ForkServer 
     }
 
 
-def measure(model: Path, batch_size: int, num_sessions: int, server: ForkServer) -> list[dict[str, Any]]:
+def measure(model: Path, batch_size: int, num_sessions: int) -> list[dict[str, Any]]:
     """Return a row for each session of one model."""
     rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as scratch:
+    with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
         folder = save(model, Path(scratch) / "model")
         twin = Path(shutil.copytree(folder, Path(scratch) / "twin"))
+        # After torch was imported here, which sets a variable: a server with another environment would make no copy.
+        server = stack.enter_context(fork_server(MODULES, child_environment()))
+        if server is None:
+            raise SystemExit("this system stands no copies: every process is started anew")
         commands, start = [worker_command(path) for path in (folder, twin)], Start(batch_size=batch_size, device="cpu")
         for number in range(num_sessions):
             for way, given in (("anew", None), ("copy", server)):
+                assert given is None or given.serves(child_environment()), "else both ways are one"
                 row = {"model": model.name, "way": way, **hold(commands, start, number, given)}
                 rows.append(stamped(row, session=number))
     return rows
@@ -89,11 +95,8 @@ def main() -> int:
     asked = parser.parse_args()
     models, num_sessions = (asked.models[:1], 4) if asked.quick else (asked.models, asked.sessions)
     rows: list[dict[str, Any]] = []
-    with fork_server(MODULES, child_environment()) as server:
-        if server is None:
-            raise SystemExit("this system stands no copies: every process is started anew")
-        for model in models:
-            rows += measure(model, asked.batch_size, num_sessions, server)
+    for model in models:
+        rows += measure(model, asked.batch_size, num_sessions)
     checks = [check for model in models for check in checks_of(model.name, rows)]
     return finish(checks, rows, asked.json)
 

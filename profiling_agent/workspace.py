@@ -1,7 +1,7 @@
 """Run folder: where everything large lies, and the only code that knows its layout.
 
 `request.json` is what was asked; `jobs/<key>/` one finished job each, its `result.json` and artifacts, never
-overwritten; `checkpoints.sqlite` the graph's checkpoints; `best` a pointer to the model to deploy, replaced
+overwritten; `timesheet.jsonl` how long each took; `checkpoints.sqlite` the graph's checkpoints; `best` a pointer to the model to deploy, replaced
 atomically; `report.json` and `report.md` the answer.
 """
 

@@ -19,6 +19,7 @@ from profiling_agent.jobs.profile import measure_headline, profile_artifact, rea
 from profiling_agent.jobs.runner import Jobs
 from profiling_agent.jobs.store import artifacts_of
 from profiling_agent.jobs.tasks import Profiled
+from profiling_agent.jobs.timesheet import SHEET
 from profiling_agent.llm.endpoint import key_for, trusted_addresses
 from profiling_agent.llm.ledger import read_spent
 from profiling_agent.llm.question import Asks
@@ -173,7 +174,7 @@ class RunSession:
             return
         for folder in (self.workspace.jobs, root / ORDERS, root / "recovery"):
             shutil.rmtree(folder, ignore_errors=True)
-        for name in (MANIFEST, "worker.log", LOCK, HOLDER):
+        for name in (MANIFEST, SHEET, "worker.log", LOCK, HOLDER):
             (root / name).unlink(missing_ok=True)
         # A checkpointer's file may lie here, and it is the checkpointer's to remove.
         if not any(root.iterdir()):
