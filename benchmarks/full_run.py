@@ -1,0 +1,106 @@
+"""Whole runs of full-size models on this machine: from the request to the verdict, by seconds and by passes.
+
+    python benchmarks/full_run.py [--models NAME ...] [--time-budget 20m] [--json FILE] [--output DIR]
+
+NAME is one of the paper's four at full size (fitted.py: a random body and a fitted classifier), `mobilenet` for a real one with ImageNet weights, or
+`vit-cifar10` for the small ViT; all runtimes that are installed, batch 8, default request otherwise. A pass is the baseline in eager float32 on one
+image: the unit that makes machines comparable.
+"""
+
+import argparse
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from checks import Check, finish, stamped, use_own_ledger
+from fitted import FOLDER, SHARED, fitted
+from full_size import MODELS
+
+from profiling_agent import Request, optimize
+from profiling_agent.reporting.report import RunReport
+
+MAX_PASSES, OVER = 12_000.0, 1.1
+# Minutes that a run of the real MobileNet, and of the small ViT, may take.
+MAX_MINUTES = {"mobilenet": 6.0, "vit-cifar10": 5.0}
+
+
+def asked_of(name: str, budget: str | None, output: str) -> Request:
+    """Return the request for a model."""
+    cifar = str(SHARED / "data" / "cifar10")
+    if name == "mobilenet":
+        return Request(
+            model=str(SHARED / "models" / "mobilenetv1-imagenet"),
+            dataset=str(SHARED / "data" / "imagenet-sample"),
+            max_accuracy_drop=0.02,
+            batch_size=8,
+            time_budget=budget,
+            output=output,
+        )
+    model = fitted(name, FOLDER) if name in MODELS else SHARED / "models" / name
+    return Request(model=str(model), dataset=cifar, batch_size=8, time_budget=budget, output=output)
+
+
+def told(name: str, report: RunReport, seconds: float) -> dict[str, Any]:
+    """Print where a run's time went, and return its row."""
+    pass_s = report.times[0].seconds / report.times[0].passes
+    race, drop = report.race_result, report.heldout.drop
+    print(f"\n{name}: {seconds:.0f} s, {seconds / pass_s:,.0f} passes of {1e3 * pass_s:.1f} ms")
+    for row in report.times:
+        print(f"  {row.kind:12} {row.count:4} jobs {row.seconds:8.1f} s {row.passes:9,.0f} passes")
+    row: dict[str, Any] = {
+        "model": name,
+        "budget": report.request.time_budget,
+        "seconds": seconds,
+        "pass_ms": 1e3 * pass_s,
+        "passes": seconds / pass_s,
+        "verdict": report.verdict.outcome + (", certified" if report.verdict.certified else ""),
+        "deployment": report.best.deployment.name,
+        "params": report.best.params / report.baseline.params,
+        "bytes": report.best.size_bytes / report.baseline.size_bytes,
+        "speedup": [race.speedup, race.speedup_low, race.speedup_high] if race else None,
+        "lost": [drop.drop, drop.low, drop.high, drop.num_images] if drop else None,
+        "attempts": len(report.attempts),
+        "stopped": str(report.stopped),
+        "kinds": {row.kind: [row.count, row.seconds, row.passes] for row in report.times},
+    }
+    print({key: value for key, value in row.items() if key != "kinds"}, flush=True)
+    return row
+
+
+def checks_of(row: dict[str, Any], budget_s: float | None) -> list[Check]:
+    """Return what must hold: the time, and that what is returned keeps the contract."""
+    name = f"{row['model']}{' in ' + row['budget'] if row['budget'] else ''}"
+    checks = [Check.at_least(f"{name}: MET", float(row["verdict"].startswith("MET")), 1.0)]
+    if budget_s is not None:
+        checks.append(Check.at_most(f"{name}: minutes", row["seconds"] / 60, OVER * budget_s / 60))
+    elif row["model"] in MAX_MINUTES:
+        checks.append(Check.at_most(f"{name}: minutes", row["seconds"] / 60, MAX_MINUTES[row["model"]]))
+    else:
+        checks.append(Check.at_most(f"{name}: passes", row["passes"], MAX_PASSES))
+    return checks
+
+
+def main() -> int:
+    """Run, print, and return 1 where a check does not hold."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=[*MODELS, *MAX_MINUTES])
+    parser.add_argument("--time-budget")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--output", help="keep the run folders here")
+    asked = parser.parse_args()
+    use_own_ledger()
+    rows: list[dict[str, Any]] = []
+    checks: list[Check] = []
+    with tempfile.TemporaryDirectory() as scratch:
+        for name in asked.models:
+            request = asked_of(name, asked.time_budget, asked.output or scratch)
+            started = time.monotonic()
+            report = optimize(request)
+            rows.append(stamped(told(name, report, time.monotonic() - started)))
+            checks += checks_of(rows[-1], request.time_budget_s)
+    return finish(checks, rows, asked.json)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
