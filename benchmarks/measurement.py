@@ -9,10 +9,9 @@ intervals say: the mean of all should lie in nine of ten. Run it on a quiet mach
 """
 
 import argparse
-import sys
+import os
 import tempfile
-import time
-from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -22,26 +21,15 @@ from scipy import stats
 
 from profiling_agent.benchmarking.race import hold_race, session_starter
 from profiling_agent.benchmarking.timed_process import worker_command
-from profiling_agent.benchmarking.worker import Start, open_artifact, serve
+from profiling_agent.benchmarking.worker import Start
+from profiling_agent.jobs.table import MODULES
+from profiling_agent.processes.environment import child_environment
+from profiling_agent.processes.started import ForkServer, child_command, fork_server
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 SLOWER = (0.02, 0.03, 0.05, 0.10)
 # Of twenty right calls of twenty the lower end is 0.86.
 MIN_EQUAL, MIN_FOUND, MIN_COVERED = 0.8, 0.8, 0.9
-
-
-def open_slower(folder: str, start: Start, by: float) -> Callable[[], float]:
-    """Return one pass of a saved model that takes longer than it has to, by such a share."""
-    run_once = open_artifact(Path(folder), start)
-
-    def run_slowly() -> float:
-        took_ms = run_once()
-        started = time.perf_counter()
-        while (waited_ms := (time.perf_counter() - started) * 1e3) < by * took_ms:
-            pass
-        return took_ms + waited_ms
-
-    return run_slowly
 
 
 def save(model: Path, folder: Path) -> Path:
@@ -56,12 +44,15 @@ def save(model: Path, folder: Path) -> Path:
     return folder
 
 
-def compare(kind: str, copy: list[str], folder: Path, num: int, batch_size: int) -> list[dict[str, Any]]:
-    """Return one row for each of `num` comparisons."""
+def compare(
+    kind: str, copy: list[str], folder: Path, num: int, batch_size: int, server: ForkServer | None
+) -> list[dict[str, Any]]:
+    """Return one row for each of `num` comparisons, whose processes are copies where there is a server, as a run's are."""
     rows: list[dict[str, Any]] = []
-    start = Start(batch_size=batch_size, device="cpu")
+    start, servers = Start(batch_size=batch_size, device="cpu"), {0: server, 1: server} if server else None
     for number in range(num):
-        result = hold_race(session_starter([worker_command(folder), copy], start), 2, seed=1000 * number)
+        starter = session_starter([worker_command(folder), copy], start, servers=servers)
+        result = hold_race(starter, 2, seed=1000 * number)
         score = result.scores[1]
         said = "slower" if score.is_shown_slower else "faster" if score.is_shown_faster else "equal"
         row = {"kind": kind, "said": said, "speedup": score.speedup, "low": score.low, "high": score.high}
@@ -91,21 +82,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", type=Path, default=SHARED / "models" / "vit-cifar10", metavar="DIR")
     parser.add_argument("--batch-size", type=int, default=1)
-    parser.add_argument("--comparisons", type=int, default=20, help="of each kind, about 40 s each")
+    parser.add_argument("--comparisons", type=int, default=20, help="of each kind, about 20 s each")
     parser.add_argument("--quick", action="store_true", help="two comparisons of each kind")
     parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--slower-worker", nargs=2, metavar=("FOLDER", "SHARE"), help=argparse.SUPPRESS)
     asked = parser.parse_args()
-    if asked.slower_worker:
-        slow_folder, by = asked.slower_worker
-        serve(lambda start: open_slower(slow_folder, start, float(by)))
     num = 2 if asked.quick else asked.comparisons
-    with tempfile.TemporaryDirectory() as scratch:
+    os.environ["PYTHONPATH"] = str(Path(__file__).parent)
+    with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
         folder = save(asked.models, Path(scratch) / "model")
+        # After torch was imported here, which sets a variable: a server with another environment would make no copy.
+        server = stack.enter_context(fork_server(MODULES, child_environment()))
         kinds = {"equal": worker_command(folder)}
-        for by in SLOWER:
-            kinds[f"{by:.0%} slower"] = [sys.executable, __file__, "--slower-worker", str(folder), str(by)]
-        held = {kind: compare(kind, copy, folder, num, asked.batch_size) for kind, copy in kinds.items()}
+        kinds |= {f"{by:.0%} slower": child_command("slower", str(folder), str(by)) for by in SLOWER}
+        held = {kind: compare(kind, copy, folder, num, asked.batch_size, server) for kind, copy in kinds.items()}
     print("\npower: " + ", ".join(f"{kind} seen {share(rows, 'slower').value:.0%}" for kind, rows in held.items()))
     checks = [
         Check.at_least("of comparisons with itself, those called equal", share(held["equal"], "equal"), MIN_EQUAL),

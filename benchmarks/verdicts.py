@@ -9,11 +9,14 @@ the bar it set: what it gave up in accuracy for what it saved.
 
 import argparse
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 from checks import Check, Estimate, finish, stamped, use_own_ledger
 
 from profiling_agent import Request, optimize
+from profiling_agent.benchmarking.race import compare
+from profiling_agent.records import ArtifactRef
 from profiling_agent.reporting.report import RunReport
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
@@ -60,21 +63,30 @@ def deepest(report: RunReport) -> float:
 def beating(report: RunReport) -> list[str]:
     """Return which measured candidates are shown faster than what is returned, though no less accurate and no larger than allowed.
 
-    Accuracy is that on the search images, on which all were measured; nothing is beaten where it was not timed.
+    Both of the same sessions: what one session says of a candidate and five others of the returned model says as much of the sessions. Accuracy
+    is that on the search images, on which all were measured; nothing is beaten where it was not timed.
     """
-    returned = next((row for row in report.variants if row.evaluation.model == report.heldout.model), None)
-    if returned is None or returned.race_result is None:
+    returned = next((row.evaluation for row in report.variants if row.evaluation.model == report.heldout.model), None)
+    if returned is None:
         return []
-    lost = returned.evaluation.drop.drop if returned.evaluation.drop else 0.0
+    lost = returned.drop.drop if returned.drop else 0.0
     allowed = report.goal.max_size_ratio * report.baseline.size_bytes
     return [
         f"{row.evaluation.variant} {row.evaluation.deployment.name}"
         for row in report.variants
-        if row.race_result is not None
-        and row.race_result.speedup_low > returned.race_result.speedup_high
-        and (row.evaluation.drop.drop if row.evaluation.drop else 0.0) <= lost
+        if (row.evaluation.drop.drop if row.evaluation.drop else 0.0) <= lost
         and row.evaluation.footprint.size_bytes <= allowed
+        and _is_shown_faster(report, row.evaluation.model, returned.model)
     ]
+
+
+def _is_shown_faster(report: RunReport, one: ArtifactRef, other: ArtifactRef) -> bool:
+    """Say whether the sessions that both were in, the several before the one, show it."""
+    for race in (report.race, report.screening):
+        with suppress(LookupError):
+            if race is not None:
+                return compare(race.result_of(one), race.result_of(other)).is_shown_faster
+    return False
 
 
 def checks_of(name: str, report: RunReport) -> list[Check]:

@@ -113,6 +113,7 @@ class RunReport(Record):
     best: Summary
     heldout: Evaluation = Field(description="the returned model on the held-out images")
     variants: tuple[VariantRow, ...]
+    screening: Race | None = Field(default=None, description="the session that it was chosen by")
     race: Race | None = Field(default=None, description="the sessions that the returned model was timed in")
     attempts: tuple[Attempt, ...]
     kept_beside: str | None = Field(default=None, description="a candidate that failed on the held-out images")
@@ -258,6 +259,7 @@ def build_report(request: Request, final: FinalChoice, sources: Sources) -> RunR
             peak_memory_bytes=sources.peak_memory_bytes[1],
         ),
         heldout=final.heldout_winner,
+        screening=final.screening,
         race=race,
         variants=tuple(VariantRow(evaluation=row, race_result=results.get(row.model.sha256)) for row in final.variants),
         attempts=sources.attempts,

@@ -1,0 +1,32 @@
+"""Process of a race whose model takes longer than it has to: it waits after each pass, busily, for a share of what that took.
+
+    python -m slower FOLDER SHARE
+
+Started by measurement.py, which puts this folder onto the path.
+"""
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from profiling_agent.benchmarking.worker import Start, open_artifact, serve
+
+
+def open_slower(folder: str, start: Start, by: float) -> Callable[[], float]:
+    """Return one pass of a saved model that takes longer than it has to, by such a share."""
+    run_once = open_artifact(Path(folder), start)
+
+    def run_slowly() -> float:
+        took_ms = run_once()
+        started = time.perf_counter()
+        while (waited_ms := (time.perf_counter() - started) * 1e3) < by * took_ms:
+            pass
+        return took_ms + waited_ms
+
+    return run_slowly
+
+
+if __name__ == "__main__":
+    named, share = sys.argv[1:]
+    serve(lambda start: open_slower(named, start, float(share)))
