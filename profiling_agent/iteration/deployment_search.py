@@ -76,12 +76,16 @@ def try_deployments(
     """
     trial = Trial(evaluator, Variant.QUANTIZED, baseline)
     options: list[DeploymentOption] = []
-    began_s = evaluator.jobs.timesheet.spent_s
+    timesheet = evaluator.jobs.timesheet
+    began_s, last_s = timesheet.spent_s, 0.0
     for deployment in by_promise(deployments):
-        if why := _not_worth_it(evaluator, deployment, began_s if options else None):
+        # One is made in any case.
+        if options and (why := _not_worth_it(evaluator, deployment, began_s, last_s)):
             options.append(DeploymentOption(deployment=deployment, reason=why))
             continue
+        started_s = timesheet.spent_s
         option = evaluator.deployer.make(model, deployment, choose_layers=True)
+        last_s = timesheet.spent_s - started_s
         options.append(_checked(option, evaluator.goal))
     entered = [option for option in options if _is_in(option)]
     race, not_raced = None, None
@@ -181,10 +185,10 @@ def _is_in(option: DeploymentOption) -> bool:
     return option.keeps_accuracy if option.evaluation else option.deployed is not None and not option.reason
 
 
-def _not_worth_it(evaluator: Evaluator, deployment: Deployment, began_s: float | None) -> str:
-    """Return why a deployment isn't made for want of time; nothing where it is. One is made in any case."""
+def _not_worth_it(evaluator: Evaluator, deployment: Deployment, began_s: float, last_s: float) -> str:
+    """Return why a deployment isn't made for want of time, as the one before it took; nothing where it is."""
     budget, choices = evaluator.budget, evaluator.choices
-    if began_s is not None and not budget.allows_search(began_s):
+    if not budget.allows_search(began_s, last_s):
         return "not tried: the time budget has no room for more deployments"
     has_others = not set(choices.supported) <= SLOW_TO_MAKE | {"eager"}
     is_slow = deployment.runtime in SLOW_TO_MAKE and has_others and not choices.is_named

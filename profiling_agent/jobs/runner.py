@@ -32,6 +32,8 @@ ResultT = TypeVar("ResultT", bound=Record)
 PROGRAM = "profiling_agent.jobs"
 # How long a run waits for a quieter moment, in all, and how often it looks: on a machine that is never quiet it goes on.
 PATIENCE_S, LOOK_S = 60.0, 1.0
+# The imports take 0.5 GB, and a full-size model with what a job needs of it another. A profile with gradients holds several for good.
+MAX_RESIDENT = 2 * 2**30
 WORDING = Wording(
     process="the child process",
     work="the job",
@@ -199,9 +201,11 @@ class Jobs:
         if isolated:
             process = self._start(given, anew=row.anew or bool(secrets))
         else:
-            if self._worker is None or not self._worker.is_alive or given != self._given:
+            is_fit = self._worker is not None and self._worker.is_alive and not self._is_bloated(self._worker)
+            if not is_fit or given != self._given:
                 self._end_worker()
                 self._worker, self._given = self._start(given, anew=bool(secrets)), given
+            assert self._worker is not None, "it was started"
             process = self._worker
         try:
             yield process
@@ -210,6 +214,11 @@ class Jobs:
                 process.end()
             # A killed or crashed process leaves its folder; nobody else writes here while this run is locked.
             self.workspace.sweep()
+
+    def _is_bloated(self, worker: Child[Message]) -> bool:
+        """Say whether a worker still holds gigabytes of what it did before: a copy takes its place in a moment, without them."""
+        is_replaced = any(server is not None and server.is_alive for server in self._copied.values())
+        return is_replaced and worker.resident_bytes() > MAX_RESIDENT
 
     def _start(self, given: dict[str, str], *, anew: bool) -> Child[Message]:
         """Start a process that does jobs: as a copy of one that has imported what they need, or `anew`.

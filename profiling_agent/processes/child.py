@@ -97,6 +97,14 @@ class Child(Generic[AnswerT]):
         """Return whether the process still runs."""
         return self._process.poll() is None
 
+    def resident_bytes(self) -> int:
+        """Return how many bytes the process holds; none where it has ended or wasn't started yet."""
+        if self.pid is None or not self.is_alive:
+            return 0
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return psutil.Process(self.pid).memory_info().rss
+        return 0
+
     def send(self, record: Record) -> None:
         """Say one thing to the child; JobError where it is dead."""
         try:
@@ -153,17 +161,9 @@ class Child(Generic[AnswerT]):
             self.end()
             raise JobError(f"{self._wording.work} {late} and was ended: {self._wording.too_slow}")
         limit = MEMORY_FRACTION * psutil.virtual_memory().total
-        if (used := self._resident()) > limit:
+        if (used := self.resident_bytes()) > limit:
             self.end()
             raise JobError(f"{self._wording.work} used {used / 2**30:.1f} GiB and was ended: {self._wording.too_large}")
-
-    def _resident(self) -> int:
-        """Return how many bytes the process holds; none where it has ended or wasn't started yet."""
-        if self.pid is None or not self.is_alive:
-            return 0
-        with contextlib.suppress(psutil.NoSuchProcess):
-            return psutil.Process(self.pid).memory_info().rss
-        return 0
 
     def _death(self) -> JobError:
         code = self._process.wait()

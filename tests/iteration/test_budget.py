@@ -25,7 +25,7 @@ def test_without_a_limit_there_is_room_for_everything_but_what_is_out_of_proport
     assert free.left_s == math.inf
     assert free.has_room_for(1e9)
     assert free.has_time_for(1e9)
-    assert free.allows_search(0.0)
+    assert free.allows_search(0.0, 1e9)
     assert not free.allows_slow_conversion()
 
 
@@ -50,17 +50,17 @@ def test_a_conversion_of_minutes_is_worth_it_in_a_run_that_is_long_anyway(tmp_pa
 
 
 def test_the_search_among_deployments_has_a_quarter(tmp_path: Path):
-    assert budget(tmp_path, 350.0, 1000.0).allows_search(100.0)
-    assert not budget(tmp_path, 351.0, 1000.0).allows_search(100.0)
+    assert budget(tmp_path, 300.0, 1000.0).allows_search(100.0, 50.0)
+    assert not budget(tmp_path, 300.0, 1000.0).allows_search(100.0, 51.0)
 
 
 def test_fewer_images_calibrate_where_evidence_would_take_more_than_a_quarter():
     assert affordable_images(None, 60.0, 256) == 256
     assert affordable_images(3600.0, PASS_S, 256) == 256
-    # 256 images and 24 units are 1,408 passes: 141 s.
-    assert affordable_images(564.0, PASS_S, 256) == 256
-    assert affordable_images(562.0, PASS_S, 256) == 128
-    assert affordable_images(562.0, PASS_S, 100) == 100
+    # 256 images and 24 units are 2,384 passes: 238 s.
+    assert affordable_images(954.0, PASS_S, 256) == 256
+    assert affordable_images(953.0, PASS_S, 256) == 128
+    assert affordable_images(953.0, PASS_S, 100) == 100
 
 
 def test_a_budget_for_nothing_says_what_would_do():
