@@ -46,8 +46,8 @@ def told(name: str, report: RunReport, seconds: float) -> dict[str, Any]:
     pass_s = report.times[0].seconds / report.times[0].passes
     race, drop = report.race_result, report.heldout.drop
     print(f"\n{name}: {seconds:.0f} s, {seconds / pass_s:,.0f} passes of {1e3 * pass_s:.1f} ms")
-    for row in report.times:
-        print(f"  {row.kind:12} {row.count:4} jobs {row.seconds:8.1f} s {row.passes:9,.0f} passes")
+    for spent in report.times:
+        print(f"  {spent.kind:12} {spent.count:4} jobs {spent.seconds:8.1f} s {spent.passes:9,.0f} passes")
     row: dict[str, Any] = {
         "model": name,
         "budget": report.request.time_budget,
@@ -62,7 +62,7 @@ def told(name: str, report: RunReport, seconds: float) -> dict[str, Any]:
         "lost": [drop.drop, drop.low, drop.high, drop.num_images] if drop else None,
         "attempts": len(report.attempts),
         "stopped": str(report.stopped),
-        "kinds": {row.kind: [row.count, row.seconds, row.passes] for row in report.times},
+        "kinds": {spent.kind: [spent.count, spent.seconds, spent.passes] for spent in report.times},
     }
     print({key: value for key, value in row.items() if key != "kinds"}, flush=True)
     return row

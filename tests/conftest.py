@@ -75,6 +75,8 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PROFILING_AGENT_CACHE", str(tmp_path_factory.mktemp("cache")))
         patch.setenv("PROFILING_AGENT_DATA", str(tmp_path_factory.mktemp("data")))
+        # Other tests beside this one are no reason to wait for a quieter moment.
+        patch.setenv("OMP_WAIT_POLICY", "PASSIVE")
         # Children find the toy jobs.
         patch.setenv("PYTHONPATH", str(Path(__file__).parent))
         # Whoever runs the tests may have a key; no test is to use it.

@@ -13,8 +13,9 @@ from profiling_agent.jobs.timesheet import Timesheet
 DEFAULT_PASSES, DEFAULT_S = 12_000, 300.0
 # A converter that compiles takes a minute or two; for a model whose run is short otherwise that is most of it.
 SLOW_CONVERSION_S, SLOW_SHARE = 90.0, 0.5
-# What is left undone to the last: the race of the finalists, five sessions, the first look at the held-out images, the winner's profile.
-END_S, END_PASSES = 120.0, 1_000
+# What is left undone to the last: the race of the finalists, five sessions (24 s and 80 passes each for a ViT-B/16), the first look at the held-out
+# images, the winner's profile.
+END_S, END_PASSES = 150.0, 1_500
 REPORT_S = 60.0
 # The search among deployments, and the evidence, have this much of a budget.
 SEARCH_SHARE, EVIDENCE_SHARE = 0.25, 0.25

@@ -17,14 +17,17 @@ NUM_LOOKS, PAUSE_S = 3, 0.01
 
 
 def is_busy() -> bool:
-    """Say whether somebody else runs, whenever one looks; for whoever has no process of its own at work.
+    """Say whether more others run, whenever one looks, than there are cores that aren't ours; for whoever has no process of its own at work.
 
     False where the system doesn't tell.
     """
+    own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
+    # What a process that is kept to some of the cores leaves to others.
+    num_spare = (os.cpu_count() or own) - own
     for look in range(NUM_LOOKS):
         if look:
             time.sleep(PAUSE_S)
-        if _num_running() <= 1:
+        if _num_running() - 1 <= num_spare:
             return False
     return True
 

@@ -1,8 +1,10 @@
 """Where something else wants the machine, threads sleep while they wait, and what is timed waits for a quieter moment."""
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +22,15 @@ ROW = JobRow(handler="toy_job:double", torch=False)
 
 @pytest.fixture
 def _spinning() -> Iterator[None]:
+    # As many as keep every core busy, wherever the tests are kept to.
+    with ExitStack() as stack:
+        for _ in range(os.cpu_count() or 1):
+            stack.enter_context(_spinner())
+        yield
+
+
+@contextmanager
+def _spinner() -> Iterator[None]:
     with subprocess.Popen(
         [sys.executable, "-c", "print(flush=True)\nwhile True: pass"], stdout=subprocess.PIPE
     ) as other:
@@ -55,6 +66,7 @@ def test_beside_others_what_is_not_timed_sleeps_while_it_waits(jobs: Jobs):
     assert policy(worker.pid) == PASSIVE
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_spinning")
 def test_what_is_timed_waits_for_a_quieter_moment_says_so_and_is_left_as_a_user_would_run_it(jobs: Jobs):
     said: list[str] = []
@@ -69,6 +81,7 @@ def test_what_is_timed_waits_for_a_quieter_moment_says_so_and_is_left_as_a_user_
     assert [message.startswith("waiting for a quieter moment") for message in said].count(True) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_spinning")
 def test_what_the_user_says_of_it_counts(jobs: Jobs, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(WAIT_POLICY, "ACTIVE")
