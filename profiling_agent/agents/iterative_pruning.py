@@ -9,7 +9,7 @@ from profiling_agent.records import StopReason
 
 def iterative_pruning(state: RunState, session: RunSession) -> Update:
     """Ask the journal, and a language model where there is one, as long as the run has the time for another attempt."""
-    if not session.evaluator(state).budget.has_room_for(state.attempt_s):
+    if not session.evaluator(state).budget.allows_attempt(state.attempt_s):
         return {"stopped": StopReason.TIME_SPENT}
     choice = next_proposal(
         session.advisor(state),

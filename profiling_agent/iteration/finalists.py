@@ -1,5 +1,7 @@
 """Finalists: everything that may be returned, each as it would be deployed and measured on the search images."""
 
+import math
+
 from profiling_agent.iteration.deployer import REFUSALS
 from profiling_agent.iteration.deployment_search import Trial
 from profiling_agent.iteration.evaluator import Evaluator
@@ -36,7 +38,7 @@ def measured(evaluator: Evaluator, journal: Journal) -> tuple[Candidate, ...]:
     if best is None or evaluator.goal.selection == "paper":
         return known
     seen = [one.evaluation.deployment for one in known if one.attempt == best.attempt]
-    wanted = [deployment for deployment in (Deployment(), *_rivals(journal, evaluator.goal)) if deployment not in seen]
+    wanted = [deployment for deployment in _rivals(journal, best, evaluator.goal) if deployment not in seen]
     more: list[Evaluation | None] = []
     for deployment in wanted:
         began_s = evaluator.jobs.timesheet.spent_s
@@ -47,20 +49,22 @@ def measured(evaluator: Evaluator, journal: Journal) -> tuple[Candidate, ...]:
     return tuple({one.evaluation.model.sha256: one for one in found}.values())
 
 
-def _rivals(journal: Journal, goal: Goal) -> list[Deployment]:
-    """Return the deployments that suited the baseline and may suit a pruned model best: not those that were far behind."""
+def _rivals(journal: Journal, pruned: Candidate, goal: Goal) -> list[Deployment]:
+    """Return eager float32 and the deployments that suited the baseline, those that may suit a pruned model best.
+
+    Not those that were far behind on the baseline. Of eager float32 that is the baseline itself, made faster by as much as its MACs are fewer.
+    """
     search = journal.deployment_search
-    if search is None or search.chosen is None:
-        return []
-    leader = search.of(search.chosen).race_result
-    return [
-        option.deployment
-        for option in search.suited
-        if goal.objective != "speed"
-        or leader is None
-        or option.race_result is None
-        or option.race_result.speedup_high * MAX_SHIFT >= leader.speedup_low
+    leader = search.of(search.chosen).race_result if search and search.chosen else None
+    suited = search.suited if search else ()
+    if leader is None or goal.objective != "speed":
+        return [Deployment(), *(option.deployment for option in suited)]
+    fewer = journal.baseline.footprint.macs / max(pruned.evaluation.footprint.macs, 1)
+    reached = [(Deployment(), fewer)]
+    reached += [
+        (option.deployment, option.race_result.speedup_high if option.race_result else math.inf) for option in suited
     ]
+    return [deployment for deployment, speedup in reached if speedup * MAX_SHIFT >= leader.speedup_low]
 
 
 def finalists(evaluator: Evaluator, journal: Journal, found: tuple[Candidate, ...]) -> tuple[Candidate, ...]:

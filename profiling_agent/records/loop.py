@@ -113,7 +113,7 @@ class StopReason(StrEnum):
 
     SINGLE_PASS = "iteration is off: one plan was asked for"
     BUDGET_SPENT = "every iteration that was asked for has been used"
-    TIME_SPENT = "the time budget has no room for another plan"
+    TIME_SPENT = "another plan would take longer than the run has, by its time budget or for so fast a model"
     CONVERGED = "no further aligned width lies between the best accepted and the mildest refused plan"
     ADVISED = "the language model advises against another plan"
     NOTHING_TO_PRUNE = "the first plan prunes nothing, so there is nothing to do more or less of"

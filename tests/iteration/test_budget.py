@@ -35,6 +35,7 @@ def test_what_is_left_keeps_enough_for_the_end(tmp_path: Path):
     assert held.left_s == 600.0
     assert held.has_room_for(600.0 - END)
     assert not held.has_room_for(601.0 - END)
+    assert END == 290.0
     assert held.has_time_for(540.0)
     assert not held.has_time_for(541.0)
 
@@ -47,6 +48,17 @@ def test_a_conversion_of_minutes_is_worth_it_in_a_run_that_is_long_anyway(tmp_pa
     assert budget(tmp_path, 50.0, None, 0.005).allows_slow_conversion()
     assert not budget(tmp_path, 70.0, None, 0.005).allows_slow_conversion()
     assert budget(tmp_path, 70.0, 3600.0, 0.005).allows_slow_conversion()
+
+
+def test_attempts_go_on_as_long_as_the_run_is_in_proportion_to_its_model(tmp_path: Path):
+    # 1,200 s without a limit, of which 290 are for the end.
+    assert budget(tmp_path, 800.0, None).allows_attempt(110.0)
+    assert not budget(tmp_path, 800.0, None).allows_attempt(111.0)
+    assert budget(tmp_path, 800.0, 3600.0).allows_attempt(111.0)
+    assert not budget(tmp_path, 200.0, 500.0).allows_attempt(20.0)
+    # Of a model of a millisecond five minutes.
+    assert budget(tmp_path, 188.0, None, 0.001).allows_attempt(20.0)
+    assert not budget(tmp_path, 189.0, None, 0.001).allows_attempt(20.0)
 
 
 def test_the_search_among_deployments_has_a_quarter(tmp_path: Path):
@@ -65,7 +77,7 @@ def test_fewer_images_calibrate_where_evidence_would_take_more_than_a_quarter():
 
 def test_a_budget_for_nothing_says_what_would_do():
     with pytest.raises(
-        RequestError, match=r"time_budget is 300 s, and a model that takes 1 s for an image needs at least 50m"
+        RequestError, match=r"time_budget is 300 s, and a model that takes 1 s for an image needs at least 57m"
     ):
         affordable_images(300.0, 1.0, 256)
-    assert affordable_images(50 * 60.0, 1.0, 256) == 128
+    assert affordable_images(57 * 60.0, 1.0, 256) == 128
