@@ -23,8 +23,8 @@ SEARCH_SHARE, EVIDENCE_SHARE = 0.25, 0.25
 # What `pruning.calibration` asks for at least, and what is looked at where it isn't known yet how many units there are.
 MIN_CALIBRATION, NUM_UNITS = 128, 24
 # Evidence on so many images: a forward and a backward pass of three quarters of them with their moments, and for each unit two widths, half of a
-# pass on average, on 32 images, with its linear algebra. A ViT-B/16 took 2,480 passes' worth for 256 images and 24 units, by this it takes 2,384.
-MOMENTS_PASSES, MEASURED_PASSES = 3.5, 62
+# pass on average, on 16 images, with its linear algebra.
+MOMENTS_PASSES, MEASURED_PASSES = 3.5, 36
 # Conversions and processes of the least run that ends with anything.
 LEAST_S, LEAST_PASSES = 120.0, 1_200
 

@@ -31,7 +31,7 @@ from profiling_agent.records import CriterionScore, Cut, Evidence, Unit, UnitEvi
 
 # Widths that are measured; the others are drawn along the prediction through them. On so many images: every unit is measured on the
 # same ones, and what is asked is which of them costs more.
-NUM_MEASURED, MAX_MEASURED_ON = 2, 32
+NUM_MEASURED, MAX_MEASURED_ON = 2, 16
 BATCH = 32
 # A backward pass holds what all layers gave: 11 GB for 32 images of 224 x 224 in a ViT-B/16, so that there are fewer of so large ones.
 MAX_PIXELS = 8 * 224 * 224
@@ -52,7 +52,7 @@ def measure_sensitivity(  # noqa: PLR0913 (how, and on what, a study is made)
     """Return the evidence on every unit at every aligned width; `model` is left as it was found.
 
     `batches` begins a pass over the calibration images: (pixel_values (b, c, h, w), labels), labels unused. Three
-    quarters are fitted to, of the last up to 32 images are measured on. `criterion` orders the channels: one of CRITERIA, "auto" for
+    quarters are fitted to, of the last up to 16 images are measured on. `criterion` orders the channels: one of CRITERIA, "auto" for
     the one that suits each kind of unit, or "compare" for the one that has the lowest KL here. `table` has the units' times, where
     they are known.
 

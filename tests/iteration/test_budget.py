@@ -69,10 +69,10 @@ def test_the_search_among_deployments_has_a_quarter(tmp_path: Path):
 def test_fewer_images_calibrate_where_evidence_would_take_more_than_a_quarter():
     assert affordable_images(None, 60.0, 256) == 256
     assert affordable_images(3600.0, PASS_S, 256) == 256
-    # 256 images and 24 units are 2,384 passes: 238 s.
-    assert affordable_images(954.0, PASS_S, 256) == 256
-    assert affordable_images(953.0, PASS_S, 256) == 128
-    assert affordable_images(953.0, PASS_S, 100) == 100
+    # 256 images and 24 units are 1,760 passes: 176 s.
+    assert affordable_images(704.0, PASS_S, 256) == 256
+    assert affordable_images(703.0, PASS_S, 256) == 128
+    assert affordable_images(703.0, PASS_S, 100) == 100
 
 
 def test_a_budget_for_nothing_says_what_would_do():

@@ -27,7 +27,7 @@ IMAGES = random_batch(zoo.SPEC, 160, seed=1)
 # Images come in blocks of 8, of which each fourth is judged by.
 JUDGED = torch.arange(len(IMAGES)) // 8 % 4 == 3
 # Of the judged images the first are measured on.
-MEASURED_ON = JUDGED & (JUDGED.cumsum(0) <= 32)
+MEASURED_ON = JUDGED & (JUDGED.cumsum(0) <= 16)
 
 small = partial(zoo.vit, num_hidden_layers=1, intermediate_size=128)
 MODELS = {
@@ -109,7 +109,7 @@ def test_every_aligned_width_is_an_option_and_two_are_measured(compared):
             assert option.params_saved == (unit.width - option.keep) * unit.params_per_channel
             assert option.macs_saved == (unit.width - option.keep) * unit.macs_per_channel
 
-    assert (found.num_images, found.num_judged) == (160, int(MEASURED_ON.sum())) == (160, 32)
+    assert (found.num_images, found.num_judged) == (160, int(MEASURED_ON.sum())) == (160, 16)
     assert found.seconds > 0
     assert Evidence.model_validate_json(found.model_dump_json()) == found
 
@@ -203,7 +203,7 @@ def test_too_few_different_images_are_refused(images, number):
 
 def test_a_hundred_and_twenty_eight_different_images_are_enough():
     found = studied(small(), IMAGES[:128])
-    assert (found.num_images, found.num_judged) == (128, 32)
+    assert (found.num_images, found.num_judged) == (128, 16)
 
 
 @pytest.mark.parametrize("name", ["vit.layers.0.mlp.fc2.weight", "vit.layernorm.bias", "classifier.weight"])
