@@ -221,8 +221,8 @@ def test_a_cut_that_overflows_is_refused(criterion):
     model = small()
     with torch.no_grad():
         sizes = model(pixel_values=IMAGES).logits.abs().amax(1)
-        # The image with the largest logit is judged by; a cut that makes it larger leaves what float32 can hold.
-        images = IMAGES[sizes.argsort()].roll(24 + 1, 0)
+        # The images with the largest logits are judged by; a cut that makes one larger leaves what float32 can hold.
+        images = IMAGES[sizes.argsort()].roll(32, 0)
         for parameter in model.classifier.parameters():
             parameter.mul_(torch.finfo(torch.float32).max / float(sizes.max()) * 0.9999)
         assert model(pixel_values=images).logits.isfinite().all()
