@@ -14,8 +14,10 @@ def evaluation(state: RunState, session: RunSession) -> Update:
     began_s = session.jobs.timesheet.spent_s
     attempt = measure_attempt(session.evaluator(state), state.prepared, state.journal)
     journal = state.journal.with_attempt(attempt.model_copy(update={"origin": state.origin or attempt.origin}))
+    attempt_s = state.attempt_s + session.jobs.timesheet.spent_s - began_s
     return {
         "journal": journal,
         "stopped": None if state.iterate else StopReason.SINGLE_PASS,
-        "attempt_s": state.attempt_s + session.jobs.timesheet.spent_s - began_s,
+        "attempt_s": attempt_s,
+        "longest_s": max(state.longest_s, attempt_s),
     }

@@ -9,10 +9,12 @@ from profiling_agent.records import StopReason
 
 def iterative_pruning(state: RunState, session: RunSession) -> Update:
     """Ask the journal, and a language model where there is one, as long as the run has the time for another attempt."""
-    if not session.evaluator(state).budget.allows_attempt(state.attempt_s):
-        return {"stopped": StopReason.TIME_SPENT}
+    has_accepted = any(attempt.accepted for attempt in state.seen.attempts)
+    # Whoever asks for training asks for what takes long.
+    is_optional = has_accepted and not state.recover_epochs
+    is_worth_it = session.evaluator(state).budget.allows_attempt(state.longest_s, is_optional=is_optional)
     choice = next_proposal(
-        session.advisor(state),
+        session.advisor(state) if is_worth_it else None,
         state.planner,
         session.profile(state),
         state.goal,
@@ -21,5 +23,7 @@ def iterative_pruning(state: RunState, session: RunSession) -> Update:
     )
     if isinstance(choice, StopReason):
         return {"stopped": choice}
+    if not is_worth_it:
+        return {"stopped": StopReason.TIME_SPENT}
     plan, origin = choice
     return {"proposal": plan, "origin": origin}

@@ -41,7 +41,8 @@ class RunState(Request):
     acquired: Acquired | None = None
     resolved: ResolvedShape | None = None
     spent_s: float = Field(default=0.0, description="what the run has used of its time, as its jobs tell")
-    attempt_s: float = Field(default=0.0, description="what the last attempt took of it")
+    attempt_s: float = Field(default=0.0, description="what the attempt under way, or the last one, took of it")
+    longest_s: float = Field(default=0.0, description="what the longest attempt took")
     profiled: Profiled | None = None
     proposal: Plan | None = Field(default=None, description="the plan to measure next")
     origin: Origin | None = Field(default=None, description="who proposed it")

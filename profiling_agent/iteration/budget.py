@@ -46,8 +46,13 @@ class Budget:
         """Return whether work that takes so long still leaves what the end of the run needs."""
         return self.left_s - seconds >= END_S + END_PASSES * self.pass_s
 
-    def allows_attempt(self, seconds: float) -> bool:
-        """Return whether another attempt that takes so long is worth it; without a limit as long as the run keeps in proportion to its model."""
+    def allows_attempt(self, seconds: float, *, is_optional: bool) -> bool:
+        """Return whether another attempt that takes so long is worth it.
+
+        Without a limit one that `is_optional`, as something was accepted, has to leave the run in proportion to its model.
+        """
+        if self.limit_s is None and not is_optional:
+            return True
         return self.timesheet.spent_s + seconds + END_S + END_PASSES * self.pass_s <= self._worth_s
 
     @property

@@ -79,8 +79,9 @@ def try_deployments(
     timesheet = evaluator.jobs.timesheet
     began_s, last_s = timesheet.spent_s, 0.0
     for deployment in by_promise(deployments):
+        made = [option.deployment for option in options if option.deployed]
         # One is made in any case.
-        if options and (why := _not_worth_it(evaluator, deployment, began_s, last_s)):
+        if made and (why := _not_worth_it(evaluator, deployment, made, began_s, last_s)):
             options.append(DeploymentOption(deployment=deployment, reason=why))
             continue
         started_s = timesheet.spent_s
@@ -185,14 +186,18 @@ def _is_in(option: DeploymentOption) -> bool:
     return option.keeps_accuracy if option.evaluation else option.deployed is not None and not option.reason
 
 
-def _not_worth_it(evaluator: Evaluator, deployment: Deployment, began_s: float, last_s: float) -> str:
-    """Return why a deployment isn't made for want of time, as the one before it took; nothing where it is."""
+def _not_worth_it(
+    evaluator: Evaluator, deployment: Deployment, made: Sequence[Deployment], began_s: float, last_s: float
+) -> str:
+    """Return why a deployment isn't made for want of time, as the one before it took, beside those that were `made`; nothing where it is."""
     budget, choices = evaluator.budget, evaluator.choices
     if not budget.allows_search(began_s, last_s):
         return "not tried: the time budget has no room for more deployments"
-    has_others = not set(choices.supported) <= SLOW_TO_MAKE | {"eager"}
+    has_others = any(other.runtime not in SLOW_TO_MAKE | {"eager"} for other in made)
     is_slow = deployment.runtime in SLOW_TO_MAKE and has_others and not choices.is_named
     if is_slow and not budget.allows_slow_conversion():
+        if budget.limit_s is not None:
+            return "not tried: the time budget has no room for a conversion that takes minutes"
         return (
             "not tried: a conversion that takes minutes is more than a run of so fast a model is worth; "
             f"--runtimes {','.join(choices.supported)} or a --time-budget asks for it"

@@ -14,6 +14,7 @@ from profiling_agent.evaluation.sequential import decide
 from profiling_agent.iteration.budget import Budget
 from profiling_agent.iteration.deployer import Deployer
 from profiling_agent.iteration.deployments import DeploymentChoices
+from profiling_agent.iteration.judge import can_be_bounded
 from profiling_agent.jobs.runner import Jobs
 from profiling_agent.jobs.tasks import EvaluateTask, MemoryTask, RaceTask, SessionTask
 from profiling_agent.records import (
@@ -135,8 +136,8 @@ class Evaluator:
         """Measure a model on the search images beside the baseline: on the first shard, and on all unless that decides.
 
         What decides is that the drop is shown inside the contract, or outside, with an error of 2%; the drop is then that of a
-        test which was looked at early. Where a time budget leaves no room for the others, the first shard is all there is. The paper's
-        selection goes by what all images say.
+        test which was looked at early. Where a time budget leaves no room for the others, the first shard is all there is, if it can show
+        the contract kept. The paper's selection goes by what all images say.
         """
         split, first = self.acquired.search, range(SHARD)
         if self.goal.selection == "contract" and split.num_images > MAX_AT_ONCE:
@@ -147,7 +148,9 @@ class Evaluator:
             if decide(counts, self.goal.max_accuracy_drop, EARLY_ERROR) != "undecided":
                 return seen.model_copy(update={"drop": at_a_look(counts, 2)})
             shard_s = SHARD * self.budget.pass_s + self.jobs.timesheet.spent_s - began_s
-            if not self.budget.has_room_for((split.num_images / SHARD - 1) * shard_s):
+            has_room = self.budget.has_room_for((split.num_images / SHARD - 1) * shard_s)
+            # So few images must not make a point estimate of what a bound of all would be.
+            if not has_room and can_be_bounded(seen.drop, self.goal):
                 return seen
         return self.evaluate(variant, model, split, self.evaluate_baseline(split), deployment)
 

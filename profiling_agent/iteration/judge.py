@@ -22,7 +22,7 @@ def hopeless_kl(goal: Goal) -> float:
     return HOPELESS_KL + KL_PER_ACCURACY * goal.max_accuracy_drop
 
 
-def _can_be_bounded(drop: AccuracyDrop, goal: Goal) -> bool:
+def can_be_bounded(drop: AccuracyDrop, goal: Goal) -> bool:
     """Return whether so many images could show the contract kept, if not one of them were answered differently."""
     return perfect_bound(drop.num_images, SEARCH_CONFIDENCE) <= goal.max_accuracy_drop
 
@@ -34,7 +34,7 @@ def keeps_accuracy(candidate: Evaluation, goal: Goal) -> bool:
     strict for any answer on so few images to be bounded.
     """
     assert candidate.drop is not None, "a candidate is always compared with the baseline"
-    if goal.selection == "paper" or not _can_be_bounded(candidate.drop, goal):
+    if goal.selection == "paper" or not can_be_bounded(candidate.drop, goal):
         return candidate.drop.drop <= goal.max_accuracy_drop
     return one_sided_bound(candidate.drop, SEARCH_CONFIDENCE) <= goal.max_accuracy_drop
 
@@ -45,7 +45,7 @@ def judge(candidate: Evaluation, goal: Goal) -> Judgement:
     drop = candidate.drop
     seen = f", of {drop.num_images} that were enough" if drop.num_looks > 1 else ""
     measured = f"top-1 fell by {drop.drop:.4f} ({drop.num_lost} images lost, {drop.num_gained} gained{seen})"
-    if not _can_be_bounded(drop, goal) and goal.selection != "paper":
+    if not can_be_bounded(drop, goal) and goal.selection != "paper":
         measured = f"unproven, as {drop.num_images} images can't show it: {measured}"
     if keeps_accuracy(candidate, goal):
         return Judgement(accepted=True, reason=f"{measured}, inside the contract's {goal.max_accuracy_drop}")

@@ -25,8 +25,9 @@ def find_limit(evaluator: Evaluator, journal: Journal, term: str) -> Limit | Non
     limit: Limit | None = None
     made: list[ArtifactRef] = []
     for number, deployment in enumerate(promising := _promising(journal, term)):
+        # Of the deployments that there was time for nothing can be said of all.
         if made and not evaluator.budget.has_room_for(0):
-            break
+            return None
         try:
             made.append(_deployed(evaluator, model, deployment))
         except REFUSALS:

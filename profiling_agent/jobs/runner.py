@@ -26,6 +26,7 @@ from profiling_agent.processes.started import ForkServer, OwnForkServer, Started
 from profiling_agent.progress import Progress, silent
 from profiling_agent.records import ArtifactRef, Record
 from profiling_agent.reproducibility import environment
+from profiling_agent.stopping import end_if_asked
 from profiling_agent.workspace import Workspace
 
 ResultT = TypeVar("ResultT", bound=Record)
@@ -88,24 +89,27 @@ class Jobs:
             orders = [self._order(each) for each in group]
             with machine_lock(self.progress, f"run {self.workspace.root.name!r}"):
                 while orders:
-                    started = time.monotonic()
+                    started, key_now = time.monotonic(), orders[0].key
                     try:
                         with self._process(row, isolated=isolated) as process:
                             while orders:
-                                self._store.remove(orders[0].key)
+                                key_now = orders[0].key
+                                self._store.remove(key_now)
                                 process.send(orders[0])
                                 self._hear(process, row.limit_s(isolated=isolated, pass_s=self.pass_s))
-                                self._store.believe(done := orders.pop(0).key)
-                                self.timesheet.note(done, time.monotonic() - started)
+                                self._store.believe(key_now)
+                                del orders[0]
+                                self.timesheet.note(key_now, time.monotonic() - started)
                                 was_killed, started = False, time.monotonic()
                     except KilledError:
                         # That says nothing of the job, and must not count against what it measures; twice it may be the memory.
                         if was_killed:
+                            self.timesheet.note(key_now, time.monotonic() - started)
                             raise
                         was_killed = True
                     except ProfilingAgentError:
                         # What was refused took its time all the same.
-                        self.timesheet.note(orders[0].key, time.monotonic() - started)
+                        self.timesheet.note(key_now, time.monotonic() - started)
                         raise
         return self._store.result(key, task)
 
@@ -259,6 +263,7 @@ class Jobs:
             self.progress("waiting for a quieter moment to time in: something else is running on this machine", 0, 0)
             self._patience_s -= LOOK_S
             time.sleep(LOOK_S)
+            end_if_asked()
         return {}
 
     def forget_images(self) -> None:

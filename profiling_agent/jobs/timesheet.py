@@ -15,13 +15,16 @@ from profiling_agent.files import append_line, read_bytes, storage_problem
 from profiling_agent.records import Record
 
 SHEET = "timesheet.jsonl"
+# Thirty years.
+MAX_S = 1e9
 
 
 class Entry(Record):
-    """One job: its key, and the seconds from its order to its end, the start of its process included."""
+    """One job: its key, the seconds from its order to its end, the start of its process included, and what the run had used by then."""
 
     key: str
-    seconds: float = Field(ge=0)
+    seconds: float = Field(ge=0, le=MAX_S)
+    up_to: float = Field(ge=0, le=MAX_S)
 
 
 class Timesheet:
@@ -31,21 +34,20 @@ class Timesheet:
         """Read what is there."""
         self._path = path
         self._up_to: dict[str, float] = {}
-        self._total_s = self.spent_s = 0.0
+        self.spent_s = 0.0
         for entry in _entries(path):
-            self._count(entry)
-
-    def _count(self, entry: Entry) -> None:
-        if entry.key not in self._up_to:
-            self._total_s += entry.seconds
-            self._up_to[entry.key] = self._total_s
+            self._up_to[entry.key] = entry.up_to
 
     def note(self, key: str, seconds: float) -> None:
-        """Write down that a job was done, or tried; a job that is done again has been counted."""
-        entry = Entry(key=key, seconds=round(seconds, 3))
-        if key not in self._up_to:
+        """Write down that a job was done, or tried.
+
+        One that is done again, as its artifact was damaged, was counted; one that failed last of all and is tried again takes longer.
+        """
+        if key not in self._up_to or key == next(reversed(self._up_to)):
+            before = max(self.spent_s, self._up_to.get(key, 0.0))
+            entry = Entry(key=key, seconds=round(seconds, 3), up_to=round(before + seconds, 3))
             self._append(entry)
-        self._count(entry)
+            self._up_to[key] = entry.up_to
         self.reach(key)
 
     def _append(self, entry: Entry) -> None:

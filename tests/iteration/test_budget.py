@@ -52,13 +52,16 @@ def test_a_conversion_of_minutes_is_worth_it_in_a_run_that_is_long_anyway(tmp_pa
 
 def test_attempts_go_on_as_long_as_the_run_is_in_proportion_to_its_model(tmp_path: Path):
     # 1,200 s without a limit, of which 290 are for the end.
-    assert budget(tmp_path, 800.0, None).allows_attempt(110.0)
-    assert not budget(tmp_path, 800.0, None).allows_attempt(111.0)
-    assert budget(tmp_path, 800.0, 3600.0).allows_attempt(111.0)
-    assert not budget(tmp_path, 200.0, 500.0).allows_attempt(20.0)
+    assert budget(tmp_path, 800.0, None).allows_attempt(110.0, is_optional=True)
+    assert not budget(tmp_path, 800.0, None).allows_attempt(111.0, is_optional=True)
+    # Where nothing was accepted yet, another one is what the run is for.
+    assert budget(tmp_path, 800.0, None).allows_attempt(111.0, is_optional=False)
+    for is_optional in (False, True):
+        assert budget(tmp_path, 800.0, 3600.0).allows_attempt(111.0, is_optional=is_optional)
+        assert not budget(tmp_path, 200.0, 500.0).allows_attempt(20.0, is_optional=is_optional)
     # Of a model of a millisecond five minutes.
-    assert budget(tmp_path, 188.0, None, 0.001).allows_attempt(20.0)
-    assert not budget(tmp_path, 189.0, None, 0.001).allows_attempt(20.0)
+    assert budget(tmp_path, 188.0, None, 0.001).allows_attempt(20.0, is_optional=True)
+    assert not budget(tmp_path, 189.0, None, 0.001).allows_attempt(20.0, is_optional=True)
 
 
 def test_the_search_among_deployments_has_a_quarter(tmp_path: Path):

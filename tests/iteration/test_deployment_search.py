@@ -332,20 +332,29 @@ def test_a_time_budget_ends_the_search_once_it_has_had_its_quarter(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("supported", "is_named", "is_made"),
+    ("others", "is_named", "is_made"),
     [
-        (("eager", "inductor", "openvino"), False, False),
-        (("eager", "inductor", "openvino"), True, True),
-        # Nothing else here compiles.
-        (("eager", "inductor"), False, True),
+        (Made(), False, False),
+        (Made(), True, True),
+        # Nothing else that compiles could be made here.
+        (Made(fails=JobError("died")), False, True),
     ],
 )
 def test_a_conversion_that_takes_longer_than_the_run_is_asked_for_or_left_out(
-    tmp_path: Path, supported, is_named, is_made
+    tmp_path: Path, others: Made, is_named, is_made
 ):
-    choices = DeploymentChoices(supported=dict.fromkeys(supported, ("float32",)), is_named=is_named)
-    held, script = deployment_search(tmp_path, ALL, scripted=Timed, choices=choices)
+    choices = DeploymentChoices(is_named=is_named)
+    tried = {name: Made() if name.startswith(("eager", "inductor")) else others for name in ALL}
+    held, script = deployment_search(tmp_path, tried, scripted=Timed, choices=choices)
 
     # Four minutes were used up by then, and so fast a model is given five.
     assert any(getattr(task, "deployment", Deployment()).runtime == "inductor" for task in script.asked) == is_made
     assert ("--time-budget asks for it" in reasons(held)["inductor static"]) != is_made
+
+
+def test_where_the_first_conversions_fail_one_is_made_all_the_same(tmp_path: Path):
+    tried = {name: Made(fails=JobError("died")) for name in ALL} | {"eager bfloat16": Made()}
+    held, _ = deployment_search(tmp_path, tried, scripted=Timed, time_budget_s=120.0)
+
+    assert held.chosen is not None
+    assert held.chosen.name == "eager bfloat16"

@@ -49,12 +49,28 @@ def test_time_is_counted_up_to_the_latest_job_that_was_asked_for(tmp_path: Path)
     assert resumed.by_kind() == {"evaluate": (2, 6.0), "prepare": (1, 1.0)}
 
 
-def test_a_job_that_is_done_again_counts_once(tmp_path: Path):
+def test_a_job_that_is_done_again_counts_once_and_one_that_is_tried_again_both_times(tmp_path: Path):
     sheet = Timesheet(tmp_path / SHEET)
     sheet.note("prepare-1", 1.0)
+    sheet.note("deploy-1", 2.0)
     sheet.note("prepare-1", 100.0)
+    assert (sheet.spent_s, Timesheet(tmp_path / SHEET).by_kind()) == (3.0, {"deploy": (1, 2.0), "prepare": (1, 1.0)})
 
-    assert (sheet.spent_s, Timesheet(tmp_path / SHEET).by_kind()) == (1.0, {"prepare": (1, 1.0)})
+    resumed = Timesheet(tmp_path / SHEET)
+    resumed.reach("prepare-1")
+    resumed.note("deploy-1", 500.0)
+    assert resumed.spent_s == 503.0
+
+
+def test_a_fork_is_not_charged_for_what_the_other_branch_did(tmp_path: Path):
+    sheet = Timesheet(tmp_path / SHEET)
+    for key, seconds in (("prune-1", 100.0), ("prune-2", 80.0)):
+        sheet.note(key, seconds)
+    fork = Timesheet(tmp_path / SHEET)
+    fork.go_on_from(100.0)
+    fork.note("prune-3", 5.0)
+
+    assert fork.spent_s == 105.0
 
 
 @pytest.mark.parametrize(
@@ -64,13 +80,14 @@ def test_a_job_that_is_done_again_counts_once(tmp_path: Path):
         "{",
         '{"key": "a"}',
         '{"key": "a", "seconds": -1}',
-        '{"key": "a", "seconds": Infinity}',
+        '{"key": "a", "seconds": 1.0, "up_to": Infinity}',
+        '{"key": "a", "seconds": 1.0, "up_to": 1.7e308}',
         "\x00\xff",
         "[" * 9999,
     ],
 )
 def test_a_damaged_line_counts_nothing(tmp_path: Path, line: str):
-    (tmp_path / SHEET).write_text(f'{line}\n{{"key": "deploy-1", "seconds": 2.5}}\n')
+    (tmp_path / SHEET).write_text(f'{line}\n{{"key": "deploy-1", "seconds": 2.5, "up_to": 2.5}}\n')
     sheet = Timesheet(tmp_path / SHEET)
     sheet.reach("deploy-1")
 
@@ -78,7 +95,7 @@ def test_a_damaged_line_counts_nothing(tmp_path: Path, line: str):
 
 
 def test_a_link_is_not_read(tmp_path: Path):
-    (tmp_path / "other").write_text('{"key": "deploy-1", "seconds": 2.5}\n')
+    (tmp_path / "other").write_text('{"key": "deploy-1", "seconds": 2.5, "up_to": 2.5}\n')
     (tmp_path / SHEET).symlink_to(tmp_path / "other")
 
     sheet = Timesheet(tmp_path / SHEET)
@@ -102,8 +119,15 @@ def test_jobs_are_noted_those_that_failed_too_and_read_back_they_cost_what_they_
     assert 0 < later.timesheet.spent_s < spent_s
     with pytest.raises(RequestError):
         later.run(DoubleTask(number=-1))
-    assert later.timesheet.spent_s == pytest.approx(spent_s)
+    # Nothing came after it, so that the second try counts too.
+    assert later.timesheet.spent_s > spent_s
     later.close()
+
+
+def test_a_sheet_that_can_not_be_written_is_a_line(jobs: Jobs, workspace: Workspace):
+    (workspace.root / SHEET).mkdir()
+    with pytest.raises(RunError, match=r"timesheet\.jsonl' can't be written .*: move it away, and resume"):
+        jobs.run(DoubleTask(number=1))
 
 
 def test_what_a_slow_model_takes_is_no_hang():

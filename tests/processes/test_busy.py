@@ -83,6 +83,17 @@ def test_what_is_timed_waits_for_a_quieter_moment_says_so_and_is_left_as_a_user_
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_spinning")
+def test_what_is_given_a_secret_sleeps_too_and_is_nobodys_copy(jobs: Jobs, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    jobs._table = {**TABLE, DoubleTask: replace(ROW, secrets=("HF_TOKEN",))}
+    worker = jobs.run(DoubleTask(number=1))
+
+    assert (policy(worker.pid), psutil.Process(worker.pid).environ()["HF_TOKEN"]) == (PASSIVE, "hf_secret")
+    assert jobs._copied == {}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_spinning")
 def test_what_the_user_says_of_it_counts(jobs: Jobs, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(WAIT_POLICY, "ACTIVE")
 

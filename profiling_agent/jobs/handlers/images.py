@@ -14,7 +14,8 @@ def prepare(task: PrepareTask, job: JobContext) -> Prepared:
     """Write what the processor makes of the shard's images, and the processor beside it."""
     path = job.path(task.split.file)
     split, rows = read_split(path), task.split.rows(task.shard)
-    if len(split) != task.split.num_images:
+    # A run that is short of time takes the first of them alone.
+    if len(split) < task.split.num_images:
         raise ArtifactError(
             f"split {str(path)!r} holds {len(split)} images, {task.split.num_images} were drawn: run again"
         )
