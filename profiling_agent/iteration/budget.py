@@ -18,8 +18,8 @@ SLOW_CONVERSION_S, SLOW_SHARE = 90.0, 0.5
 # images, the winner's profile.
 END_S, END_PASSES = 90.0, 2_000
 REPORT_S = 60.0
-# The search among deployments, and the evidence, have this much of a budget.
-SEARCH_SHARE, EVIDENCE_SHARE = 0.25, 0.25
+# Making deployments, and the evidence, have this much of a budget.
+SEARCH_SHARE, EVIDENCE_SHARE = 0.2, 0.25
 # What `pruning.calibration` asks for at least, and what is looked at where it isn't known yet how many units there are.
 MIN_CALIBRATION, NUM_UNITS = 128, 24
 # Evidence on so many images: a forward and a backward pass of three quarters of them with their moments, and for each unit two widths, half of a

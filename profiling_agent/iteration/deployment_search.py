@@ -139,13 +139,22 @@ class Trial:
         """Measure what nothing speaks against, the fastest first, until enough of it keeps the accuracy."""
         done = list(options)
         waiting = [index for index, option in enumerate(done) if option.evaluation is None and _is_in(option)]
-        num_kept = 0
-        for index in sorted(waiting, key=lambda i: self._promise(done[i])):
+        timesheet = self.evaluator.jobs.timesheet
+        num_kept, last_s = 0, 0.0
+        for place, index in enumerate(sorted(waiting, key=lambda i: self._promise(done[i]))):
+            # The fastest is measured in any case.
+            if place and not self.evaluator.budget.has_room_for(last_s):
+                done[index] = done[index].model_copy(
+                    update={"reason": "not measured: the time budget has no room for it"}
+                )
+                continue
             if num_kept == NUM_IN_FULL:
                 said = f"behind {NUM_IN_FULL} others that keep the accuracy, so it was not measured in full"
                 done[index] = done[index].model_copy(update={"reason": said})
                 continue
+            began_s = timesheet.spent_s
             done[index] = _unless_slower(self.measure(done[index]))
+            last_s = timesheet.spent_s - began_s
             num_kept += done[index].keeps_accuracy
         return done
 

@@ -64,9 +64,9 @@ def test_attempts_go_on_as_long_as_the_run_is_in_proportion_to_its_model(tmp_pat
     assert not budget(tmp_path, 189.0, None, 0.001).allows_attempt(20.0, is_optional=True)
 
 
-def test_the_search_among_deployments_has_a_quarter(tmp_path: Path):
-    assert budget(tmp_path, 300.0, 1000.0).allows_search(100.0, 50.0)
-    assert not budget(tmp_path, 300.0, 1000.0).allows_search(100.0, 51.0)
+def test_the_search_among_deployments_has_a_fifth(tmp_path: Path):
+    assert budget(tmp_path, 250.0, 1000.0).allows_search(100.0, 50.0)
+    assert not budget(tmp_path, 250.0, 1000.0).allows_search(100.0, 51.0)
 
 
 def test_fewer_images_calibrate_where_evidence_would_take_more_than_a_quarter():

@@ -321,10 +321,10 @@ def test_what_promises_most_is_made_first_and_what_compiles_for_minutes_last(tmp
     ]
 
 
-def test_a_time_budget_ends_the_search_once_it_has_had_its_quarter(tmp_path: Path):
-    held, script = deployment_search(tmp_path, ALL, scripted=Timed, time_budget_s=600.0)
+def test_a_time_budget_ends_the_search_once_it_has_had_its_share(tmp_path: Path):
+    held, script = deployment_search(tmp_path, ALL, scripted=Timed, time_budget_s=840.0)
 
-    # A third minute would be more than a quarter of ten.
+    # A third minute would be more than a fifth of fourteen.
     made_of = [task.deployment.name for task in script.asked if isinstance(task, tasks.DeployTask)]
     assert made_of == ["openvino static", "onnxruntime dynamic"]
     assert held.chosen is not None
@@ -358,3 +358,19 @@ def test_where_the_first_conversions_fail_one_is_made_all_the_same(tmp_path: Pat
 
     assert held.chosen is not None
     assert held.chosen.name == "eager bfloat16"
+
+
+def test_a_time_budget_measures_the_fastest_and_no_more_than_there_is_room_for(tmp_path: Path):
+    class Slow(Script):
+        def EvaluateTask(self, task):  # noqa: N802
+            self.timesheet.note(f"evaluate-{len(self.asked)}", 100.0)
+            return super().EvaluateTask(task)
+
+    names = ("eager bfloat16", "onnxruntime dynamic", "openvino static")
+    deployments = {name: Made(speedup=5 - place) for place, name in enumerate(names)}
+    held, script = deployment_search(tmp_path, deployments, scripted=Slow, time_budget_s=680.0)
+
+    # The baseline took 400 s and the fastest 100: another one would leave 80, and the end of a run takes 91.
+    measured = {task.model.path for task in script.asked if isinstance(task, tasks.EvaluateTask)} - {"jobs/m0"}
+    assert measured == {"jobs/eager bfloat16"}
+    assert reasons(held)["openvino static"] == "not measured: the time budget has no room for it"
