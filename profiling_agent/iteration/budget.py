@@ -44,7 +44,7 @@ class Budget:
 
     def has_room_for(self, seconds: float) -> bool:
         """Return whether work that takes so long still leaves what the end of the run needs."""
-        return self.left_s - seconds >= END_S + END_PASSES * self.pass_s
+        return self.left_s - seconds >= end_s(self.pass_s)
 
     def allows_attempt(self, seconds: float, *, is_optional: bool) -> bool:
         """Return whether another attempt that takes so long is worth it.
@@ -53,7 +53,7 @@ class Budget:
         """
         if self.limit_s is None and not is_optional:
             return True
-        return self.timesheet.spent_s + seconds + END_S + END_PASSES * self.pass_s <= self._worth_s
+        return self.timesheet.spent_s + seconds + end_s(self.pass_s) <= self._worth_s
 
     @property
     def _worth_s(self) -> float:
@@ -72,6 +72,11 @@ class Budget:
         return self.limit_s is None or self.timesheet.spent_s - began_s + next_s <= SEARCH_SHARE * self.limit_s
 
 
+def end_s(pass_s: float) -> float:
+    """Return what the end of a run takes."""
+    return END_S + END_PASSES * pass_s
+
+
 def evidence_passes(num_images: int, num_units: int) -> float:
     """Return what evidence on so many units costs, in passes."""
     return num_images * MOMENTS_PASSES + num_units * MEASURED_PASSES
@@ -87,7 +92,7 @@ def affordable_images(limit_s: float | None, pass_s: float, num_images: int) -> 
     """
     if limit_s is None:
         return num_images
-    needed = LEAST_S + END_S + (LEAST_PASSES + END_PASSES) * pass_s
+    needed = LEAST_S + LEAST_PASSES * pass_s + end_s(pass_s)
     if limit_s < needed:
         raise RequestError(
             f"time_budget is {limit_s:.0f} s, and a model that takes {pass_s:.2g} s for an image needs at least "

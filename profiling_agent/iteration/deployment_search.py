@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from profiling_agent.benchmarking.race import noise_warning
 from profiling_agent.errors import JobError
 from profiling_agent.iteration.deployer import REFUSALS
-from profiling_agent.iteration.deployments import by_promise
+from profiling_agent.iteration.deployments import SLOW_TO_MAKE, by_promise
 from profiling_agent.iteration.evaluator import Evaluator
 from profiling_agent.iteration.judge import hopeless_kl, judge
 from profiling_agent.iteration.selection import preference, size_ratio
@@ -24,14 +24,11 @@ from profiling_agent.records import (
     Evaluation,
     Goal,
     Race,
-    RuntimeName,
     Variant,
 )
 
 # Float32 in another order of additions; a conversion that is further away computes something else.
 MAX_DISTANCE = 1e-3
-# Runtimes that compile for a minute or two.
-SLOW_TO_MAKE: frozenset[RuntimeName] = frozenset({"inductor"})
 # As many deployments that keep the accuracy are measured in full; the pruned model is tried in all of them.
 NUM_IN_FULL = 3
 

@@ -15,6 +15,8 @@ PROMISE: tuple[tuple[RuntimeName, Scheme], ...] = (
     *(("openvino", "static"), ("onnxruntime", "dynamic"), ("openvino", "static_nncf"), ("onnxruntime", "static")),
     *(("eager", "dynamic"), ("openvino", "bfloat16"), ("openvino", "float32"), ("onnxruntime", "float32")),
 )
+# Runtimes that compile for a minute or two.
+SLOW_TO_MAKE: frozenset[RuntimeName] = frozenset({"inductor"})
 INT8: frozenset[Scheme] = frozenset({"dynamic", "static", "static_nncf"})
 # The schemes of one runtime that a hand-written mixture of types can be; of others no runtime knows more than one type.
 MIXTURES: Mapping[RuntimeName, Scheme] = {"eager": "dynamic", "inductor": "static"}
@@ -96,11 +98,11 @@ def possible_deployments(plan: Plan, choices: DeploymentChoices) -> tuple[Deploy
 
 
 def by_promise(deployments: Iterable[Deployment]) -> list[Deployment]:
-    """Return deployments in the order in which they are worth trying; those of which nothing is known in theirs, inductor last."""
+    """Return deployments in the order in which they are worth trying; those of which nothing is known in theirs, slow ones last."""
     places = {pair: place for place, pair in enumerate(PROMISE)}
 
     def place(deployment: Deployment) -> tuple[bool, int]:
-        return deployment.runtime == "inductor", places.get((deployment.runtime, deployment.scheme), len(places))
+        return deployment.runtime in SLOW_TO_MAKE, places.get((deployment.runtime, deployment.scheme), len(places))
 
     return sorted(deployments, key=place)
 

@@ -101,13 +101,11 @@ class Jobs:
                                 del orders[0]
                                 self.timesheet.note(key_now, time.monotonic() - started)
                                 was_killed, started = False, time.monotonic()
-                    except KilledError:
-                        # That says nothing of the job, and must not count against what it measures; twice it may be the memory.
-                        if was_killed:
-                            self.timesheet.note(key_now, time.monotonic() - started)
-                            raise
-                        was_killed = True
-                    except ProfilingAgentError:
+                    except ProfilingAgentError as error:
+                        # A kill says nothing of the job, and must not count against what it measures; twice it may be the memory.
+                        if isinstance(error, KilledError) and not was_killed:
+                            was_killed = True
+                            continue
                         # What was refused took its time all the same.
                         self.timesheet.note(key_now, time.monotonic() - started)
                         raise
