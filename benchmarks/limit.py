@@ -24,6 +24,7 @@ from workshop import Made, Workshop, deployments
 
 from profiling_agent.benchmarking.timed_process import TimedProcess, worker_command
 from profiling_agent.benchmarking.worker import Start
+from profiling_agent.iteration.deployments import INT8
 from profiling_agent.reproducibility import available_threads
 
 # Rows, columns and depth of a product: a ViT-B's MLP for a batch of 8, and larger.
@@ -98,7 +99,7 @@ def row_of(name: str, made: Made, shop: Workshop, macs: int, limits: dict[str, f
         process.wait_until_ready()
         turns = [min(process.take_sample(2)) for _ in range(QUICK_TURNS if asked.quick else NUM_TURNS)]
     pass_ms = float(np.median(turns))
-    kind = "int8" if made.deployment.scheme in ("dynamic", "static", "static_nncf") else "float32"
+    kind = "int8" if made.deployment.scheme in INT8 else "float32"
     share = asked.batch_size * macs / limits[kind] / (pass_ms / 1e3)
     print(f"  {made.name:24} {pass_ms:9.1f} ms  {share:6.1%} of the {kind} rate", flush=True)
     row = {"model": name, "deployment": made.name, "pass_ms": pass_ms, "rate": kind, "share": share}

@@ -6,7 +6,6 @@ headline pools five, by Student's t over them.
 """
 
 import argparse
-import math
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -20,9 +19,6 @@ from profiling_agent.benchmarking.statistics import log_ratios, over_sessions
 from profiling_agent.benchmarking.timed_process import TimedProcess
 from profiling_agent.benchmarking.worker import Start
 from profiling_agent.records import NUM_SESSIONS
-
-# glibc keeps large buffers instead of handing them back to the system after each pass; deployed models don't get this.
-KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
 
 
 def add_option(parser: argparse.ArgumentParser) -> None:
@@ -60,12 +56,11 @@ class Sessions:
     commands: Sequence[Sequence[str]]
     start: Start
     limits: SessionLimits
-    keeps_memory: bool = False
     held: list[RaceSession] = field(default_factory=list[RaceSession])
     stamps: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
 
     def hold(self, *, chooses: bool = False) -> None:
-        """Hold one more session, all processes anew, each as it would run deployed unless it `keeps_memory`.
+        """Hold one more session, all processes anew, each as it would run deployed.
 
         One that `chooses` goes on without who fails or is far behind; another is all of them from beginning to end.
 
@@ -74,9 +69,7 @@ class Sessions:
         """
         with ExitStack() as stack:
             processes = {
-                place: stack.enter_context(
-                    TimedProcess(command, self.start, environment=KEEP_MEMORY if self.keeps_memory else None)
-                )
+                place: stack.enter_context(TimedProcess(command, self.start))
                 for place, command in enumerate(self.commands)
             }
             self.held.append(run_session(processes, limits=self.limits, seed=len(self.held), chooses=chooses))
@@ -115,11 +108,3 @@ class Sessions:
     def over(self, place: int, other: int = 0) -> Estimate:
         """Return how many times as fast as `other` a model is, over all sessions; both lasted."""
         return Estimate(1.0, 1.0, 1.0) if place == other else pool(self.logs(place, other))
-
-
-def quotient(first: Estimate, second: Estimate) -> Estimate:
-    """Return how many times `second` the `first` is, both being ratios to one baseline, which makes this too wide."""
-    ends = (math.log(second.value / second.high), math.log(second.value / second.low))
-    up, down = (math.log(end / first.value) for end in (first.high, first.low))
-    ratio = first.value / second.value
-    return Estimate(ratio, ratio * math.exp(-math.hypot(down, ends[0])), ratio * math.exp(math.hypot(up, ends[1])))

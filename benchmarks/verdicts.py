@@ -1,16 +1,17 @@
 """The main job on real models: a verdict for each, under the default contract, from measurements alone.
 
-    python benchmarks/verdicts.py [--models DIR…] [--data DIR] [--quick] [--json FILE]
+    python benchmarks/verdicts.py [--models DIR…] [--data DIR] [--quick] [--json FILE] [--output DIR]
 
-Calibration images come from the train split; 2,000 search and 8,000 held-out images from the test split, which the
-models were not trained on. The paper's Table 4 (ImageNet-1K, other models and hardware) is printed beside our rows as
-the bar it set: what it gave up in accuracy for what it saved.
+Calibration images come from the train split, search and held-out images from the test split, which the models were not trained on.
+Below each verdict is what pruning and quantization brought, each alone and both: every variant that was timed. The paper's Table 4
+(ImageNet-1K, other models and hardware) is printed beside our rows as the bar it set: what it gave up in accuracy for what it saved.
 """
 
 import argparse
 import tempfile
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from checks import Check, Estimate, finish, stamped, use_own_ledger
 
@@ -18,6 +19,7 @@ from profiling_agent import Request, optimize
 from profiling_agent.benchmarking.race import compare
 from profiling_agent.records import ArtifactRef
 from profiling_agent.reporting.report import RunReport
+from profiling_agent.workspace import read_manifest
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 # Table 4 of the paper: top-1 points lost, fraction of params saved, speed-up; pruning, then quantization.
@@ -52,6 +54,33 @@ def row_of(name: str, report: RunReport) -> dict[str, object]:
         "attempts": len(report.attempts),
         "deepest measured prune": f"{deepest(report):.1%}",
     }
+
+
+def variants_of(name: str, report: RunReport) -> list[dict[str, object]]:
+    """Return a line for each variant that was timed: which of pruning and quantization it has, and what they brought."""
+    return [
+        {
+            "model": name,
+            "variant": str(row.evaluation.variant),
+            "deployment": row.evaluation.deployment.name,
+            "points lost on search images": 100 * row.evaluation.drop.drop if row.evaluation.drop else 0.0,
+            "bytes": row.evaluation.footprint.size_bytes / report.baseline.size_bytes,
+            "over_fp32": [row.race_result.speedup, row.race_result.speedup_low, row.race_result.speedup_high],
+        }
+        for row in report.variants
+        if row.race_result
+    ]
+
+
+def report_of(request: Request, output: Path) -> RunReport | None:
+    """Return the report of the newest complete run under `output` that was asked the same, None where there is none."""
+    done = sorted(output.glob("*/report.json"), key=lambda path: path.stat().st_mtime, reverse=True)
+    found = next((path for path in done if _asked(read_manifest(path.parent).request) == _asked(request)), None)
+    return RunReport.model_validate_json(found.read_text(encoding="utf-8")) if found else None
+
+
+def _asked(request: Request) -> dict[str, Any]:
+    return request.model_dump(exclude={"run_id", "output"})
 
 
 def deepest(report: RunReport) -> float:
@@ -120,7 +149,7 @@ def main() -> int:
     parser.add_argument("--data", type=Path, default=SHARED / "data" / "cifar10")
     parser.add_argument("--quick", action="store_true", help="400 search images")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--output", help="keep the run folders here")
+    parser.add_argument("--output", type=Path, help="keep the run folders here, and read what is complete of them")
     asked = parser.parse_args()
     use_own_ledger()
     rows, checks = [], []
@@ -129,13 +158,14 @@ def main() -> int:
             request = Request(
                 model=str(model),
                 dataset=str(asked.data),
-                output=asked.output or scratch,
+                output=str(asked.output or scratch),
                 num_samples=400 if asked.quick else None,
             )
-            report = optimize(request)
-            rows.append(stamped(row_of(model.name, report)))
+            report = report_of(request, Path(request.output)) or optimize(request)
+            told = [stamped(row) for row in (row_of(model.name, report), *variants_of(model.name, report))]
             checks += checks_of(model.name, report)
-            print(rows[-1], flush=True)
+            print(*told, sep="\n", flush=True)
+            rows += told
     print("\nThe paper (Table 4, ImageNet-1K): points lost, params saved, times as fast")
     for name, (pruned, quantized) in PAPER.items():
         print(f"  {name}: pruning {pruned}, quantization {quantized}")

@@ -4,7 +4,7 @@ import math
 import pytest
 import zoo
 from checks import Check, Estimate, commit, finish, stamped
-from sessions import Sessions, pool, quotient
+from sessions import Sessions, pool
 
 from profiling_agent.artifacts.save import save_model
 from profiling_agent.benchmarking.session import RaceSession, SessionLimits
@@ -65,15 +65,6 @@ def test_rows_say_what_they_were_measured_with(tmp_path):
     assert (first["session"], first["commit"]) == (4, commit())
     assert first["measured_at"].endswith("+00:00")
     assert (second["session"], second["commit"]) == (1, "abc1234")
-
-
-def test_a_quotient_of_two_ratios_has_both_their_widths():
-    # Each a factor of 1.2 and 1.1 to both sides: log widths add in squares.
-    found = quotient(Estimate(6.0, 6.0 / 1.2, 6.0 * 1.2), Estimate(2.0, 2.0 / 1.1, 2.0 * 1.1))
-    reach = math.exp(math.hypot(math.log(1.2), math.log(1.1)))
-
-    assert found.value == 3.0
-    assert (found.low, found.high) == pytest.approx((3.0 / reach, 3.0 * reach))
 
 
 def test_one_session_races_real_processes_as_they_would_run_deployed(tmp_path):

@@ -1,19 +1,15 @@
 """What the tables of races say of sessions whose times are given here."""
 
-from pathlib import Path
-
-import joint
+import full_size_table
 import planners_table
-import pruned_latency
 import pytest
 import quantization_accuracy
-import quantization_table
 from checks import stamped
+from full_size_table import Chosen
 from sessions import Sessions
 
 from profiling_agent.benchmarking.session import RaceSession, SessionLimits
 from profiling_agent.benchmarking.worker import Start
-from profiling_agent.records import Variant
 
 
 def raced(*of_sessions: list[float]) -> Sessions:
@@ -24,60 +20,53 @@ def raced(*of_sessions: list[float]) -> Sessions:
     return Sessions(commands, Start(batch_size=1, device="cpu"), SessionLimits(), held=held, stamps=stamps)
 
 
+VIT = "ViT-B/16"
+OURS = {"deployment": "openvino static", "size": 0.25, "error": 0.1}
+PRUNED, BOTH = "pruned, 45% fewer MACs", "pruned, openvino static"
+
+
+def full_size(names: dict[str, float], *of_sessions: list[float]) -> Chosen:
+    """Return what met in such sessions: names, and the share of MACs that each lacks."""
+    return Chosen(VIT, [OURS], OURS, list(names.items()), raced(*of_sessions))
+
+
 def test_both_together_are_compared_with_each_alone_within_sessions():
     # A slow session slows all alike: both is 1.25 times as fast as int8 in each, 10 and 12.5 times as fast as float32.
-    variants = [
-        (variant, "eager", [""]) for variant in (Variant.BASELINE, Variant.PRUNED, Variant.QUANTIZED, Variant.BOTH)
-    ]
-    model = joint.FullSize("ViT-B/16", variants, 0.4, raced([100.0, 50.0, 12.5, 10.0], [200.0, 100.0, 20.0, 16.0]))
-    rows = model.rows()
-    pruned, quantized, aim = model.checks(rows)
+    met = {full_size_table.BASELINE: 0.0, PRUNED: 0.4, OURS["deployment"]: 0.0, BOTH: 0.4}
+    chosen = full_size(met, [100.0, 50.0, 12.5, 10.0], [200.0, 100.0, 20.0, 16.0])
+    rows = full_size_table.finals(chosen)
+    found = {check.name: check for check in full_size_table.checks_of(chosen, rows)}
+    over_int8, over_fp32 = (found[f"{VIT}: pruned and int8 over {other}"] for other in ("int8 alone", "eager float32"))
 
-    assert rows[3]["speedup"][0] == pytest.approx((10 * 12.5) ** 0.5)
+    assert rows[3]["over_fp32"][0] == pytest.approx((10 * 12.5) ** 0.5)
     assert rows[3]["session"] == [1, 2]
     assert [row["macs_saved"] for row in rows] == [0.0, 0.4, 0.0, 0.4]
-    assert (quantized.value, quantized.worst, quantized.holds) == (pytest.approx(1.25), pytest.approx(1.25), True)
-    assert pruned.value == pytest.approx(31.25**0.5)
-    assert not aim.holds
+    assert (over_int8.value, over_int8.worst, over_int8.holds) == (pytest.approx(1.25), pytest.approx(1.25), True)
+    assert over_fp32.value == pytest.approx(125**0.5)
+    # Of two sessions that differ by a quarter the interval reaches below twice the paper's 1.74.
+    assert not over_fp32.holds
 
 
-def test_variants_of_a_run_are_compared_by_a_ratio_with_an_interval():
-    def row(variant: Variant, *speedup: float) -> dict:
-        return {"variant": variant, "speedup": list(speedup), "drop": 0.001}
+def test_a_pruned_model_is_checked_at_the_lower_end():
+    chosen = full_size({full_size_table.BASELINE: 0.0, PRUNED: 0.25}, [130.0, 100.0], [120.0, 100.0], [125.0, 100.0])
+    rows = full_size_table.finals(chosen)
+    (check,) = [one for one in full_size_table.checks_of(chosen, rows) if PRUNED in one.name]
 
-    alone = [row(Variant.PRUNED, 1.5, 1.4, 1.6), row(Variant.QUANTIZED, 7.12, 6.81, 7.41)]
-    pruned, quantized = joint.beats_each_alone("resnet", [*alone, row(Variant.BOTH, 7.33, 7.0, 7.67)])
-
-    assert pruned.holds
-    # The upper end of both is above the estimate of int8 alone; the ratio's lower end isn't above 1.
-    assert quantized.value == pytest.approx(7.33 / 7.12)
-    assert not quantized.holds
-
-
-def test_a_pruned_model_is_checked_as_deployed_at_the_lower_end():
-    made = [
-        (Path(name), {"model": "ViT-B/16", "asked": asked, "macs_saved": asked, "params_saved": asked})
-        for name, asked in (("a", 0.0), ("b", 0.25))
-    ]
-    rows = pruned_latency.rows_of(made, raced([130.0, 100.0], [120.0, 100.0], [125.0, 100.0]))
-    check = pruned_latency.check_of(rows[1])
-
-    assert {row["allocator"] for row in rows} == {"as deployed"}
-    assert rows[1]["speedup"] == pytest.approx((1.3 * 1.2 * 1.25) ** (1 / 3))
-    assert check.worst == rows[1]["speedup_low"] < 1.2
-    assert check.holds == (rows[1]["speedup_low"] >= 1 + 0.7 * 0.25)
+    value, low, _ = rows[1]["over_fp32"]
+    assert value == pytest.approx((1.3 * 1.2 * 1.25) ** (1 / 3))
+    assert check.worst == low < 1.2
+    assert check.holds == (low >= 1 + 0.7 * 0.25)
 
 
 def test_ours_is_compared_with_its_peers_in_sessions_of_its_own():
-    names = [quantization_table.BASELINE, quantization_table.PAPERS, quantization_table.PEER, "openvino static"]
-    ours = {"deployment": "openvino static", "size": 0.25, "error": 0.1}
-    field = raced([100.0, 50.0, 20.0, 16.0], [100.0, 50.0, 20.0, 16.0])
-    last = quantization_table.finals(quantization_table.Chosen("ViT-B/16", [ours], ours, names, field))
-    checks = quantization_table.checks_of("ViT-B/16", ours, last)
+    names = (full_size_table.BASELINE, full_size_table.PAPERS, full_size_table.PEER, OURS["deployment"])
+    chosen = full_size(dict.fromkeys(names, 0.0), *[[100.0, 50.0, 20.0, 16.0]] * 2)
+    last = full_size_table.finals(chosen)
+    checks = full_size_table.checks_of(chosen, last)[:4]
 
     assert [check.value for check in checks] == pytest.approx([6.25, 1.25, 0.25, 0.1])
     assert all(check.holds for check in checks)
-    missing = quantization_table.checks_of("ViT-B/16", ours, last[:2])
+    missing = full_size_table.checks_of(chosen, last[:2])[:4]
     assert [check.holds for check in missing] == [False, False, True, True]
 
 
