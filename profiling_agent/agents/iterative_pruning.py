@@ -4,15 +4,16 @@ from profiling_agent.agents.node import Update
 from profiling_agent.agents.session import RunSession
 from profiling_agent.agents.state import RunState
 from profiling_agent.iteration.planners import next_proposal
+from profiling_agent.iteration.selection import has_answer
 from profiling_agent.records import StopReason
 
 
 def iterative_pruning(state: RunState, session: RunSession) -> Update:
     """Ask the journal, and a language model where there is one, as long as the run has the time for another attempt."""
-    has_accepted = any(attempt.accepted for attempt in state.seen.attempts)
-    # Whoever asks for training asks for what takes long.
-    is_optional = has_accepted and not state.recover_epochs
-    is_worth_it = session.evaluator(state).budget.allows_attempt(state.longest_s, is_optional=is_optional)
+    budget, has_accepted = session.evaluator(state).budget, any(attempt.accepted for attempt in state.seen.attempts)
+    # Where attempts are cheap, int8 alone is no reason to end without one; whoever asks for training asks for what takes long.
+    is_answered = has_accepted or (not budget.is_short and has_answer(state.seen, state.goal))
+    is_worth_it = budget.allows_attempt(state.longest_s, is_optional=is_answered and not state.recover_epochs)
     choice = next_proposal(
         session.advisor(state) if is_worth_it else None,
         state.planner,

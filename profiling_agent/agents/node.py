@@ -10,6 +10,7 @@ from pydantic import Field
 from profiling_agent.agents.session import RunSession, Sessions
 from profiling_agent.agents.state import RunState
 from profiling_agent.errors import RequestError, RunError
+from profiling_agent.iteration.forecast import Forecast
 from profiling_agent.iteration.selection import ranked, size_ratio
 from profiling_agent.records import Candidate, Journal, Record
 from profiling_agent.workspace import storage_told
@@ -44,6 +45,8 @@ class ProgressEvent(Record):
     best: Best | None = None
     spent_s: float = Field(default=0.0, description="what the run's jobs have taken so far")
     budget_s: float | None = Field(default=None, description="what they may take, where there is a limit")
+    stage_left_s: float | None = Field(default=None, description="what the stage still takes, about")
+    left_s: float | None = Field(default=None, description="what the run still takes, about, the stage with it")
 
 
 def run_node(
@@ -52,14 +55,19 @@ def run_node(
     runtime: Runtime[None],
     work: Callable[[], Update],
     standing: ProgressEvent | None = None,
+    left: Callable[[], Forecast | None] = lambda: None,
 ) -> Update:
-    """Do an agent's work with its progress streamed; whatever goes wrong ends the worker and lets go of the run."""
+    """Do an agent's work with its progress streamed; whatever goes wrong ends the worker and lets go of the run.
+
+    `left` tells what there is still to do, once that is known.
+    """
     plain = standing or ProgressEvent(stage=stage, message="")
 
     def progress(message: str, done: int, total: int) -> None:
-        spent_s = session.jobs.timesheet.spent_s
-        event = plain.model_copy(update={"message": message, "done": done, "total": total, "spent_s": spent_s})
-        runtime.stream_writer(event.model_dump(mode="json"))
+        told = {"message": message, "done": done, "total": total, "spent_s": session.jobs.timesheet.spent_s}
+        if expected := left():
+            told |= {"stage_left_s": expected.stage_s, "left_s": expected.run_s}
+        runtime.stream_writer(plain.model_copy(update=told).model_dump(mode="json"))
 
     session.jobs.progress = progress
     progress("started", 0, 0)
@@ -120,7 +128,15 @@ def as_node(agent: Agent, sessions: Sessions) -> Node:
         session = sessions.get_session(state, info.thread_id if info else None)
         timesheet = session.jobs.timesheet
         timesheet.go_on_from(state.spent_s)
-        update = run_node(session, stage, runtime, partial(agent, state, session), standing_of(state, stage))
+        began_s = timesheet.spent_s
+        update = run_node(
+            session,
+            stage,
+            runtime,
+            partial(agent, state, session),
+            standing_of(state, stage),
+            lambda: session.forecast(state, stage, timesheet.spent_s - began_s),
+        )
         return {**update, "spent_s": timesheet.spent_s}
 
     node.__name__ = stage

@@ -12,9 +12,10 @@ from profiling_agent.agents.limits import Limits
 from profiling_agent.agents.state import RunState
 from profiling_agent.errors import RunError
 from profiling_agent.files import FileRefusedError, inside, resolved
-from profiling_agent.iteration.budget import affordable_images
-from profiling_agent.iteration.deployments import deployment_choices
+from profiling_agent.iteration.budget import Budget, affordable_images
+from profiling_agent.iteration.deployments import deployment_choices, possible_deployments
 from profiling_agent.iteration.evaluator import Evaluator, Settings
+from profiling_agent.iteration.forecast import Forecast, Standing, Work, forecast
 from profiling_agent.jobs.profile import measure_headline, profile_artifact, read_profile
 from profiling_agent.jobs.runner import Jobs
 from profiling_agent.jobs.store import artifacts_of
@@ -23,7 +24,7 @@ from profiling_agent.jobs.timesheet import SHEET
 from profiling_agent.llm.endpoint import key_for, trusted_addresses
 from profiling_agent.llm.ledger import read_spent
 from profiling_agent.llm.question import Asks
-from profiling_agent.records import ModelProfile, Spent, SplitInfo
+from profiling_agent.records import Acquired, ModelProfile, Plan, Spent, SplitInfo
 from profiling_agent.request import RUN_ID, Request
 from profiling_agent.workspace import (
     HOLDER,
@@ -71,9 +72,34 @@ class RunSession:
         self._created = created
         self._advisor: Advisor | None = None
         self._profile: tuple[Profiled, ModelProfile] | None = None
+        self._num_deployments: int | None = None
         self._evaluator: tuple[dict[str, Any], Evaluator] | None = None
         with storage_told(workspace.root):
             workspace.sweep()
+
+    def forecast(self, state: RunState, stage: str, in_stage_s: float) -> Forecast | None:
+        """Return what a stage and the run still take, None before the headline has said what a pass does."""
+        if self.jobs.pass_s is None or state.acquired is None:
+            return None
+        attempts = state.journal.attempts if state.journal else ()
+        now = Standing(stage=stage, in_stage_s=in_stage_s, num_measured=len(attempts), longest_s=state.longest_s)
+        return forecast(
+            self._work(state, state.acquired), Budget(self.jobs.timesheet, self.jobs.pass_s, state.time_budget_s), now
+        )
+
+    def _work(self, state: RunState, acquired: Acquired) -> Work:
+        if self._num_deployments is None:
+            choices = deployment_choices(state, acquired.source.device)
+            tried = () if state.goal.selection == "paper" else possible_deployments(state.proposal or Plan(), choices)
+            self._num_deployments = len(tried)
+        return Work(
+            num_calibration=acquired.calibration.num_images,
+            num_search=acquired.search.num_images,
+            num_heldout=acquired.heldout.num_images,
+            num_deployments=self._num_deployments,
+            num_sessions=state.num_sessions,
+            num_attempts=state.max_iterations if state.iterate else 1,
+        )
 
     def calibration(self, state: RunState) -> SplitInfo:
         """Return the calibration images that the run has the time for; RequestError where it has none for anything."""
@@ -144,7 +170,7 @@ class RunSession:
         assert state.acquired is not None, "acquisition comes first"
         assert state.resolved is not None, "the input shape resolver comes first"
         profile = self.profile(state)
-        self.jobs.pass_s = profile.headline.pass_s
+        self.jobs.pass_s, self.jobs.peak_bytes = profile.headline.pass_s, profile.headline.peak_memory_bytes
         return Evaluator(
             jobs=self.jobs,
             acquired=state.acquired,

@@ -23,6 +23,9 @@ from profiling_agent.agents.node import ProgressEvent
 from profiling_agent.progress import Progress as ProgressCallback
 from profiling_agent.reporting.units import percent, points
 
+# Below that, tens of seconds are told.
+MINUTES_FROM_S = 90
+
 
 def clock(seconds: float) -> str:
     """Return seconds as minutes and seconds, with hours where there are any."""
@@ -31,16 +34,24 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
+def about(seconds: float) -> str:
+    """Return seconds as precisely as they are foretold."""
+    return (
+        f"about {round(seconds / 60)} min"
+        if seconds >= MINUTES_FROM_S
+        else f"about {max(10 * round(seconds / 10), 10)} s"
+    )
+
+
 def standing(event: ProgressEvent) -> str:
     """Return where a run stands: its iteration, the time used, and the best that was accepted so far; nothing before there is any."""
     parts = [f"iteration {event.iteration} of {event.iterations}"] if event.iteration else []
     if event.spent_s:
-        limit = (
-            f" of {clock(event.budget_s)}, {clock(max(event.budget_s - event.spent_s, 0))} left"
-            if event.budget_s
-            else ""
-        )
-        parts.append(f"{clock(event.spent_s)}{limit}")
+        parts.append(f"{clock(event.spent_s)}{f' of {clock(event.budget_s)}' if event.budget_s else ''}")
+    if event.left_s is not None and event.stage_left_s is not None:
+        parts.append(f"{about(event.stage_left_s)} left of this stage, {about(event.left_s)} of the run")
+    elif event.budget_s and event.spent_s:
+        parts.append(f"{clock(max(event.budget_s - event.spent_s, 0))} left")
     if event.best is not None:
         best = event.best
         parts.append(

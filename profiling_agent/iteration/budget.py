@@ -18,7 +18,7 @@ SLOW_CONVERSION_S, SLOW_SHARE = 90.0, 0.5
 # images, the winner's profile.
 END_S, END_PASSES = 90.0, 2_000
 REPORT_S = 60.0
-# Making deployments, and the evidence, have this much of a budget.
+# Making deployments, and the evidence, have this much of what a run may come to.
 SEARCH_SHARE, EVIDENCE_SHARE = 0.2, 0.25
 # What `pruning.calibration` asks for at least, and what is looked at where it isn't known yet how many units there are.
 MIN_CALIBRATION, NUM_UNITS = 128, 24
@@ -53,11 +53,17 @@ class Budget:
         """
         if self.limit_s is None and not is_optional:
             return True
-        return self.timesheet.spent_s + seconds + end_s(self.pass_s) <= self._worth_s
+        return self.timesheet.spent_s + seconds + end_s(self.pass_s) <= self.worth_s
 
     @property
-    def _worth_s(self) -> float:
+    def worth_s(self) -> float:
+        """Return what the run may come to before what gains little is left out."""
         return self.limit_s or max(DEFAULT_S, DEFAULT_PASSES * self.pass_s)
+
+    @property
+    def is_short(self) -> bool:
+        """Return whether the model is so fast that the run's time is mostly not its passes', and nobody set a limit."""
+        return self.limit_s is None and DEFAULT_PASSES * self.pass_s <= DEFAULT_S
 
     def has_time_for(self, seconds: float) -> bool:
         """Return whether such work still leaves the time to write down the answer."""
@@ -65,11 +71,14 @@ class Budget:
 
     def allows_slow_conversion(self) -> bool:
         """Return whether a deployment that takes minutes to make is worth it: of a run that is short without it, it isn't."""
-        return self.timesheet.spent_s + SLOW_CONVERSION_S <= SLOW_SHARE * self._worth_s
+        return self.timesheet.spent_s + SLOW_CONVERSION_S <= SLOW_SHARE * self.worth_s
 
     def allows_search(self, began_s: float, next_s: float) -> bool:
-        """Return whether the search among deployments, begun when the run had used `began_s`, may make one that takes `next_s`."""
-        return self.limit_s is None or self.timesheet.spent_s - began_s + next_s <= SEARCH_SHARE * self.limit_s
+        """Return whether the search among deployments, begun when the run had used `began_s`, may make one that takes `next_s`.
+
+        Of a small model, whose conversions are most of a short run, all are made.
+        """
+        return self.is_short or self.timesheet.spent_s - began_s + next_s <= SEARCH_SHARE * self.worth_s
 
 
 def end_s(pass_s: float) -> float:

@@ -29,8 +29,10 @@ from profiling_agent.records import (
 
 # Float32 in another order of additions; a conversion that is further away computes something else.
 MAX_DISTANCE = 1e-3
-# As many deployments that keep the accuracy are measured in full; the pruned model is tried in all of them.
-NUM_IN_FULL = 3
+# As many deployments that keep the accuracy are measured; the pruned model is tried in all of them. The fastest, which attempts are judged in, is
+# measured on all search images, the others on the first shard where that shows the contract kept: another 1,500 images of each would tell what
+# finalists are asked again.
+NUM_MEASURED = 3
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ def try_deployments(
         made = [option.deployment for option in options if option.deployed]
         # One is made in any case.
         if made and (why := _not_worth_it(evaluator, deployment, made, began_s, last_s)):
-            options.append(DeploymentOption(deployment=deployment, reason=why))
+            options.append(DeploymentOption(deployment=deployment, reason=why, wants_time=True))
             continue
         started_s = timesheet.spent_s
         option = evaluator.deployer.make(model, deployment, choose_layers=True)
@@ -108,12 +110,12 @@ class Trial:
     variant: Variant
     baseline: Evaluation
 
-    def measure(self, option: DeploymentOption) -> DeploymentOption:
-        """Measure on as many search images as it takes, and the memory where the contract asks, and judge."""
+    def measure(self, option: DeploymentOption, *, in_full: bool = True) -> DeploymentOption:
+        """Measure on as many search images as it takes, or a first look where that may do, and the memory where the contract asks; judge."""
         if option.deployed is None:
             return _not_made(option)
         try:
-            evaluation = self.evaluator.search(self.variant, _model(option), option.deployment)
+            evaluation = self.evaluator.search(self.variant, _model(option), option.deployment, in_full=in_full)
             memory_ratio = self.evaluator.memory_ratio(option.deployed.model)
         except REFUSALS as error:
             return option.model_copy(update={"reason": f"could not be run: {error}"})
@@ -133,7 +135,7 @@ class Trial:
         return self.evaluator.race([first, *((self.variant, _model(option)) for option in entered)])
 
     def finish(self, options: Sequence[DeploymentOption]) -> list[DeploymentOption]:
-        """Measure what nothing speaks against, the fastest first, until enough of it keeps the accuracy."""
+        """Measure what nothing speaks against, the fastest first and that in full, until enough of it keeps the accuracy."""
         done = list(options)
         waiting = [index for index, option in enumerate(done) if option.evaluation is None and _is_in(option)]
         timesheet = self.evaluator.jobs.timesheet
@@ -142,15 +144,15 @@ class Trial:
             # The fastest is measured in any case.
             if place and not self.evaluator.budget.has_room_for(last_s):
                 done[index] = done[index].model_copy(
-                    update={"reason": "not measured: the time budget has no room for it"}
+                    update={"reason": "not measured: the time budget has no room for it", "wants_time": True}
                 )
                 continue
-            if num_kept == NUM_IN_FULL:
-                said = f"behind {NUM_IN_FULL} others that keep the accuracy, so it was not measured in full"
+            if num_kept == NUM_MEASURED:
+                said = f"behind {NUM_MEASURED} others that keep the accuracy, so it was not measured"
                 done[index] = done[index].model_copy(update={"reason": said})
                 continue
             began_s = timesheet.spent_s
-            done[index] = _unless_slower(self.measure(done[index]))
+            done[index] = _unless_slower(self.measure(done[index], in_full=num_kept == 0))
             last_s = timesheet.spent_s - began_s
             num_kept += done[index].keeps_accuracy
         return done
@@ -198,7 +200,9 @@ def _not_worth_it(
     """Return why a deployment isn't made for want of time, as the one before it took, beside those that were `made`; nothing where it is."""
     budget, choices = evaluator.budget, evaluator.choices
     if not budget.allows_search(began_s, last_s):
-        return "not tried: the time budget has no room for more deployments"
+        if budget.limit_s is not None:
+            return "not tried: the time budget has no room for more deployments"
+        return "not tried: those before it have taken what a run of such a model is worth; a --time-budget that is longer asks for it"
     has_others = any(other.runtime not in SLOW_TO_MAKE | {"eager"} for other in made)
     is_slow = deployment.runtime in SLOW_TO_MAKE and has_others and not choices.is_named
     if is_slow and not budget.allows_slow_conversion():

@@ -14,7 +14,7 @@ from profiling_agent.evaluation.sequential import decide
 from profiling_agent.iteration.budget import Budget
 from profiling_agent.iteration.deployer import Deployer
 from profiling_agent.iteration.deployments import DeploymentChoices
-from profiling_agent.iteration.judge import can_be_bounded
+from profiling_agent.iteration.judge import can_be_bounded, keeps_accuracy
 from profiling_agent.jobs.runner import Jobs
 from profiling_agent.jobs.tasks import EvaluateTask, MemoryTask, RaceTask, SessionTask
 from profiling_agent.records import (
@@ -132,12 +132,14 @@ class Evaluator:
         """Measure the baseline on `split`, or on these images of it, whole shards; what was measured is read back."""
         return self.evaluate(Variant.BASELINE, self.baseline, split, images=images)
 
-    def search(self, variant: Variant, model: ArtifactRef, deployment: Deployment | None = None) -> Evaluation:
+    def search(
+        self, variant: Variant, model: ArtifactRef, deployment: Deployment | None = None, *, in_full: bool = True
+    ) -> Evaluation:
         """Measure a model on the search images beside the baseline: on the first shard, and on all unless that decides.
 
         What decides is that the drop is shown inside the contract, or outside, with an error of 2%; the drop is then that of a
         test which was looked at early. Where a time budget leaves no room for the others, the first shard is all there is, if it can show
-        the contract kept. The paper's selection goes by what all images say.
+        the contract kept; and where not all are asked for, if it does. The paper's selection goes by what all images say.
         """
         split, first = self.acquired.search, range(SHARD)
         if self.goal.selection == "contract" and split.num_images > MAX_AT_ONCE:
@@ -149,8 +151,9 @@ class Evaluator:
                 return seen.model_copy(update={"drop": at_a_look(counts, 2)})
             shard_s = SHARD * self.budget.pass_s + self.jobs.timesheet.spent_s - began_s
             has_room = self.budget.has_room_for((split.num_images / SHARD - 1) * shard_s)
+            suffices = not has_room or (not in_full and keeps_accuracy(seen, self.goal))
             # So few images must not make a point estimate of what a bound of all would be.
-            if not has_room and can_be_bounded(seen.drop, self.goal):
+            if suffices and can_be_bounded(seen.drop, self.goal):
                 return seen
         return self.evaluate(variant, model, split, self.evaluate_baseline(split), deployment)
 

@@ -79,7 +79,7 @@ def _in(evaluator: Evaluator, journal: Journal, candidate: Candidate, deployment
     model = made_from(candidate, journal, evaluator.baseline)
     if deployment != Deployment():
         option = evaluator.deployer.make(model, deployment)
-        return Trial(evaluator, Variant.BOTH, journal.baseline).measure(option).evaluation
+        return Trial(evaluator, Variant.BOTH, journal.baseline).measure(option, in_full=False).evaluation
     try:
         return evaluator.search(Variant.PRUNED, model)
     except REFUSALS:

@@ -42,6 +42,19 @@ def preference(goal: Goal, *, size: float, speedup: float, memory: float | None)
     return size > goal.max_size_ratio, speedup < goal.min_speedup, is_greedy, wanted
 
 
+def has_answer(journal: Journal, goal: Goal) -> bool:
+    """Return whether there is something to return that the contract is content with: an accepted attempt, or the baseline deployed."""
+    if any(attempt.accepted for attempt in journal.attempts):
+        return True
+    search = journal.deployment_search
+    if search is None or search.chosen is None:
+        return False
+    chosen = search.of(search.chosen)
+    assert chosen.evaluation is not None, "what was chosen was measured"
+    size, raced = size_ratio(chosen.evaluation, journal.baseline), chosen.race_result
+    return not any(preference(goal, size=size, speedup=raced.speedup if raced else 1.0, memory=chosen.memory_ratio)[:3])
+
+
 def _by_counts(journal: Journal, goal: Goal) -> tuple[Candidate, ...]:
     """Return all that was measured and may be returned, the cheapest first, by counts alone.
 

@@ -45,8 +45,12 @@ def test_where_a_run_stands_is_said_once_there_is_something_to_say():
     assert standing(EVENTS[6]) == STANDING
     timed = EVENTS[4].model_copy(update={"spent_s": 125.4})
     assert standing(timed) == "iteration 1 of 3; 2:05"
-    assert standing(timed.model_copy(update={"budget_s": 3600.0})) == "iteration 1 of 3; 2:05 of 1:00:00, 57:55 left"
-    assert standing(timed.model_copy(update={"budget_s": 100.0})) == "iteration 1 of 3; 2:05 of 1:40, 0:00 left"
+    assert standing(timed.model_copy(update={"budget_s": 3600.0})) == "iteration 1 of 3; 2:05 of 1:00:00; 57:55 left"
+    assert standing(timed.model_copy(update={"budget_s": 100.0})) == "iteration 1 of 3; 2:05 of 1:40; 0:00 left"
+    foretold = timed.model_copy(update={"stage_left_s": 42.0, "left_s": 1234.0})
+    assert standing(foretold) == "iteration 1 of 3; 2:05; about 40 s left of this stage, about 21 min of the run"
+    soon = foretold.model_copy(update={"stage_left_s": 0.0, "left_s": 31.0, "budget_s": 3600.0})
+    assert standing(soon) == "iteration 1 of 3; 2:05 of 1:00:00; about 10 s left of this stage, about 30 s of the run"
 
 
 def test_what_is_no_terminal_gets_each_stage_and_each_change_once_as_plain_lines():

@@ -25,7 +25,6 @@ def test_without_a_limit_there_is_room_for_everything_but_what_is_out_of_proport
     assert free.left_s == math.inf
     assert free.has_room_for(1e9)
     assert free.has_time_for(1e9)
-    assert free.allows_search(0.0, 1e9)
     assert not free.allows_slow_conversion()
 
 
@@ -67,6 +66,10 @@ def test_attempts_go_on_as_long_as_the_run_is_in_proportion_to_its_model(tmp_pat
 def test_the_search_among_deployments_has_a_fifth(tmp_path: Path):
     assert budget(tmp_path, 250.0, 1000.0).allows_search(100.0, 50.0)
     assert not budget(tmp_path, 250.0, 1000.0).allows_search(100.0, 51.0)
+    # Without a limit of 1,200 s.
+    assert budget(tmp_path, 250.0, None).allows_search(100.0, 90.0)
+    assert not budget(tmp_path, 250.0, None).allows_search(100.0, 91.0)
+    assert budget(tmp_path, 250.0, None, 0.025).allows_search(100.0, 1e9)
 
 
 def test_fewer_images_calibrate_where_evidence_would_take_more_than_a_quarter():

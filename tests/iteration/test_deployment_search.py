@@ -11,7 +11,7 @@ import pytest
 from profiling_agent.deployment.choices import recommend
 from profiling_agent.errors import JobError, QuantizationError
 from profiling_agent.evaluation.predictions import write_predictions
-from profiling_agent.iteration.deployment_search import NUM_IN_FULL, as_search, try_deployments
+from profiling_agent.iteration.deployment_search import NUM_MEASURED, as_search, try_deployments
 from profiling_agent.iteration.deployments import DeploymentChoices
 from profiling_agent.iteration.evaluator import Evaluator, Settings
 from profiling_agent.jobs import tasks
@@ -244,7 +244,7 @@ def test_whoever_fails_is_out_with_its_reason_and_the_others_go_on(tmp_path: Pat
     assert "dropped out of the race: died of SIGFPE" in said["onnxruntime dynamic"]
 
 
-def test_hopeless_deployments_are_not_raced_and_slow_ones_not_measured_in_full(tmp_path: Path):
+def test_hopeless_deployments_are_not_raced_and_slow_ones_not_measured(tmp_path: Path):
     deployments = {
         f"openvino {scheme}": Made(speedup=5 - i) for i, scheme in enumerate(("static", "static_nncf", "bfloat16"))
     }
@@ -253,10 +253,25 @@ def test_hopeless_deployments_are_not_raced_and_slow_ones_not_measured_in_full(t
     )
 
     (race,) = [task for task in script.asked if isinstance(task, tasks.RaceTask)]
-    whole = {t.model.sha256 for t in script.asked if isinstance(t, tasks.EvaluateTask) and t.shard == 3}
+    seen = [
+        {t.model.sha256 for t in script.asked if isinstance(t, tasks.EvaluateTask) and t.shard == n} for n in (0, 3)
+    ]
     assert len(race.entries) == 5
-    assert len(whole) == 1 + NUM_IN_FULL
-    assert "not measured in full" in reasons(held)["eager dynamic"]
+    # The baseline and the fastest on all images; the next two on those that show enough.
+    assert [len(models) for models in seen] == [1 + NUM_MEASURED, 2]
+    assert "not measured" in reasons(held)["eager dynamic"]
+
+
+def test_what_the_first_images_do_not_show_is_measured_in_full(tmp_path: Path):
+    # Three of 512 are 0.6 points, and above one at the bound; twelve of 2,000 aren't.
+    held, script = deployment_search(
+        tmp_path,
+        {"openvino static": Made(speedup=5), "eager dynamic": Made(speedup=4, lost=12), "eager bfloat16": Made()},
+    )
+
+    of_last_shard = {t.model.sha256 for t in script.asked if isinstance(t, tasks.EvaluateTask) and t.shard == 3}
+    assert len(of_last_shard) == 3
+    assert held.of(next(o.deployment for o in held.options if o.deployment.name == "eager dynamic")).keeps_accuracy
 
 
 def test_nothing_is_chosen_that_is_shown_slower_than_the_baseline(tmp_path: Path):

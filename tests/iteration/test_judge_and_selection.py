@@ -1,9 +1,9 @@
 import pytest
-from made import BASELINE, GOAL, attempt, drop, evaluation, journal
+from made import BASELINE, GOAL, attempt, drop, evaluation, journal, race_result
 
 from profiling_agent.iteration.judge import judge
-from profiling_agent.iteration.selection import may_be_returned, preference, ranked
-from profiling_agent.records import Variant
+from profiling_agent.iteration.selection import has_answer, may_be_returned, preference, ranked
+from profiling_agent.records import Deployment, DeploymentOption, DeploymentSearch, Variant
 
 PAPER = GOAL.model_copy(update={"selection": "paper"})
 SMALL = {"macs": 900, "params": 900, "size_bytes": 1000}
@@ -42,6 +42,39 @@ def test_few_images_are_called_unproven():
 
 def test_without_an_attempt_nobody_is_ahead():
     assert ranked(journal(), GOAL) == ()
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "speedup", "asked", "answers"),
+    [
+        (1000, 2.0, {}, True),
+        (3000, 2.0, {}, False),
+        (3000, 2.0, {"max_size_ratio": 0.8}, True),
+        (1000, 2.0, {"min_speedup": 3.0}, False),
+        (1000, 2.0, {"max_memory_ratio": 0.5}, False),
+    ],
+)
+def test_the_baseline_deployed_is_an_answer_where_it_keeps_every_term(
+    size_bytes: int, speedup: float, asked: dict, answers: bool
+):
+    deployment = Deployment(runtime="openvino")
+    option = DeploymentOption(
+        deployment=deployment,
+        evaluation=evaluation("q", Variant.QUANTIZED, size_bytes=size_bytes),
+        race_result=race_result("q", speedup, 1.9, 2.1),
+        memory_ratio=0.6,
+        keeps_accuracy=True,
+        reason="chosen",
+    )
+    seen = journal().model_copy(update={"deployment_search": DeploymentSearch(options=(option,), chosen=deployment)})
+
+    assert has_answer(seen, GOAL.model_copy(update=asked)) is answers
+
+
+def test_an_accepted_attempt_is_an_answer_and_a_refused_one_is_none():
+    assert has_answer(journal(attempt(1, 0.1, accepted=True, **SMALL)), GOAL)
+    assert not has_answer(journal(attempt(1, 0.1, accepted=False, correct=800, **SMALL)), GOAL)
+    assert not has_answer(journal(), GOAL)
 
 
 def test_best_is_not_the_last_attempt():
