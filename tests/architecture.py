@@ -19,6 +19,7 @@ BASE = (
     "workspace",
     "reproducibility",
     "cache",
+    "memory",
     "progress",
     "quiet",
     "holder",

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
-import psutil
 
 from profiling_agent.benchmarking.statistics import NUM_RESAMPLES, Ratios, log_ratios, of_one_session
 from profiling_agent.errors import JobError
+from profiling_agent.memory import total_bytes
 from profiling_agent.progress import Progress, silent
 
 # A session that only chooses ends once every interval is this narrow, relative to its speed-up. What equal processes differ
@@ -37,7 +37,7 @@ class SessionLimits:
     seconds_per_turn: float = 0.25
     seconds_per_model: float = 3.0
     min_repeats: int = 3
-    memory_bytes: int = field(default_factory=lambda: int(MEMORY_FRACTION * psutil.virtual_memory().total))
+    memory_bytes: int = field(default_factory=lambda: int(MEMORY_FRACTION * total_bytes()))
 
 
 class Timed(Protocol):

@@ -44,7 +44,8 @@ def profile_artifact(  # noqa: PLR0913 (what is measured, with what, and where)
 def measure_headline(jobs: Jobs, model: ArtifactRef, *, batch_size: int, device: str) -> Headline:
     """Return the latency and the memory of `model`; the first that a run measures is its baseline, by which its jobs' limits go."""
     headline = jobs.run(HeadlineTask(model=model, batch_size=batch_size, device=device))
-    jobs.pass_s = jobs.pass_s or headline.pass_s
+    if jobs.pass_s is None:
+        jobs.pass_s, jobs.peak_bytes = headline.pass_s, headline.peak_memory_bytes
     return headline
 
 

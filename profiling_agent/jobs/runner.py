@@ -3,7 +3,7 @@
 import hashlib
 import json
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO, Any, TypeVar
@@ -18,6 +18,7 @@ from profiling_agent.jobs.table import MODULES, TABLE, JobRow, Table
 from profiling_agent.jobs.tasks import PrepareTask, Task
 from profiling_agent.jobs.timesheet import SHEET, Timesheet
 from profiling_agent.jobs.wire import ERRORS, Message, Order
+from profiling_agent.memory import available_bytes
 from profiling_agent.processes.busy import PASSIVE, WAIT_POLICY, is_busy
 from profiling_agent.processes.child import Child, Wording
 from profiling_agent.processes.environment import child_environment, withheld
@@ -33,6 +34,8 @@ ResultT = TypeVar("ResultT", bound=Record)
 PROGRAM = "profiling_agent.jobs"
 # How long a run waits for a quieter moment, in all, and how often it looks: on a machine that is never quiet it goes on.
 PATIENCE_S, LOOK_S = 60.0, 1.0
+# A job holds the model twice at least, and what passes through it; of memory that isn't free the kernel ends processes, and not always ours.
+LEAST_MEMORY = 1.5
 # The imports take 0.5 GB, and a full-size model with what a job needs of it another. A profile with gradients holds several for good.
 MAX_RESIDENT = 2 * 2**30
 WORDING = Wording(
@@ -58,8 +61,17 @@ def _name(kind: type[Task[Any]]) -> str:
 class Jobs:
     """Runs the jobs of one run folder: most in one warm worker, isolated ones in a process of their own."""
 
-    def __init__(self, workspace: Workspace, progress: Progress = silent, table: Table = TABLE) -> None:
-        """Use `workspace`; nothing is started before the first job. `table` has a row for every task that will be run."""
+    def __init__(
+        self,
+        workspace: Workspace,
+        progress: Progress = silent,
+        table: Table = TABLE,
+        available: Callable[[], int] = available_bytes,
+    ) -> None:
+        """Use `workspace`; nothing is started before the first job.
+
+        `table` has a row for every task that will be run; `available` tells the bytes of memory that are free.
+        """
         self.workspace = workspace
         self.progress = progress
         self._table = table
@@ -67,6 +79,9 @@ class Jobs:
         self.timesheet = Timesheet(workspace.root / SHEET)
         # What the baseline takes for an image: a job may take as long as its passes would of a slow one. None before it was timed.
         self.pass_s: float | None = None
+        # And the memory of a process that does nothing else.
+        self.peak_bytes: int | None = None
+        self._available_bytes = available
         self._worker: Child[Message] | None = None
         self._given: dict[str, str] = {}
         self._servers = ExitStack()
@@ -78,7 +93,7 @@ class Jobs:
 
         The process that does it also does those `together` with it, of its kind, one after the other.
 
-        Raises what the stage raised, or JobError for a crash, a hang or too much memory.
+        Raises what the stage raised, JobError for a crash, a hang or too much memory, or RunError where too little is free to begin.
         """
         key = job_key(task)
         if (known := self._stored(key, task)) is not None:
@@ -88,6 +103,7 @@ class Jobs:
             row, isolated, was_killed = self._table[type(group[0])], group[0].isolated, False
             orders = [self._order(each) for each in group]
             with machine_lock(self.progress, f"run {self.workspace.root.name!r}"):
+                self._check_memory()
                 while orders:
                     started, key_now = time.monotonic(), orders[0].key
                     try:
@@ -110,6 +126,19 @@ class Jobs:
                         self.timesheet.note(key_now, time.monotonic() - started)
                         raise
         return self._store.result(key, task)
+
+    def _check_memory(self) -> None:
+        """Refuse to begin where the job would take memory that others have; the worker's own counts as free."""
+        if self.peak_bytes is None:
+            return
+        free, needed = self._available_bytes(), LEAST_MEMORY * self.peak_bytes
+        if self._worker is not None:
+            free += self._worker.resident_bytes()
+        if free < needed:
+            raise RunError(
+                f"{free / 2**30:.1f} GiB of memory are free, and a job on this model takes {needed / 2**30:.1f} at least: end other programs "
+                "and resume, or start anew with a lower batch_size"
+            )
 
     def run_each(self, tasks: Sequence[Task[ResultT]]) -> list[ResultT]:
         """Return the results of tasks of one kind, in their order; those that aren't on disk are done in one process.

@@ -14,10 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from profiling_agent.memory import available_bytes
 from profiling_agent.modules.hooks import watching
 
-# Activations of all images that one walk holds; batches beyond it are run from their beginning each time.
-MAX_HELD_BYTES = 2 * 2**30
+# Activations of all images that one walk holds, of the memory that is free a fifth as there are two at a time; batches beyond it are run from
+# their beginning each time.
+MAX_HELD_BYTES, HELD_SHARE = 2 * 2**30, 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,9 +186,9 @@ class Walk:
     model has to be in eval mode and gradients off.
     """
 
-    def __init__(self, model: nn.Module, layers: Sequence[str], image: Tensor, max_bytes: int = MAX_HELD_BYTES) -> None:
+    def __init__(self, model: nn.Module, layers: Sequence[str], image: Tensor, max_bytes: int | None = None) -> None:
         """Find out on one `image` (1, c, h, w) what of each pass the next ones start from."""
-        self._max_bytes = max_bytes
+        self._max_bytes = min(MAX_HELD_BYTES, available_bytes() // HELD_SHARE) if max_bytes is None else max_bytes
         self._model, self._held, self.num_bytes = model, dict[int, dict[str, Any]](), 0
         ended = ended_before(model, {layer: [layer] for layer in layers}, image)
         outputs, _ = lasting_outputs(model, {name for names in ended.values() for name in names}, image)

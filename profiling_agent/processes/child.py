@@ -20,6 +20,7 @@ from pydantic import ValidationError
 
 from profiling_agent.errors import JobError, KilledError
 from profiling_agent.files import open_log
+from profiling_agent.memory import total_bytes
 from profiling_agent.processes.started import Started
 from profiling_agent.records import Record
 from profiling_agent.stopping import end_if_asked
@@ -160,7 +161,7 @@ class Child(Generic[AnswerT]):
         if time.monotonic() >= deadline:
             self.end()
             raise JobError(f"{self._wording.work} {late} and was ended: {self._wording.too_slow}")
-        limit = MEMORY_FRACTION * psutil.virtual_memory().total
+        limit = MEMORY_FRACTION * total_bytes()
         if (used := self.resident_bytes()) > limit:
             self.end()
             raise JobError(f"{self._wording.work} used {used / 2**30:.1f} GiB and was ended: {self._wording.too_large}")

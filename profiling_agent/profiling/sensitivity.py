@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from profiling_agent.benchmarking.latency_table import LatencyTable
 from profiling_agent.errors import PruningError
+from profiling_agent.memory import available_bytes
 from profiling_agent.modules.divergence import mean_kl
 from profiling_agent.modules.inference import device_of, left_as_found
 from profiling_agent.modules.norms import following_norms, has_bias
@@ -33,8 +34,9 @@ from profiling_agent.records import CriterionScore, Cut, Evidence, Unit, UnitEvi
 # same ones, and what is asked is which of them costs more.
 NUM_MEASURED, MAX_MEASURED_ON = 2, 16
 BATCH = 32
-# A backward pass holds what all layers gave: 11 GB for 32 images of 224 x 224 in a ViT-B/16, so that there are fewer of so large ones.
-MAX_PIXELS = 8 * 224 * 224
+# A backward pass holds what all layers gave: 11 GB for 32 images of 224 x 224 in a ViT-B/16, so that there are fewer of so large ones, and of a
+# machine with little memory a third is enough.
+MAX_PIXELS, BYTES_PER_PIXEL, GRADIENT_SHARE = 8 * 224 * 224, 7_000, 3
 # Where criteria are compared: milder cuts hardly tell them apart.
 COMPARED_SHARE = 0.5
 
@@ -118,7 +120,8 @@ class _Study:
         if not bool(torch.isfinite(self.model(pixel_values=self.judged[0]).logits).all()):
             raise PruningError("the model answers calibration images with logits that aren't finite: check its weights")
         pixels = self.judged[0].shape[-2] * self.judged[0].shape[-1]
-        fitted = regrouped(self.calibration.fitted(), max(1, min(BATCH, MAX_PIXELS // pixels)), rest=True)
+        at_once = min(MAX_PIXELS, available_bytes() // GRADIENT_SHARE // BYTES_PER_PIXEL) // pixels
+        fitted = regrouped(self.calibration.fitted(), max(1, min(BATCH, at_once)), rest=True)
         self.moments = gather_moments(self.model, self.units, fitted, seed=self.seed) if self.units else {}
         consumers = [unit.consumer for unit in self.units]
         self.norms = following_norms(self.model, consumers, self.judged[0][:1])

@@ -145,6 +145,35 @@ def test_a_job_that_takes_too_long_is_ended(baseline: tuple[Workspace, ArtifactR
     assert not list(workspace.jobs.glob(".tmp-*"))
 
 
+def test_a_job_that_there_is_no_memory_for_is_not_begun_and_goes_on_when_there_is(
+    baseline: tuple[Workspace, ArtifactRef],
+):
+    workspace, model = baseline
+    free = [10 * 2**30]
+    jobs = Jobs(workspace, available=lambda: free[0])
+    jobs.peak_bytes = 2**30
+    for name in ("one.parquet", "two.parquet"):
+        (workspace.root / name).write_bytes((workspace.root / "split.parquet").read_bytes())
+    one, two = (
+        prepared(evaluation(model, split=name).split, workspace.path(model))[0]
+        for name in ("one.parquet", "two.parquet")
+    )
+    free[0] = 2**30
+
+    with pytest.raises(
+        RunError, match=r"1\.0 GiB of memory are free, and a job on this model takes 1\.5 at least: end other"
+    ):
+        jobs.run(one)
+
+    assert copies() == []
+    free[0] = 2 * 2**30
+    jobs.run(one)
+    # What the worker holds is the run's own, and free for the next job.
+    free[0] = int(1.5 * 2**30) - 2**20
+    jobs.run(two)
+    jobs.close()
+
+
 def test_a_link_in_the_place_of_the_log_is_a_line_and_not_followed(tmp_path: Path):
     workspace = Workspace(tmp_path / "run")
     workspace.root.mkdir()

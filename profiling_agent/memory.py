@@ -1,0 +1,66 @@
+"""Memory that this process and its children may still take: the machine's, or what a container's limit leaves of it."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+from profiling_agent.files import read_text
+
+GROUPS, OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+# The names of the limit, of what is used, and of what of that are files that the kernel would drop, in versions 2 and 1 of control groups.
+NAMES = (
+    ("", "memory.max", "memory.current", "inactive_file"),
+    ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+
+
+def total_bytes(groups: Path = GROUPS, own: Path = OWN_GROUPS) -> int:
+    """Return how much memory there is, or may be used here."""
+    return min([psutil.virtual_memory().total, *(limit for limit, _ in _limits(groups, own))])
+
+
+def available_bytes(groups: Path = GROUPS, own: Path = OWN_GROUPS) -> int:
+    """Return how much memory can be had without swapping, at least 0."""
+    left = (limit - used for limit, used in _limits(groups, own))
+    return max(min([psutil.virtual_memory().available, *left]), 0)
+
+
+def _limits(groups: Path, own: Path) -> Iterator[tuple[int, int]]:
+    """Yield (limit, used) of this process's control group and those above it, as far as they have a limit."""
+    for controller, limit_name, used_name, files_name in NAMES:
+        root = groups / controller
+        folder = root / _own_group(own, controller)
+        # In a container what lies outside isn't there, and its own group is the root.
+        for group in (folder, *folder.parents):
+            limit, used = _number(group / limit_name), _number(group / used_name)
+            if limit is not None and used is not None:
+                yield limit, max(used - _files(group / "memory.stat", files_name), 0)
+            if group == root:
+                break
+
+
+def _own_group(own: Path, controller: str) -> str:
+    for line in _lines(own):
+        _, names, path = (*line.split(":", 2), "", "")[:3]
+        if controller in names.split(","):
+            return path.strip("/")
+    return ""
+
+
+def _files(stat: Path, name: str) -> int:
+    words = (line.split() for line in _lines(stat))
+    return next((int(pair[1]) for pair in words if len(pair) == 2 and pair[0] == name and pair[1].isdecimal()), 0)
+
+
+def _number(path: Path) -> int | None:
+    """Return the number in a file; None where there is none, as in "max"."""
+    text = "".join(_lines(path)).strip()
+    return int(text) if text.isdecimal() else None
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return read_text(path).splitlines()
+    except (OSError, UnicodeDecodeError):
+        return []
