@@ -38,6 +38,7 @@ class DeploymentOption(Record):
     )
     keeps_accuracy: bool = False
     reason: str
+    wants_time: bool = Field(default=False, description="whether it went no further for want of time")
 
 
 class DeploymentSearch(Record):

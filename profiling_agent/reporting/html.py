@@ -8,6 +8,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from profiling_agent.reporting.charts import charts, library
+from profiling_agent.reporting.omissions import omissions
 from profiling_agent.reporting.reflection import choices, predictions, subject_of
 from profiling_agent.reporting.report import RunReport
 from profiling_agent.reporting.units import FORMATS
@@ -16,7 +17,7 @@ from profiling_agent.request import Request
 # The drawing of the network: a row for each unit, all of one length, in user units of the picture.
 ROW, LEFT, SPAN = 16, 250, 520
 MAX_ROWS = 160
-FILTERS: dict[str, Callable[..., Any]] = FORMATS | {"predictions": predictions}
+FILTERS: dict[str, Callable[..., Any]] = FORMATS | {"predictions": predictions, "omissions": omissions}
 
 
 def render_html(report: RunReport) -> str:

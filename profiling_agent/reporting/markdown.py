@@ -6,6 +6,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from profiling_agent.documents import inert
+from profiling_agent.reporting.omissions import omissions
 from profiling_agent.reporting.reflection import predictions
 from profiling_agent.reporting.report import RunReport
 from profiling_agent.reporting.units import FORMATS
@@ -25,6 +26,7 @@ FILTERS: dict[str, Callable[..., Any]] = FORMATS | {
     "prose": prose,
     "cell": cell,
     "predictions": predictions,
+    "omissions": omissions,
 }
 
 
