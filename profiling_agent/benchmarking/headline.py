@@ -6,14 +6,14 @@ from profiling_agent.deployment.protocol import ModelSession
 from profiling_agent.processes.memory import peak_memory_bytes
 from profiling_agent.records import Headline, InputSpec
 
-TIME_MS = 20_000
+TIME_MS = 10_000
 MIN_RUNS, MAX_RUNS = 2, 20
 
 
 def measure_headline(session: ModelSession, spec: InputSpec, *, batch_size: int) -> Headline:
     """Time an opened model, without hooks or profiler, and read this process's peak resident memory.
 
-    Two passes of warm-up, then as many as fit in 20 s, 2 to 20. The memory means something only in a fresh process
+    Two passes of warm-up, then as many as fit in 10 s, 2 to 20. The memory means something only in a fresh process
     that has loaded one model; whoever starts that process pins its threads.
     """
     run_once = session.bound(noise_batch(spec, batch_size))

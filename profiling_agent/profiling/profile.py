@@ -18,7 +18,7 @@ from profiling_agent.quantization.footprint import parameter_bytes
 from profiling_agent.records import Headline, InputSpec, LayerProfile, ModelProfile, OperatorProfile
 
 # Time for the passes with layer hooks and for those under the profiler, and the passes that no more time improves.
-LAYERS_MS, OPERATORS_MS = 15_000, 5_000
+LAYERS_MS, OPERATORS_MS = 8_000, 5_000
 MAX_LAYER_PASSES, MAX_OPERATOR_PASSES = 10, 3
 NUM_STEPS = 4
 
