@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,15 @@ class _FeaturesReachedError(Exception):
     pass
 
 
-def fitted(name: str, folder: Path = FOLDER, num_images: int = NUM_IMAGES) -> Path:
-    """Return the folder of a full-size model of ten classes, made where it isn't there."""
+def fitted(
+    name: str,
+    folder: Path = FOLDER,
+    num_images: int = NUM_IMAGES,
+    *,
+    make: Callable[[str], nn.Module] = build,
+    side: int = 224,
+) -> Path:
+    """Return the folder of a model of ten classes, by default a full-size one, made where it isn't there."""
     final = folder / name.replace("/", "-").lower()
     if (final / "config.json").exists():
         return final
@@ -42,8 +50,8 @@ def fitted(name: str, folder: Path = FOLDER, num_images: int = NUM_IMAGES) -> Pa
     # The product calibrates on images that are drawn anew, so that a few of these are among them.
     chosen = rows.select(np.random.default_rng(0).choice(len(rows), num_images, replace=False).tolist())
     image, label = rows.column_names[:2]
-    processor = ViTImageProcessor(size={"height": 224, "width": 224})
-    model: Any = build(name)
+    processor = ViTImageProcessor(size={"height": side, "width": side})
+    model: Any = make(name)
     last = [layer for layer in model.classifier.modules() if isinstance(layer, nn.Linear)][-1]
     features = torch.cat(
         [

@@ -82,9 +82,9 @@ class Workshop:
             kind="model",
         )
 
-    def split(self, name: Any, images: Sequence[bytes], labels: Sequence[int]) -> SplitInfo:
-        """Store encoded images and their class ids as a split."""
-        path = self.root / f"{name}-{len(images)}.parquet"
+    def split(self, name: Any, images: Sequence[bytes], labels: Sequence[int], *, draw: int = 0) -> SplitInfo:
+        """Store encoded images and their class ids as a split, one of several draws."""
+        path = self.root / f"{name}-{len(images)}-{draw}.parquet"
         write_split(path, list(images), list(labels))
         file = ArtifactRef(path=path.name, sha256=file_sha256(path), size_bytes=path.stat().st_size, kind="split")
         return SplitInfo(name=name, source_split="benchmark", num_images=len(images), file=file)
