@@ -1,7 +1,7 @@
 """Timed process: one model in a process of its own, seen from the parent. No torch here."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
@@ -31,18 +31,16 @@ class TimedProcess:
         command: Sequence[str],
         first: Start,
         *,
-        environment: Mapping[str, str] | None = None,
         server: ForkServer | None = None,
         pass_s: float = 0.0,
     ) -> None:
         """Note what to run; nothing runs before `start` or `wait_until_ready`. `pass_s` is what a batch is known to take.
 
         The allocator's settings are those that a process has which loads the model for its own use, though others would
-        be steadier (docs/decisions/0016); `environment` is for whoever compares them. A copy that a `server` makes, which
-        has imported more than the model needs, takes as long for a pass and is ready seconds earlier, but holds more memory.
+        be steadier (docs/decisions/0016). A copy that a `server` makes, which has imported more than the model needs, takes
+        as long for a pass and is ready seconds earlier, but holds more memory.
         """
-        self._command, self._first, self._environment = command, first, environment
-        self._server = server if environment is None else None
+        self._command, self._first, self._server = command, first, server
         self._sample_timeout_s = max(SAMPLE_TIMEOUT_S, MAX_PASSES * pass_s)
         self._started: Child[Reply] | None = None
 
@@ -57,10 +55,9 @@ class TimedProcess:
             too_slow="lower batch_size",
             too_large="lower batch_size",
         )
-        environment = child_environment() | dict(self._environment or {})
 
         def begin(stderr: IO[bytes]) -> Started:
-            return start(self._command, environment, stderr, self._server)
+            return start(self._command, child_environment(), stderr, self._server)
 
         self._started = Child(begin, Reply, wording)
         self._started.send(self._first)
