@@ -18,8 +18,9 @@ SLOW_CONVERSION_S, SLOW_SHARE = 90.0, 0.5
 # images, the winner's profile.
 END_S, END_PASSES = 90.0, 2_000
 REPORT_S = 60.0
-# Making deployments, and the evidence, have this much of what a run may come to.
-SEARCH_SHARE, EVIDENCE_SHARE = 0.2, 0.25
+# Making deployments, and the evidence, have this much of a budget; without one, deployments have as much of what the run may come to as makes those
+# of a ViT-B/16 that ever led.
+SEARCH_SHARE, DEFAULT_SEARCH_SHARE, EVIDENCE_SHARE = 0.2, 0.15, 0.25
 # What `pruning.calibration` asks for at least, and what is looked at where it isn't known yet how many units there are.
 MIN_CALIBRATION, NUM_UNITS = 128, 24
 # Evidence on so many images: a forward and a backward pass of three quarters of them with their moments, and for each unit two widths, half of a
@@ -78,7 +79,8 @@ class Budget:
 
         Of a small model, whose conversions are most of a short run, all are made.
         """
-        return self.is_short or self.timesheet.spent_s - began_s + next_s <= SEARCH_SHARE * self.worth_s
+        share = DEFAULT_SEARCH_SHARE if self.limit_s is None else SEARCH_SHARE
+        return self.is_short or self.timesheet.spent_s - began_s + next_s <= share * self.worth_s
 
 
 def end_s(pass_s: float) -> float:

@@ -14,6 +14,7 @@ from profiling_agent.request import Request
 PROMISE: tuple[tuple[RuntimeName, Scheme], ...] = (
     *(("openvino", "static"), ("onnxruntime", "dynamic"), ("openvino", "static_nncf"), ("onnxruntime", "static")),
     *(("eager", "dynamic"), ("openvino", "bfloat16"), ("openvino", "float32"), ("onnxruntime", "float32")),
+    ("inductor", "static"),
 )
 # Runtimes that compile for a minute or two.
 SLOW_TO_MAKE: frozenset[RuntimeName] = frozenset({"inductor"})
