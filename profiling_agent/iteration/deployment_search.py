@@ -139,7 +139,7 @@ class Trial:
         done = list(options)
         waiting = [index for index, option in enumerate(done) if option.evaluation is None and _is_in(option)]
         timesheet = self.evaluator.jobs.timesheet
-        num_kept, last_s = 0, 0.0
+        num_kept, num_after, last_s = 0, 0, 0.0
         for place, index in enumerate(sorted(waiting, key=lambda i: self._promise(done[i]))):
             # The fastest is measured in any case.
             if place and not self.evaluator.budget.has_room_for(last_s):
@@ -147,14 +147,16 @@ class Trial:
                     update={"reason": "not measured: the time budget has no room for it", "wants_time": True}
                 )
                 continue
-            if num_kept == NUM_MEASURED:
-                said = f"behind {NUM_MEASURED} others that keep the accuracy, so it was not measured"
+            # Of a slow model each costs minutes: once one keeps the accuracy, two more are looked at, whatever they do.
+            if (num_kept if self.evaluator.budget.is_short else num_after) == NUM_MEASURED:
+                said = f"behind {NUM_MEASURED} others that were measured, so it was not"
                 done[index] = done[index].model_copy(update={"reason": said})
                 continue
             began_s = timesheet.spent_s
             done[index] = _unless_slower(self.measure(done[index], in_full=num_kept == 0))
             last_s = timesheet.spent_s - began_s
             num_kept += done[index].keeps_accuracy
+            num_after += bool(num_kept)
         return done
 
     def _promise(self, option: DeploymentOption) -> tuple[bool, float]:

@@ -139,7 +139,8 @@ class Evaluator:
 
         What decides is that the drop is shown inside the contract, or outside, with an error of 2%; the drop is then that of a
         test which was looked at early. Where a time budget leaves no room for the others, the first shard is all there is, if it can show
-        the contract kept; and where not all are asked for, if it does. The paper's selection goes by what all images say.
+        the contract kept; and where not all are asked for, if it does, or the model is so slow that no more is worth it. The paper's selection goes by what
+        all images say.
         """
         split, first = self.acquired.search, range(SHARD)
         if self.goal.selection == "contract" and split.num_images > MAX_AT_ONCE:
@@ -151,7 +152,8 @@ class Evaluator:
                 return seen.model_copy(update={"drop": at_a_look(counts, 2)})
             shard_s = SHARD * self.budget.pass_s + self.jobs.timesheet.spent_s - began_s
             has_room = self.budget.has_room_for((split.num_images / SHARD - 1) * shard_s)
-            suffices = not has_room or (not in_full and keeps_accuracy(seen, self.goal))
+            may_do = not in_full and (keeps_accuracy(seen, self.goal) or not self.budget.is_short)
+            suffices = may_do or not has_room
             # So few images must not make a point estimate of what a bound of all would be.
             if suffices and can_be_bounded(seen.drop, self.goal):
                 return seen
