@@ -149,7 +149,7 @@ class Trial:
                 continue
             # Of a slow model each costs minutes: once one keeps the accuracy, two more are looked at, whatever they do.
             if (num_kept if self.evaluator.budget.is_short else num_after) == NUM_MEASURED:
-                said = f"behind {NUM_MEASURED} others that were measured, so it was not"
+                said = f"behind {NUM_MEASURED} others, so it was not measured"
                 done[index] = done[index].model_copy(update={"reason": said})
                 continue
             began_s = timesheet.spent_s
