@@ -113,7 +113,7 @@ class Subject:
         """Return which of the test images `model` gets right."""
         pixels, labels = self.test
         with torch.inference_mode():
-            found = torch.cat([model(pixel_values=batch).logits.argmax(1) for batch in pixels.split(250)])
+            found = torch.cat([model(pixel_values=batch).logits.argmax(1) for batch in pixels.split(BATCH)])
         return (found == labels).numpy()
 
 
