@@ -13,7 +13,7 @@ from profiling_agent.agents.state import RunState
 from profiling_agent.errors import RunError
 from profiling_agent.files import FileRefusedError, inside, resolved
 from profiling_agent.iteration.budget import Budget, affordable_images
-from profiling_agent.iteration.deployments import deployment_choices, possible_deployments
+from profiling_agent.iteration.deployments import deployment_choices, in_rounds, possible_deployments
 from profiling_agent.iteration.evaluator import Evaluator, Settings
 from profiling_agent.iteration.forecast import Forecast, Standing, Work, forecast
 from profiling_agent.jobs.profile import measure_headline, profile_artifact, read_profile
@@ -83,15 +83,14 @@ class RunSession:
             return None
         attempts = state.journal.attempts if state.journal else ()
         now = Standing(stage=stage, in_stage_s=in_stage_s, num_measured=len(attempts), longest_s=state.longest_s)
-        return forecast(
-            self._work(state, state.acquired), Budget(self.jobs.timesheet, self.jobs.pass_s, state.time_budget_s), now
-        )
+        budget = Budget(self.jobs.timesheet, self.jobs.pass_s, state.time_budget_s)
+        return forecast(self._work(state, state.acquired, budget), budget, now)
 
-    def _work(self, state: RunState, acquired: Acquired) -> Work:
+    def _work(self, state: RunState, acquired: Acquired, budget: Budget) -> Work:
         if self._num_deployments is None:
             choices = deployment_choices(state, acquired.source.device)
             tried = () if state.goal.selection == "paper" else possible_deployments(state.proposal or Plan(), choices)
-            self._num_deployments = len(tried)
+            self._num_deployments = len(in_rounds(tried, budget, state.goal, choices)[0])
         return Work(
             num_calibration=acquired.calibration.num_images,
             num_search=acquired.search.num_images,

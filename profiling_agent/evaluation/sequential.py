@@ -89,6 +89,12 @@ def images_until_kept(counts: Counts, max_drop: float, error: float) -> int | No
     return math.ceil(many * counts.num_images)
 
 
+def can_be_shown(counts: Counts, num_more: int, max_drop: float, error: float) -> bool:
+    """Return whether so many more images, as discordant as those seen, would show the drop below `max_drop` if they lost nothing on net."""
+    each = num_more * (counts.num_lost + counts.num_gained) / counts.num_images / 2
+    return upper_bound(counts.with_more(round(each), round(each), num_more), error) <= max_drop
+
+
 def _bisected(counts: Counts, error: float, accepted: float, refuted: float) -> float:
     while refuted - accepted > PRECISION:
         middle = (accepted + refuted) / 2

@@ -62,9 +62,14 @@ class Budget:
         return self.limit_s or max(DEFAULT_S, DEFAULT_PASSES * self.pass_s)
 
     @property
+    def is_slow(self) -> bool:
+        """Return whether the model is so slow that a run's time is mostly its passes'."""
+        return DEFAULT_PASSES * self.pass_s > DEFAULT_S
+
+    @property
     def is_short(self) -> bool:
         """Return whether the model is so fast that the run's time is mostly not its passes', and nobody set a limit."""
-        return self.limit_s is None and DEFAULT_PASSES * self.pass_s <= DEFAULT_S
+        return self.limit_s is None and not self.is_slow
 
     def has_time_for(self, seconds: float) -> bool:
         """Return whether such work still leaves the time to write down the answer."""

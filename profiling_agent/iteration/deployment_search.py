@@ -6,12 +6,12 @@ suited the baseline.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from profiling_agent.benchmarking.race import noise_warning
 from profiling_agent.errors import JobError
 from profiling_agent.iteration.deployer import REFUSALS
-from profiling_agent.iteration.deployments import SLOW_TO_MAKE, by_promise
+from profiling_agent.iteration.deployments import SLOW_TO_MAKE, in_rounds
 from profiling_agent.iteration.evaluator import Evaluator
 from profiling_agent.iteration.judge import hopeless_kl, judge
 from profiling_agent.iteration.selection import preference, size_ratio
@@ -71,13 +71,28 @@ def try_deployments(
 
     There are many to tell apart: their logits on calibration images are looked at before the race, and search images after it, the
     fastest's first, until enough of them keep the accuracy. Whatever a conversion or a runtime does costs that deployment its place and the run
-    nothing.
+    nothing. Of a slow model those that are larger than the contract allows wait until none of the others will do.
     """
     trial = Trial(evaluator, Variant.QUANTIZED, baseline)
+    first, others = in_rounds(deployments, evaluator.budget, evaluator.goal, evaluator.choices)
+    tried = _try_round(trial, model, first)
+    if not others:
+        return tried
+    if tried.best is None:
+        more = _try_round(trial, model, others)
+        race, not_raced = more.race or tried.race, more.not_raced or tried.not_raced
+        return TriedDeployments((*tried.options, *more.options), more.best, race, not_raced)
+    said = "not tried: before it is pruned it is larger than the contract allows, and a smaller one keeps the accuracy"
+    left = (DeploymentOption(deployment=deployment, reason=said, wants_time=True) for deployment in others)
+    return replace(tried, options=(*tried.options, *left))
+
+
+def _try_round(trial: "Trial", model: ArtifactRef, deployments: Sequence[Deployment]) -> TriedDeployments:
+    evaluator = trial.evaluator
     options: list[DeploymentOption] = []
     timesheet = evaluator.jobs.timesheet
     began_s, last_s = timesheet.spent_s, 0.0
-    for deployment in by_promise(deployments):
+    for deployment in deployments:
         made = [option.deployment for option in options if option.deployed]
         # One is made in any case.
         if made and (why := _not_worth_it(evaluator, deployment, made, began_s, last_s)):

@@ -6,7 +6,16 @@ from dataclasses import dataclass, field
 from profiling_agent.deployment import registry
 from profiling_agent.deployment.choices import RECOMMENDED, recommend
 from profiling_agent.errors import RequestError
-from profiling_agent.records import EVERYTHING, Deployment, Plan, QuantizationRecommendation, RuntimeName, Scheme
+from profiling_agent.iteration.budget import Budget
+from profiling_agent.records import (
+    EVERYTHING,
+    Deployment,
+    Goal,
+    Plan,
+    QuantizationRecommendation,
+    RuntimeName,
+    Scheme,
+)
 from profiling_agent.request import Request
 
 # The order in which deployments are tried: those that led most often where all were measured come first, what compiles for minutes last
@@ -19,6 +28,8 @@ PROMISE: tuple[tuple[RuntimeName, Scheme], ...] = (
 # Runtimes that compile for a minute or two.
 SLOW_TO_MAKE: frozenset[RuntimeName] = frozenset({"inductor"})
 INT8: frozenset[Scheme] = frozenset({"dynamic", "static", "static_nncf"})
+# Of the bytes of float32, before the overhead of a file; of int8 how much depends on the layers.
+BYTES: Mapping[Scheme, float] = {"float32": 1.0, "bfloat16": 0.5, "float16": 0.5}
 # The schemes of one runtime that a hand-written mixture of types can be; of others no runtime knows more than one type.
 MIXTURES: Mapping[RuntimeName, Scheme] = {"eager": "dynamic", "inductor": "static"}
 # The schemes that a request's `quantize_dtype` allows where no plan says.
@@ -106,6 +117,20 @@ def by_promise(deployments: Iterable[Deployment]) -> list[Deployment]:
         return deployment.runtime in SLOW_TO_MAKE, places.get((deployment.runtime, deployment.scheme), len(places))
 
     return sorted(deployments, key=place)
+
+
+def in_rounds(
+    deployments: Iterable[Deployment], budget: Budget, goal: Goal, choices: DeploymentChoices
+) -> tuple[list[Deployment], list[Deployment]]:
+    """Return deployments by promise: those to try first, and those to try where none of them will do.
+
+    The latter are a slow model's that have more bytes than the contract allows before anything is pruned; none where a runtime was asked for by name.
+    """
+    ordered = by_promise(deployments)
+    if not budget.is_slow or choices.is_named:
+        return ordered, []
+    first = [deployment for deployment in ordered if BYTES.get(deployment.scheme, 0.0) < goal.max_size_ratio]
+    return (first, [deployment for deployment in ordered if deployment not in first]) if first else (ordered, [])
 
 
 def _planned(runtime: RuntimeName, known: Sequence[Scheme], wanted: frozenset[Scheme]) -> list[Scheme]:

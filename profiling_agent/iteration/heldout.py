@@ -3,13 +3,15 @@
 from collections.abc import Iterator, Sequence
 
 from profiling_agent.evaluation.intervals import at_a_look
-from profiling_agent.evaluation.sequential import Counts, decide
+from profiling_agent.evaluation.sequential import Counts, can_be_shown, decide
 from profiling_agent.iteration.evaluator import MAX_AT_ONCE, Evaluator
 from profiling_agent.jobs.tasks import OpenHeldoutTask
 from profiling_agent.records import SHARD, AccuracyDrop, Evaluation, Opening, Predictions, Record
 
 # Of the 5% that `certified` may be wrong in, half is for the accuracy, of all openings together, and half for the speed.
 ACCURACY_ERROR = 0.025
+# So many are looked at of a slow model whatever they say: a drop of so many images is known within a point or so.
+MIN_HELDOUT = 2 * SHARD
 
 
 class HeldoutTest(Record):
@@ -40,6 +42,7 @@ def looks(num_images: int) -> Iterator[range]:
 def run_heldout_test(evaluator: Evaluator, candidate: Evaluation, *, fresh: str | None = None) -> HeldoutTest:
     """Look at held-out images until the drop is shown inside the contract, or outside, or there are no more of them.
 
+    Of a slow model, without a time budget, no further than where those that are left could not show it inside even if they lost nothing.
     `candidate` was measured on the search images. The test is noted in the user's ledger first, which says how often it may
     be wrong; `fresh` says why no test before it is to count. The baseline sees the same images and no others.
     """
@@ -67,7 +70,18 @@ def run_heldout_test(evaluator: Evaluator, candidate: Evaluation, *, fresh: str 
             drop = at_a_look(counts, len(baselines) + 1)
         if decide(counts, evaluator.goal.max_accuracy_drop, error_of(opening)) != "undecided":
             break
+        if _is_in_vain(evaluator, counts, heldout.num_images - seen, error_of(opening)):
+            break
     return HeldoutTest(baseline=_joined(baselines), candidate=_joined(candidates, drop), opening=opening)
+
+
+def _is_in_vain(evaluator: Evaluator, counts: Counts, num_left: int, error: float) -> bool:
+    """Return whether a slow model has what is left of the images answered for nothing: what decides by now keeps the contract, unproven."""
+    budget, allowed = evaluator.budget, evaluator.goal.max_accuracy_drop
+    if not budget.is_slow or budget.limit_s is not None or counts.num_images < MIN_HELDOUT:
+        return False
+    is_kept = counts.num_lost - counts.num_gained <= allowed * counts.num_images
+    return is_kept and not can_be_shown(counts, num_left, allowed, error)
 
 
 def _per_image_s(evaluator: Evaluator, seen: int, began_s: float) -> float:

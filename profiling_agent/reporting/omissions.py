@@ -11,7 +11,8 @@ def omissions(report: RunReport) -> tuple[str, ...]:
     unmeasured = [option for option in options if option.wants_time and option.deployed is not None]
     number, most = len(report.attempts), report.request.max_iterations
     seen, heldout = report.heldout.predictions.num_images, report.acquired.heldout.num_images
-    is_cut = report.request.time_budget is not None and not report.verdict.certified and seen < heldout
+    accuracy = next(term for term in report.verdict.terms if term.name == "accuracy")
+    is_cut = accuracy.holds and accuracy.bound is not None and accuracy.bound > accuracy.required and seen < heldout
     said = (
         (bool(untried), f"deployments that were not tried: {_names(untried)}"),
         (bool(unmeasured), f"deployments that were made and not measured: {_names(unmeasured)}"),

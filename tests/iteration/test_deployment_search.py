@@ -153,10 +153,11 @@ def deployment_search(
     kept: tuple[str, ...] = (),
     scripted: type[Script] = Script,
     time_budget_s: float | None = None,
+    pass_s: float = 0.0005,
     choices: DeploymentChoices | None = None,
     **goal,
 ):
-    script: Any = scripted(root, deployments, kept)
+    script: Any = scripted(root, dict(deployments), kept)
     source = ModelSource(name="m", architecture="ViTForImageClassification", device="cpu")
     acquired = Acquired(
         source=source,
@@ -169,7 +170,7 @@ def deployment_search(
         jobs=script,
         acquired=acquired,
         baseline=made.ref("m0", size_bytes=4000),
-        profile=made.profile(),
+        profile=made.profile(pass_s=pass_s),
         goal=made.GOAL.model_copy(update=goal),
         settings=Settings(batch_size=4, seed=0, time_budget_s=time_budget_s),
         choices=choices or DeploymentChoices(),
@@ -365,6 +366,37 @@ def test_a_conversion_that_takes_longer_than_the_run_is_asked_for_or_left_out(
     # Four minutes were used up by then, and so fast a model is given five.
     assert any(getattr(task, "deployment", Deployment()).runtime == "inductor" for task in script.asked) == is_made
     assert ("--time-budget asks for it" in reasons(held)["inductor static"]) != is_made
+
+
+@pytest.mark.parametrize(
+    ("pass_s", "choices", "goal", "expected"),
+    [
+        # Float32 and half of it are no smaller than the contract asks for.
+        (0.1, DeploymentChoices(), {}, {"onnxruntime dynamic", "openvino static", "inductor static"}),
+        (0.1, DeploymentChoices(), {"max_size_ratio": 0.6}, set(ALL) - {"openvino float32"}),
+        (0.1, DeploymentChoices(is_named=True), {}, set(ALL)),
+        (0.0005, DeploymentChoices(), {}, set(ALL)),
+    ],
+)
+def test_of_a_slow_model_what_is_larger_than_the_contract_allows_is_left_out(
+    tmp_path: Path, pass_s: float, choices: DeploymentChoices, goal: dict[str, Any], expected: set[str]
+):
+    held, script = deployment_search(tmp_path, ALL, pass_s=pass_s, choices=choices, **goal)
+
+    assert {task.deployment.name for task in script.asked if isinstance(task, tasks.DeployTask)} == expected
+    left_out = [option for option in held.options if option.wants_time]
+    assert {option.deployment.name for option in left_out} == set(ALL) - expected
+    assert all("larger than the contract allows" in option.reason for option in left_out)
+
+
+def test_of_a_slow_model_the_large_ones_are_tried_where_no_small_one_will_do(tmp_path: Path):
+    bad = Made(lost=200, speedup=3.0)
+    tried = {name: Made() if "float" in name else bad for name in ALL}
+    held, _ = deployment_search(tmp_path, tried, pass_s=0.1)
+
+    assert held.chosen is not None
+    assert held.chosen.name == "openvino float32"
+    assert {option.deployment.name for option in held.options if option.race_result} == set(ALL)
 
 
 def test_where_the_first_conversions_fail_one_is_made_all_the_same(tmp_path: Path):

@@ -150,6 +150,30 @@ def test_no_more_images_are_looked_at_than_a_time_budget_has_room_for(tmp_path: 
     assert jobs.asked[-1] == (CANDIDATE.path, range(2048, 3072))
 
 
+@pytest.mark.parametrize(
+    ("lost", "gained", "pass_s", "time_budget_s", "seen"),
+    [
+        # 6% discordant and nothing lost on net: 6,800 images would show it; 2,500 at 2%.
+        (34, 35, 0.1, None, 1024),
+        (100, 101, 0.1, None, 3072),
+        # Half a second for all of them is not worth stopping for; nor is time that was asked for saved.
+        (34, 35, 0.0005, None, 5000),
+        (34, 35, 0.1, 36000.0, 5000),
+        # More is lost than the contract allows, which further images may show or not: whether it is returned hangs on them.
+        (80, 10**6, 0.1, None, 5000),
+    ],
+)
+def test_of_a_slow_model_no_images_are_answered_that_can_show_nothing(
+    lost: int, gained: int, pass_s: float, time_budget_s: float | None, seen: int, tmp_path: Path
+):
+    tester, jobs = evaluator(tmp_path, 5000, every(lost))
+    jobs.right[BASELINE.path] = every(gained)
+    settings = tester.settings.model_copy(update={"time_budget_s": time_budget_s})
+    tester = replace(tester, profile=made.profile(pass_s=pass_s), settings=settings)
+
+    assert run_heldout_test(tester, MEASURED).candidate.predictions.num_images == seen
+
+
 def test_a_later_test_takes_more_images_to_show_the_same(tmp_path: Path):
     shown = []
     for number in ("1", "5"):

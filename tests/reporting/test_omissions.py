@@ -20,12 +20,14 @@ def test_what_wanted_time_is_listed_in_the_order_of_the_run(finished: Path):
     report = read_report(finished)
     seen = report.heldout.predictions.num_images
     search = DeploymentSearch(options=(UNTRIED, UNTRIED.model_copy(update={"wants_time": False})), chosen=None)
+    accuracy, *others = report.verdict.terms
+    undecided = (accuracy.model_copy(update={"holds": True, "bound": accuracy.required + 0.01}), *others)
     hurried = report.model_copy(
         update={
             "deployment_search": search,
             "stopped": StopReason.TIME_SPENT,
-            "verdict": report.verdict.model_copy(update={"certified": False}),
-            "request": report.request.model_copy(update={"time_budget": "5m", "max_iterations": 4}),
+            "verdict": report.verdict.model_copy(update={"terms": undecided}),
+            "request": report.request.model_copy(update={"max_iterations": 4}),
             "acquired": report.acquired.model_copy(
                 update={"heldout": report.acquired.heldout.model_copy(update={"num_images": seen + 1000})}
             ),
