@@ -33,8 +33,8 @@ NAMES = ("vit", "deit", "swin", "resnet")
 SHARES, QUICK_SHARES = (0.2, 0.3, 0.5), (0.3,)
 DRAWS, QUICK_DRAWS = (0, 1, 2), (0, 1)
 QUICK_TEST = 1000
-# Criterion, compensation and allocation are taken away one by one from 30% on: milder cuts hardly tell them apart.
-ABLATED_FROM = 0.3
+# From 30% on others are cut too, and criterion, compensation and allocation taken away one by one: milder cuts hardly tell them apart.
+COMPARED_FROM = 0.3
 
 
 class Notebook:
@@ -94,11 +94,12 @@ def study(subject: Subject, shares: Sequence[float], seeds: Sequence[int], book:
 
     for draw, share in product(draws, shares):
         book.note(subject, share, "ours", draw.seed, lambda d=draw, s=share: folded(d, ours(d.seed).allocated(s)))
-    for share in shares:
+    compared = [share for share in shares if share >= COMPARED_FROM]
+    for share in compared:
         size = book.saved_by_ours(subject, share)
         for name, make in per_subject(subject).items():
             book.note(subject, share, name, None, partial(make, size))
-    for draw, share in product(draws, shares):
+    for draw, share in product(draws, compared):
         for name, make in of_draw(draw, share, book.saved_by_ours(subject, share), ours).items():
             book.note(subject, share, name, draw.seed, make)
 
@@ -109,10 +110,9 @@ def of_draw(draw: Draw, share: float, size: float, ours: Callable[..., Ours]) ->
     `share` is what ours was asked for, `size` what it came to.
     """
     found: dict[str, Callable[[], nn.Module]] = {name: partial(make, size) for name, make in per_draw(draw).items()}
-    if share >= ABLATED_FROM:
-        found["ours, L2 order"] = lambda: folded(draw, ours(draw.seed, "l2").allocated(share))
-        found["ours, the same ratio"] = lambda: folded(draw, ours(draw.seed).uniform(size))
-        found["ours, no compensation"] = lambda: cut(draw.subject, ours(draw.seed).allocated(share))
+    found["ours, L2 order"] = lambda: folded(draw, ours(draw.seed, "l2").allocated(share))
+    found["ours, the same ratio"] = lambda: folded(draw, ours(draw.seed).uniform(size))
+    found["ours, no compensation"] = lambda: cut(draw.subject, ours(draw.seed).allocated(share))
     return found
 
 

@@ -21,7 +21,7 @@ CONFIDENCE = 0.95
 ROUNDING = 1e-12
 SIGNIFICANT = 0.05
 # The aims that the project set itself: points of top-1 lost at a share of params.
-AIMS = {"transformer": {0.2: 0.3, 0.3: 0.5, 0.5: 1.0}, "resnet": {0.1: 1.0, 0.3: 2.5}}
+AIMS = {"transformer": {0.2: 0.3, 0.3: 0.5, 0.5: 1.0}, "resnet": {0.2: 1.0, 0.3: 2.5}}
 # Points that the best other method may be above ours, its interval's end included: a third of the default contract's one.
 MAX_BEHIND = 0.3
 # Where one method removes this share of params more or less than ours, they aren't compared at one size.
