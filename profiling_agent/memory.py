@@ -10,8 +10,8 @@ from profiling_agent.files import read_text
 GROUPS, OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 # The names of the limit, of what is used, and of what of that are files that the kernel would drop, in versions 2 and 1 of control groups.
 NAMES = (
-    ("", "memory.max", "memory.current", "inactive_file"),
-    ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ("", "memory.max", "memory.current", ("inactive_file", "active_file")),
+    ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
 )
 
 
@@ -28,14 +28,14 @@ def available_bytes(groups: Path = GROUPS, own: Path = OWN_GROUPS) -> int:
 
 def _limits(groups: Path, own: Path) -> Iterator[tuple[int, int]]:
     """Yield (limit, used) of this process's control group and those above it, as far as they have a limit."""
-    for controller, limit_name, used_name, files_name in NAMES:
+    for controller, limit_name, used_name, files_names in NAMES:
         root = groups / controller
         folder = root / _own_group(own, controller)
         # In a container what lies outside isn't there, and its own group is the root.
         for group in (folder, *folder.parents):
             limit, used = _number(group / limit_name), _number(group / used_name)
             if limit is not None and used is not None:
-                yield limit, max(used - _files(group / "memory.stat", files_name), 0)
+                yield limit, max(used - _files(group / "memory.stat", files_names), 0)
             if group == root:
                 break
 
@@ -48,9 +48,9 @@ def _own_group(own: Path, controller: str) -> str:
     return ""
 
 
-def _files(stat: Path, name: str) -> int:
+def _files(stat: Path, names: tuple[str, ...]) -> int:
     words = (line.split() for line in _lines(stat))
-    return next((int(pair[1]) for pair in words if len(pair) == 2 and pair[0] == name and pair[1].isdecimal()), 0)
+    return sum(int(pair[1]) for pair in words if len(pair) == 2 and pair[0] in names and pair[1].isdecimal())
 
 
 def _number(path: Path) -> int | None:

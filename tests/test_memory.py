@@ -19,7 +19,10 @@ def group(folder: Path, limit: str, used: int, files: int = 0, version: int = 2)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"memory.{names[0]}").write_text(f"{limit}\n")
     (folder / f"memory.{names[1]}").write_text(f"{used}\n")
-    (folder / "memory.stat").write_text(f"anon {used - files}\n{names[2]} {files}\n")
+    recent = names[2].replace("inactive", "active")
+    (folder / "memory.stat").write_text(
+        f"anon {used - files}\n{names[2]} {files // 2}\n{recent} {files - files // 2}\n"
+    )
 
 
 @pytest.fixture
@@ -47,9 +50,9 @@ def test_the_narrowest_limit_on_the_way_up_counts(tmp_path: Path, own: Path):
 
 
 def test_the_older_control_groups_are_read_as_well(tmp_path: Path, own: Path):
-    group(tmp_path / "groups" / "memory" / "app" / "one", str(GIB), GIB // 2, version=1)
+    group(tmp_path / "groups" / "memory" / "app" / "one", str(GIB), GIB // 2, files=GIB // 8, version=1)
 
-    assert available_bytes(tmp_path / "groups", own) == GIB // 2
+    assert available_bytes(tmp_path / "groups", own) == GIB // 2 + GIB // 8
 
 
 @pytest.mark.parametrize("limit", ["max", "", "9223372036854771712"])

@@ -12,7 +12,7 @@ def iterative_pruning(state: RunState, session: RunSession) -> Update:
     """Ask the journal, and a language model where there is one, as long as the run has the time for another attempt."""
     budget, has_accepted = session.evaluator(state).budget, any(attempt.accepted for attempt in state.seen.attempts)
     # Where attempts are cheap, int8 alone is no reason to end without one; whoever asks for training asks for what takes long.
-    is_answered = has_accepted or (not budget.is_short and has_answer(state.seen, state.goal))
+    is_answered = has_accepted or (budget.is_slow and has_answer(state.seen, state.goal))
     is_worth_it = budget.allows_attempt(state.longest_s, is_optional=is_answered and not state.recover_epochs)
     choice = next_proposal(
         session.advisor(state) if is_worth_it else None,

@@ -70,8 +70,8 @@ def run_node(
         runtime.stream_writer(plain.model_copy(update=told).model_dump(mode="json"))
 
     session.jobs.progress = progress
-    progress("started", 0, 0)
     try:
+        progress("started", 0, 0)
         with storage_told(session.workspace.root):
             return work()
     except RunError:

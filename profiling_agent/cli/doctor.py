@@ -24,7 +24,7 @@ from profiling_agent.deployment import registry
 from profiling_agent.documents import first_problem, parse_json
 from profiling_agent.errors import ProfilingAgentError, RequestError
 from profiling_agent.llm.endpoint import choose_endpoint, trusted_addresses
-from profiling_agent.memory import available_bytes
+from profiling_agent.memory import available_bytes, total_bytes
 from profiling_agent.processes.child import ending
 from profiling_agent.processes.environment import child_environment
 from profiling_agent.processes.started import child_command
@@ -109,7 +109,7 @@ def _cpu() -> Finding:
 
 def _memory() -> Finding:
     free = available_bytes()
-    seen = f"{size(free)} free of {size(environment().memory_bytes)}"
+    seen = f"{size(free)} free of {size(total_bytes())}"
     if free < FREE_MEMORY:
         return Finding(name="memory", state="problem", seen=seen, advice="end other programs, or lower --batch-size")
     return Finding(name="memory", state="ok", seen=seen)

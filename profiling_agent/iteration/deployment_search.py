@@ -71,18 +71,22 @@ def try_deployments(
 
     There are many to tell apart: their logits on calibration images are looked at before the race, and search images after it, the
     fastest's first, until enough of them keep the accuracy. Whatever a conversion or a runtime does costs that deployment its place and the run
-    nothing. Of a slow model those that are larger than the contract allows wait until none of the others will do.
+    nothing. Of a slow model those that are larger than the contract allows wait until none of the others keeps the contract.
     """
     trial = Trial(evaluator, Variant.QUANTIZED, baseline)
     first, others = in_rounds(deployments, evaluator.budget, evaluator.goal, evaluator.choices)
     tried = _try_round(trial, model, first)
     if not others:
         return tried
-    if tried.best is None:
+    if tried.best is None or any(trial.rank(tried.best)[:3]):
         more = _try_round(trial, model, others)
         race, not_raced = more.race or tried.race, more.not_raced or tried.not_raced
-        return TriedDeployments((*tried.options, *more.options), more.best, race, not_raced)
-    said = "not tried: before it is pruned it is larger than the contract allows, and a smaller one keeps the accuracy"
+        best = min((one for one in (tried.best, more.best) if one), key=trial.rank, default=None)
+        return TriedDeployments((*tried.options, *more.options), best, race, not_raced)
+    said = (
+        "not tried: before it is pruned it is larger than the contract allows, and a smaller one keeps the contract; "
+        f"--runtimes {','.join(evaluator.choices.supported)} asks for it"
+    )
     left = (DeploymentOption(deployment=deployment, reason=said, wants_time=True) for deployment in others)
     return replace(tried, options=(*tried.options, *left))
 
@@ -163,7 +167,7 @@ class Trial:
                 )
                 continue
             # Of a slow model each costs minutes: once one keeps the accuracy, two more are looked at, whatever they do.
-            if (num_kept if self.evaluator.budget.is_short else num_after) == NUM_MEASURED:
+            if (num_after if self.evaluator.budget.is_slow else num_kept) == NUM_MEASURED:
                 said = f"behind {NUM_MEASURED} others, so it was not measured"
                 done[index] = done[index].model_copy(update={"reason": said})
                 continue

@@ -28,8 +28,8 @@ PROMISE: tuple[tuple[RuntimeName, Scheme], ...] = (
 # Runtimes that compile for a minute or two.
 SLOW_TO_MAKE: frozenset[RuntimeName] = frozenset({"inductor"})
 INT8: frozenset[Scheme] = frozenset({"dynamic", "static", "static_nncf"})
-# Of the bytes of float32, before the overhead of a file; of int8 how much depends on the layers.
-BYTES: Mapping[Scheme, float] = {"float32": 1.0, "bfloat16": 0.5, "float16": 0.5}
+# Of the bytes of float32, with what a file has besides; of int8 how much depends on the layers.
+BYTES: Mapping[Scheme, float] = {"float32": 1.0, "bfloat16": 0.51, "float16": 0.51}
 # The schemes of one runtime that a hand-written mixture of types can be; of others no runtime knows more than one type.
 MIXTURES: Mapping[RuntimeName, Scheme] = {"eager": "dynamic", "inductor": "static"}
 # The schemes that a request's `quantize_dtype` allows where no plan says.
@@ -129,7 +129,7 @@ def in_rounds(
     ordered = by_promise(deployments)
     if not budget.is_slow or choices.is_named:
         return ordered, []
-    first = [deployment for deployment in ordered if BYTES.get(deployment.scheme, 0.0) < goal.max_size_ratio]
+    first = [deployment for deployment in ordered if BYTES.get(deployment.scheme, 0.0) <= goal.max_size_ratio]
     return (first, [deployment for deployment in ordered if deployment not in first]) if first else (ordered, [])
 
 

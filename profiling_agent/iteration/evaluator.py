@@ -152,7 +152,7 @@ class Evaluator:
                 return seen.model_copy(update={"drop": at_a_look(counts, 2)})
             shard_s = SHARD * self.budget.pass_s + self.jobs.timesheet.spent_s - began_s
             has_room = self.budget.has_room_for((split.num_images / SHARD - 1) * shard_s)
-            may_do = not in_full and (keeps_accuracy(seen, self.goal) or not self.budget.is_short)
+            may_do = not in_full and (keeps_accuracy(seen, self.goal) or self.budget.is_slow)
             suffices = may_do or not has_room
             # So few images must not make a point estimate of what a bound of all would be.
             if suffices and can_be_bounded(seen.drop, self.goal):

@@ -52,7 +52,7 @@ def has_answer(journal: Journal, goal: Goal) -> bool:
     chosen = search.of(search.chosen)
     assert chosen.evaluation is not None, "what was chosen was measured"
     size, raced = size_ratio(chosen.evaluation, journal.baseline), chosen.race_result
-    return not any(preference(goal, size=size, speedup=raced.speedup if raced else 1.0, memory=chosen.memory_ratio)[:3])
+    return not any(preference(goal, size=size, speedup=raced.speedup if raced else 0.0, memory=chosen.memory_ratio)[:3])
 
 
 def _by_counts(journal: Journal, goal: Goal) -> tuple[Candidate, ...]:

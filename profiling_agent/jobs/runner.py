@@ -103,7 +103,7 @@ class Jobs:
             row, isolated, was_killed = self._table[type(group[0])], group[0].isolated, False
             orders = [self._order(each) for each in group]
             with machine_lock(self.progress, f"run {self.workspace.root.name!r}"):
-                self._check_memory()
+                self._check_memory(isolated=isolated)
                 while orders:
                     started, key_now = time.monotonic(), orders[0].key
                     try:
@@ -127,12 +127,18 @@ class Jobs:
                         raise
         return self._store.result(key, task)
 
-    def _check_memory(self) -> None:
-        """Refuse to begin where the job would take memory that others have; the worker's own counts as free."""
+    def _check_memory(self, *, isolated: bool) -> None:
+        """Refuse to begin where the job would take memory that others have.
+
+        The worker's own is there for what it does itself; for a process beside it the worker ends where memory is short.
+        """
         if self.peak_bytes is None:
             return
         free, needed = self._available_bytes(), LEAST_MEMORY * self.peak_bytes
-        if self._worker is not None:
+        if self._worker is not None and isolated and free < needed:
+            self._end_worker()
+            free = self._available_bytes()
+        elif self._worker is not None and not isolated:
             free += self._worker.resident_bytes()
         if free < needed:
             raise RunError(

@@ -12,12 +12,13 @@ import pytest
 from profiling_agent.evaluation.intervals import compare, one_sided_bound
 from profiling_agent.evaluation.openings import share
 from profiling_agent.evaluation.predictions import write_predictions
-from profiling_agent.evaluation.sequential import Counts, upper_bound
+from profiling_agent.evaluation.sequential import Counts, decide, upper_bound
 from profiling_agent.iteration.evaluator import MAX_AT_ONCE, Evaluator, Settings
 from profiling_agent.iteration.heldout import (
     ACCURACY_ERROR,
     error_of,
     first_look,
+    is_in_vain,
     looks,
     run_heldout_test,
 )
@@ -154,7 +155,7 @@ def test_no_more_images_are_looked_at_than_a_time_budget_has_room_for(tmp_path: 
     ("lost", "gained", "pass_s", "time_budget_s", "seen"),
     [
         # 6% discordant and nothing lost on net: 6,800 images would show it; 2,500 at 2%.
-        (34, 35, 0.1, None, 1024),
+        (34, 35, 0.1, None, 1536),
         (100, 101, 0.1, None, 3072),
         # Half a second for all of them is not worth stopping for; nor is time that was asked for saved.
         (34, 35, 0.0005, None, 5000),
@@ -172,6 +173,31 @@ def test_of_a_slow_model_no_images_are_answered_that_can_show_nothing(
     tester = replace(tester, profile=made.profile(pass_s=pass_s), settings=settings)
 
     assert run_heldout_test(tester, MEASURED).candidate.predictions.num_images == seen
+
+
+@pytest.mark.parametrize(
+    ("num_images", "discordant", "drop"), [(4096, 0.08, 0.016), (10_000, 0.08, 0.013), (4096, 0.06, 0.005)]
+)
+def test_whoever_loses_more_than_is_allowed_is_met_no_more_often_for_stopping(
+    num_images: int, discordant: float, drop: float
+):
+    """Between both ways of stopping at most a tenth of the worlds differ, and of those that lose too much no more."""
+    rng, error, allowed = np.random.default_rng(0), 0.02, 0.01
+    chances = [(discordant + drop) / 2, (discordant - drop) / 2, 1 - discordant]
+    met = {True: 0, False: 0}
+    for _ in range(150):
+        parts = [rng.multinomial(len(part), chances) for part in looks(num_images)]
+        for saves in met:
+            counts = Counts(0, 0, 0)
+            for lost, gained, _same in parts:
+                counts = counts.with_more(int(lost), int(gained), int(lost + gained + _same))
+                left = num_images - counts.num_images
+                if decide(counts, allowed, error) != "undecided" or (
+                    saves and is_in_vain(counts, left, allowed, error)
+                ):
+                    break
+            met[saves] += counts.num_lost - counts.num_gained <= allowed * counts.num_images
+    assert abs(met[True] - met[False]) <= 15
 
 
 def test_a_later_test_takes_more_images_to_show_the_same(tmp_path: Path):
