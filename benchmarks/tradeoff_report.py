@@ -49,14 +49,17 @@ def plot(table: Sequence[dict[str, Any]], path: Path) -> None:
 
     models = list(dict.fromkeys(row["model"] for row in table))
     figure, axes = pyplot.subplots(1, len(models), figsize=(5 * len(models), 4), squeeze=False)
+    methods = list(dict.fromkeys(row["method"] for row in table))
     for axis, model in zip(axes[0], models, strict=True):
-        for method in dict.fromkeys(row["method"] for row in table):
+        axis.set_prop_cycle(color=pyplot.get_cmap("tab20").colors)
+        for method in methods:
             cells = [row for row in table if (row["model"], row["method"]) == (model, method)]
             style = {"linewidth": 2.5, "color": "black"} if method == "ours" else {"linewidth": 1, "alpha": 0.8}
             axis.plot(
                 [100 * c["saved"] for c in cells], [100 * c["drop"] for c in cells], marker="o", label=method, **style
             )
         axis.set(title=model, xlabel="params gone, %", ylabel="points of top-1 lost", yscale="symlog")
-    axes[0][0].legend(fontsize=7)
+    # Beside the axes: there are more methods than a corner has room for.
     figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    figure.legend(*axes[0][0].get_legend_handles_labels(), fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
+    figure.savefig(path, dpi=120, bbox_inches="tight")
