@@ -73,52 +73,25 @@ def try_deployments(
     fastest's first, until enough of them keep the accuracy. Whatever a conversion or a runtime does costs that deployment its place and the run
     nothing. Of a slow model those that are larger than the contract allows wait until none of the others keeps the contract.
     """
-    trial = Trial(evaluator, Variant.QUANTIZED, baseline)
-    first, others = in_rounds(deployments, evaluator.budget, evaluator.goal, evaluator.choices)
-    tried = _try_round(trial, model, first)
-    if not others:
-        return tried
-    if tried.best is None or any(trial.rank(tried.best)[:3]):
-        more = _try_round(trial, model, others)
-        race, not_raced = more.race or tried.race, more.not_raced or tried.not_raced
-        best = min((one for one in (tried.best, more.best) if one), key=trial.rank, default=None)
-        return TriedDeployments((*tried.options, *more.options), best, race, not_raced)
-    said = (
-        "not tried: before it is pruned it is larger than the contract allows, and a smaller one keeps the contract; "
-        f"--runtimes {','.join(evaluator.choices.supported)} asks for it"
-    )
-    left = (DeploymentOption(deployment=deployment, reason=said, wants_time=True) for deployment in others)
-    return replace(tried, options=(*tried.options, *left))
-
-
-def _try_round(trial: "Trial", model: ArtifactRef, deployments: Sequence[Deployment]) -> TriedDeployments:
-    evaluator = trial.evaluator
-    options: list[DeploymentOption] = []
-    timesheet = evaluator.jobs.timesheet
-    began_s, last_s = timesheet.spent_s, 0.0
-    for deployment in deployments:
-        made = [option.deployment for option in options if option.deployed]
-        # One is made in any case.
-        if made and (why := _not_worth_it(evaluator, deployment, made, began_s, last_s)):
-            options.append(DeploymentOption(deployment=deployment, reason=why, wants_time=True))
-            continue
-        started_s = timesheet.spent_s
-        option = evaluator.deployer.make(model, deployment, choose_layers=True)
-        last_s = timesheet.spent_s - started_s
-        options.append(_checked(option, evaluator.goal))
-    entered = [option for option in options if _is_in(option)]
-    race, not_raced = None, None
-    # Without a rival there is nothing to choose; the race at the end of the run shows whether it is faster at all.
-    if len(entered) > 1:
-        try:
-            race = trial.race(entered)
-        except JobError as error:
-            not_raced = str(error)
-    if race is not None:
-        options = [_raced(option, race) for option in options]
-    options = trial.finish(options)
-    best = min((option for option in options if option.keeps_accuracy), key=trial.rank, default=None)
-    return TriedDeployments(tuple(options), best, race, not_raced)
+    trial, timesheet = Trial(evaluator, Variant.QUANTIZED, baseline), evaluator.jobs.timesheet
+    tried = TriedDeployments((), None)
+    for place, group in enumerate(in_rounds(deployments, evaluator.budget, evaluator.goal, evaluator.choices)):
+        if place and tried.best is not None and not any(trial.rank(tried.best)[:3]):
+            return replace(tried, options=(*tried.options, *_left_out(evaluator, group)))
+        options: list[DeploymentOption] = []
+        began_s, last_s = timesheet.spent_s, 0.0
+        for deployment in group:
+            made = [option.deployment for option in options if option.deployed]
+            # One is made in any case.
+            if made and (why := _not_worth_it(evaluator, deployment, made, began_s, last_s)):
+                options.append(DeploymentOption(deployment=deployment, reason=why, wants_time=True))
+                continue
+            started_s = timesheet.spent_s
+            option = evaluator.deployer.make(model, deployment, choose_layers=True)
+            last_s = timesheet.spent_s - started_s
+            options.append(_checked(option, evaluator.goal))
+        tried = trial.joined(tried, options)
+    return tried
 
 
 @dataclass(frozen=True)
@@ -128,6 +101,21 @@ class Trial:
     evaluator: Evaluator
     variant: Variant
     baseline: Evaluation
+
+    def joined(self, tried: TriedDeployments, options: Sequence[DeploymentOption]) -> TriedDeployments:
+        """Race and measure `options`, made or refused, and return them with what was `tried` before, the best of all chosen."""
+        race, not_raced = tried.race, tried.not_raced
+        entered = [option for option in options if _is_in(option)]
+        # Without a rival there is nothing to choose; the race at the end of the run shows whether it is faster at all.
+        if len(entered) > 1:
+            try:
+                race = self.race(entered)
+                options = [_raced(option, race) for option in options]
+            except JobError as error:
+                not_raced = str(error)
+        found = (*tried.options, *self.finish(options))
+        best = min((option for option in found if option.keeps_accuracy), key=self.rank, default=None)
+        return TriedDeployments(found, best, race, not_raced)
 
     def measure(self, option: DeploymentOption, *, in_full: bool = True) -> DeploymentOption:
         """Measure on as many search images as it takes, or a first look where that may do, and the memory where the contract asks; judge."""
@@ -234,6 +222,14 @@ def _not_worth_it(
             f"--runtimes {','.join(choices.supported)} or a --time-budget asks for it"
         )
     return ""
+
+
+def _left_out(evaluator: Evaluator, deployments: Sequence[Deployment]) -> list[DeploymentOption]:
+    said = (
+        "not tried: before it is pruned it is larger than the contract allows, and a smaller one keeps the contract; "
+        f"--runtimes {','.join(evaluator.choices.supported)} asks for it"
+    )
+    return [DeploymentOption(deployment=deployment, reason=said, wants_time=True) for deployment in deployments]
 
 
 def _not_made(option: DeploymentOption) -> DeploymentOption:
