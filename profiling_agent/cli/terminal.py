@@ -2,8 +2,10 @@
 
 import contextlib
 import json
+import math
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterable
 from functools import wraps
 from pathlib import Path
@@ -26,6 +28,8 @@ EXIT_CRASHED = 70
 SIGNALLED = 128
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 MAX_SAID = 2000
+# `timeout` signals the program and then its whole group, so that one order comes twice; a person who means another takes longer.
+SAME_ORDER_S = 1.0
 
 
 class _CleanConsole(Console):
@@ -56,12 +60,19 @@ class Stopped(KeyboardInterrupt):
 
 
 def listen_to_signals() -> None:
-    """Let SIGTERM and SIGHUP end the program as Ctrl-C does, whatever its threads wait for; one that is ignored, as nohup has it, stays ignored."""
+    """Let SIGTERM and SIGHUP end the program as Ctrl-C does, whatever its threads wait for; one that is ignored, as nohup has it, stays ignored.
 
-    def stop(number: int, frame: FrameType | None) -> NoReturn:
+    What comes within a second of another is the same order, and does not interrupt what is left to be done.
+    """
+    last_s = -math.inf
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        nonlocal last_s
         del frame
         ask_to_stop()
-        raise Stopped(number)
+        since_s, last_s = time.monotonic() - last_s, time.monotonic()
+        if since_s > SAME_ORDER_S:
+            raise Stopped(number)
 
     for number in ENDING:
         if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):

@@ -85,6 +85,14 @@ def one_sided_bound(drop: AccuracyDrop, confidence: float) -> float:
     return min(centre + _normal_quantile(confidence) * error, 1.0)
 
 
+def one_sided_lower_bound(drop: AccuracyDrop, confidence: float) -> float:
+    """Return the value that the true drop stays above with this confidence, by the same method as the interval."""
+    if drop.num_looks > 1:
+        return lower_bound(counts_of(drop), 1 - confidence)
+    centre, error = _centre_and_error(drop.num_lost, drop.num_gained, drop.num_images)
+    return max(centre - _normal_quantile(confidence) * error, -1.0)
+
+
 def images_to_certify(drop: AccuracyDrop, max_drop: float, confidence: float = CONFIDENCE) -> int | None:
     """Return how many images would bring the one-sided bound down to `max_drop`, at the discordance seen.
 

@@ -13,7 +13,7 @@ from profiling_agent.errors import JobError
 from profiling_agent.iteration.deployer import REFUSALS
 from profiling_agent.iteration.deployments import SLOW_TO_MAKE, in_rounds
 from profiling_agent.iteration.evaluator import Evaluator
-from profiling_agent.iteration.judge import hopeless_kl, judge
+from profiling_agent.iteration.judge import hopeless_kl, is_doubtful, judge
 from profiling_agent.iteration.selection import preference, size_ratio
 from profiling_agent.records import (
     ArtifactRef,
@@ -56,7 +56,9 @@ def as_search(tried: TriedDeployments, notes: tuple[str, ...]) -> DeploymentSear
         notes = (*notes, warning)
     return DeploymentSearch(
         options=tuple(
-            option.model_copy(update={"reason": f"chosen: {option.reason}"}) if option is tried.best else option
+            option.model_copy(update={"reason": f"{_chosen(option)}: {option.reason}"})
+            if option is tried.best
+            else option
             for option in tried.options
         ),
         chosen=tried.best.deployment if tried.best else None,
@@ -76,7 +78,7 @@ def try_deployments(
     trial, timesheet = Trial(evaluator, Variant.QUANTIZED, baseline), evaluator.jobs.timesheet
     tried = TriedDeployments((), None)
     for place, group in enumerate(in_rounds(deployments, evaluator.budget, evaluator.goal, evaluator.choices)):
-        if place and tried.best is not None and not any(trial.rank(tried.best)[:3]):
+        if place and tried.best is not None and tried.best.keeps_accuracy and trial.keeps_terms(tried.best):
             return replace(tried, options=(*tried.options, *_left_out(evaluator, group)))
         options: list[DeploymentOption] = []
         began_s, last_s = timesheet.spent_s, 0.0
@@ -114,8 +116,15 @@ class Trial:
             except JobError as error:
                 not_raced = str(error)
         found = (*tried.options, *self.finish(options))
-        best = min((option for option in found if option.keeps_accuracy), key=self.rank, default=None)
-        return TriedDeployments(found, best, race, not_raced)
+        return TriedDeployments(found, self._best(found), race, not_raced)
+
+    def _best(self, options: Sequence[DeploymentOption]) -> DeploymentOption | None:
+        """Return what the contract prefers; a doubtful one only where it keeps the other terms and nothing that keeps the accuracy does."""
+        kept = min((option for option in options if option.keeps_accuracy), key=self.rank, default=None)
+        if kept is not None and self.keeps_terms(kept):
+            return kept
+        doubtful = (option for option in options if option.is_doubtful and self.keeps_terms(option))
+        return min(doubtful, key=self.rank, default=kept)
 
     def measure(self, option: DeploymentOption, *, in_full: bool = True) -> DeploymentOption:
         """Measure on as many search images as it takes, or a first look where that may do, and the memory where the contract asks; judge."""
@@ -132,6 +141,7 @@ class Trial:
                 "evaluation": evaluation,
                 "memory_ratio": memory_ratio,
                 "keeps_accuracy": judgement.accepted,
+                "is_doubtful": is_doubtful(evaluation, self.evaluator.goal),
                 "reason": judgement.reason,
             }
         )
@@ -173,6 +183,10 @@ class Trial:
         speedup = option.race_result.speedup if option.race_result else 0.0
         return size > goal.max_size_ratio, size if goal.objective == "size" else -speedup
 
+    def keeps_terms(self, option: DeploymentOption) -> bool:
+        """Return whether the contract is content with all but the accuracy."""
+        return not any(self.rank(option)[:3])
+
     def rank(self, option: DeploymentOption) -> tuple[bool, bool, bool, float]:
         """Return what the contract prefers, least first."""
         assert option.evaluation is not None, "only what was measured in full is ranked"
@@ -182,6 +196,12 @@ class Trial:
             speedup=option.race_result.speedup if option.race_result else 0.0,
             memory=option.memory_ratio,
         )
+
+
+def _chosen(option: DeploymentOption) -> str:
+    if option.keeps_accuracy:
+        return "chosen"
+    return "chosen, as nothing that is shown to keep the accuracy keeps the other terms"
 
 
 def memory_if_measurable(evaluator: Evaluator, model: ArtifactRef) -> float | None:
@@ -258,7 +278,7 @@ def _raced(option: DeploymentOption, race: Race) -> DeploymentOption:
         return option
     model = _model(option)
     if (reason := race.reason(model)) is not None:
-        return option.model_copy(update={"keeps_accuracy": False, "reason": f"dropped out of the race: {reason}"})
+        return _refused(option, f"dropped out of the race: {reason}")
     return _unless_slower(option.model_copy(update={"race_result": race.result_of(model)}))
 
 
@@ -267,5 +287,8 @@ def _unless_slower(option: DeploymentOption) -> DeploymentOption:
     result = option.race_result
     if option.evaluation is None or result is None or result.speedup_high >= 1:
         return option
-    said = f"shown slower than the baseline ({result.speedup:.2f}x); {option.reason}"
-    return option.model_copy(update={"keeps_accuracy": False, "reason": said})
+    return _refused(option, f"shown slower than the baseline ({result.speedup:.2f}x); {option.reason}")
+
+
+def _refused(option: DeploymentOption, reason: str) -> DeploymentOption:
+    return option.model_copy(update={"keeps_accuracy": False, "is_doubtful": False, "reason": reason})

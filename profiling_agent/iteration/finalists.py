@@ -5,11 +5,14 @@ import math
 from profiling_agent.iteration.deployer import REFUSALS
 from profiling_agent.iteration.deployment_search import Trial
 from profiling_agent.iteration.evaluator import Evaluator
-from profiling_agent.iteration.selection import candidates, may_be_returned, ranked
+from profiling_agent.iteration.judge import is_doubtful
+from profiling_agent.iteration.selection import candidates, has_answer, lost, may_be_returned, ranked, size_ratio
 from profiling_agent.records import ArtifactRef, Candidate, Deployment, Evaluation, Goal, Journal, Variant
 
 # Between two deployments pruning has changed the ratio of the times by a fifth at most (inductor's int8 on the small Swin, docs/benchmarks.md).
 MAX_SHIFT = 1.5
+# So many are tested although the search images don't show that they keep the accuracy: each halves the error that a next one has.
+MAX_DOUBTFUL = 2
 
 
 def made_from(candidate: Candidate, journal: Journal, baseline: ArtifactRef) -> ArtifactRef:
@@ -68,10 +71,22 @@ def _rivals(journal: Journal, pruned: Candidate, goal: Goal) -> list[Deployment]
 
 
 def finalists(evaluator: Evaluator, journal: Journal, found: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
-    """Return those of `found` that may be returned; with the paper's selection float32 pruned models alone, best first."""
-    if evaluator.goal.selection == "paper":
-        return ranked(journal, evaluator.goal)
-    return tuple(one for one in found if may_be_returned(one.evaluation, journal.baseline, evaluator.goal))
+    """Return those of `found` that may be returned; with the paper's selection float32 pruned models alone, best first.
+
+    Where none of them may be all that the contract asks for, those that lost least of the doubtful ones join them, if small enough: held-out images decide.
+    """
+    goal = evaluator.goal
+    if goal.selection == "paper":
+        return ranked(journal, goal)
+    able = tuple(one for one in found if may_be_returned(one.evaluation, journal.baseline, goal))
+    if has_answer(journal, goal):
+        return able
+    doubtful = [
+        one
+        for one in found
+        if is_doubtful(one.evaluation, goal) and size_ratio(one.evaluation, journal.baseline) <= goal.max_size_ratio
+    ]
+    return (*able, *sorted(doubtful, key=lost)[:MAX_DOUBTFUL])
 
 
 def _in(evaluator: Evaluator, journal: Journal, candidate: Candidate, deployment: Deployment) -> Evaluation | None:

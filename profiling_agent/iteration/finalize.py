@@ -8,6 +8,7 @@ from profiling_agent.iteration.deployment_search import memory_if_measurable
 from profiling_agent.iteration.evaluator import Evaluator
 from profiling_agent.iteration.finalists import finalists, measured
 from profiling_agent.iteration.heldout import HeldoutTest, error_of, first_look, opening_notes, run_heldout_test
+from profiling_agent.iteration.judge import is_doubtful
 from profiling_agent.iteration.limit import find_limit
 from profiling_agent.iteration.proof import why_unproven
 from profiling_agent.iteration.ranking import Ranking
@@ -18,6 +19,7 @@ from profiling_agent.records import AccuracyDrop, Candidate, Evaluation, Journal
 
 # The winner, and milder ones in its place: of the error, what a fourth would have is not worth its images.
 MAX_TESTED = 3
+DOUBTFUL = "is not shown to keep the accuracy on the search images, and nothing that is keeps the other terms: the held-out images decide"
 
 
 class FinalChoice(Record):
@@ -73,6 +75,8 @@ def finalize(evaluator: Evaluator, journal: Journal) -> FinalChoice:
             notes = (*notes, f"{_name(winner)} is shown slower ({result.speedup:.2f}x) and was left out")
             order = tuple(one for one in order if one != winner)
             continue
+        if is_doubtful(winner.evaluation, evaluator.goal):
+            notes = (*notes, f"{_name(winner)} {DOUBTFUL}")
         fresh = None if failed else evaluator.settings.fresh_ledger
         tested = _Tested(candidate=winner, race=race, test=run_heldout_test(evaluator, winner.evaluation, fresh=fresh))
         notes = (*notes, *opening_notes(tested.test.opening))

@@ -1,6 +1,6 @@
 """Judgement: whether an attempt is good enough to be deployed, with the reason."""
 
-from profiling_agent.evaluation.intervals import one_sided_bound, perfect_bound
+from profiling_agent.evaluation.intervals import one_sided_bound, one_sided_lower_bound, perfect_bound
 from profiling_agent.records import AccuracyDrop, Attempt, Evaluation, Goal, Journal, Record
 
 # A point of top-1 goes with 0.01 to 0.02 nats (docs/decisions/LOG.md): ten times that is hopeless, whatever the floor.
@@ -37,6 +37,17 @@ def keeps_accuracy(candidate: Evaluation, goal: Goal) -> bool:
     if goal.selection == "paper" or not can_be_bounded(candidate.drop, goal):
         return candidate.drop.drop <= goal.max_accuracy_drop
     return one_sided_bound(candidate.drop, SEARCH_CONFIDENCE) <= goal.max_accuracy_drop
+
+
+def is_doubtful(candidate: Evaluation, goal: Goal) -> bool:
+    """Return whether a candidate is shown neither to keep the accuracy nor to lose more than the contract allows.
+
+    Few images leave many in doubt: of candidates that lose one point where two are allowed, with one in twenty of 344 images answered differently, two thirds.
+    """
+    assert candidate.drop is not None, "a candidate is always compared with the baseline"
+    if goal.selection == "paper" or keeps_accuracy(candidate, goal):
+        return False
+    return one_sided_lower_bound(candidate.drop, SEARCH_CONFIDENCE) <= goal.max_accuracy_drop
 
 
 def judge(candidate: Evaluation, goal: Goal) -> Judgement:

@@ -9,7 +9,8 @@ from profiling_agent.records import Candidate, Evaluation, Goal, Journal, Varian
 def candidates(journal: Journal) -> tuple[Candidate, ...]:
     """Return all that was measured on the search images, in the order in which it was."""
     found: list[Candidate] = []
-    options = journal.deployment_search.suited if journal.deployment_search else ()
+    search = journal.deployment_search
+    options = (*search.suited, *search.doubtful) if search else ()
     unpruned = [journal.quantized, *(option.evaluation for option in options)]
     found += [Candidate(variant=one.variant, evaluation=one) for one in unpruned if one is not None]
     found += [
@@ -43,14 +44,20 @@ def preference(goal: Goal, *, size: float, speedup: float, memory: float | None)
 
 
 def has_answer(journal: Journal, goal: Goal) -> bool:
-    """Return whether there is something to return that the contract is content with: an accepted attempt, or the baseline deployed."""
-    if any(attempt.accepted for attempt in journal.attempts):
+    """Return whether there is something to return that the contract is content with: an accepted attempt, or the baseline deployed.
+
+    How fast attempts are isn't known before the end: of them the bytes are asked.
+    """
+    accepted = [attempt.deployed for attempt in journal.attempts if attempt.accepted and attempt.deployed]
+    if any(size_ratio(one, journal.baseline) <= goal.max_size_ratio for one in accepted):
         return True
     search = journal.deployment_search
     if search is None or search.chosen is None:
         return False
     chosen = search.of(search.chosen)
     assert chosen.evaluation is not None, "what was chosen was measured"
+    if not chosen.keeps_accuracy:
+        return False
     size, raced = size_ratio(chosen.evaluation, journal.baseline), chosen.race_result
     return not any(preference(goal, size=size, speedup=raced.speedup if raced else 0.0, memory=chosen.memory_ratio)[:3])
 

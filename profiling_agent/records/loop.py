@@ -36,13 +36,17 @@ class DeploymentOption(Record):
     memory_ratio: float | None = Field(
         default=None, description="peak memory of the baseline's, where the contract asks"
     )
-    keeps_accuracy: bool = False
+    keeps_accuracy: bool = Field(default=False, description="whether the search images show it")
+    is_doubtful: bool = Field(default=False, description="whether they show neither that nor the contrary")
     reason: str
     wants_time: bool = Field(default=False, description="whether it went no further for want of time")
 
 
 class DeploymentSearch(Record):
-    """The deployments of one model that were tried, in their order; `chosen` is the best that keeps the accuracy."""
+    """The deployments of one model that were tried, in their order; `chosen` is the best that keeps the accuracy.
+
+    Where none that does is content with the contract's other terms, it is one of those that may.
+    """
 
     options: tuple[DeploymentOption, ...]
     chosen: Deployment | None
@@ -57,6 +61,11 @@ class DeploymentSearch(Record):
         """Return the deployments that keep the accuracy on all search images, the chosen one first."""
         kept = [option for option in self.options if option.keeps_accuracy]
         return tuple(sorted(kept, key=lambda option: option.deployment != self.chosen))
+
+    @property
+    def doubtful(self) -> tuple[DeploymentOption, ...]:
+        """Return the deployments of which the search images don't show whether they keep the accuracy."""
+        return tuple(option for option in self.options if option.is_doubtful)
 
 
 class Origin(Record):

@@ -94,6 +94,13 @@ def test_a_signal_ends_any_command_without_a_traceback(name: str):
     assert ended.stderr.strip() == "stopped"
 
 
+def test_an_order_that_comes_twice_does_not_interrupt_what_is_left_to_be_done():
+    order = "os.kill(os.getpid(), signal.SIGTERM)"
+    ended = with_command(f"try: {order}\n    finally: {order}; print('all was put away')")
+
+    assert (ended.returncode, ended.stdout.strip(), ended.stderr.strip()) == (143, "all was put away", "stopped")
+
+
 def test_a_hang_up_that_is_ignored_stays_ignored():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:

@@ -223,6 +223,49 @@ def option(runtime: Any, scheme: Any, name: str, *, lost: int, size_bytes: int =
     return DeploymentOption(deployment=deployment, evaluation=measured, keeps_accuracy=True, reason="kept")
 
 
+class Large(Script):
+    """All but one take the bytes of float32, and nothing can be pruned."""
+
+    def EvaluateTask(self, task: Any) -> Evaluated:  # noqa: N802
+        done = super().EvaluateTask(task)
+        size_bytes = 1000 if task.model.path == "jobs/small" else 4000
+        return done.model_copy(update={"footprint": done.footprint.model_copy(update={"size_bytes": size_bytes})})
+
+    def PruneTask(self, task: Any) -> Any:  # noqa: N802
+        raise JobError("it died of SIGFPE")
+
+
+def in_doubt(root: Path, lost: dict[str, int], preferred: str = "small", **goal: Any) -> tuple[FinalChoice, Script]:
+    """Let int8, of which 25 of a thousand search images were lost where 20 may be, stand beside a float32 that is too large."""
+    large = option("onnxruntime", "float32", "large", lost=0, size_bytes=4000)
+    large = large.model_copy(update={"race_result": made.race_result("large", 5.0, 4.9, 5.1)})
+    small = option("openvino", "static_nncf", "small", lost=25)
+    small = small.model_copy(update={"keeps_accuracy": False, "is_doubtful": True})
+    search = DeploymentSearch(options=(large, small), chosen={"large": large, "small": small}[preferred].deployment)
+    speedups = {"large": 5.0, "small": 10.0}
+    return chosen(root, (), lost, speedups, search=search, goal={"max_size_ratio": 0.5} | goal, script=Large)
+
+
+def test_what_may_keep_the_accuracy_is_tested_where_nothing_that_does_is_small_enough(tmp_path: Path):
+    final, script = in_doubt(tmp_path, {"small": 5})
+    assert script.opened == ["small"]
+    assert (final.winner.evaluation.model.path, final.verdict.outcome) == ("jobs/small", Outcome.MET)
+    assert any("quantized (openvino static_nncf) is not shown to keep the accuracy" in note for note in final.notes)
+
+
+def test_where_held_out_images_refuse_it_what_keeps_the_accuracy_is_returned(tmp_path: Path):
+    final, script = in_doubt(tmp_path, {"small": 30})
+    assert script.opened == ["small", "large"]
+    assert final.winner.evaluation.model.path == "jobs/large"
+    assert (final.verdict.outcome, final.verdict.binding) == (Outcome.NEAREST_MISS, "size")
+
+
+def test_what_may_keep_the_accuracy_is_not_tested_where_something_that_does_is_small_enough(tmp_path: Path):
+    final, script = in_doubt(tmp_path, {}, "large", max_size_ratio=1.0)
+    assert script.screened == []
+    assert final.winner.evaluation.model.path == "jobs/large"
+
+
 def test_eager_float32_of_a_pruned_model_is_returned_where_it_is_the_fastest(tmp_path: Path):
     """The embedded default: pruned float32 ran 1.78 times as fast and kept every term, int8 1.58, and int8 was returned."""
 

@@ -1,7 +1,7 @@
 import pytest
 from made import BASELINE, GOAL, attempt, drop, evaluation, journal, race_result
 
-from profiling_agent.iteration.judge import judge
+from profiling_agent.iteration.judge import is_doubtful, judge
 from profiling_agent.iteration.selection import has_answer, may_be_returned, preference, ranked
 from profiling_agent.records import Deployment, DeploymentOption, DeploymentSearch, Variant
 
@@ -40,6 +40,26 @@ def test_few_images_are_called_unproven():
     assert judge(few, GOAL).reason.startswith("unproven, as 100 images can't show it")
 
 
+@pytest.mark.parametrize(
+    ("lost", "gained", "doubtful"),
+    # Adjusted by one image each, 2.3 points with a standard error of 1.2; 4.9 with 1.3; 0.3 with 0.5.
+    [(12, 4, True), (20, 3, False), (2, 1, False)],
+)
+def test_in_doubt_is_what_is_shown_neither_inside_the_contract_nor_outside(lost: int, gained: int, doubtful: bool):
+    goal = GOAL.model_copy(update={"max_accuracy_drop": 0.02})
+    seen = evaluation("q", Variant.QUANTIZED).model_copy(update={"drop": drop(lost, gained, 344)})
+
+    assert is_doubtful(seen, goal) is doubtful
+    assert not is_doubtful(seen, goal.model_copy(update={"selection": "paper"}))
+
+
+def test_in_doubt_of_a_test_that_was_looked_at_early_is_what_its_bounds_leave_open():
+    early = [drop(lost, 0, 512).model_copy(update={"num_looks": 2}) for lost in (0, 8, 60)]
+    seen = [evaluation("q", Variant.QUANTIZED).model_copy(update={"drop": one}) for one in early]
+
+    assert [is_doubtful(one, GOAL) for one in seen] == [False, True, False]
+
+
 def test_without_an_attempt_nobody_is_ahead():
     assert ranked(journal(), GOAL) == ()
 
@@ -68,12 +88,17 @@ def test_the_baseline_deployed_is_an_answer_where_it_keeps_every_term(
     )
     seen = journal().model_copy(update={"deployment_search": DeploymentSearch(options=(option,), chosen=deployment)})
 
-    assert has_answer(seen, GOAL.model_copy(update=asked)) is answers
+    goal = GOAL.model_copy(update=asked)
+    assert has_answer(seen, goal) is answers
+    doubtful = option.model_copy(update={"keeps_accuracy": False, "is_doubtful": True})
+    search = DeploymentSearch(options=(doubtful,), chosen=deployment)
+    assert not has_answer(seen.model_copy(update={"deployment_search": search}), goal)
 
 
 def test_an_accepted_attempt_is_an_answer_and_a_refused_one_is_none():
     assert has_answer(journal(attempt(1, 0.1, accepted=True, **SMALL)), GOAL)
     assert not has_answer(journal(attempt(1, 0.1, accepted=False, correct=800, **SMALL)), GOAL)
+    assert not has_answer(journal(attempt(1, 0.1, accepted=True, **SMALL | {"size_bytes": 3000})), GOAL)
     assert not has_answer(journal(), GOAL)
 
 
