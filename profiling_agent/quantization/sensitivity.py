@@ -23,8 +23,9 @@ CHUNK = 8
 # Layers are left in float only where all of them together cost as much: a divergence that moves about one prediction
 # in a thousand.
 MATTERS = 1e-3
-# Of the time, at most; a layer has to cost so many times its share of it, and so much of the whole divergence.
-MAX_TIME_SHARE, MIN_RATIO, MIN_KL_SHARE = 0.05, 4.0, 0.02
+# Of the time and of the params, at most; a layer has to cost so many times its share of either, and so much of the whole divergence.
+# (By time alone a real MobileNet kept a layer with 22% of its params, for 5% of the divergence: docs/decisions/LOG.md, 2026-11-24.)
+MAX_SHARE, MIN_RATIO, MIN_KL_SHARE = 0.05, 4.0, 0.02
 
 
 def measure_layers(
@@ -43,8 +44,8 @@ def measure_layers(
     called = _called(model, images)
     layers = {name: module for name, module in quantized_modules(quantized.model).items() if name in called}
     plain = _plain(model, quantized, layers, images)
-    macs = count_complexity(plain, spec_of(images))
-    total = sum(row.macs for row in macs.values())
+    counts = count_complexity(plain, spec_of(images))
+    macs, params = sum(row.macs for row in counts.values()), sum(row.params for row in counts.values())
     swaps = {name: {name: layer} for name, layer in layers.items()}
     with torch.no_grad():
         expected, found = swapped_logits(plain, swaps, images, progress=progress)
@@ -53,7 +54,8 @@ def measure_layers(
         LayerCost(
             layer=name,
             kl=mean_kl(expected, found[name]),
-            macs_share=macs[name].macs / total if name in macs and total else 0.0,
+            macs_share=counts[name].macs / macs if name in counts and macs else 0.0,
+            params_share=counts[name].params / params if name in counts and params else 0.0,
             latency_share=shares.get(name),
         )
         for name in layers
@@ -121,29 +123,28 @@ def place_(model: nn.Module, modules: Mapping[str, nn.Module]) -> dict[str, nn.M
 
 
 def mark_kept(rows: Sequence[LayerCost]) -> tuple[LayerCost, ...]:
-    """Return the rows with those marked that stay in float: what costs most KL for least time.
+    """Return the rows with those marked that stay in float: what costs most KL for least time and fewest bytes.
 
-    Nothing where all layers' KLs add up to less than 1e-3 nats. Else the layers with the highest ratio of KL to time,
-    as long as together they take at most 5% of it, and what is left matters; each has to cost 4 times its share of the
-    time and 2% of the whole KL.
-    The time is the measured share, or the share of the MACs where none was measured.
+    Nothing where all layers' KLs add up to less than 1e-3 nats. Else the layers with the highest ratio of KL to their share,
+    as long as together these are at most 5%, and what is left matters; each has to cost 4 times its share and 2% of the whole KL.
+    The share is that of the time, of the MACs where no time was measured, or that of the params where it is larger.
     """
     total = sum(row.kl for row in rows)
     left, spent = total, 0.0
     kept = set[str]()
     for row in sorted(rows, key=_ratio, reverse=True):
-        share = _time(row)
+        share = _share(row)
         costs = row.kl >= total * max(MIN_RATIO * share, MIN_KL_SHARE)
-        if costs and left >= MATTERS and spent + share <= MAX_TIME_SHARE:
+        if costs and left >= MATTERS and spent + share <= MAX_SHARE:
             kept.add(row.layer)
             left, spent = left - row.kl, spent + share
     return tuple(row.model_copy(update={"kept": row.layer in kept}) for row in rows)
 
 
-def _time(row: LayerCost) -> float:
-    return row.macs_share if row.latency_share is None else row.latency_share
+def _share(row: LayerCost) -> float:
+    return max(row.macs_share if row.latency_share is None else row.latency_share, row.params_share)
 
 
 def _ratio(row: LayerCost) -> float:
-    # What takes no time at all still has an order.
-    return row.kl / max(_time(row), 1e-9)
+    # What takes nothing at all still has an order.
+    return row.kl / max(_share(row), 1e-9)

@@ -43,8 +43,11 @@ class LayerCost(Record):
     layer: str
     kl: float = Field(description="KL divergence to the float32 model with this layer alone quantized, nats")
     macs_share: float
+    params_share: float = 0.0
     latency_share: float | None = Field(default=None, description="of the layers' time in the profiling pass")
-    kept: bool = Field(default=False, description="left in float by the rules: it costs most for least time")
+    kept: bool = Field(
+        default=False, description="left in float by the rules: it costs most for least time and fewest bytes"
+    )
 
 
 class FoldedSite(Record):

@@ -177,8 +177,8 @@ def test_exchanged_modules_are_put_back():
     assert torch.equal(say(model), expected)
 
 
-def costing(layer: str, kl: float, share: float, latency: float | None = None) -> LayerCost:
-    return LayerCost(layer=layer, kl=kl, macs_share=share, latency_share=latency)
+def costing(layer: str, kl: float, share: float, latency: float | None = None, params: float = 0.0) -> LayerCost:
+    return LayerCost(layer=layer, kl=kl, macs_share=share, latency_share=latency, params_share=params)
 
 
 def kept(*rows: LayerCost) -> list[str]:
@@ -201,6 +201,12 @@ def test_no_more_than_five_percent_of_the_time_is_kept():
 
 def test_measured_time_counts_more_than_macs():
     assert kept(costing("a", 0.5, 0.5, latency=0.01), costing("b", 0.5, 0.01, latency=0.5)) == ["a"]
+
+
+def test_a_layer_that_holds_much_of_the_model_is_not_kept_for_being_fast():
+    # A late pointwise convolution and an early depthwise one of the real MobileNet.
+    late, early = costing("late", 0.005, 0.044, latency=0.013, params=0.22), costing("early", 0.01, 0.005, params=0.001)
+    assert kept(late, early, costing("rest", 0.085, 0.95, params=0.78)) == ["early"]
 
 
 def test_a_layer_that_costs_little_is_not_kept_for_being_fast():
