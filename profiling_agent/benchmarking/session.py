@@ -18,8 +18,8 @@ from profiling_agent.progress import Progress, silent
 NARROW, NARROW_REPEATS, MAX_REPEATS = 0.04, 6, 40
 # Forty samples of ten passes keep 400 times a model at most.
 MAX_RUNS = 10
-# Whose best turn takes longer than the worst of the fastest, this many times as long, is far behind.
-FAR_BEHIND, FAR_BEHIND_REPEATS = 2.0, 2
+# Whose best turn takes longer than the worst of the fastest, this many times as long, is far behind; by turns of each.
+FAR_BEHIND: Mapping[int, float] = {2: 2.0, 4: 1.3}
 # Of the machine's memory, what the processes of a session may hold together.
 MEMORY_FRACTION = 0.5
 # Between turns the machine waits, and an interval is only asked whether it is narrow.
@@ -35,7 +35,7 @@ class SessionLimits:
     """
 
     seconds_per_turn: float = 0.25
-    seconds_per_model: float = 3.0
+    seconds_per_model: float = 2.0
     min_repeats: int = 3
     memory_bytes: int = field(default_factory=lambda: int(MEMORY_FRACTION * total_bytes()))
 
@@ -119,11 +119,12 @@ def run_session(
 
 
 def _far_behind(session: RaceSession, order: Sequence[int]) -> set[int]:
-    if session.num_repeats < FAR_BEHIND_REPEATS:
+    times_as_long = min((factor for turns, factor in FAR_BEHIND.items() if session.num_repeats >= turns), default=None)
+    if times_as_long is None:
         return set()
     turns = {index: [float(np.median(sample)) for sample in session.samples[index]] for index in order}
     fastest = min(turns.values(), key=np.median)
-    return {index for index, own in turns.items() if index and min(own) > FAR_BEHIND * max(fastest)}
+    return {index for index, own in turns.items() if index and min(own) > times_as_long * max(fastest)}
 
 
 def _is_narrow(session: RaceSession, order: Sequence[int]) -> bool:

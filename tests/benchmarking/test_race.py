@@ -18,7 +18,7 @@ from profiling_agent.benchmarking.race import (
     screen,
 )
 from profiling_agent.benchmarking.session import (
-    FAR_BEHIND_REPEATS,
+    FAR_BEHIND,
     MAX_REPEATS,
     MAX_RUNS,
     NARROW_REPEATS,
@@ -107,10 +107,13 @@ def test_a_much_faster_model_is_clear_at_once():
 
 
 def test_who_is_far_behind_drops_out_after_the_first_turns_and_keeps_its_score():
-    best, behind = steady(2), steady(9)
-    result = screened(steady(10), best, behind)
-    assert len(behind.samples) - 1 == FAR_BEHIND_REPEATS < len(best.samples) - 1
+    best, behind, less, near = steady(2), steady(9), steady(3), steady(2.4)
+    result = screened(steady(10), best, behind, less, near)
+    turns = [len(timed.samples) - 1 for timed in (behind, less, near)]
+    assert turns == [*FAR_BEHIND, len(best.samples) - 1]
+    assert turns == sorted(turns)
     assert result.scores[2].speedup == pytest.approx(10 / 9, rel=0.05)
+    assert result.scores[3].high < result.scores[1].low
 
 
 def test_the_baseline_never_drops_out_of_a_screening():
