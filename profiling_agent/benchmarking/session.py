@@ -31,7 +31,7 @@ class SessionLimits:
     """How long one session may take.
 
     A turn has as many passes as fit in `seconds_per_turn`, and at least one; a session ends after `seconds_per_model` for each
-    of its models, but not before `min_repeats` turns of each. `memory_bytes` is by default half of the machine's.
+    of its models that is still there, but not before `min_repeats` turns of each. `memory_bytes` is by default half of the machine's.
     """
 
     seconds_per_turn: float = 0.25
@@ -94,7 +94,7 @@ def run_session(
     """
     session, shuffle = RaceSession(), random.Random(seed)
     runs = _load(processes, session, limits, chooses=chooses)
-    order, started, seconds = list(runs), time.monotonic(), limits.seconds_per_model * len(runs)
+    order, started = list(runs), time.monotonic()
     session.samples = {index: [] for index in order}
     while True:
         # Whoever always ran after the largest model would always find the caches as that one left them.
@@ -109,7 +109,7 @@ def run_session(
             order = [index for index in order if index not in session.far_behind]
         if session.num_repeats >= MAX_REPEATS:
             break
-        is_late = time.monotonic() - started >= seconds
+        is_late = time.monotonic() - started >= limits.seconds_per_model * len(order)
         if session.num_repeats >= limits.min_repeats and (is_late or (chooses and _is_narrow(session, order))):
             break
     session.ratios = {index: log_ratios(own, session.samples[0]) for index, own in session.samples.items()}
