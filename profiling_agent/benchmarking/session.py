@@ -30,8 +30,8 @@ NUM_ROUGH_RESAMPLES = NUM_RESAMPLES // 8
 class SessionLimits:
     """How long one session may take.
 
-    A turn has as many passes as fit in `seconds_per_turn`, and at least one; a session ends after `seconds_per_model` for each
-    of its models that is still there, but not before `min_repeats` turns of each. `memory_bytes` is by default half of the machine's.
+    A turn has as many passes as fit in `seconds_per_turn`, and at least one; a session ends when nobody has dropped out for `seconds_per_model`
+    times those who are left, but not before `min_repeats` turns of each. `memory_bytes` is by default half of the machine's.
     """
 
     seconds_per_turn: float = 0.25
@@ -103,10 +103,13 @@ def run_session(
             _take_turn(processes[index], index, runs[index], session, chooses=chooses)
         session.num_repeats += 1
         progress("racing", session.num_repeats, MAX_REPEATS)
-        order = [index for index in order if index not in session.lost]
+        left = [index for index in order if index not in session.lost]
         if chooses:
-            session.far_behind |= _far_behind(session, order)
-            order = [index for index in order if index not in session.far_behind]
+            session.far_behind |= _far_behind(session, left)
+            left = [index for index in left if index not in session.far_behind]
+        if len(left) < len(order):
+            # The time of those who are gone is not the others'.
+            order, started = left, time.monotonic()
         if session.num_repeats >= MAX_REPEATS:
             break
         is_late = time.monotonic() - started >= limits.seconds_per_model * len(order)

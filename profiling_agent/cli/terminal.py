@@ -62,17 +62,19 @@ class Stopped(KeyboardInterrupt):
 def listen_to_signals() -> None:
     """Let SIGTERM and SIGHUP end the program as Ctrl-C does, whatever its threads wait for; one that is ignored, as nohup has it, stays ignored.
 
-    What comes within a second of another is the same order, and does not interrupt what is left to be done.
+    A signal that comes again within a second is the same order, and does not interrupt what is left to be done.
     """
-    last_s = -math.inf
+    heard_s: dict[int, float] = {}
 
     def stop(number: int, frame: FrameType | None) -> None:
-        nonlocal last_s
         del frame
+        now_s = time.monotonic()
+        # Before anything that a second call could find half done.
+        if now_s - heard_s.get(number, -math.inf) <= SAME_ORDER_S:
+            return
+        heard_s[number] = now_s
         ask_to_stop()
-        since_s, last_s = time.monotonic() - last_s, time.monotonic()
-        if since_s > SAME_ORDER_S:
-            raise Stopped(number)
+        raise Stopped(number)
 
     for number in ENDING:
         if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):

@@ -85,6 +85,15 @@ def one_sided_bound(drop: AccuracyDrop, confidence: float) -> float:
     return min(centre + _normal_quantile(confidence) * error, 1.0)
 
 
+def one_sided_bound_of_both(first: AccuracyDrop, second: AccuracyDrop, confidence: float) -> float:
+    """Return `one_sided_bound` of what was seen on two sets of images together."""
+    counts = counts_of(first).with_more(second.num_lost, second.num_gained, second.num_images)
+    if max(first.num_looks, second.num_looks) > 1:
+        return upper_bound(counts, 1 - confidence)
+    centre, error = _centre_and_error(counts.num_lost, counts.num_gained, counts.num_images)
+    return min(centre + _normal_quantile(confidence) * error, 1.0)
+
+
 def one_sided_lower_bound(drop: AccuracyDrop, confidence: float) -> float:
     """Return the value that the true drop stays above with this confidence, by the same method as the interval."""
     if drop.num_looks > 1:

@@ -33,6 +33,8 @@ MAX_DISTANCE = 1e-3
 # measured on all search images, the others on the first shard where that shows the contract kept: another 1,500 images of each would tell what
 # finalists are asked again.
 NUM_MEASURED = 3
+# What pruning may still take off a deployment's bytes and time: with more gone the small models lost a point or two (docs/benchmarks.md).
+MOST_PRUNED = 0.4
 
 
 @dataclass(frozen=True)
@@ -119,12 +121,13 @@ class Trial:
         return TriedDeployments(found, self._best(found), race, not_raced)
 
     def _best(self, options: Sequence[DeploymentOption]) -> DeploymentOption | None:
-        """Return what the contract prefers; a doubtful one only where it keeps the other terms and nothing that keeps the accuracy does."""
-        kept = min((option for option in options if option.keeps_accuracy), key=self.rank, default=None)
-        if kept is not None and self.keeps_terms(kept):
-            return kept
-        doubtful = (option for option in options if option.is_doubtful and self.keeps_terms(option))
-        return min(doubtful, key=self.rank, default=kept)
+        """Return what the contract prefers; a doubtful one only where it keeps the other terms, and nothing that keeps the accuracy could if it were pruned."""
+        kept = sorted((option for option in options if option.keeps_accuracy), key=self.rank)
+        doubtful = [option for option in options if option.is_doubtful and self.keeps_terms(option)]
+        if not doubtful:
+            return kept[0] if kept else None
+        promising = (option for option in kept if self.keeps_terms(option, MOST_PRUNED))
+        return next(promising, None) or min(doubtful, key=self.rank)
 
     def measure(self, option: DeploymentOption, *, in_full: bool = True) -> DeploymentOption:
         """Measure on as many search images as it takes, or a first look where that may do, and the memory where the contract asks; judge."""
@@ -183,17 +186,17 @@ class Trial:
         speedup = option.race_result.speedup if option.race_result else 0.0
         return size > goal.max_size_ratio, size if goal.objective == "size" else -speedup
 
-    def keeps_terms(self, option: DeploymentOption) -> bool:
-        """Return whether the contract is content with all but the accuracy."""
-        return not any(self.rank(option)[:3])
+    def keeps_terms(self, option: DeploymentOption, pruned: float = 0.0) -> bool:
+        """Return whether the contract is content with all but the accuracy, or would be with a share of the model pruned."""
+        return not any(self.rank(option, pruned)[:3])
 
-    def rank(self, option: DeploymentOption) -> tuple[bool, bool, bool, float]:
+    def rank(self, option: DeploymentOption, pruned: float = 0.0) -> tuple[bool, bool, bool, float]:
         """Return what the contract prefers, least first."""
         assert option.evaluation is not None, "only what was measured in full is ranked"
         return preference(
             self.evaluator.goal,
-            size=size_ratio(option.evaluation, self.baseline),
-            speedup=option.race_result.speedup if option.race_result else 0.0,
+            size=size_ratio(option.evaluation, self.baseline) * (1 - pruned),
+            speedup=(option.race_result.speedup if option.race_result else 0.0) / (1 - pruned),
             memory=option.memory_ratio,
         )
 
@@ -201,7 +204,7 @@ class Trial:
 def _chosen(option: DeploymentOption) -> str:
     if option.keeps_accuracy:
         return "chosen"
-    return "chosen, as nothing that is shown to keep the accuracy keeps the other terms"
+    return "chosen, as nothing that is shown to keep the accuracy keeps the other terms, or would if it were pruned"
 
 
 def memory_if_measurable(evaluator: Evaluator, model: ArtifactRef) -> float | None:

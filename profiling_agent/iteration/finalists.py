@@ -6,7 +6,7 @@ from profiling_agent.iteration.deployer import REFUSALS
 from profiling_agent.iteration.deployment_search import Trial
 from profiling_agent.iteration.evaluator import Evaluator
 from profiling_agent.iteration.judge import is_doubtful
-from profiling_agent.iteration.selection import candidates, has_answer, lost, may_be_returned, ranked, size_ratio
+from profiling_agent.iteration.selection import candidates, lost, may_be_returned, ranked, size_ratio
 from profiling_agent.records import ArtifactRef, Candidate, Deployment, Evaluation, Goal, Journal, Variant
 
 # Between two deployments pruning has changed the ratio of the times by a fifth at most (inductor's int8 on the small Swin, docs/benchmarks.md).
@@ -73,20 +73,27 @@ def _rivals(journal: Journal, pruned: Candidate, goal: Goal) -> list[Deployment]
 def finalists(evaluator: Evaluator, journal: Journal, found: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
     """Return those of `found` that may be returned; with the paper's selection float32 pruned models alone, best first.
 
-    Where none of them may be all that the contract asks for, those that lost least of the doubtful ones join them, if small enough: held-out images decide.
+    Where none of them is known to be all that the contract asks for, doubtful ones that may be join them, the deployment that was chosen before all others.
     """
     goal = evaluator.goal
     if goal.selection == "paper":
         return ranked(journal, goal)
     able = tuple(one for one in found if may_be_returned(one.evaluation, journal.baseline, goal))
-    if has_answer(journal, goal):
+    if any(_is_all_asked(one, journal, goal) for one in able):
         return able
-    doubtful = [
-        one
-        for one in found
-        if is_doubtful(one.evaluation, goal) and size_ratio(one.evaluation, journal.baseline) <= goal.max_size_ratio
-    ]
-    return (*able, *sorted(doubtful, key=lost)[:MAX_DOUBTFUL])
+    doubtful = [one for one in found if is_doubtful(one.evaluation, goal) and _is_all_asked(one, journal, goal)]
+    first = journal.quantized
+    doubtful.sort(key=lambda one: (first is None or one.evaluation.model != first.model, lost(one)))
+    return (*able, *doubtful[:MAX_DOUBTFUL])
+
+
+def _is_all_asked(candidate: Candidate, journal: Journal, goal: Goal) -> bool:
+    """Return whether a candidate is small enough, and fast enough by what the baseline showed in its deployment; an attempt isn't slower there."""
+    search, deployment = journal.deployment_search, candidate.evaluation.deployment
+    options = search.options if search else ()
+    raced = next((option.race_result for option in options if option.deployment == deployment), None)
+    is_small = size_ratio(candidate.evaluation, journal.baseline) <= goal.max_size_ratio
+    return is_small and (raced.speedup if raced else 1.0) >= goal.min_speedup
 
 
 def _in(evaluator: Evaluator, journal: Journal, candidate: Candidate, deployment: Deployment) -> Evaluation | None:

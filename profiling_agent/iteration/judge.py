@@ -1,6 +1,11 @@
 """Judgement: whether an attempt is good enough to be deployed, with the reason."""
 
-from profiling_agent.evaluation.intervals import one_sided_bound, one_sided_lower_bound, perfect_bound
+from profiling_agent.evaluation.intervals import (
+    one_sided_bound,
+    one_sided_bound_of_both,
+    one_sided_lower_bound,
+    perfect_bound,
+)
 from profiling_agent.records import AccuracyDrop, Attempt, Evaluation, Goal, Journal, Record
 
 # A point of top-1 goes with 0.01 to 0.02 nats (docs/decisions/LOG.md): ten times that is hopeless, whatever the floor.
@@ -42,12 +47,19 @@ def keeps_accuracy(candidate: Evaluation, goal: Goal) -> bool:
 def is_doubtful(candidate: Evaluation, goal: Goal) -> bool:
     """Return whether a candidate is shown neither to keep the accuracy nor to lose more than the contract allows.
 
+    Nobody is where so few images could show neither, nor with the paper's selection: there the point estimate has decided.
     Few images leave many in doubt: of candidates that lose one point where two are allowed, with one in twenty of 344 images answered differently, two thirds.
     """
     assert candidate.drop is not None, "a candidate is always compared with the baseline"
-    if goal.selection == "paper" or keeps_accuracy(candidate, goal):
+    if goal.selection == "paper" or not can_be_bounded(candidate.drop, goal) or keeps_accuracy(candidate, goal):
         return False
     return one_sided_lower_bound(candidate.drop, SEARCH_CONFIDENCE) <= goal.max_accuracy_drop
+
+
+def clears_up(candidate: Evaluation, heldout: AccuracyDrop, goal: Goal) -> bool:
+    """Return whether a doubtful candidate is shown to keep the accuracy by its search images and held-out ones together, as others are by the former."""
+    assert candidate.drop is not None, "a candidate is always compared with the baseline"
+    return one_sided_bound_of_both(candidate.drop, heldout, SEARCH_CONFIDENCE) <= goal.max_accuracy_drop
 
 
 def judge(candidate: Evaluation, goal: Goal) -> Judgement:
@@ -61,9 +73,10 @@ def judge(candidate: Evaluation, goal: Goal) -> Judgement:
     if keeps_accuracy(candidate, goal):
         return Judgement(accepted=True, reason=f"{measured}, inside the contract's {goal.max_accuracy_drop}")
     bound = one_sided_bound(drop, SEARCH_CONFIDENCE)
+    shown = "shown neither inside nor outside" if is_doubtful(candidate, goal) else "outside"
     return Judgement(
         accepted=False,
-        reason=f"{measured}, {SEARCH_CONFIDENCE:.0%} bound {bound:.4f}: outside the contract's {goal.max_accuracy_drop}",
+        reason=f"{measured}, {SEARCH_CONFIDENCE:.0%} bound {bound:.4f}: {shown} the contract's {goal.max_accuracy_drop}",
     )
 
 

@@ -33,6 +33,10 @@ class Ranking:
             order.append(best)
         return tuple(order)
 
+    def keeps_terms(self, candidate: Candidate) -> bool:
+        """Return whether the contract is content with all but the accuracy of one that finished the race."""
+        return not any(self._key(candidate)[:3])
+
     def runner_up(self, order: Sequence[Candidate]) -> Candidate | None:
         """Return who else might be the fastest: of those that can't be told from the leader, the fastest but the first."""
         if self.goal.objective != "speed":

@@ -56,7 +56,7 @@ def has_answer(journal: Journal, goal: Goal) -> bool:
         return False
     chosen = search.of(search.chosen)
     assert chosen.evaluation is not None, "what was chosen was measured"
-    if not chosen.keeps_accuracy:
+    if not judge(chosen.evaluation, goal).accepted:
         return False
     size, raced = size_ratio(chosen.evaluation, journal.baseline), chosen.race_result
     return not any(preference(goal, size=size, speedup=raced.speedup if raced else 0.0, memory=chosen.memory_ratio)[:3])
