@@ -17,7 +17,7 @@ PRUNE_PASSES = 3.7
 # A conversion with its KL, and the reference logits and layers before the first.
 DEPLOY_S, DEPLOY_PASSES, FIRST_DEPLOY_S = 2.5, 150, 15.0
 # One session that chooses among many, and one of those that tell.
-RACE_S, RACE_PASSES = 40.0, 300
+RACE_S, RACE_PASSES = 20.0, 300
 SESSION_S, SESSION_PASSES = 5.0, 230
 # A deployed model's pass, of the baseline's; int8 and pruned are a third to a half.
 DEPLOYED = 0.5

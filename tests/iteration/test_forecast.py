@@ -28,10 +28,10 @@ def test_stages_cost_passes_and_seconds():
     assert first["pruning"] == later["pruning"] == pytest.approx(74.0)
     assert later["quantization"] == pytest.approx(17.5)
     # Ten conversions and the attempt's own, a race, the baseline on 1,000 images, one deployment on them at half of its pass and two on 512.
-    assert first["quantization"] == pytest.approx(15 + 11 * 17.5 + 70 + 100 + 50 + 2 * 25.6)
+    assert first["quantization"] == pytest.approx(15 + 11 * 17.5 + 50 + 100 + 50 + 2 * 25.6)
     assert first["evaluation"] == pytest.approx(50.0)
     # The race of the finalists, five sessions of 28 s, both models on 2,048 images, the winner's profile.
-    assert first["report"] == pytest.approx(70 + 140 + 2048 * 0.15 + 32)
+    assert first["report"] == pytest.approx(50 + 140 + 2048 * 0.15 + 32)
 
 
 def test_without_another_runtime_there_is_no_search():
