@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from pydantic import Field
+from pydantic import AliasChoices, Field, model_validator
 
 from profiling_agent.analysis.digest import (
     GROUP_LEGEND,
@@ -25,6 +25,8 @@ from profiling_agent.errors import ContextTooLongError
 from profiling_agent.llm.question import Advice, Asks, Question, Tool, quoted
 from profiling_agent.prompts import render  # pyright: ignore[reportMissingImports] - mapped on install
 from profiling_agent.records import (
+    PRUNING,
+    QUANTIZATION,
     Cap,
     Decided,
     Goal,
@@ -35,6 +37,7 @@ from profiling_agent.records import (
     QuantizationRecommendation,
     Record,
     Target,
+    in_arrays,
 )
 
 MAX_RECOMMENDATIONS = 40
@@ -45,11 +48,20 @@ SHORT_CHARACTERS = 5_000
 class PlanAnswer(Record):
     """A plan in the words of a language model."""
 
-    reason: str = Field(max_length=2000, description="what of the evidence this plan follows from")
-    pruning: tuple[PruningRecommendation, ...] = Field(default=(), max_length=MAX_RECOMMENDATIONS)
+    reason: str = Field(default="", max_length=2000, description="what of the evidence this plan follows from")
+    pruning: tuple[PruningRecommendation, ...] = Field(
+        default=(), max_length=MAX_RECOMMENDATIONS, validation_alias=AliasChoices(*PRUNING)
+    )
     target: Target | None = None
     caps: tuple[Cap, ...] = Field(default=(), max_length=MAX_RECOMMENDATIONS)
-    quantization: tuple[QuantizationRecommendation, ...] | None = Field(default=None, max_length=MAX_RECOMMENDATIONS)
+    quantization: tuple[QuantizationRecommendation, ...] | None = Field(
+        default=None, max_length=MAX_RECOMMENDATIONS, validation_alias=AliasChoices(*QUANTIZATION)
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _in_arrays(cls, document: Any) -> Any:
+        return in_arrays(document)
 
     @property
     def plan(self) -> Plan:

@@ -1,11 +1,12 @@
 """Evidence tools: functions that a planner may ask beyond what it is shown; it reads their names and docstrings."""
 
 from profiling_agent.analysis.guards import guard
-from profiling_agent.documents import DocumentError, parse_record
+from profiling_agent.analysis.plan_file import parse_plan
+from profiling_agent.documents import DocumentError
 from profiling_agent.errors import PlanError
 from profiling_agent.llm.question import Tool, quoted
 from profiling_agent.modules.layer_names import matching_names
-from profiling_agent.records import Goal, ModelProfile, Plan, Unit
+from profiling_agent.records import Goal, ModelProfile, Unit
 
 MAX_UNITS = 12
 
@@ -27,7 +28,7 @@ def evidence_tools(profile: ModelProfile, goal: Goal) -> tuple[Tool, ...]:
     def try_plan(plan: str) -> str:
         """Return what a plan would cut, save and cost by the evidence; `plan` is a JSON object in the answer's form."""
         try:
-            asked = parse_record(Plan, plan.encode(errors="replace"), quotes=True)
+            asked = parse_plan(plan.encode(errors="replace"))
         except DocumentError as error:
             return f"that is no plan: {error}"
         found = guard(asked, profile, goal)

@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from profiling_agent.documents import clean, parse_json
+from profiling_agent.documents import clean, parse_json, unprinted
 
 # A server that cuts off the opening tag leaves the closing one; a model that ran out of tokens leaves the opening one.
 REASONING = re.compile(r"<(think|thinking|reasoning)>.*?(</\1>|\Z)", re.DOTALL | re.IGNORECASE)
@@ -26,7 +26,7 @@ def extract_object(text: str) -> dict[str, Any]:
     """Return the longest JSON object in `text`, outside of its reasoning; NoJsonError where there is none."""
     if len(text) > MAX_CHARACTERS:
         raise NoJsonError(f"the answer is longer than {MAX_CHARACTERS} characters; answer with the JSON object alone")
-    text = CLOSING.split(REASONING.sub("", text))[-1]
+    text = unprinted(CLOSING.split(REASONING.sub("", text))[-1])
     decoder = json.JSONDecoder(parse_constant=_refuse)
     best: tuple[int, dict[str, Any]] | None = None
     problem, start = "it holds no JSON object", 0

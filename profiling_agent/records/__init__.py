@@ -51,6 +51,8 @@ from profiling_agent.records.measurement import (
 )
 from profiling_agent.records.plan import (
     EVERYTHING,
+    PRUNING,
+    QUANTIZATION,
     Cap,
     Cut,
     DryRun,
@@ -60,6 +62,7 @@ from profiling_agent.records.plan import (
     QuantizationRecommendation,
     RecoveredModel,
     Target,
+    in_arrays,
 )
 from profiling_agent.records.profile import (
     Headline,
@@ -75,6 +78,8 @@ from profiling_agent.records.record import ArtifactRef, Record
 __all__ = [
     "EVERYTHING",
     "NUM_SESSIONS",
+    "PRUNING",
+    "QUANTIZATION",
     "RUNTIMES",
     "SHARD",
     "AccuracyDrop",
@@ -144,5 +149,6 @@ __all__ = [
     "Variant",
     "Verdict",
     "WidthOption",
+    "in_arrays",
     "nearest_option",
 ]

@@ -1,6 +1,6 @@
 """Plans: what is to be done to the unpruned model, what it would do, and the models that came of it."""
 
-from typing import Literal, Self
+from typing import Any, Literal, Self, cast
 
 from pydantic import AliasChoices, Field, model_validator
 
@@ -9,6 +9,9 @@ from profiling_agent.records.record import ArtifactRef, Record
 
 # The pattern that stands for all layers.
 EVERYTHING = "all"
+# The parts of a plan that are arrays, by all of their names.
+PRUNING, QUANTIZATION = (("pruning", "pruning_recommendations"), ("quantization", "quantization_recommendations"))
+PARTS = frozenset({*PRUNING, *QUANTIZATION, "caps"})
 DTYPES = {"dynamic": ("qint8", "float16"), "static": ("qint8",), "cast": ("bfloat16", "float32")}
 
 
@@ -56,6 +59,14 @@ class Cap(Record):
     max_ratio: float = Field(default=0.0, ge=0, lt=1)
 
 
+def in_arrays(document: Any) -> Any:
+    """Return what a plan's document says with each part an array; the paper prints a part that has one recommendation as that alone."""
+    if not isinstance(document, dict):
+        return document
+    held = cast("dict[str, Any]", document)
+    return {key: [value] if key in PARTS and isinstance(value, dict) else value for key, value in held.items()}
+
+
 class Plan(Record):
     """What is to be done to the unpruned model. The paper's own key names are accepted as well.
 
@@ -64,14 +75,14 @@ class Plan(Record):
     """
 
     pruning: tuple[PruningRecommendation, ...] = Field(
-        default=(), max_length=200, validation_alias=AliasChoices("pruning", "pruning_recommendations")
+        default=(), max_length=200, validation_alias=AliasChoices(*PRUNING)
     )
     target: Target | None = Field(default=None, description="what the allocator is to reach with all other units")
     caps: tuple[Cap, ...] = Field(default=(), max_length=200)
     quantization: tuple[QuantizationRecommendation, ...] | None = Field(
         default=None,
         max_length=200,
-        validation_alias=AliasChoices("quantization", "quantization_recommendations"),
+        validation_alias=AliasChoices(*QUANTIZATION),
         description="None: the quantization agent decides by measurement; nothing at all: float32",
     )
 
