@@ -14,7 +14,7 @@ from profiling_agent.errors import RunError
 from profiling_agent.files import FileRefusedError, inside, resolved
 from profiling_agent.iteration.budget import Budget, affordable_images
 from profiling_agent.iteration.deployments import deployment_choices, in_rounds, possible_deployments
-from profiling_agent.iteration.evaluator import Evaluator, Settings
+from profiling_agent.iteration.evaluator import Evaluator, Settings, most_searched
 from profiling_agent.iteration.forecast import Forecast, Standing, Work, forecast
 from profiling_agent.jobs.profile import measure_headline, profile_artifact, read_profile
 from profiling_agent.jobs.runner import Jobs
@@ -93,7 +93,7 @@ class RunSession:
             self._num_deployments = len(in_rounds(tried, budget, state.goal, choices)[0])
         return Work(
             num_calibration=acquired.calibration.num_images,
-            num_search=acquired.search.num_images,
+            num_search=most_searched(acquired.search.num_images, budget, state.goal),
             num_heldout=acquired.heldout.num_images,
             num_deployments=self._num_deployments,
             num_sessions=state.num_sessions,

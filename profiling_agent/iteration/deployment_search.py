@@ -33,6 +33,8 @@ MAX_DISTANCE = 1e-3
 # measured on all search images, the others on the first shard where that shows the contract kept: another 1,500 images of each would tell what
 # finalists are asked again.
 NUM_MEASURED = 3
+# Between two deployments pruning has changed the ratio of the times by a fifth at most (inductor's int8 on the small Swin, docs/benchmarks.md).
+MAX_SHIFT = 1.5
 # What pruning may still take off a deployment's bytes and time: with more gone the small models lost a point or two (docs/benchmarks.md).
 MOST_PRUNED = 0.4
 
@@ -172,12 +174,28 @@ class Trial:
                 said = f"behind {NUM_MEASURED} others, so it was not measured"
                 done[index] = done[index].model_copy(update={"reason": said})
                 continue
+            if (leader := self._leader(done)) and self._is_far_behind(done[index], leader):
+                said = f"far behind {leader.deployment.name}, so it was not measured"
+                done[index] = done[index].model_copy(update={"reason": said})
+                continue
             began_s = timesheet.spent_s
             done[index] = _unless_slower(self.measure(done[index], in_full=num_kept == 0))
             last_s = timesheet.spent_s - began_s
             num_kept += done[index].keeps_accuracy
             num_after += bool(num_kept)
         return done
+
+    def _leader(self, options: Sequence[DeploymentOption]) -> DeploymentOption | None:
+        """Return the best of those that are shown to keep the accuracy, where it keeps the other terms."""
+        kept = [option for option in options if option.keeps_accuracy and self.keeps_terms(option)]
+        return min(kept, key=self.rank, default=None)
+
+    def _is_far_behind(self, option: DeploymentOption, leader: DeploymentOption) -> bool:
+        """Return whether an option could not win after pruning either; where speed isn't the objective nobody is."""
+        own, best = option.race_result, leader.race_result
+        if self.evaluator.goal.objective != "speed" or own is None or best is None:
+            return False
+        return own.speedup_high * MAX_SHIFT < best.speedup_low
 
     def _promise(self, option: DeploymentOption) -> tuple[bool, float]:
         """Return how promising an option is before it is measured in full, least first; its memory isn't known."""

@@ -35,6 +35,8 @@ from profiling_agent.records import (
 
 # So few are looked at once: of them a sample of fixed size says more than a test that may be looked at whenever one likes.
 MAX_AT_ONCE = 2 * SHARD
+# Of a slow model no more are looked at: the fourth shard narrows an interval by a seventh, and the baseline and a few deployments on it are 1,000 passes.
+MAX_SEARCHED_SLOW = 3 * SHARD
 # Beside the error of 10% that a search of fixed size has, little.
 EARLY_ERROR = 0.02
 
@@ -48,6 +50,12 @@ class Settings(Record):
     num_sessions: int = NUM_SESSIONS
     fresh_ledger: str | None = None
     time_budget_s: float | None = None
+
+
+def most_searched(num_images: int, budget: Budget, goal: Goal) -> int:
+    """Return how many of so many search images a model is looked at on; the paper's selection knows no fewer."""
+    is_cut = goal.selection == "contract" and budget.is_slow
+    return min(num_images, MAX_SEARCHED_SLOW) if is_cut else num_images
 
 
 @dataclass(frozen=True)
@@ -71,6 +79,11 @@ class Evaluator:
     def budget(self) -> Budget:
         """Return what the run has left of its time."""
         return Budget(self.jobs.timesheet, self.profile.headline.pass_s, self.settings.time_budget_s)
+
+    @property
+    def searched(self) -> range:
+        """Return which of the search images are looked at where all are."""
+        return range(most_searched(self.acquired.search.num_images, self.budget, self.goal))
 
     @cached_property
     def deployer(self) -> Deployer:
@@ -138,12 +151,12 @@ class Evaluator:
         """Measure a model on the search images beside the baseline: on the first shard, and on all unless that decides.
 
         What decides is that the drop is shown inside the contract, or outside, with an error of 2%; the drop is then that of a
-        test which was looked at early. Where a time budget leaves no room for the others, the first shard is all there is, if it can show
+        test which was looked at early. Of a slow model all are 1,536 at most. Where a time budget leaves no room for the others, the first shard is all there is, if it can show
         the contract kept; and where not all are asked for, if it does, or the model is so slow that no more is worth it. The paper's selection goes by what
         all images say.
         """
-        split, first = self.acquired.search, range(SHARD)
-        if self.goal.selection == "contract" and split.num_images > MAX_AT_ONCE:
+        split, first, every = self.acquired.search, range(SHARD), self.searched
+        if self.goal.selection == "contract" and len(every) > MAX_AT_ONCE:
             beside, began_s = self.evaluate_baseline(split, first), self.jobs.timesheet.spent_s
             seen = self.evaluate(variant, model, split, beside, deployment, images=first)
             assert seen.drop is not None, "it was compared with the baseline"
@@ -151,13 +164,13 @@ class Evaluator:
             if decide(counts, self.goal.max_accuracy_drop, EARLY_ERROR) != "undecided":
                 return seen.model_copy(update={"drop": at_a_look(counts, 2)})
             shard_s = SHARD * self.budget.pass_s + self.jobs.timesheet.spent_s - began_s
-            has_room = self.budget.has_room_for((split.num_images / SHARD - 1) * shard_s)
+            has_room = self.budget.has_room_for((len(every) / SHARD - 1) * shard_s)
             may_do = not in_full and (keeps_accuracy(seen, self.goal) or self.budget.is_slow)
             suffices = may_do or not has_room
             # So few images must not make a point estimate of what a bound of all would be.
             if suffices and can_be_bounded(seen.drop, self.goal):
                 return seen
-        return self.evaluate(variant, model, split, self.evaluate_baseline(split), deployment)
+        return self.evaluate(variant, model, split, self.evaluate_baseline(split, every), deployment, images=every)
 
     def _correct(self, predictions: Predictions) -> npt.NDArray[np.bool_]:
         """Return which images were answered right, in the split's order."""

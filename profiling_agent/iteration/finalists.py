@@ -3,14 +3,12 @@
 import math
 
 from profiling_agent.iteration.deployer import REFUSALS
-from profiling_agent.iteration.deployment_search import Trial
+from profiling_agent.iteration.deployment_search import MAX_SHIFT, Trial
 from profiling_agent.iteration.evaluator import Evaluator
 from profiling_agent.iteration.judge import is_doubtful
 from profiling_agent.iteration.selection import candidates, lost, may_be_returned, ranked, size_ratio
 from profiling_agent.records import ArtifactRef, Candidate, Deployment, Evaluation, Goal, Journal, Variant
 
-# Between two deployments pruning has changed the ratio of the times by a fifth at most (inductor's int8 on the small Swin, docs/benchmarks.md).
-MAX_SHIFT = 1.5
 # So many are tested although the search images don't show that they keep the accuracy: each halves the error that a next one has.
 MAX_DOUBTFUL = 2
 

@@ -277,7 +277,7 @@ def test_whoever_fails_is_out_with_its_reason_and_the_others_go_on(tmp_path: Pat
 
 def test_hopeless_deployments_are_not_raced_and_slow_ones_not_measured(tmp_path: Path):
     deployments = {
-        f"openvino {scheme}": Made(speedup=5 - i) for i, scheme in enumerate(("static", "static_nncf", "bfloat16"))
+        f"openvino {scheme}": Made(speedup=5 - i / 2) for i, scheme in enumerate(("static", "static_nncf", "bfloat16"))
     }
     held, script = deployment_search(
         tmp_path, deployments | {"eager dynamic": Made(speedup=1.1), "onnxruntime static": Made(kl=9.0)}
@@ -291,6 +291,27 @@ def test_hopeless_deployments_are_not_raced_and_slow_ones_not_measured(tmp_path:
     # The baseline and the fastest on all images; the next two on those that show enough.
     assert [len(models) for models in seen] == [1 + NUM_MEASURED, 2]
     assert "not measured" in reasons(held)["eager dynamic"]
+
+
+@pytest.mark.parametrize("objective", ["speed", "size"])
+def test_what_was_far_behind_is_not_measured_once_something_faster_is_good_enough(tmp_path: Path, objective: str):
+    """As pruning may change the ratio of two times by half, 3.0 may come to 4.5 where 5.0 stays, and 3.5 to more."""
+    deployments = {"openvino static": Made(speedup=5.0), "onnxruntime static": Made(speedup=3.5)}
+    held, _ = deployment_search(tmp_path, deployments | {"eager dynamic": Made(speedup=3.0)}, objective=objective)
+
+    said = reasons(held)
+    assert "inside the contract" in said["onnxruntime static"]
+    assert ("far behind openvino static" in said["eager dynamic"]) is (objective == "speed")
+
+
+@pytest.mark.parametrize(("pass_s", "num_shards"), [(0.0005, 4), (0.2, 3)])
+def test_a_slow_model_is_looked_at_on_three_shards_at_most(tmp_path: Path, pass_s: float, num_shards: int):
+    # Twelve of 2,000 images are six in a thousand: neither inside nor outside by the first shard.
+    deployments = {"openvino static": Made(lost=12), "eager dynamic": Made(lost=12)}
+    _, script = deployment_search(tmp_path, deployments, pass_s=pass_s)
+
+    shards = {t.shard for t in script.asked if isinstance(t, tasks.EvaluateTask) and "openvino" in t.model.path}
+    assert shards == set(range(num_shards))
 
 
 def test_what_the_first_images_do_not_show_is_measured_in_full(tmp_path: Path):
