@@ -6,7 +6,6 @@ the file.
 """
 
 import json
-import re
 import unicodedata
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,10 +20,6 @@ MAX_DIGITS = 19
 MAX_QUOTED = 80
 # What moves a terminal's cursor or turns the direction of text round; a line break and a tab are layout.
 LAYOUT = frozenset("\n\t")
-# How a printed JSON object differs from one: its braces are left out, and what is too long goes on behind an arrow.
-MEMBERS = re.compile(r'\s*"\w{1,80}"\s*:\s*[{\[]')
-CONTINUED = re.compile(r"\s*\n\s*↪\s*")
-UNSEPARATED = re.compile(r'([}\]])(\s*\n\s*")')
 HIDDEN = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
@@ -50,13 +45,6 @@ def parse_json(text: str | bytes, *, max_bytes: int = MAX_DOCUMENT) -> Any:
         raise DocumentError("it is no UTF-8 text") from None
     _check_depth(found)
     return found
-
-
-def unprinted(text: str) -> str:
-    """Return the JSON object of which `text` shows the members alone, one below the other, as papers print them; any other text as it is."""
-    if MEMBERS.match(text) is None:
-        return text
-    return "{" + UNSEPARATED.sub(r"\1,\2", CONTINUED.sub(" ", text)) + "}"
 
 
 def _integer(digits: str) -> int:

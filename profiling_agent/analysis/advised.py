@@ -48,7 +48,7 @@ SHORT_CHARACTERS = 5_000
 class PlanAnswer(Record):
     """A plan in the words of a language model."""
 
-    reason: str = Field(default="", max_length=2000, description="what of the evidence this plan follows from")
+    reason: str = Field(max_length=2000, description="what of the evidence this plan follows from")
     pruning: tuple[PruningRecommendation, ...] = Field(
         default=(), max_length=MAX_RECOMMENDATIONS, validation_alias=AliasChoices(*PRUNING)
     )
@@ -60,8 +60,11 @@ class PlanAnswer(Record):
 
     @model_validator(mode="before")
     @classmethod
-    def _in_arrays(cls, document: Any) -> Any:
-        return in_arrays(document)
+    def _as_the_paper_has_it(cls, document: Any) -> Any:
+        found = in_arrays(document)
+        # The paper's answers have a justification of each part and no reason of the whole.
+        is_the_papers = isinstance(found, dict) and bool({PRUNING[1], QUANTIZATION[1]} & set(found))
+        return {"reason": "", **found} if is_the_papers else found
 
     @property
     def plan(self) -> Plan:

@@ -2,11 +2,11 @@
 
 import json
 
-from profiling_agent.documents import DocumentError, parse_json, parse_record, unprinted
+from profiling_agent.documents import DocumentError, parse_json, parse_record
 from profiling_agent.errors import PlanError
 from profiling_agent.files import expanded, read_bytes
 from profiling_agent.modules.layer_names import matching_names
-from profiling_agent.records import Plan, in_arrays
+from profiling_agent.records import Plan, in_arrays, unprinted
 
 MAX_BYTES = 1_000_000
 

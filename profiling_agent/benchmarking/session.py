@@ -1,7 +1,6 @@
 """Session: one start of all processes of a race, which load, take turns in a shuffled order, and drop out. No torch here."""
 
 import random
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -30,8 +29,8 @@ NUM_ROUGH_RESAMPLES = NUM_RESAMPLES // 8
 class SessionLimits:
     """How long one session may take.
 
-    A turn has as many passes as fit in `seconds_per_turn`, and at least one; a session ends when nobody has dropped out for `seconds_per_model`
-    times those who are left, but not before `min_repeats` turns of each. `memory_bytes` is by default half of the machine's.
+    A turn has as many passes as fit in `seconds_per_turn`, and at least one; a session ends when those who are left have
+    been timed for `seconds_per_model` each, on average, but not before `min_repeats` turns of each. `memory_bytes` is by default half of the machine's.
     """
 
     seconds_per_turn: float = 0.25
@@ -94,7 +93,7 @@ def run_session(
     """
     session, shuffle = RaceSession(), random.Random(seed)
     runs = _load(processes, session, limits, chooses=chooses)
-    order, started = list(runs), time.monotonic()
+    order = list(runs)
     session.samples = {index: [] for index in order}
     while True:
         # Whoever always ran after the largest model would always find the caches as that one left them.
@@ -103,16 +102,15 @@ def run_session(
             _take_turn(processes[index], index, runs[index], session, chooses=chooses)
         session.num_repeats += 1
         progress("racing", session.num_repeats, MAX_REPEATS)
-        left = [index for index in order if index not in session.lost]
+        order = [index for index in order if index not in session.lost]
         if chooses:
-            session.far_behind |= _far_behind(session, left)
-            left = [index for index in left if index not in session.far_behind]
-        if len(left) < len(order):
-            # The time of those who are gone is not the others'.
-            order, started = left, time.monotonic()
+            session.far_behind |= _far_behind(session, order)
+            order = [index for index in order if index not in session.far_behind]
         if session.num_repeats >= MAX_REPEATS:
             break
-        is_late = time.monotonic() - started >= limits.seconds_per_model * len(order)
+        # The time of those who are gone is not the others'.
+        took_ms = sum(sum(map(sum, session.samples[index])) for index in order)
+        is_late = took_ms >= 1e3 * limits.seconds_per_model * len(order)
         if session.num_repeats >= limits.min_repeats and (is_late or (chooses and _is_narrow(session, order))):
             break
     session.ratios = {index: log_ratios(own, session.samples[0]) for index, own in session.samples.items()}

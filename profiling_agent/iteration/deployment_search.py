@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from profiling_agent.benchmarking.race import noise_warning
 from profiling_agent.errors import JobError
 from profiling_agent.iteration.deployer import REFUSALS
-from profiling_agent.iteration.deployments import SLOW_TO_MAKE, in_rounds
+from profiling_agent.iteration.deployments import INT8, SLOW_TO_MAKE, in_rounds
 from profiling_agent.iteration.evaluator import Evaluator
 from profiling_agent.iteration.judge import hopeless_kl, is_doubtful, judge
 from profiling_agent.iteration.selection import preference, size_ratio
@@ -191,9 +191,17 @@ class Trial:
         return min(kept, key=self.rank, default=None)
 
     def _is_far_behind(self, option: DeploymentOption, leader: DeploymentOption) -> bool:
-        """Return whether an option could not win after pruning either; where speed isn't the objective nobody is."""
+        """Return whether an int8 option could not win after pruning either; where speed isn't the objective nobody is.
+
+        Those of more bits, which lose less, are what is left should the leader fail on the held-out images.
+        """
         own, best = option.race_result, leader.race_result
-        if self.evaluator.goal.objective != "speed" or own is None or best is None:
+        if (
+            self.evaluator.goal.objective != "speed"
+            or option.deployment.scheme not in INT8
+            or own is None
+            or best is None
+        ):
             return False
         return own.speedup_high * MAX_SHIFT < best.speedup_low
 

@@ -8,13 +8,13 @@ import numpy.typing as npt
 
 from profiling_agent.benchmarking.race import Entries
 from profiling_agent.errors import RequestError
-from profiling_agent.evaluation.intervals import at_a_look, compare, counts_of
+from profiling_agent.evaluation.intervals import at_a_look, compare, counts_of, least_images
 from profiling_agent.evaluation.predictions import read_predictions
 from profiling_agent.evaluation.sequential import decide
 from profiling_agent.iteration.budget import Budget
 from profiling_agent.iteration.deployer import Deployer
 from profiling_agent.iteration.deployments import DeploymentChoices
-from profiling_agent.iteration.judge import can_be_bounded, keeps_accuracy
+from profiling_agent.iteration.judge import SEARCH_CONFIDENCE, can_be_bounded, keeps_accuracy
 from profiling_agent.jobs.runner import Jobs
 from profiling_agent.jobs.tasks import EvaluateTask, MemoryTask, RaceTask, SessionTask
 from profiling_agent.records import (
@@ -53,9 +53,12 @@ class Settings(Record):
 
 
 def most_searched(num_images: int, budget: Budget, goal: Goal) -> int:
-    """Return how many of so many search images a model is looked at on; the paper's selection knows no fewer."""
-    is_cut = goal.selection == "contract" and budget.is_slow
-    return min(num_images, MAX_SEARCHED_SLOW) if is_cut else num_images
+    """Return how many of so many search images a model is looked at on; the paper's selection knows no fewer, nor has a run that was given its time."""
+    if goal.selection == "paper" or not budget.is_slow or budget.limit_s is not None:
+        return num_images
+    # As many as can show the contract kept, in whole shards, where so many are there.
+    least = least_images(goal.max_accuracy_drop, SEARCH_CONFIDENCE) or num_images
+    return min(num_images, max(MAX_SEARCHED_SLOW, -(-least // SHARD) * SHARD))
 
 
 @dataclass(frozen=True)

@@ -79,7 +79,11 @@ def finalize(evaluator: Evaluator, journal: Journal) -> FinalChoice:
         if in_doubt:
             notes = (*notes, f"{_name(winner)} {DOUBTFUL}")
         fresh = None if failed else evaluator.settings.fresh_ledger
-        tested = _Tested(candidate=winner, race=race, test=run_heldout_test(evaluator, winner.evaluation, fresh=fresh))
+        tested = _Tested(
+            candidate=winner,
+            race=race,
+            test=run_heldout_test(evaluator, winner.evaluation, fresh=fresh, at_once=in_doubt),
+        )
         notes = (*notes, *opening_notes(tested.test.opening))
         if _passes(tested, evaluator.goal):
             notes = (*notes, warning) if (warning := noise_warning(race)) else notes
@@ -169,7 +173,7 @@ def _lost_there(tested: _Tested, goal: Goal) -> str:
     said = f"lost {drop.drop:.4f} of top-1 on {drop.num_images} held-out images"
     if drop.drop > goal.max_accuracy_drop:
         return said
-    return f"{said}, which with its search images does not show that it keeps the accuracy,"
+    return f"{said}, which with its search images does not show the contract kept"
 
 
 def _facts(evaluator: Evaluator, tested: _Tested) -> Facts:

@@ -42,12 +42,15 @@ def looks(num_images: int) -> Iterator[range]:
         start, end = end, min(end + SHARD * max(1, 2 ** (seen.bit_length() - 2)), num_images)
 
 
-def run_heldout_test(evaluator: Evaluator, candidate: Evaluation, *, fresh: str | None = None) -> HeldoutTest:
+def run_heldout_test(
+    evaluator: Evaluator, candidate: Evaluation, *, fresh: str | None = None, at_once: bool = False
+) -> HeldoutTest:
     """Look at held-out images until the drop is shown inside the contract, or outside, or there are no more of them.
 
     Of a slow model, without a time budget, no further than where those that are left could not show it inside even if they lost nothing.
     `candidate` was measured on the search images. The test is noted in the user's ledger first, which says how often it may
     be wrong; `fresh` says why no test before it is to count. The baseline sees the same images and no others.
+    With `at_once` as many are looked at as the candidate was searched on, whatever they say: a sample of a fixed size, which says more.
     """
     heldout = evaluator.acquired.heldout
     task = OpenHeldoutTask(baseline=evaluator.baseline, candidate=candidate.model, heldout=heldout, fresh=fresh)
@@ -55,7 +58,10 @@ def run_heldout_test(evaluator: Evaluator, candidate: Evaluation, *, fresh: str 
     baselines, candidates, counts = list[Evaluation](), list[Evaluation](), Counts(0, 0, 0)
     drop: AccuracyDrop | None = None
     seen, began_s = 0, evaluator.jobs.timesheet.spent_s
-    for part in looks(heldout.num_images):
+    # Whole shards.
+    seen_in_search = -(-candidate.predictions.num_images // SHARD) * SHARD
+    parts = iter([range(min(seen_in_search, heldout.num_images))]) if at_once else looks(heldout.num_images)
+    for part in parts:
         if seen and not evaluator.budget.has_time_for(_per_image_s(evaluator, seen, began_s) * len(part)):
             break
         baselines.append(evaluator.evaluate_baseline(heldout, part))
@@ -68,7 +74,7 @@ def run_heldout_test(evaluator: Evaluator, candidate: Evaluation, *, fresh: str 
         assert drop is not None, "a candidate is always compared with the baseline"
         seen += len(part)
         counts = counts.with_more(drop.num_lost, drop.num_gained, drop.num_images)
-        if len(part) < heldout.num_images:
+        if len(part) < heldout.num_images and not at_once:
             # Whether there is to be another look was asked before each but the first, and is asked after it.
             drop = at_a_look(counts, len(baselines) + 1)
         if decide(counts, evaluator.goal.max_accuracy_drop, error_of(opening)) != "undecided":

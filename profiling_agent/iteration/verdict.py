@@ -46,7 +46,8 @@ def _accuracy(facts: Facts, goal: Goal) -> Term:
         return Term(name="accuracy", required=asked, measured=0.0, bound=0.0, holds=True)
     bound = one_sided_bound(facts.drop, 1 - facts.accuracy_error)
     measured = facts.drop.drop
-    return Term(name="accuracy", required=asked, measured=measured, bound=bound, holds=measured <= asked)
+    holds = measured <= asked and facts.refused is None
+    return Term(name="accuracy", required=asked, measured=measured, bound=bound, holds=holds)
 
 
 def _speed(facts: Facts, goal: Goal) -> Term:

@@ -6,7 +6,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from profiling_agent.documents import clean, parse_json, unprinted
+from profiling_agent.documents import clean, parse_json
+from profiling_agent.records import unprinted
 
 # A server that cuts off the opening tag leaves the closing one; a model that ran out of tokens leaves the opening one.
 REASONING = re.compile(r"<(think|thinking|reasoning)>.*?(</\1>|\Z)", re.DOTALL | re.IGNORECASE)

@@ -63,6 +63,7 @@ from profiling_agent.records.plan import (
     RecoveredModel,
     Target,
     in_arrays,
+    unprinted,
 )
 from profiling_agent.records.profile import (
     Headline,
@@ -151,4 +152,5 @@ __all__ = [
     "WidthOption",
     "in_arrays",
     "nearest_option",
+    "unprinted",
 ]

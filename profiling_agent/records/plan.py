@@ -1,5 +1,6 @@
 """Plans: what is to be done to the unpruned model, what it would do, and the models that came of it."""
 
+import re
 from typing import Any, Literal, Self, cast
 
 from pydantic import AliasChoices, Field, model_validator
@@ -12,6 +13,7 @@ EVERYTHING = "all"
 # The parts of a plan that are arrays, by all of their names.
 PRUNING, QUANTIZATION = (("pruning", "pruning_recommendations"), ("quantization", "quantization_recommendations"))
 PARTS = frozenset({*PRUNING, *QUANTIZATION, "caps"})
+PRINTED = re.compile(rf'"(?:{PRUNING[1]}|{QUANTIZATION[1]})"\s*:')
 DTYPES = {"dynamic": ("qint8", "float16"), "static": ("qint8",), "cast": ("bfloat16", "float32")}
 
 
@@ -57,6 +59,29 @@ class Cap(Record):
 
     layer: str = Field(min_length=1, max_length=300, description="RE2 pattern searched for in live module names")
     max_ratio: float = Field(default=0.0, ge=0, lt=1)
+
+
+def unprinted(text: str) -> str:
+    """Return the JSON object of which `text` shows the members alone, as the paper prints its Figure 4; any other text as it is.
+
+    There are no braces around them and no comma between; a line that is too long goes on in the next, behind an arrow. What is printed
+    twice is left as it is, which is no JSON: of two members of one name the first would be lost.
+    """
+    begins = PRINTED.search(text)
+    if begins is None or "{" in text[: begins.start()]:
+        return text
+    body = text[begins.start() : text.rfind("}") + 1]
+    if any(body.count(f'"{name}"') > 1 for name in PARTS):
+        return text
+    parts, last = ["{"], ""
+    for line in map(str.strip, body.splitlines()):
+        if line.startswith("↪"):
+            parts.append(f" {line[1:].lstrip()}")
+        elif line:
+            is_next = line.startswith('"') and last.endswith(("}", "]"))
+            parts.append(f",\n{line}" if is_next else f"\n{line}")
+        last = line or last
+    return "".join([*parts, "}"])
 
 
 def in_arrays(document: Any) -> Any:

@@ -10,6 +10,7 @@ from profiling_agent.analysis.dry_run import dry_run
 from profiling_agent.analysis.groups import group_units, pattern_for
 from profiling_agent.analysis.plan_file import parse_plan, read_plan
 from profiling_agent.analysis.rules import MIN_PARAMS_SAVED, analyse
+from profiling_agent.documents import DocumentError
 from profiling_agent.errors import PlanError
 from profiling_agent.llm.extract import extract_object
 
@@ -104,10 +105,32 @@ def test_the_papers_figure_is_read_as_it_is_printed(tmp_path: Path):
     ]
     # And so it is from a language model, in the answer or in a tool's argument.
     assert PlanAnswer.model_validate(extract_object(FIGURE_4)).plan == plan
+    assert PlanAnswer.model_validate(extract_object(f"Here it is:\n```json{FIGURE_4}```\nGood luck.")).plan == plan
     assert parse_plan(FIGURE_4.encode()) == plan
 
 
-@pytest.mark.parametrize("text", ['"pruning": {', '"a": {}\n"a": {}', '"pruning": {}}', '"pruning": {}\n{"caps": []}'])
+def test_an_answer_that_is_not_the_papers_has_a_reason():
+    with pytest.raises(ValueError, match="reason"):
+        PlanAnswer.model_validate({})
+    # Braces that are left out of anything else are not put round it.
+    assert extract_object('"plan": {"a": {}}') == {"a": {}}
+
+
+def test_what_is_printed_without_end_is_read_at_once():
+    endless = '"pruning_recommendations": {"layer": "a"' + "\n" * 200_000 + "}"
+    with pytest.raises(DocumentError):
+        parse_plan(endless.encode())
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '"pruning": {',
+        '"a": {}\n"a": {}',
+        '"pruning_recommendations": {}}',
+        '"pruning_recommendations": {}\n"pruning_recommendations": {}',
+    ],
+)
 def test_what_only_looks_like_the_figure_is_no_plan(tmp_path: Path, text: str):
     (tmp_path / "plan.json").write_text(text)
 

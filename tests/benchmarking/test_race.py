@@ -116,6 +116,15 @@ def test_who_is_far_behind_drops_out_after_the_first_turns_and_keeps_its_score()
     assert result.scores[3].high < result.scores[1].low
 
 
+def test_the_time_of_who_is_gone_is_not_the_others():
+    """Two of a tenth of a second a turn have half a second each; 0.8 s of another's two turns would have ended it after three."""
+    rng = random.Random(2)
+    wild = Scripted(10 * rng.uniform(0.6, 1.1) for _ in itertools.count())
+    limits = SessionLimits(seconds_per_turn=0.1, seconds_per_model=0.5)
+    result = screened(steady(10), wild, steady(400), limits=limits)
+    assert result.num_repeats == 6
+
+
 def test_the_baseline_never_drops_out_of_a_screening():
     baseline, best = steady(100), steady(1)
     screened(baseline, best)

@@ -276,7 +276,10 @@ def test_what_may_keep_the_accuracy_is_tested_where_nothing_that_does_is_small_e
     [
         (30, "lost 0.0300 of top-1 on 1000 held-out images and was refused"),
         # 43 of both thousands are more than 40, though 18 of one are fewer than 20.
-        (18, "which with its search images does not show that it keeps the accuracy, and was refused"),
+        (
+            18,
+            "of top-1 on 1000 held-out images, which with its search images does not show the contract kept and was refused",
+        ),
     ],
 )
 def test_where_held_out_images_refuse_it_what_keeps_the_accuracy_is_returned(tmp_path: Path, lost: int, said: str):
@@ -285,6 +288,16 @@ def test_where_held_out_images_refuse_it_what_keeps_the_accuracy_is_returned(tmp
     assert final.winner.evaluation.model.path == "jobs/large"
     assert (final.verdict.outcome, final.verdict.binding) == (Outcome.NEAREST_MISS, "size")
     assert any(said in note for note in final.notes)
+
+
+def test_where_nobody_else_is_in_line_the_verdict_is_on_the_one_in_doubt(tmp_path: Path):
+    final, script = in_doubt(tmp_path, {"small": 18, "large": 30})
+    assert script.opened == ["small", "large"]
+    assert final.winner.variant is Variant.BASELINE
+    assert (final.verdict.outcome, final.verdict.binding) == (Outcome.NEAREST_MISS, "accuracy")
+    accuracy = final.verdict.terms[0]
+    assert (accuracy.measured, accuracy.holds) == (0.018, False)
+    assert "does not show the contract kept; the baseline is returned" in final.verdict.explanation
 
 
 def test_what_keeps_the_accuracy_is_in_line_after_a_doubtful_one_that_seemed_to_lose_less(tmp_path: Path):

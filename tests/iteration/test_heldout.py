@@ -229,6 +229,14 @@ def test_at_the_bound_the_images_run_out_and_the_interval_holds_it(tmp_path: Pat
     assert drop.low < 0.01 < drop.high
 
 
+def test_one_in_doubt_sees_as_many_as_it_was_searched_on_at_once(tmp_path: Path):
+    """A thousand are two shards; whatever the first says, there is one look."""
+    tester, _ = evaluator(tmp_path, 8000, every(10))
+    drop = run_heldout_test(tester, MEASURED, at_once=True).candidate.drop
+    right = np.array(every(10)(range(2 * SHARD)))
+    assert drop == compare(np.ones(2 * SHARD, dtype=bool), right)
+
+
 def test_few_images_are_a_sample_of_fixed_size(tmp_path: Path):
     tester, _ = evaluator(tmp_path, MAX_AT_ONCE, every(100))
     drop = run_heldout_test(tester, MEASURED).candidate.drop

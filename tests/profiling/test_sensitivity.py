@@ -218,13 +218,13 @@ def test_weights_that_are_not_finite_are_refused(name, value):
 
 @pytest.mark.parametrize("criterion", ["l1", "auto", "compare"])
 def test_a_cut_that_overflows_is_refused(criterion):
-    model = small()
+    model = zoo.vit()
     with torch.no_grad():
         sizes = model(pixel_values=IMAGES).logits.abs().amax(1)
         # The images with the largest logits are judged by; a cut that makes one larger leaves what float32 can hold.
         images = IMAGES[sizes.argsort()].roll(32, 0)
         for parameter in model.classifier.parameters():
-            parameter.mul_(torch.finfo(torch.float32).max / float(sizes.max()) * 0.9999)
+            parameter.mul_(torch.finfo(torch.float32).max / float(sizes.max()) * 0.95)
         assert model(pixel_values=images).logits.isfinite().all()
     with pytest.raises(PruningError, match=r"^the KL of the model with '.*' cut is (nan|inf): check its weights"):
         studied(model, images, criterion=criterion)
