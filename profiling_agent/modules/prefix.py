@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import copy
 from collections import Counter
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
@@ -195,6 +196,12 @@ class Walk:
         self._read = _read_later(model, ended, outputs, image)
         # Nothing comes after the last one.
         self._kept = {layer: [name for name in ended[layer] if name in outputs] for layer in layers[:-1]}
+
+    def through(self, model: nn.Module) -> "Walk":
+        """Return a walk of its own through `model`, which has the same modules and calls them alike, at other widths."""
+        walk = copy.copy(self)
+        walk._model, walk._held, walk.num_bytes = model, {}, 0
+        return walk
 
     def reach(self, layer: str, number: int, images: Tensor) -> tuple[Tensor, Tensor]:
         """Return what `layer` reads and gives of the batch `number`, which has the same `images` on every call."""

@@ -11,7 +11,7 @@ from profiling_agent.modules.norms import following_norms, has_bias
 from profiling_agent.modules.prefix import Walk, in_order
 from profiling_agent.progress import Progress, silent
 from profiling_agent.pruning.consumers import columns_of, features, matrix_of, outputs_of
-from profiling_agent.pruning.ridge import RIDGE, SingularError, damp_, divide_
+from profiling_agent.pruning.ridge import RIDGE, SingularError, damp_, divide_, second_moment
 from profiling_agent.records import Cut
 
 # Below this share of the second moment a variance is the rounding of float32 products.
@@ -45,7 +45,7 @@ def paired_moments(
         # Products in the model's own precision: their rounding, 1e-6, is far below the ridge, and float64 takes twice
         # the time. The sums, which grow with the number of images, are float64, and held once: a Gram matrix of a
         # wide convolution is as large as the model (170 MB on ResNet-101).
-        parts = (z.sum(0, dtype=torch.float64), y.sum(0, dtype=torch.float64), y.T @ z, z.T @ z)
+        parts = (z.sum(0, dtype=torch.float64), y.sum(0, dtype=torch.float64), y.T @ z, second_moment(z))
         sums = sums or [torch.zeros_like(part, dtype=torch.float64) for part in parts]
         for total, part in zip(sums, parts, strict=True):
             total.add_(part)
@@ -100,7 +100,8 @@ def compensate_units_(
     image = next(iter(images()))[:1]
     norms = following_norms(baseline, list(consumers), image)
     order = in_order(baseline, consumers, image)
-    walks = Walk(baseline, order, image), Walk(pruned, order, image)
+    dense_walk = Walk(baseline, order, image)
+    walks = dense_walk, dense_walk.through(pruned)
     for number, name in enumerate(order):
         progress("compensating", number, len(consumers))
         dense, unit = baseline.get_submodule(name), consumers[name]

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from profiling_agent.modules.hooks import watching
 from profiling_agent.pruning.consumers import features, outputs_of
+from profiling_agent.pruning.ridge import second_moment
 from profiling_agent.records import Unit
 
 FIELDS = ("mean", "covariance", "sensitivity", "taylor", "fisher")
@@ -104,8 +105,8 @@ def _batch_moments(
     gate = product.reshape(num_images, -1, unit.width, product.shape[-1] // unit.width).float().sum((1, 3))
     return UnitMoments(
         mean=z.sum(0).float() / seen,
-        covariance=(z.T @ z).float() / seen,
-        sensitivity=(g.T @ g).float() * (there / seen),
+        covariance=second_moment(z).float() / seen,
+        sensitivity=second_moment(g).float() * (there / seen),
         taylor=gate.abs().sum(0),
         fisher=gate.square().sum(0),
     )

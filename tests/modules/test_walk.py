@@ -7,7 +7,10 @@ from torch.overrides import TorchFunctionMode
 
 from profiling_agent.modules.inference import random_batch
 from profiling_agent.modules.prefix import Walk, in_order, stopping_at
+from profiling_agent.pruning.prune import prune_model
 from profiling_agent.pruning.units import find_units
+from profiling_agent.pruning.widths import aligned_widths
+from profiling_agent.records import Cut
 
 IMAGES = random_batch(zoo.SPEC, 5, seed=3)
 # Residuals added in place, windows, stages, heads beside convolutions, reduced keys, a state that every block adds to.
@@ -41,6 +44,23 @@ def test_every_layer_is_reached_with_what_a_whole_pass_gives_though_weights_chan
             assert torch.equal(reached[0], whole[0])
             assert torch.equal(reached[1], whole[1])
         model.get_submodule(layer).weight.mul_(0.9)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_a_walk_of_its_own_through_a_pruned_model_reaches_what_that_one_gives(family):
+    model = families.FAMILIES[family]()
+    found = find_units(model, zoo.SPEC, {}).units
+    cuts = [Cut(unit=unit, keep=aligned_widths(unit.width, unit.step)[0], requested_ratio=0.9) for unit in found]
+    pruned = prune_model(model, cuts, spec=zoo.SPEC).model
+    layers = consumers_of(model)
+    walks = Walk(model, layers, IMAGES[:1]), Walk(model, layers, IMAGES[:1]).through(pruned)
+    for layer in layers:
+        for number, images in enumerate(IMAGES.split(2)):
+            for walk, through in zip(walks, (model, pruned), strict=True):
+                reached, whole = walk.reach(layer, number, images), stopping_at(through, layer, images)
+                assert torch.equal(reached[0], whole[0])
+                assert torch.equal(reached[1], whole[1])
 
 
 class Products(TorchFunctionMode):
