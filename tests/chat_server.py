@@ -24,6 +24,9 @@ class Said:
     refusal: str | None = None
     delay_s: float = 0.0
     drops: bool = False
+    # Of a stream that is asked for: whether it is given, in pieces of so many characters.
+    streams: bool = True
+    piece: int = 12
 
 
 def error(status: int, message: str = "no", **headers: str) -> Said:
@@ -63,9 +66,7 @@ def chat_server(script: Script, models: tuple[str, ...] = ("scripted",)) -> Gene
 
         def do_GET(self) -> None:
             server.headers.append(dict(self.headers))
-            self._send(
-                200, json.dumps({"object": "list", "data": [{"id": name, "object": "model"} for name in models]})
-            )
+            self.send(200, json.dumps({"object": "list", "data": [{"id": name, "object": "model"} for name in models]}))
 
         def do_POST(self) -> None:
             server.headers.append(dict(self.headers))
@@ -81,9 +82,9 @@ def chat_server(script: Script, models: tuple[str, ...] = ("scripted",)) -> Gene
                 return
             # Whoever asked may have given up meanwhile.
             with suppress(BrokenPipeError, ConnectionResetError):
-                self._send(said.status, said.body if said.body is not None else _completion(said), said.headers)
+                _reply(self, said, payload)
 
-        def _send(self, status: int, body: str, headers: dict[str, str] | None = None) -> None:
+        def send(self, status: int, body: str, headers: dict[str, str] | None = None) -> None:
             content = body.encode()
             self.send_response(status)
             for name, value in ({"content-type": "application/json"} | (headers or {})).items():
@@ -105,6 +106,20 @@ def chat_server(script: Script, models: tuple[str, ...] = ("scripted",)) -> Gene
         thread.join()
 
 
+def _reply(handler: Any, said: Said, payload: dict[str, Any]) -> None:
+    if not (payload.get("stream") and said.streams and said.body is None):
+        handler.send(said.status, said.body if said.body is not None else _completion(said), said.headers)
+        return
+    handler.send_response(said.status)
+    handler.send_header("content-type", "text/event-stream; charset=utf-8")
+    handler.send_header("connection", "close")
+    handler.end_headers()
+    handler.close_connection = True
+    for event in _pieces(said, with_usage=bool((payload.get("stream_options") or {}).get("include_usage"))):
+        handler.wfile.write(f"data: {event}\n\n".encode())
+        handler.wfile.flush()
+
+
 def _completion(said: Said) -> str:
     message: dict[str, Any] = {"role": "assistant", "content": said.content, "refusal": said.refusal}
     if said.tool_calls:
@@ -122,3 +137,28 @@ def _completion(said: Said) -> str:
     if said.has_usage:
         document["usage"] = {"prompt_tokens": 100, "completion_tokens": 10, "total_tokens": 110}
     return json.dumps(document)
+
+
+def _pieces(said: Said, *, with_usage: bool) -> Generator[str]:
+    def piece(delta: dict[str, Any], finish: str | None = None, **more: Any) -> str:
+        choice = {"index": 0, "delta": delta, "finish_reason": finish, "logprobs": None}
+        document = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 0, "model": "scripted"}
+        return json.dumps(document | {"choices": [choice]} | more)
+
+    yield piece({"role": "assistant", "content": ""})
+    text = said.content or ""
+    for start in range(0, len(text), said.piece):
+        yield piece({"content": text[start : start + said.piece]})
+    for index, (name, arguments) in enumerate(said.tool_calls):
+        written = json.dumps(arguments)
+        called = {"index": index, "id": f"call_{index}", "type": "function"}
+        yield piece({"tool_calls": [called | {"function": {"name": name, "arguments": ""}}]})
+        for start in range(0, len(written), said.piece):
+            yield piece(
+                {"tool_calls": [{"index": index, "function": {"arguments": written[start : start + said.piece]}}]}
+            )
+    yield piece({}, said.finish)
+    if said.has_usage and with_usage:
+        usage = {"prompt_tokens": 100, "completion_tokens": 10, "total_tokens": 110}
+        yield json.dumps(json.loads(piece({})) | {"choices": [], "usage": usage})
+    yield "[DONE]"

@@ -83,7 +83,7 @@ class _Talk:
         turn = self._after_tools(tools) if tools else None
         for repair in range(max_repairs + 1):
             if turn is None:
-                turn = self._chat.ask(self._messages, self._schema, deadline_s=self._left())
+                turn = self._chat.ask(self._messages, self._schema, deadline_s=self._left(), agent=self._question.agent)
             value, complaint = _read(turn.text, answer_type)
             if value is not None:
                 complaint = check(value) if check else None
@@ -101,7 +101,7 @@ class _Talk:
         """Let the model call tools; return what it said when it was done, None where it is still to be asked."""
         by_name = {tool.__name__: tool for tool in tools}
         for _ in range(MAX_TOOL_ROUNDS):
-            turn = self._chat.ask_with_tools(self._messages, tools, deadline_s=self._left())
+            turn = self._chat.ask_with_tools(self._messages, tools, deadline_s=self._left(), agent=self._question.agent)
             if turn is None or not turn.calls:
                 return turn
             self._note(turn, None)

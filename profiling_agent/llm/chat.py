@@ -1,9 +1,12 @@
 """Chat: turns with a chat model, their deadlines and retries, and the ways of asking for JSON that a server may know.
 
-What a model's client raises is an AdvisorError that names it, whatever it is: a server may answer anything, and a model that
+Requests are made in the caller's context, so that LangChain's callbacks, a graph's streams and traces see them as its own. What a
+model's client raises is an AdvisorError that names it, whatever it is: a server may answer anything, and a model that
 was passed as an object is a stranger's code. What our own code raises meanwhile is a bug, and comes out as what it is.
 """
 
+import contextvars
+import json
 import math
 import re
 import threading
@@ -68,8 +71,10 @@ class Chat:
         """Return the way of asking for JSON that is used now."""
         return self._modes[0]
 
-    def ask(self, messages: Sequence[BaseMessage], schema: Mapping[str, Any], *, deadline_s: float) -> ChatTurn:
-        """Return the model's turn; JSON of this schema is asked for, and may still not be what comes.
+    def ask(
+        self, messages: Sequence[BaseMessage], schema: Mapping[str, Any], *, deadline_s: float, agent: str = "advisor"
+    ) -> ChatTurn:
+        """Return the model's turn; JSON of this schema is asked for, and may still not be what comes. `agent` names the run in traces.
 
         Raises:
             ContextTooLongError: the messages are too long for the model.
@@ -79,38 +84,48 @@ class Chat:
         while True:
             left = deadline_s - (time.monotonic() - started)
             try:
-                return self._tried(lambda: self._structured(messages, schema), left)
+                return self._tried(lambda: self._structured(messages, schema, agent), left)
             except ModelInvalidRequestError as error:
+                if self._stops_streaming(error):
+                    continue
                 if len(self._modes) == 1:
                     raise AdvisorError(f"{self.name} refused the request ({said_by(error)})") from error
                 self._modes.pop(0)
 
     def ask_with_tools(
-        self, messages: Sequence[BaseMessage], tools: Sequence[Any], *, deadline_s: float
+        self, messages: Sequence[BaseMessage], tools: Sequence[Any], *, deadline_s: float, agent: str = "advisor"
     ) -> ChatTurn | None:
         """Return the model's turn, which may call tools; None where its server knows no tools."""
-        if not self._knows_tools:
-            return None
-        try:
-            return self._tried(lambda: self._with_tools(messages, tools), deadline_s)
-        except ModelInvalidRequestError:
-            self._knows_tools = False
-            return None
+        started = time.monotonic()
+        while self._knows_tools:
+            left = deadline_s - (time.monotonic() - started)
+            try:
+                return self._tried(lambda: self._with_tools(messages, tools, agent), left)
+            except ModelInvalidRequestError as error:
+                self._knows_tools = self._stops_streaming(error)
+        return None
 
-    def _with_tools(self, messages: Sequence[BaseMessage], tools: Sequence[Any]) -> AIMessage:
+    def _stops_streaming(self, error: ModelInvalidRequestError) -> bool:
+        """Return whether what the server refused was a stream, as somebody listens; no other is asked for then."""
+        if not _was_streamed(error) or self._model.disable_streaming is True:
+            return False
+        self._model = self._model.model_copy(update={"disable_streaming": True})
+        return True
+
+    def _with_tools(self, messages: Sequence[BaseMessage], tools: Sequence[Any], agent: str) -> AIMessage:
         try:
-            return self._model.bind_tools(tools).invoke(list(messages))
+            return self._model.bind_tools(tools).invoke(list(messages), {"run_name": agent})
         except NotImplementedError as error:
             raise ModelInvalidRequestError(str(error)) from error
 
-    def _structured(self, messages: Sequence[BaseMessage], schema: Mapping[str, Any]) -> AIMessage:
+    def _structured(self, messages: Sequence[BaseMessage], schema: Mapping[str, Any], agent: str) -> AIMessage:
         if self.mode == "prompted":
-            return self._model.invoke(list(messages))
+            return self._model.invoke(list(messages), {"run_name": agent})
         try:
             asking: Any = self._model.with_structured_output(dict(schema), method=self.mode, include_raw=True)
             # The second half reads the text as JSON, which isn't used, and takes minutes for a megabyte that is none.
             first = asking.first if isinstance(asking, RunnableSequence) else asking
-            answer = cast("dict[str, Any]", first.invoke(list(messages)))
+            answer = cast("dict[str, Any]", first.invoke(list(messages), {"run_name": agent}))
         except NotImplementedError as error:
             raise ModelInvalidRequestError(str(error)) from error
         return answer["raw"]
@@ -176,6 +191,15 @@ def _is_too_long(error: ModelInvalidRequestError) -> bool:
     return getattr(error, "code", None) == "context_length_exceeded" or bool(TOO_LONG.search(str(error)))
 
 
+def _was_streamed(error: ModelInvalidRequestError) -> bool:
+    """Return whether the request that was refused asked for a stream; nobody knows of clients that don't show what they sent."""
+    try:
+        sent = json.loads(getattr(getattr(error, "request", None), "content", b"{}"))
+    except (TypeError, ValueError):
+        return False
+    return isinstance(sent, dict) and cast("dict[str, Any]", sent).get("stream") is True
+
+
 def _is_passing(error: BaseException) -> bool:
     return isinstance(error, ModelError) and bool(error.is_retryable)
 
@@ -206,7 +230,7 @@ def _within(seconds: float, call: Callable[[], Any]) -> Any:
         except BaseException as error:  # noqa: BLE001 - handed to the thread that waits
             outcome.append((None, error))
 
-    thread = threading.Thread(target=run, daemon=True)
+    thread = threading.Thread(target=contextvars.copy_context().run, args=(run,), daemon=True)
     thread.start()
     thread.join(seconds)
     if not outcome:
@@ -221,10 +245,12 @@ def _turn(message: Any) -> ChatTurn:
     if not isinstance(message, AIMessage):
         raise AdvisorError(f"the chat model returned {type(message).__name__} and no message")
     usage = cast("dict[str, Any]", message.usage_metadata or {})
+    # Where the stream of a structured answer leaves them (langchain-openai 1.7).
+    streamed = cast("dict[str, Any]", message.response_metadata.get("token_usage") or {})
     return ChatTurn(
         text=without_surrogates(redacted(message.text)),
-        input_tokens=token_count(usage.get("input_tokens")),
-        output_tokens=token_count(usage.get("output_tokens")),
+        input_tokens=token_count(usage.get("input_tokens", streamed.get("prompt_tokens"))),
+        output_tokens=token_count(usage.get("output_tokens", streamed.get("completion_tokens"))),
         calls=calls_of(message),
         num_calls=len(message.tool_calls),
     )

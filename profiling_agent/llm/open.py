@@ -61,6 +61,8 @@ def open_model(endpoint: Endpoint, trusted: Collection[str], *, timeout_s: float
         "http_client": open_client(timeout_s),
         # The client has it already; the library takes one of both.
         "openai_proxy": None,
+        # Of a stream, which is asked for where somebody listens, tokens are counted too.
+        "stream_usage": True,
     }
     if endpoint.provider == "azure_openai":
         return AzureChatOpenAI(

@@ -32,10 +32,8 @@ def completion(document: Any) -> dict[str, Any]:
         raise DocumentError(_said(found))
     finish = choice.get("finish_reason")
     read: dict[str, Any] = {
-        "id": _text(found.get("id"))[:MAX_SAID],
+        **_head(found),
         "object": "chat.completion",
-        "created": 0,
-        "model": _text(found.get("model"))[:MAX_SAID],
         "choices": [
             {
                 "index": 0,
@@ -45,11 +43,36 @@ def completion(document: Any) -> dict[str, Any]:
             }
         ],
     }
-    usage = _dict(found.get("usage"))
-    sent, written = token_count(usage.get("prompt_tokens")), token_count(usage.get("completion_tokens"))
-    if sent is not None and written is not None:
-        read["usage"] = {"prompt_tokens": sent, "completion_tokens": written, "total_tokens": sent + written}
-    return read
+    return read | _usage(found)
+
+
+def completion_piece(document: Any) -> dict[str, Any]:
+    """Return a piece of a completion that is streamed, with nothing but the fields that are read; DocumentError where it is none."""
+    found = _dict(document)
+    choices = found.get("choices")
+    if not isinstance(choices, list):
+        raise DocumentError(_said(found))
+    read: dict[str, Any] = {**_head(found), "object": "chat.completion.chunk", "choices": []}
+    if choices:
+        choice = _dict(cast("list[Any]", choices)[0])
+        finish = choice.get("finish_reason")
+        read["choices"] = [
+            {
+                "index": 0,
+                "delta": _delta(_dict(choice.get("delta"))),
+                "finish_reason": finish if isinstance(finish, str) and finish in FINISHED else None,
+                "logprobs": None,
+            }
+        ]
+    return read | _usage(found)
+
+
+def as_piece(whole: dict[str, Any]) -> dict[str, Any]:
+    """Return a `completion` as the one piece of a stream, for servers that answer a request for a stream with all at once."""
+    choice = whole["choices"][0]
+    calls = [{"index": index, **call} for index, call in enumerate(choice["message"].get("tool_calls", ()))]
+    delta = {**choice["message"], **({"tool_calls": calls} if calls else {})}
+    return {**whole, "object": "chat.completion.chunk", "choices": [{**choice, "delta": delta}]}
 
 
 def model_list(document: Any) -> dict[str, Any]:
@@ -72,6 +95,47 @@ def as_it_is(document: Any) -> dict[str, Any]:
 def without_surrogates(text: str) -> str:
     """Return text that can be written as UTF-8; half of a surrogate pair is a question mark."""
     return text.encode("utf-8", errors="replace").decode("utf-8")
+
+
+def _head(found: dict[str, Any]) -> dict[str, Any]:
+    return {"id": _text(found.get("id"))[:MAX_SAID], "created": 0, "model": _text(found.get("model"))[:MAX_SAID]}
+
+
+def _usage(found: dict[str, Any]) -> dict[str, Any]:
+    usage = _dict(found.get("usage"))
+    sent, written = token_count(usage.get("prompt_tokens")), token_count(usage.get("completion_tokens"))
+    if sent is None or written is None:
+        return {}
+    return {"usage": {"prompt_tokens": sent, "completion_tokens": written, "total_tokens": sent + written}}
+
+
+def _delta(said: dict[str, Any]) -> dict[str, Any]:
+    content, refusal, calls = said.get("content"), said.get("refusal"), said.get("tool_calls")
+    delta: dict[str, Any] = {"role": "assistant"}
+    if isinstance(content, (str, list)):
+        delta["content"] = _text(content)
+    if isinstance(refusal, str):
+        delta["refusal"] = refusal
+    if isinstance(calls, list):
+        pieces = [piece for each in cast("list[Any]", calls)[:MAX_CALLS_READ] if (piece := _call_piece(_dict(each)))]
+        delta |= {"tool_calls": pieces} if pieces else {}
+    return delta
+
+
+def _call_piece(said: dict[str, Any]) -> dict[str, Any] | None:
+    """Return a piece of a call: its name with the first, arguments bit by bit."""
+    index, function = said.get("index"), _dict(said.get("function"))
+    if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < MAX_CALLS_READ:
+        return None
+    name, arguments, identity = function.get("name"), function.get("arguments"), said.get("id")
+    piece: dict[str, Any] = {"index": index, "type": "function", "function": {}}
+    if isinstance(name, str) and name:
+        known = isinstance(identity, str) and 0 < len(identity) <= MAX_SAID
+        piece |= {"id": identity if known else f"call_{index}"}
+        piece["function"]["name"] = name
+    if arguments:
+        piece["function"]["arguments"] = arguments if isinstance(arguments, str) else json.dumps(arguments)
+    return piece
 
 
 def _message(said: dict[str, Any]) -> dict[str, Any]:

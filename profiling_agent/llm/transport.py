@@ -1,22 +1,24 @@
 """Transport: the HTTP client under every request to a language model's server, which may send anything, for ever.
 
 Each request has a connection of its own, a time, and a reply of bounded size that was read as JSON before the provider's
-client sees it. Nothing is followed to another address: the key would go along.
+client sees it: as a whole, or event by event where the answer is streamed. Nothing is followed to another address: the key
+would go along.
 """
 
 import json
 import os
 import socket
 import threading
-from collections.abc import Generator
-from contextlib import contextmanager, suppress
+from collections.abc import Generator, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
+import httpx
 import openai
 
 from profiling_agent.documents import DocumentError, parse_json
 from profiling_agent.errors import AdvisorError, RequestError
-from profiling_agent.llm.reply import as_it_is, completion, model_list
+from profiling_agent.llm.reply import as_it_is, as_piece, completion, completion_piece, model_list
 
 # A completion of 100,000 tokens, escaped, has 1 MB; a provider's list of models less.
 MAX_BODY = 4 * 2**20
@@ -24,6 +26,9 @@ READ = {"completions": completion, "models": model_list}
 MAX_WAIT_S = 20.0
 # What an error says is quoted in a line.
 MAX_ERROR = 10_000
+# An event a token, and 16,000 tokens are a long answer; the client takes its time for each.
+MAX_EVENTS = 50_000
+EVENT_STREAM, END = "text/event-stream", "[DONE]"
 # Their return values are the streams whose sockets have to be cut; with TLS the second replaces the first.
 CONNECTED = ("connect_tcp.complete", "start_tls.complete")
 
@@ -43,24 +48,83 @@ class BoundedClient(openai.DefaultHttpxClient):
         self._seconds = seconds
 
     def send(self, request: Any, **options: Any) -> Any:
-        """Return a response with what was read of the reply.
+        """Return a response with what was read of the reply, or that reads it as a stream where that was asked for.
 
         Raises:
-            AdvisorError: the reply is too large, no JSON, no completion, or sends on to another address.
+            AdvisorError: the reply is too large, no JSON, no completion, or sends on to another address; of a stream, as it is read.
         """
+        wants_stream = bool(options.get("stream"))
         bounded: dict[str, Any] = options | {"stream": True, "follow_redirects": False}
-        with _cut_after(self._seconds, request):
+        with ExitStack() as held:
+            held.enter_context(_cut_after(self._seconds, request))
             response = super().send(request, **bounded)
-            try:
-                body = _read(response)
-            finally:
-                response.close()
-        content, kind = _checked(response.status_code, body, str(request.url.path))
+            held.callback(response.close)
+            _refuse(response)
+            if wants_stream and response.status_code < 300 and _kind(response) == EVENT_STREAM:
+                return _streamed(response, request, _Events(response, held.pop_all()))
+            body = _read(response)
+        document, content, kind = _checked(response.status_code, body, str(request.url.path))
+        if wants_stream and document is not None and "choices" in document:
+            return _streamed(response, request, httpx.ByteStream(_event(as_piece(document)) + _event(END)))
         headers = {"content-type": kind}
         if request.method == "POST":
             # A question waits for as long as the server asks; the look at it before a run doesn't.
             headers |= _wait(response.headers.get("retry-after", ""))
-        return type(response)(response.status_code, headers=headers, content=content, request=request)
+        return httpx.Response(response.status_code, headers=headers, content=content, request=request)
+
+
+class _Events(httpx.SyncByteStream):
+    """The events of a reply, each read as JSON before it is handed on; closing it lets go of the connection."""
+
+    def __init__(self, response: httpx.Response, held: ExitStack) -> None:
+        self._response, self._held = response, held
+
+    def __iter__(self) -> Iterator[bytes]:
+        try:
+            for number, event in enumerate(_events(self._response)):
+                if number == MAX_EVENTS:
+                    raise AdvisorError(f"the reply comes in more than {MAX_EVENTS:,} pieces")
+                if event == END:
+                    break
+                yield _event(completion_piece(parse_json(event, max_bytes=MAX_BODY)))
+        except DocumentError as error:
+            raise AdvisorError(f"the reply can't be used: {error}") from None
+        except httpx.HTTPError as error:
+            # What the provider's client makes of it before a reply begins.
+            raise openai.APIConnectionError(request=self._response.request) from error
+        yield _event(END)
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._held.close()
+
+
+def _streamed(response: httpx.Response, request: Any, events: httpx.SyncByteStream) -> httpx.Response:
+    return httpx.Response(response.status_code, headers={"content-type": EVENT_STREAM}, stream=events, request=request)
+
+
+def _event(said: dict[str, Any] | str) -> bytes:
+    text = said if isinstance(said, str) else json.dumps(said, ensure_ascii=False)
+    return f"data: {text}\n\n".encode("utf-8", errors="replace")
+
+
+def _events(response: httpx.Response) -> Generator[str]:
+    """Yield what each event of a stream says; comments and names of events are left out."""
+    waiting, size = bytearray(), 0
+    for chunk in response.iter_bytes():
+        size += len(chunk)
+        if size > MAX_BODY:
+            raise AdvisorError(f"the reply is larger than {MAX_BODY:,} bytes")
+        waiting += chunk
+        if b"\n" in chunk:
+            *lines, rest = bytes(waiting).split(b"\n")
+            waiting = bytearray(rest)
+            said = [line[5:].strip() for line in lines if line.startswith(b"data:")]
+            yield from (event.decode("utf-8", errors="replace") for event in said if event)
+
+
+def _kind(response: httpx.Response) -> str:
+    return response.headers.get("content-type", "").partition(";")[0].strip().lower()
 
 
 def open_client(seconds: float) -> BoundedClient:
@@ -110,14 +174,16 @@ def _cut(streams: list[Any]) -> None:
                 socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
 
-def _read(response: Any) -> bytes:
-    status = response.status_code
-    if 300 <= status < 400:
+def _refuse(response: httpx.Response) -> None:
+    if 300 <= response.status_code < 400:
         raise AdvisorError("the server sends on to another address, which isn't followed: name that one with base_url")
     encodings = [coding for coding in response.headers.get("content-encoding", "").split(",") if coding.strip()]
     if len(encodings) > 1:
         # One inside the other, a hundred bytes take years to unpack.
         raise AdvisorError(f"the reply is compressed {len(encodings)} times over")
+
+
+def _read(response: httpx.Response) -> bytes:
     body = bytearray()
     for chunk in response.iter_bytes():
         body += chunk
@@ -135,8 +201,8 @@ def _wait(asked: str) -> dict[str, str]:
     return {"retry-after": str(min(seconds, MAX_WAIT_S))} if seconds >= 0 else {}
 
 
-def _checked(status: int, body: bytes, path: str) -> tuple[bytes, str]:
-    """Return what is handed on of a reply, and its type; AdvisorError where it should be JSON and isn't."""
+def _checked(status: int, body: bytes, path: str) -> tuple[dict[str, Any] | None, bytes, str]:
+    """Return the document of a reply, what is handed on of it, and its type; AdvisorError where it should be JSON and isn't."""
     is_error = status >= 400
     try:
         document = parse_json(body, max_bytes=MAX_ERROR if is_error else MAX_BODY)
@@ -144,6 +210,7 @@ def _checked(status: int, body: bytes, path: str) -> tuple[bytes, str]:
             document = READ.get(path.rpartition("/")[2], as_it_is)(document)
     except DocumentError as error:
         if is_error:
-            return body[:MAX_ERROR].decode("utf-8", errors="replace").encode(), "text/plain"
+            return None, body[:MAX_ERROR].decode("utf-8", errors="replace").encode(), "text/plain"
         raise AdvisorError(f"the reply can't be used: {error}") from None
-    return json.dumps(document, ensure_ascii=False).encode("utf-8", errors="replace"), "application/json"
+    content = json.dumps(document, ensure_ascii=False).encode("utf-8", errors="replace")
+    return None if is_error else document, content, "application/json"
