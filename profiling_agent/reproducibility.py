@@ -38,6 +38,11 @@ def _cpuinfo(field: str) -> str:
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(field)), "")
 
 
+def cpu_vendor() -> str:
+    """Return who made the processor, as it says itself ("GenuineIntel", "AuthenticAMD"), or nothing where it doesn't."""
+    return _cpuinfo("vendor_id")
+
+
 @cache
 def code_version() -> str:
     """Return a hash over the package's own source, so that a changed stage never answers from an old job."""

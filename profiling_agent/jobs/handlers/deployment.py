@@ -21,6 +21,7 @@ from profiling_agent.jobs.handlers.pruning import keep_model
 from profiling_agent.jobs.tasks import DeployTask, Exported, ExportTask, TuneTask
 from profiling_agent.modules.complexity import count_complexity
 from profiling_agent.modules.divergence import mean_kl
+from profiling_agent.modules.products import quick_products
 from profiling_agent.quantization import tune as tuning
 from profiling_agent.records import DeployedModel, Tuned
 from profiling_agent.reproducibility import available_threads
@@ -36,7 +37,8 @@ def tune(task: TuneTask, job: JobContext) -> Tuned:
     batches = iter_batches(job.images("calibration"), batch_size=task.batch_size, limit=tuning.MAX_IMAGES)
     model = load_module(path)
     images = (pixel_values for pixel_values, _ in batches)
-    tuned = tuning.tune(model, images, task.scheme, task.latency_shares, progress=job.progress)
+    with quick_products():
+        tuned = tuning.tune(model, images, task.scheme, task.latency_shares, progress=job.progress)
     return Tuned(
         model=task.model if tuned.model is model else keep_model(tuned.model, task.model, job),
         sites=tuned.sites,

@@ -1,6 +1,7 @@
 """Evaluation: what a model says of a shard's images, and what it takes. Imports torch only where the model's runtime is torch's."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,15 +17,16 @@ from profiling_agent.evaluation.predictions import Answers, answers_of, joined, 
 from profiling_agent.jobs.context import JobContext
 from profiling_agent.jobs.tasks import Evaluated, EvaluateTask
 from profiling_agent.progress import Progress
-from profiling_agent.records import Footprint, Predictions
+from profiling_agent.records import Deployment, Footprint, Predictions
 from profiling_agent.reproducibility import available_threads
 
 
 @dataclass
 class _Opened:
-    """A model that was opened, and what it takes; `check` compares it with its golden logits, until it was called."""
+    """A model that was opened, what it is to answer in, and what it takes; `check` compares it with its golden logits, until it was called."""
 
     session: ModelSession
+    answering: Callable[[], AbstractContextManager[None]]
     footprint: Footprint
     check: Callable[[], None] | None
 
@@ -37,7 +39,8 @@ def evaluate(task: EvaluateTask, job: JobContext) -> Evaluated:
         job.kept.clear()
         job.kept[_name(task)] = _open(task, job)
     opened: _Opened = job.kept[_name(task)]
-    answers = answer(opened.session, images, task.batch_size, job.progress)
+    with opened.answering():
+        answers = answer(opened.session, images, task.batch_size, job.progress)
     if opened.check is not None:
         # Last, because a runtime that compiles for each size of batch then has a larger one to put the two images in.
         opened.check()
@@ -56,9 +59,18 @@ def _open(task: EvaluateTask, job: JobContext) -> _Opened:
     counts = recipe.counts or _counts(path)
     return _Opened(
         session=session,
+        answering=_answering(recipe.deployment),
         footprint=Footprint(**counts.model_dump(), size_bytes=folder_bytes(path)),
         check=lambda: check_golden(session.run, path, recipe),
     )
+
+
+def _answering(deployment: Deployment) -> Callable[[], AbstractContextManager[None]]:
+    if deployment.runtime != "eager":
+        return nullcontext
+    from profiling_agent.modules.products import quick_products
+
+    return quick_products
 
 
 def answer(session: ModelSession, images: PreparedImages, batch_size: int, progress: Progress) -> Answers:

@@ -15,6 +15,7 @@ from profiling_agent.foreign import foreign_code, on_behalf
 from profiling_agent.jobs.context import JobContext
 from profiling_agent.jobs.tasks import Answered, LogitsTask
 from profiling_agent.modules.inference import device_of, logits_of
+from profiling_agent.modules.products import quick_products
 from profiling_agent.pruning.calibration import Calibration
 
 FILE, NAME = "logits.safetensors", "logits"
@@ -25,7 +26,8 @@ def ask(task: LogitsTask, job: JobContext) -> Answered:
     model = load_module(job.path(task.model)).to(task.device)
     read = partial(iter_batches, job.images("images"), batch_size=task.batch_size, limit=task.num_images)
     images = Calibration(batches=read, device=device_of(model), dtype=next(model.parameters()).dtype)
-    logits = [logits_of(model, batch).float() for batch in (images.judged() if task.judged else images.every())]
+    with quick_products():
+        logits = [logits_of(model, batch).float() for batch in (images.judged() if task.judged else images.every())]
     # Fewer than 32 images have none that judge; whoever compares then does it on all of them.
     if not logits and not task.judged:
         raise RequestError("there are 0 images to ask a model about: raise num_samples")

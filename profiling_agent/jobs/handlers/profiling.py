@@ -13,6 +13,7 @@ from profiling_agent.files import write_text
 from profiling_agent.jobs.context import JobContext
 from profiling_agent.jobs.tasks import Profiled, ProfileTask
 from profiling_agent.modules.inference import random_batch
+from profiling_agent.modules.products import quick_products
 from profiling_agent.profiling.kept_evidence import evidence_path, keep_evidence, read_evidence
 from profiling_agent.profiling.profile import profile_model
 from profiling_agent.profiling.sensitivity import measure_sensitivity
@@ -66,15 +67,16 @@ def _evidence(task: ProfileTask, job: JobContext, profiled: ModelProfile) -> tup
     batch = random_batch(profiled.input, task.batch_size).to(task.device)
     try:
         table = time_units(model, profiled.units, batch, progress=job.progress)
-        evidence = measure_sensitivity(
-            model,
-            profiled.units,
-            read,
-            criterion=task.criterion,
-            table=table,
-            seed=task.seed,
-            progress=job.progress,
-        )
+        with quick_products():
+            evidence = measure_sensitivity(
+                model,
+                profiled.units,
+                read,
+                criterion=task.criterion,
+                table=table,
+                seed=task.seed,
+                progress=job.progress,
+            )
     except PruningError as error:
         return None, str(error)
     if kept is not None:

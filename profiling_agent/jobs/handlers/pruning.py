@@ -15,6 +15,7 @@ from profiling_agent.jobs.context import JobContext
 from profiling_agent.jobs.handlers.logits import given_logits
 from profiling_agent.jobs.tasks import PruneTask, RecoverTask
 from profiling_agent.modules.inference import device_of
+from profiling_agent.modules.products import quick_products
 from profiling_agent.pruning import recovery
 from profiling_agent.pruning.calibration import Calibration
 from profiling_agent.pruning.compensation import compensate
@@ -32,9 +33,11 @@ def prune(task: PruneTask, job: JobContext) -> PrunedModel:
     pruned = prune_model(model, task.cuts, spec=recipe.input, seed=task.seed, images=images, keep=keep or None)
     made = None
     if task.compensate:
-        made = compensate(
-            model, pruned.model, task.cuts, pruned.keep, read, expected=given_logits(job), progress=job.progress
-        )
+        expected = given_logits(job)
+        with quick_products():
+            made = compensate(
+                model, pruned.model, task.cuts, pruned.keep, read, expected=expected, progress=job.progress
+            )
     return PrunedModel(
         model=keep_model(made.model if made else pruned.model, task.baseline, job, cuts=task.cuts),
         cuts=task.cuts,
@@ -58,17 +61,18 @@ def recover(task: RecoverTask, job: JobContext) -> RecoveredModel:
         device=device_of(dense),
         dtype=next(dense.parameters()).dtype,
     )
-    recovered = recovery.recover(
-        dense,
-        pruned,
-        shuffled_batches(job.images("recovery"), batch_size=task.batch_size, seed=task.seed),
-        calibration.judged,
-        epochs=task.epochs,
-        folder=folder,
-        seed=task.seed,
-        expected=given_logits(job),
-        progress=job.progress,
-    )
+    with quick_products():
+        recovered = recovery.recover(
+            dense,
+            pruned,
+            shuffled_batches(job.images("recovery"), batch_size=task.batch_size, seed=task.seed),
+            calibration.judged,
+            epochs=task.epochs,
+            folder=folder,
+            seed=task.seed,
+            expected=given_logits(job),
+            progress=job.progress,
+        )
     model = task.model if recovered.model is pruned else keep_model(recovered.model.cpu(), task.model, job)
     shutil.rmtree(folder, ignore_errors=True)
     with contextlib.suppress(OSError):

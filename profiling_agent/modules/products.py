@@ -1,0 +1,96 @@
+"""Products: matrix products of float32 through oneDNN, for whoever runs a model and times nothing.
+
+torch multiplies float32 matrices by MKL, which takes a slow path on processors that aren't Intel's: of a ViT-B/16's layers on two cores of an
+AMD EPYC 98 GMAC/s, where oneDNN, which comes with torch as well, reaches 210. Both are sums of the same products, in another order.
+"""
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from profiling_agent.reproducibility import cpu_vendor
+
+# Below so many rows and columns a product is over before oneDNN has looked up how to make it.
+MIN_ROWS, MIN_COLUMNS = 32, 32
+INTEL = "GenuineIntel"
+
+
+@contextmanager
+def quick_products() -> Generator[None]:
+    """Let linear layers of float32 on the CPU, and their gradients, multiply through oneDNN where torch itself is slower.
+
+    What comes out differs by rounding. Nothing is to be exported, compiled or timed meanwhile.
+    """
+    if not mkl_is_slow():
+        yield
+        return
+    with _ByOneDnn():
+        yield
+
+
+@cache
+def mkl_is_slow() -> bool:
+    """Say whether torch multiplies by MKL on a processor that isn't Intel's, and has oneDNN as well."""
+    has_both = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
+    return has_both and cpu_vendor() not in ("", INTEL)
+
+
+class _ByOneDnn(TorchFunctionMode):
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func is F.linear and _fits(*args, **(kwargs or {})):
+            return _linear(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _fits(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
+    given = (input, weight) if bias is None else (input, weight, bias)
+    return (
+        all(type(tensor) in PLAIN and tensor.dtype == torch.float32 and tensor.device.type == "cpu" for tensor in given)
+        and weight.dim() == 2
+        and min(weight.shape) >= MIN_COLUMNS
+        and input.numel() >= MIN_ROWS * weight.shape[1]
+        and input.shape[-1] == weight.shape[1]
+    )
+
+
+# What other tensors do with a layer is theirs: quantized ones, meta ones, those that are traced.
+PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return _Linear.apply(input, weight, bias)
+
+
+def _product(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return rows W' + b, (..., outputs), for rows (..., inputs) and W (outputs, inputs)."""
+    return torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")  # pyright: ignore[reportPrivateUsage] - what inductor calls, too
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(rows if weight.requires_grad else None, weight)
+        return _product(rows, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        (gradient,), (rows, weight) = gradients, ctx.saved_tensors
+        by_rows, by_weight, by_bias = ctx.needs_input_grad
+        flat = gradient.reshape(-1, gradient.shape[-1])
+        return (
+            _product(gradient, weight.T) if by_rows else None,
+            _product(flat.T.contiguous(), rows.reshape(-1, rows.shape[-1]).T) if by_weight else None,
+            flat.sum(0) if by_bias else None,
+        )

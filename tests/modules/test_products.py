@@ -1,0 +1,76 @@
+"""Products through oneDNN are those of torch, for a model and its gradients; what they can't do stays torch's."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from profiling_agent.modules import products
+from profiling_agent.modules.products import quick_products
+
+
+def answers_and_gradients(layer: nn.Module, rows: torch.Tensor) -> list[torch.Tensor]:
+    x = rows.clone().requires_grad_()
+    y = layer(x)
+    return [y, *torch.autograd.grad(y.square().sum(), [x, *layer.parameters()])]
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(50, 64), (4, 25, 64), (2, 5, 7, 64)])
+def test_a_layer_and_its_gradients_are_torchs_own(shape, bias):
+    torch.manual_seed(0)
+    layer, rows = nn.Linear(64, 48, bias=bias), torch.randn(shape)
+    expected = answers_and_gradients(layer, rows)
+    with products._ByOneDnn():
+        found = answers_and_gradients(layer, rows)
+    assert len(found) == 3 + bias  # the answer, by rows, by weight, by bias
+    assert all(torch.allclose(one, other, rtol=1e-4, atol=1e-4) for one, other in zip(found, expected, strict=True))
+    assert type(found[0].grad_fn).__name__ == "_LinearBackward"
+
+
+def test_what_lies_crosswise_or_is_read_in_inference_mode_is_multiplied_too():
+    torch.manual_seed(0)
+    rows, weight = torch.randn(64, 40).T, torch.randn(64, 96).T
+    with torch.inference_mode(), products._ByOneDnn():
+        found = F.linear(rows, weight)
+    assert torch.allclose(found, rows @ weight.T, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("rows", "weight"),
+    [
+        (torch.ones(40, 64, dtype=torch.float64), torch.ones(48, 64, dtype=torch.float64)),
+        (torch.ones(40, 64, dtype=torch.bfloat16), torch.ones(48, 64, dtype=torch.bfloat16)),
+        (torch.ones(2, 64), torch.ones(48, 64)),
+        (torch.ones(40, 64), torch.ones(3, 64)),
+        (torch.ones(40, 64), torch.ones(64)),
+    ],
+)
+def test_other_numbers_and_small_ones_stay_torchs(rows, weight):
+    rows.requires_grad_()
+    with products._ByOneDnn():
+        found = F.linear(rows, weight)
+    assert type(found.grad_fn).__name__ != "_LinearBackward"
+    assert bool((found == 64).all())
+
+
+def test_what_does_not_fit_is_refused_in_torchs_own_words():
+    with products._ByOneDnn(), pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        F.linear(torch.ones(40, 64), torch.ones(48, 63))
+
+
+def test_tensors_of_another_kind_multiply_by_themselves():
+    class Counted(torch.Tensor):
+        pass
+
+    with products._ByOneDnn():
+        found = F.linear(torch.ones(40, 64), torch.ones(48, 64).as_subclass(Counted))
+    assert isinstance(found, Counted)
+
+
+def test_it_is_for_processors_that_are_not_intels_and_over_at_its_end():
+    layer, rows = nn.Linear(64, 48), torch.randn(50, 64)
+    with quick_products():
+        inside = type(layer(rows).grad_fn).__name__ == "_LinearBackward"
+    assert inside == products.mkl_is_slow()
+    assert type(layer(rows).grad_fn).__name__ == "AddmmBackward0"
