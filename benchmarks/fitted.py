@@ -21,6 +21,8 @@ from full_size import MODELS, build
 from torch import Tensor, nn
 from transformers import ViTImageProcessor
 
+from profiling_agent.modules.products import quick_products
+
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 FOLDER = Path(__file__).resolve().parents[1] / "runs" / "fitted"
 NUM_IMAGES, BATCH = 1000, 16
@@ -83,7 +85,7 @@ def _features(model: nn.Module, last: nn.Linear, pixel_values: Tensor) -> Tensor
         seen.append(inputs[0].flatten(1))
         raise _FeaturesReachedError
 
-    with torch.inference_mode(), contextlib.suppress(_FeaturesReachedError):
+    with torch.inference_mode(), quick_products(), contextlib.suppress(_FeaturesReachedError):
         handle = last.register_forward_pre_hook(catch)
         try:
             model(pixel_values=pixel_values)
