@@ -31,6 +31,7 @@ from profiling_agent.iteration.evaluator import Evaluator, Settings
 from profiling_agent.jobs.runner import Jobs, job_key
 from profiling_agent.jobs.table import JobRow, Table
 from profiling_agent.jobs.tasks import DeployTask, EvaluateTask, LogitsTask, PrepareTask, PruneTask, prepared
+from profiling_agent.modules.products import quick_products
 from profiling_agent.pruning.units import find_units
 from profiling_agent.pruning.widths import snap
 from profiling_agent.records import (
@@ -197,7 +198,7 @@ def test_the_answers_are_those_of_all_images_at_once_whichever_shard_is_first(jo
     text, images = (root / "baseline" / "preprocessor_config.json").read_text(), info(root, "search", NUM_IMAGES)
     tasks = [PrepareTask(split=images, shard=shard, processor=text) for shard in images.shards()]
     model, expected = load_module(root / "baseline"), list[Answers]()
-    with torch.inference_mode():
+    with torch.inference_mode(), quick_products():
         for task in tasks:
             shard_images = PreparedImages.open([root / "jobs" / job_key(task)])
             for pixel_values, labels in shard_images.batches(BATCH_SIZE):
