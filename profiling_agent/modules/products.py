@@ -50,7 +50,7 @@ class _ByOneDnn(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if func is F.linear and _fits(*args, **(kwargs or {})):
-            return _linear(*args, **(kwargs or {}))
+            return _Linear.apply(*_named(*args, **(kwargs or {})))
         return func(*args, **(kwargs or {}))
 
 
@@ -69,12 +69,12 @@ def _fits(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
 PLAIN = (Tensor, torch.nn.Parameter)
 
 
-def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return _Linear.apply(input, weight, bias)
+def _named(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
+    return input, weight, bias
 
 
-def _product(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return rows W' + b, (..., outputs), for rows (..., inputs) and W (outputs, inputs)."""
+def product(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return rows W' + b, (..., outputs), for rows (..., inputs) and W (outputs, inputs), float32 on the CPU, by oneDNN."""
     return torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")  # pyright: ignore[reportPrivateUsage] - what inductor calls, too
 
 
@@ -82,7 +82,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(rows if weight.requires_grad else None, weight)
-        return _product(rows, weight, bias)
+        return product(rows, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -90,7 +90,7 @@ class _Linear(torch.autograd.Function):
         by_rows, by_weight, by_bias = ctx.needs_input_grad
         flat = gradient.reshape(-1, gradient.shape[-1])
         return (
-            _product(gradient, weight.T) if by_rows else None,
-            _product(flat.T.contiguous(), rows.reshape(-1, rows.shape[-1]).T) if by_weight else None,
+            product(gradient, weight.T) if by_rows else None,
+            product(flat.T.contiguous(), rows.reshape(-1, rows.shape[-1]).T) if by_weight else None,
             flat.sum(0) if by_bias else None,
         )
