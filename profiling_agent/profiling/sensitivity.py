@@ -31,8 +31,8 @@ from profiling_agent.pruning.widths import aligned_widths
 from profiling_agent.records import CriterionScore, Cut, Evidence, Unit, UnitEvidence, UnitKind, WidthOption
 
 # Widths that are measured; the others are drawn along the prediction through them. On so many images: every unit is measured on the
-# same ones, and what is asked is which of them costs more.
-NUM_MEASURED, MAX_MEASURED_ON = 2, 16
+# same ones, and what is asked is which of them costs more. A network of many units has fewer of them, so that the cost doesn't grow with both.
+NUM_MEASURED, MIN_MEASURED_ON, MAX_MEASURED_ON, MAX_MEASUREMENTS = 2, 8, 16, 512
 BATCH = 32
 # A backward pass holds what all layers gave: 11 GB for 32 images of 224 x 224 in a ViT-B/16, so that there are fewer of so large ones, and of a
 # machine with little memory a third is enough.
@@ -54,7 +54,7 @@ def measure_sensitivity(  # noqa: PLR0913 (how, and on what, a study is made)
     """Return the evidence on every unit at every aligned width; `model` is left as it was found.
 
     `batches` begins a pass over the calibration images: (pixel_values (b, c, h, w), labels), labels unused. Three
-    quarters are fitted to, of the last up to 16 images are measured on. `criterion` orders the channels: one of CRITERIA, "auto" for
+    quarters are fitted to, of the last 8 to 16 images are measured on, fewer where there are many units. `criterion` orders the channels: one of CRITERIA, "auto" for
     the one that suits each kind of unit, or "compare" for the one that has the lowest KL here. `table` has the units' times, where
     they are known.
 
@@ -116,7 +116,8 @@ class _Study:
         """T0: the moments, and what the unpruned model answers."""
         self.judged = list(regrouped(self.calibration.judged(), BATCH, rest=True))
         self.num_images = sum(map(len, (*self.judged, *self.calibration.fitted())))
-        self.num_measured_on = min(MAX_MEASURED_ON, sum(map(len, self.judged)))
+        at_most = max(MIN_MEASURED_ON, min(MAX_MEASURED_ON, MAX_MEASUREMENTS // max(len(self.units), 1)))
+        self.num_measured_on = min(at_most, sum(map(len, self.judged)))
         if not bool(torch.isfinite(self.model(pixel_values=self.judged[0]).logits).all()):
             raise PruningError("the model answers calibration images with logits that aren't finite: check its weights")
         pixels = self.judged[0].shape[-2] * self.judged[0].shape[-1]

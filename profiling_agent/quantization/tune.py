@@ -27,7 +27,7 @@ MAX_IMAGES = 32
 SMALL_KL = 5e-3
 # Images on which KLs are measured, at least, and the MACs of one pass over them. About a pass for each layer is run: for
 # a ViT-B/16 that is minutes with 8 images, and four times as many with 32.
-MIN_JUDGED, JUDGED_MACS = 8, 128e9
+MIN_JUDGED, JUDGED_MACS = 8, 64e9
 
 TunedScheme = Literal["dynamic", "static"]
 

@@ -40,9 +40,9 @@ def test_what_is_left_keeps_enough_for_the_end(tmp_path: Path):
 
 
 def test_a_conversion_of_minutes_is_worth_it_in_a_run_that_is_long_anyway(tmp_path: Path):
-    # 12,000 passes are 1,200 s, half of which may be used up by then.
-    assert budget(tmp_path, 500.0, None).allows_slow_conversion()
-    assert not budget(tmp_path, 520.0, None).allows_slow_conversion()
+    # 8,000 passes are 800 s, half of which may be used up by then.
+    assert budget(tmp_path, 310.0, None).allows_slow_conversion()
+    assert not budget(tmp_path, 311.0, None).allows_slow_conversion()
     # A model of 5 ms would be done in a minute; its run is given five.
     assert budget(tmp_path, 50.0, None, 0.005).allows_slow_conversion()
     assert not budget(tmp_path, 70.0, None, 0.005).allows_slow_conversion()
@@ -50,11 +50,11 @@ def test_a_conversion_of_minutes_is_worth_it_in_a_run_that_is_long_anyway(tmp_pa
 
 
 def test_attempts_go_on_as_long_as_the_run_is_in_proportion_to_its_model(tmp_path: Path):
-    # 1,200 s without a limit, of which 290 are for the end.
-    assert budget(tmp_path, 800.0, None).allows_attempt(110.0, is_optional=True)
-    assert not budget(tmp_path, 800.0, None).allows_attempt(111.0, is_optional=True)
+    # 800 s without a limit, of which 290 are for the end.
+    assert budget(tmp_path, 400.0, None).allows_attempt(110.0, is_optional=True)
+    assert not budget(tmp_path, 400.0, None).allows_attempt(111.0, is_optional=True)
     # Where nothing was accepted yet, another one is what the run is for.
-    assert budget(tmp_path, 800.0, None).allows_attempt(111.0, is_optional=False)
+    assert budget(tmp_path, 400.0, None).allows_attempt(111.0, is_optional=False)
     for is_optional in (False, True):
         assert budget(tmp_path, 800.0, 3600.0).allows_attempt(111.0, is_optional=is_optional)
         assert not budget(tmp_path, 200.0, 500.0).allows_attempt(20.0, is_optional=is_optional)
@@ -66,9 +66,9 @@ def test_attempts_go_on_as_long_as_the_run_is_in_proportion_to_its_model(tmp_pat
 def test_the_search_among_deployments_has_a_fifth(tmp_path: Path):
     assert budget(tmp_path, 250.0, 1000.0).allows_search(100.0, 50.0)
     assert not budget(tmp_path, 250.0, 1000.0).allows_search(100.0, 51.0)
-    # Without a limit of 1,200 s.
-    assert budget(tmp_path, 250.0, None).allows_search(100.0, 30.0)
-    assert not budget(tmp_path, 250.0, None).allows_search(100.0, 31.0)
+    # Without a limit a quarter of 800 s.
+    assert budget(tmp_path, 250.0, None).allows_search(100.0, 50.0)
+    assert not budget(tmp_path, 250.0, None).allows_search(100.0, 51.0)
     assert budget(tmp_path, 250.0, None, 0.025).allows_search(100.0, 1e9)
 
 
