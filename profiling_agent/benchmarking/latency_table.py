@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from pydantic import TypeAdapter, ValidationError
 from scipy import stats
 from scipy.optimize import isotonic_regression
 from torch import Tensor, nn
@@ -25,6 +26,8 @@ from profiling_agent.benchmarking.width_samples import (
     read_samples,
 )
 from profiling_agent.cache import cache_folder
+from profiling_agent.errors import ArtifactError
+from profiling_agent.files import read_bytes, write_text
 from profiling_agent.modules.hooks import watching
 from profiling_agent.modules.inference import left_as_found
 from profiling_agent.progress import Progress, silent
@@ -74,6 +77,22 @@ class LatencyTable:
             return 0.0
         full = times[unit.width]
         return max(full - times[keep], MIN_GAIN * (1 - keep / unit.width) * full)
+
+
+_TABLE = TypeAdapter(LatencyTable)
+
+
+def write_table(path: Path, table: LatencyTable) -> None:
+    """Write a table for another process."""
+    write_text(path, _TABLE.dump_json(table).decode())
+
+
+def read_table(path: Path) -> LatencyTable:
+    """Return the table in a file; ArtifactError where it isn't what `write_table` wrote."""
+    try:
+        return _TABLE.validate_json(read_bytes(path))
+    except (OSError, ValidationError) as error:
+        raise ArtifactError(f"{str(path)!r} holds no latency table: run again") from error
 
 
 def time_units(

@@ -5,7 +5,7 @@ from pathlib import Path
 from profiling_agent.documents import DocumentError, read_record
 from profiling_agent.errors import RunError
 from profiling_agent.jobs.runner import Jobs
-from profiling_agent.jobs.tasks import HeadlineTask, Profiled, ProfileTask, ResolveShapeTask
+from profiling_agent.jobs.tasks import EvidenceTask, HeadlineTask, Profiled, ProfileTask, ResolveShapeTask
 from profiling_agent.progress import Progress, silent
 from profiling_agent.records import ArtifactRef, Headline, ModelProfile, SplitInfo
 from profiling_agent.request import Request
@@ -28,7 +28,9 @@ def profile_artifact(  # noqa: PLR0913 (what is measured, with what, and where)
     With `cache`, evidence of an earlier run is used where that had the same model, images and machine.
     """
     headline = measure_headline(jobs, model, batch_size=batch_size, device=device)
-    task = ProfileTask(
+    if calibration is None:
+        return jobs.run(ProfileTask(model=model, batch_size=batch_size, device=device, headline=headline))
+    task = EvidenceTask(
         model=model,
         batch_size=batch_size,
         device=device,

@@ -47,7 +47,8 @@ TABLE: Table = {
     tasks.ResolveShapeTask: JobRow(handler="profiling_agent.jobs.handlers.acquisition:resolve_shape", secrets=HUB),
     tasks.PrepareTask: JobRow(handler="profiling_agent.jobs.handlers.images:prepare"),
     tasks.LogitsTask: JobRow(handler="profiling_agent.jobs.handlers.logits:ask"),
-    tasks.ProfileTask: JobRow(handler="profiling_agent.jobs.handlers.profiling:profile", passes=100_000, timed=True),
+    tasks.ProfileTask: JobRow(handler="profiling_agent.jobs.handlers.profiling:profile", timed=True),
+    tasks.EvidenceTask: JobRow(handler="profiling_agent.jobs.handlers.profiling:add_evidence", passes=100_000),
     tasks.PruneTask: JobRow(handler="profiling_agent.jobs.handlers.pruning:prune"),
     # What is cut off goes on after its last epoch, but a hundred epochs may take a day.
     tasks.RecoverTask: JobRow(

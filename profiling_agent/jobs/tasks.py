@@ -177,21 +177,39 @@ class Profiled(Record):
 
 
 class ProfileTask(Task[Profiled]):
-    """Profile a model; with calibration images, also how much each of its units is missed."""
+    """Time a model and its parts; with `times_widths` also what each of its units takes at each width."""
 
     result: ClassVar[type[Record]] = Profiled
     model: ArtifactRef
     batch_size: int
     device: str
     headline: Headline
-    calibration: SplitInfo | None = None
+    times_widths: bool = False
+
+
+class EvidenceTask(Task[Profiled]):
+    """Add to the profile of a model how much each of its units is missed; nothing is timed, so that others may run beside it."""
+
+    result: ClassVar[type[Record]] = Profiled
+    model: ArtifactRef
+    batch_size: int
+    device: str
+    headline: Headline
+    calibration: SplitInfo
     criterion: str = "auto"
     seed: int = 0
     cache: bool = True
 
     def needs(self, find: Find) -> Mapping[str, tuple[Task[Any], ...]]:
-        """Return what prepares the calibration images, where there are any."""
-        return {"calibration": prepared(self.calibration, find(self.model))} if self.calibration else {}
+        """Return the profile with its latency table, and what prepares the calibration images."""
+        profile = ProfileTask(
+            model=self.model,
+            batch_size=self.batch_size,
+            device=self.device,
+            headline=self.headline,
+            times_widths=True,
+        )
+        return {"profile": (profile,), "calibration": prepared(self.calibration, find(self.model))}
 
 
 class PruneTask(Task[PrunedModel]):

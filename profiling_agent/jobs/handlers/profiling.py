@@ -6,12 +6,13 @@ from pathlib import Path
 from profiling_agent.acquisition.batches import iter_batches
 from profiling_agent.artifacts.folder import folder_bytes, processor_text
 from profiling_agent.artifacts.load import load_module, load_recipe, load_skeleton
-from profiling_agent.benchmarking.latency_table import time_units
+from profiling_agent.benchmarking.latency_table import LatencyTable, read_table, time_units, write_table
 from profiling_agent.cache import cache_folder
-from profiling_agent.errors import PruningError
+from profiling_agent.documents import DocumentError, read_record
+from profiling_agent.errors import ArtifactError, PruningError
 from profiling_agent.files import write_text
 from profiling_agent.jobs.context import JobContext
-from profiling_agent.jobs.tasks import Profiled, ProfileTask
+from profiling_agent.jobs.tasks import EvidenceTask, Profiled, ProfileTask
 from profiling_agent.modules.inference import random_batch
 from profiling_agent.modules.products import quick_products
 from profiling_agent.profiling.kept_evidence import evidence_path, keep_evidence, read_evidence
@@ -20,14 +21,15 @@ from profiling_agent.profiling.sensitivity import measure_sensitivity
 from profiling_agent.records import Evidence, ModelProfile
 from profiling_agent.reproducibility import environment
 
+PROFILE, WIDTHS = "profile.json", "widths.json"
+
 
 def profile(task: ProfileTask, job: JobContext) -> Profiled:
-    """Profile the model; write profile.json and the chrome trace."""
+    """Profile the model; write profile.json and the chrome trace, and the latency table where it is asked for."""
     path = job.path(task.model)
-    recipe = load_recipe(path)
-    trace = job.folder / "trace.json.gz"
+    model, recipe, trace = load_module(path).to(task.device), load_recipe(path), job.folder / "trace.json.gz"
     measured = profile_model(
-        load_module(path).to(task.device),
+        model,
         recipe.input,
         batch_size=task.batch_size,
         device=task.device,
@@ -38,25 +40,40 @@ def profile(task: ProfileTask, job: JobContext) -> Profiled:
         trace_path=trace,
         progress=job.progress,
     )
-    evidence, note = _evidence(task, job, measured) if task.calibration else (None, None)
-    complete = measured.model_copy(
-        update={"trace": job.ref(trace, "trace"), "evidence": evidence, "evidence_note": note}
-    )
-    out = job.folder / "profile.json"
-    write_text(out, complete.model_dump_json(indent=1))
+    if task.times_widths:
+        batch = random_batch(measured.input, task.batch_size).to(task.device)
+        write_table(job.folder / WIDTHS, time_units(model, measured.units, batch, progress=job.progress))
+    return _kept_profile(measured.model_copy(update={"trace": job.ref(trace, "trace")}), job)
+
+
+def add_evidence(task: EvidenceTask, job: JobContext) -> Profiled:
+    """Write the profile again, with the evidence on the model's units, or why there is none."""
+    (folder,) = job.folders("profile")
+    try:
+        profiled = read_record(ModelProfile, folder / PROFILE)
+    except (OSError, DocumentError) as error:
+        raise ArtifactError(f"{str(folder / PROFILE)!r} is no profile ({error}): run again") from error
+    evidence, note = _evidence(task, job, profiled, read_table(folder / WIDTHS))
+    return _kept_profile(profiled.model_copy(update={"evidence": evidence, "evidence_note": note}), job)
+
+
+def _kept_profile(profiled: ModelProfile, job: JobContext) -> Profiled:
+    out = job.folder / PROFILE
+    write_text(out, profiled.model_dump_json(indent=1))
     return Profiled(
         profile=job.ref(out, "profile"),
-        params=complete.params,
-        macs=complete.macs,
-        latency_ms=complete.headline.latency.median_ms,
-        peak_memory_bytes=complete.headline.peak_memory_bytes,
-        forward_passes=complete.forward_passes,
+        params=profiled.params,
+        macs=profiled.macs,
+        latency_ms=profiled.headline.latency.median_ms,
+        peak_memory_bytes=profiled.headline.peak_memory_bytes,
+        forward_passes=profiled.forward_passes,
     )
 
 
-def _evidence(task: ProfileTask, job: JobContext, profiled: ModelProfile) -> tuple[Evidence | None, str | None]:
+def _evidence(
+    task: EvidenceTask, job: JobContext, profiled: ModelProfile, table: LatencyTable
+) -> tuple[Evidence | None, str | None]:
     """Return the evidence on the model's units, or why there is none."""
-    assert task.calibration is not None, "evidence is gathered on calibration images"
     path = job.path(task.model)
     kept = _kept(task, path) if task.cache else None
     if kept is not None and (known := read_evidence(kept, profiled.units)) is not None:
@@ -64,9 +81,7 @@ def _evidence(task: ProfileTask, job: JobContext, profiled: ModelProfile) -> tup
         return known, None
     model = load_module(path).to(task.device)
     read = partial(iter_batches, job.images("calibration"), batch_size=task.batch_size)
-    batch = random_batch(profiled.input, task.batch_size).to(task.device)
     try:
-        table = time_units(model, profiled.units, batch, progress=job.progress)
         with quick_products():
             evidence = measure_sensitivity(
                 model,
@@ -84,9 +99,8 @@ def _evidence(task: ProfileTask, job: JobContext, profiled: ModelProfile) -> tup
     return evidence, None
 
 
-def _kept(task: ProfileTask, model: Path) -> Path:
+def _kept(task: EvidenceTask, model: Path) -> Path:
     """Return where evidence is kept that depends on the same: model, images, what was asked for, code and machine."""
-    assert task.calibration is not None, "evidence is gathered on calibration images"
     images = task.calibration
     depends_on = {
         "model": task.model.sha256,
