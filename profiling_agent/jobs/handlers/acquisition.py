@@ -5,10 +5,17 @@ from typing import Any
 from profiling_agent.acquisition.data import DataQuery
 from profiling_agent.acquisition.hub import is_local, local_folder
 from profiling_agent.acquisition.models import load_model, resolve_device
-from profiling_agent.acquisition.splits import DrawnSplit, draw_splits
+from profiling_agent.acquisition.splits import DrawnSplit, draw_splits, look_up_labels
 from profiling_agent.artifacts.save import save_model
 from profiling_agent.jobs.context import JobContext
-from profiling_agent.jobs.tasks import AcquireTask, ResolvedShape, ResolveShapeTask, SurveyShapeTask
+from profiling_agent.jobs.tasks import (
+    AcquireTask,
+    MatchedLabels,
+    MatchLabelsTask,
+    ResolvedShape,
+    ResolveShapeTask,
+    SurveyShapeTask,
+)
 from profiling_agent.records import Acquired, ModelSource, ShapeFacts, SplitInfo
 from profiling_agent.shapes.resolve import resolve_input_shape
 from profiling_agent.shapes.survey import survey
@@ -47,6 +54,15 @@ def acquire(task: AcquireTask, job: JobContext) -> Acquired:
         labels=drawn.labels,
         notes=drawn.notes,
     )
+
+
+def match_labels(task: MatchLabelsTask, job: JobContext) -> MatchedLabels:
+    """Open the model and the data set, and match their classes."""
+    loaded = load_model(task.model, revision=task.revision, device="cpu", progress=job.progress)
+    shared = task.model_dump(include=set(DataQuery.model_fields))
+    config: Any = loaded.model.config
+    split, matches = look_up_labels(DataQuery(**shared), id2label=config.id2label, progress=job.progress)
+    return MatchedLabels(split=split, labels=matches, num_classes=len(config.id2label))
 
 
 def survey_shape(task: SurveyShapeTask, job: JobContext) -> ShapeFacts:

@@ -29,7 +29,7 @@ def ask(task: LogitsTask, job: JobContext) -> Answered:
     # Fewer than 32 images have none that judge; whoever compares then does it on all of them.
     if not logits and not task.judged:
         raise RequestError("there are 0 images to ask a model about: raise num_samples")
-    found = torch.cat(logits) if logits else torch.empty(0, 0)
+    found = torch.cat(logits).cpu() if logits else torch.empty(0, 0)
     write_bytes(job.folder / FILE, save({NAME: found}))
     return Answered(num_images=len(found))
 

@@ -25,7 +25,7 @@ from profiling_agent.records import ArtifactRef, Cut, PrunedModel, RecoveredMode
 def prune(task: PruneTask, job: JobContext) -> PrunedModel:
     """Cut the units, pass the gates, compensate, save the candidate."""
     path = job.path(task.baseline)
-    model, recipe = load_module(path), load_recipe(path)
+    model, recipe = load_module(path).to(task.device), load_recipe(path)
     read = partial(iter_batches, job.images("calibration"), batch_size=task.batch_size)
     images, _ = next(read(batch_size=NUM_GATE_IMAGES))
     keep = {name: list(kept) for name, kept in task.keep.items()}
@@ -36,7 +36,7 @@ def prune(task: PruneTask, job: JobContext) -> PrunedModel:
             model, pruned.model, task.cuts, pruned.keep, read, expected=given_logits(job), progress=job.progress
         )
     return PrunedModel(
-        model=keep_model(made.model if made else pruned.model, task.baseline, job, cuts=task.cuts),
+        model=keep_model((made.model if made else pruned.model).cpu(), task.baseline, job, cuts=task.cuts),
         cuts=task.cuts,
         mask_error=pruned.mask_error,
         kl=made.kl_after if made else None,
