@@ -168,7 +168,7 @@ class Request(BaseModel):
         description="use what an earlier run measured of the same model, images and machine: how much each unit is missed",
     )
     batch_size: int = Field(default=32, ge=1, le=4096, description="the batch size you deploy; all is measured at it")
-    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="where to measure")
+    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="where to measure; auto is the CPU")
     seed: int = Field(default=0, ge=0, lt=2**32, description="draws the images and everything else that is random")
     approve: Literal["never", "plan", "each"] = Field(
         default="never",

@@ -2,9 +2,11 @@
 
 from typing import Any
 
+import torch
+
 from profiling_agent.acquisition.data import DataQuery
 from profiling_agent.acquisition.hub import is_local, local_folder
-from profiling_agent.acquisition.models import load_model, resolve_device
+from profiling_agent.acquisition.models import device_note, load_model, resolve_device
 from profiling_agent.acquisition.splits import DrawnSplit, draw_splits, look_up_labels
 from profiling_agent.artifacts.save import save_model
 from profiling_agent.jobs.context import JobContext
@@ -24,7 +26,9 @@ from profiling_agent.shapes.verify import verify
 
 def acquire(task: AcquireTask, job: JobContext) -> Acquired:
     """Check the model, draw the images."""
-    device = resolve_device(task.device)
+    device, note = resolve_device(task.device), device_note(task.device, has_cuda=torch.cuda.is_available())
+    if note:
+        job.progress(note, 0, 0)
     loaded = load_model(task.model, revision=task.revision, device=device, progress=job.progress)
     shared = task.model_dump(include=set(DataQuery.model_fields))
     config: Any = loaded.model.config
@@ -52,7 +56,7 @@ def acquire(task: AcquireTask, job: JobContext) -> Acquired:
         heldout=info("heldout", drawn.heldout),
         recovery=info("recovery", drawn.recovery) if drawn.recovery else None,
         labels=drawn.labels,
-        notes=drawn.notes,
+        notes=(*drawn.notes, *([note] if note else [])),
     )
 
 

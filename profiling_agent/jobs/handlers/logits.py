@@ -14,7 +14,7 @@ from profiling_agent.files import write_bytes
 from profiling_agent.foreign import foreign_code, on_behalf
 from profiling_agent.jobs.context import JobContext
 from profiling_agent.jobs.tasks import Answered, LogitsTask
-from profiling_agent.modules.inference import device_of, logits_of
+from profiling_agent.modules.inference import device_of, logits_of, on_device
 from profiling_agent.pruning.calibration import Calibration
 
 FILE, NAME = "logits.safetensors", "logits"
@@ -22,7 +22,7 @@ FILE, NAME = "logits.safetensors", "logits"
 
 def ask(task: LogitsTask, job: JobContext) -> Answered:
     """Run the model over the images and write down its logits."""
-    model = load_module(job.path(task.model)).to(task.device)
+    model = on_device(load_module(job.path(task.model)), task.device)
     read = partial(iter_batches, job.images("images"), batch_size=task.batch_size, limit=task.num_images)
     images = Calibration(batches=read, device=device_of(model), dtype=next(model.parameters()).dtype)
     logits = [logits_of(model, batch).float() for batch in (images.judged() if task.judged else images.every())]

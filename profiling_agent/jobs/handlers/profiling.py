@@ -12,7 +12,7 @@ from profiling_agent.errors import PruningError
 from profiling_agent.files import write_text
 from profiling_agent.jobs.context import JobContext
 from profiling_agent.jobs.tasks import Profiled, ProfileTask
-from profiling_agent.modules.inference import random_batch
+from profiling_agent.modules.inference import on_device, random_batch
 from profiling_agent.profiling.kept_evidence import evidence_path, keep_evidence, read_evidence
 from profiling_agent.profiling.profile import profile_model
 from profiling_agent.profiling.sensitivity import measure_sensitivity
@@ -26,7 +26,7 @@ def profile(task: ProfileTask, job: JobContext) -> Profiled:
     recipe = load_recipe(path)
     trace = job.folder / "trace.json.gz"
     measured = profile_model(
-        load_module(path).to(task.device),
+        on_device(load_module(path), task.device),
         recipe.input,
         batch_size=task.batch_size,
         device=task.device,
@@ -61,7 +61,7 @@ def _evidence(task: ProfileTask, job: JobContext, profiled: ModelProfile) -> tup
     if kept is not None and (known := read_evidence(kept, profiled.units)) is not None:
         job.progress("evidence of an earlier run is used", 0, 0)
         return known, None
-    model = load_module(path).to(task.device)
+    model = on_device(load_module(path), task.device)
     read = partial(iter_batches, job.images("calibration"), batch_size=task.batch_size)
     batch = random_batch(profiled.input, task.batch_size).to(task.device)
     try:
