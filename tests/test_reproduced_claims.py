@@ -106,8 +106,8 @@ def test_the_papers_number_stands_beside_each_quantity_of_which_it_prints_any():
 
     assert columns(made) == ("model", "data", "what", "points gained", "the paper", "times as fast", "note")
     assert lines(made) == (
-        ("ViT-B/16", "d", METHOD, "+2.00", "+1.00", "", ""),
-        ("ViT-B/16", "d", OURS, "", "", "2.00", "a|b"),
+        ("ViT-B/16: m", "d", METHOD, "+2.00", "+1.00", "", ""),
+        ("ViT-B/16: m", "d", OURS, "", "", "2.00", "a|b"),
     )
     written = markdown(made)
     assert written.splitlines()[1] == "|---|---|---|---|---|---|---|"

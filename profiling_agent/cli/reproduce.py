@@ -18,6 +18,7 @@ from profiling_agent.files import write_text
 from profiling_agent.processes.streams import keep_stdout
 from profiling_agent.reproduce.paper import TABLE_NAMES, TableName
 from profiling_agent.reproduce.table import Study, columns, lines, markdown, sections
+from profiling_agent.request import Request
 
 if TYPE_CHECKING:
     from profiling_agent.reproduce.study import Options, Reproduction
@@ -104,7 +105,7 @@ def reproduce(  # noqa: PLR0913, PLR0917 (a command's options)
             "image_column": image_column or [],
             "label_column": label_column or [],
         },
-        output=output.expanduser(),
+        output=output,
         options=options,
     )
     try:
@@ -129,14 +130,16 @@ def _make(names: Sequence[TableName], asked: Asked, display: Display) -> list[St
     from profiling_agent.reproduce.study import Reproduction, check_writable
     from profiling_agent.reproduce.tables import reproduce as make
 
-    runs = Reproduction(asked.output, asked.options, listener=display.hear)
+    # A request says what is wrong with a path that can't be one.
+    output = Request(output=str(asked.output)).output_dir
+    runs = Reproduction(output, asked.options, listener=display.hear)
     _check_options(runs)
-    check_writable(asked.output)
+    check_writable(output)
     chosen = _choose(names, asked, display)
     studies: list[Study] = []
     for name in names:
         studies.append(make(name, runs, chosen[name]))
-        _write(studies[-1], asked.output)
+        _write(studies[-1], output)
     return studies
 
 

@@ -7,7 +7,7 @@ within the noise contradicts nothing.
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 
-from profiling_agent.reproduce.paper import TableName
+from profiling_agent.reproduce.paper import TableName, short
 from profiling_agent.reproduce.table import METHOD, Quantity, Row, Value, told
 
 Claim = Callable[[Sequence[Row]], Iterator[str]]
@@ -34,7 +34,7 @@ def _method(rows: Sequence[Row]) -> Row | None:
 
 
 def _who(row: Row) -> str:
-    return f"{row.family} ({row.model}, {row.data})"
+    return f"{row.family} ({short(row.model)}, {row.data})"
 
 
 def _told(row: Row, quantity: Quantity) -> str:

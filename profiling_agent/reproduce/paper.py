@@ -24,6 +24,11 @@ MADE_ON: dict[TableName, tuple[Images, ...]] = {
 }
 
 
+def short(name: str) -> str:
+    """Return a model or a data set as a table names it: of a path its last part, a Hub id as it is."""
+    return name.rstrip("/").rpartition("/")[2] if name.startswith(("/", ".", "~")) else name
+
+
 class DataSet(Record):
     """A labelled data set by the names that a request has for it, and which of the paper's it stands for."""
 
@@ -43,8 +48,8 @@ class DataSet(Record):
     @property
     def title(self) -> str:
         """Return it as a reader sees it."""
-        named = f"{self.dataset} ({self.dataset_config})" if self.dataset_config else self.dataset
-        return named if self.dataset == PAPERS_DATA[self.stands_for].dataset else f"{named} for {self.stands_for}"
+        named = f"{short(self.dataset)} ({self.dataset_config})" if self.dataset_config else short(self.dataset)
+        return named if self.dataset == PAPERS_DATA[self.stands_for].dataset else f"{named} as {self.stands_for}"
 
 
 # Where the paper's data is: of Imagenette the configuration that the paper describes (320 pixels), of ImageNet-1K the split that has labels.

@@ -1,5 +1,6 @@
 """Subjects: the models and the data that a table is made on, and what of the paper's can't be had; looked at before anything is run."""
 
+import itertools
 import re
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -124,32 +125,29 @@ def _fitting(
     """Return the pairs whose labels are classes of the model, each looked at; RequestError where there is none."""
     found: list[Subject] = []
     reasons: list[str] = []
-    for model, family in models:
-        why: list[str] = []
-        for one in data:
-            try:
-                _check(model, one, progress)
-            except ProfilingAgentError as error:
-                why.append(f"{family} ({model}) on {one.title}: {error}")
-            else:
-                found.append(Subject(model=model, family=family, data=one))
-        reasons += why
+    with tempfile.TemporaryDirectory(prefix="profiling-agent-") as folder:
+        workspace = Workspace(Path(folder))
+        workspace.jobs.mkdir(parents=True)
+        jobs = Jobs(workspace, progress)
+        try:
+            for (model, family), one in itertools.product(models, data):
+                try:
+                    _check(jobs, model, one)
+                except ProfilingAgentError as error:
+                    reasons.append(f"{family} ({model}) on {one.title}: {error}")
+                else:
+                    found.append(Subject(model=model, family=family, data=one))
+        finally:
+            jobs.close()
     if not found:
         more = f" (and {len(reasons) - 1} more that can't be made)" if len(reasons) > 1 else ""
         raise AcquisitionError(f"{reasons[0]}{more}")
     return Chosen(subjects=tuple(found), missing=(*missing, *reasons))
 
 
-def _check(model: str, data: DataSet, progress: Progress) -> None:
+def _check(jobs: Jobs, model: str, data: DataSet) -> None:
     """Raise AcquisitionError where a model and a data set can't be had, or a label is no class of the model."""
-    with tempfile.TemporaryDirectory(prefix="profiling-agent-") as folder:
-        workspace = Workspace(Path(folder))
-        workspace.jobs.mkdir(parents=True)
-        jobs = Jobs(workspace, progress)
-        try:
-            matched = jobs.run(MatchLabelsTask.model_validate({"model": model, **data.asked}))
-        finally:
-            jobs.close()
+    matched = jobs.run(MatchLabelsTask.model_validate({"model": model, **data.asked}))
     if unknown := matched.unknown:
         shown = ", ".join(map(repr, unknown[:MAX_NAMED]))
         raise AcquisitionError(

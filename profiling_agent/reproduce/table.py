@@ -5,7 +5,7 @@ from typing import Literal
 
 from profiling_agent.documents import clean
 from profiling_agent.records import Record
-from profiling_agent.reproduce.paper import Family, TableName
+from profiling_agent.reproduce.paper import Family, TableName, short
 
 Quantity = Literal[
     "top-1, %",
@@ -109,7 +109,7 @@ def lines(study: Study) -> tuple[tuple[str, ...], ...]:
     """Return a table's lines as text, a cell for each of its columns; of Figure 5 with bars."""
     found: list[tuple[str, ...]] = []
     for row in study.rows:
-        cells = [row.family, row.data, row.what]
+        cells = [f"{row.family}: {short(row.model)}", row.data, row.what]
         for quantity in _quantities(study):
             sides = [row.here(quantity), *([row.paper(quantity)] if _is_printed(study, quantity) else [])]
             cells += [_with_bar(study, quantity, side) for side in sides]

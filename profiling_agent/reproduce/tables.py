@@ -25,6 +25,7 @@ from profiling_agent.reproduce.paper import (
     Table3,
     Table4,
     TableName,
+    short,
 )
 from profiling_agent.reproduce.study import Reproduction, Subject, first
 from profiling_agent.reproduce.subjects import Chosen
@@ -325,7 +326,7 @@ def reproduce(name: TableName, runs: Reproduction, chosen: Chosen) -> Study:
 
 def _differences(name: TableName, runs: Reproduction, chosen: Chosen) -> tuple[str, ...]:
     here, options = environment(), runs.options
-    models = dict.fromkeys(f"{subject.model} for {subject.family}" for subject in chosen.subjects)
+    models = dict.fromkeys(f"{short(subject.model)} as {subject.family}" for subject in chosen.subjects)
     data = dict.fromkeys(subject.data.title for subject in chosen.subjects)
     cuts = dict.fromkeys(
         f"{ratio:.0%} of {layer!r} ({subject.family})"
