@@ -117,5 +117,5 @@ def test_the_papers_number_stands_beside_each_quantity_of_which_it_prints_any():
 
 
 def test_the_figure_has_bars():
-    (line,) = lines(study("figure5", row(METHOD, fast=(1.1, 0.5))))
-    assert line[3:5] == ("█████ 0.50", "███████████ 1.10")
+    (line,) = lines(study("figure5", row(METHOD, fast=(1.1, 0.5), gained=(None, -1.0))))
+    assert line[3:6] == ("█████ 0.50", "███████████ 1.10", "-1.00")

@@ -36,8 +36,9 @@ FORMATS: Mapping[Quantity, str] = {
 }
 # The paper's method, made and measured here; and what this product returns.
 METHOD, OURS = "the paper's method", "ours"
-# A bar of so many characters is a speed-up of 2, or all of the memory.
+# What a bar of so many characters stands for, of what Figure 5 draws.
 BAR = 20
+WHOLE: Mapping[Quantity, float] = {"times as fast": 2.0, "% of memory saved": 100.0}
 
 
 class Value(Record):
@@ -146,10 +147,9 @@ def _is_printed(study: Study, quantity: Quantity) -> bool:
 
 
 def _with_bar(study: Study, quantity: Quantity, value: Value | None) -> str:
-    text = told(quantity, value)
-    if study.name != "figure5" or value is None:
+    text, whole = told(quantity, value), WHOLE.get(quantity)
+    if study.name != "figure5" or value is None or whole is None:
         return text
-    whole = 2.0 if quantity == "times as fast" else 100.0
     return f"{'█' * min(max(round(BAR * value.value / whole), 0), BAR)} {text}"
 
 
