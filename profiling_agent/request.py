@@ -104,7 +104,11 @@ class Request(BaseModel):
     )
     selection: Literal["contract", "paper"] = Field(
         default="contract",
-        description="contract: the cheapest that keeps the accuracy; paper: fp32 that beats the baseline by accuracy, then params, then MACs (for latency)",
+        description="contract: the cheapest that keeps the accuracy; paper: fp32 that beats the baseline by accuracy, then params, then latency",
+    )
+    calibrate: bool = Field(
+        default=True,
+        description="let calibration images choose what is cut, make up for it and tune int8; without, weights alone decide, as in the paper",
     )
     iterate: bool = Field(default=True, description="plan again after the first evaluation")
     max_iterations: int = Field(default=5, ge=1, le=100, description="plans to measure, the first one included")
@@ -164,7 +168,7 @@ class Request(BaseModel):
         description="use what an earlier run measured of the same model, images and machine: how much each unit is missed",
     )
     batch_size: int = Field(default=32, ge=1, le=4096, description="the batch size you deploy; all is measured at it")
-    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="where to measure")
+    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="where to measure; auto is the CPU")
     seed: int = Field(default=0, ge=0, lt=2**32, description="draws the images and everything else that is random")
     approve: Literal["never", "plan", "each"] = Field(
         default="never",
@@ -256,6 +260,7 @@ class Request(BaseModel):
             min_speedup=self.min_speedup,
             max_size_ratio=self.max_size_ratio,
             selection=self.selection,
+            calibrate=self.calibrate,
             objective=self.objective,
             max_memory_ratio=self.max_memory_ratio,
         )

@@ -28,6 +28,8 @@ CITED = re.compile(r"\b(?:[\w/]*facts/\w+\.md|docs/[\w/-]+\.md|[A-Z]{4,}\.md)")
 QUICK = "--runtimes eager --max-iterations 1 --num-samples 60 --quantize-dtype none --approve plan"
 CARD = """---
 configs:
+- config_name: full_size
+  data_files: [{split: train, path: test.parquet}, {split: test, path: train.parquet}]
 - config_name: 320px
   data_files: [{split: train, path: train.parquet}, {split: test, path: test.parquet}]
 ---
@@ -35,7 +37,7 @@ configs:
 COMMANDS = {
     # Not met and waiting are answers too: what is tested is that the command does what the page says.
     "profiling-agent": f"""
-case "$1" in run) set -- "$@" {QUICK};; reproduce) set -- "$@" --num-samples 60;; esac
+case "$1" in run) set -- "$@" {QUICK};; reproduce) set -- "$@" --num-samples 60 --num-sessions 2;; esac
 {sys.executable} -m profiling_agent.cli.main "$@" || {{ code=$?; [ $code = 1 ] || [ $code = 3 ] || exit $code; }}""",
     # Installing and serving have tests of their own (test_wheel.py, server/): here, that what is named exists.
     "make": f'exec {shutil.which("make")} --dry-run --silent -C {ROOT} "$@" > made.txt',

@@ -185,14 +185,22 @@ def load_model(
 
 
 def resolve_device(name: str) -> Literal["cpu", "cuda"]:
-    """Return `cpu` or `cuda` for `auto`, `cpu` or `cuda`.
+    """Return `cpu` or `cuda` for `auto`, `cpu` or `cuda`; `auto` is the CPU, as nothing of this has been run on CUDA yet.
 
     Raises:
         RequestError: CUDA was asked for and this machine has none, or the name is another one.
     """
     if name not in ("auto", "cpu", "cuda"):
         raise RequestError(f"device is {name!r}: use auto, cpu or cuda")
-    has_cuda = torch.cuda.is_available()
-    if name == "cuda" and not has_cuda:
+    if name == "cuda" and not torch.cuda.is_available():
         raise RequestError("device is 'cuda' but torch finds no CUDA device: use auto or cpu")
-    return "cuda" if has_cuda and name != "cpu" else "cpu"
+    return "cuda" if name == "cuda" else "cpu"
+
+
+def device_note(name: str, *, has_cuda: bool) -> str | None:
+    """Return a line for whoever left the device to us where CUDA was there; None where there is nothing to say."""
+    if name != "auto" or not has_cuda:
+        return None
+    return (
+        "a CUDA device is there and was left alone, as nothing here has been tested on one: --device cuda asks for it"
+    )

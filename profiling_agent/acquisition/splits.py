@@ -167,6 +167,20 @@ def draw_splits(
         return _draw_from(data, evaluation, columns, folder, progress)
 
 
+def look_up_labels(
+    query: DataQuery, *, id2label: Mapping[int, str], progress: Progress = silent
+) -> tuple[str, tuple[LabelMatch, ...]]:
+    """Return the split that would be evaluated on, and what its labels are to a model; nothing is drawn.
+
+    Raises:
+        AcquisitionError: as `draw_splits`, as far as it can be told without an image.
+    """
+    with quiet(), tempfile.TemporaryDirectory() as cache:
+        data = open_data(query, cache=Path(cache), progress=progress)
+        evaluation = choose_evaluation_split(data)
+        return evaluation, choose_columns(data, evaluation, id2label).matches
+
+
 def _draw_from(data: OpenedData, evaluation: str, columns: Columns, folder: Path, progress: Progress) -> DrawnSplits:
     query = data.query
     train = choose_calibration_split(data, evaluation)

@@ -85,7 +85,7 @@ def _row(model: ArtifactRef, batch_size: int, samples: Sequence[Sequence[float]]
 def memory_use(
     model: ArtifactRef, *, root: Path, batch_size: int, device: str = "cpu", num_threads: int | None = None
 ) -> MemoryUse:
-    """Return the most that a process held resident that only loaded `model` and ran it, files mapped into it included.
+    """Return the most that a process held that only loaded `model` and ran it: on the CPU resident, files mapped into it included; on CUDA allocated there.
 
     Raises:
         JobError: the process died or hung; or this system doesn't tell what a process held at most.
@@ -94,7 +94,7 @@ def memory_use(
     with TimedProcess(worker_command(root / model.path), start) as process:
         process.wait_until_ready()
         process.take_sample(MEMORY_PASSES)
-        peak_bytes = peak_memory_bytes(process.pid)
+        peak_bytes = peak_memory_bytes(process.pid) if process.device_bytes is None else process.device_bytes
     return MemoryUse(
         model=model,
         batch_size=batch_size,

@@ -43,6 +43,7 @@ class TimedProcess:
         self._command, self._first, self._server = command, first, server
         self._sample_timeout_s = max(SAMPLE_TIMEOUT_S, MAX_PASSES * pass_s)
         self._started: Child[Reply] | None = None
+        self.device_bytes: int | None = None
 
     def start(self) -> None:
         """Start the process, once; it loads while others do."""
@@ -82,10 +83,17 @@ class TimedProcess:
     def take_sample(self, runs: int, timeout_s: float | None = None) -> list[float]:
         """Return the milliseconds of `runs` forward passes; JobError where the child crashes or takes too long."""
         self._child.send(SampleRequest(runs=runs))
-        return list(self._receive(timeout_s or self._sample_timeout_s).samples_ms)
+        reply = self._receive(timeout_s or self._sample_timeout_s)
+        self.device_bytes = reply.device_bytes
+        return list(reply.samples_ms)
 
     def peak_bytes(self) -> int | None:
-        """Return the most that the child has held resident, of a copy what it holds by itself; None where nobody tells."""
+        """Return the most that the child has held of its device, or else resident, of a copy what it holds by itself; None where nobody tells.
+
+        Of a device it is known once a sample was taken.
+        """
+        if self.device_bytes is not None:
+            return self.device_bytes
         try:
             return peak_memory_bytes(self.pid) if self._server is None else own_memory_bytes(self.pid)
         except JobError:

@@ -6,11 +6,13 @@ It imports torch where the model's runtime is torch's, and only there.
 
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from profiling_agent.artifacts.folder import open_folder
 from profiling_agent.deployment.batches import noise_batch
+from profiling_agent.deployment.protocol import ModelSession, OnDevice
 from profiling_agent.deployment.registry import open_session
 from profiling_agent.processes.serve import Parent
 from profiling_agent.records import Record
@@ -36,17 +38,34 @@ class SampleRequest(Record):
 
 
 class Reply(Record):
-    """A worker's answer: it has loaded its model, or how long each pass took."""
+    """A worker's answer: it has loaded its model, or how long each pass took and what it has held of a device by then."""
 
     kind: Literal["ready", "times"]
     samples_ms: tuple[float, ...] = ()
+    device_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One pass of an opened model over a batch; what the model takes of a device can be asked."""
+
+    run_once: Callable[[], float]
+    session: ModelSession
+
+    def __call__(self) -> float:
+        """Run once; return the milliseconds that it took."""
+        return self.run_once()
+
+    def peak_bytes(self) -> int | None:
+        """Return the most bytes that this process has had allocated on a device; None where it runs on the CPU."""
+        return self.session.peak_bytes() if isinstance(self.session, OnDevice) else None
 
 
 def serve(open_model: Callable[[Start], Callable[[], float]]) -> None:
     """Load a model, then answer with samples until standard input ends; never returns.
 
     `open_model` returns a function that runs the batch once and returns the milliseconds it took; it also sees to it
-    that no more than the number of threads in `Start` are used.
+    that no more than the number of threads in `Start` are used. A function that knows what is held of a device is asked.
     """
     parent = Parent()
     run_once = open_model(parent.receive(Start))
@@ -59,14 +78,15 @@ def serve(open_model: Callable[[Start], Callable[[], float]]) -> None:
         while len(times) < sample.runs:
             times.append(run_once())
         warmed = True
-        parent.send(Reply(kind="times", samples_ms=tuple(times)))
+        device_bytes = run_once.peak_bytes() if isinstance(run_once, OnDevice) else None
+        parent.send(Reply(kind="times", samples_ms=tuple(times), device_bytes=device_bytes))
 
 
-def open_artifact(folder: Path, start: Start) -> Callable[[], float]:
+def open_artifact(folder: Path, start: Start) -> Pass:
     """Return one pass of a saved model over a batch of noise."""
     threads = start.num_threads or available_threads()
     session = open_session(folder, device=start.device, num_threads=threads)
-    return session.bound(noise_batch(open_folder(folder, verify=False).input, start.batch_size))
+    return Pass(session.bound(noise_batch(open_folder(folder, verify=False).input, start.batch_size)), session)
 
 
 if __name__ == "__main__":

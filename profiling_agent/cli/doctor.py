@@ -38,6 +38,8 @@ from profiling_agent.request import Request
 FREE_MEMORY, FREE_DISK = 4e9, 5e9
 # A probe imports torch and compiles at worst; who needs longer is broken.
 PROBE_S = 180.0
+# And a self-test loads CUDA's libraries besides.
+SELF_TEST_S = 600.0
 # Equal repeats that differ by more make a race ask for several sessions.
 NOISY = 0.10
 NUM_REPEATS = 40
@@ -48,14 +50,21 @@ def doctor(
     output: Annotated[Path, typer.Option(help="folder that would hold the run folders")] = Path("runs"),
     advisor: Annotated[str, typer.Option(help="the language model that would plan")] = "auto",
     base_url: Annotated[str | None, typer.Option(help="address of its server")] = None,
+    device: Annotated[
+        str, typer.Option(help="device to test: cpu, cuda, or auto for a CUDA device where there is one")
+    ] = "auto",
     json_: JsonOption = False,  # noqa: FBT002 - a flag
 ) -> None:
-    """Look at this machine: versions, CPU, memory, disk, noise, each runtime by running a model, the language model's server.
+    """Look at this machine: versions, CPU, memory, disk, noise, each runtime by running a model, the language model's server, a CUDA device.
+
+    The device is tested by a small model that is profiled, pruned and evaluated on it; what failed is shown.
 
     Ends with 1 where something would keep a run from working.
     """
     try:
-        request = Request(output=str(output), advisor=advisor, base_url=base_url)
+        request = Request.model_validate(
+            {"output": str(output), "advisor": advisor, "base_url": base_url, "device": device}
+        )
         with open_display(errors) as display:
             findings = list(examine(request, display.stage("doctor")))
     except ProfilingAgentError as error:
@@ -87,6 +96,7 @@ def examine(request: Request, progress: Progress = silent) -> Iterator[Finding]:
     looks += [lambda: _advisor(request), _hub]
     # Last: each takes seconds.
     looks += [partial(_runtime, name) for name in RUNTIMES]
+    looks += [partial(_device, request.device)]
     for number, look in enumerate(looks):
         progress("looking", number, len(looks))
         yield look()
@@ -169,6 +179,40 @@ def _runtime(name: RuntimeName) -> Finding:
         return Finding(name=name, state="problem", seen=f"{ending(ended.returncode)}: {last}", advice=advice)
     latency_ms = parse_json(ended.stdout.strip().splitlines()[-1])["latency_ms"]
     return Finding(name=name, state="ok", seen=f"runs a tiny model in {latency_ms:.2f} ms")
+
+
+def _device(name: str) -> Finding:
+    """Take a small model through profile, prune and evaluate on a device."""
+    command = child_command("profiling_agent.jobs.self_test", name)
+    try:
+        ended = subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=SELF_TEST_S, env=child_environment()
+        )
+    except subprocess.TimeoutExpired:
+        return Finding(
+            name="device", state="problem", seen=f"{name}: hangs for {SELF_TEST_S:.0f} s", advice="use --device cpu"
+        )
+    return self_tested(name, ended.returncode, ended.stdout, ended.stderr)
+
+
+def self_tested(name: str, code: int, said: str, errors_said: str) -> Finding:
+    """Return what a self-test came to that was asked for the device `name`, by what it said step by step and how it ended.
+
+    A CUDA device that nobody asked for keeps no run from working: `auto` is the CPU.
+    """
+    told = [parse_json(line) for line in said.splitlines() if line.startswith("{")]
+    device = next((one["device"] for one in told if "device" in one), name)
+    if device is None:
+        return Finding(name="device", state="ok", seen="the CPU: there is no CUDA device")
+    steps = [one["begun"] for one in told if "begun" in one]
+    seen = [f"{step}: {one['seen']}" for step, one in zip(steps, (one for one in told if "seen" in one), strict=False)]
+    if code:
+        last = (errors_said.strip().splitlines() or [ending(code)])[-1][:300]
+        failed = f"{steps[-1] if steps else 'start'} failed: {last}"
+        state = "note" if name == "auto" else "problem"
+        return Finding(name="device", state=state, seen="; ".join([device, *seen, failed]), advice="use --device cpu")
+    asks = "" if name != "auto" else "runs use the CPU unless --device cuda asks for it"
+    return Finding(name="device", state="note" if asks else "ok", seen="; ".join([device, *seen]), advice=asks)
 
 
 def _advisor(request: Request) -> Finding:

@@ -29,13 +29,7 @@ NUM_RUNS = 20
 
 def probe(name: RuntimeName, folder: Path) -> float:
     """Return the milliseconds of one image in a tiny model that `name` executes; raises whatever keeps it from that."""
-    torch.manual_seed(0)
-    config = ViTConfig(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, image_size=32, patch_size=8
-    )
-    model = ViTForImageClassification(config).eval()
-    processor = ViTImageProcessorPil(size={"height": SPEC.height, "width": SPEC.width})
-    save_model(model, folder / "float32", spec=SPEC, processor=processor, base_model="probe")
+    model = write_tiny(folder / "float32")
     source = Source(
         module=load_module(folder / "float32"),
         recipe=load_recipe(folder / "float32"),
@@ -52,6 +46,23 @@ def probe(name: RuntimeName, folder: Path) -> float:
     for _ in range(NUM_RUNS):
         session.run(images)
     return (time.perf_counter() - started) * 1000 / NUM_RUNS
+
+
+def write_tiny(folder: Path, *, hidden_size: int = 32, intermediate_size: int = 64) -> ViTForImageClassification:
+    """Save a ViT of two layers with random weights to `folder`; return it."""
+    torch.manual_seed(0)
+    config = ViTConfig(
+        hidden_size=hidden_size,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=intermediate_size,
+        image_size=SPEC.height,
+        patch_size=8,
+    )
+    model = ViTForImageClassification(config).eval()
+    processor = ViTImageProcessorPil(size={"height": SPEC.height, "width": SPEC.width})
+    save_model(model, folder, spec=SPEC, processor=processor, base_model="probe")
+    return model
 
 
 def _exported(model: ViTForImageClassification, path: Path) -> Path:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,6 +45,15 @@ class ModelSession(Protocol):
 
     def bound(self, pixel_values: Batch) -> Callable[[], float]:
         """Return a function that runs these images once and, when it is done, returns the milliseconds it took."""
+        ...
+
+
+@runtime_checkable
+class OnDevice(Protocol):
+    """What knows the memory that it takes of a device: a session of torch, or a pass of one."""
+
+    def peak_bytes(self) -> int | None:
+        """Return the most bytes that this process has had allocated on the device; None on the CPU, where the system tells."""
         ...
 
 

@@ -38,8 +38,8 @@ def open(folder: Path, recipe: Recipe, *, device: str, num_threads: int | None) 
     """Open a saved folder; without `num_threads` the process keeps its own."""
     from profiling_agent.artifacts.load import load_module
     from profiling_agent.deployment.torch_session import InductorSession
-    from profiling_agent.modules.inference import pin_threads
+    from profiling_agent.modules.inference import on_device, pin_threads
 
     if num_threads:
         pin_threads(num_threads)
-    return InductorSession(load_module(folder, verify=False).to(device), device=device)
+    return InductorSession(on_device(load_module(folder, verify=False), device), device=device)

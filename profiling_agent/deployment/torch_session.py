@@ -59,6 +59,10 @@ class TorchSession:
         batch = torch.from_numpy(pixel_values).to(self.device, self._dtype)
         return batch.contiguous(memory_format=self._memory_format)
 
+    def peak_bytes(self) -> int | None:
+        """Return the most bytes that this process has had allocated on a CUDA device; None on the CPU."""
+        return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else None
+
     @torch.inference_mode()
     def run(self, pixel_values: Batch) -> Batch:
         """Return the logits, float32 (n, classes), of images (n, channels, height, width)."""

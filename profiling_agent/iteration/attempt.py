@@ -68,15 +68,17 @@ def prune_attempt(evaluator: Evaluator, plan: Plan) -> PreparedAttempt:
 
 
 def _prune_task(evaluator: Evaluator, dry: DryRun) -> PruneTask:
-    """Return the job that cuts by the evidence's order; of units without evidence the weights alone decide."""
-    evidence = evaluator.profile.evidence
+    """Return the job that cuts by the evidence's order; of units without evidence, or without calibration, the weights alone decide."""
+    evidence = evaluator.profile.evidence if evaluator.goal.calibrate else None
     return PruneTask(
         baseline=evaluator.baseline,
         cuts=dry.cuts,
         keep=evidence.kept({cut.unit.name: cut.keep for cut in dry.cuts}) if evidence else {},
         calibration=evaluator.acquired.calibration,
         seed=evaluator.settings.seed,
+        compensate=evaluator.goal.calibrate,
         batch_size=evaluator.settings.batch_size,
+        device=evaluator.device,
     )
 
 
@@ -125,7 +127,10 @@ def quantize_attempt(evaluator: Evaluator, prepared: PreparedAttempt, deployment
 def open_journal(evaluator: Evaluator, plan: Plan) -> Journal:
     """Measure what every attempt is compared with: the baseline, and the deployments that are possible for it."""
     if evaluator.goal.selection == "paper":
-        return Journal(baseline=evaluator.evaluate_baseline(evaluator.acquired.search))
+        return Journal(
+            baseline=evaluator.evaluate_baseline(evaluator.acquired.search),
+            baseline_latency_ms=evaluator.profile.headline.latency.median_ms,
+        )
     baseline = evaluator.evaluate_baseline(evaluator.acquired.search, range(SHARD))
     deployments = possible_deployments(plan, evaluator.choices)
     if not deployments:
@@ -163,7 +168,15 @@ def measure_attempt(evaluator: Evaluator, prepared: PreparedAttempt, journal: Jo
         return failed
     try:
         deployed = evaluator.search(_deployed_variant(prepared), prepared.deployed, prepared.deployment)
+        latency_ms = evaluator.latency_ms(deployed.model) if evaluator.goal.selection == "paper" else None
     except (ArtifactError, JobError) as error:
         return failed.model_copy(update={"reason": str(error)})
     judgement = judge(deployed, evaluator.goal)
-    return failed.model_copy(update={"deployed": deployed, "accepted": judgement.accepted, "reason": judgement.reason})
+    return failed.model_copy(
+        update={
+            "deployed": deployed,
+            "latency_ms": latency_ms,
+            "accepted": judgement.accepted,
+            "reason": judgement.reason,
+        }
+    )

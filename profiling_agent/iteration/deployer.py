@@ -17,13 +17,17 @@ READS_ONNX: frozenset[RuntimeName] = frozenset({"onnxruntime", "openvino"})
 
 @dataclass(frozen=True)
 class Deployer:
-    """What models are deployed with; `latency_shares` is each layer's part of the baseline's time, by name."""
+    """What models are deployed with; `latency_shares` is each layer's part of the baseline's time, by name.
+
+    What `tunes` makes a model ready for int8 first; without, it is quantized as it is.
+    """
 
     jobs: Jobs
     calibration: SplitInfo
     batch_size: int
     device: str = "cpu"
     latency_shares: Mapping[str, float] = field(default_factory=dict)
+    tunes: bool = True
 
     def make(self, model: ArtifactRef, deployment: Deployment, *, choose_layers: bool = False) -> DeploymentOption:
         """Tune a float32 model for int8, leave the dearest layers in float where that is to be chosen, and convert.
@@ -32,7 +36,7 @@ class Deployer:
         """
         tuned = None
         try:
-            if deployment.scheme in INT8:
+            if self.tunes and deployment.scheme in INT8:
                 tuned = self.jobs.run(self._tune_task(model, deployment))
                 if choose_layers:
                     deployment = _with_kept(deployment, tuned)

@@ -64,9 +64,13 @@ def deployment_choices(request: Request, device: str) -> DeploymentChoices:
     for name in request.runtime_names:
         if line := registry.missing(name):
             notes.append(f"{name} was not tried: {line}")
+        elif schemes := registry.runtime(name).schemes(device):
+            supported[name] = schemes
         else:
-            supported[name] = registry.runtime(name).schemes(device)
+            notes.append(f"{name} was not tried: here it runs on the CPU alone, and the run is on {device}")
     schemes = ASKED_SCHEMES[request.quantize_dtype]
+    if schemes & INT8 and not any(INT8 & set(known) for known in supported.values()) and device != "cpu":
+        notes.append(f"int8 was not tried: no runtime here has kernels for it on {device}")
     return DeploymentChoices(
         supported=supported,
         is_named=request.names_runtimes,
@@ -160,9 +164,17 @@ def leaving_in_float(deployment: Deployment, layers: Sequence[str]) -> Deploymen
 
 
 def check_runtimes(request: Request) -> None:
-    """Raise RequestError where a runtime that was asked for by name isn't installed."""
+    """Raise RequestError where a runtime that was asked for by name isn't installed, or it or int8 isn't there on the device."""
+    if request.device == "cuda" and request.quantize_dtype == "qint8":
+        raise RequestError(
+            "quantize_dtype is 'qint8' and device is 'cuda', where no runtime here has int8 kernels: use bfloat16 or float16, or device cpu"
+        )
     if request.runtimes.strip() == "auto":
         return
     for name in request.runtime_names:
         if line := registry.missing(name):
             raise RequestError(f"runtimes asks for {name}, but {line}")
+        if request.names_runtimes and not registry.runtime(name).schemes("cuda" if request.device == "cuda" else "cpu"):
+            raise RequestError(
+                f"runtimes asks for {name}, which here runs on the CPU alone: leave it out, or use device cpu"
+            )

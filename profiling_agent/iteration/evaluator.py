@@ -16,7 +16,7 @@ from profiling_agent.iteration.deployer import Deployer
 from profiling_agent.iteration.deployments import DeploymentChoices
 from profiling_agent.iteration.judge import SEARCH_CONFIDENCE, can_be_bounded, keeps_accuracy
 from profiling_agent.jobs.runner import Jobs
-from profiling_agent.jobs.tasks import EvaluateTask, MemoryTask, RaceTask, SessionTask
+from profiling_agent.jobs.tasks import EvaluateTask, HeadlineTask, MemoryTask, RaceTask, SessionTask
 from profiling_agent.records import (
     NUM_SESSIONS,
     SHARD,
@@ -99,6 +99,7 @@ class Evaluator:
             batch_size=self.settings.batch_size,
             device=self.device,
             latency_shares={name: time / total for name, time in times.items()},
+            tunes=self.goal.calibrate,
         )
 
     def evaluate(
@@ -213,6 +214,11 @@ class Evaluator:
                 reads_memory=self._reads_memory,
             )
         )
+
+    def latency_ms(self, model: ArtifactRef) -> float:
+        """Return the median time of a batch in a fresh process that only loads and runs a model; what was timed is read back."""
+        task = HeadlineTask(model=model, batch_size=self.settings.batch_size, device=self.device)
+        return self.jobs.run(task).latency.median_ms
 
     def peak_memory(self, model: ArtifactRef) -> int:
         """Return the peak resident bytes of a fresh process that only loads and runs a model."""

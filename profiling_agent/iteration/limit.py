@@ -61,6 +61,7 @@ def _cheapest(evaluator: Evaluator) -> ArtifactRef:
         calibration=evaluator.acquired.calibration,
         seed=evaluator.settings.seed,
         compensate=False,
+        device=evaluator.device,
     )
     return evaluator.jobs.run(task).model
 

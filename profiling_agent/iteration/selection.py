@@ -81,18 +81,24 @@ def _by_counts(journal: Journal, goal: Goal) -> tuple[Candidate, ...]:
     )
 
 
+def papers_rank(evaluation: Evaluation, latency_ms: float | None) -> tuple[float, int, float]:
+    """Return what Algorithm 1 of the paper prefers, least first: accuracy on the search images, then params, then latency."""
+    return -evaluation.top1, evaluation.footprint.params, math.inf if latency_ms is None else latency_ms
+
+
 def _by_paper(journal: Journal) -> tuple[Candidate, ...]:
-    """Return fp32 pruned models by accuracy, then params, then MACs, as far as they beat the baseline (Algorithm 1).
+    """Return fp32 pruned models by the paper's order, as far as they beat the baseline by it.
 
-    MACs stand in for the paper's latency: two plans with equal accuracy and params differ by less than timing can tell.
+    Latencies were measured once for the run, as its jobs: whoever resumes it ranks by the same ones.
     """
+    times = {attempt.number: attempt.latency_ms for attempt in journal.attempts}
 
-    def rank(evaluation: Evaluation) -> tuple[float, int, int]:
-        return -evaluation.top1, evaluation.footprint.params, evaluation.footprint.macs
+    def rank(found: Candidate) -> tuple[float, int, float]:
+        return papers_rank(found.evaluation, None if found.attempt is None else times[found.attempt])
 
-    pruned = [found for found in candidates(journal) if found.variant is Variant.PRUNED]
-    better = [found for found in pruned if rank(found.evaluation) < rank(journal.baseline)]
-    return tuple(sorted(better, key=lambda found: rank(found.evaluation)))
+    first = papers_rank(journal.baseline, journal.baseline_latency_ms)
+    pruned = [found for found in candidates(journal) if found.variant is Variant.PRUNED and rank(found) < first]
+    return tuple(sorted(pruned, key=rank))
 
 
 def ranked(journal: Journal, goal: Goal) -> tuple[Candidate, ...]:

@@ -41,7 +41,8 @@ class JobRow:
 Table = Mapping[type[tasks.Task[Any]], JobRow]
 
 TABLE: Table = {
-    # All three read the model where it was found, which may be the Hub.
+    # All four read the model where it was found, which may be the Hub.
+    tasks.MatchLabelsTask: JobRow(handler="profiling_agent.jobs.handlers.acquisition:match_labels", secrets=HUB),
     tasks.AcquireTask: JobRow(handler="profiling_agent.jobs.handlers.acquisition:acquire", secrets=HUB),
     tasks.SurveyShapeTask: JobRow(handler="profiling_agent.jobs.handlers.acquisition:survey_shape", secrets=HUB),
     tasks.ResolveShapeTask: JobRow(handler="profiling_agent.jobs.handlers.acquisition:resolve_shape", secrets=HUB),

@@ -19,6 +19,7 @@ from profiling_agent.records import (
     Footprint,
     Headline,
     InputSpec,
+    LabelMatch,
     MemoryUse,
     Opening,
     Predictions,
@@ -74,6 +75,33 @@ class AcquireTask(Task[Acquired]):
     num_samples: int | None = None
     num_recovery: int = 0
     seed: int = 0
+
+
+class MatchedLabels(Record):
+    """What the labels of a data set are to a model, by the split that would be evaluated on."""
+
+    split: str
+    labels: tuple[LabelMatch, ...]
+    num_classes: int
+
+    @property
+    def unknown(self) -> tuple[str, ...]:
+        """Return the labels that are no class of the model."""
+        return tuple(label.dataset_label for label in self.labels if label.model_id is None)
+
+
+class MatchLabelsTask(Task[MatchedLabels]):
+    """Look whether a model and a data set can be had and go together, before anything is drawn."""
+
+    result: ClassVar[type[Record]] = MatchedLabels
+    model: str
+    revision: str | None = None
+    dataset: str
+    dataset_config: str | None = None
+    dataset_revision: str | None = None
+    split: str | None = None
+    image_column: str | None = None
+    label_column: str | None = None
 
 
 class ResolvedShape(Record):
@@ -226,10 +254,13 @@ class PruneTask(Task[PrunedModel]):
     seed: int
     compensate: bool = True
     batch_size: int = 32
+    device: str = "cpu"
 
     def needs(self, find: Find) -> Mapping[str, tuple[Task[Any], ...]]:
         """Return what prepares the calibration images, and what the baseline says of those that judge compensation."""
-        judged = LogitsTask(model=self.baseline, split=self.calibration, batch_size=self.batch_size, judged=True)
+        judged = LogitsTask(
+            model=self.baseline, split=self.calibration, batch_size=self.batch_size, device=self.device, judged=True
+        )
         return {
             "calibration": prepared(self.calibration, find(self.baseline)),
             "logits": (judged,) if self.compensate and self.calibration.num_images else (),
@@ -311,7 +342,11 @@ class DeployTask(Task[DeployedModel]):
     def needs(self, find: Find) -> Mapping[str, tuple[Task[Any], ...]]:
         """Return what prepares the calibration images, and what the model says of the first of them, once for all deployments."""
         expected = LogitsTask(
-            model=self.model, split=self.calibration, batch_size=self.batch_size, num_images=MAX_COMPARED
+            model=self.model,
+            split=self.calibration,
+            batch_size=self.batch_size,
+            device=self.device,
+            num_images=MAX_COMPARED,
         )
         return {
             "calibration": prepared(self.calibration, find(self.model)),

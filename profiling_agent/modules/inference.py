@@ -47,6 +47,17 @@ def device_of(model: nn.Module) -> torch.device:
     return torch.device("cpu")
 
 
+def on_device(model: nn.Module, device: str) -> nn.Module:
+    """Return `model` on a device, where float32 is then float32 for the whole process.
+
+    On CUDA convolutions round to ten bits of a mantissa unless they are told not to, a thousandth off: golden logits would call that another model.
+    """
+    if device == "cuda":
+        torch.backends.cudnn.conv.fp32_precision = "ieee"
+        torch.backends.cuda.matmul.fp32_precision = "ieee"
+    return model.to(device)
+
+
 def without_weights(model: nn.Module) -> nn.Module:
     """Return a copy of `model` on the meta device: its structure and shapes, no memory and no arithmetic."""
     memo: dict[int, Any] = {

@@ -19,6 +19,9 @@ class Goal(Record):
     min_speedup: float
     max_size_ratio: float
     selection: Literal["contract", "paper"]
+    calibrate: bool = Field(
+        default=True, description="whether calibration images choose what is cut, make up for it and tune int8"
+    )
     objective: Literal["speed", "size", "memory"] = "speed"
     max_memory_ratio: float | None = None
     pins: tuple[PruningRecommendation, ...] = Field(default=(), description="ratios that a person fixed for every plan")
@@ -114,6 +117,9 @@ class Attempt(Record):
     )
     deployment: Deployment | None = Field(default=None, description="None is eager float32")
     deployed: Evaluation | None = Field(default=None, description="in that deployment")
+    latency_ms: float | None = Field(
+        default=None, description="of a batch, in a process of its own, where the paper's selection asks for it"
+    )
     accepted: bool
     reason: str
 
@@ -133,6 +139,7 @@ class Journal(Record):
     """All that the loop has seen; decisions, the report and the language model read the same one."""
 
     baseline: Evaluation
+    baseline_latency_ms: float | None = Field(default=None, description="of a batch, as that of attempts")
     deployment_search: DeploymentSearch | None = Field(
         default=None, description="the deployments that the baseline was tried in"
     )

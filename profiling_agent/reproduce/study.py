@@ -1,188 +1,287 @@
-"""Reproduction: our pipeline and the paper's baselines on somebody's models and data, each model acquired once, each run made once."""
+"""Reproduction: our pipeline, the paper's method and its baselines on somebody's models and data, each run made once."""
 
-from collections.abc import Mapping, Sequence
+import hashlib
+import json
+import re
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from profiling_agent.acquisition.hub import fetch_model, files_root, is_local, local_folder
 from profiling_agent.agents.node import ProgressEvent
-from profiling_agent.documents import read_json
-from profiling_agent.errors import AcquisitionError, ProfilingAgentError, RequestError
+from profiling_agent.deployment import registry
+from profiling_agent.deployment.choices import recommend
+from profiling_agent.errors import QuantizationError, RequestError
 from profiling_agent.evaluation.intervals import compare
 from profiling_agent.evaluation.predictions import read_predictions
 from profiling_agent.files import write_text
+from profiling_agent.iteration.deployer import Deployer
+from profiling_agent.iteration.evaluator import Evaluator, Settings
+from profiling_agent.jobs.profile import read_profile
 from profiling_agent.jobs.runner import Jobs
 from profiling_agent.jobs.tasks import CompareTask, PaperBaseline
 from profiling_agent.lifecycle import Listener, ignore, optimize, resume
-from profiling_agent.records import AccuracyDrop, Record
+from profiling_agent.records import NUM_SESSIONS, ArtifactRef, Deployment, Record, Variant
 from profiling_agent.reporting.report import RunReport
 from profiling_agent.reporting.results import REPORT, read_report
-from profiling_agent.reproduce.paper import (
-    EMBEDDED,
-    EMBEDDED_DATA,
-    FAMILIES,
-    HUB,
-    HUB_DATA,
-    Criterion,
-    Family,
-    family_of,
+from profiling_agent.reproduce.measured import (
+    Beside,
+    Effect,
+    Entry,
+    UniformCut,
+    measure_beside,
+    of_report,
+    papers_best,
 )
+from profiling_agent.reproduce.paper import UNIFORM_CUT, Criterion, DataSet, Family
+from profiling_agent.reproduce.table import Value
 from profiling_agent.request import Request
-from profiling_agent.workspace import Workspace, read_manifest
+from profiling_agent.workspace import Workspace
 
-PREFIX = "reference:"
-MAX_CONFIG = 2**20
-# What each kind of run asks for. "pruned": float32, the cheapest that loses at most a point, in as many plans as the
-# paper's loop has; "quantized": nothing is cut; "both": the product's default.
-KINDS: dict[str, dict[str, Any]] = {
-    "pruned": {"quantize_dtype": "none", "runtimes": "eager", "max_size_ratio": 1.0},
+Kind = Literal["pruned", "quantized", "both", "paper"]
+FLOAT32: Mapping[str, Any] = {"quantize_dtype": "none", "runtimes": "eager", "max_size_ratio": 1.0}
+# What each kind of run asks for. "pruned": float32, the cheapest that loses at most a point, in as many plans as the paper's loop has; "quantized":
+# nothing is cut; "both": the product's default; "paper": Algorithm 1, cuts by weights alone and not made up for.
+KINDS: Mapping[Kind, Mapping[str, Any]] = {
+    "pruned": FLOAT32,
     "quantized": {"quantize_dtype": "qint8", "iterate": False, "max_size_ratio": 1.0},
     "both": {},
+    "paper": {**FLOAT32, "selection": "paper", "calibrate": False},
 }
+NOBODY = "rules"
+SLUG = re.compile(r"[^a-z0-9]+")
+
+
+class Options(Record):
+    """What every run of a study is asked for. The paper's seconds are those of one image, so that batches are of one unless told."""
+
+    batch_size: int = 1
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    num_samples: int | None = None
+    time_budget: str | None = None
+    num_sessions: int = NUM_SESSIONS
+    advisors: tuple[str, ...] = ()
+    base_url: str | None = None
+
+    @property
+    def asked(self) -> dict[str, Any]:
+        """Return what a request says of it."""
+        return self.model_dump(exclude={"advisors", "base_url"})
 
 
 class Subject(Record):
-    """One model that a table is made on, and which of the paper's it stands for."""
+    """One model that a table is made on, which of the paper's it stands for, and the data."""
 
     model: str
     family: Family
+    data: DataSet
+
+
+class Quantized(Record):
+    """int8 three ways, in one race: ONNX Runtime's as it comes, the paper's, and ours.
+
+    `onnx` is None where ONNX Runtime is not installed, which `note` then says.
+    """
+
+    method: Effect
+    ours: Effect
+    onnx: Effect | None = None
+    method_over_onnx: Value | None = None
+    ours_over_onnx: Value | None = None
+    note: str = ""
 
 
 class Reproduction:
     """Where the runs of a study lie; what is complete in its folder is taken as it is."""
 
-    def __init__(
-        self,
-        output: Path,
-        data: str,
-        *,
-        num_samples: int | None,
-        listener: Listener = ignore,
-        advisors: Sequence[str] = (),
-        base_url: str | None = None,
-    ) -> None:
-        """Work in `output`; `advisors` are the language models that table 5 compares."""
-        self.output, self.data, self._listener = output, data, listener
-        self._num_samples, self.advisors, self._base_url = num_samples, advisors, base_url
+    def __init__(self, output: Path, options: Options | None = None, *, listener: Listener = ignore) -> None:
+        """Work in `output`."""
+        self.output, self.options, self._listener = output, options or Options(), listener
 
-    def run(self, subject: Subject, kind: str, advisor: str = "rules") -> RunReport:
+    def request(self, subject: Subject, kind: Kind, advisor: str | None = None) -> Request:
+        """Return what one run is asked for; its folder's name holds a digest of that, so that another study has others.
+
+        Raises:
+            ValidationError: an option is none that a run has.
+        """
+        asked: dict[str, Any] = {
+            "model": subject.model,
+            **subject.data.asked,
+            **self.options.asked,
+            **KINDS[kind],
+            "advisor": NOBODY if advisor is None else advisor,
+            "base_url": None if advisor is None else self.options.base_url,
+        }
+        if kind == "paper" and advisor is not None:
+            asked["planner"] = "llm"
+        elif kind == "paper":
+            asked["plan"] = str(self.output / f"uniform-{slug(subject.family)}.json")
+        elif kind == "quantized":
+            asked["plan"] = str(self.output / "nothing.json")
+        digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:8]
+        name = "-".join([*map(slug, (subject.family, subject.data.stands_for)), kind, digest])
+        return Request.model_validate({**asked, "run_id": name, "output": str(self.output)})
+
+    def run(self, subject: Subject, kind: Kind, advisor: str | None = None) -> RunReport:
         """Return the report of one kind of run; raises what a run does."""
-        name = _run_name(subject, kind)
-        asked = KINDS[kind] | {"run_id": name, "advisor": advisor}
-        if advisor != "rules":
-            asked |= {"run_id": f"{name}-{_slug(advisor)}", "planner": "llm", "base_url": self._base_url}
-        folder = self.output / asked["run_id"]
-        begun = {"model": subject.model, "dataset": self.data, "num_samples": self._num_samples}
+        request = self.request(subject, kind, advisor)
+        folder = self.output / str(request.run_id)
+        if (folder / REPORT).exists():
+            return read_report(folder)
         if folder.exists():
-            _expect(read_manifest(folder).request, begun, folder)
-            return (
-                read_report(folder)
-                if (folder / REPORT).exists()
-                else resume(folder, self._listener, base_url=self._base_url)
-            )
-        if kind == "quantized":
-            asked["plan"] = str(self._nothing_to_cut())
-        return optimize(Request.model_validate(asked | begun | {"output": str(self.output)}), self._listener)
+            return resume(folder, self._listener, base_url=request.base_url)
+        if request.plan is not None:
+            self._write_plan(Path(request.plan), subject.family if kind == "paper" else None)
+        return optimize(request, self._listener)
 
-    def _nothing_to_cut(self) -> Path:
-        path = self.output / "nothing.json"
+    def _write_plan(self, path: Path, family: Family | None) -> None:
+        """Write the paper's uniform plan for a family, or one that cuts nothing."""
+        plan: dict[str, Any] = {}
+        if family is not None:
+            layer, ratio = UNIFORM_CUT[family]
+            cut = {"layer": layer, "pruning_type": "structured", "pruning_ratio": ratio}
+            plan = {"pruning_recommendations": [cut], "quantization_recommendations": []}
         try:
             self.output.mkdir(parents=True, exist_ok=True)
-            write_text(path, "{}\n")
+            write_text(path, f"{json.dumps(plan)}\n")
         except OSError as error:
-            raise RequestError(
-                f"output {str(self.output)!r} can't be written ({error.strerror}): choose another"
-            ) from error
-        return path
+            raise unwritable(self.output, error) from error
 
-    def baseline(self, subject: Subject, criterion: Criterion, ratio: float) -> tuple[PaperBaseline, AccuracyDrop]:
+    def method_pruned(self, subject: Subject, advisor: str | None = None) -> Effect:
+        """Return what the paper's method ends with: the best of its pruned models by Algorithm 1, whatever it lost."""
+        report = self.run(subject, "paper", advisor)
+        best = papers_best(report.attempts)
+        assert best.pruned_model is not None, "what was measured was made"
+        with self._evaluator(report) as evaluator:
+            return measure_beside(evaluator, report, [Entry(Variant.PRUNED, best.pruned_model)]).effects[0]
+
+    def quantized(self, subject: Subject, advisor: str | None = None) -> Quantized:
+        """Return the int8 of the paper, ONNX Runtime's, and ours, beside each other.
+
+        Raises:
+            QuantizationError: the paper's can't be made here.
+        """
+        report = self.run(subject, "quantized", advisor)
+        note = registry.missing("onnxruntime") or ""
+        with self._evaluator(report) as evaluator:
+            baseline, plain = evaluator.baseline, replace(evaluator.deployer, tunes=False)
+            found = [_made(plain, baseline, "eager", "dynamic")]
+            if not note:
+                found += [_made(plain, baseline, "onnxruntime", scheme) for scheme in ("dynamic", "float32")]
+            ours = report.heldout
+            if ours.variant is not Variant.BASELINE:
+                found.append(Entry(ours.variant, ours.model, ours.deployment))
+            return _quantized(measure_beside(evaluator, report, found), report, note)
+
+    def cut(self, subject: Subject, criterion: Criterion, ratio: float) -> UniformCut:
         """Return one of the paper's baselines on the held-out images of the "pruned" run, and what it lost."""
-        report = self.run(subject, "pruned")
-        workspace = Workspace(self.output / _run_name(subject, "pruned"))
-        stage = f"{criterion} {ratio:.0%}"
+        report = self.run(subject, "pruned", first(self.options.advisors))
+        with self._jobs(report, f"{criterion} {ratio:.0%}") as jobs:
+            made: PaperBaseline = jobs.run(
+                CompareTask(
+                    model=report.variants[0].evaluation.model,
+                    criterion=criterion,
+                    ratio=ratio,
+                    split=report.acquired.heldout,
+                    batch_size=report.request.batch_size,
+                    device=report.acquired.source.device,
+                    seed=report.request.seed,
+                )
+            )
+            before, after = (
+                read_predictions(jobs.path(one.files[0])).right for one in (made.predictions_before, made.predictions)
+            )
+        return UniformCut(made=made, drop=compare(before, after))
+
+    @contextmanager
+    def _jobs(self, report: RunReport, stage: str) -> Generator[Jobs]:
+        """Give the jobs of a run that has ended, in its folder."""
 
         def progress(message: str, done: int, total: int) -> None:
             self._listener(ProgressEvent(stage=stage, message=message, done=done, total=total))
 
+        workspace = Workspace(self.output / report.run_id)
         jobs = Jobs(workspace, progress)
-        task = CompareTask(
-            model=report.variants[0].evaluation.model,
-            criterion=criterion,
-            ratio=ratio,
-            split=report.acquired.heldout,
-            batch_size=report.request.batch_size,
-            device=report.acquired.source.device,
-            seed=report.request.seed,
-        )
         lock = workspace.lock()
         try:
-            compared: PaperBaseline = jobs.run(task)
+            yield jobs
         finally:
             jobs.forget_images()
             jobs.close()
             lock.release()
-        before, after = (
-            read_predictions(workspace.path(made.files[0])).right
-            for made in (compared.predictions_before, compared.predictions)
-        )
-        return compared, compare(before, after)
+
+    @contextmanager
+    def _evaluator(self, report: RunReport) -> Generator[Evaluator]:
+        """Give what a run that has ended measured with."""
+        asked = report.request
+        with self._jobs(report, "beside the paper") as jobs:
+            evaluator = Evaluator(
+                jobs=jobs,
+                acquired=report.acquired,
+                baseline=report.variants[0].evaluation.model,
+                profile=read_profile(jobs, report.profiles["baseline"]),
+                goal=report.goal,
+                settings=Settings(batch_size=asked.batch_size, seed=asked.seed, num_sessions=asked.num_sessions),
+            )
+            headline = evaluator.profile.headline
+            jobs.pass_s, jobs.peak_bytes = headline.pass_s, headline.peak_memory_bytes
+            yield evaluator
 
 
-def _run_name(subject: Subject, kind: str) -> str:
-    return f"{subject.family.lower().replace('/', '-')}-{kind}"
+def _made(deployer: Deployer, baseline: ArtifactRef, runtime: Any, scheme: Any) -> Entry:
+    """Return the unpruned model in a deployment as the runtime makes it, untuned; QuantizationError where it can't be."""
+    deployment = Deployment(runtime=runtime, scheme=scheme, recommendations=recommend(scheme))
+    if scheme not in registry.runtime(runtime).schemes(deployer.device):
+        raise QuantizationError(f"{deployment.name} has no kernels on {deployer.device}: use device cpu")
+    option = deployer.make(baseline, deployment)
+    if option.deployed is None:
+        raise QuantizationError(f"{deployment.name} could not be made: {option.reason}")
+    variant = Variant.BASELINE if scheme == "float32" else Variant.QUANTIZED
+    return Entry(variant, option.deployed.model, deployment)
 
 
-def _expect(request: Request, begun: Mapping[str, Any], folder: Path) -> None:
-    for name, now in begun.items():
-        if (was := getattr(request, name)) != now:
-            raise RequestError(f"{str(folder)!r} was begun with {name} {was!r}, not {now!r}: choose another output")
+def _quantized(beside: Beside, report: RunReport, note: str) -> Quantized:
+    method, *others = beside.effects
+    has_ours = report.heldout.variant is not Variant.BASELINE
+    ours = others[-1] if has_ours else of_report(report)
+    if note:
+        return Quantized(method=method, ours=ours, note=note)
+    dynamic, float32 = others[:2]
+    # The paper sets ONNX Runtime's int8 beside ONNX Runtime's float32.
+    own = dynamic.model_copy(update={"ms_before": float32.ms, "before": float32.after})
+    return Quantized(
+        method=method,
+        ours=ours,
+        onnx=own,
+        method_over_onnx=beside.over(0, 1),
+        ours_over_onnx=beside.over(len(beside.effects) - 1, 1) if has_ours else None,
+    )
 
 
-def _slug(advisor: str) -> str:
-    return "".join(letter if letter.isalnum() else "-" for letter in advisor)[:40]
+def first(advisors: tuple[str, ...]) -> str | None:
+    """Return the language model that plans where a table has room for one."""
+    return next(iter(advisors), None)
 
 
-def architecture_of(model: str) -> str:
-    """Return what a model's configuration says that it is; AcquisitionError where it can't be had."""
-    if model.startswith(PREFIX):
-        return model
-    folder = local_folder(model, "model") if is_local(model) else fetch_model(model, None)
+def slug(text: str) -> str:
+    """Return a part of a folder's name."""
+    return SLUG.sub("-", text.lower()).strip("-")
+
+
+def unwritable(output: Path, error: OSError) -> RequestError:
+    """Return what is wrong with a folder that can't be written."""
+    return RequestError(f"output {str(output)!r} can't be written ({error.strerror}): choose another")
+
+
+def check_writable(output: Path) -> None:
+    """Raise RequestError where no run folder could be made in `output`, which need not be there; nothing is left in it."""
+    folder = output.absolute()
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    probe = folder / f".profiling-agent-{hashlib.sha256(str(output).encode()).hexdigest()[:8]}"
     try:
-        config = read_json(folder / "config.json", under=files_root(folder), max_bytes=MAX_CONFIG)
-        return str(config["architectures"][0])
-    except (OSError, ValueError, TypeError, LookupError) as error:
-        raise AcquisitionError(
-            f"model {model!r} has no config.json that names its architecture: give a Hugging Face model"
-        ) from error
-
-
-def subjects_of(models: Sequence[str], data: str | None) -> tuple[list[Subject], str, list[str]]:
-    """Return the models to use, the data, and what of the paper's can't be had.
-
-    With no models named they are the paper's, and without a network the embedded ones of the same families.
-    """
-    missing: list[str] = []
-    if models:
-        is_embedded = all(model.startswith(PREFIX) for model in models)
-        chosen_data = data or (EMBEDDED_DATA if is_embedded else HUB_DATA)
-        return [_named(model, architecture_of(model)) for model in models], chosen_data, missing
-    chosen: list[Subject] = []
-    for family in FAMILIES:
-        try:
-            architecture_of(HUB[family])
-            chosen.append(Subject(model=HUB[family], family=family))
-        except ProfilingAgentError as error:
-            missing.append(f"{family} ({HUB[family]}): {error}")
-    if chosen:
-        return chosen, data or HUB_DATA, missing
-    embedded = [Subject(model=EMBEDDED[family], family=family) for family in FAMILIES]
-    return embedded, data or EMBEDDED_DATA, missing
-
-
-def _named(model: str, architecture: str) -> Subject:
-    family = family_of(model, architecture)
-    if family is None:
-        raise RequestError(
-            f"model {model!r} is a {architecture}, and the paper has ViT, DeiT, Swin and ResNet: name one of those"
-        )
-    return Subject(model=model, family=family)
+        probe.mkdir()
+        probe.rmdir()
+    except OSError as error:
+        raise unwritable(output, error) from error

@@ -7,7 +7,7 @@ import torch
 import zoo
 from safetensors.torch import load_file, save_file
 
-from profiling_agent.acquisition.models import load_model, resolve_device
+from profiling_agent.acquisition.models import device_note, load_model, resolve_device
 from profiling_agent.errors import AcquisitionError, RequestError
 
 
@@ -137,7 +137,24 @@ def test_nothing_is_printed_while_loading(folder, capfd):
 
 def test_the_device_is_what_was_asked_for():
     assert resolve_device("cpu") == "cpu"
-    assert resolve_device("auto") == ("cuda" if torch.cuda.is_available() else "cpu")
+    # Whatever is there: nothing has been run on CUDA yet.
+    assert resolve_device("auto") == "cpu"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+def test_cuda_that_is_there_is_used_where_it_is_asked_for():
+    assert resolve_device("cuda") == "cuda"
+
+
+@pytest.mark.parametrize(
+    ("name", "has_cuda", "is_told"),
+    [("auto", True, True), ("auto", False, False), ("cpu", True, False), ("cuda", True, False)],
+)
+def test_that_cuda_was_left_alone_is_told_where_nobody_chose(name: str, has_cuda: bool, is_told: bool):
+    note = device_note(name, has_cuda=has_cuda)
+    assert (note is not None) is is_told
+    assert note is None or "--device cuda asks for it" in note
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")

@@ -32,3 +32,23 @@ def test_the_peak_stays_when_the_memory_is_freed():
     child = subprocess.run([sys.executable, "-c", PEAKS], capture_output=True, text=True, check=True)
 
     assert 200e6 < int(child.stdout) < 300e6
+
+
+class OnADevice:
+    """A session that runs on a device of its own."""
+
+    fixed_size = None
+
+    def run(self, pixel_values):
+        return pixel_values
+
+    def bound(self, pixel_values):
+        return lambda: 2000.0
+
+    def peak_bytes(self):
+        return 12345
+
+
+def test_of_a_device_the_memory_is_the_devices():
+    assert measure_headline(OnADevice(), zoo.SPEC, batch_size=2).peak_memory_bytes == 12345
+    assert measure_headline(TorchSession(zoo.vit(), device="cpu"), zoo.SPEC, batch_size=2).peak_memory_bytes > 10**7

@@ -37,6 +37,19 @@ print(child.pid, flush=True)
 time.sleep(600)
 """
 
+# What a model's pass says that it holds of a device, each time that it is asked.
+HOLDING = """
+from profiling_agent.benchmarking.worker import serve
+class Pass:
+    held = 0
+    def __call__(self):
+        self.held += 100
+        return 1.0
+    def peak_bytes(self):
+        return self.held
+serve(lambda start: Pass())
+"""
+
 
 def ref(folder: Path) -> ArtifactRef:
     sha256 = file_sha256(folder / "recipe.json")
@@ -131,3 +144,15 @@ def test_a_worker_in_the_middle_of_a_sample_dies_with_its_parent(root: Path):
     while worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE
+
+
+def test_what_a_model_holds_of_a_device_is_known_once_it_was_timed():
+    with TimedProcess([sys.executable, "-c", HOLDING], START) as process:
+        process.wait_until_ready()
+        before = process.peak_bytes()
+        process.take_sample(2)
+
+        assert process.device_bytes == process.peak_bytes() == 300
+        # Until then it is what the process holds resident.
+        assert before is not None
+        assert before > 10**6

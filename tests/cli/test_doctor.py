@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from chat_server import chat_server, error, in_turn
 from typer.testing import CliRunner
 
-from profiling_agent.cli.doctor import Finding, examine
+from profiling_agent.cli.doctor import Finding, examine, self_tested
 from profiling_agent.cli.main import app
 from profiling_agent.deployment.probe import probe
+from profiling_agent.errors import RequestError
+from profiling_agent.jobs.self_test import SelfTest, main
 from profiling_agent.records import RUNTIMES
 from profiling_agent.request import Request
 
@@ -48,7 +51,7 @@ def test_what_is_being_looked_at_is_told_while_it_is_looked_at(tmp_path: Path):
 
     list(islice(examine(request, lambda message, done, total: heard.append((message, done, total))), 3))
 
-    num_looks = len(QUICK) + len(RUNTIMES)
+    num_looks = len(QUICK) + len(RUNTIMES) + 1
     assert heard == [("looking", number, num_looks) for number in range(3)]
 
 
@@ -112,7 +115,7 @@ def test_being_cut_off_from_the_hub_on_purpose_is_told(tmp_path: Path, monkeypat
     assert "HF_HUB_OFFLINE is set" in looked(tmp_path)["Hugging Face"].seen
 
 
-@pytest.mark.parametrize("arguments", [("--advisor", ""), ("--base-url", "http://" + 500 * "x")])
+@pytest.mark.parametrize("arguments", [("--advisor", ""), ("--base-url", "http://" + 500 * "x"), ("--device", "tpu")])
 def test_what_no_request_can_say_is_one_line_and_exit_code_2(arguments: tuple[str, ...]):
     said = call(*arguments)
 
@@ -123,6 +126,68 @@ def test_what_no_request_can_say_is_one_line_and_exit_code_2(arguments: tuple[st
 
 def test_the_runtime_that_every_installation_has_runs_the_probes_model(tmp_path: Path):
     assert 0 < probe("eager", tmp_path) < 10_000
+
+
+def test_a_small_model_goes_through_profile_prune_and_evaluate_on_a_device(tmp_path: Path):
+    seen = {name: step() for name, step in SelfTest("cpu", tmp_path).steps.items()}
+
+    assert list(seen) == ["find", "profile", "prune", "evaluate"]
+    assert seen["find"] == "the CPU"
+    assert "4 units" in seen["profile"]
+    assert "after compensation" in seen["prune"]
+    # The CPU computes what the CPU computes.
+    assert seen["evaluate"] == "float32 is 0e+00 from the CPU's; bfloat16, float16, dynamic work"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+def test_a_small_model_goes_through_profile_prune_and_evaluate_on_cuda(tmp_path: Path):
+    seen = {name: step() for name, step in SelfTest("cuda", tmp_path).steps.items()}
+
+    assert seen["evaluate"].endswith("bfloat16, float16 work")
+
+
+def test_each_step_is_told_before_and_after_it_was_taken(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(RequestError, match="device is 'tpu'"):
+        main("tpu")
+
+    assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == [{"device": "tpu"}, {"begun": "find"}]
+
+
+def said_by(*told: dict[str, Any]) -> str:
+    return "\n".join(["a warning of a library", *map(json.dumps, told)])
+
+
+def test_what_a_self_test_saw_and_where_it_failed_is_shown():
+    cuda = {"device": "cuda"}, {"begun": "find"}, {"seen": "a card"}, {"begun": "profile"}
+    error = "Traceback\n  line\nRuntimeError: no kernel image is available"
+
+    asked = self_tested("cuda", 1, said_by(*cuda), error)
+    unasked = self_tested("auto", 1, said_by(*cuda), error)
+    killed = self_tested("cuda", -11, said_by(*cuda), "")
+    well = self_tested("auto", 0, said_by(*cuda, {"seen": "quick"}), "")
+
+    assert (asked.state, asked.name) == ("problem", "device")
+    assert asked.seen == "cuda; find: a card; profile failed: RuntimeError: no kernel image is available"
+    # Nobody's run is kept from working by a device that it doesn't use.
+    assert unasked.state == "note"
+    assert killed.seen.endswith("profile failed: exit status -11 (SIGSEGV)")
+    assert (well.state, well.seen) == ("note", "cuda; find: a card; profile: quick")
+    assert "--device cuda asks for it" in well.advice
+    assert self_tested("cuda", 0, said_by(*cuda, {"seen": "quick"}), "").state == "ok"
+    assert self_tested("auto", 0, said_by({"device": None}), "").seen == "the CPU: there is no CUDA device"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
+def test_a_device_that_was_asked_for_and_is_not_there_is_a_problem(tmp_path: Path):
+    said = call("--output", str(tmp_path / "runs"), "--advisor", "rules", "--device", "cuda", "--json")
+
+    device = Finding.model_validate(json.loads(said.stdout)[-1])
+    assert said.exit_code == 1
+    assert device.state == "problem"
+    assert "find failed" in device.seen
+    assert "no CUDA device" in device.seen
 
 
 @pytest.mark.slow
@@ -140,7 +205,7 @@ def test_a_runtime_that_is_missing_is_noted_and_one_that_takes_its_process_down_
 
     assert said.exit_code == 1
     found = {one["name"]: Finding.model_validate(one) for one in json.loads(said.stdout)}
-    assert tuple(found) == (*QUICK, *RUNTIMES)
+    assert tuple(found) == (*QUICK, *RUNTIMES, "device")
     assert found["eager"].state == "ok"
     assert "runs a tiny model in" in found["eager"].seen
     assert found["openvino"].state == "note"

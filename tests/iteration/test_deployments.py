@@ -1,9 +1,12 @@
 import pytest
 
 from profiling_agent.deployment.choices import recommend
+from profiling_agent.errors import RequestError
 from profiling_agent.iteration.deployments import (
     ASKED_SCHEMES,
     DeploymentChoices,
+    check_runtimes,
+    deployment_choices,
     leaving_in_float,
     possible_deployments,
     schemes_of,
@@ -11,6 +14,7 @@ from profiling_agent.iteration.deployments import (
 from profiling_agent.modules.layer_names import matching_names
 from profiling_agent.records import Deployment, Plan, QuantizationRecommendation
 from profiling_agent.records.deployment import RuntimeName, Scheme
+from profiling_agent.request import Request
 
 EVERY: dict[RuntimeName, tuple[Scheme, ...]] = {
     "eager": ("float32", "bfloat16", "float16", "dynamic"),
@@ -91,3 +95,35 @@ def test_a_layer_left_in_float_is_that_layer_alone():
 def test_dtypes_that_do_not_go_with_their_type_are_refused():
     with pytest.raises(ValueError, match="takes dtype qint8, not 'float16'"):
         rec("all", "static", "float16")
+
+
+def test_on_cuda_nothing_is_offered_that_has_no_kernels_there():
+    choices = deployment_choices(Request(), "cuda")
+
+    found = possible_deployments(Plan(), choices)
+    assert {deployment.runtime for deployment in found} <= {"eager", "inductor"}
+    assert not {deployment.scheme for deployment in found} & {"dynamic", "static", "static_nncf"}
+    assert {"eager bfloat16", "eager float16"} <= {deployment.name for deployment in found}
+    assert any(
+        note.startswith("int8 was not tried: no runtime here has kernels for it on cuda") for note in choices.notes
+    )
+    # A plan that names int8 has nobody to carry it out.
+    planned = Plan(quantization=(QuantizationRecommendation(layer="all", dtype="qint8"),))
+    assert possible_deployments(planned, choices) == ()
+    assert not any("int8" in note for note in deployment_choices(Request(), "cpu").notes)
+    assert not any("int8" in note for note in deployment_choices(Request(quantize_dtype="bfloat16"), "cuda").notes)
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        ({"quantize_dtype": "qint8"}, "no runtime here has int8 kernels"),
+        ({"runtimes": "eager,onnxruntime"}, "runtimes asks for onnxruntime, which here runs on the CPU alone"),
+        ({"runtimes": "openvino"}, "runtimes asks for openvino, which here runs on the CPU alone"),
+    ],
+)
+def test_what_cuda_can_not_do_is_refused_before_anything_is_done(asked: dict, says: str):
+    with pytest.raises(RequestError, match=says):
+        check_runtimes(Request(device="cuda", **asked))
+    check_runtimes(Request(device="cpu", **asked))
+    check_runtimes(Request(device="cuda", runtimes="eager", quantize_dtype="bfloat16"))

@@ -2,13 +2,22 @@
 
 from typing import Any
 
+import torch
+
 from profiling_agent.acquisition.data import DataQuery
 from profiling_agent.acquisition.hub import is_local, local_folder
-from profiling_agent.acquisition.models import load_model, resolve_device
-from profiling_agent.acquisition.splits import DrawnSplit, draw_splits
+from profiling_agent.acquisition.models import device_note, load_model, resolve_device
+from profiling_agent.acquisition.splits import DrawnSplit, draw_splits, look_up_labels
 from profiling_agent.artifacts.save import save_model
 from profiling_agent.jobs.context import JobContext
-from profiling_agent.jobs.tasks import AcquireTask, ResolvedShape, ResolveShapeTask, SurveyShapeTask
+from profiling_agent.jobs.tasks import (
+    AcquireTask,
+    MatchedLabels,
+    MatchLabelsTask,
+    ResolvedShape,
+    ResolveShapeTask,
+    SurveyShapeTask,
+)
 from profiling_agent.records import Acquired, ModelSource, ShapeFacts, SplitInfo
 from profiling_agent.shapes.resolve import resolve_input_shape
 from profiling_agent.shapes.survey import survey
@@ -17,7 +26,9 @@ from profiling_agent.shapes.verify import verify
 
 def acquire(task: AcquireTask, job: JobContext) -> Acquired:
     """Check the model, draw the images."""
-    device = resolve_device(task.device)
+    device, note = resolve_device(task.device), device_note(task.device, has_cuda=torch.cuda.is_available())
+    if note:
+        job.progress(note, 0, 0)
     loaded = load_model(task.model, revision=task.revision, device=device, progress=job.progress)
     shared = task.model_dump(include=set(DataQuery.model_fields))
     config: Any = loaded.model.config
@@ -45,8 +56,17 @@ def acquire(task: AcquireTask, job: JobContext) -> Acquired:
         heldout=info("heldout", drawn.heldout),
         recovery=info("recovery", drawn.recovery) if drawn.recovery else None,
         labels=drawn.labels,
-        notes=drawn.notes,
+        notes=(*drawn.notes, *([note] if note else [])),
     )
+
+
+def match_labels(task: MatchLabelsTask, job: JobContext) -> MatchedLabels:
+    """Open the model and the data set, and match their classes."""
+    loaded = load_model(task.model, revision=task.revision, device="cpu", progress=job.progress)
+    shared = task.model_dump(include=set(DataQuery.model_fields))
+    config: Any = loaded.model.config
+    split, matches = look_up_labels(DataQuery(**shared), id2label=config.id2label, progress=job.progress)
+    return MatchedLabels(split=split, labels=matches, num_classes=len(config.id2label))
 
 
 def survey_shape(task: SurveyShapeTask, job: JobContext) -> ShapeFacts:

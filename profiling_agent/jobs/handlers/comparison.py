@@ -8,7 +8,7 @@ from profiling_agent.deployment.torch_session import TorchSession
 from profiling_agent.jobs.context import JobContext
 from profiling_agent.jobs.handlers.evaluation import answer, keep_answers
 from profiling_agent.jobs.tasks import CompareTask, PaperBaseline
-from profiling_agent.modules.inference import random_batch
+from profiling_agent.modules.inference import on_device, random_batch
 from profiling_agent.pruning.rivals import paper_prune
 from profiling_agent.quantization.footprint import parameter_bytes
 
@@ -18,7 +18,7 @@ NUM_REPEATS, NUM_WARM_UP = 15, 3
 def compare(task: CompareTask, job: JobContext) -> PaperBaseline:
     """Cut, ask both models about the split, and let them take turns."""
     path, images = job.path(task.model), job.images("images")
-    model, spec = load_module(path).to(task.device).eval(), load_recipe(path).input
+    model, spec = on_device(load_module(path), task.device).eval(), load_recipe(path).input
     cut = paper_prune(model, spec, task.ratio, task.criterion, seed=task.seed).model.to(task.device).eval()
     before, after = (TorchSession(module, device=task.device) for module in (model, cut))
     said = [answer(session, images, task.batch_size, job.progress) for session in (before, after)]

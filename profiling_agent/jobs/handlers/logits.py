@@ -14,7 +14,7 @@ from profiling_agent.files import write_bytes
 from profiling_agent.foreign import foreign_code, on_behalf
 from profiling_agent.jobs.context import JobContext
 from profiling_agent.jobs.tasks import Answered, LogitsTask
-from profiling_agent.modules.inference import device_of, logits_of
+from profiling_agent.modules.inference import device_of, logits_of, on_device
 from profiling_agent.modules.products import quick_products
 from profiling_agent.pruning.calibration import Calibration
 
@@ -23,7 +23,7 @@ FILE, NAME = "logits.safetensors", "logits"
 
 def ask(task: LogitsTask, job: JobContext) -> Answered:
     """Run the model over the images and write down its logits."""
-    model = load_module(job.path(task.model)).to(task.device)
+    model = on_device(load_module(job.path(task.model)), task.device)
     read = partial(iter_batches, job.images("images"), batch_size=task.batch_size, limit=task.num_images)
     images = Calibration(batches=read, device=device_of(model), dtype=next(model.parameters()).dtype)
     with quick_products():
@@ -31,7 +31,7 @@ def ask(task: LogitsTask, job: JobContext) -> Answered:
     # Fewer than 32 images have none that judge; whoever compares then does it on all of them.
     if not logits and not task.judged:
         raise RequestError("there are 0 images to ask a model about: raise num_samples")
-    found = torch.cat(logits) if logits else torch.empty(0, 0)
+    found = torch.cat(logits).cpu() if logits else torch.empty(0, 0)
     write_bytes(job.folder / FILE, save({NAME: found}))
     return Answered(num_images=len(found))
 

@@ -13,7 +13,7 @@ from profiling_agent.errors import ArtifactError, PruningError
 from profiling_agent.files import write_text
 from profiling_agent.jobs.context import JobContext
 from profiling_agent.jobs.tasks import EvidenceTask, Profiled, ProfileTask
-from profiling_agent.modules.inference import random_batch
+from profiling_agent.modules.inference import on_device, random_batch
 from profiling_agent.modules.products import quick_products
 from profiling_agent.profiling.kept_evidence import evidence_path, keep_evidence, read_evidence
 from profiling_agent.profiling.profile import profile_model
@@ -27,7 +27,8 @@ PROFILE, WIDTHS = "profile.json", "widths.json"
 def profile(task: ProfileTask, job: JobContext) -> Profiled:
     """Profile the model; write profile.json and the chrome trace, and the latency table where it is asked for."""
     path = job.path(task.model)
-    model, recipe, trace = load_module(path).to(task.device), load_recipe(path), job.folder / "trace.json.gz"
+    model, recipe = on_device(load_module(path), task.device), load_recipe(path)
+    trace = job.folder / "trace.json.gz"
     measured = profile_model(
         model,
         recipe.input,
@@ -79,7 +80,7 @@ def _evidence(
     if kept is not None and (known := read_evidence(kept, profiled.units)) is not None:
         job.progress("evidence of an earlier run is used", 0, 0)
         return known, None
-    model = load_module(path).to(task.device)
+    model = on_device(load_module(path), task.device)
     read = partial(iter_batches, job.images("calibration"), batch_size=task.batch_size)
     try:
         with quick_products():

@@ -14,7 +14,7 @@ from profiling_agent.artifacts.save import save_derived
 from profiling_agent.jobs.context import JobContext
 from profiling_agent.jobs.handlers.logits import given_logits
 from profiling_agent.jobs.tasks import PruneTask, RecoverTask
-from profiling_agent.modules.inference import device_of
+from profiling_agent.modules.inference import device_of, on_device
 from profiling_agent.modules.products import quick_products
 from profiling_agent.pruning import recovery
 from profiling_agent.pruning.calibration import Calibration
@@ -26,7 +26,7 @@ from profiling_agent.records import ArtifactRef, Cut, PrunedModel, RecoveredMode
 def prune(task: PruneTask, job: JobContext) -> PrunedModel:
     """Cut the units, pass the gates, compensate, save the candidate."""
     path = job.path(task.baseline)
-    model, recipe = load_module(path), load_recipe(path)
+    model, recipe = on_device(load_module(path), task.device), load_recipe(path)
     read = partial(iter_batches, job.images("calibration"), batch_size=task.batch_size)
     images, _ = next(read(batch_size=NUM_GATE_IMAGES))
     keep = {name: list(kept) for name, kept in task.keep.items()}
@@ -39,7 +39,7 @@ def prune(task: PruneTask, job: JobContext) -> PrunedModel:
                 model, pruned.model, task.cuts, pruned.keep, read, expected=expected, progress=job.progress
             )
     return PrunedModel(
-        model=keep_model(made.model if made else pruned.model, task.baseline, job, cuts=task.cuts),
+        model=keep_model((made.model if made else pruned.model).cpu(), task.baseline, job, cuts=task.cuts),
         cuts=task.cuts,
         mask_error=pruned.mask_error,
         kl=made.kl_after if made else None,
@@ -55,7 +55,7 @@ def recover(task: RecoverTask, job: JobContext) -> RecoveredModel:
     Each epoch is kept in `recovery/<job key>` of the run folder, because a job's own folder goes when the job is cut.
     """
     folder = job.root / "recovery" / Path(job.final).name
-    dense, pruned = (load_module(job.path(ref)).to(task.device) for ref in (task.baseline, task.model))
+    dense, pruned = (on_device(load_module(job.path(ref)), task.device) for ref in (task.baseline, task.model))
     calibration = Calibration(
         batches=partial(iter_batches, job.images("calibration"), batch_size=task.batch_size),
         device=device_of(dense),

@@ -1,0 +1,145 @@
+"""Self-test of a device: `python -m profiling_agent.jobs.self_test DEVICE` takes a small model through profile, prune and evaluate there.
+
+A process of its own, which says before each step what comes, and after it what was seen: whoever listens knows what failed by where it ends.
+"""
+
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from profiling_agent.acquisition.models import resolve_device
+from profiling_agent.artifacts.folder import folder_bytes
+from profiling_agent.artifacts.load import load_module, load_processor, load_recipe
+from profiling_agent.artifacts.save import save_derived
+from profiling_agent.benchmarking.headline import measure_headline
+from profiling_agent.benchmarking.latency_table import time_units
+from profiling_agent.deployment.batches import noise_batch
+from profiling_agent.deployment.probe import SPEC, write_tiny
+from profiling_agent.deployment.protocol import Batch, Source
+from profiling_agent.deployment.registry import open_session, runtime
+from profiling_agent.deployment.save import save_deployed
+from profiling_agent.errors import ArtifactError
+from profiling_agent.modules.inference import on_device, random_batch
+from profiling_agent.profiling.profile import profile_model
+from profiling_agent.profiling.sensitivity import measure_sensitivity
+from profiling_agent.pruning.calibration import MIN_IMAGES
+from profiling_agent.pruning.compensation import compensate
+from profiling_agent.pruning.prune import prune_model
+from profiling_agent.pruning.widths import snap
+from profiling_agent.records import Cut, Deployment, ModelProfile
+
+BATCH = 8
+# Float32 on another device adds in another order.
+MAX_DISTANCE = 1e-3
+
+
+class SelfTest:
+    """The steps, in their order; each raises whatever keeps it from working, and says what it saw."""
+
+    def __init__(self, device: str, folder: Path) -> None:
+        """Work on `device`, `cpu` or `cuda`, with a model that is written to `folder`."""
+        self.device, self.folder = device, folder
+        self.model, self.pruned = folder / "model", folder / "pruned"
+        self._profile: ModelProfile | None = None
+
+    @property
+    def steps(self) -> dict[str, Callable[[], str]]:
+        """Return each step by its name."""
+        return {"find": self.find, "profile": self.profile, "prune": self.prune, "evaluate": self.evaluate}
+
+    def find(self) -> str:
+        """Find the device."""
+        found = resolve_device(self.device)
+        return torch.cuda.get_device_name() if found == "cuda" else "the CPU"
+
+    def profile(self) -> str:
+        """Profile a small model, units and evidence included."""
+        write_tiny(self.model, hidden_size=64, intermediate_size=256)
+        headline = measure_headline(open_session(self.model, device=self.device), SPEC, batch_size=BATCH)
+        model = on_device(load_module(self.model), self.device)
+        made = profile_model(
+            model,
+            SPEC,
+            batch_size=BATCH,
+            device=self.device,
+            headline=headline,
+            size_bytes=folder_bytes(self.model),
+            architecture=load_recipe(self.model).architecture,
+        )
+        batch = random_batch(SPEC, BATCH).to(self.device)
+        table = time_units(model, made.units, batch, file=self.folder / "latency.json")
+        evidence = measure_sensitivity(model, made.units, _calibration, table=table)
+        self._profile = made.model_copy(update={"evidence": evidence})
+        memory_mb = headline.peak_memory_bytes / 1e6
+        return f"{headline.latency.median_ms:.2f} ms a batch of {BATCH}, {memory_mb:.0f} MB at most, {len(made.units)} units"
+
+    def prune(self) -> str:
+        """Cut half of every unit, make up for it, and save what comes of it."""
+        assert self._profile is not None, "the profile comes first"
+        model = on_device(load_module(self.model), self.device)
+        units = self._profile.units
+        cuts = [Cut(unit=unit, keep=snap(unit, 0.5), requested_ratio=0.5) for unit in units]
+        made = prune_model(model, [cut for cut in cuts if cut.keep < cut.unit.width], spec=SPEC)
+        better = compensate(
+            model, made.model, [cut for cut in cuts if cut.unit.name in made.keep], made.keep, _calibration
+        )
+        save_derived(better.model.cpu(), self.model, self.pruned)
+        return f"KL {better.kl_before:.2g} nats, {better.kl_after:.2g} after compensation"
+
+    def evaluate(self) -> str:
+        """Ask both models on the device and on the CPU, and deploy the pruned one in every scheme that the device has."""
+        images = noise_batch(SPEC, BATCH)
+        distances = [_distance(folder, self.device, images) for folder in (self.model, self.pruned)]
+        if not max(distances) <= MAX_DISTANCE:
+            raise ArtifactError(
+                f"logits are {max(distances):.2g} from the CPU's (relative), {MAX_DISTANCE:g} is allowed"
+            )
+        schemes = [scheme for scheme in runtime("eager").schemes(self.device) if scheme != "float32"]
+        for scheme in schemes:
+            folder = self.folder / scheme
+            save_deployed(self._source(images), Deployment(scheme=scheme), folder)
+            open_session(folder, device=self.device).run(images)
+        return f"float32 is {max(distances):.1g} from the CPU's; {', '.join(schemes)} work"
+
+    def _source(self, images: Batch) -> Source:
+        return Source(
+            module=load_module(self.pruned),
+            recipe=load_recipe(self.pruned),
+            processor=load_processor(self.pruned),
+            calibration=images,
+            batch_size=BATCH,
+            device=self.device,
+        )
+
+
+def _distance(folder: Path, device: str, images: Batch) -> float:
+    here, there = (open_session(folder, device=one).run(images) for one in (device, "cpu"))
+    return float(np.linalg.norm(here - there) / np.linalg.norm(there))
+
+
+def _calibration() -> Iterator[tuple[Tensor, Tensor]]:
+    for images in random_batch(SPEC, 2 * MIN_IMAGES).split(BATCH):
+        yield images, torch.zeros(len(images), dtype=torch.int64)
+
+
+def main(device: str) -> None:
+    """Take every step, and tell of each before and after; `auto` is CUDA where there is one, and ends at once where there is none."""
+    chosen = "cuda" if device == "auto" and torch.cuda.is_available() else device
+    if chosen == "auto":
+        print(json.dumps({"device": None}), flush=True)  # noqa: T201 - the protocol
+        return
+    print(json.dumps({"device": chosen}), flush=True)  # noqa: T201
+    with tempfile.TemporaryDirectory(prefix="profiling-agent-") as scratch:
+        for name, step in SelfTest(chosen, Path(scratch)).steps.items():
+            print(json.dumps({"begun": name}), flush=True)  # noqa: T201
+            print(json.dumps({"seen": step()}), flush=True)  # noqa: T201
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,192 @@
+"""The paper's method on scripted jobs: cuts by weights alone, nothing tuned, and latency, timed once, as the third of its keys."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import made
+import numpy as np
+import pytest
+
+from profiling_agent.evaluation.predictions import write_predictions
+from profiling_agent.iteration.attempt import measure_attempt, open_journal, prune_attempt, quantize_attempt
+from profiling_agent.iteration.deployer import Deployer
+from profiling_agent.iteration.evaluator import Evaluator, Settings
+from profiling_agent.iteration.selection import ranked
+from profiling_agent.jobs import tasks
+from profiling_agent.jobs.timesheet import SHEET, Timesheet
+from profiling_agent.records import (
+    Acquired,
+    ArtifactRef,
+    DeployedModel,
+    Deployment,
+    Footprint,
+    Headline,
+    Journal,
+    ModelSource,
+    Plan,
+    Predictions,
+    PrunedModel,
+    SplitInfo,
+    Tuned,
+    Variant,
+)
+
+NUM_IMAGES = 1000
+
+
+@dataclass
+class Script:
+    """Jobs that answer at once: each cut is a model of its own, whose latency is given by how many came before."""
+
+    root: Path
+    latencies_ms: tuple[float, ...] = (3.0, 2.0)
+    asked: list[Any] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.timesheet = Timesheet(self.root / SHEET)
+
+    def path(self, ref: ArtifactRef) -> Path:
+        return self.root / ref.path
+
+    def run_each(self, several: Any) -> Any:
+        return [self.run(task) for task in several]
+
+    def run(self, task: Any) -> Any:
+        self.asked.append(task)
+        return getattr(self, type(task).__name__)(task)
+
+    def of(self, kind: type) -> list[Any]:
+        return [task for task in self.asked if isinstance(task, kind)]
+
+    def PruneTask(self, task: Any) -> PrunedModel:  # noqa: N802
+        return PrunedModel(model=made.ref(f"p{len(self.of(tasks.PruneTask))}"), cuts=task.cuts, mask_error=0.0)
+
+    def HeadlineTask(self, task: Any) -> Headline:  # noqa: N802
+        latency = made.STATS.model_copy(update={"median_ms": self.latencies_ms[int(task.model.sha256[1:]) - 1]})
+        return Headline(latency=latency, peak_memory_bytes=1, forward_passes=1)
+
+    def TuneTask(self, task: Any) -> Tuned:  # noqa: N802
+        return Tuned(model=made.ref("tuned"), kl=0.1, kl_unfolded=0.2, num_images=32, seconds=1.0)
+
+    def DeployTask(self, task: Any) -> DeployedModel:  # noqa: N802
+        return DeployedModel(
+            model=made.ref("int8"), deployment=task.deployment, layers=(), distance=0.0, kl=0.0, seconds=1.0
+        )
+
+    def EvaluateTask(self, task: Any) -> tasks.Evaluated:  # noqa: N802
+        num_images = len(task.split.rows(task.shard))
+        true = np.zeros(num_images, dtype=np.int64)
+        name = f"{task.model.sha256}-{task.shard}.safetensors"
+        write_predictions(self.root / name, made.answers(true, true))
+        file = made.ref("x", "predictions").model_copy(update={"path": name})
+        return tasks.Evaluated(
+            footprint=Footprint(params=1000, macs=1000, parameter_bytes=1000, size_bytes=1000),
+            predictions=Predictions(split="search", num_images=num_images, num_correct=num_images, files=(file,)),
+        )
+
+
+def evaluator(script: Any, **goal: Any) -> Evaluator:
+    def split(name: Any) -> SplitInfo:
+        return SplitInfo(name=name, source_split="test", num_images=NUM_IMAGES, file=made.ref(name, "split"))
+
+    profile = made.profile()
+    kls = {unit.name: (0.001, 0.002) for unit in profile.units}
+    return Evaluator(
+        jobs=script,
+        acquired=Acquired(
+            source=ModelSource(name="m", architecture="ViTForImageClassification", device="cpu"),
+            calibration=split("calibration"),
+            search=split("search"),
+            heldout=split("heldout"),
+            labels=(),
+        ),
+        baseline=made.ref("m0"),
+        profile=profile.model_copy(update={"evidence": made.evidence(profile.units, kls)}),
+        goal=made.GOAL.model_copy(update={"selection": "paper", "calibrate": False} | goal),
+        settings=Settings(batch_size=4, seed=0),
+    )
+
+
+def attempted(asked: Evaluator, *ratios: float) -> Journal:
+    journal = open_journal(asked, made.plan(ratios[0]))
+    for ratio in ratios:
+        prepared = quantize_attempt(asked, prune_attempt(asked, made.plan(ratio)), None)
+        journal = journal.with_attempt(measure_attempt(asked, prepared, journal))
+    return journal
+
+
+@pytest.mark.parametrize("calibrate", [True, False])
+def test_without_calibration_the_weights_alone_decide_and_nothing_makes_up_for_the_cut(tmp_path: Path, calibrate: bool):
+    script = Script(tmp_path)
+
+    prune_attempt(evaluator(script, calibrate=calibrate), made.plan(0.25))
+
+    (task,) = script.of(tasks.PruneTask)
+    assert task.compensate is calibrate
+    assert bool(task.keep) is calibrate
+    assert [cut.keep for cut in task.cuts] == [384, 384]
+
+
+@pytest.mark.parametrize(("tunes", "source"), [(True, "tuned"), (False, "m0")])
+def test_without_calibration_a_model_is_quantized_as_it_is(tmp_path: Path, tunes: bool, source: str):
+    script: Any = Script(tmp_path)
+    asked = evaluator(script, calibrate=tunes)
+    assert asked.deployer.tunes is tunes
+    deployer = Deployer(script, asked.acquired.calibration, batch_size=4, tunes=tunes)
+
+    option = deployer.make(made.ref("m0"), Deployment(scheme="dynamic"), choose_layers=True)
+
+    assert option.deployed is not None
+    assert [task.model.sha256 for task in script.of(tasks.DeployTask)] == [source]
+
+
+def test_of_attempts_that_are_as_accurate_and_as_large_the_faster_is_the_papers_best(tmp_path: Path):
+    script = Script(tmp_path, latencies_ms=(3.0, 1.5))
+    asked = evaluator(script)
+
+    journal = attempted(asked, 0.25, 0.5)
+
+    assert journal.baseline_latency_ms == 2.0
+    assert [attempt.latency_ms for attempt in journal.attempts] == [3.0, 1.5]
+    # The first is as accurate and as large as the baseline, and slower: it doesn't beat it.
+    assert [candidate.attempt for candidate in ranked(journal, asked.goal)] == [2]
+
+
+def test_a_resumed_run_ranks_by_the_times_that_were_measured_first(tmp_path: Path):
+    journal = attempted(evaluator(Script(tmp_path, latencies_ms=(1.5, 1.9))), 0.25, 0.5)
+
+    again = Journal.model_validate_json(journal.model_dump_json())
+
+    assert [one.attempt for one in ranked(again, evaluator(Script(tmp_path)).goal)] == [1, 2]
+
+
+def test_latency_is_timed_for_the_papers_selection_alone(tmp_path: Path):
+    script = Script(tmp_path)
+    asked = evaluator(script, selection="contract", calibrate=True)
+    prepared = quantize_attempt(asked, prune_attempt(asked, made.plan(0.25)), None)
+    baseline = asked.evaluate(Variant.BASELINE, asked.baseline, asked.acquired.search)
+
+    attempt = measure_attempt(asked, prepared, Journal(baseline=baseline))
+
+    assert attempt.latency_ms is None
+    assert script.of(tasks.HeadlineTask) == []
+
+
+def test_what_was_kept_before_latency_was_timed_is_ranked_by_accuracy_and_params():
+    fast, slow = (
+        made.attempt(number, 0.1, accepted=True, correct=905, params=params) for number, params in ((1, 950), (2, 900))
+    )
+    pruned = [
+        one.model_copy(update={"deployed": one.deployed.model_copy(update={"variant": Variant.PRUNED})})
+        for one in (fast, slow)
+        if one.deployed
+    ]
+
+    assert [
+        one.attempt for one in ranked(made.journal(*pruned), made.GOAL.model_copy(update={"selection": "paper"}))
+    ] == [2, 1]
+
+
+def test_a_plan_that_cuts_nothing_is_none_of_the_papers(tmp_path: Path):
+    assert prune_attempt(evaluator(Script(tmp_path)), Plan()).pruned is None
