@@ -11,6 +11,7 @@ from profiling_agent.errors import QuantizationError
 from profiling_agent.foreign import logits_of
 from profiling_agent.modules.hooks import watching
 from profiling_agent.modules.inference import device_of, left_as_found
+from profiling_agent.modules.products import quick_products
 from profiling_agent.quantization.static import LEVELS, Grid
 
 MIN_IMAGES = 8
@@ -107,7 +108,7 @@ def observe(model: nn.Module, names: Collection[str], images: Images) -> dict[st
         observed[name].add(x, generator)
 
     num_images = 0
-    with left_as_found(model), torch.inference_mode():
+    with left_as_found(model), torch.inference_mode(), quick_products():
         model.eval()
         with watching(model, names, before=take):
             for batch in images():
