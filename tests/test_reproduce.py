@@ -658,9 +658,9 @@ def test_the_example_of_the_help_works_on_a_local_folder_with_several_configs(wo
     lacking, made = call(*asked), call(*asked, "--config", "320px", "--json")
 
     assert lacking.exit_code == 2
-    assert (
-        "has several configs, 320px, full_size: name one with dataset_config" in lacking.stderr.strip().splitlines()[-1]
-    )
+    (refusal,) = lacking.stderr.strip().splitlines()[-1:]
+    assert "has several configs" in refusal
+    assert all(name in refusal for name in ("320px", "full_size", "dataset_config"))
     assert made.exit_code == 0
     (study,) = (Study.model_validate(document) for document in json.loads(made.stdout))
     assert [row.what for row in study.rows] == ["l1 10%", "l2 10%", "random 10%", METHOD, OURS]
