@@ -72,6 +72,7 @@ def test_the_goal_is_the_contract_alone():
         "min_speedup": 1.5,
         "max_size_ratio": 0.4,
         "selection": "contract",
+        "calibrate": True,
         "objective": "speed",
         "max_memory_ratio": None,
         "pins": (),

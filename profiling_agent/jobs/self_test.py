@@ -84,12 +84,11 @@ class SelfTest:
         assert self._profile is not None, "the profile comes first"
         model = on_device(load_module(self.model), self.device)
         units = self._profile.units
-        cuts = [Cut(unit=unit, keep=snap(unit, 0.5), requested_ratio=0.5) for unit in units]
-        made = prune_model(model, [cut for cut in cuts if cut.keep < cut.unit.width], spec=SPEC)
-        better = compensate(
-            model, made.model, [cut for cut in cuts if cut.unit.name in made.keep], made.keep, _calibration
-        )
-        save_derived(better.model.cpu(), self.model, self.pruned)
+        snapped = [Cut(unit=unit, keep=snap(unit, 0.5), requested_ratio=0.5) for unit in units]
+        cuts = [cut for cut in snapped if cut.keep < cut.unit.width]
+        made = prune_model(model, cuts, spec=SPEC)
+        better = compensate(model, made.model, cuts, made.keep, _calibration)
+        save_derived(better.model.cpu(), self.model, self.pruned, cuts=cuts)
         return f"KL {better.kl_before:.2g} nats, {better.kl_after:.2g} after compensation"
 
     def evaluate(self) -> str:

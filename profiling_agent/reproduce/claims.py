@@ -52,10 +52,10 @@ def _low(value: Value) -> float:
 def best_balance(rows: Sequence[Row]) -> Iterator[str]:
     """Table 1: its method has the better balance of params and accuracy than uniform cuts, on every model."""
     method = _method(rows)
-    if method is None or (gained := method.here("points gained")) is None:
+    gained = method.here("points gained") if method else None
+    params = method.here("% of params saved") if method else None
+    if method is None or gained is None or params is None:
         return
-    params = method.here("% of params saved")
-    assert params is not None, "both are measured together"
     for row in rows:
         own, other = row.here("% of params saved"), row.here("points gained")
         if row.what.partition(" ")[0] not in ("l1", "l2", "random") or own is None or other is None:
