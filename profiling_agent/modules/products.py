@@ -74,8 +74,11 @@ def _named(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[T
 
 
 def product(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return rows W' + b, (..., outputs), for rows (..., inputs) and W (outputs, inputs), float32 on the CPU, by oneDNN."""
-    return torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")  # pyright: ignore[reportPrivateUsage] - what inductor calls, too
+    """Return rows W' + b, (..., outputs), for rows (..., inputs) and W (outputs, inputs), float32 on the CPU, by oneDNN.
+
+    The operator is the one that inductor has for such a product.
+    """
+    return torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
 
 
 class _Linear(torch.autograd.Function):
