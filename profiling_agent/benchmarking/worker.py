@@ -58,7 +58,7 @@ class Pass:
 
     def peak_bytes(self) -> int | None:
         """Return the most bytes that this process has had allocated on a device; None where it runs on the CPU."""
-        return self.session.peak_bytes() if isinstance(self.session, OnDevice) else None
+        return _device_bytes(self.session)
 
 
 def serve(open_model: Callable[[Start], Callable[[], float]]) -> None:
@@ -78,8 +78,11 @@ def serve(open_model: Callable[[Start], Callable[[], float]]) -> None:
         while len(times) < sample.runs:
             times.append(run_once())
         warmed = True
-        device_bytes = run_once.peak_bytes() if isinstance(run_once, OnDevice) else None
-        parent.send(Reply(kind="times", samples_ms=tuple(times), device_bytes=device_bytes))
+        parent.send(Reply(kind="times", samples_ms=tuple(times), device_bytes=_device_bytes(run_once)))
+
+
+def _device_bytes(asked: object) -> int | None:
+    return asked.peak_bytes() if isinstance(asked, OnDevice) else None
 
 
 def open_artifact(folder: Path, start: Start) -> Pass:

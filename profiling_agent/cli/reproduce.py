@@ -153,7 +153,9 @@ def _choose(names: Sequence[TableName], asked: Asked, display: Display) -> "Mapp
     known: dict[tuple[DataSet, ...], Chosen] = {
         own: choose(asked.models, own, named_data=bool(asked.data), progress=progress) for own in set(data.values())
     }
-    chosen: dict[TableName, Chosen] = {name: known[own] for name, own in data.items()}
+    chosen: dict[TableName, Chosen] = {}
+    for name in names:
+        chosen[name] = known[data[name]]
     return chosen
 
 

@@ -32,7 +32,7 @@ from profiling_agent.pruning.calibration import MIN_IMAGES
 from profiling_agent.pruning.compensation import compensate
 from profiling_agent.pruning.prune import prune_model
 from profiling_agent.pruning.widths import snap
-from profiling_agent.records import Cut, Deployment, ModelProfile
+from profiling_agent.records import Cut, Deployment, ModelProfile, Scheme
 
 BATCH = 8
 # Float32 on another device adds in another order.
@@ -99,7 +99,7 @@ class SelfTest:
             raise ArtifactError(
                 f"logits are {max(distances):.2g} from the CPU's (relative), {MAX_DISTANCE:g} is allowed"
             )
-        schemes = [scheme for scheme in runtime("eager").schemes(self.device) if scheme != "float32"]
+        schemes: list[Scheme] = [scheme for scheme in runtime("eager").schemes(self.device) if scheme != "float32"]
         for scheme in schemes:
             folder = self.folder / scheme
             save_deployed(self._source(images), Deployment(scheme=scheme), folder)

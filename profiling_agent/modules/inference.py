@@ -53,7 +53,8 @@ def on_device(model: nn.Module, device: str) -> nn.Module:
     On CUDA convolutions round to ten bits of a mantissa unless they are told not to, a thousandth off: golden logits would call that another model.
     """
     if device == "cuda":
-        torch.backends.cudnn.conv.fp32_precision = "ieee"
+        cudnn: Any = torch.backends.cudnn
+        cudnn.conv.fp32_precision = "ieee"
         torch.backends.cuda.matmul.fp32_precision = "ieee"
     return model.to(device)
 

@@ -37,7 +37,7 @@ def test_the_peak_stays_when_the_memory_is_freed():
 class OnADevice:
     """A session that runs on a device of its own."""
 
-    fixed_size = None
+    fixed_size: int | None = None
 
     def run(self, pixel_values):
         return pixel_values
