@@ -3,12 +3,17 @@
 from collections.abc import Sequence
 from typing import Literal
 
-from profiling_agent.analysis.advised import Advised, first_plan, next_plan
+from profiling_agent.analysis.advised import UNKNOWN, Advised, Setting, first_plan, next_plan
+from profiling_agent.analysis.demands import obeying
 from profiling_agent.analysis.dry_run import dry_run, saved_share
+from profiling_agent.analysis.rules import analyse
 from profiling_agent.errors import AdvisorError, PlanError
-from profiling_agent.iteration.propose import propose
+from profiling_agent.iteration.evaluator import Evaluator
+from profiling_agent.iteration.judge import rule_text
+from profiling_agent.iteration.propose import milder, propose
 from profiling_agent.llm.question import Asks
 from profiling_agent.records import Decided, DryRun, Goal, Journal, ModelProfile, Origin, Plan, StopReason, Target
+from profiling_agent.reproducibility import environment
 
 Planner = Literal["hybrid", "llm", "rules"]
 RULES = Origin(by="rules")
@@ -20,28 +25,50 @@ STEP = 0.01
 Proposal = tuple[Plan, Origin]
 
 
-def first_proposal(
+def setting_of(evaluator: Evaluator, journal: Journal | None = None) -> Setting:
+    """Return what a language model is told of the machine and of how its plans will be judged."""
+    goal = evaluator.goal
+    drops = [row.deployed.drop for row in (journal.attempts if journal else ()) if row.deployed and row.deployed.drop]
+    changed = [(drop.num_lost + drop.num_gained) / drop.num_images for drop in drops]
+    return Setting(
+        machine=environment(evaluator.device).machine,
+        schemes=tuple(
+            f"{runtime} {scheme}" for runtime, known in evaluator.choices.supported.items() for scheme in known
+        ),
+        rule=rule_text(goal, len(evaluator.searched), max(changed, default=None)),
+    )
+
+
+def first_proposal(  # noqa: PLR0913 (all that a plan is made from)
     advisor: Asks | None,
     planner: Planner,
     profile: ModelProfile,
     goal: Goal,
     rules: Plan,
     rejected: Sequence[Decided] = (),
+    *,
+    setting: Setting = UNKNOWN,
 ) -> Proposal:
-    """Return the first plan; the rules' own, unless only the language model is to plan."""
-    if advisor is None or planner != "llm":
+    """Return the first plan: a language model's where there is one, which sees what the rules propose.
+
+    With both planners the rules' own plan stands where the model keeps it, and where by the evidence the model's would do worse.
+    """
+    if advisor is None or planner == "rules":
         return rules, RULES
     try:
-        advised = first_plan(advisor, profile, goal, rules, rejected)
+        advised = first_plan(advisor, profile, goal, rules, rejected, setting=setting)
     except AdvisorError as error:
         return rules, _instead(str(error))
     assert advised.guarded is not None, "a first plan never stops"
-    if advised.guarded.dry_run is None or not advised.guarded.dry_run.cuts:
+    dry = advised.guarded.dry_run
+    if dry is None or not dry.cuts:
         return rules, _instead(f"nothing is left of {advisor.name}'s plan ({'; '.join(advised.guarded.dropped[:3])})")
+    if planner == "hybrid" and (why := _dearer(advised.guarded.plan, dry, profile, rules.target)):
+        return rules, _instead(f"{advisor.name}: {why}")
     return advised.guarded.plan, _origin(advisor, advised)
 
 
-def next_proposal(
+def next_proposal(  # noqa: PLR0913 (all that a plan is made from)
     advisor: Asks | None,
     planner: Planner,
     profile: ModelProfile,
@@ -49,19 +76,23 @@ def next_proposal(
     journal: Journal,
     *,
     max_iterations: int,
+    setting: Setting = UNKNOWN,
 ) -> Proposal | StopReason:
     """Return the next plan and who made it, or the reason to stop.
 
     With both planners a language model's plan is measured where the evidence puts it beside the rules' best, and where it
-    asks something that isn't known; otherwise the rules' plan is, with the reason.
+    asks something that isn't known; otherwise the rules' plan is, with the reason. Where a model made the first plan, the rules' own comes second, if
+    it is another by more than what predictions are worth.
     """
     rules = propose(goal, profile, journal, max_iterations=max_iterations)
     if advisor is None or planner == "rules" or len(journal.attempts) >= max_iterations:
         return rules if isinstance(rules, StopReason) else (rules, RULES)
+    if planner == "hybrid" and (own := _rules_first(profile, goal, journal)) is not None:
+        return own, _instead(f"beside {advisor.name}'s first plan, the rules' own is measured")
     by_rules = None if isinstance(rules, StopReason) else rules
     left = max_iterations - len(journal.attempts)
     try:
-        advised = next_plan(advisor, profile, goal, journal, attempts_left=left, rules=by_rules)
+        advised = next_plan(advisor, profile, goal, journal, attempts_left=left, rules=by_rules, setting=setting)
         objection = _objection(advised, planner, profile, journal)
     except AdvisorError as error:
         advised, objection = None, str(error)
@@ -72,6 +103,23 @@ def next_proposal(
     if isinstance(rules, StopReason):
         return rules
     return rules, _instead(f"{advisor.name}: {objection}")
+
+
+def _rules_first(profile: ModelProfile, goal: Goal, journal: Journal) -> Plan | None:
+    """Return the rules' first plan where a language model made the only attempt and it is another one that may do better; None otherwise."""
+    if len(journal.attempts) != 1 or journal.attempts[0].origin.by in ("rules", "user"):
+        return None
+    first = journal.attempts[0]
+    plan = obeying(milder(analyse(profile, goal), len(journal.rejected)), goal)
+    own, other = dry_run(plan, profile), first.dry_run
+    if other is None or not own.cuts:
+        return plan if own.cuts else None
+    metric = plan.target.metric if plan.target else "params"
+    ahead = saved_share(own.cuts, profile, metric) - saved_share(other.cuts, profile, metric)
+    # What the first attempt says of milder plans, or of bolder ones, it says of this one too.
+    if abs(ahead) < STEP or (ahead < 0) == first.accepted:
+        return None
+    return plan
 
 
 def _origin(advisor: Asks, advised: Advised) -> Origin:
@@ -108,18 +156,34 @@ def _behind(plan: Plan, dry: DryRun, profile: ModelProfile, journal: Journal) ->
     """Return why the rules would do better, by the evidence; None without evidence, which then can't tell."""
     if dry.kl is None or profile.evidence is None:
         return None
-    target = plan.target or journal.attempts[0].plan.target
-    metric = target.metric if target else "params"
+    first = journal.attempts[0].plan.target
+    if why := _dearer(plan, dry, profile, first):
+        return why
+    metric = _metric(plan, first)
     saving = saved_share(dry.cuts, profile, metric)
-    try:
-        least = dry_run(Plan(target=Target(metric=metric, saving=max(saving, 1e-6))), profile).kl
-    except PlanError:
-        least = None
-    if least is not None and dry.kl > least * TOLERANCE + TINY_KL:
-        return f"its plan costs {dry.kl:.2g} nats where the allocator saves as much for {least:.2g}"
     measured = [(saved_share(a.dry_run.cuts, profile, metric), a.accepted) for a in journal.attempts if a.dry_run]
     best = max((share for share, accepted in measured if accepted), default=0.0)
     worst = min((share for share, accepted in measured if not accepted and share > best), default=1.0)
     if not best + STEP / 2 <= saving <= worst - STEP / 2:
         return f"its plan saves {saving:.1%} of the {metric}, where only between {best:.1%} and {worst:.1%} is unknown"
     return None
+
+
+def _dearer(plan: Plan, dry: DryRun, profile: ModelProfile, first: Target | None) -> str | None:
+    """Return by how much the allocator would save as much for less; None where it wouldn't, or without evidence."""
+    if dry.kl is None or profile.evidence is None:
+        return None
+    metric = _metric(plan, first)
+    saving = saved_share(dry.cuts, profile, metric)
+    try:
+        least = dry_run(Plan(target=Target(metric=metric, saving=max(saving, 1e-6))), profile).kl
+    except PlanError:
+        return None
+    if least is None or dry.kl <= least * TOLERANCE + TINY_KL:
+        return None
+    return f"its plan costs {dry.kl:.2g} nats where the allocator saves as much for {least:.2g}"
+
+
+def _metric(plan: Plan, first: Target | None) -> Literal["params", "macs", "latency"]:
+    target = plan.target or first
+    return target.metric if target else "params"

@@ -125,7 +125,8 @@ def propose(goal: Goal, profile: ModelProfile, journal: Journal, *, max_iteratio
 
     Nothing that was timed decides here, so a resumed run proposes what an undisturbed one does.
     """
-    first = obeying(journal.attempts[0].plan, goal)
+    # How it was deployed is the attempt's: the next one is deployed in what leads.
+    first = obeying(journal.attempts[0].plan.model_copy(update={"quantization": None}), goal)
     if not first.pruning and first.target is None:
         return StopReason.NOTHING_TO_PRUNE
     if len(journal.attempts) >= max_iterations:

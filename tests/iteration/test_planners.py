@@ -15,6 +15,7 @@ from profiling_agent.records import (
     Attempt,
     Journal,
     ModelProfile,
+    Origin,
     Plan,
     PruningRecommendation,
     StopReason,
@@ -81,19 +82,59 @@ def proposed(say, found: ModelProfile, seen: Journal):
     return proposal
 
 
-def test_with_both_planners_the_rules_go_first_and_alone_the_model_does():
+@pytest.mark.parametrize("planner", ["hybrid", "llm"])
+def test_a_model_makes_the_first_plan_and_sees_what_the_rules_would_do(planner: Planner):
     found = judged()
-    rules = analyse(found, GOAL)
+    asked = Scripted(lambda _: target(0.25))
+    plan, origin = first_proposal(asked, planner, found, GOAL, analyse(found, GOAL))
 
-    assert first_proposal(Scripted(lambda _: target(0.2)), "hybrid", found, GOAL, rules) == (rules, *[first_origin()])
-    plan, origin = first_proposal(Scripted(lambda _: target(0.2)), "llm", found, GOAL, rules)
     assert plan.target is not None
-    assert plan.target.saving == 0.2
+    assert plan.target.saving == 0.25
     assert (origin.by, origin.reason) == ("scripted", "evidence")
+    # The rules' 20% with their dry run: 0.0032 nats.
+    assert (
+        'The built-in rules would try this first:\n{"target": {"metric": "params", "saving": 0.2}}'
+        in asked.asked[0].evidence
+    )
+    assert "KL 0.0032" in asked.asked[0].evidence.split("The built-in rules")[1]
 
 
-def first_origin():
-    return first_proposal(None, "hybrid", judged(), GOAL, Plan())[1]
+def test_a_first_plan_that_costs_more_than_the_allocators_leaves_it_to_the_rules_but_not_where_the_model_plans_alone():
+    found, rules = judged(), analyse(judged(), GOAL)
+    alike = {"reason": "half", "pruning": [{"layer": "mlp", "pruning_type": "structured", "pruning_ratio": 0.2}]}
+
+    plan, origin = first_proposal(Scripted(lambda _: alike), "hybrid", found, GOAL, rules)
+    assert plan == rules
+    assert "where the allocator saves as much for" in (origin.note or "")
+    assert first_proposal(Scripted(lambda _: alike), "llm", found, GOAL, rules)[1].by == "scripted"
+
+
+@pytest.mark.parametrize(
+    ("saving", "accepted", "is_measured"),
+    [
+        # Bolder than a model's that was accepted, or milder than one that was refused.
+        (0.1, True, True),
+        (0.35, False, True),
+        # What was seen says it of the rules' plan as well.
+        (0.35, True, False),
+        (0.1, False, False),
+        # The same within what predictions are worth.
+        (0.2, True, False),
+    ],
+)
+def test_after_a_models_first_plan_the_rules_own_is_measured_where_that_is_not_known(
+    saving: float, accepted: bool, is_measured: bool
+):
+    found = judged()
+    first = measured(1, Plan(target=Target(saving=saving)), found, accepted=accepted)
+    seen = Journal(baseline=BASELINE, attempts=(first.model_copy(update={"origin": Origin(by="scripted")}),))
+    asked = Scripted(lambda _: {"reason": "enough", "stop": True})
+    proposal = next_proposal(asked, "hybrid", found, GOAL, seen, max_iterations=5)
+
+    assert isinstance(proposal, tuple)
+    assert (proposal[0] == analyse(found, GOAL)) is is_measured
+    assert len(asked.asked) == (0 if is_measured else 1)
+    assert proposal[1].by == "rules"
 
 
 @pytest.mark.parametrize("error", [AdvisorError("no answer"), ContextTooLongError("too long")])
