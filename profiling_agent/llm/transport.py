@@ -13,7 +13,7 @@ from collections.abc import Generator, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
-import httpx
+import httpx2
 import openai
 
 from profiling_agent.documents import DocumentError, parse_json
@@ -65,18 +65,18 @@ class BoundedClient(openai.DefaultHttpxClient):
             body = _read(response)
         document, content, kind = _checked(response.status_code, body, str(request.url.path))
         if wants_stream and document is not None and "choices" in document:
-            return _streamed(response, request, httpx.ByteStream(_event(as_piece(document)) + _event(END)))
+            return _streamed(response, request, httpx2.ByteStream(_event(as_piece(document)) + _event(END)))
         headers = {"content-type": kind}
         if request.method == "POST":
             # A question waits for as long as the server asks; the look at it before a run doesn't.
             headers |= _wait(response.headers.get("retry-after", ""))
-        return httpx.Response(response.status_code, headers=headers, content=content, request=request)
+        return httpx2.Response(response.status_code, headers=headers, content=content, request=request)
 
 
-class _Events(httpx.SyncByteStream):
+class _Events(httpx2.SyncByteStream):
     """The events of a reply, each read as JSON before it is handed on; closing it lets go of the connection."""
 
-    def __init__(self, response: httpx.Response, held: ExitStack) -> None:
+    def __init__(self, response: httpx2.Response, held: ExitStack) -> None:
         self._response, self._held = response, held
 
     def __iter__(self) -> Iterator[bytes]:
@@ -89,7 +89,7 @@ class _Events(httpx.SyncByteStream):
                 yield _event(completion_piece(parse_json(event, max_bytes=MAX_BODY)))
         except DocumentError as error:
             raise AdvisorError(f"the reply can't be used: {error}") from None
-        except httpx.HTTPError as error:
+        except httpx2.HTTPError as error:
             # What the provider's client makes of it before a reply begins.
             raise openai.APIConnectionError(request=self._response.request) from error
         yield _event(END)
@@ -99,8 +99,8 @@ class _Events(httpx.SyncByteStream):
         self._held.close()
 
 
-def _streamed(response: httpx.Response, request: Any, events: httpx.SyncByteStream) -> httpx.Response:
-    return httpx.Response(response.status_code, headers={"content-type": EVENT_STREAM}, stream=events, request=request)
+def _streamed(response: httpx2.Response, request: Any, events: httpx2.SyncByteStream) -> httpx2.Response:
+    return httpx2.Response(response.status_code, headers={"content-type": EVENT_STREAM}, stream=events, request=request)
 
 
 def _event(said: dict[str, Any] | str) -> bytes:
@@ -108,7 +108,7 @@ def _event(said: dict[str, Any] | str) -> bytes:
     return f"data: {text}\n\n".encode("utf-8", errors="replace")
 
 
-def _events(response: httpx.Response) -> Generator[str]:
+def _events(response: httpx2.Response) -> Generator[str]:
     """Yield what each event of a stream says; comments and names of events are left out."""
     waiting, size = bytearray(), 0
     for chunk in response.iter_bytes():
@@ -123,7 +123,7 @@ def _events(response: httpx.Response) -> Generator[str]:
             yield from (event.decode("utf-8", errors="replace") for event in said if event)
 
 
-def _kind(response: httpx.Response) -> str:
+def _kind(response: httpx2.Response) -> str:
     return response.headers.get("content-type", "").partition(";")[0].strip().lower()
 
 
@@ -174,7 +174,7 @@ def _cut(streams: list[Any]) -> None:
                 socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
 
-def _refuse(response: httpx.Response) -> None:
+def _refuse(response: httpx2.Response) -> None:
     if 300 <= response.status_code < 400:
         raise AdvisorError("the server sends on to another address, which isn't followed: name that one with base_url")
     encodings = [coding for coding in response.headers.get("content-encoding", "").split(",") if coding.strip()]
@@ -183,7 +183,7 @@ def _refuse(response: httpx.Response) -> None:
         raise AdvisorError(f"the reply is compressed {len(encodings)} times over")
 
 
-def _read(response: httpx.Response) -> bytes:
+def _read(response: httpx2.Response) -> bytes:
     body = bytearray()
     for chunk in response.iter_bytes():
         body += chunk

@@ -1,12 +1,14 @@
 """Ridge: second moments, damped by a share of their mean, and divided by; for all who let columns stand in for others."""
 
+import numpy as np
 import torch
-from scipy.linalg import LinAlgError, blas, cho_factor, cho_solve
+from scipy.linalg import LinAlgError, cho_factor, cho_solve, get_blas_funcs
 from torch import Tensor
 
 # Share of the columns' mean second moment, so that the noise of few images isn't fitted (docs/facts.md, "Calibration
 # images and ridge").
 RIDGE = 1e-2
+(SYRK,) = get_blas_funcs(("syrk",), dtype=np.float32)
 SingularError = torch.linalg.LinAlgError  # pyright: ignore[reportPrivateImportUsage]
 
 
@@ -19,7 +21,7 @@ def second_moment(rows: Tensor) -> Tensor:
     if rows.device.type != "cpu" or rows.dtype != torch.float32:
         return rows.T @ rows
     # It goes down columns, so that the lower half of the transpose is what it calls the upper one.
-    lower = torch.from_numpy(blas.ssyrk(1.0, rows.detach().contiguous().numpy().T).T)
+    lower = torch.from_numpy(SYRK(1.0, rows.detach().contiguous().numpy().T).T)
     return lower.tril().add_(lower.tril(-1).T)
 
 

@@ -43,7 +43,7 @@ def lookup(layer: str) -> str:
 
 
 def graph_of(server: Any, folder: Path, *, tools: tuple[Any, ...] = (), deadline_s: float = 20.0) -> Any:
-    def planner(_state: State) -> State:
+    def planner(state: State) -> State:
         advisor = advisor_of(server, folder, deadline_s=deadline_s)
         return {"ratio": advisor.ask(QUESTION, Ratio, tools=tools).value.ratio}
 
