@@ -10,18 +10,18 @@ from profiling_agent.iteration.attempt import deployment_of, open_journal, quant
 def quantization(state: RunState, session: RunSession) -> Update:
     """Search the deployments once, with the unpruned model; deploy this attempt in the one that was chosen, or that its plan asks for.
 
-    What a person's own plan asks for is all that is searched; what a language model wishes for one attempt leaves the search open.
+    What a person's first plan asks for is all that is searched; what a language model wishes for one attempt leaves the search open.
     """
     assert state.prepared is not None, "pruning comes first"
-    evaluator = session.evaluator(state)
-    plan, is_own = state.prepared.plan, state.origin is None or state.origin.by in ("user", "rules")
-    journal = state.journal or open_journal(
-        evaluator, plan if is_own else plan.model_copy(update={"quantization": None})
-    )
+    evaluator, plan = session.evaluator(state), state.prepared.plan
+    open_plan = plan.model_copy(update={"quantization": None})
+    is_own = state.origin is None or state.origin.by in ("user", "rules")
+    journal = state.journal or open_journal(evaluator, plan if is_own else open_plan)
     began_s = session.jobs.timesheet.spent_s
     try:
-        deployment = deployment_of(plan, journal, evaluator.choices)
-        prepared = quantize_attempt(evaluator, state.prepared, deployment)
+        # The search has answered what was asked for in the plan that it was made for.
+        asked = open_plan if is_own and state.journal is None else plan
+        prepared = quantize_attempt(evaluator, state.prepared, deployment_of(evaluator, asked, journal))
     except PlanError as error:
         prepared = state.prepared.model_copy(update={"failure": str(error)})
     took_s = session.jobs.timesheet.spent_s - began_s

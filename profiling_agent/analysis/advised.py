@@ -1,6 +1,7 @@
 """Advised plan: by a language model, asked for with the evidence, held against the dry run, guarded, and told apart from the rules'."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -103,14 +104,24 @@ class Advised(Record):
     stop: bool = False
 
 
-class Setting(Record):
-    """What a plan is made for besides the model and the contract: where it will run, and by what it will be judged."""
+def _nothing(_: object) -> None:
+    return None
 
-    machine: str = Field(default="this one", description="processor and threads")
-    schemes: tuple[str, ...] = Field(
-        default=(), description="runtimes and schemes that a plan may ask for; none: not known"
-    )
-    rule: str = Field(default="", description="when an attempt is accepted, in words")
+
+@dataclass(frozen=True)
+class Setting:
+    """What a plan is made for besides the model and the contract: where it will run, and by what it will be judged.
+
+    `schemes` are the runtimes and schemes that a plan may ask for, `rule` says when an attempt is accepted, and `admission` which plans become
+    one. `undeployable` and `why_not` say what speaks against a plan's wish for quantization, and against measuring it; None where nothing does.
+    """
+
+    machine: str = "this one"
+    schemes: tuple[str, ...] = ()
+    rule: str = "by its measured loss of top-1"
+    admission: str = "Your plan is measured."
+    undeployable: Callable[[Plan], str | None] = _nothing
+    why_not: Callable[[Guarded], str | None] = _nothing
 
 
 UNKNOWN = Setting()
@@ -206,7 +217,7 @@ def _rules_text(plan: Plan, profile: ModelProfile) -> str:
 
 
 def _question(agent: str, profile: ModelProfile, goal: Goal, setting: Setting, **told: object) -> Question:
-    form = render("plan_form", schemes=", ".join(setting.schemes) or "those that are installed")
+    form = render("plan_form", schemes=", ".join(setting.schemes) or "none, leave it null")
     return Question(
         agent=agent,
         instructions=render(f"{agent}_role", form=form, examples=render(f"{agent}_examples")),
@@ -214,7 +225,8 @@ def _question(agent: str, profile: ModelProfile, goal: Goal, setting: Setting, *
             agent,
             goal=goal_text(goal),
             demands=demand_rows(goal),
-            rule=setting.rule or "by its measured loss of top-1",
+            rule=setting.rule,
+            admission=setting.admission,
             allowed_kl=f"{allowed_kl(goal):.2g}",
             model=f"{quoted(profile.architecture)}, {profile.params} params, {profile.macs} MACs",
             machine=f"{quoted(setting.machine)}, {profile.device}, batches of {profile.batch_size}",
@@ -227,16 +239,6 @@ def _question(agent: str, profile: ModelProfile, goal: Goal, setting: Setting, *
             **told,
         ),
     )
-
-
-def _unknown_schemes(plan: Plan, setting: Setting) -> str | None:
-    """Return what is wrong with a plan's wish for quantization: a scheme that no runtime here knows."""
-    known = {name.partition(" ")[2].removesuffix("_nncf") for name in setting.schemes}
-    for part in plan.quantization or ():
-        scheme = part.dtype if part.quantization_type == "cast" else part.quantization_type
-        if known and scheme not in known | {"float32"}:
-            return f"no runtime that is installed knows {scheme!r}: there are {', '.join(setting.schemes)}"
-    return None
 
 
 def _ask(  # noqa: PLR0913 (who is asked what, and what the answer is held against)
@@ -255,8 +257,9 @@ def _ask(  # noqa: PLR0913 (who is asked what, and what the answer is held again
     def check(answer: PlanAnswer) -> str | None:
         if isinstance(answer, NextAnswer) and answer.stop:
             return None
-        said = (complaint(answer.plan, profile, goal), _unknown_schemes(answer.plan, setting))
-        return "; ".join(part for part in said if part) or None
+        # What can't be carried out comes first: what is left of such a plan is none of the model's.
+        wrong = complaint(answer.plan, profile, goal) or setting.undeployable(answer.plan)
+        return wrong or setting.why_not(guard(answer.plan, profile, goal))
 
     try:
         return advisor.ask(asked(MAX_CHARACTERS), answer_type, check=check, tools=tools)

@@ -108,15 +108,12 @@ def frontier_rows(profile: ModelProfile, goal: Goal) -> tuple[str, ...]:
     """Return a row for each point that can be reached, as FRONTIER_LEGEND says, and last which widths are left out, and why."""
     points = frontier(profile, goal)
     rows: list[str] = []
-    seen: set[tuple[Cut, ...]] = set()
+    seen: set[str] = set()
     for metric in METRICS:
-        own = [point for point in points if point.metric == metric]
-        new = [point for point in own if point.cuts not in seen]
-        seen |= {point.cuts for point in own}
-        rows += [
-            f"{metric}{' (its maximum)' if point is own[-1] else ''} | {_three(point)} | {point.kl:.2g} | {widths_text(point.cuts, profile)}"
-            for point in new
-        ]
+        own = list(dict.fromkeys(_point_text(point, profile) for point in points if point.metric == metric))
+        new = [text for text in own if text not in seen]
+        seen |= set(own)
+        rows += [f"{metric}{' (its maximum)' if text == own[-1] else ''} | {text}" for text in new]
         rows += [f"{metric} | otherwise the points above are its own"] if len(new) < len(own) else []
     left_out, num_widths = num_left_out(profile)
     if rows and left_out:
@@ -127,8 +124,9 @@ def frontier_rows(profile: ModelProfile, goal: Goal) -> tuple[str, ...]:
     return tuple(rows)
 
 
-def _three(point: Reached) -> str:
-    return f"{point.params:.1%}, {point.macs:.1%}, {point.latency:.1%}"
+def _point_text(point: Reached, profile: ModelProfile) -> str:
+    shares = f"{point.params:.1%}, {point.macs:.1%}, {point.latency:.1%}"
+    return f"{shares} | {point.kl:.2g} | {widths_text(point.cuts, profile)}"
 
 
 def widths_text(cuts: Sequence[Cut], profile: ModelProfile) -> str:

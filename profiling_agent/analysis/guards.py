@@ -40,7 +40,7 @@ def complaint(plan: Plan, profile: ModelProfile, goal: Goal) -> str | None:
     """Return what is wrong with a plan as it stands, in words for whoever wrote it; None where nothing is."""
     guarded = guard(plan, profile, goal)
     said = [*guarded.dropped, *([guarded.cut_back] if guarded.cut_back else [])]
-    if not said and guarded.dry_run is not None and not guarded.dry_run.cuts and plan.quantization is None:
+    if not said and guarded.dry_run is not None and not guarded.dry_run.cuts:
         said.append(f"it cuts nothing: {'; '.join(guarded.dry_run.notes[:3]) or 'name layers, or a target'}")
     return "; ".join(said[:6]) or None
 
@@ -62,7 +62,9 @@ def guard(plan: Plan, profile: ModelProfile, goal: Goal) -> Guarded:
     quantization = None
     if plan.quantization is not None:
         names = [row.name for row in profile.layers]
-        quantization = _kept(plan.quantization, lambda part: _unknown(part.layer, names), dropped) or None
+        kept = _kept(plan.quantization, lambda part: _unknown(part.layer, names), dropped)
+        # An empty one is an answer, float32, and not what is left where every part was wrong.
+        quantization = kept if kept or not plan.quantization else None
     update = {"pruning": pruning, "caps": caps, "quantization": quantization}
     plan = _with_reachable_target(plan.model_copy(update=update), profile, dropped)
     try:

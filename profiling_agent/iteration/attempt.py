@@ -3,7 +3,7 @@
 from profiling_agent.analysis.dry_run import dry_run
 from profiling_agent.errors import ArtifactError, JobError, PlanError, PruningError
 from profiling_agent.iteration.deployment_search import as_search, try_deployments
-from profiling_agent.iteration.deployments import DeploymentChoices, by_promise, possible_deployments, schemes_of
+from profiling_agent.iteration.deployments import by_promise, possible_deployments, why_undeployable
 from profiling_agent.iteration.evaluator import Evaluator
 from profiling_agent.iteration.judge import hopeless_kl, judge
 from profiling_agent.jobs.tasks import PruneTask, RecoverTask
@@ -100,30 +100,28 @@ def _recovered(evaluator: Evaluator, prepared: PreparedAttempt) -> PreparedAttem
         return prepared.model_copy(update={"failure": f"recovery failed: {error}"})
 
 
-def deployment_of(plan: Plan, journal: Journal, choices: DeploymentChoices) -> Deployment | None:
-    """Return what a plan's attempt is deployed in: what the plan asks for, where it does, in the runtime that raced best with it; else what leads.
+def deployment_of(evaluator: Evaluator, plan: Plan, journal: Journal) -> Deployment | None:
+    """Return what a plan's attempt is deployed in: what leads, or what the plan asks for, in the runtime that raced best with it.
 
     None is eager float32.
 
     Raises:
-        PlanError: no runtime that is installed can do what the plan asks for.
+        PlanError: the attempt can't be deployed as the plan asks.
     """
     if plan.quantization is None or (journal.deployment and plan.quantization == journal.deployment.recommendations):
         return journal.deployment
-    possible = by_promise(possible_deployments(plan, choices))
-    if not possible:
-        if not schemes_of(plan.quantization):
-            return None
-        known = ", ".join(f"{runtime} {scheme}" for runtime, schemes in choices.supported.items() for scheme in schemes)
-        raise PlanError(
-            f"no runtime that is installed can do what the plan asks of quantization: there are {known or 'none'}"
-        )
-    raced = {
+    if why := why_undeployable(plan, evaluator.choices, evaluator.goal):
+        raise PlanError(why)
+    options = journal.deployment_search.options if journal.deployment_search else ()
+    # What could not be made of the unpruned model comes behind what was not tried.
+    promise = {
         (option.deployment.runtime, option.deployment.scheme): option.race_result.speedup
-        for option in (journal.deployment_search.options if journal.deployment_search else ())
         if option.race_result
+        else float(option.deployed is not None or option.wants_time) - 1
+        for option in options
     }
-    return max(possible, key=lambda deployment: raced.get((deployment.runtime, deployment.scheme), 0.0))
+    possible = by_promise(possible_deployments(plan, evaluator.choices))
+    return max(possible, key=lambda one: promise.get((one.runtime, one.scheme), 0.0), default=None)
 
 
 def quantize_attempt(evaluator: Evaluator, prepared: PreparedAttempt, deployment: Deployment | None) -> PreparedAttempt:

@@ -147,6 +147,12 @@ class Journal(Record):
         """Return the deployment that attempts are deployed in; None is eager float32."""
         return self.deployment_search.chosen if self.deployment_search else None
 
+    def is_as_leading(self, attempt: Attempt) -> bool:
+        """Return whether an attempt says something of the deployment that leads: its plan asked for no other."""
+        if attempt.deployment is not None:
+            return attempt.deployment == self.deployment
+        return attempt.plan.quantization is None or self.deployment is None
+
     def with_attempt(self, attempt: Attempt) -> "Journal":
         """Return a journal with `attempt` at its end."""
         return self.model_copy(update={"attempts": (*self.attempts, attempt)})

@@ -20,7 +20,7 @@ TARGETS = (0.2, 0.35, 0.5)
 def careful(payload: dict, number: int) -> Said:
     """Ask for a little more each time, as the prompt's own numbers of attempts say."""
     prompt = payload["messages"][-1]["content"]
-    tried = len(re.findall(r"^attempt \d+:", prompt, re.MULTILINE))
+    tried = len(re.findall(r"^attempt \d+ ", prompt, re.MULTILINE))
     target = {"metric": "params", "saving": TARGETS[min(tried, 2)], "justification": "the next step"}
     return Said(content=json.dumps({"reason": f"{tried} plans were measured", "target": target}))
 
