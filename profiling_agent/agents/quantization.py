@@ -21,7 +21,8 @@ def quantization(state: RunState, session: RunSession) -> Update:
     try:
         # The search has answered what was asked for in the plan that it was made for.
         asked = open_plan if is_own and state.journal is None else plan
-        prepared = quantize_attempt(evaluator, state.prepared, deployment_of(evaluator, asked, journal))
+        deployment = deployment_of(asked, journal, evaluator.choices, state.goal)
+        prepared = quantize_attempt(evaluator, state.prepared, deployment)
     except PlanError as error:
         prepared = state.prepared.model_copy(update={"failure": str(error)})
     took_s = session.jobs.timesheet.spent_s - began_s

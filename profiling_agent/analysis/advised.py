@@ -25,7 +25,7 @@ from profiling_agent.analysis.digest import (
     unit_rows,
 )
 from profiling_agent.analysis.dry_run import dry_run
-from profiling_agent.analysis.guards import Guarded, allowed_kl, complaint, guard
+from profiling_agent.analysis.guards import NATS_A_POINT, Guarded, allowed_kl, complaint, guard
 from profiling_agent.analysis.history import (
     DEPLOYMENT_LEGEND,
     attempt_rows,
@@ -227,6 +227,7 @@ def _question(agent: str, profile: ModelProfile, goal: Goal, setting: Setting, *
             demands=demand_rows(goal),
             rule=setting.rule,
             admission=setting.admission,
+            nats_a_point=" to ".join(f"{nats:g}" for nats in NATS_A_POINT),
             allowed_kl=f"{allowed_kl(goal):.2g}",
             model=f"{quoted(profile.architecture)}, {profile.params} params, {profile.macs} MACs",
             machine=f"{quoted(setting.machine)}, {profile.device}, batches of {profile.batch_size}",

@@ -34,7 +34,7 @@ QUANTIZED_KINDS = ("Linear", "Conv2d")
 MAX_OPERATORS, MAX_LAYERS = 6, 16
 GROUP_LEGEND = (
     "name of the group: pattern | kind | units x width | % of params, MACs, time | weights, activations of a batch | all of them cut by half: "
-    "predicted KL in nats -> % of params, MACs, time that go, counted together"
+    "predicted KL in nats -> % of params, MACs, time that go, counted together; times are of eager float32, as of no other deployment they are known by layer"
 )
 FRONTIER_LEGEND = (
     "metric | % of params, MACs, time that go | predicted KL | share of the width that each group keeps, least to most"
@@ -58,10 +58,11 @@ def goal_text(goal: Goal) -> str:
 
 def group_rows(profile: ModelProfile) -> tuple[str, ...]:
     """Return a row for each group of units, as GROUP_LEGEND says, largest share of MACs first."""
-    return tuple(f"{name}: {_group_row(group, profile)}" for name, group in _named(profile).items())
+    return tuple(f"{name}: {_group_row(group, profile)}" for name, group in named_groups(profile).items())
 
 
-def _named(profile: ModelProfile) -> dict[str, Group]:
+def named_groups(profile: ModelProfile) -> dict[str, Group]:
+    """Return the groups by the names that prompts give them."""
     return {f"G{number}": group for number, group in enumerate(group_units(profile), start=1)}
 
 
@@ -133,7 +134,7 @@ def widths_text(cuts: Sequence[Cut], profile: ModelProfile) -> str:
     """Return which share of their width the units of each group keep, least to most; groups that stay whole are left out."""
     keeps = {cut.unit.name: cut.keep / cut.unit.width for cut in cuts}
     told: list[str] = []
-    for name, group in _named(profile).items():
+    for name, group in named_groups(profile).items():
         shares = [keeps.get(unit.name, 1.0) for unit in group.units]
         if min(shares) < 1:
             spread = f"{min(shares):.0%}" if min(shares) == max(shares) else f"{min(shares):.0%} to {max(shares):.0%}"

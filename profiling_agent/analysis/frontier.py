@@ -13,7 +13,7 @@ METRICS: tuple[Metric, ...] = get_args(Metric)
 # A saving is below one.
 MOST = 1 - 1e-9
 # Of the most that can go, from a sixteenth on; where a point of KL is worth something lies at the lower end.
-SHARES = (1 / 16, 1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2, 3 / 4, 1.0)
+SHARES = (1 / 16, 1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2, 1.0)
 
 
 class Reached(Record):

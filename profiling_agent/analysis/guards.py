@@ -15,6 +15,7 @@ from profiling_agent.records import EVERYTHING, DryRun, Goal, ModelProfile, Plan
 
 # A point of top-1 went with 0.01 to 0.02 nats on the shared models (docs/decisions/LOG.md), and sums of single KLs are
 # right within 1.5. Twice the dearer of both is more than any accepted plan had.
+NATS_A_POINT = (0.01, 0.02)
 MAX_NATS_PER_ACCURACY, MIN_NATS = 6.0, 5e-3
 # The factor by which a plan is made milder is found to one part in so many.
 STEPS = 32

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from profiling_agent.analysis.digest import plan_text, widths_text
+from profiling_agent.analysis.guards import NATS_A_POINT
 from profiling_agent.llm.question import quoted
 from profiling_agent.records import (
     Attempt,
@@ -12,7 +13,9 @@ from profiling_agent.records import (
     DryRun,
     Evaluation,
     Journal,
+    LayerCost,
     ModelProfile,
+    RaceResult,
 )
 
 # A person's words on a plan; older ones are a handful of plans ago.
@@ -46,7 +49,9 @@ def _attempt_row(attempt: Attempt, journal: Journal, profile: ModelProfile) -> s
 def predicted_text(dry: DryRun, profile: ModelProfile) -> str:
     """Return what a dry run says, with the widths by group."""
     told = f"params {1 - dry.params / profile.params:.1%} less, MACs {1 - dry.macs / max(profile.macs, 1):.1%} less"
-    told += f", KL {dry.kl:.2g}" if dry.kl is not None else ""
+    if dry.kl is not None:
+        few, many = sorted(dry.kl / nats / 100 for nats in NATS_A_POINT)
+        told += f", KL {dry.kl:.2g} (about {few:.2%} to {many:.2%} of top-1)"
     told += f", time {dry.latency_saved:.1%} less" if dry.latency_saved is not None else ""
     return f"{told}; kept: {widths_text(dry.cuts, profile)}"
 
@@ -64,7 +69,13 @@ def _measured(attempt: Attempt, journal: Journal) -> str:
             else []
         )
         told += [f"{size:.1%} of the bytes", f"deployed in {attempt.deployed.deployment.name}"]
+    if raced := attempt.race_result:
+        told += [f"{_speed(raced)} times as fast as the baseline"]
     return ", ".join(told) or "nothing"
+
+
+def _speed(raced: RaceResult) -> str:
+    return f"{raced.speedup:.2f} [{raced.speedup_low:.2f}, {raced.speedup_high:.2f}]"
 
 
 def kl_so_far(journal: Journal) -> str:
@@ -72,7 +83,7 @@ def kl_so_far(journal: Journal) -> str:
     pairs = [
         (row.dry_run.kl, row.calibration_kl, row.accepted)
         for row in journal.attempts
-        if row.dry_run is not None and row.dry_run.kl and row.calibration_kl is not None
+        if row.dry_run is not None and row.dry_run.kl and row.calibration_kl is not None and journal.is_as_leading(row)
     ]
     if not pairs:
         return ""
@@ -96,15 +107,22 @@ def _deployment_row(option: DeploymentOption, baseline: Evaluation, *, leads: bo
     raced, made, drop = option.race_result, option.deployed, option.evaluation.drop if option.evaluation else None
     parts = [
         f"{option.deployment.name}{' (leads)' if leads else ''}",
-        f"{raced.speedup:.2f} [{raced.speedup_low:.2f}, {raced.speedup_high:.2f}]" if raced else "not timed",
+        _speed(raced) if raced else "not timed",
         f"{made.model.size_bytes / baseline.footprint.size_bytes:.1%}" if made else "not made",
         f"{made.kl:.2g}" if made else "",
         f"{drop.drop:.2%} [{drop.low:.2%}, {drop.high:.2%}] of {drop.num_images} images" if drop else "not measured",
         quoted(option.reason),
     ]
     dear = sorted(option.tuned.layers, key=lambda row: -row.kl)[:MAX_DEAR] if leads and option.tuned else []
-    told = [f"{quoted(row.layer)} {row.kl:.2g} ({row.macs_share:.1%} of the MACs)" for row in dear]
-    return " | ".join(parts) + (f"\n  alone in int8 these cost most KL: {', '.join(told)}" if told else "")
+    told = [f"{quoted(row.layer)} {row.kl:.2g} ({_shares(row)})" for row in dear]
+    return " | ".join(parts) + (
+        f"\n  of its layers these cost most KL, each alone in int8: {', '.join(told)}" if told else ""
+    )
+
+
+def _shares(row: LayerCost) -> str:
+    time = f", {row.latency_share:.1%} of the time in eager float32" if row.latency_share is not None else ""
+    return f"{row.macs_share:.1%} of the MACs{time}{', left in float' if row.kept else ''}"
 
 
 def rejection_rows(rejected: Sequence[Decided]) -> str:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from profiling_agent.analysis.allocation import gains
+from profiling_agent.analysis.digest import named_groups
 from profiling_agent.analysis.guards import guard
 from profiling_agent.analysis.history import predicted_text
 from profiling_agent.analysis.plan_file import parse_plan
@@ -10,16 +11,15 @@ from profiling_agent.documents import DocumentError
 from profiling_agent.errors import PlanError
 from profiling_agent.llm.question import Tool, quoted
 from profiling_agent.modules.layer_names import matching_names
-from profiling_agent.records import Goal, Journal, ModelProfile, Unit
+from profiling_agent.records import Attempt, Goal, Journal, ModelProfile, Unit
 
 MAX_UNITS, MAX_WIDTHS = 12, 60
 
 
 def evidence_tools(profile: ModelProfile, goal: Goal, journal: Journal | None = None) -> tuple[Tool, ...]:
     """Return the functions, bound to one profile and what was tried of it; each answers in words, whatever it is asked."""
-    known = _Known(profile, goal, journal or Journal.model_construct(attempts=()))
-    tools = (known.details, known.try_plan, known.sensitivity)
-    return tools if journal is None else (*tools, known.refusal)
+    known = _Known(profile, goal, journal.attempts if journal else ())
+    return (known.details, known.try_plan, known.sensitivity, known.refusal)
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,13 @@ class _Known:
 
     profile: ModelProfile
     goal: Goal
-    journal: Journal
+    attempts: tuple[Attempt, ...]
 
     def details(self, pattern: str) -> str:
-        """Return, for each unit whose name the RE2 pattern hits, its KL in nats at every width that is known."""
+        """Return, for each unit of a group such as G1, or whose name an RE2 pattern hits, its KL in nats at every width that is known."""
+        group = named_groups(self.profile).get(pattern)
+        if group is not None:
+            pattern = group.pattern
         try:
             names = matching_names(pattern, [unit.name for unit in self.profile.units])
         except PlanError as error:
@@ -71,9 +74,9 @@ class _Known:
 
     def refusal(self, attempt: int) -> str:
         """Return why an attempt, by its number, was refused or accepted, and every width that it kept."""
-        row = next((row for row in self.journal.attempts if row.number == attempt), None)
+        row = next((row for row in self.attempts if row.number == attempt), None)
         if row is None:
-            return f"there was no attempt {attempt}"
+            return f"there was no attempt {attempt}: {len(self.attempts)} were measured"
         widths = row.dry_run.widths if row.dry_run else ()
         told = ", ".join(f"{quoted(name)} {keep}" for name, keep in widths[:MAX_WIDTHS])
         more = f" and {len(widths) - MAX_WIDTHS} more" if len(widths) > MAX_WIDTHS else ""

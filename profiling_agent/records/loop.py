@@ -114,6 +114,9 @@ class Attempt(Record):
     )
     deployment: Deployment | None = Field(default=None, description="None is eager float32")
     deployed: Evaluation | None = Field(default=None, description="in that deployment")
+    race_result: RaceResult | None = Field(
+        default=None, description="in a short race against the baseline, where a language model plans the next"
+    )
     accepted: bool
     reason: str
 
