@@ -57,6 +57,8 @@ from profiling_agent.records import (
 MAX_RECOMMENDATIONS = 40
 # Shortened once more for a model that can read no more than this.
 SHORT_CHARACTERS = 5_000
+# What a plan can do without best.
+SPARE = ("units", "operators", "layers")
 
 
 class PlanAnswer(Record):
@@ -170,7 +172,7 @@ def first_question(
     setting: Setting = UNKNOWN,
 ) -> Question:
     """Return what the analysis agent asks; its evidence takes at most so many characters."""
-    told = shortened(_sections(profile, goal), max_characters)
+    told = shortened(_sections(profile, goal), max_characters, SPARE)
     told |= {"rules": _rules_text(rules, profile), "rejected": rejection_rows(rejected)}
     return _question("analysis", profile, goal, setting, **told)
 
@@ -191,7 +193,7 @@ def next_question(  # noqa: PLR0913 (all that a plan is made from)
         "deployments": deployment_rows(journal.deployment_search, journal.baseline),
         **_sections(profile, goal),
     }
-    told: dict[str, object] = {**shortened(sections, max_characters)}
+    told: dict[str, object] = {**shortened(sections, max_characters, SPARE)}
     told |= {"rules": _rules_text(rules, profile) if rules else "to stop", "rejected": rejection_rows(journal.rejected)}
     told |= {"attempts_left": attempts_left, "kl_so_far": kl_so_far(journal), "deployment_legend": DEPLOYMENT_LEGEND}
     return _question("iterative_pruning", profile, goal, setting, **told)

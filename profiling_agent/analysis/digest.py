@@ -6,7 +6,7 @@ look like an instruction of ours, and are cut where no name of a layer is that l
 
 import json
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from profiling_agent.analysis.dry_run import predicted_kl, saved_share
 from profiling_agent.analysis.frontier import METRICS, Reached, frontier, num_left_out
@@ -32,6 +32,8 @@ UNLIKE = 2.0
 # What a scheme can make int8.
 QUANTIZED_KINDS = ("Linear", "Conv2d")
 MAX_OPERATORS, MAX_LAYERS = 6, 16
+# So many rows stay of sections that are shortened before others.
+FEW = 3
 GROUP_LEGEND = (
     "name of the group: pattern | kind | units x width | % of params, MACs, time | weights, activations of a batch | all of them cut by half: "
     "predicted KL in nats -> % of params, MACs, time that go, counted together; times are of eager float32, as of no other deployment they are known by layer"
@@ -208,14 +210,17 @@ def plan_text(plan: Plan) -> str:
     return json.dumps(found, ensure_ascii=True)
 
 
-def shortened(sections: Mapping[str, Sequence[str]], max_characters: int = MAX_CHARACTERS) -> dict[str, str]:
+def shortened(
+    sections: Mapping[str, Sequence[str]], max_characters: int = MAX_CHARACTERS, spare: Collection[str] = ()
+) -> dict[str, str]:
     """Return each section's rows as text, the last rows of the longest left out, and that said, until all fit together.
 
-    Rows are expected with the most useful first.
+    Rows are expected with the most useful first. Those of `spare` sections go first, until each has few.
     """
     kept = {name: list(rows) for name, rows in sections.items()}
     while sum(len(_section(kept[name], sections[name])) for name in kept) > max_characters:
-        longest = max(kept, key=lambda name: sum(map(len, kept[name])))
+        long = [name for name in kept if name in spare and len(kept[name]) > FEW] or list(kept)
+        longest = max(long, key=lambda name: sum(map(len, kept[name])))
         if len(kept[longest]) <= 1:
             break
         kept[longest].pop()

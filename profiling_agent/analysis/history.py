@@ -21,6 +21,8 @@ from profiling_agent.records import (
 # A person's words on a plan; older ones are a handful of plans ago.
 MAX_REASON, MAX_REJECTIONS = 1000, 4
 MAX_DEAR = 3
+# Why a deployment went no further begins with the reason.
+MAX_END = 100
 DEPLOYMENT_LEGEND = "deployment | times as fast as the baseline | % of its bytes | KL | top-1 lost | how it ended"
 
 
@@ -111,13 +113,19 @@ def _deployment_row(option: DeploymentOption, baseline: Evaluation, *, leads: bo
         f"{made.model.size_bytes / baseline.footprint.size_bytes:.1%}" if made else "not made",
         f"{made.kl:.2g}" if made else "",
         f"{drop.drop:.2%} [{drop.low:.2%}, {drop.high:.2%}] of {drop.num_images} images" if drop else "not measured",
-        quoted(option.reason),
+        _end(option),
     ]
     dear = sorted(option.tuned.layers, key=lambda row: -row.kl)[:MAX_DEAR] if leads and option.tuned else []
     told = [f"{quoted(row.layer)} {row.kl:.2g} ({_shares(row)})" for row in dear]
     return " | ".join(parts) + (
         f"\n  of its layers these cost most KL, each alone in int8: {', '.join(told)}" if told else ""
     )
+
+
+def _end(option: DeploymentOption) -> str:
+    if option.evaluation is None:
+        return quoted(option.reason, MAX_END)
+    return "keeps the accuracy" if option.keeps_accuracy else "may keep it" if option.is_doubtful else "loses too much"
 
 
 def _shares(row: LayerCost) -> str:

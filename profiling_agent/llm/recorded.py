@@ -54,8 +54,8 @@ class Recording(Record):
 
     def check(self, architecture: str, params: int | None = None) -> None:
         """Raise RequestError where the answers were given for another model; `architecture` is a JSON string."""
-        is_same = self.architecture in (None, architecture) and None in (self.params, params)
-        if is_same or (self.architecture in (None, architecture) and self.params == params):
+        is_other = None not in (self.params, params) and self.params != params
+        if self.architecture in (None, architecture) and not is_other:
             return
         has = "" if self.params is None else f" of {self.params} params"
         wanted = "" if params is None else f" of {params} params"
@@ -112,41 +112,38 @@ def recorded_file(advisor: str) -> str | None:
 
 
 def read_recording(file: str) -> Recording:
-    """Return what a run's `llm.jsonl` holds; RequestError where it is no such file, or was cut short."""
+    """Return what a run's `llm.jsonl` holds, read round bad lines as a ledger is; RequestError where it is no such file, or was cut short."""
     try:
         with open_regular(expanded(file), max_bytes=None) as stream:
-            lines = [_entry(line, number, file) for number, line in enumerate(lines_of(stream), start=1)]
-            stream.seek(0, 2)
-            is_whole = stream.tell() > 0 and stream.seek(-1, 2) >= 0 and stream.read(1) == b"\n"
+            lines = [_entry(line) for line in lines_of(stream)]
     except OSError as error:
         raise RequestError(f"the record {file!r} can't be read ({error.strerror}): {NAMED}") from error
-    steps = tuple(_steps(lines))
-    turns = [line for line in lines if isinstance(line, _Turn)]
+    whole = [line for line in lines if line is not None]
+    steps = tuple(_steps(whole))
+    turns = [line for line in whole if isinstance(line, _Turn)]
+    if why := _cut_short(lines):
+        raise RequestError(f"{file!r} is cut short, or no record ({why}): {NAMED}, all of it")
     if not steps or not turns:
         raise RequestError(f"{file!r} holds no answers of a language model: {NAMED}")
-    if why := _cut_short(lines) or ("" if is_whole else "its last line has no end"):
-        raise RequestError(f"{file!r} is cut short ({why}): {NAMED}, all of it")
-    architecture, params = _planned_for(lines)
+    architecture, params = _planned_for(whole)
     return Recording(
         file=file,
         model=clean(turns[-1].model),
         architecture=architecture,
         params=params,
         steps=steps[:MAX_STEPS],
-        requests=sum(isinstance(line, _Mark) and line.kind == "request" for line in lines),
+        requests=sum(isinstance(line, _Mark) and line.kind == "request" for line in whole),
         input_tokens=_total([turn.input_tokens for turn in turns]),
         output_tokens=_total([turn.output_tokens for turn in turns]),
     )
 
 
-def _entry(line: bytes | None, number: int, file: str) -> _Line:
+def _entry(line: bytes | None) -> _Line | None:
+    """Return what a line says; None for one that is too long, or that no run writes."""
     try:
-        # A line that is too long is None, and None is no line.
-        return LINE.validate_python(parse_json(line, max_bytes=MAX_LINE) if line else None)
-    except (DocumentError, ValidationError) as error:
-        raise RequestError(
-            f"{file!r} is cut short or no record: its line {number} is none that a run writes: {NAMED}"
-        ) from error
+        return LINE.validate_python(parse_json(line, max_bytes=MAX_LINE)) if line else None
+    except (DocumentError, ValidationError):
+        return None
 
 
 def _steps(lines: Sequence[_Line]) -> Iterator[Step]:
@@ -157,16 +154,17 @@ def _steps(lines: Sequence[_Line]) -> Iterator[Step]:
             yield Step(agent=line.agent, answer=json.dumps(line.answer)[:MAX_ANSWER])
 
 
-def _cut_short(lines: Sequence[_Line]) -> str:
+def _cut_short(lines: Sequence[_Line | None]) -> str:
     """Return what is missing at the end; nothing where all is there. Records that say nothing of their beginning say nothing of their end."""
-    last = lines[-1]
+    last = lines[-1] if lines else None
+    if last is None:
+        return "its last line is none that a run writes"
     if isinstance(last, _Mark) and last.kind == "request":
         return "its last request has no answer"
     if isinstance(last, _Turn):
         return "nothing came of its last turn"
     is_told = any(isinstance(line, _Run) for line in lines)
-    has_ended = isinstance(last, _Mark)
-    return "its run did not come to an end" if is_told and not has_ended else ""
+    return "its run did not come to an end" if is_told and not isinstance(last, _Mark) else ""
 
 
 def _planned_for(lines: Sequence[_Line]) -> tuple[str | None, int | None]:
