@@ -264,7 +264,7 @@ def _cut(pattern: str, ratio: float, kind: str = "structured") -> PruningRecomme
 
 
 def _everything(ratio: float) -> Plan:
-    return Plan(pruning=(_cut(".*", ratio), _cut(".*", ratio, "heads")))
+    return Plan(pruning=(_cut(".*", ratio),))
 
 
 def _target(saving: float) -> Plan:

@@ -155,9 +155,10 @@ class RunSession:
         assert state.acquired is not None, "acquisition comes first"
         root, budget = self.workspace.root, (state.advisor_requests, state.advisor_tokens)
         ledger = Ledger(root, max_requests=budget[0], max_tokens=budget[1])
-        ledger.begin(state.acquired.source.architecture)
+        architecture = state.acquired.source.architecture
         if state.recorded is not None:
-            return Recorded(state.recorded, ledger)
+            return Recorded(state.recorded, ledger, architecture)
+        ledger.begin(architecture)
         # Importing the provider takes seconds, which runs without a model needn't wait for.
         from profiling_agent.llm.open import open_advisor
 

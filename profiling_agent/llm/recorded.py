@@ -185,9 +185,9 @@ def _total(counts: Sequence[int | None]) -> int | None:
 class Recorded:
     """A recording in a language model's place; what it gives is kept in the run's own ledger, so that a resumed run goes on where it was."""
 
-    def __init__(self, recording: Recording, ledger: Ledger) -> None:
-        """Answer from `recording`, from the first question on that `ledger` has nothing of."""
-        self._recording, self._ledger = recording, ledger
+    def __init__(self, recording: Recording, ledger: Ledger, architecture: str) -> None:
+        """Answer from `recording` for a model of this architecture, from the first question on that `ledger` has nothing of."""
+        self._recording, self._ledger, self._architecture = recording, ledger, architecture
 
     @property
     def name(self) -> str:
@@ -212,6 +212,8 @@ class Recorded:
         del tools, max_repairs
         if found := MODEL.search(question.evidence):
             self._recording.check(found[1], int(found[2]))
+        # Not before: what is refused leaves nothing.
+        self._ledger.begin(self._architecture)
         key = key_of(self.name, (question.instructions, question.evidence), answer_type.model_json_schema())
         if (known := self._ledger.answer(key)) is None:
             step = self._step(question.agent)

@@ -20,13 +20,14 @@ def test_details_tell_every_known_width_of_the_units_that_are_hit():
         '"vit.layers.1.mlp": mlp, width 512; KL by width kept (? is interpolated, ! no faster alone in eager float32): '
         "416: 0.001, 320: 0.002, 224: 0.004, 128: 0.008"
     )
+    assert details("G1").splitlines()[1] == told
     assert "hits no unit" in details("nowhere")
     assert "pattern" in details("(")
     assert tools(20)[0]("mlp").endswith("(8 more)")
 
 
 def test_a_draft_is_tried_without_being_made():
-    _, try_plan, _ = tools()
+    _, try_plan, *_ = tools()
     draft = {"pruning": [{"layer": "mlp", "pruning_type": "structured", "pruning_ratio": 0.375}]}
 
     # Two units of 512 keep 320: 2 x 192 x 10 of 10304 params.
@@ -37,7 +38,7 @@ def test_a_draft_is_tried_without_being_made():
 
 
 def test_one_width_of_one_unit_is_told_with_what_it_saves():
-    _, _, sensitivity = tools()
+    _, _, sensitivity, _ = tools()
 
     # 192 channels of 10 params and of 20 MACs each.
     assert sensitivity("vit.layers.1.mlp", 320) == (
@@ -47,10 +48,11 @@ def test_one_width_of_one_unit_is_told_with_what_it_saves():
     assert "no evidence" in sensitivity("nowhere", 3)
 
 
-def test_why_an_attempt_was_refused_can_be_asked_once_there_is_one():
+def test_why_an_attempt_was_refused_can_be_asked():
     found = profile(2)
     made = attempt(1, 0.375, accepted=False, correct=880).model_copy(update={"dry_run": dry_run(plan(0.375), found)})
     refusal = evidence_tools(found, GOAL, journal(made))[-1]
 
     assert refusal(1) == 'refused: "made"; kept: "vit.layers.0.mlp" 320, "vit.layers.1.mlp" 320'
-    assert refusal(2) == "there was no attempt 2"
+    assert refusal(2) == "there was no attempt 2: 1 were measured"
+    assert tools()[-1](1) == "there was no attempt 1: 0 were measured"

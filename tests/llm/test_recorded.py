@@ -17,7 +17,7 @@ from profiling_agent.records import Attempt, Journal, ModelProfile, Plan
 
 SAVINGS = (0.2, 0.3, 0.4)
 KLS = tuple(0.0001 * 2**step for step in range(12))
-OTHER = "SwinForImageClassification"
+VIT, OTHER = "ViTForImageClassification", "SwinForImageClassification"
 
 
 def judged(num_layers: int = 4) -> ModelProfile:
@@ -53,7 +53,7 @@ def record(tmp_path: Path) -> Path:
     folder.mkdir()
     said = (target(0.2), Said(content="hm"), target(0.3), target(0.4))
     with chat_server(in_turn(*said)) as server:
-        Ledger(folder, max_requests=0, max_tokens=0).begin("ViTForImageClassification")
+        Ledger(folder, max_requests=0, max_tokens=0).begin(VIT)
         advisor = advisor_of(server, folder)
         assert [plan.target.saving for plan in plans_of(advisor, judged()) if plan.target] == list(SAVINGS)
         note_end(folder)
@@ -62,7 +62,7 @@ def record(tmp_path: Path) -> Path:
 
 def replayed(record: Path, folder: Path) -> Recorded:
     folder.mkdir(exist_ok=True)
-    return Recorded(read_recording(str(record)), Ledger(folder, max_requests=9, max_tokens=9))
+    return Recorded(read_recording(str(record)), Ledger(folder, max_requests=9, max_tokens=9), VIT)
 
 
 def test_a_record_gives_the_same_plans_without_a_request(record: Path, tmp_path: Path):
@@ -105,6 +105,7 @@ def test_a_resumed_run_goes_on_where_it_was(record: Path, tmp_path: Path):
 def test_a_replayed_run_is_a_record_itself(record: Path, tmp_path: Path):
     again = replayed(record, tmp_path / "again")
     plans_of(again, judged())
+    note_end(tmp_path / "again")
 
     second = read_recording(str(tmp_path / "again" / FILE))
     assert second.steps == read_recording(str(record)).steps
@@ -194,7 +195,7 @@ def test_an_answer_that_is_none_any_more_is_left_to_the_rules(tmp_path: Path):
     steps = Recording(file="f", model="m", steps=(Step(agent="analysis", answer='{"cut": "everything"}'),))
     found = judged()
     plan, origin = first_proposal(
-        Recorded(steps, Ledger(tmp_path, max_requests=9, max_tokens=9)), "llm", found, GOAL, analyse(found, GOAL)
+        Recorded(steps, Ledger(tmp_path, max_requests=9, max_tokens=9), VIT), "llm", found, GOAL, analyse(found, GOAL)
     )
 
     assert plan == analyse(found, GOAL)
