@@ -5,6 +5,7 @@ from typing import Literal, get_args
 
 from profiling_agent.analysis.allocation import gains
 from profiling_agent.analysis.dry_run import dry_run, most_saving, predicted_kl, saved_share
+from profiling_agent.analysis.guards import allowed_kl
 from profiling_agent.errors import PlanError
 from profiling_agent.records import Cut, Goal, ModelProfile, Plan, Record, Target
 
@@ -12,8 +13,10 @@ Metric = Literal["params", "macs", "latency"]
 METRICS: tuple[Metric, ...] = get_args(Metric)
 # A saving is below one.
 MOST = 1 - 1e-9
-# Of the most that can go, from a sixteenth on; where a point of KL is worth something lies at the lower end.
-SHARES = (1 / 16, 1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2, 1.0)
+# Of the most that can go. Of one model half of that costs nothing, of another a tenth is too much: what is told are the strongest of those that may be accepted,
+# the next, and the most.
+SHARES = (1 / 16, 1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4, 7 / 8)
+NUM_INSIDE = 5
 
 
 class Reached(Record):
@@ -29,7 +32,9 @@ class Reached(Record):
 
 
 def frontier(profile: ModelProfile, goal: Goal) -> tuple[Reached, ...]:
-    """Return points that a plan can reach beside what a person demands, the mildest of each metric first, its maximum last.
+    """Return points that a plan can reach beside what a person demands, of each metric the mildest first, its maximum last.
+
+    They are the NUM_INSIDE strongest that are predicted to cost what guards allow, or fewer, one beyond, and the maximum.
 
     Nothing without evidence; of latency nothing without times.
     """
@@ -43,12 +48,17 @@ def _points(profile: ModelProfile, goal: Goal, metric: Metric) -> list[Reached]:
     try:
         most = min(most_saving(_plan(goal, metric, 0.5), profile), MOST)
         for share in SHARES if most > 0 else ():
-            cuts = dry_run(_plan(goal, metric, most * share), profile).cuts
-            found.append(_reached(profile, metric, cuts))
+            found.append(_reached(profile, metric, dry_run(_plan(goal, metric, most * share), profile).cuts))
+            if found[-1].kl > allowed_kl(goal):
+                break
+        if most > 0:
+            found.append(_reached(profile, metric, dry_run(_plan(goal, metric, most), profile).cuts))
     except PlanError:
         # As without times: what is known by then is told.
-        return found
-    return list({point.cuts: point for point in found}.values())
+        pass
+    inside = [point for point in found if point.kl <= allowed_kl(goal)]
+    told = [*inside[-NUM_INSIDE:], *(point for point in found if point not in inside)]
+    return list({point.cuts: point for point in told}.values())
 
 
 def _plan(goal: Goal, metric: Metric, saving: float) -> Plan:

@@ -97,7 +97,7 @@ def first_proposal(  # noqa: PLR0913 (all that a plan is made from)
     def why_not(guarded: Guarded) -> str | None:
         if why := _why_not(guarded, profile, rejected, setting):
             return why
-        return _dearer(guarded, profile, rules.target) if planner == "hybrid" else None
+        return _dearer(guarded, profile, goal, rules.target) if planner == "hybrid" else None
 
     asked = replace(setting, admission=admission_text(planner, is_first=True), why_not=why_not)
     try:
@@ -138,7 +138,7 @@ def next_proposal(  # noqa: PLR0913 (all that a plan is made from)
         why = _why_not(guarded, profile, journal.rejected, setting) or _repeated(guarded, journal)
         if why or planner == "llm":
             return why
-        return _dearer(guarded, profile, target) or _is_known(guarded, profile, journal, target)
+        return _dearer(guarded, profile, goal, target) or _is_known(guarded, profile, journal, target)
 
     asked = replace(setting, admission=admission_text(planner, is_first=False), why_not=why_not)
     by_rules = None if isinstance(rules, StopReason) else rules
@@ -175,8 +175,8 @@ def _is_answered(own: Plan, profile: ModelProfile, journal: Journal) -> bool:
     first, dry = journal.attempts[0], dry_run(own, profile)
     if len(journal.attempts) > 1 or any(dry.widths == dry_run(row.plan, profile).widths for row in journal.rejected):
         return True
-    other = first.dry_run
-    if other is None or not journal.is_as_leading(first):
+    other, is_measured = first.dry_run, first.deployed is not None or first.calibration_kl is not None
+    if other is None or not is_measured or not journal.is_as_leading(first):
         return False
     metrics = METRICS if profile.evidence else ("params", "macs")
     ahead = [_saved(dry, profile, metric) - _saved(other, profile, metric) for metric in metrics]
@@ -244,15 +244,15 @@ def _is_known(guarded: Guarded, profile: ModelProfile, journal: Journal, target:
     return None
 
 
-def _dearer(guarded: Guarded, profile: ModelProfile, target: Target | None) -> str | None:
-    """Return by how much the allocator would save as much for less; None where it wouldn't, or without evidence."""
+def _dearer(guarded: Guarded, profile: ModelProfile, goal: Goal, target: Target | None) -> str | None:
+    """Return by how much the allocator, obeying the same demands, would save as much for less; None where it wouldn't, or without evidence."""
     dry = guarded.dry_run
     if dry is None or dry.kl is None or profile.evidence is None:
         return None
     metric = _metric(guarded.plan, target)
     saving = _saved(dry, profile, metric)
     try:
-        least = dry_run(Plan(target=Target(metric=metric, saving=max(saving, 1e-6))), profile).kl
+        least = dry_run(obeying(Plan(target=Target(metric=metric, saving=max(saving, 1e-6))), goal), profile).kl
     except PlanError:
         return None
     if least is None or dry.kl <= least * TOLERANCE + TINY_KL:

@@ -194,6 +194,29 @@ def test_a_plan_that_asks_for_another_deployment_is_another_plan():
     assert origin.by == "scripted"
 
 
+def test_what_a_person_has_pinned_makes_no_plan_dearer_than_the_allocators():
+    found = judged()
+    # The dear unit cut by half, by order: no plan can cost as little as one without that.
+    pin = PruningRecommendation(layer="layers.0.mlp", pruning_type="structured", pruning_ratio=0.5)
+    goal = GOAL.model_copy(update={"pins": (pin,), "max_accuracy_drop": 0.05})
+    plan, origin = first_proposal(Scripted(lambda _: target(0.3)), "hybrid", found, goal, analyse(found, goal))
+
+    assert origin.by == "scripted"
+    assert pin in plan.pruning
+
+
+def test_an_attempt_that_came_to_nothing_answers_for_no_other():
+    found = judged()
+    first = measured(1, Plan(target=Target(saving=0.1)), found, accepted=False)
+    failed = first.model_copy(update={"origin": Origin(by="scripted"), "deployed": None, "reason": "its gate failed"})
+    choice = next_proposal(
+        Scripted(lambda _: {}), "hybrid", found, GOAL, Journal(baseline=BASELINE, attempts=(failed,)), max_iterations=5
+    )
+
+    assert isinstance(choice, tuple)
+    assert choice[0] == analyse(found, GOAL)
+
+
 def test_the_rules_go_on_from_their_own_plan_whatever_a_model_began_with():
     found = judged()
     odd = Plan(pruning=(PruningRecommendation(layer="layers.0", pruning_type="structured", pruning_ratio=0.5),))
