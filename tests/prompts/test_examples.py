@@ -17,8 +17,8 @@ from profiling_agent.prompts import render  # pyright: ignore[reportMissingImpor
 
 AGENTS = {"analysis": PlanAnswer, "iterative_pruning": NextAnswer}
 SEEN = prompt_examples.read_evidence()
-# What a nat costs of the images: so much, and twice as much, that the first plan is refused.
-WORLDS = (0.6, 1.2)
+# What a nat costs of the images in the world of each model; in the second one's a bold first plan is refused.
+WORLDS = tuple(enumerate((0.6, 1.2)))
 
 
 def answers(text: str) -> list[dict]:
@@ -78,8 +78,7 @@ def as_the_examples_do(payload: dict, number: int) -> Said:
     return Said(content=json.dumps(found[1] if tried >= 3 else found[0]))
 
 
-@pytest.mark.parametrize("lost_per_nat", WORLDS)
-@pytest.mark.parametrize("number", range(len(SEEN)))
+@pytest.mark.parametrize(("number", "lost_per_nat"), WORLDS)
 def test_who_answers_as_the_examples_do_makes_the_first_plan_and_is_no_worse_than_the_rules(
     number: int, lost_per_nat: float, tmp_path: Path
 ):
