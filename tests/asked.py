@@ -110,33 +110,38 @@ def tried(found: ModelProfile) -> tuple[Attempt, ...]:
     """Return an attempt that was accepted, one that was refused after a model's plan had been, and one that failed."""
     leading = searched().chosen
     assert leading is not None
-    quantization = leading.recommendations
-    accepted = attempt(1, 0.1, accepted=True, correct=898, size_bytes=1110).model_copy(
+    accepted = _deployed(attempt(1, 0.1, accepted=True, correct=898, size_bytes=1110), MILD, leading).model_copy(
         update={
-            "plan": MILD.model_copy(update={"quantization": quantization}),
             "origin": Origin(by="openai:gpt-4o", reason="little to lose"),
             "dry_run": dry_run(MILD, found),
             "calibration_kl": 0.0152,
             "race_result": race_result("both1", 3.05, 2.96, 3.14),
-            "deployment": leading,
         }
     )
-    refused = attempt(2, 0.3, accepted=False, correct=861, size_bytes=870).model_copy(
+    note = "openai:gpt-4o: its plan costs 0.2 nats, where the allocator saves as much for 0.07"
+    refused = _deployed(attempt(2, 0.3, accepted=False, correct=861, size_bytes=870), RULES, leading).model_copy(
         update={
-            "plan": RULES.model_copy(update={"quantization": quantization}),
-            "origin": Origin(
-                by="rules", note="openai:gpt-4o: its plan costs 0.2 nats, where the allocator saves as much for 0.07"
-            ),
+            "origin": Origin(by="rules", note=note),
             "dry_run": dry_run(RULES, found),
             "calibration_kl": 0.1044,
             "race_result": race_result("both2", 3.6, 3.48, 3.72),
-            "deployment": leading,
         }
     )
     failed = attempt(3, 0.2, accepted=False).model_copy(
         update={"plan": Plan(target=Target(metric="latency", saving=0.2))}
     )
     return accepted, refused, failed
+
+
+def _deployed(made: Attempt, plan: Plan, deployment: Deployment) -> Attempt:
+    assert made.deployed is not None
+    return made.model_copy(
+        update={
+            "plan": plan.model_copy(update={"quantization": deployment.recommendations}),
+            "deployment": deployment,
+            "deployed": made.deployed.model_copy(update={"deployment": deployment}),
+        }
+    )
 
 
 def seen(found: ModelProfile) -> Journal:
