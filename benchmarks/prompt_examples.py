@@ -131,7 +131,9 @@ def analysis_examples(seen: Seen) -> str:
     points = [point for point in frontier(profile, goal) if point.metric == METRIC]
     # What is expected to be lost at worst is what may be.
     inside = [point for point in points if point.kl <= 100 * goal.max_accuracy_drop * NATS_A_POINT[0]]
-    good, beyond = inside[-1], points[len(inside)]
+    saving, beyond = _down(inside[-1].saving), points[len(inside)]
+    good = dry_run(_target(saving), profile)
+    assert good.kl is not None, "there is evidence"
     few, many = (good.kl / nats / 100 for nats in reversed(NATS_A_POINT))
     groups = [
         f"{name} ({group.kind}) {_shares(halved, profile)} for {halved.kl:.2g} nats"
@@ -139,13 +141,13 @@ def analysis_examples(seen: Seen) -> str:
         if (halved := _halved(group.pattern, group.kind, profile))
     ]
     reason = (
-        f"The frontier saves {good.macs:.1%} of the MACs for {good.kl:.2g} nats, about {few:.2%} to {many:.2%} of top-1 where "
+        f"The frontier saves {_saved(good, profile):.1%} of the MACs for {good.kl:.2g} nats, about {few:.2%} to {many:.2%} of top-1 where "
         f"{goal.max_accuracy_drop:.2%} may go; the next point, {beyond.macs:.1%} for {beyond.kl:.2g}, is likely to be refused."
     )
-    justification = f"{good.params:.1%} of the params go with it"
+    justification = f"{saved_share(good.cuts, profile, 'params'):.1%} of the params go with it"
     answer = {
         "reason": reason,
-        "target": {"metric": METRIC, "saving": _down(good.saving), "justification": justification},
+        "target": {"metric": METRIC, "saving": saving, "justification": justification},
         "caps": [],
         "pruning": [],
         "quantization": None,

@@ -25,7 +25,7 @@ from profiling_agent.analysis.digest import (
     unit_rows,
 )
 from profiling_agent.analysis.dry_run import dry_run
-from profiling_agent.analysis.guards import NATS_A_POINT, Guarded, allowed_kl, complaint, guard
+from profiling_agent.analysis.guards import NATS_A_POINT, Guarded, allowed_kl, complaint_about, guard
 from profiling_agent.analysis.history import (
     DEPLOYMENT_LEGEND,
     attempt_rows,
@@ -261,8 +261,8 @@ def _ask(  # noqa: PLR0913 (who is asked what, and what the answer is held again
         if isinstance(answer, NextAnswer) and answer.stop:
             return None
         # What can't be carried out comes first: what is left of such a plan is none of the model's.
-        wrong = complaint(answer.plan, profile, goal) or setting.undeployable(answer.plan)
-        return wrong or setting.why_not(guard(answer.plan, profile, goal))
+        guarded = guard(answer.plan, profile, goal)
+        return complaint_about(guarded) or setting.undeployable(answer.plan) or setting.why_not(guarded)
 
     try:
         return advisor.ask(asked(MAX_CHARACTERS), answer_type, check=check, tools=tools)

@@ -24,7 +24,7 @@ from profiling_agent.records import (
     nearest_option,
 )
 
-MAX_CHARACTERS = 10_500
+MAX_CHARACTERS = 8_200
 # Shares of a width that rows tell of, where there are such widths; what lies between costs something between.
 CUTS, HALF = (0.25, 0.5, 0.75), 0.5
 # A unit is told of by itself where it costs so many times more, or less, than the median of its group at half width.

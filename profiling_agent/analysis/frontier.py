@@ -16,7 +16,7 @@ MOST = 1 - 1e-9
 # Of the most that can go. Of one model half of that costs nothing, of another a tenth is too much: what is told are the strongest of those that may be accepted,
 # the next, and the most.
 SHARES = (1 / 16, 1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4, 7 / 8)
-NUM_INSIDE = 5
+NUM_INSIDE = 4
 
 
 class Reached(Record):

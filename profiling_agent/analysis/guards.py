@@ -39,7 +39,11 @@ def allowed_kl(goal: Goal) -> float:
 
 def complaint(plan: Plan, profile: ModelProfile, goal: Goal) -> str | None:
     """Return what is wrong with a plan as it stands, in words for whoever wrote it; None where nothing is."""
-    guarded = guard(plan, profile, goal)
+    return complaint_about(guard(plan, profile, goal))
+
+
+def complaint_about(guarded: Guarded) -> str | None:
+    """Return what was wrong with a plan that was guarded, as `complaint` does."""
     said = [*guarded.dropped, *([guarded.cut_back] if guarded.cut_back else [])]
     if not said and guarded.dry_run is not None and not guarded.dry_run.cuts:
         said.append(f"it cuts nothing: {'; '.join(guarded.dry_run.notes[:3]) or 'name layers, or a target'}")
@@ -144,12 +148,21 @@ def _milder(plan: Plan, dry: DryRun, profile: ModelProfile, goal: Goal) -> tuple
     allowed = allowed_kl(goal)
     if dry.kl is None or dry.kl <= allowed:
         return None
-    for step in range(STEPS - 1, 0, -1):
-        candidate = scaled(plan, step / STEPS, goal.pins)
-        try:
-            kl = dry_run(candidate, profile).kl
-        except PlanError:
-            continue
-        if kl is not None and kl <= allowed:
-            return candidate, step / STEPS
-    return plan.model_copy(update={"pruning": goal.pins, "target": None}), 0.0
+    # What is cut more costs more, so that the strongest lies where halves of what is left say.
+    found, mild, strong = plan.model_copy(update={"pruning": goal.pins, "target": None}), 0, STEPS
+    while strong - mild > 1:
+        middle = (mild + strong) // 2
+        candidate = scaled(plan, middle / STEPS, goal.pins)
+        if _costs_at_most(candidate, allowed, profile):
+            found, mild = candidate, middle
+        else:
+            strong = middle
+    return found, mild / STEPS
+
+
+def _costs_at_most(plan: Plan, allowed: float, profile: ModelProfile) -> bool:
+    try:
+        kl = dry_run(plan, profile).kl
+    except PlanError:
+        return False
+    return kl is not None and kl <= allowed
