@@ -29,6 +29,7 @@ NONSENSE = (
     ("try_plan", {"plan": "a quarter of everything"}),
     ("sensitivity", {"unit": ["vit"], "keep": "many"}),
     ("refusal", {"attempt": 10**30}),
+    ("refusal", {"attempt": -7}),
     ("refusal", {}),
     ("shell", {"command": "rm -rf /"}),
 )
@@ -77,7 +78,8 @@ def test_tools_are_named_and_offered_for_every_plan_and_end_in_the_same_one(tmp_
     assert all(f"{name}(" in payloads[0]["messages"][0]["content"] for name in NAMES)
     details, dry, one, why = told(payloads[1])
     assert details.count("KL by width kept") == 4
-    assert "params 25" in dry
+    # 25% in widths by steps of 32 channels of 512.
+    assert dry.startswith("4 of 4 units are cut, params 26.5% less")
     assert one.startswith('"vit.layers.1.mlp" kept at 320: KL ')
     assert why.startswith("there was no attempt 1" if is_first else "accepted")
 
@@ -98,7 +100,8 @@ def test_calls_with_nonsense_are_answered_in_words(tmp_path: Path, is_first: boo
             "can't be called so",
             "that is no plan",
             "can't be called so",
-            "there was no attempt",
+            "can't be called so",
+            "there was no attempt -7",
             "can't be called so",
             "there is no tool 'shell'",
         ),
