@@ -63,9 +63,6 @@ def test_files_outside_of_the_named_folders_are_refused_whether_they_are_there_o
     assert len(said) == 4
 
 
-@pytest.mark.parametrize(
-    "url", [EVIL, f"{OWN}x", "http://gpu-box:8000", "http://gpu-box:8000/v1/../v2", "https://gpu-box:8000/v1"]
-)
 def test_a_record_is_a_file_like_any_other(limits: Limits, tmp_path: Path):
     limits.check(Request(advisor="recorded:here.jsonl"))
     for path in ("/etc/passwd", "../elsewhere/llm.jsonl", str(tmp_path / "elsewhere" / "llm.jsonl")):
@@ -73,6 +70,9 @@ def test_a_record_is_a_file_like_any_other(limits: Limits, tmp_path: Path):
             limits.check(Request(advisor=f"recorded:{path}"))
 
 
+@pytest.mark.parametrize(
+    "url", [EVIL, f"{OWN}x", "http://gpu-box:8000", "http://gpu-box:8000/v1/../v2", "https://gpu-box:8000/v1"]
+)
 def test_an_address_that_nobody_named_is_refused(limits: Limits, url: str):
     with pytest.raises(RequestError, match="PROFILING_AGENT_ADDRESSES"):
         limits.check(Request(base_url=url))

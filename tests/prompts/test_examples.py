@@ -18,7 +18,7 @@ from profiling_agent.prompts import render  # pyright: ignore[reportMissingImpor
 AGENTS = {"analysis": PlanAnswer, "iterative_pruning": NextAnswer}
 SEEN = prompt_examples.read_evidence()
 # What a nat costs of the images in the world of each model; in the second one's a bold first plan is refused.
-WORLDS = tuple(enumerate((0.6, 1.2)))
+WORLDS = ((0, 0.6), pytest.param(1, 1.2, marks=pytest.mark.slow))
 
 
 def answers(text: str) -> list[dict]:
