@@ -2,15 +2,19 @@
 
     python benchmarks/planners.py [--models DIR...] [--data DIR] [--personas NAME...] [--planners NAME...] [--quick]
                                   [--runtimes NAMES] [--sessions N] [--json FILE] [--advisor PROVIDER:MODEL [--base-url URL]]
+                                  [--records FILE...] [--price-read P] [--price-written P]
 
 Each persona is a script behind a real HTTP server in the OpenAI dialect (tests/personas.py); it sees the prompt and
 nothing else. Contract: at most 1.0 point on held-out images, five iterations. With `hybrid` the rules plan beside the
 model, with `llm` it plans alone, as the paper's does. All runs on a model share its profile, its evidence and its
 unpruned deployments, made once by the run of the rules alone. `--advisor` measures a real model instead of the personas: the
-paper's Table 5 for any two of them is two runs of this. There a weaker model cost ResNet-101 14.0 points.
+paper's Table 5 for any two of them is two runs of this. There a weaker model cost ResNet-101 14.0 points. `--records` has real models' answers of earlier
+runs, their `llm.jsonl`, beside the personas, each for the model that it was recorded with. What a model cost is told in requests and tokens, of a record those
+that were paid for then, and in money where prices of a million tokens are given.
 """
 
 import argparse
+import json
 import os
 import shutil
 import sys
@@ -22,11 +26,13 @@ from pathlib import Path
 from typing import Any
 
 from checks import finish, use_own_ledger
-from planners_table import HEAD, MAX_POINTS, checks_of, race_the_best, row_of, tell, told_over_rules
+from planners_table import HEAD, MAX_POINTS, Prices, checks_of, costs_of, race_the_best, row_of, tell, told_over_rules
 from sessions import add_option
 from transformers import AutoConfig
 
 from profiling_agent import Request, optimize
+from profiling_agent.llm.recorded import Recording, read_recording
+from profiling_agent.records import Spent
 from profiling_agent.reporting.report import RunReport
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -50,6 +56,8 @@ class Evaluator:
     folder: Path
     asked: dict[str, Any]
     sessions: int
+    prices: Prices
+    records: tuple[Path, ...]
 
     def run(self, name: str, listener: Listener = lambda _: None, **asked: Any) -> tuple[RunReport, float]:
         """Return the report of a run, and its seconds."""
@@ -120,7 +128,30 @@ def measure(evaluator: Evaluator, people: dict[str, Script], planners: Sequence[
             shutil.rmtree(model)
         run_ids.append(run_id)
         tell(rows[-1])
-    return evaluator.raced(rows, run_ids)
+    return evaluator.raced(*with_records(evaluator, rows, run_ids, planners))
+
+
+def records_of(model: Path, files: Sequence[Path]) -> list[Recording]:
+    """Return the records that were made of a model, by its architecture; those of others are left out."""
+    architecture = json.loads((model / "config.json").read_text(encoding="utf-8"))["architectures"][0]
+    found = [read_recording(str(file)) for file in files]
+    return [record for record in found if record.architecture in (None, json.dumps(architecture))]
+
+
+def with_records(
+    evaluator: Evaluator, rows: list[dict[str, Any]], run_ids: list[str], planners: Sequence[str]
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return the rows and the runs with those of each record, which cost what they cost when they were made."""
+    for index, record in enumerate(records_of(evaluator.model, evaluator.records)):
+        for planner in planners:
+            run_id = f"record{index}-{planner}"
+            told = evaluator.run(run_id, evaluator.sharing(run_id), advisor=f"recorded:{record.file}", planner=planner)
+            paid = Spent(requests=record.requests, input_tokens=record.input_tokens, output_tokens=record.output_tokens)
+            row = row_of(evaluator.model.name, record.name, planner, *told)
+            rows = [*rows, row | costs_of(paid, evaluator.prices)]
+            run_ids = [*run_ids, run_id]
+            tell(rows[-1])
+    return rows, run_ids
 
 
 def measure_real(
@@ -134,14 +165,14 @@ def measure_real(
     for planner in planners:
         run_id = f"model-{planner}"
         asked = {"advisor": advisor, "base_url": base_url, "planner": planner}
-        rows.append(row_of(name, advisor, planner, *evaluator.run(run_id, evaluator.sharing(run_id), **asked)))
+        report, seconds = evaluator.run(run_id, evaluator.sharing(run_id), **asked)
+        rows.append(row_of(name, advisor, planner, report, seconds) | costs_of(report.spent, evaluator.prices))
         run_ids.append(run_id)
         tell(rows[-1])
-    return evaluator.raced(rows, run_ids)
+    return evaluator.raced(*with_records(evaluator, rows, run_ids, planners))
 
 
-def main() -> int:
-    """Run every model; return 1 where a check does not hold."""
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = ("vit", "deit", "swin", "resnet")
     parser.add_argument("--models", nargs="+", type=Path, default=[SHARED / "models" / f"{n}-cifar10" for n in names])
@@ -152,9 +183,17 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="400 search images")
     parser.add_argument("--advisor", metavar="PROVIDER:MODEL", help="a real language model instead of the personas")
     parser.add_argument("--base-url", metavar="URL", help="address of its server")
+    parser.add_argument("--records", nargs="+", type=Path, default=[], metavar="FILE", help="llm.jsonl of earlier runs")
+    parser.add_argument("--price-read", type=float, metavar="P", help="what a million tokens that a model reads cost")
+    parser.add_argument("--price-written", type=float, metavar="P", help="what a million that it writes cost")
     parser.add_argument("--json", type=Path, metavar="FILE")
     add_option(parser)
-    asked = parser.parse_args()
+    return parser
+
+
+def main() -> int:
+    """Run every model; return 1 where a check does not hold."""
+    asked = _parser().parse_args()
     use_own_ledger()
     wanted: dict[str, Any] = {
         "runtimes": asked.runtimes,
@@ -166,7 +205,8 @@ def main() -> int:
     rows: list[dict[str, Any]] = []
     for model in asked.models:
         with tempfile.TemporaryDirectory() as folder:
-            evaluator = Evaluator(model, asked.data, Path(folder), wanted, asked.sessions)
+            prices = Prices(asked.price_read, asked.price_written)
+            evaluator = Evaluator(model, asked.data, Path(folder), wanted, asked.sessions, prices, tuple(asked.records))
             if asked.advisor:
                 found = measure_real(evaluator, asked.advisor, asked.base_url, asked.planners)
             else:

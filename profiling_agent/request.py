@@ -177,9 +177,10 @@ class Request(BaseModel):
     advisor: str = Field(
         default="auto",
         min_length=1,
-        max_length=200,
+        max_length=500,
         description="who may plan beside the built-in rules: rules for nobody, a language model such as openai:gpt-4o or "
-        "azure_openai:<deployment>, or auto for one where a key or base_url is configured",
+        "azure_openai:<deployment>, recorded:FILE for what one said in the run of that llm.jsonl, or auto for a model where a key or "
+        "base_url is configured",
     )
     base_url: str | None = Field(
         default=None,
@@ -188,7 +189,7 @@ class Request(BaseModel):
     )
     planner: Literal["hybrid", "llm", "rules"] = Field(
         default="hybrid",
-        description="hybrid: the rules first, a language model where it promises more; llm: it alone, as in the paper",
+        description="hybrid: a language model where it promises as much as the rules, whose own plan is measured beside it; llm: it alone, as in the paper",
     )
     advisor_requests: int = Field(
         default=60, ge=0, le=10_000, description="requests that a run may make of a language model"

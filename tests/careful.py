@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-GROUP = re.compile(
-    r'^(?P<name>"(?:[^"\\]|\\.)*") \| (?P<kind>\w+) \| \d+ x \d+ \| [\d.%, ]+ \| (?P<costs>[^|]+)$', re.MULTILINE
+GROUP = re.compile(r'^G\d+: (?P<name>"(?:[^"\\]|\\.)*") \| (?P<kind>\w+) \| \d+ x \d+ \| ', re.MULTILINE)
+POINT = re.compile(
+    r"^(?:params|macs|latency)(?: \(its maximum\))? \| (?P<shares>[\d.%, ]+) \| (?P<kl>[\d.e+-]+) \| ", re.MULTILINE
 )
-COST = re.compile(r"(?P<kl>[\d.e+-]+) -> (?P<shares>[\d.%, ]+)")
 ATTEMPT = re.compile(
-    r"^attempt \d+: (?P<plan>\{.*\})\n  predicted: (?P<predicted>.*)\n  measured: (?P<measured>.*)\n"
+    r"^attempt \d+ \(by .*\): (?P<plan>\{.*\})\n(?:  before .*\n)*  predicted: (?P<predicted>.*)\n  measured: (?P<measured>.*)\n"
     r"  (?P<verdict>accepted|refused): ",
     re.MULTILINE,
 )
@@ -48,11 +48,9 @@ class Reader:
         return float(found[1]) / 100 if found else 0.01
 
     @cached_property
-    def groups(self) -> tuple[tuple[str, str, tuple[tuple[float, tuple[float, ...]], ...]], ...]:
-        """Return each group as pattern, kind, and (KL, shares saved) of a cut by a quarter, a half, three quarters."""
-        return tuple(
-            (json.loads(row["name"]), row["kind"], _costs(row["costs"])) for row in GROUP.finditer(self.prompt)
-        )
+    def groups(self) -> tuple[tuple[str, str], ...]:
+        """Return each group as pattern and kind."""
+        return tuple((json.loads(row["name"]), row["kind"]) for row in GROUP.finditer(self.prompt))
 
     @cached_property
     def metric(self) -> str:
@@ -64,21 +62,14 @@ class Reader:
 
     @cached_property
     def curve(self) -> tuple[tuple[float, float], ...]:
-        """Return (saving, KL) of the cheapest mixtures of cuts, by the groups' rows alone, both rising."""
+        """Return (saving, KL) of the points that can be reached, both rising."""
         index = METRICS.index(self.metric)
-        steps: list[tuple[float, float, float]] = []
-        for *_, costs in self.groups:
-            before = (0.0, 0.0)
-            for kl, shares in costs:
-                more_kl, more = max(kl - before[0], 1e-9), shares[index] - before[1]
-                if more > 0:
-                    steps.append((more_kl / more, more, more_kl))
-                before = (kl, shares[index])
-        points, saving, kl = [], 0.0, 0.0
-        for _, more, more_kl in sorted(steps):
-            saving, kl = saving + more, kl + more_kl
-            points.append((saving, kl))
-        return tuple(points) or ((0.5, 1.0),)
+        told = [(_shares(row["shares"])[index], float(row["kl"])) for row in POINT.finditer(self.prompt)]
+        points: list[tuple[float, float]] = []
+        for saving, kl in sorted(told, key=lambda point: (-point[0], point[1])):
+            if kl > 0 and (not points or (saving < points[-1][0] and kl < points[-1][1])):
+                points.append((saving, kl))
+        return tuple(reversed(points)) or ((0.5, 1.0),)
 
     @cached_property
     def attempts(self) -> tuple[Seen, ...]:
@@ -95,7 +86,7 @@ class Reader:
         return tuple(found)
 
     def saving_for(self, nats: float) -> float:
-        """Return the saving that costs so many nats, by the groups' curve moved to go through the nearest attempt."""
+        """Return the saving that costs so many nats, by the curve moved to go through the nearest attempt."""
         moved = 1.0
         if self.attempts:
             nearest = min(self.attempts, key=lambda seen: abs(math.log(seen.kl / nats)))
@@ -124,11 +115,8 @@ class Reader:
         return low
 
 
-def _costs(text: str) -> tuple[tuple[float, tuple[float, ...]], ...]:
-    found = COST.finditer(text)
-    return tuple(
-        (float(row["kl"]), tuple(float(share.strip(" %")) / 100 for share in row["shares"].split(","))) for row in found
-    )
+def _shares(text: str) -> tuple[float, ...]:
+    return tuple(float(share.strip(" %")) / 100 for share in text.split(","))
 
 
 def careful_plan(prompt: str) -> dict[str, Any]:

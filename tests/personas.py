@@ -102,7 +102,7 @@ def drawn(seed: int = 0) -> Script:
         dice = random.Random(f"{seed}-{len(reader.attempts)}")
         cuts = [
             _rec(pattern, round(dice.uniform(0.05, 0.6), 3), "head" if kind == "heads" else "structured")
-            for pattern, kind, _ in reader.groups
+            for pattern, kind in reader.groups
         ]
         return {"reason": "dice", "pruning": cuts}
 
@@ -114,7 +114,7 @@ def _uniform(prompt: str) -> dict[str, Any]:
     ratio = 0.1
     for row in reversed(list(ATTEMPT.finditer(prompt))):
         ratio = min(max(ratio * (1.5 if row["verdict"] == "accepted" else 0.5), 0.01), 0.75)
-    cuts = [_rec(name, round(ratio, 4)) for name, kind, _ in Reader(prompt).groups if kind != "heads"]
+    cuts = [_rec(name, round(ratio, 4)) for name, kind in Reader(prompt).groups if kind != "heads"]
     return {"reason": f"{ratio:.1%} of everything", "pruning": cuts}
 
 

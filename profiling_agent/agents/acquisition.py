@@ -17,6 +17,8 @@ from profiling_agent.iteration.deployments import check_runtimes
 from profiling_agent.iteration.proof import why_unproven
 from profiling_agent.jobs.tasks import AcquireTask
 from profiling_agent.llm.endpoint import choose_endpoint
+from profiling_agent.llm.question import quoted
+from profiling_agent.llm.recorded import read_recording, recorded_file
 from profiling_agent.reporting.tracking import check_tracker
 from profiling_agent.request import Request
 
@@ -36,6 +38,9 @@ def choose_advisor(request: Request, advisor: Any, trusted: Collection[str]) -> 
         return _planned_by(name_of(advisor), request, advisor_object=name_of(advisor))
     if request.planner == "rules" or request.advisor == "rules":
         return {"advisor_note": "the built-in rules plan: they were asked for"}
+    if file := recorded_file(request.advisor):
+        recording = read_recording(file)
+        return _planned_by(recording.name, request, recorded=recording)
     by_environment = request.advisor == "auto" and request.base_url is None
     try:
         endpoint = choose_endpoint(request.advisor, request.base_url, os.environ)
@@ -71,6 +76,8 @@ def acquire(request: Request, session: RunSession) -> Update:
     asked["num_recovery"] = MAX_RECOVERY if request.recover_epochs else 0
     session.jobs.progress(chosen["advisor_note"], 0, 0)
     acquired = session.jobs.run(AcquireTask.model_validate(asked))
+    if recording := chosen.get("recorded"):
+        recording.check(quoted(acquired.source.architecture))
     if line := why_unproven(acquired, request.goal):
         session.jobs.progress(line, 0, 0)
     blank = {name: RunState.model_fields[name].get_default() for name in RESULTS}

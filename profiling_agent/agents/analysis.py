@@ -3,10 +3,11 @@
 from profiling_agent.agents.node import Update
 from profiling_agent.agents.session import RunSession
 from profiling_agent.agents.state import RunState
+from profiling_agent.analysis.advised import UNKNOWN
 from profiling_agent.analysis.demands import obeying
 from profiling_agent.analysis.dry_run import dry_run
 from profiling_agent.analysis.rules import analyse
-from profiling_agent.iteration.planners import first_proposal
+from profiling_agent.iteration.planners import first_proposal, setting_of
 from profiling_agent.iteration.propose import milder
 from profiling_agent.records import Origin
 
@@ -18,5 +19,7 @@ def analysis(state: RunState, session: RunSession) -> Update:
         dry_run(state.proposal, profile)
         return {"origin": Origin(by="user")}
     rules = obeying(milder(analyse(profile, state.goal), len(state.rejected)), state.goal)
-    plan, origin = first_proposal(session.advisor(state), state.planner, profile, state.goal, rules, state.rejected)
+    advisor = session.advisor(state)
+    setting = setting_of(session.evaluator(state)) if advisor else UNKNOWN
+    plan, origin = first_proposal(advisor, state.planner, profile, state.goal, rules, state.rejected, setting=setting)
     return {"proposal": plan, "origin": origin}

@@ -4,6 +4,7 @@ from profiling_agent.agents.node import Update
 from profiling_agent.agents.session import RunSession
 from profiling_agent.agents.state import RunState
 from profiling_agent.iteration.attempt import measure_attempt
+from profiling_agent.iteration.speed import timed
 from profiling_agent.records import StopReason
 
 
@@ -12,7 +13,10 @@ def evaluation(state: RunState, session: RunSession) -> Update:
     assert state.prepared is not None, "pruning comes first"
     assert state.journal is not None, "quantization opens it"
     began_s = session.jobs.timesheet.spent_s
-    attempt = measure_attempt(session.evaluator(state), state.prepared, state.journal)
+    evaluator = session.evaluator(state)
+    attempt = measure_attempt(evaluator, state.prepared, state.journal)
+    if state.iterate and attempt.number < state.max_iterations and session.advisor(state) is not None:
+        attempt = timed(evaluator, attempt)
     journal = state.journal.with_attempt(attempt.model_copy(update={"origin": state.origin or attempt.origin}))
     attempt_s = state.attempt_s + session.jobs.timesheet.spent_s - began_s
     return {

@@ -3,7 +3,8 @@
 from profiling_agent.agents.node import Update
 from profiling_agent.agents.session import RunSession
 from profiling_agent.agents.state import RunState
-from profiling_agent.iteration.planners import next_proposal
+from profiling_agent.analysis.advised import UNKNOWN
+from profiling_agent.iteration.planners import next_proposal, setting_of
 from profiling_agent.iteration.selection import has_answer
 from profiling_agent.records import StopReason
 
@@ -14,13 +15,15 @@ def iterative_pruning(state: RunState, session: RunSession) -> Update:
     # Where attempts are cheap, int8 alone is no reason to end without one; whoever asks for training asks for what takes long.
     is_answered = has_accepted or (budget.is_slow and has_answer(state.seen, state.goal))
     is_worth_it = budget.allows_attempt(state.longest_s, is_optional=is_answered and not state.recover_epochs)
+    advisor = session.advisor(state) if is_worth_it else None
     choice = next_proposal(
-        session.advisor(state) if is_worth_it else None,
+        advisor,
         state.planner,
         session.profile(state),
         state.goal,
         state.seen,
         max_iterations=state.max_iterations,
+        setting=setting_of(session.evaluator(state), state.seen) if advisor else UNKNOWN,
     )
     if isinstance(choice, StopReason):
         return {"stopped": choice}

@@ -13,6 +13,7 @@ from profiling_agent.agents.state import RunState
 from profiling_agent.errors import RequestError
 from profiling_agent.files import expanded, inside
 from profiling_agent.llm.endpoint import is_trusted, trusted_addresses
+from profiling_agent.llm.recorded import recorded_file
 from profiling_agent.request import Request
 
 FOLDERS, ADDRESSES, TRACKER = "PROFILING_AGENT_FOLDERS", "PROFILING_AGENT_ADDRESSES", "MLFLOW_TRACKING_URI"
@@ -33,6 +34,8 @@ class Limits:
         self._check_folder("output", request.output)
         if request.plan is not None:
             self._check_folder("plan", request.plan)
+        if file := recorded_file(request.advisor):
+            self._check_folder("advisor", file)
         self._check_source("model", request.model)
         self._check_source("dataset", request.dataset)
         self._check_address(request.base_url)

@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from profiling_agent.agents.limits import Limits
 from profiling_agent.agents.state import RunState
@@ -22,8 +22,9 @@ from profiling_agent.jobs.store import artifacts_of
 from profiling_agent.jobs.tasks import Profiled
 from profiling_agent.jobs.timesheet import SHEET
 from profiling_agent.llm.endpoint import key_for, trusted_addresses
-from profiling_agent.llm.ledger import read_spent
+from profiling_agent.llm.ledger import Ledger, read_spent
 from profiling_agent.llm.question import Asks
+from profiling_agent.llm.recorded import Recorded
 from profiling_agent.records import Acquired, ModelProfile, Plan, Spent, SplitInfo
 from profiling_agent.request import RUN_ID, Request
 from profiling_agent.workspace import (
@@ -38,14 +39,15 @@ from profiling_agent.workspace import (
     storage_told,
 )
 
-if TYPE_CHECKING:
-    from profiling_agent.llm.advisor import Advisor
-
 # What an evaluator is made of: a fork or a person's edit changes some of it, and then another one is made.
 EVALUATED = (
     *("acquired", "resolved", "profiled", "goal", "batch_size", "seed", "recover_epochs", "fresh_ledger"),
     *("num_sessions", "time_budget", "runtime_names", "quantize_dtype", "quantize_layers"),
 )
+
+
+def _has_advisor(state: RunState) -> bool:
+    return any(held is not None for held in (state.endpoint, state.advisor_object, state.recorded))
 
 
 class RunSession:
@@ -70,7 +72,7 @@ class RunSession:
         self.jobs = Jobs(workspace)
         self.resources.callback(self.jobs.close)
         self._created = created
-        self._advisor: Advisor | None = None
+        self._advisor: Asks | None = None
         self._profile: tuple[Profiled, ModelProfile] | None = None
         self._num_deployments: int | None = None
         self._evaluator: tuple[dict[str, Any], Evaluator] | None = None
@@ -138,7 +140,7 @@ class RunSession:
 
     def advisor(self, state: RunState) -> Asks | None:
         """Return the language model that may plan, None where the rules plan alone."""
-        if state.planner == "rules" or (state.endpoint is None and state.advisor_object is None):
+        if state.planner == "rules" or not _has_advisor(state):
             return None
         if state.advisor_object is not None and self.chat_model is None:
             raise RunError(
@@ -146,15 +148,25 @@ class RunSession:
                 "pass it again, as build_graph(advisor=...) or resume(..., advisor=...)"
             )
         if self._advisor is None:
-            # Importing the provider takes seconds, which runs without a model needn't wait for.
-            from profiling_agent.llm.open import open_advisor
-
-            self._advisor = open_advisor(state, self.workspace.root, state.endpoint, self.trusted, self.chat_model)
+            self._advisor = self._open_advisor(state)
         return self._advisor
+
+    def _open_advisor(self, state: RunState) -> Asks | None:
+        assert state.acquired is not None, "acquisition comes first"
+        root, budget = self.workspace.root, (state.advisor_requests, state.advisor_tokens)
+        ledger = Ledger(root, max_requests=budget[0], max_tokens=budget[1])
+        architecture = state.acquired.source.architecture
+        if state.recorded is not None:
+            return Recorded(state.recorded, ledger, architecture)
+        ledger.begin(architecture)
+        # Importing the provider takes seconds, which runs without a model needn't wait for.
+        from profiling_agent.llm.open import open_advisor
+
+        return open_advisor(state, ledger, state.endpoint, self.trusted, self.chat_model)
 
     def spent(self, state: RunState) -> Spent | None:
         """Return what was asked of the language model; None where there is none."""
-        if state.endpoint is None and state.advisor_object is None:
+        if not _has_advisor(state):
             return None
         return read_spent(self.workspace.root)
 

@@ -1,28 +1,42 @@
 """Advised plan: by a language model, asked for with the evidence, held against the dry run, guarded, and told apart from the rules'."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
 from pydantic import AliasChoices, Field, model_validator
 
 from profiling_agent.analysis.digest import (
+    FRONTIER_LEGEND,
     GROUP_LEGEND,
+    LAYER_LEGEND,
     MAX_CHARACTERS,
+    OPERATOR_LEGEND,
     UNIT_LEGEND,
-    attempt_rows,
     demand_rows,
+    frontier_rows,
     goal_text,
     group_rows,
+    layer_rows,
+    operator_rows,
     plan_text,
-    rejection_rows,
     shortened,
     unit_rows,
 )
-from profiling_agent.analysis.guards import Guarded, allowed_kl, complaint, guard
+from profiling_agent.analysis.dry_run import dry_run
+from profiling_agent.analysis.guards import NATS_A_POINT, Guarded, allowed_kl, complaint_about, guard
+from profiling_agent.analysis.history import (
+    DEPLOYMENT_LEGEND,
+    attempt_rows,
+    deployment_rows,
+    kl_so_far,
+    predicted_text,
+    rejection_rows,
+)
 from profiling_agent.analysis.tools import evidence_tools
-from profiling_agent.errors import ContextTooLongError
-from profiling_agent.llm.question import Advice, Asks, Question, Tool, quoted
+from profiling_agent.errors import ContextTooLongError, PlanError
+from profiling_agent.llm.question import Advice, Asks, Question, quoted
 from profiling_agent.prompts import render  # pyright: ignore[reportMissingImports] - mapped on install
 from profiling_agent.records import (
     PRUNING,
@@ -43,6 +57,8 @@ from profiling_agent.records import (
 MAX_RECOMMENDATIONS = 40
 # Shortened once more for a model that can read no more than this.
 SHORT_CHARACTERS = 5_000
+# What a plan can do without best.
+SPARE = ("units", "operators", "layers")
 
 
 class PlanAnswer(Record):
@@ -90,17 +106,46 @@ class Advised(Record):
     stop: bool = False
 
 
+def _nothing(_: object) -> None:
+    return None
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a plan is made for besides the model and the contract: where it will run, and by what it will be judged.
+
+    `schemes` are the runtimes and schemes that a plan may ask for, `rule` says when an attempt is accepted, and `admission` which plans become
+    one. `undeployable` and `why_not` say what speaks against a plan's wish for quantization, and against measuring it; None where nothing does.
+    """
+
+    machine: str = "this one"
+    schemes: tuple[str, ...] = ()
+    rule: str = "by its measured loss of top-1"
+    admission: str = "Your plan is measured."
+    undeployable: Callable[[Plan], str | None] = _nothing
+    why_not: Callable[[Guarded], str | None] = _nothing
+
+
+UNKNOWN = Setting()
+
+
 def first_plan(
-    advisor: Asks, profile: ModelProfile, goal: Goal, rules: Plan, rejected: Sequence[Decided] = ()
+    advisor: Asks,
+    profile: ModelProfile,
+    goal: Goal,
+    rules: Plan,
+    rejected: Sequence[Decided] = (),
+    *,
+    setting: Setting = UNKNOWN,
 ) -> Advised:
     """Return the model's first plan; AdvisorError where it has none."""
-    asked = partial(first_question, profile, goal, rules, rejected=rejected)
-    advice = _ask(advisor, asked, PlanAnswer, profile, goal, tools=evidence_tools(profile, goal))
+    asked = partial(first_question, profile, goal, rules, rejected=rejected, setting=setting)
+    advice = _ask(advisor, asked, PlanAnswer, profile, goal, setting=setting)
     guarded = guard(advice.value.plan, profile, goal)
     return Advised(guarded=guarded, reason=advice.value.reason, repairs=advice.repairs)
 
 
-def next_plan(
+def next_plan(  # noqa: PLR0913 (all that a plan is made from)
     advisor: Asks,
     profile: ModelProfile,
     goal: Goal,
@@ -108,10 +153,11 @@ def next_plan(
     *,
     attempts_left: int,
     rules: Plan | None,
+    setting: Setting = UNKNOWN,
 ) -> Advised:
     """Return the model's next plan, or its advice to stop; AdvisorError where it has neither."""
-    asked = partial(next_question, profile, goal, journal, attempts_left, rules)
-    advice = _ask(advisor, asked, NextAnswer, profile, goal)
+    asked = partial(next_question, profile, goal, journal, attempts_left, rules, setting=setting)
+    advice = _ask(advisor, asked, NextAnswer, profile, goal, setting=setting, journal=journal)
     guarded = None if advice.value.stop else guard(advice.value.plan, profile, goal)
     return Advised(guarded=guarded, reason=advice.value.reason, repairs=advice.repairs, stop=advice.value.stop)
 
@@ -122,64 +168,101 @@ def first_question(
     rules: Plan,
     max_characters: int = MAX_CHARACTERS,
     rejected: Sequence[Decided] = (),
+    *,
+    setting: Setting = UNKNOWN,
 ) -> Question:
     """Return what the analysis agent asks; its evidence takes at most so many characters."""
-    sections = {"groups": group_rows(profile), "units": unit_rows(profile)}
-    told = shortened(sections, max_characters)
-    return _question("analysis", profile, goal, rules=plan_text(rules), rejected=rejection_rows(rejected), **told)
+    told = shortened(_sections(profile, goal), max_characters, SPARE)
+    told |= {"rules": _rules_text(rules, profile), "rejected": rejection_rows(rejected)}
+    return _question("analysis", profile, goal, setting, **told)
 
 
-def next_question(
+def next_question(  # noqa: PLR0913 (all that a plan is made from)
     profile: ModelProfile,
     goal: Goal,
     journal: Journal,
     attempts_left: int,
     rules: Plan | None,
     max_characters: int = MAX_CHARACTERS,
+    *,
+    setting: Setting = UNKNOWN,
 ) -> Question:
     """Return what the iterative pruning agent asks; its evidence takes at most so many characters."""
     sections = {
         "attempts": tuple(reversed(attempt_rows(journal, profile))),
-        "groups": group_rows(profile),
-        "units": unit_rows(profile),
+        "deployments": deployment_rows(journal.deployment_search, journal.baseline),
+        **_sections(profile, goal),
     }
-    told = shortened(sections, max_characters)
-    by_rules = plan_text(rules) if rules else "to stop"
-    told |= {"rules": by_rules, "rejected": rejection_rows(journal.rejected)}
-    return _question("iterative_pruning", profile, goal, attempts_left=attempts_left, **told)
+    told: dict[str, object] = {**shortened(sections, max_characters, SPARE)}
+    told |= {"rules": _rules_text(rules, profile) if rules else "to stop", "rejected": rejection_rows(journal.rejected)}
+    told |= {"attempts_left": attempts_left, "kl_so_far": kl_so_far(journal), "deployment_legend": DEPLOYMENT_LEGEND}
+    return _question("iterative_pruning", profile, goal, setting, **told)
 
 
-def _question(agent: str, profile: ModelProfile, goal: Goal, **told: object) -> Question:
+def _sections(profile: ModelProfile, goal: Goal) -> dict[str, tuple[str, ...]]:
+    return {
+        "groups": group_rows(profile),
+        "frontier": frontier_rows(profile, goal),
+        "units": unit_rows(profile),
+        "operators": operator_rows(profile),
+        "layers": layer_rows(profile),
+    }
+
+
+def _rules_text(plan: Plan, profile: ModelProfile) -> str:
+    """Return the rules' plan with its dry run."""
+    try:
+        dry = dry_run(plan, profile)
+    except PlanError as error:
+        return f"{plan_text(plan)}\n  which can't be made: {quoted(str(error))}"
+    return f"{plan_text(plan)}\n  predicted: {predicted_text(dry, profile)}"
+
+
+def _question(agent: str, profile: ModelProfile, goal: Goal, setting: Setting, **told: object) -> Question:
+    form = render("plan_form", schemes=", ".join(setting.schemes) or "none, leave it null")
     return Question(
         agent=agent,
-        instructions=render(f"{agent}_role"),
+        instructions=render(f"{agent}_role", form=form, examples=render(f"{agent}_examples")),
         evidence=render(
             agent,
             goal=goal_text(goal),
             demands=demand_rows(goal),
+            rule=setting.rule,
+            admission=setting.admission,
+            nats_a_point=" to ".join(f"{nats:g}" for nats in NATS_A_POINT),
             allowed_kl=f"{allowed_kl(goal):.2g}",
             model=f"{quoted(profile.architecture)}, {profile.params} params, {profile.macs} MACs",
+            machine=f"{quoted(setting.machine)}, {profile.device}, batches of {profile.batch_size}",
+            latency=f"{profile.headline.latency.median_ms:.4g} ms",
             group_legend=GROUP_LEGEND,
+            frontier_legend=FRONTIER_LEGEND,
             unit_legend=UNIT_LEGEND,
+            operator_legend=OPERATOR_LEGEND,
+            layer_legend=LAYER_LEGEND,
             **told,
         ),
     )
 
 
-def _ask(
+def _ask(  # noqa: PLR0913 (who is asked what, and what the answer is held against)
     advisor: Asks,
     asked: Callable[[int], Question],
     answer_type: type[AnyPlan],
     profile: ModelProfile,
     goal: Goal,
     *,
-    tools: Sequence[Tool] = (),
+    setting: Setting,
+    journal: Journal | None = None,
 ) -> Advice[AnyPlan]:
     """Ask; once more with less evidence where the model can't read as much."""
+    tools = evidence_tools(profile, goal, journal)
 
     def check(answer: PlanAnswer) -> str | None:
-        is_stop = isinstance(answer, NextAnswer) and answer.stop
-        return None if is_stop else complaint(answer.plan, profile, goal)
+        if isinstance(answer, NextAnswer) and answer.stop:
+            return None
+        # What can't be carried out comes first: what is left of such a plan is none of the model's.
+        guarded = guard(answer.plan, profile, goal)
+        return complaint_about(guarded) or setting.undeployable(answer.plan) or setting.why_not(guarded)
 
     try:
         return advisor.ask(asked(MAX_CHARACTERS), answer_type, check=check, tools=tools)

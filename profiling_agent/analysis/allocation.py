@@ -104,13 +104,13 @@ def _choices(
         if row.unit in fixed or row.unit not in units:
             continue
         least = units[row.unit].width * (1 - caps.get(row.unit, 1.0)) - 1e-9
-        options = [option for option in row.options if option.keep >= least and _gains(option)]
+        options = [option for option in row.options if option.keep >= least and gains(option)]
         if options := [option for option in options if saving_of(option, metric) > 0]:
             found[row.unit] = [None, *options]
     return found
 
 
-def _gains(option: WidthOption) -> bool:
+def gains(option: WidthOption) -> bool:
     """Say whether the latency table doesn't speak against a width."""
     return option.latency_saved_ms is None or option.latency_saved_ms > 0
 

@@ -1,4 +1,4 @@
-"""Digest for a planner: contract, evidence and attempts as short rows; repeated blocks are told once.
+"""Digest for a planner: contract and evidence as short rows; repeated blocks are told once.
 
 All names come from somebody's model repository. They are told as JSON strings, so that nothing in them can end a line or
 look like an instruction of ours, and are cut where no name of a layer is that long.
@@ -6,34 +6,44 @@ look like an instruction of ours, and are cut where no name of a layer is that l
 
 import json
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
-from profiling_agent.analysis.groups import Group, group_units
+from profiling_agent.analysis.dry_run import predicted_kl, saved_share
+from profiling_agent.analysis.frontier import METRICS, Reached, frontier, num_left_out
+from profiling_agent.analysis.groups import INDEX, Group, group_units
 from profiling_agent.llm.question import quoted
 from profiling_agent.records import (
-    Attempt,
-    Decided,
+    Cut,
     Goal,
-    Journal,
+    LayerProfile,
     ModelProfile,
     Plan,
+    Unit,
     UnitEvidence,
     WidthOption,
     nearest_option,
 )
 
-MAX_CHARACTERS = 12_000
-# A person's words on a plan; older ones are a handful of plans ago.
-MAX_REASON, MAX_REJECTIONS = 1000, 4
+MAX_CHARACTERS = 8_200
 # Shares of a width that rows tell of, where there are such widths; what lies between costs something between.
-CUTS = (0.25, 0.5, 0.75)
+CUTS, HALF = (0.25, 0.5, 0.75), 0.5
 # A unit is told of by itself where it costs so many times more, or less, than the median of its group at half width.
 UNLIKE = 2.0
+# What a scheme can make int8.
+QUANTIZED_KINDS = ("Linear", "Conv2d")
+MAX_OPERATORS, MAX_LAYERS = 6, 16
+# So many rows stay of sections that are shortened before others.
+FEW = 3
 GROUP_LEGEND = (
-    "pattern | kind | units x width | % of params, MACs, time | cut by a quarter, half, three quarters, all units "
-    "together: KL in nats -> % of params, MACs, time saved"
+    "name of the group: pattern | kind | units x width | % of params, MACs, time | weights, activations of a batch | all of them cut by half: "
+    "predicted KL in nats -> % of params, MACs, time that go, counted together; times are of eager float32, as of no other deployment they are known by layer"
 )
-UNIT_LEGEND = "unit | KL in nats cut by a quarter, half, three quarters | the group's median"
+FRONTIER_LEGEND = (
+    "metric | % of params, MACs, time that go | predicted KL | share of the width that each group keeps, least to most"
+)
+UNIT_LEGEND = "unit | KL in nats cut by a quarter, half, three quarters | the group's median at half"
+OPERATOR_LEGEND = "operator | calls | % of all operators' time | bytes that it allocates | shapes of its inputs"
+LAYER_LEGEND = "name, # for a number | kind | how many | % of params, MACs, time"
 
 
 def goal_text(goal: Goal) -> str:
@@ -50,16 +60,42 @@ def goal_text(goal: Goal) -> str:
 
 def group_rows(profile: ModelProfile) -> tuple[str, ...]:
     """Return a row for each group of units, as GROUP_LEGEND says, largest share of MACs first."""
-    return tuple(_group_row(group, profile) for group in group_units(profile))
+    return tuple(f"{name}: {_group_row(group, profile)}" for name, group in named_groups(profile).items())
+
+
+def named_groups(profile: ModelProfile) -> dict[str, Group]:
+    """Return the groups by the names that prompts give them."""
+    return {f"G{number}": group for number, group in enumerate(group_units(profile), start=1)}
 
 
 def _group_row(group: Group, profile: ModelProfile) -> str:
-    shares = f"{group.params_share:.1%}, {group.macs_share:.1%}, {group.latency_share:.1%}"
-    head = f"{quoted(group.pattern)} | {group.kind} | {len(group.units)} x {group.width} | {shares}"
-    rows = [row for unit in group.units if (row := _evidence(profile, unit.name))]
-    if not rows:
-        return f"{head} | no evidence"
-    return f"{head} | {'; '.join(_together(rows, group.width, cut, profile) for cut in CUTS)}"
+    held = {name for unit in group.units for name in (*unit.members, unit.name)}
+    layers = [row for row in profile.layers if row.name in held]
+    activations = sum(row.activation_bytes for row in layers)
+    weights = sum(row.params for row in layers) * profile.parameter_bytes // max(profile.params, 1)
+    parts = [
+        quoted(group.pattern),
+        group.kind,
+        f"{len(group.units)} x {group.width}",
+        f"{group.params_share:.1%}, {group.macs_share:.1%}, {group.latency_share:.1%}",
+        f"{_mb(weights)}, {_mb(activations)}",
+    ]
+    cuts = [cut for unit in group.units if (cut := _cut(profile, unit, HALF))]
+    if not cuts or profile.evidence is None:
+        return " | ".join((*parts, "no evidence"))
+    return " | ".join((*parts, f"{predicted_kl(cuts, profile.evidence) or 0.0:.2g} -> {_shares(cuts, profile)}"))
+
+
+def _cut(profile: ModelProfile, unit: Unit, share: float) -> Cut | None:
+    """Return the cut of a unit that takes nearest to a share of it; None without evidence."""
+    row = _evidence(profile, unit.name)
+    if row is None:
+        return None
+    return Cut(unit=unit, keep=_nearest(row, unit.width, share).keep, requested_ratio=share)
+
+
+def _shares(cuts: Sequence[Cut], profile: ModelProfile) -> str:
+    return ", ".join(f"{saved_share(cuts, profile, metric):.1%}" for metric in METRICS)
 
 
 def _evidence(profile: ModelProfile, unit: str) -> UnitEvidence | None:
@@ -71,16 +107,73 @@ def _nearest(row: UnitEvidence, width: int, cut: float) -> WidthOption:
     return nearest_option(row.options, width, 1 - cut)
 
 
-def _together(rows: Sequence[UnitEvidence], width: int, cut: float, profile: ModelProfile) -> str:
-    chosen = [_nearest(row, width, cut) for row in rows]
-    saved = [
-        sum(option.params_saved for option in chosen) / profile.params,
-        sum(option.macs_saved for option in chosen) / max(profile.macs, 1),
+def frontier_rows(profile: ModelProfile, goal: Goal) -> tuple[str, ...]:
+    """Return a row for each point that can be reached, as FRONTIER_LEGEND says, and last which widths are left out, and why."""
+    points = frontier(profile, goal)
+    rows: list[str] = []
+    seen: set[str] = set()
+    for metric in METRICS:
+        own = list(dict.fromkeys(_point_text(point, profile) for point in points if point.metric == metric))
+        new = [text for text in own if text not in seen]
+        seen |= set(own)
+        rows += [f"{metric}{' (its maximum)' if text == own[-1] else ''} | {text}" for text in new]
+        rows += [f"{metric} | otherwise the points above are its own"] if len(new) < len(own) else []
+    left_out, num_widths = num_left_out(profile)
+    if rows and left_out:
+        rows.append(
+            f"{left_out} of {num_widths} widths are in none of these, and no target chooses them: layers of these widths alone, in eager float32, take as "
+            "long as wider ones"
+        )
+    return tuple(rows)
+
+
+def _point_text(point: Reached, profile: ModelProfile) -> str:
+    shares = f"{point.params:.1%}, {point.macs:.1%}, {point.latency:.1%}"
+    return f"{shares} | {point.kl:.2g} | {widths_text(point.cuts, profile)}"
+
+
+def widths_text(cuts: Sequence[Cut], profile: ModelProfile) -> str:
+    """Return which share of their width the units of each group keep, least to most; groups that stay whole are left out."""
+    keeps = {cut.unit.name: cut.keep / cut.unit.width for cut in cuts}
+    told: list[str] = []
+    for name, group in named_groups(profile).items():
+        shares = [keeps.get(unit.name, 1.0) for unit in group.units]
+        if min(shares) < 1:
+            spread = f"{min(shares):.0%}" if min(shares) == max(shares) else f"{min(shares):.0%} to {max(shares):.0%}"
+            told.append(f"{name} {spread}")
+    return ", ".join(told) or "all whole"
+
+
+def operator_rows(profile: ModelProfile) -> tuple[str, ...]:
+    """Return a row for each operator that takes most of a pass, as OPERATOR_LEGEND says."""
+    whole = sum(row.cpu_time_ms for row in profile.operators) or 1.0
+    heaviest = sorted(profile.operators, key=lambda row: -row.cpu_time_ms)[:MAX_OPERATORS]
+    return tuple(
+        f"{quoted(row.name)} | {row.calls} | {row.cpu_time_ms / whole:.1%} | {_mb(max(row.memory_bytes, 0))} | "
+        f"{quoted(row.input_shapes, 80)}"
+        for row in heaviest
+    )
+
+
+def layer_rows(profile: ModelProfile) -> tuple[str, ...]:
+    """Return a row for each kind of linear layer and convolution, repeated ones as one, as LAYER_LEGEND says; the largest first."""
+    folded: dict[tuple[str, str], list[LayerProfile]] = {}
+    for row in profile.layers:
+        if row.kind in QUANTIZED_KINDS:
+            folded.setdefault((INDEX.sub("#", row.name), row.kind), []).append(row)
+    time_ms = sum(row.latency_ms for row in profile.layers) or 1.0
+    told = sorted(folded.items(), key=lambda item: -sum(row.params for row in item[1]))
+    rows = [
+        f"{quoted(name)} | {kind} | {len(rows)} | {sum(row.params for row in rows) / profile.params:.1%}, "
+        f"{sum(row.macs for row in rows) / max(profile.macs, 1):.1%}, {sum(row.latency_ms for row in rows) / time_ms:.1%}"
+        for (name, kind), rows in told[:MAX_LAYERS]
     ]
-    timed = [option.latency_saved_ms for option in chosen if option.latency_saved_ms is not None]
-    whole_ms = sum(row.latency_ms or 0.0 for row in profile.evidence.units) if profile.evidence else 0.0
-    times = [sum(timed) / whole_ms] if timed and whole_ms else []
-    return f"{sum(option.kl for option in chosen):.2g} -> {', '.join(f'{share:.1%}' for share in (*saved, *times))}"
+    more = [f"({len(told) - MAX_LAYERS} more kinds of layers, smaller than these)"] if len(told) > MAX_LAYERS else []
+    return (*rows, *more)
+
+
+def _mb(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:.3g} MB"
 
 
 def unit_rows(profile: ModelProfile) -> tuple[str, ...]:
@@ -100,47 +193,11 @@ def unit_rows(profile: ModelProfile) -> tuple[str, ...]:
     return tuple(row for _, row in sorted(found, key=lambda pair: (-pair[0], pair[1])))
 
 
-def attempt_rows(journal: Journal, profile: ModelProfile) -> tuple[str, ...]:
-    """Return each attempt as its plan, what it was predicted and what it was measured to do, and what came of it."""
-    return tuple(_attempt_row(attempt, journal, profile) for attempt in journal.attempts)
-
-
-def _attempt_row(attempt: Attempt, journal: Journal, profile: ModelProfile) -> str:
-    predicted, dry = "nothing could be predicted", attempt.dry_run
-    if dry is not None:
-        predicted = (
-            f"params {1 - dry.params / profile.params:.1%} less, MACs {1 - dry.macs / max(profile.macs, 1):.1%} less"
-        )
-        predicted += f", KL {dry.kl:.2g}" if dry.kl is not None else ""
-        predicted += f", time {dry.latency_saved:.1%} less" if dry.latency_saved is not None else ""
-    measured = "it was not measured"
-    if attempt.deployed is not None:
-        size = attempt.deployed.footprint.size_bytes / journal.baseline.footprint.size_bytes
-        drop = attempt.deployed.drop
-        lost = f"top-1 lost {drop.drop:.2%} [{drop.low:.2%}, {drop.high:.2%}], " if drop else ""
-        measured = f"{lost}{size:.1%} of the bytes"
-        measured += f", KL {attempt.calibration_kl:.2g}" if attempt.calibration_kl is not None else ""
-    verdict = "accepted" if attempt.accepted else "refused"
-    return (
-        f"attempt {attempt.number}: {plan_text(attempt.plan)}\n  predicted: {predicted}\n  measured: {measured}\n"
-        f"  {verdict}: {quoted(attempt.reason)}"
-    )
-
-
 def demand_rows(goal: Goal) -> str:
     """Return what a person has fixed for every plan, as the JSON of a plan; nothing where nothing is."""
     if not goal.pins and not goal.caps:
         return ""
     return f"What the user demands of every plan, and will be in yours: {plan_text(Plan(pruning=goal.pins, caps=goal.caps))}\n"
-
-
-def rejection_rows(rejected: Sequence[Decided]) -> str:
-    """Return the last plans that a person rejected, the newest first, with the reasons; nothing where none was."""
-    if not rejected:
-        return ""
-    rows = [f"{plan_text(row.plan)}\n  because: {quoted(row.answer.reason, MAX_REASON)}" for row in rejected]
-    told = "\n".join(reversed(rows[-MAX_REJECTIONS:]))
-    return f"Plans that the user rejected before they were measured, the newest first:\n{told}\n"
 
 
 def plan_text(plan: Plan) -> str:
@@ -153,14 +210,17 @@ def plan_text(plan: Plan) -> str:
     return json.dumps(found, ensure_ascii=True)
 
 
-def shortened(sections: Mapping[str, Sequence[str]], max_characters: int = MAX_CHARACTERS) -> dict[str, str]:
+def shortened(
+    sections: Mapping[str, Sequence[str]], max_characters: int = MAX_CHARACTERS, spare: Collection[str] = ()
+) -> dict[str, str]:
     """Return each section's rows as text, the last rows of the longest left out, and that said, until all fit together.
 
-    Rows are expected with the most useful first.
+    Rows are expected with the most useful first. Those of `spare` sections go first, until each has few.
     """
     kept = {name: list(rows) for name, rows in sections.items()}
     while sum(len(_section(kept[name], sections[name])) for name in kept) > max_characters:
-        longest = max(kept, key=lambda name: sum(map(len, kept[name])))
+        long = [name for name in kept if name in spare and len(kept[name]) > FEW] or list(kept)
+        longest = max(long, key=lambda name: sum(map(len, kept[name])))
         if len(kept[longest]) <= 1:
             break
         kept[longest].pop()

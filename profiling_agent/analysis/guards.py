@@ -15,6 +15,7 @@ from profiling_agent.records import EVERYTHING, DryRun, Goal, ModelProfile, Plan
 
 # A point of top-1 went with 0.01 to 0.02 nats on the shared models (docs/decisions/LOG.md), and sums of single KLs are
 # right within 1.5. Twice the dearer of both is more than any accepted plan had.
+NATS_A_POINT = (0.01, 0.02)
 MAX_NATS_PER_ACCURACY, MIN_NATS = 6.0, 5e-3
 # The factor by which a plan is made milder is found to one part in so many.
 STEPS = 32
@@ -38,9 +39,13 @@ def allowed_kl(goal: Goal) -> float:
 
 def complaint(plan: Plan, profile: ModelProfile, goal: Goal) -> str | None:
     """Return what is wrong with a plan as it stands, in words for whoever wrote it; None where nothing is."""
-    guarded = guard(plan, profile, goal)
+    return complaint_about(guard(plan, profile, goal))
+
+
+def complaint_about(guarded: Guarded) -> str | None:
+    """Return what was wrong with a plan that was guarded, as `complaint` does."""
     said = [*guarded.dropped, *([guarded.cut_back] if guarded.cut_back else [])]
-    if not said and guarded.dry_run is not None and not guarded.dry_run.cuts and plan.quantization is None:
+    if not said and guarded.dry_run is not None and not guarded.dry_run.cuts:
         said.append(f"it cuts nothing: {'; '.join(guarded.dry_run.notes[:3]) or 'name layers, or a target'}")
     return "; ".join(said[:6]) or None
 
@@ -62,7 +67,9 @@ def guard(plan: Plan, profile: ModelProfile, goal: Goal) -> Guarded:
     quantization = None
     if plan.quantization is not None:
         names = [row.name for row in profile.layers]
-        quantization = _kept(plan.quantization, lambda part: _unknown(part.layer, names), dropped) or None
+        kept = _kept(plan.quantization, lambda part: _unknown(part.layer, names), dropped)
+        # An empty one is an answer, float32, and not what is left where every part was wrong.
+        quantization = kept if kept or not plan.quantization else None
     update = {"pruning": pruning, "caps": caps, "quantization": quantization}
     plan = _with_reachable_target(plan.model_copy(update=update), profile, dropped)
     try:
@@ -115,11 +122,25 @@ def _with_reachable_target(plan: Plan, profile: ModelProfile, dropped: list[str]
     if plan.target.saving <= most:
         return plan
     dropped.append(
-        f"a saving of {plan.target.saving:.0%} of the {plan.target.metric} is out of reach: everything that may be cut saves "
-        f"{most:.0%}"
+        f"a saving of {plan.target.saving:.1%} of the {plan.target.metric} is out of reach: {_most_text(plan, most, profile)}"
     )
     target = plan.target.model_copy(update={"saving": most}) if most > 0 else None
     return plan.model_copy(update={"target": target})
+
+
+def _most_text(plan: Plan, most: float, profile: ModelProfile) -> str:
+    """Return the most that a plan's target can reach, what binds it, and what that would be predicted to cost."""
+    assert plan.target is not None, "only a target can be out of reach"
+    free = most_saving(plan.model_copy(update={"caps": (), "pruning": ()}), profile)
+    limit = (
+        "its caps and fixed cuts bind" if free >= plan.target.saving else "no unit is left that could be cut further"
+    )
+    said = f"the most is {most:.1%} of it, as {limit}"
+    if most <= 0:
+        return said
+    target = plan.target.model_copy(update={"saving": most})
+    kl = dry_run(plan.model_copy(update={"target": target}), profile).kl
+    return f"{said} ({free:.1%} without), at a predicted KL of {kl:.2g} nats" if kl is not None else said
 
 
 def _milder(plan: Plan, dry: DryRun, profile: ModelProfile, goal: Goal) -> tuple[Plan, float] | None:
@@ -127,12 +148,21 @@ def _milder(plan: Plan, dry: DryRun, profile: ModelProfile, goal: Goal) -> tuple
     allowed = allowed_kl(goal)
     if dry.kl is None or dry.kl <= allowed:
         return None
-    for step in range(STEPS - 1, 0, -1):
-        candidate = scaled(plan, step / STEPS, goal.pins)
-        try:
-            kl = dry_run(candidate, profile).kl
-        except PlanError:
-            continue
-        if kl is not None and kl <= allowed:
-            return candidate, step / STEPS
-    return plan.model_copy(update={"pruning": goal.pins, "target": None}), 0.0
+    # What is cut more costs more, so that the strongest lies where halves of what is left say.
+    found, mild, strong = plan.model_copy(update={"pruning": goal.pins, "target": None}), 0, STEPS
+    while strong - mild > 1:
+        middle = (mild + strong) // 2
+        candidate = scaled(plan, middle / STEPS, goal.pins)
+        if _costs_at_most(candidate, allowed, profile):
+            found, mild = candidate, middle
+        else:
+            strong = middle
+    return found, mild / STEPS
+
+
+def _costs_at_most(plan: Plan, allowed: float, profile: ModelProfile) -> bool:
+    try:
+        kl = dry_run(plan, profile).kl
+    except PlanError:
+        return False
+    return kl is not None and kl <= allowed

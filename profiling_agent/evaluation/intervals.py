@@ -85,6 +85,19 @@ def one_sided_bound(drop: AccuracyDrop, confidence: float) -> float:
     return min(centre + _normal_quantile(confidence) * error, 1.0)
 
 
+def largest_shown(max_drop: float, changed: float, num_images: int, confidence: float) -> float:
+    """Return the largest measured drop that is shown to be at most `max_drop`, where a share `changed` of the images is answered right by one model alone.
+
+    At least minus that share, which no drop is below.
+    """
+    either = changed * num_images
+    for net in range(math.floor(min(max_drop * num_images, either)), math.floor(-either), -1):
+        centre, error = _centre_and_error((either + net) / 2, (either - net) / 2, num_images)
+        if centre + _normal_quantile(confidence) * error <= max_drop:
+            return net / num_images
+    return -changed
+
+
 def one_sided_bound_of_both(first: AccuracyDrop, second: AccuracyDrop, confidence: float) -> float:
     """Return `one_sided_bound` of what was seen on two sets of images together."""
     counts = counts_of(first).with_more(second.num_lost, second.num_gained, second.num_images)

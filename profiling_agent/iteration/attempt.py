@@ -3,7 +3,7 @@
 from profiling_agent.analysis.dry_run import dry_run
 from profiling_agent.errors import ArtifactError, JobError, PlanError, PruningError
 from profiling_agent.iteration.deployment_search import as_search, try_deployments
-from profiling_agent.iteration.deployments import possible_deployments
+from profiling_agent.iteration.deployments import DeploymentChoices, by_promise, possible_deployments, why_undeployable
 from profiling_agent.iteration.evaluator import Evaluator
 from profiling_agent.iteration.judge import hopeless_kl, judge
 from profiling_agent.jobs.tasks import PruneTask, RecoverTask
@@ -13,6 +13,7 @@ from profiling_agent.records import (
     Attempt,
     Deployment,
     DryRun,
+    Goal,
     Journal,
     Plan,
     PrunedModel,
@@ -100,6 +101,30 @@ def _recovered(evaluator: Evaluator, prepared: PreparedAttempt) -> PreparedAttem
         return prepared.model_copy(update={"recovery": evaluator.jobs.run(task)})
     except (PruningError, JobError) as error:
         return prepared.model_copy(update={"failure": f"recovery failed: {error}"})
+
+
+def deployment_of(plan: Plan, journal: Journal, choices: DeploymentChoices, goal: Goal) -> Deployment | None:
+    """Return what a plan's attempt is deployed in: what leads, or what the plan asks for, in the runtime that raced best with it.
+
+    None is eager float32.
+
+    Raises:
+        PlanError: the attempt can't be deployed as the plan asks.
+    """
+    if plan.quantization is None or (journal.deployment and plan.quantization == journal.deployment.recommendations):
+        return journal.deployment
+    if why := why_undeployable(plan, choices, goal):
+        raise PlanError(why)
+    options = journal.deployment_search.options if journal.deployment_search else ()
+    # What could not be made of the unpruned model comes behind what was not tried.
+    promise = {
+        (option.deployment.runtime, option.deployment.scheme): option.race_result.speedup
+        if option.race_result
+        else float(option.deployed is not None or option.wants_time) - 1
+        for option in options
+    }
+    possible = by_promise(possible_deployments(plan, choices))
+    return max(possible, key=lambda one: promise.get((one.runtime, one.scheme), 0.0), default=None)
 
 
 def quantize_attempt(evaluator: Evaluator, prepared: PreparedAttempt, deployment: Deployment | None) -> PreparedAttempt:

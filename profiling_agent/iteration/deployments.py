@@ -113,6 +113,19 @@ def possible_deployments(plan: Plan, choices: DeploymentChoices) -> tuple[Deploy
     return tuple(found)
 
 
+def why_undeployable(plan: Plan, choices: DeploymentChoices, goal: Goal) -> str | None:
+    """Return why an attempt can't be deployed as its plan asks of quantization; None where it can."""
+    if plan.quantization is None:
+        return None
+    if goal.selection == "paper":
+        return "the paper's selection judges attempts in eager float32: a plan's quantization has to be null"
+    # Eager float32 is there always, and no deployment.
+    if possible_deployments(plan, choices) or not schemes_of(plan.quantization):
+        return None
+    known = ", ".join(f"{runtime} {scheme}" for runtime, schemes in choices.supported.items() for scheme in schemes)
+    return f"no runtime that is installed can do what the plan asks of quantization: there are {known or 'none'}"
+
+
 def by_promise(deployments: Iterable[Deployment]) -> list[Deployment]:
     """Return deployments in the order in which they are worth trying; those of which nothing is known in theirs, slow ones last."""
     places = {pair: place for place, pair in enumerate(PROMISE)}

@@ -28,6 +28,11 @@ LAST_S, LAST_PASSES = 12.0, 200
 ROUND = ("pruning", "quantization", "evaluation")
 
 
+def race_s(pass_s: float) -> float:
+    """Return what a race takes of a model of which an image takes so long."""
+    return RACE_S + RACE_PASSES * pass_s
+
+
 @dataclass(frozen=True)
 class Work:
     """What a run has to do at most: its images, deployments, sessions and plans."""
@@ -64,7 +69,7 @@ def stage_seconds(work: Work, pass_s: float, *, is_first: bool) -> Mapping[str, 
     judged = DEPLOYED * work.num_search * pass_s
     search = 0.0
     if is_first and work.num_deployments:
-        race = RACE_S + RACE_PASSES * pass_s
+        race = race_s(pass_s)
         others = min(NUM_MEASURED - 1, work.num_deployments - 1) * DEPLOYED * min(SHARD, work.num_search) * pass_s
         search = FIRST_DEPLOY_S + work.num_deployments * deploy + race + work.num_search * pass_s + judged + others
     sessions = work.num_sessions * (SESSION_S + SESSION_PASSES * pass_s)
@@ -74,7 +79,7 @@ def stage_seconds(work: Work, pass_s: float, *, is_first: bool) -> Mapping[str, 
         "pruning": PRUNE_PASSES * work.num_calibration * pass_s,
         "quantization": search + (deploy if work.num_deployments else 0.0),
         "evaluation": judged,
-        "report": RACE_S + RACE_PASSES * pass_s + sessions + heldout + LAST_S + LAST_PASSES * pass_s,
+        "report": race_s(pass_s) + sessions + heldout + LAST_S + LAST_PASSES * pass_s,
     }
 
 

@@ -1,6 +1,7 @@
 """Judgement: whether an attempt is good enough to be deployed, with the reason."""
 
 from profiling_agent.evaluation.intervals import (
+    largest_shown,
     one_sided_bound,
     one_sided_bound_of_both,
     one_sided_lower_bound,
@@ -13,6 +14,8 @@ HOPELESS_KL, KL_PER_ACCURACY = 0.2, 20.0
 # Decisions rest on the search images, the verdict on others. A candidate whose point estimate just meets the floor
 # here would miss it there about every second time, so the loop asks for a bound of the drop instead.
 SEARCH_CONFIDENCE = 0.9
+# Share of images that only one of two models gets right, of pruned and int8 models that lost about a point (docs/benchmarks.md); told where none was measured.
+CHANGED = 0.03
 
 
 class Judgement(Record):
@@ -60,6 +63,23 @@ def clears_up(candidate: Evaluation, heldout: AccuracyDrop, goal: Goal) -> bool:
     """Return whether a doubtful candidate is shown to keep the accuracy by its search images and held-out ones together, as others are by the former."""
     assert candidate.drop is not None, "a candidate is always compared with the baseline"
     return one_sided_bound_of_both(candidate.drop, heldout, SEARCH_CONFIDENCE) <= goal.max_accuracy_drop
+
+
+def rule_text(goal: Goal, num_images: int, changed: float | None = None) -> str:
+    """Return in words when an attempt on so many search images is accepted, and which loss to aim for.
+
+    `changed` is the share of images that only one of both models gets right, where attempts have shown it.
+    """
+    allowed, images = f"{goal.max_accuracy_drop:.2%}", f"{num_images} search images"
+    if goal.selection == "paper" or perfect_bound(num_images, SEARCH_CONFIDENCE) > goal.max_accuracy_drop:
+        return f"an attempt is accepted where at most {allowed} of top-1 are lost on {images}"
+    share = CHANGED if changed is None else changed
+    aim = largest_shown(goal.max_accuracy_drop, share, num_images, SEARCH_CONFIDENCE)
+    seen = "as the attempts so far have" if changed is not None else "as many have"
+    return (
+        f"an attempt is accepted where the upper {SEARCH_CONFIDENCE:.0%} bound of the top-1 that it loses on {images} is at most {allowed}. Where {share:.1%} of "
+        f"the images are answered right by one of both models alone, {seen}, that is a measured loss of {aim:.2%} at most: aim for that"
+    )
 
 
 def judge(candidate: Evaluation, goal: Goal) -> Judgement:

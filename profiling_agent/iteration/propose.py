@@ -75,7 +75,12 @@ class _Search:
 
     def _bracket(self) -> tuple[float, float | None]:
         """Return the strongest that was accepted, and the mildest beyond it that was refused, by measurement or a person."""
-        measured = [(self._strength(row.plan, row.dry_run), row.accepted) for row in self.journal.attempts]
+        # What a plan's own wish for quantization cost says nothing of the deployment that leads.
+        measured = [
+            (self._strength(row.plan, row.dry_run), row.accepted)
+            for row in self.journal.attempts
+            if self.journal.is_as_leading(row)
+        ]
         low = max((strength for strength, accepted in measured if strength and accepted), default=0.0)
         refused = [strength for strength, accepted in measured if strength and not accepted]
         refused += [
@@ -120,12 +125,15 @@ class _Search:
             return None
 
 
-def propose(goal: Goal, profile: ModelProfile, journal: Journal, *, max_iterations: int) -> Plan | StopReason:
+def propose(
+    goal: Goal, profile: ModelProfile, journal: Journal, *, max_iterations: int, first: Plan | None = None
+) -> Plan | StopReason:
     """Return the next plan to measure, or the reason to stop; what a person rejected counts as too strong.
 
-    Nothing that was timed decides here, so a resumed run proposes what an undisturbed one does.
+    It is `first` at another strength, by default the first that was measured. Nothing that was timed decides here, so a resumed run proposes what an undisturbed one does.
     """
-    first = obeying(journal.attempts[0].plan, goal)
+    # How it was deployed is the attempt's: the next one is deployed in what leads.
+    first = obeying((first or journal.attempts[0].plan).model_copy(update={"quantization": None}), goal)
     if not first.pruning and first.target is None:
         return StopReason.NOTHING_TO_PRUNE
     if len(journal.attempts) >= max_iterations:

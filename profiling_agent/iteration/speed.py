@@ -8,10 +8,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from profiling_agent.benchmarking.race import compare, hold_sessions, pool
+from profiling_agent.errors import JobError
 from profiling_agent.iteration.deployer import REFUSALS
 from profiling_agent.iteration.evaluator import Evaluator
+from profiling_agent.iteration.forecast import race_s
 from profiling_agent.iteration.heldout import first_look
-from profiling_agent.records import Candidate, Race, Variant
+from profiling_agent.records import Attempt, Candidate, Race, Variant
 
 
 def estimate(evaluator: Evaluator, candidates: Sequence[Candidate]) -> Race:
@@ -44,3 +46,18 @@ def better(first: Candidate, second: Candidate, race: Race) -> Candidate:
     """
     results = [race.result_of(candidate.evaluation.model) for candidate in (second, first)]
     return second if compare(*results).is_shown_faster else first
+
+
+def timed(evaluator: Evaluator, attempt: Attempt) -> Attempt:
+    """Return a measured attempt with its times in one race against the baseline, for whoever plans the next and can't count on predictions.
+
+    It stays as it is where the run has no time for that, or its process died: nothing is decided by it.
+    """
+    made = attempt.deployed
+    if made is None or not evaluator.budget.has_room_for(race_s(evaluator.budget.pass_s)):
+        return attempt
+    try:
+        race = evaluator.race([(Variant.BASELINE, evaluator.baseline), (made.variant, made.model)])
+        return attempt.model_copy(update={"race_result": race.result_of(made.model)})
+    except (JobError, LookupError):
+        return attempt

@@ -76,19 +76,21 @@ def carried_out(call: Call, tools: Mapping[str, Tool]) -> str:
     tool = tools.get(call.name)
     if tool is None:
         return f"there is no tool {call.name!r}; there are {', '.join(sorted(tools))}"
-    wrong = call.problem or _misfit(tool, call.arguments)
-    return f"{call.name} can't be called so ({wrong})" if wrong else tool(**call.arguments)
+    fitting, wrong = _fitted(tool, call.arguments)
+    if wrong := call.problem or wrong:
+        return f"{call.name} can't be called so ({wrong})"
+    return tool(**fitting)
 
 
-def _misfit(tool: Tool, arguments: dict[str, Any]) -> str | None:
-    """Return what of a call doesn't fit the tool's parameters."""
+def _fitted(tool: Tool, arguments: dict[str, Any]) -> tuple[dict[str, Any], str | None]:
+    """Return the arguments as the tool's parameters have them, a number that came as text as a number; or what of them doesn't fit."""
     kinds = get_type_hints(tool)
     try:
         inspect.signature(tool).bind(**arguments)
-        for name, value in arguments.items():
-            TypeAdapter(kinds.get(name, Any)).validate_python(value)
+        return {
+            name: TypeAdapter(kinds.get(name, Any)).validate_python(value) for name, value in arguments.items()
+        }, None
     except TypeError as error:
-        return str(error)
+        return {}, str(error)
     except ValidationError as error:
-        return problems(error)
-    return None
+        return {}, problems(error)

@@ -6,7 +6,6 @@ was passed as an object is a stranger's code. What our own code raises meanwhile
 """
 
 import contextvars
-import json
 import math
 import re
 import threading
@@ -29,7 +28,7 @@ from langchain_core.language_models import BaseChatModel
 from langchain_core.messages import AIMessage, BaseMessage
 from langchain_core.runnables import RunnableSequence
 
-from profiling_agent.documents import clean, first_line
+from profiling_agent.documents import DocumentError, clean, first_line, parse_json
 from profiling_agent.errors import AdvisorError, ContextTooLongError, ProfilingAgentError
 from profiling_agent.foreign import is_ours
 from profiling_agent.llm.calls import Call, calls_of
@@ -194,8 +193,8 @@ def _is_too_long(error: ModelInvalidRequestError) -> bool:
 def _was_streamed(error: ModelInvalidRequestError) -> bool:
     """Return whether the request that was refused asked for a stream; nobody knows of clients that don't show what they sent."""
     try:
-        sent = json.loads(getattr(getattr(error, "request", None), "content", b"{}"))
-    except (TypeError, ValueError):
+        sent = parse_json(getattr(getattr(error, "request", None), "content", b"{}"))
+    except (TypeError, DocumentError):
         return False
     return isinstance(sent, dict) and cast("dict[str, Any]", sent).get("stream") is True
 

@@ -22,6 +22,8 @@ SECRETS: Mapping[Provider, tuple[str, ...]] = {
     "openai": (KEYS["openai"], "OPENAI_ADMIN_KEY", "OPENAI_CUSTOM_HEADERS"),
     "azure_openai": (KEYS["azure_openai"], "AZURE_OPENAI_AD_TOKEN"),
 }
+# What a record's file stands behind (llm/recorded.py).
+RECORDED = "recorded:"
 # The model that the paper's tables were made with.
 DEFAULT_MODEL = "gpt-4o"
 # Servers on one's own machine want a key to be there and don't read it.
@@ -104,14 +106,14 @@ def checked_url(url: str | None) -> str | None:
 
 
 def choose_endpoint(advisor: str, base_url: str | None, environment: Mapping[str, str]) -> Endpoint | None:
-    """Return the model that `advisor` means, None for the built-in rules.
+    """Return the model that `advisor` means, None for the built-in rules and for one that was recorded.
 
     `auto` is a model where a key or an address is configured.
 
     Raises:
         RequestError: the provider is unknown, no model is named, its key is missing, or the address is no good.
     """
-    if advisor == "rules":
+    if advisor == "rules" or advisor.startswith(RECORDED):
         return None
     if advisor == "auto":
         provider = _configured(base_url, environment)
@@ -143,6 +145,6 @@ def _named(advisor: str) -> tuple[Provider, str]:
         if named == provider and model:
             return provider, model
     raise RequestError(
-        f"advisor is {advisor!r}: use auto, rules, or a model such as openai:gpt-4o or azure_openai:<deployment>; "
+        f"advisor is {advisor!r}: use auto, rules, a model such as openai:gpt-4o or azure_openai:<deployment>, or recorded:FILE; "
         "other chat models are passed as objects, build_graph(advisor=...)"
     )

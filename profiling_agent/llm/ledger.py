@@ -1,12 +1,13 @@
 """Ledger: what a run has asked and been told, in its folder; it replays answers, so that nothing is paid for twice.
 
-`llm.jsonl` has one line for each request, each turn with a model, each question without an answer, and each answer that was
-accepted; keys are never part of any. Whoever gave the folder away may have written in it: a line that isn't one of these is
+`llm.jsonl` says which model is planned for, and has one line for each request, each turn with a model, each question without an answer,
+each answer that was accepted, and the run's end; keys are never part of any. Whoever gave the folder away may have written in it: a line that isn't one of these is
 read round and counted.
 """
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Literal, cast
@@ -25,6 +26,7 @@ FILE = "llm.jsonl"
 MAX_TEXT = 50_000
 # From here on a turn's texts are left out, its tokens aren't: thousands of requests don't fill a disk.
 MAX_WRITTEN = 32 * 2**20
+MAX_NAME = 200
 # What is read back: all that is written, and no more of what a stranger added.
 MAX_READ, MAX_LINE = 2 * MAX_WRITTEN, 4 * 2**20
 # The report counts failures and tells the last.
@@ -37,6 +39,15 @@ class _Line(BaseModel):
     """A line; what it has beside these fields is for whoever reads the file."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
+
+
+class _Run(_Line):
+    kind: Literal["run"]
+    architecture: str = Field(max_length=MAX_NAME)
+
+
+class _End(_Line):
+    kind: Literal["end"]
 
 
 class _Request(_Line):
@@ -53,16 +64,18 @@ class _Turn(_Line):
 
 class _Failure(_Line):
     kind: Literal["failure"]
+    agent: str = ""
     reason: str
 
 
 class _Answer(_Line):
     kind: Literal["answer"]
+    agent: str = ""
     question: str = Field(max_length=100)
     answer: Any
 
 
-_AnyLine = _Request | _Turn | _Failure | _Answer
+_AnyLine = _Run | _Request | _Turn | _Failure | _Answer | _End
 LINE: TypeAdapter[_AnyLine] = TypeAdapter(Annotated[_AnyLine, Field(discriminator="kind")])
 
 
@@ -80,6 +93,9 @@ class Ledger:
         self._output_tokens: int | None = 0
         self._budgeted = 0
         self._failures: list[str] = []
+        # By agent: the questions that got an answer, or none for good.
+        self._settled: Counter[str] = Counter()
+        self._has_begun = False
         self._read()
 
     @property
@@ -93,6 +109,19 @@ class Ledger:
             failures=tuple(self._failures),
             unread_lines=self._unread,
         )
+
+    def begin(self, architecture: str) -> None:
+        """Note which model is planned for, once."""
+        if not self._has_begun:
+            self._write({"kind": "run", "architecture": architecture[:MAX_NAME]})
+
+    def end(self) -> None:
+        """Note that the run came to its end: a record without that is cut short."""
+        self._write({"kind": "end"})
+
+    def num_settled(self, agent: str) -> int:
+        """Return how many questions of an agent got an answer, or none for good."""
+        return self._settled[agent]
 
     def spend(self) -> None:
         """Note a request that is about to be made; AdvisorError where the budget allows none.
@@ -145,17 +174,23 @@ class Ledger:
                 counted = _sum(read, written)
                 self._budgeted += entry.characters // CHARACTERS_A_TOKEN if counted is None else counted
                 self._repairs += bool(entry.complaint)
-            case _Failure(reason=reason):
+            case _Failure(agent=agent, reason=reason):
                 self._failures = [*self._failures, reason[:MAX_REASON]][-MAX_FAILURES:]
-            case _Answer(question=question, answer=answer):
+                self._settled[agent] += 1
+            case _Answer(agent=agent, question=question, answer=answer):
                 self._answers[question] = json.dumps(answer)
+                self._settled[agent] += 1
+            case _Run():
+                self._has_begun = True
+            case _End():
+                pass
 
     def _read(self) -> None:
         try:
             if self._path.is_symlink():
                 raise FileRefusedError(self._path, "it is a link")
             with open_regular(self._path, max_bytes=None) as stream:
-                for line in _lines(stream):
+                for line in lines_of(stream):
                     self._take_line(line)
                 self._size = stream.seek(0, 2)
         except FileNotFoundError:
@@ -173,6 +208,12 @@ class Ledger:
             self._unread += 1
             return
         self._take(entry)
+
+
+def note_end(folder: Path) -> None:
+    """Note in the ledger of a run's folder, where there is one, that the run came to its end."""
+    if (folder / FILE).exists():
+        Ledger(folder, max_requests=0, max_tokens=0).end()
 
 
 def read_spent(folder: Path) -> Spent:
@@ -208,7 +249,7 @@ def _characters(value: Any) -> int:
     return len(value) if isinstance(value, str) else 0
 
 
-def _lines(stream: BinaryIO) -> Iterator[bytes | None]:
+def lines_of(stream: BinaryIO) -> Iterator[bytes | None]:
     """Yield lines, None for one that is too long or lies behind what is read."""
     left = MAX_READ
     while line := stream.readline(MAX_LINE):

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Collection
-from pathlib import Path
 from typing import Any
 
 import openai
@@ -25,15 +24,14 @@ LOOK_S = 15.0
 
 
 def open_advisor(
-    request: Request, folder: Path, endpoint: Endpoint | None, trusted: Collection[str], model: Any = None
+    request: Request, ledger: Ledger, endpoint: Endpoint | None, trusted: Collection[str], model: Any = None
 ) -> Advisor | None:
-    """Return the advisor of a run whose folder this is: `model`, a chat model of the caller's, before the endpoint's.
+    """Return the advisor of a run whose ledger this is: `model`, a chat model of the caller's, before the endpoint's.
 
     None where there is neither, or no budget; RunError where a key would go to an address that isn't `trusted`.
     """
     if (model is None and endpoint is None) or not (request.advisor_requests and request.advisor_tokens):
         return None
-    ledger = Ledger(folder, max_requests=request.advisor_requests, max_tokens=request.advisor_tokens)
     if model is None:
         assert endpoint is not None, "one of both is there"
         model, name = open_model(endpoint, trusted, timeout_s=request.advisor_timeout_s), endpoint.name

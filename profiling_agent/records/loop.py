@@ -120,6 +120,9 @@ class Attempt(Record):
     latency_ms: float | None = Field(
         default=None, description="of a batch, in a process of its own, where the paper's selection asks for it"
     )
+    race_result: RaceResult | None = Field(
+        default=None, description="in a short race against the baseline, where a language model plans the next"
+    )
     accepted: bool
     reason: str
 
@@ -153,6 +156,12 @@ class Journal(Record):
     def deployment(self) -> Deployment | None:
         """Return the deployment that attempts are deployed in; None is eager float32."""
         return self.deployment_search.chosen if self.deployment_search else None
+
+    def is_as_leading(self, attempt: Attempt) -> bool:
+        """Return whether an attempt says something of the deployment that leads: its plan asked for no other."""
+        if attempt.deployment is not None:
+            return attempt.deployment == self.deployment
+        return attempt.plan.quantization is None or self.deployment is None
 
     def with_attempt(self, attempt: Attempt) -> "Journal":
         """Return a journal with `attempt` at its end."""

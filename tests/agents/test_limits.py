@@ -63,6 +63,13 @@ def test_files_outside_of_the_named_folders_are_refused_whether_they_are_there_o
     assert len(said) == 4
 
 
+def test_a_record_is_a_file_like_any_other(limits: Limits, tmp_path: Path):
+    limits.check(Request(advisor="recorded:here.jsonl"))
+    for path in ("/etc/passwd", "../elsewhere/llm.jsonl", str(tmp_path / "elsewhere" / "llm.jsonl")):
+        with pytest.raises(RequestError, match=r"advisor is .* outside of the folders of this server"):
+            limits.check(Request(advisor=f"recorded:{path}"))
+
+
 @pytest.mark.parametrize(
     "url", [EVIL, f"{OWN}x", "http://gpu-box:8000", "http://gpu-box:8000/v1/../v2", "https://gpu-box:8000/v1"]
 )

@@ -3,17 +3,19 @@ import json
 from made import GOAL, attempt, evidence, journal, plan, profile
 
 from profiling_agent.analysis.digest import (
-    attempt_rows,
     demand_rows,
+    frontier_rows,
     goal_text,
     group_rows,
+    layer_rows,
+    operator_rows,
     plan_text,
-    rejection_rows,
     shortened,
     unit_rows,
 )
+from profiling_agent.analysis.history import attempt_rows, rejection_rows
 from profiling_agent.llm.question import quoted
-from profiling_agent.records import Approval, Decided, Plan, PruningRecommendation, Target
+from profiling_agent.records import Approval, Decided, OperatorProfile, Plan, PruningRecommendation, Target
 
 
 def judged(kls: dict[int, tuple[float, ...]] | None = None, num_layers: int = 4):
@@ -27,9 +29,55 @@ def test_repeated_blocks_are_one_row_with_what_all_of_them_cost_and_save():
     (row,) = group_rows(found)
 
     # Four MLPs of 512 channels with 10 params each, beside a norm of 64: 20480 of 20544.
-    assert row.startswith(r'"^vit\\.layers\\.(?:0|1|2|3)\\.mlp$" | mlp | 4 x 512 | 99.7%, 100.0%, ')
-    # The width nearest to half is 224: 4 x 0.04 nats, 4 x 288 x 10 params, as much of the MACs, 4.5 ms of a unit's ten.
-    assert "; 0.16 -> 56.1%, 56.2%, 45.0%; " in row
+    assert row.startswith(r'G1: "^vit\\.layers\\.(?:0|1|2|3)\\.mlp$" | mlp | 4 x 512 | 99.7%, 100.0%, ')
+    # The width nearest to half is 224: 4 x 0.04 nats, 4 x 288 x 10 params, as much of the MACs; of the time 4.5 ms of a unit's ten,
+    # 94.1% of the layers' time being the units'.
+    assert row.endswith(" | 0.16 -> 56.1%, 56.2%, 42.4%")
+
+
+def test_what_can_be_reached_is_told_from_a_little_to_all_and_a_metric_with_the_same_points_once():
+    found = judged()
+    rows = frontier_rows(found, GOAL)
+
+    # An eighth of the 74.8% that go at the narrowest is 9.3%: one unit at 320 saves 192 x 10 of 20,544 params for 0.02 nats. A sixteenth is the mildest of
+    # five that the 0.06 nats of the guards allow, and is left out.
+    assert rows[0] == "params | 9.3%, 9.4%, 7.1% | 0.02 | G1 62% to 100%"
+    # All four at 416 or 320 are the last of them: 4 x 0.02 nats would be too much.
+    assert [row.split(" | ")[2] for row in rows[:5]] == ["0.02", "0.03", "0.04", "0.06", "0.08"]
+    # All four at 128 of 512: 4 x 0.08 nats, 4 x 384 x 10 params.
+    assert rows[5] == "params (its maximum) | 74.8%, 75.0%, 56.5% | 0.32 | G1 25%"
+    assert rows[6] == "macs | otherwise the points above are its own"
+    assert not [row for row in rows if row.startswith("macs (")]
+
+
+def test_widths_that_bring_no_time_are_said_to_be_left_out():
+    found = profile(2)
+    rows = evidence(
+        found.units,
+        {unit.name: (0.01, 0.02, 0.04, 0.08) for unit in found.units},
+        latency=lambda keep: 0.0 if keep > 300 else 1.0,
+    )
+    told = frontier_rows(found.model_copy(update={"evidence": rows}), GOAL)
+
+    # Of 416, 320, 224 and 128 the first two, of two units.
+    assert told[-1].startswith("4 of 8 widths are in none of these")
+    assert not [row for row in told if "81%" in row]
+    assert frontier_rows(profile(2), GOAL) == ()
+
+
+def test_operators_and_layers_are_told_with_their_shares():
+    heavy = OperatorProfile(
+        name="aten::addmm", calls=8, cpu_time_ms=3.0, memory_bytes=2_000_000, input_shapes="[[4, 512]]"
+    )
+    light = OperatorProfile(name="aten::gelu", calls=4, cpu_time_ms=1.0, memory_bytes=-5, input_shapes="[]")
+    found = judged().model_copy(update={"operators": (light, heavy)})
+
+    assert operator_rows(found) == (
+        '"aten::addmm" | 8 | 75.0% | 2 MB | "[[4, 512]]"',
+        '"aten::gelu" | 4 | 25.0% | 0 MB | "[]"',
+    )
+    # 4 x 2,560 params of 20,544, half of the MACs.
+    assert layer_rows(found)[0].startswith('"vit.layers.#.mlp.fc1" | Linear | 4 | 49.8%, 50.0%, ')
 
 
 def test_units_unlike_their_group_are_told_of_the_most_unlike_first():

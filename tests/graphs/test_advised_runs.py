@@ -12,6 +12,7 @@ from pydantic import SecretStr
 
 from profiling_agent import build_graph, optimize, resume
 from profiling_agent.errors import RequestError, RunError
+from profiling_agent.llm.recorded import read_recording
 from profiling_agent.reporting.report import RunReport
 
 TARGETS = (0.2, 0.35, 0.5)
@@ -20,7 +21,7 @@ TARGETS = (0.2, 0.35, 0.5)
 def careful(payload: dict, number: int) -> Said:
     """Ask for a little more each time, as the prompt's own numbers of attempts say."""
     prompt = payload["messages"][-1]["content"]
-    tried = len(re.findall(r"^attempt \d+:", prompt, re.MULTILINE))
+    tried = len(re.findall(r"^attempt \d+ ", prompt, re.MULTILINE))
     target = {"metric": "params", "saving": TARGETS[min(tried, 2)], "justification": "the next step"}
     return Said(content=json.dumps({"reason": f"{tried} plans were measured", "target": target}))
 
@@ -101,3 +102,70 @@ def test_a_model_that_cant_be_had_is_said_before_anything_is_done(world: World, 
 def test_what_is_no_chat_model_is_refused(world: World, tmp_path: Path):
     with pytest.raises(RequestError, match="advisor is of type str"):
         build_graph(advisor="gpt-4o").invoke(world.request(tmp_path))
+
+
+def recorded(path: Path, architecture: str, *, is_whole: bool = True) -> Path:
+    """Write the record of a run that answered for the first plan and was asked no more."""
+    answer = {"reason": "a fifth", "target": {"metric": "params", "saving": 0.2}}
+    lines = [
+        {"kind": "run", "architecture": architecture},
+        {"kind": "request"},
+        {"kind": "turn", "agent": "analysis", "model": "openai:gpt-x", "input_tokens": 100, "output_tokens": 10},
+        {"kind": "answer", "agent": "analysis", "question": "q", "answer": answer},
+        *([{"kind": "end"}] if is_whole else []),
+    ]
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("architecture", "is_whole", "said"),
+    [
+        ("ViTForImageClassification", False, "is cut short, or no record .its run did not come to an end"),
+        ("ResNetForImageClassification", True, 'was recorded for "ResNet.*, and this run\'s model is "ViT'),
+    ],
+)
+def test_a_record_that_will_not_do_is_refused_and_leaves_nothing(
+    world: World, tmp_path: Path, architecture: str, is_whole: bool, said: str
+):
+    record = recorded(tmp_path / "llm.jsonl", architecture, is_whole=is_whole)
+
+    with pytest.raises(RequestError, match=said):
+        optimize(world.request(tmp_path / "runs", advisor=f"recorded:{record}"))
+    assert not list((tmp_path / "runs").glob("*/*"))
+
+
+@pytest.mark.slow
+def test_a_recorded_model_plans_without_a_server_and_its_run_is_a_record(world: World, tmp_path: Path):
+    record = recorded(tmp_path / "llm.jsonl", "ViTForImageClassification")
+    report = optimize(world.request(tmp_path, advisor=f"recorded:{record}", planner="llm", max_iterations=2))
+
+    assert report.attempts[0].origin.by == "openai:gpt-x, recorded"
+    assert report.attempts[0].plan.target is not None
+    assert report.attempts[0].plan.target.saving == 0.2
+    # Its speed was measured before the second plan was asked for, of which the record has none.
+    assert report.attempts[0].race_result is not None
+    assert report.attempts[1].origin.by == "rules"
+    assert "used up" in (report.attempts[1].origin.note or "")
+    assert report.spent is not None
+    assert report.spent.requests == 0
+    assert len(read_recording(str(tmp_path / "quick" / "llm.jsonl")).steps) == 2
+
+
+@pytest.mark.slow
+def test_a_wish_for_quantization_counts_in_the_attempt_that_has_it(world: World, tmp_path: Path):
+    def wishes(payload: dict, number: int) -> Said:
+        found = json.loads(careful(payload, number).content or "")
+        tried = len(re.findall(r"^attempt \d+ ", payload["messages"][1]["content"], re.MULTILINE))
+        if tried == 1:
+            found["quantization"] = [{"layer": "all", "quantization_type": "cast", "dtype": "bfloat16"}]
+        return Said(content=json.dumps(found))
+
+    with chat_server(wishes) as server:
+        report = optimize(
+            world.request(tmp_path, advisor="openai:scripted", base_url=server.url, planner="llm", max_iterations=3)
+        )
+
+    names = [attempt.deployed.deployment.name for attempt in report.attempts if attempt.deployed]
+    assert names[1] == "eager bfloat16"
+    assert names[0] == names[2] == "eager dynamic"

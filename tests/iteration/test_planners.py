@@ -1,11 +1,16 @@
 """Both planners against each other: what a language model may cost, and what it may not."""
 
+import json
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from advisors import advisor_of
+from chat_server import Said, chat_server, in_turn
 from made import BASELINE, GOAL, evaluation, evidence, profile
 
-from profiling_agent.analysis.advised import NextAnswer, PlanAnswer
+from profiling_agent.analysis.advised import UNKNOWN, NextAnswer, PlanAnswer
 from profiling_agent.analysis.dry_run import dry_run
 from profiling_agent.analysis.rules import analyse
 from profiling_agent.errors import AdvisorError, ContextTooLongError
@@ -15,6 +20,7 @@ from profiling_agent.records import (
     Attempt,
     Journal,
     ModelProfile,
+    Origin,
     Plan,
     PruningRecommendation,
     StopReason,
@@ -81,19 +87,161 @@ def proposed(say, found: ModelProfile, seen: Journal):
     return proposal
 
 
-def test_with_both_planners_the_rules_go_first_and_alone_the_model_does():
+@pytest.mark.parametrize("planner", ["hybrid", "llm"])
+def test_a_model_makes_the_first_plan_and_sees_what_the_rules_would_do(planner: Planner):
     found = judged()
-    rules = analyse(found, GOAL)
+    asked = Scripted(lambda _: target(0.25))
+    plan, origin = first_proposal(asked, planner, found, GOAL, analyse(found, GOAL))
 
-    assert first_proposal(Scripted(lambda _: target(0.2)), "hybrid", found, GOAL, rules) == (rules, *[first_origin()])
-    plan, origin = first_proposal(Scripted(lambda _: target(0.2)), "llm", found, GOAL, rules)
     assert plan.target is not None
-    assert plan.target.saving == 0.2
+    assert plan.target.saving == 0.25
     assert (origin.by, origin.reason) == ("scripted", "evidence")
+    # The rules' 20% with their dry run: 0.0032 nats.
+    assert (
+        'The built-in rules would try this first:\n{"target": {"metric": "params", "saving": 0.2}}'
+        in asked.asked[0].evidence
+    )
+    assert "KL 0.0032" in asked.asked[0].evidence.split("The built-in rules")[1]
 
 
-def first_origin():
-    return first_proposal(None, "hybrid", judged(), GOAL, Plan())[1]
+def test_a_first_plan_that_costs_more_than_the_allocators_leaves_it_to_the_rules_but_not_where_the_model_plans_alone():
+    found, rules = judged(), analyse(judged(), GOAL)
+    alike = {"reason": "half", "pruning": [{"layer": "mlp", "pruning_type": "structured", "pruning_ratio": 0.2}]}
+
+    plan, origin = first_proposal(Scripted(lambda _: alike), "hybrid", found, GOAL, rules)
+    assert plan == rules
+    assert "where the allocator saves as much for" in (origin.note or "")
+    assert first_proposal(Scripted(lambda _: alike), "llm", found, GOAL, rules)[1].by == "scripted"
+
+
+@pytest.mark.parametrize(
+    ("saving", "accepted", "is_measured"),
+    [
+        # Bolder than a model's that was accepted, or milder than one that was refused.
+        (0.1, True, True),
+        (0.35, False, True),
+        # What was seen says it of the rules' plan as well.
+        (0.35, True, False),
+        (0.1, False, False),
+        # The same within what predictions are worth.
+        (0.2, True, False),
+    ],
+)
+def test_after_a_models_first_plan_the_rules_own_is_measured_where_that_is_not_known(
+    saving: float, accepted: bool, is_measured: bool
+):
+    found = judged()
+    first = measured(1, Plan(target=Target(saving=saving)), found, accepted=accepted)
+    seen = Journal(baseline=BASELINE, attempts=(first.model_copy(update={"origin": Origin(by="scripted")}),))
+    asked = Scripted(lambda _: {"reason": "enough", "stop": True})
+    proposal = next_proposal(asked, "hybrid", found, GOAL, seen, max_iterations=5)
+
+    assert isinstance(proposal, tuple)
+    assert (proposal[0] == analyse(found, GOAL)) is is_measured
+    assert len(asked.asked) == (0 if is_measured else 1)
+    assert proposal[1].by == "rules"
+
+
+def test_why_a_plan_would_not_be_measured_goes_back_at_once_and_the_rule_is_in_the_prompt(tmp_path: Path):
+    alike = {"reason": "half", "pruning": [{"layer": "mlp", "pruning_type": "structured", "pruning_ratio": 0.2}]}
+    found = judged()
+    with chat_server(in_turn(*(Said(content=json.dumps(answer)) for answer in (alike, target(0.25))))) as server:
+        plan, origin = first_proposal(advisor_of(server, tmp_path), "hybrid", found, GOAL, analyse(found, GOAL))
+
+    first, second = (payload["messages"] for payload in server.asked)
+    assert (
+        "it is predicted to cost at most 1.1 times the KL at which the allocator saves as much" in first[1]["content"]
+    )
+    assert "where the allocator saves as much for" in second[-1]["content"]
+    assert plan.target is not None
+    assert (plan.target.saving, origin.by, origin.repairs) == (0.25, "openai:scripted", 1)
+
+
+def test_what_no_runtime_can_do_goes_back_too_and_is_not_measured_in_another_way():
+    static = {**target(0.25), "quantization": [{"layer": "all", "quantization_type": "static", "dtype": "qint8"}]}
+    found = judged()
+    here = replace(UNKNOWN, undeployable=lambda plan: "no runtime that is installed" if plan.quantization else None)
+    plan, origin = first_proposal(Scripted(lambda _: static), "llm", found, GOAL, analyse(found, GOAL), setting=here)
+
+    assert plan == analyse(found, GOAL)
+    assert "no runtime that is installed" in (origin.note or "")
+    asked = Scripted(lambda _: static)
+    plan, origin = first_proposal(asked, "llm", found, GOAL, analyse(found, GOAL))
+    assert plan.quantization is not None
+    assert origin.by == "scripted"
+
+
+def test_a_refusal_is_in_the_next_question():
+    found = judged()
+    refused = measured(1, Plan(target=Target(saving=0.2)), found, accepted=False)
+    origin = Origin(by="rules", note="scripted: its plan costs 0.03 nats, where the allocator saves as much for 0.01")
+    seen = Journal(baseline=BASELINE, attempts=(refused.model_copy(update={"origin": origin}),))
+    asked = Scripted(lambda _: target(0.1))
+    next_proposal(asked, "hybrid", found, GOAL, seen, max_iterations=5)
+
+    assert 'attempt 1 (by "rules", as: "scripted: its plan costs 0.03 nats' in asked.asked[0].evidence
+    assert 'refused: "made"' in asked.asked[0].evidence
+    assert "above all that was accepted and below what was refused" in asked.asked[0].evidence
+
+
+def test_a_plan_that_asks_for_another_deployment_is_another_plan():
+    found = judged()
+    seen = journal(found, (0.3, True), (0.6, False))
+    again = {**target(0.3), "quantization": [{"layer": "all", "dtype": "qint8"}]}
+    plan, origin = proposed(lambda _: again, found, seen)
+
+    assert plan.quantization is not None
+    assert origin.by == "scripted"
+
+
+def test_what_a_person_has_pinned_makes_no_plan_dearer_than_the_allocators():
+    found = judged()
+    # The dear unit cut by half, by order: no plan can cost as little as one without that.
+    pin = PruningRecommendation(layer="layers.0.mlp", pruning_type="structured", pruning_ratio=0.5)
+    goal = GOAL.model_copy(update={"pins": (pin,), "max_accuracy_drop": 0.05})
+    plan, origin = first_proposal(Scripted(lambda _: target(0.3)), "hybrid", found, goal, analyse(found, goal))
+
+    assert origin.by == "scripted"
+    assert pin in plan.pruning
+
+
+def test_an_attempt_that_came_to_nothing_answers_for_no_other():
+    found = judged()
+    first = measured(1, Plan(target=Target(saving=0.1)), found, accepted=False)
+    failed = first.model_copy(update={"origin": Origin(by="scripted"), "deployed": None, "reason": "its gate failed"})
+    choice = next_proposal(
+        Scripted(lambda _: {}), "hybrid", found, GOAL, Journal(baseline=BASELINE, attempts=(failed,)), max_iterations=5
+    )
+
+    assert isinstance(choice, tuple)
+    assert choice[0] == analyse(found, GOAL)
+
+
+def test_the_rules_go_on_from_their_own_plan_whatever_a_model_began_with():
+    found = judged()
+    odd = Plan(pruning=(PruningRecommendation(layer="layers.0", pruning_type="structured", pruning_ratio=0.5),))
+    first = measured(1, odd, found, accepted=False).model_copy(update={"origin": Origin(by="scripted")})
+    own = measured(2, analyse(found, GOAL), found, accepted=True)
+    stop = Scripted(lambda _: {"reason": "enough", "stop": True})
+    choice = next_proposal(
+        stop, "hybrid", found, GOAL, Journal(baseline=BASELINE, attempts=(first, own)), max_iterations=5
+    )
+
+    assert isinstance(choice, tuple)
+    assert choice[0].target is not None
+    assert choice[0].target.saving > 0.2
+    assert not choice[0].pruning
+
+
+def test_without_evidence_the_rules_own_plan_is_measured_beside_a_models():
+    found = profile(4)
+    first = Plan(pruning=(PruningRecommendation(layer="layers.0", pruning_type="structured", pruning_ratio=0.25),))
+    attempt = measured(1, first, found, accepted=True).model_copy(update={"origin": Origin(by="scripted")})
+    seen = Journal(baseline=BASELINE, attempts=(attempt,))
+    choice = next_proposal(Scripted(lambda _: {}), "hybrid", found, GOAL, seen, max_iterations=5)
+
+    assert isinstance(choice, tuple)
+    assert choice[0] == analyse(found, GOAL)
 
 
 @pytest.mark.parametrize("error", [AdvisorError("no answer"), ContextTooLongError("too long")])

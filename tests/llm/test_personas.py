@@ -6,19 +6,13 @@ import pytest
 from advisors import advisor_of
 from careful import Reader, careful_plan
 from chat_server import chat_server
-from made import BASELINE, GOAL, drop, evaluation, evidence, profile
+from loops import NUM_ATTEMPTS, best_saving, loop
+from made import GOAL, evidence, profile
 from personas import INJECTION, PERSONAS, drawn, injected, prompt_of, uniform
 
-from profiling_agent.analysis.dry_run import dry_run
 from profiling_agent.analysis.guards import allowed_kl
-from profiling_agent.analysis.rules import analyse
-from profiling_agent.iteration.planners import first_proposal, next_proposal
-from profiling_agent.llm.question import Asks
-from profiling_agent.records import Attempt, Journal, ModelProfile, Plan, StopReason, Variant
-
-NUM_ATTEMPTS = 5
-# In this world a nat costs 0.6 of the images.
-LOST_PER_NAT = 0.6
+from profiling_agent.iteration.planners import Planner
+from profiling_agent.records import ModelProfile
 
 
 def judged() -> ModelProfile:
@@ -32,43 +26,9 @@ def judged() -> ModelProfile:
     )
 
 
-def measured(number: int, plan: Plan, found: ModelProfile) -> Attempt:
-    """Return what this world makes of a plan."""
-    dry = dry_run(plan, found)
-    lost = round(1000 * LOST_PER_NAT * (dry.kl or 0.0))
-    run = evaluation(f"both{number}", Variant.BOTH, correct=900 - lost)
-    return Attempt(
-        number=number,
-        plan=plan,
-        dry_run=dry,
-        deployed=run.model_copy(update={"drop": drop(lost, 0)}),
-        calibration_kl=dry.kl,
-        accepted=lost <= 10,
-        reason="made",
-    )
-
-
-def loop(advisor: Asks | None, planner, found: ModelProfile) -> tuple[Attempt, ...]:
-    """Return the attempts of a whole loop."""
-    plan, _ = first_proposal(advisor, planner, found, GOAL, analyse(found, GOAL))
-    journal = Journal(baseline=BASELINE)
-    while True:
-        journal = journal.with_attempt(measured(len(journal.attempts) + 1, plan, found))
-        choice = next_proposal(advisor, planner, found, GOAL, journal, max_iterations=NUM_ATTEMPTS)
-        if isinstance(choice, StopReason):
-            return journal.attempts
-        plan, _ = choice
-
-
-def best_saving(attempts: tuple[Attempt, ...]) -> float:
-    """Return the largest share of the MACs that an accepted attempt saves."""
-    macs = judged().macs
-    return max((1 - a.dry_run.macs / macs for a in attempts if a.accepted and a.dry_run), default=0.0)
-
-
 @pytest.mark.parametrize("planner", ["hybrid", "llm"])
 @pytest.mark.parametrize("name", [name for name in PERSONAS if name != "silent"])
-def test_whoever_plans_nothing_beyond_the_evidence_is_measured(tmp_path: Path, name: str, planner: str):
+def test_whoever_plans_nothing_beyond_the_evidence_is_measured(tmp_path: Path, name: str, planner: Planner):
     found = judged()
     with chat_server(PERSONAS[name]) as server:
         attempts = loop(advisor_of(server, tmp_path, max_requests=100), planner, found)
@@ -76,7 +36,7 @@ def test_whoever_plans_nothing_beyond_the_evidence_is_measured(tmp_path: Path, n
     assert 1 <= len(attempts) <= NUM_ATTEMPTS
     assert all(a.dry_run is not None and (a.dry_run.kl or 0.0) <= allowed_kl(GOAL) * 1.001 for a in attempts)
     if planner == "hybrid":
-        assert best_saving(attempts) >= 0.9 * best_saving(loop(None, "rules", found))
+        assert best_saving(attempts, found) >= 0.9 * best_saving(loop(None, "rules", found), found)
 
 
 def test_the_careful_one_is_at_least_as_good_as_the_rules(tmp_path: Path):
@@ -84,7 +44,7 @@ def test_the_careful_one_is_at_least_as_good_as_the_rules(tmp_path: Path):
     with chat_server(PERSONAS["careful"]) as server:
         attempts = loop(advisor_of(server, tmp_path, max_requests=100), "llm", found)
 
-    assert best_saving(attempts) >= best_saving(loop(None, "rules", found)) - 1e-9
+    assert best_saving(attempts, found) >= best_saving(loop(None, "rules", found), found) - 1e-9
     assert all(a.plan.target is not None and a.plan.target.metric == "macs" for a in attempts)
 
 
