@@ -24,18 +24,22 @@ LAYER_MS, PASS_MS = 0.123, 456.7
 OPERATORS = ("aten::addmm", "aten::mkldnn_convolution", "aten::_scaled_dot_product_flash_attention_for_cpu")
 
 
+# transformers' stubs don't name it.
+LABELS: dict[str, Any] = {"num_labels": 1000}
+
+
 def _vit() -> Any:
-    return ViTForImageClassification(ViTConfig(num_labels=1000))
+    return ViTForImageClassification(ViTConfig(**LABELS))
 
 
 def _swin() -> Any:
     return SwinForImageClassification(
-        SwinConfig(embed_dim=128, depths=[2, 2, 18, 2], num_heads=[4, 8, 16, 32], num_labels=1000)
+        SwinConfig(embed_dim=128, depths=[2, 2, 18, 2], num_heads=[4, 8, 16, 32], **LABELS)
     )
 
 
 def _resnet() -> Any:
-    return ResNetForImageClassification(ResNetConfig(depths=[3, 4, 23, 3], num_labels=1000))
+    return ResNetForImageClassification(ResNetConfig(depths=[3, 4, 23, 3], **LABELS))
 
 
 DEEP: dict[str, Callable[[], Any]] = {"ViT-B": _vit, "Swin-B": _swin, "ResNet-101": _resnet}
