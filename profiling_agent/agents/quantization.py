@@ -18,12 +18,14 @@ def quantization(state: RunState, session: RunSession) -> Update:
     is_own = state.origin is None or state.origin.by in ("user", "rules")
     journal = state.journal or open_journal(evaluator, plan if is_own else open_plan)
     began_s = session.jobs.timesheet.spent_s
+    if state.prepared.failure is not None:
+        return {"journal": journal, "prepared": state.prepared}
     try:
         # The search has answered what was asked for in the plan that it was made for.
         asked = open_plan if is_own and state.journal is None else plan
         deployment = deployment_of(asked, journal, evaluator.choices, state.goal)
         prepared = quantize_attempt(evaluator, state.prepared, deployment)
     except PlanError as error:
-        prepared = state.prepared.model_copy(update={"failure": str(error)})
+        prepared = state.prepared.model_copy(update={"failure": str(error), "is_undeployable": True})
     took_s = session.jobs.timesheet.spent_s - began_s
     return {"journal": journal, "prepared": prepared, "attempt_s": state.attempt_s + took_s}

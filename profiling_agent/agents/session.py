@@ -120,7 +120,8 @@ class RunSession:
             state.resolved.baseline,
             batch_size=state.batch_size,
             device=state.acquired.source.device,
-            calibration=calibration,
+            # Without it widths are those that the weights and the plan alone say.
+            calibration=calibration if state.calibrate else None,
             criterion=state.criterion,
             seed=state.seed,
             cache=state.cache,

@@ -24,6 +24,7 @@ from profiling_agent.deployment import registry
 from profiling_agent.documents import first_problem, parse_json
 from profiling_agent.errors import ProfilingAgentError, RequestError
 from profiling_agent.llm.endpoint import choose_endpoint, trusted_addresses
+from profiling_agent.llm.recorded import read_recording, recorded_file
 from profiling_agent.memory import available_bytes, total_bytes
 from profiling_agent.processes.child import ending
 from profiling_agent.processes.environment import child_environment
@@ -217,6 +218,10 @@ def self_tested(name: str, code: int, said: str, errors_said: str) -> Finding:
 
 def _advisor(request: Request) -> Finding:
     try:
+        if file := recorded_file(request.advisor):
+            return Finding(
+                name="language model", state="ok", seen=f"{read_recording(file).name}: its answers are given again"
+            )
         endpoint = choose_endpoint(request.advisor, request.base_url, os.environ)
         if endpoint is None:
             return Finding(name="language model", state="ok", seen="none is configured: the built-in rules plan")

@@ -33,6 +33,7 @@ class PreparedAttempt(Record):
     deployment: Deployment | None = None
     deployed: ArtifactRef | None = None
     failure: str | None = None
+    is_undeployable: bool = False
 
     @property
     def kl(self) -> float | None:
@@ -186,6 +187,7 @@ def measure_attempt(evaluator: Evaluator, prepared: PreparedAttempt, journal: Jo
         compensation_note=made.compensation_note if made else None,
         recovery=prepared.recovery,
         deployment=prepared.deployment,
+        is_undeployable=prepared.is_undeployable,
         accepted=False,
         reason=prepared.failure or "",
     )

@@ -160,11 +160,15 @@ def _rules_instead(rules: Plan | StopReason, why: str) -> Proposal | StopReason:
 
 
 def _rules_own(profile: ModelProfile, goal: Goal, journal: Journal) -> Plan | None:
-    """Return the rules' first plan where a language model made the one that was measured first; None where they cut nothing."""
+    """Return the rules' first plan where a language model made the one that was measured first; None where they cut nothing, or can't."""
     if journal.attempts[0].origin.by in ("rules", "user"):
         return None
     plan = obeying(milder(analyse(profile, goal), len(journal.rejected)), goal)
-    return plan if dry_run(plan, profile).cuts else None
+    try:
+        return plan if dry_run(plan, profile).cuts else None
+    except PlanError:
+        # What a person fixed or limited meanwhile may leave its target out of reach.
+        return None
 
 
 def _is_answered(own: Plan, profile: ModelProfile, journal: Journal) -> bool:
@@ -176,6 +180,9 @@ def _is_answered(own: Plan, profile: ModelProfile, journal: Journal) -> bool:
     if len(journal.attempts) > 1 or any(dry.widths == dry_run(row.plan, profile).widths for row in journal.rejected):
         return True
     other, is_measured = first.dry_run, first.deployed is not None or first.calibration_kl is not None
+    if other is not None and other.widths == dry.widths and journal.is_as_leading(first):
+        # Whatever became of it would again.
+        return True
     if other is None or not is_measured or not journal.is_as_leading(first):
         return False
     metrics = METRICS if profile.evidence else ("params", "macs")

@@ -6,7 +6,7 @@ was said to an agent's first question is what is said to it now, and is held aga
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
@@ -21,7 +21,7 @@ from profiling_agent.llm.reply import MAX_TOKENS
 from profiling_agent.records import Record
 
 # A run has asked a handful of questions; of an answer no more than a plan may hold is of use.
-MAX_STEPS, MAX_ANSWER = 1_000, 50_000
+MAX_STEPS, MAX_ANSWER, MAX_ANSWERS = 1_000, 50_000, 1_000_000
 # How a planner's question begins, whatever has become of the rest of it since.
 MODEL = re.compile(r'^Model: ("(?:[^"\\]|\\.)*"), (\d+) params', re.MULTILINE)
 NAMED = "name the llm.jsonl of a run that a language model has planned for, as advisor=recorded:FILE"
@@ -41,7 +41,7 @@ class Recording(Record):
     file: str
     model: str = Field(description="the language model")
     architecture: str | None = Field(default=None, description="the model that it planned for, as a JSON string")
-    params: int | None = None
+    params: int | None = Field(default=None, ge=0, lt=2**63)
     steps: tuple[Step, ...]
     requests: int = 0
     input_tokens: int | None = 0
@@ -115,7 +115,7 @@ def read_recording(file: str) -> Recording:
     """Return what a run's `llm.jsonl` holds, read round bad lines as a ledger is; RequestError where it is no such file, or was cut short."""
     try:
         with open_regular(expanded(file), max_bytes=None) as stream:
-            lines = [_entry(line) for line in lines_of(stream)]
+            lines = list(_entries(lines_of(stream)))
     except OSError as error:
         raise RequestError(f"the record {file!r} can't be read ({error.strerror}): {NAMED}") from error
     whole = [line for line in lines if line is not None]
@@ -123,6 +123,8 @@ def read_recording(file: str) -> Recording:
     turns = [line for line in whole if isinstance(line, _Turn)]
     if why := _cut_short(lines):
         raise RequestError(f"{file!r} is cut short, or no record ({why}): {NAMED}, all of it")
+    if sum(len(step.answer or "") for step in steps) > MAX_ANSWERS:
+        raise RequestError(f"{file!r} holds answers of more than {MAX_ANSWERS:,} characters: {NAMED}")
     if not steps or not turns:
         raise RequestError(f"{file!r} holds no answers of a language model: {NAMED}")
     architecture, params = _planned_for(whole)
@@ -136,6 +138,17 @@ def read_recording(file: str) -> Recording:
         input_tokens=_total([turn.input_tokens for turn in turns]),
         output_tokens=_total([turn.output_tokens for turn in turns]),
     )
+
+
+def _entries(lines: Iterable[bytes | None]) -> Iterator[_Line | None]:
+    """Yield what each line says; of the questions only that which names the model is held, as there may be tens of megabytes of them."""
+    is_named = False
+    for line in lines:
+        entry = _entry(line)
+        if isinstance(entry, _Turn) and (is_named or not _model_of(entry)):
+            entry = entry.model_copy(update={"asked": ()})
+        is_named = is_named or (isinstance(entry, _Turn) and bool(entry.asked))
+        yield entry
 
 
 def _entry(line: bytes | None) -> _Line | None:
@@ -170,11 +183,16 @@ def _cut_short(lines: Sequence[_Line | None]) -> str:
 def _planned_for(lines: Sequence[_Line]) -> tuple[str | None, int | None]:
     """Return the architecture, as a JSON string, and the params of the model that was planned for, as far as the questions or the first line say."""
     for line in lines:
-        for message in line.asked if isinstance(line, _Turn) else ():
-            if found := MODEL.search(str(message.get("text", ""))):
-                return found[1], int(found[2][:20])
+        if isinstance(line, _Turn) and (found := _model_of(line)):
+            return found[1], int(found[2][:18])
     begun = next((line for line in lines if isinstance(line, _Run)), None)
     return (quoted(begun.architecture) if begun else None), None
+
+
+def _model_of(turn: _Turn) -> re.Match[str] | None:
+    """Return what names the model in a turn's question, and its params."""
+    found = (MODEL.search(str(message.get("text", ""))) for message in turn.asked)
+    return next(filter(None, found), None)
 
 
 def _total(counts: Sequence[int | None]) -> int | None:
@@ -211,7 +229,7 @@ class Recorded:
         """
         del tools, max_repairs
         if found := MODEL.search(question.evidence):
-            self._recording.check(found[1], int(found[2]))
+            self._recording.check(found[1], int(found[2][:18]))
         # Not before: what is refused leaves nothing.
         self._ledger.begin(self._architecture)
         key = key_of(self.name, (question.instructions, question.evidence), answer_type.model_json_schema())

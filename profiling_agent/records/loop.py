@@ -117,6 +117,9 @@ class Attempt(Record):
     )
     deployment: Deployment | None = Field(default=None, description="None is eager float32")
     deployed: Evaluation | None = Field(default=None, description="in that deployment")
+    is_undeployable: bool = Field(
+        default=False, description="no runtime here can do what the plan asks of quantization"
+    )
     latency_ms: float | None = Field(
         default=None, description="of a batch, in a process of its own, where the paper's selection asks for it"
     )
@@ -158,9 +161,12 @@ class Journal(Record):
         return self.deployment_search.chosen if self.deployment_search else None
 
     def is_as_leading(self, attempt: Attempt) -> bool:
-        """Return whether an attempt says something of the deployment that leads: its plan asked for no other."""
+        """Return whether an attempt says something of the deployment that leads: its plan asked for no other, or it came to none."""
         if attempt.deployment is not None:
             return attempt.deployment == self.deployment
+        if attempt.deployed is None:
+            # What fails before it is deployed fails in every deployment, unless it is what was asked for that can't be had.
+            return not attempt.is_undeployable
         return attempt.plan.quantization is None or self.deployment is None
 
     def with_attempt(self, attempt: Attempt) -> "Journal":

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import re
+import tempfile
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -36,6 +37,7 @@ from profiling_agent.reproduce.measured import (
 )
 from profiling_agent.reproduce.paper import UNIFORM_CUT, Criterion, DataSet, Family
 from profiling_agent.reproduce.table import Value
+from profiling_agent.reproducibility import environment
 from profiling_agent.request import Request
 from profiling_agent.workspace import Workspace
 
@@ -119,7 +121,9 @@ class Reproduction:
             asked["plan"] = str(self.output / f"uniform-{slug(subject.family)}.json")
         elif kind == "quantized":
             asked["plan"] = str(self.output / "nothing.json")
-        digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:8]
+        # What is complete there may be another machine's, where the folder was moved or is shared.
+        told = json.dumps([asked, environment().machine], sort_keys=True)
+        digest = hashlib.sha256(told.encode()).hexdigest()[:8]
         name = "-".join([*map(slug, (subject.family, subject.data.stands_for)), kind, digest])
         return Request.model_validate({**asked, "run_id": name, "output": str(self.output)})
 
@@ -279,9 +283,8 @@ def check_writable(output: Path) -> None:
     folder = output.absolute()
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
-    probe = folder / f".profiling-agent-{hashlib.sha256(str(output).encode()).hexdigest()[:8]}"
     try:
-        probe.mkdir()
-        probe.rmdir()
+        with tempfile.TemporaryDirectory(prefix=".profiling-agent-", dir=folder):
+            pass
     except OSError as error:
         raise unwritable(output, error) from error

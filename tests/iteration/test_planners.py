@@ -11,18 +11,24 @@ from chat_server import Said, chat_server, in_turn
 from made import BASELINE, GOAL, evaluation, evidence, profile
 
 from profiling_agent.analysis.advised import UNKNOWN, NextAnswer, PlanAnswer
+from profiling_agent.analysis.demands import obeying
 from profiling_agent.analysis.dry_run import dry_run
 from profiling_agent.analysis.rules import analyse
-from profiling_agent.errors import AdvisorError, ContextTooLongError
+from profiling_agent.errors import AdvisorError, ContextTooLongError, PlanError
 from profiling_agent.iteration.planners import Planner, first_proposal, next_proposal
+from profiling_agent.iteration.propose import propose
 from profiling_agent.llm.question import Advice, Question
 from profiling_agent.records import (
     Attempt,
+    Cap,
+    Deployment,
+    DeploymentSearch,
     Journal,
     ModelProfile,
     Origin,
     Plan,
     PruningRecommendation,
+    QuantizationRecommendation,
     StopReason,
     Target,
     Variant,
@@ -351,3 +357,59 @@ def test_answers_are_plans_and_no_more():
         PlanAnswer.model_validate({"reason": "x", "shell": "rm"})
     with pytest.raises(ValueError, match="at most 40"):
         NextAnswer.model_validate({"reason": "x", "caps": [{"layer": "a"}] * 41})
+
+
+def test_caps_that_put_the_rules_target_out_of_reach_leave_their_own_plan_out_and_end_nothing():
+    found = judged()
+    goal = GOAL.model_copy(update={"caps": (Cap(layer="mlp", max_ratio=0.05),)})
+    mild = Plan(pruning=(PruningRecommendation(layer="layers.1", pruning_type="structured", pruning_ratio=0.01),))
+    first = measured(1, mild, found, accepted=True).model_copy(update={"origin": Origin(by="scripted")})
+    seen = Journal(baseline=BASELINE, attempts=(first,))
+    with pytest.raises(PlanError, match="out of reach"):
+        dry_run(obeying(analyse(found, goal), goal), found)
+
+    choice = next_proposal(
+        Scripted(lambda _: {"reason": "enough", "stop": True}), "hybrid", found, goal, seen, max_iterations=5
+    )
+
+    assert isinstance(choice, StopReason) or choice[0] != analyse(found, goal)
+
+
+def test_the_rules_plan_is_not_carried_out_again_where_the_models_was_the_same_and_failed():
+    found = judged()
+    own = analyse(found, GOAL)
+    failed = measured(1, own, found, accepted=False).model_copy(
+        update={"origin": Origin(by="scripted"), "deployed": None, "reason": "its gate failed"}
+    )
+    choice = next_proposal(
+        Scripted(lambda _: {"reason": "enough", "stop": True}),
+        "hybrid",
+        found,
+        GOAL,
+        Journal(baseline=BASELINE, attempts=(failed,)),
+        max_iterations=5,
+    )
+
+    assert isinstance(choice, tuple)
+    assert dry_run(choice[0], found).widths != dry_run(own, found).widths
+
+
+def test_what_fails_before_it_is_deployed_says_something_of_every_deployment_but_not_what_cannot_be_had():
+    found = judged()
+    wished = Plan(
+        target=Target(saving=0.3),
+        quantization=(QuantizationRecommendation(layer="all", quantization_type="dynamic", dtype="qint8"),),
+    )
+    hopeless = measured(1, wished, found, accepted=False).model_copy(update={"deployed": None, "reason": "hopeless"})
+    leading = Deployment(runtime="openvino", scheme="static")
+    seen = Journal(
+        baseline=BASELINE, attempts=(hopeless,), deployment_search=DeploymentSearch(options=(), chosen=leading)
+    )
+
+    assert seen.is_as_leading(hopeless)
+    assert not seen.is_as_leading(hopeless.model_copy(update={"is_undeployable": True}))
+    assert not seen.is_as_leading(hopeless.model_copy(update={"deployment": Deployment(scheme="dynamic")}))
+    choice = propose(GOAL, found, seen, max_iterations=5)
+    assert isinstance(choice, Plan)
+    assert choice.target is not None
+    assert choice.target.saving < 0.3

@@ -200,3 +200,20 @@ def test_an_answer_that_is_none_any_more_is_left_to_the_rules(tmp_path: Path):
 
     assert plan == analyse(found, GOAL)
     assert "is none that this version knows" in (origin.note or "")
+
+
+def test_a_record_of_a_strangers_is_bounded_in_what_it_holds(record: Path):
+    lines = record.read_text().splitlines(keepends=True)
+    answer = json.dumps({"kind": "answer", "agent": "analysis", "question": "q", "answer": {"reason": "x" * 40_000}})
+    record.write_text("".join([*lines[:-1], *[f"{answer}\n"] * 30, lines[-1]]))
+    with pytest.raises(RequestError, match="answers of more than 1,000,000 characters"):
+        read_recording(str(record))
+
+    named = json.dumps(f'Model: "{VIT}", {"9" * 20} params')
+    text = "".join(lines)
+    start = text.index('Model: \\"')
+    end = text.index(" params", start)
+    record.write_text(text[:start] + named[1:-8] + text[end:])
+    params = read_recording(str(record)).params
+    assert params is not None
+    assert params < 2**63
