@@ -8,6 +8,7 @@ from PIL import Image
 
 from profiling_agent import load, optimize
 from profiling_agent.artifacts.card import SCHEMES
+from profiling_agent.iteration.deployment_search import MAX_SHIFT
 
 pytestmark = pytest.mark.slow
 
@@ -28,13 +29,14 @@ def test_runtimes_compete_and_the_winner_is_loaded_in_its_own(world: World, tmp_
     assert all(option.deployed for option in tried.values()), {name: option.reason for name, option in tried.items()}
     assert report.deployment_search.chosen is not None
     assert report.best.deployment.runtime in ("onnxruntime", "openvino")
-    # Each variant, and the winner's float32 model in every deployment that suited the baseline.
-    assert {row.evaluation.variant for row in report.variants} >= {
-        "baseline",
-        "quantized",
-        "pruned",
-        "pruned+quantized",
-    }
+    # Each variant, and the winner's float32 model in every deployment that suited the baseline: in eager torch unless the leader is so far ahead that it couldn't win.
+    variants = {row.evaluation.variant for row in report.variants}
+    assert variants >= {"baseline", "quantized", "pruned+quantized"}
+    (attempt,) = report.attempts
+    assert attempt.dry_run is not None
+    leader = report.deployment_search.of(report.deployment_search.chosen).race_result
+    fewer = report.baseline.macs / attempt.dry_run.macs
+    assert "pruned" in variants or (leader is not None and leader.speedup_low > MAX_SHIFT * fewer)
 
     best = load(tmp_path / "quick" / "best")
     answer = best.predict(Image.new("RGB", (32, 32), (200, 40, 40)))
