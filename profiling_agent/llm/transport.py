@@ -80,18 +80,25 @@ class _Events(httpx2.SyncByteStream):
         self._response, self._held = response, held
 
     def __iter__(self) -> Iterator[bytes]:
+        is_whole = False
         try:
             for number, event in enumerate(_events(self._response)):
                 if number == MAX_EVENTS:
                     raise AdvisorError(f"the reply comes in more than {MAX_EVENTS:,} pieces")
                 if event == END:
+                    is_whole = True
                     break
-                yield _event(completion_piece(parse_json(event, max_bytes=MAX_BODY)))
+                piece = completion_piece(parse_json(event, max_bytes=MAX_BODY))
+                is_whole |= any(choice["finish_reason"] is not None for choice in piece["choices"])
+                yield _event(piece)
         except DocumentError as error:
             raise AdvisorError(f"the reply can't be used: {error}") from None
         except httpx2.HTTPError as error:
             # What the provider's client makes of it before a reply begins.
             raise openai.APIConnectionError(request=self._response.request) from error
+        if not is_whole:
+            # Closed in order, as a proxy does when the server behind it is gone: lost all the same.
+            raise openai.APIConnectionError(request=self._response.request)
         yield _event(END)
 
     def close(self) -> None:

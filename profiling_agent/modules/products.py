@@ -1,7 +1,8 @@
-"""Products: matrix products of float32 through oneDNN, for whoever runs a model and times nothing.
+"""Products: float32 layers the quickest way that torch has, for whoever runs a model and times nothing.
 
 torch multiplies float32 matrices by MKL, which takes a slow path on processors that aren't Intel's: of a ViT-B/16's layers on two cores of an
-AMD EPYC 98 GMAC/s, where oneDNN, which comes with torch as well, reaches 210. Both are sums of the same products, in another order.
+AMD EPYC 98 GMAC/s, where oneDNN, which comes with torch as well, reaches 210. Convolutions are oneDNN's anyway, but it stores channels last, and
+torch puts them back in front after each one where the images come that way. All are sums of the same products, in another order.
 """
 
 from collections.abc import Callable, Generator, Sequence
@@ -18,19 +19,18 @@ from profiling_agent.reproducibility import cpu_vendor
 
 # Below so many rows and columns a product is over before oneDNN has looked up how to make it.
 MIN_ROWS, MIN_COLUMNS = 32, 32
+# Dimensions of images in a batch.
+BATCHED = 4
 INTEL = "GenuineIntel"
 
 
 @contextmanager
 def quick_products() -> Generator[None]:
-    """Let linear layers of float32 on the CPU, and their gradients, multiply through oneDNN where torch itself is slower.
+    """Let float32 layers on the CPU be quick: linear ones multiply through oneDNN where torch itself is slower, convolutions leave channels last.
 
     What comes out differs by rounding. Nothing is to be exported, compiled or timed meanwhile.
     """
-    if not mkl_is_slow():
-        yield
-        return
-    with _ByOneDnn():
+    with _Quick(linear=mkl_is_slow(), convolutions=torch.backends.mkldnn.is_available()):
         yield
 
 
@@ -41,7 +41,11 @@ def mkl_is_slow() -> bool:
     return has_both and cpu_vendor() not in ("", INTEL)
 
 
-class _ByOneDnn(TorchFunctionMode):
+class _Quick(TorchFunctionMode):
+    def __init__(self, *, linear: bool, convolutions: bool) -> None:
+        super().__init__()
+        self._linear, self._convolutions = linear, convolutions
+
     def __torch_function__(
         self,
         func: Callable[..., Any],
@@ -49,20 +53,34 @@ class _ByOneDnn(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if func is F.linear and _fits(*args, **(kwargs or {})):
+        if self._linear and func is F.linear and _fits(*args, **(kwargs or {})):
             return _Linear.apply(*_named(*args, **(kwargs or {})))
+        if self._convolutions and args and _is_batch(args[0]):
+            if func is F.conv2d:
+                args = (args[0].contiguous(memory_format=torch.channels_last), *args[1:])
+            elif func is Tensor.view and args[0].is_contiguous(memory_format=torch.channels_last):
+                # Whoever views a tensor counts on the order that torch would have left it in.
+                args = (args[0].contiguous(), *args[1:])
         return func(*args, **(kwargs or {}))
 
 
 def _fits(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
     given = (input, weight) if bias is None else (input, weight, bias)
     return (
-        all(type(tensor) in PLAIN and tensor.dtype == torch.float32 and tensor.device.type == "cpu" for tensor in given)
+        all(map(_is_plain, given))
         and weight.dim() == 2
         and min(weight.shape) >= MIN_COLUMNS
         and input.numel() >= MIN_ROWS * weight.shape[1]
         and input.shape[-1] == weight.shape[1]
     )
+
+
+def _is_batch(value: Any) -> bool:
+    return type(value) in PLAIN and _is_plain(value) and value.dim() == BATCHED
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return type(tensor) in PLAIN and tensor.dtype == torch.float32 and tensor.device.type == "cpu"
 
 
 # What other tensors do with a layer is theirs: quantized ones, meta ones, those that are traced.

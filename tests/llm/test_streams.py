@@ -168,11 +168,12 @@ NO_STREAM: dict[str, tuple[list[bytes], str]] = {
     "deep nesting": ([event("[" * 100_000)], "the reply can't be used"),
     "pieces without end": ([event({"choices": []}) * 60_000], "more than 50,000 pieces"),
     "one that is too large": ([b"data: ", b"x" * 5 * 2**20], "larger than 4,194,304 bytes"),
-    "comments alone": ([b": nothing\n\n" * 10], "no answer|no JSON object|no valid answer"),
+    "comments alone": ([b": nothing\n\n" * 10], "gave no answer"),
+    "an end alone": ([event("[DONE]")], "no answer|no JSON object|no valid answer"),
     "choices of another type": ([event({"choices": 7})], "holds no completion"),
     "content of another type": ([delta(content=7), event("[DONE]")], "no valid answer"),
     "calls of other types": (
-        [delta(tool_calls=[7, {"index": -1}, {"index": 10**9}, {"index": "0"}])],
+        [delta(tool_calls=[7, {"index": -1}, {"index": 10**9}, {"index": "0"}]), event("[DONE]")],
         "no valid answer",
     ),
 }
@@ -204,12 +205,13 @@ def test_a_stream_without_end_is_cut_when_its_time_has_passed(tmp_path: Path):
     assert time.monotonic() - started < 15
 
 
-def test_a_stream_that_is_lost_in_the_middle_is_asked_for_again(tmp_path: Path):
+@pytest.mark.parametrize("headers", [b"content-length: 99999\r\n", b""], ids=["cut off", "closed in order"])
+def test_a_stream_that_is_lost_in_the_middle_is_asked_for_again(tmp_path: Path, headers: bytes):
     pieces = [
         delta(content=GOOD.content),
         event({**PIECE, "choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}),
     ]
-    lost = [STREAM.replace(b"\r\n\r\n", b"\r\ncontent-length: 99999\r\n\r\n"), pieces[0]]
+    lost = [STREAM.replace(b"\r\n\r\n", b"\r\n" + headers + b"\r\n"), pieces[0]]
     whole = [STREAM, *pieces, event("[DONE]")]
     with hostile_server(lambda number: lambda: whole if number else lost) as server:
         found = graph_of(server, tmp_path).stream({"ratio": 0.0}, stream_mode=["messages", "values"])

@@ -9,6 +9,10 @@ from profiling_agent.modules import products
 from profiling_agent.modules.products import quick_products
 
 
+def everywhere():
+    return products._Quick(linear=True, convolutions=True)
+
+
 def answers_and_gradients(layer: nn.Module, rows: torch.Tensor) -> list[torch.Tensor]:
     x = rows.clone().requires_grad_()
     y = layer(x)
@@ -21,7 +25,7 @@ def test_a_layer_and_its_gradients_are_torchs_own(shape, bias):
     torch.manual_seed(0)
     layer, rows = nn.Linear(64, 48, bias=bias), torch.randn(shape)
     expected = answers_and_gradients(layer, rows)
-    with products._ByOneDnn():
+    with everywhere():
         found = answers_and_gradients(layer, rows)
     assert len(found) == 3 + bias  # the answer, by rows, by weight, by bias
     assert all(torch.allclose(one, other, rtol=1e-4, atol=1e-4) for one, other in zip(found, expected, strict=True))
@@ -31,7 +35,7 @@ def test_a_layer_and_its_gradients_are_torchs_own(shape, bias):
 def test_what_lies_crosswise_or_is_read_in_inference_mode_is_multiplied_too():
     torch.manual_seed(0)
     rows, weight = torch.randn(64, 40).T, torch.randn(64, 96).T
-    with torch.inference_mode(), products._ByOneDnn():
+    with torch.inference_mode(), everywhere():
         found = F.linear(rows, weight)
     assert torch.allclose(found, rows @ weight.T, rtol=1e-4, atol=1e-4)
 
@@ -48,14 +52,14 @@ def test_what_lies_crosswise_or_is_read_in_inference_mode_is_multiplied_too():
 )
 def test_other_numbers_and_small_ones_stay_torchs(rows, weight):
     rows.requires_grad_()
-    with products._ByOneDnn():
+    with everywhere():
         found = F.linear(rows, weight)
     assert type(found.grad_fn).__name__ != "_LinearBackward"
     assert bool((found == 64).all())
 
 
 def test_what_does_not_fit_is_refused_in_torchs_own_words():
-    with products._ByOneDnn(), pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+    with everywhere(), pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         F.linear(torch.ones(40, 64), torch.ones(48, 63))
 
 
@@ -63,9 +67,39 @@ def test_tensors_of_another_kind_multiply_by_themselves():
     class Counted(torch.Tensor):
         pass
 
-    with products._ByOneDnn():
+    with everywhere():
         found = F.linear(torch.ones(40, 64), torch.ones(48, 64).as_subclass(Counted))
     assert isinstance(found, Counted)
+
+
+class Convolutions(nn.Module):
+    """Two of them, a norm between, and a view that holds for channels in front alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.second = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 3, groups=4)
+
+    def forward(self, images):
+        seen = self.second(self.norm(self.first(images)).relu())
+        return seen.view(len(images), -1)
+
+
+def test_convolutions_leave_channels_last_and_are_torchs_own():
+    torch.manual_seed(0)
+    model, images = Convolutions().eval(), torch.randn(2, 3, 9, 9)
+    expected = answers_and_gradients(model, images)
+    with everywhere():
+        assert model.first(images).is_contiguous(memory_format=torch.channels_last)
+        found = answers_and_gradients(model, images)
+    assert len(found) == 8  # the answer, by images, by two weights and biases, by the norm's two
+    assert all(torch.allclose(one, other, rtol=1e-4, atol=1e-4) for one, other in zip(found, expected, strict=True))
+
+
+def test_one_image_without_a_batch_is_convolved_as_it_is():
+    layer, image = nn.Conv2d(3, 4, 3), torch.randn(3, 5, 5)
+    with everywhere():
+        assert torch.equal(layer(image), layer(image))
+        assert layer(image).shape == (4, 3, 3)
 
 
 def test_it_is_for_processors_that_are_not_intels_and_over_at_its_end():
