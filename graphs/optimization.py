@@ -1,10 +1,14 @@
 """Optimization graph: a model and a contract go in, measurements and plans go round, a verdict comes out.
 
-    acquisition -> input_shape_resolver -> profiling -> analysis -> approval -> pruning -> quantization -> evaluation
-                                                                       ^                                      |
-                                                                       +--------- iterative_pruning <---------+
-                                                                                         |
-                                                                                      report
+    acquisition -> input_shape_resolver -> profiling -> deployment_search
+                                                                |
+                       +----------------------------------- analysis
+                       v
+                   approval -> pruning -> quantization -> evaluation
+                       ^                                      |
+                       +--------- iterative_pruning <---------+
+                                          |
+                                      verdict -> report
 
 Every agent is one thin file in `profiling_agent/agents/`; this one only wires them.
 """
@@ -21,6 +25,7 @@ from langgraph.graph.state import CompiledStateGraph
 from profiling_agent.agents.acquisition import acquisition
 from profiling_agent.agents.analysis import analysis
 from profiling_agent.agents.approval import approval
+from profiling_agent.agents.deployment_search import deployment_search
 from profiling_agent.agents.evaluation import evaluation
 from profiling_agent.agents.input_shape_resolver import input_shape_resolver
 from profiling_agent.agents.iterative_pruning import iterative_pruning
@@ -32,17 +37,18 @@ from profiling_agent.agents.quantization import quantization
 from profiling_agent.agents.report import report
 from profiling_agent.agents.session import Sessions
 from profiling_agent.agents.state import RunResult, RunState
+from profiling_agent.agents.verdict import verdict
 from profiling_agent.request import Request
 
 
-def route_after_evaluation(state: RunState) -> Literal["iterative_pruning", "report"]:
+def route_after_evaluation(state: RunState) -> Literal["iterative_pruning", "verdict"]:
     """Iterate, unless one pass was asked for."""
-    return "iterative_pruning" if state.stopped is None else "report"
+    return "iterative_pruning" if state.stopped is None else "verdict"
 
 
-def route_after_iterative_pruning(state: RunState) -> Literal["approval", "report"]:
+def route_after_iterative_pruning(state: RunState) -> Literal["approval", "verdict"]:
     """Go round again with the next plan, or finish."""
-    return "approval" if state.stopped is None else "report"
+    return "approval" if state.stopped is None else "verdict"
 
 
 def route_after_approval(state: RunState) -> Literal["pruning", "analysis", "iterative_pruning"]:
@@ -77,24 +83,28 @@ def build_graph(
     graph.add_node("acquisition", partial(acquisition, sessions=bound), input_schema=Request)
     graph.add_node("input_shape_resolver", node(input_shape_resolver))
     graph.add_node("profiling", node(profiling))
+    graph.add_node("deployment_search", node(deployment_search))
     graph.add_node("analysis", node(analysis))
     graph.add_node("approval", node(approval))
     graph.add_node("pruning", node(pruning))
     graph.add_node("quantization", node(quantization))
     graph.add_node("evaluation", node(evaluation))
     graph.add_node("iterative_pruning", node(iterative_pruning))
+    graph.add_node("verdict", node(verdict))
     graph.add_node("report", node(report))
 
     graph.add_edge(START, "acquisition")
     graph.add_edge("acquisition", "input_shape_resolver")
     graph.add_edge("input_shape_resolver", "profiling")
-    graph.add_edge("profiling", "analysis")
+    graph.add_edge("profiling", "deployment_search")
+    graph.add_edge("deployment_search", "analysis")
     graph.add_edge("analysis", "approval")
     graph.add_conditional_edges("approval", route_after_approval)
     graph.add_edge("pruning", "quantization")
     graph.add_edge("quantization", "evaluation")
     graph.add_conditional_edges("evaluation", route_after_evaluation)
     graph.add_conditional_edges("iterative_pruning", route_after_iterative_pruning)
+    graph.add_edge("verdict", "report")
     graph.add_edge("report", END)
     return graph.compile(checkpointer=checkpointer, name="profiling_agent")
 

@@ -35,7 +35,7 @@ from profiling_agent.records import ArtifactRef, Record
 from profiling_agent.reproducibility import environment
 from profiling_agent.request import Request
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 # What a folder holds that is a run of ours.
 MANIFEST = "request.json"
 # Where what each job was made from is noted.

@@ -144,9 +144,14 @@ def _deployed(made: Attempt, plan: Plan, deployment: Deployment) -> Attempt:
     )
 
 
+def opened() -> Journal:
+    """Return what is known before the first plan."""
+    return journal().model_copy(update={"deployment_search": searched()})
+
+
 def seen(found: ModelProfile) -> Journal:
     """Return what was seen of the model so far."""
-    return journal(*tried(found)).model_copy(update={"deployment_search": searched()})
+    return opened().model_copy(update={"attempts": tried(found)})
 
 
 def setting(goal: Goal = OWN, *, is_first: bool) -> Setting:
@@ -170,6 +175,6 @@ def questions() -> dict[str, Question]:
     )
     return {
         "input_shape_resolver": shape_question(facts),
-        "analysis": first_question(found, OWN, RULES, setting=setting(is_first=True)),
+        "analysis": first_question(found, OWN, RULES, journal=opened(), setting=setting(is_first=True)),
         "iterative_pruning": next_question(found, OWN, seen(found), 2, RULES, setting=setting(is_first=False)),
     }

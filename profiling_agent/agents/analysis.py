@@ -5,7 +5,6 @@ from profiling_agent.agents.session import RunSession
 from profiling_agent.agents.state import RunState
 from profiling_agent.analysis.advised import UNKNOWN
 from profiling_agent.analysis.demands import obeying
-from profiling_agent.analysis.dry_run import dry_run
 from profiling_agent.analysis.rules import analyse
 from profiling_agent.iteration.planners import first_proposal, setting_of
 from profiling_agent.iteration.propose import milder
@@ -13,13 +12,12 @@ from profiling_agent.records import Origin
 
 
 def analysis(state: RunState, session: RunSession) -> Update:
-    """Plan by the built-in rules or a language model, or take the user's own plan once it is known to fit the model."""
-    profile = session.profile(state)
+    """Plan by the built-in rules or a language model, or take the user's own plan."""
     if state.proposal is not None:
-        dry_run(state.proposal, profile)
         return {"origin": Origin(by="user")}
+    profile = session.profile(state)
     rules = obeying(milder(analyse(profile, state.goal), len(state.rejected)), state.goal)
     advisor = session.advisor(state)
-    setting = setting_of(session.evaluator(state)) if advisor else UNKNOWN
-    plan, origin = first_proposal(advisor, state.planner, profile, state.goal, rules, state.rejected, setting=setting)
+    setting = setting_of(session.evaluator(state), state.seen) if advisor else UNKNOWN
+    plan, origin = first_proposal(advisor, state.planner, profile, state.goal, rules, state.seen, setting=setting)
     return {"proposal": plan, "origin": origin}

@@ -31,7 +31,7 @@ from profiling_agent.agents import state
 from profiling_agent.documents import clean, first_problem
 from profiling_agent.errors import RunError
 from profiling_agent.files import make_folders
-from profiling_agent.iteration import attempt
+from profiling_agent.iteration import attempt, finalize
 from profiling_agent.jobs import tasks
 from profiling_agent.llm import endpoint, recorded
 from profiling_agent.reporting import report
@@ -42,6 +42,7 @@ MODULES: tuple[ModuleType, ...] = (
     *(import_module(f"{records.__name__}.{found.name}") for found in iter_modules(records.__path__)),
     request,
     attempt,
+    finalize,
     endpoint,
     recorded,
     tasks,

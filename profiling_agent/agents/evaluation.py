@@ -11,7 +11,7 @@ from profiling_agent.records import StopReason
 def evaluation(state: RunState, session: RunSession) -> Update:
     """Add a measured and judged attempt to the journal."""
     assert state.prepared is not None, "pruning comes first"
-    assert state.journal is not None, "quantization opens it"
+    assert state.journal is not None, "the deployment search comes first"
     began_s = session.jobs.timesheet.spent_s
     evaluator = session.evaluator(state)
     attempt = measure_attempt(evaluator, state.prepared, state.journal)

@@ -89,11 +89,8 @@ def run_node(
 def standing_of(state: RunState, stage: str) -> ProgressEvent:
     """Return an event without a message: which attempt this is, and the best that was accepted so far."""
     budget_s = state.time_budget_s
-    if state.journal is None:
-        iteration = 1 if stage in LOOP else 0
-        return ProgressEvent(
-            stage=stage, message="", iteration=iteration, iterations=state.max_iterations, budget_s=budget_s
-        )
+    if state.journal is None or (not state.journal.attempts and stage not in LOOP):
+        return ProgressEvent(stage=stage, message="", iterations=state.max_iterations, budget_s=budget_s)
     journal = state.seen
     best = next((row for row in ranked(journal, state.goal) if row.attempt is not None), None)
     iteration = min(len(journal.attempts) + 1, state.max_iterations)

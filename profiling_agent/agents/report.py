@@ -1,4 +1,4 @@
-"""Report agent: races the candidates, opens the held-out images, gives the verdict and writes it down."""
+"""Report agent: profiles the winner as the baseline was, and writes down what was decided and why."""
 
 from profiling_agent.agents.node import Update
 from profiling_agent.agents.session import RunSession
@@ -7,7 +7,6 @@ from profiling_agent.artifacts.card import write_card
 from profiling_agent.artifacts.recipe import CARD
 from profiling_agent.files import make_folders
 from profiling_agent.iteration.finalists import torch_model
-from profiling_agent.iteration.finalize import finalize
 from profiling_agent.jobs.profile import profile_artifact, read_profile
 from profiling_agent.llm.ledger import note_end
 from profiling_agent.reporting.card import card_notes, card_rows
@@ -18,13 +17,13 @@ from profiling_agent.reporting.write import write_report
 
 
 def report(state: RunState, session: RunSession) -> Update:
-    """Choose the winner, profile the winner as the baseline was, and write the report."""
+    """Profile the winner, write the report, and let go of the run."""
     assert state.acquired is not None, "acquisition comes first"
     assert state.resolved is not None, "the input shape resolver comes first"
     assert state.profiled is not None, "profiling comes first"
     assert state.stopped is not None, "the loop says why it stopped"
-    evaluator, workspace, journal = session.evaluator(state), session.workspace, state.seen
-    final = finalize(evaluator, journal)
+    assert state.final is not None, "the verdict comes first"
+    evaluator, workspace, journal, final = session.evaluator(state), session.workspace, state.seen, state.final
     best = final.winner.evaluation.model
     profiles = {"baseline": (state.profiled, evaluator.profile)}
     if (seen := torch_model(final.winner, journal, state.resolved.baseline)) != state.resolved.baseline:
@@ -59,4 +58,4 @@ def report(state: RunState, session: RunSession) -> Update:
     session.jobs.forget_images()
     note_end(workspace.root)
     session.close()
-    return {"verdict": written.verdict, "report": written, "results_dir": str(folder)}
+    return {"report": written, "results_dir": str(folder)}

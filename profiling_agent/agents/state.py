@@ -6,6 +6,7 @@ Everything large is on disk; the state holds records and references, so any mome
 from pydantic import BaseModel, ConfigDict, Field
 
 from profiling_agent.iteration.attempt import PreparedAttempt
+from profiling_agent.iteration.finalize import FinalChoice
 from profiling_agent.iteration.judge import rejudged
 from profiling_agent.jobs.tasks import Profiled, ResolvedShape
 from profiling_agent.llm.endpoint import Endpoint
@@ -54,6 +55,7 @@ class RunState(Request):
     prepared: PreparedAttempt | None = None
     journal: Journal | None = None
     stopped: StopReason | None = None
+    final: FinalChoice | None = Field(default=None, description="the winner, and what the verdict rests on")
     verdict: Verdict | None = None
     report: RunReport | None = None
 
@@ -80,7 +82,7 @@ class RunState(Request):
     @property
     def seen(self) -> Journal:
         """Return the journal by the contract as it is now: an edit or a fork may have changed it since."""
-        assert self.journal is not None, "quantization opens it"
+        assert self.journal is not None, "the deployment search opens it"
         return rejudged(self.journal, self.goal).model_copy(update={"rejected": self.rejected})
 
 

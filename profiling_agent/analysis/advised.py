@@ -42,7 +42,6 @@ from profiling_agent.records import (
     PRUNING,
     QUANTIZATION,
     Cap,
-    Decided,
     Goal,
     Journal,
     ModelProfile,
@@ -134,12 +133,12 @@ def first_plan(
     profile: ModelProfile,
     goal: Goal,
     rules: Plan,
-    rejected: Sequence[Decided] = (),
+    journal: Journal | None = None,
     *,
     setting: Setting = UNKNOWN,
 ) -> Advised:
     """Return the model's first plan; AdvisorError where it has none."""
-    asked = partial(first_question, profile, goal, rules, rejected=rejected, setting=setting)
+    asked = partial(first_question, profile, goal, rules, journal=journal, setting=setting)
     advice = _ask(advisor, asked, PlanAnswer, profile, goal, setting=setting)
     guarded = guard(advice.value.plan, profile, goal)
     return Advised(guarded=guarded, reason=advice.value.reason, repairs=advice.repairs)
@@ -167,13 +166,13 @@ def first_question(
     goal: Goal,
     rules: Plan,
     max_characters: int = MAX_CHARACTERS,
-    rejected: Sequence[Decided] = (),
+    journal: Journal | None = None,
     *,
     setting: Setting = UNKNOWN,
 ) -> Question:
-    """Return what the analysis agent asks; its evidence takes at most so many characters."""
-    told = shortened(_sections(profile, goal), max_characters, SPARE)
-    told |= {"rules": _rules_text(rules, profile), "rejected": rejection_rows(rejected)}
+    """Return what the analysis agent asks; its evidence takes at most so many characters. Without a journal no deployment is known."""
+    told: dict[str, object] = {**shortened(_sections(profile, goal, journal), max_characters, SPARE)}
+    told |= {"rules": _rules_text(rules, profile), "rejected": rejection_rows(journal.rejected if journal else ())}
     return _question("analysis", profile, goal, setting, **told)
 
 
@@ -190,17 +189,17 @@ def next_question(  # noqa: PLR0913 (all that a plan is made from)
     """Return what the iterative pruning agent asks; its evidence takes at most so many characters."""
     sections = {
         "attempts": tuple(reversed(attempt_rows(journal, profile))),
-        "deployments": deployment_rows(journal.deployment_search, journal.baseline),
-        **_sections(profile, goal),
+        **_sections(profile, goal, journal),
     }
     told: dict[str, object] = {**shortened(sections, max_characters, SPARE)}
     told |= {"rules": _rules_text(rules, profile) if rules else "to stop", "rejected": rejection_rows(journal.rejected)}
-    told |= {"attempts_left": attempts_left, "kl_so_far": kl_so_far(journal), "deployment_legend": DEPLOYMENT_LEGEND}
+    told |= {"attempts_left": attempts_left, "kl_so_far": kl_so_far(journal)}
     return _question("iterative_pruning", profile, goal, setting, **told)
 
 
-def _sections(profile: ModelProfile, goal: Goal) -> dict[str, tuple[str, ...]]:
+def _sections(profile: ModelProfile, goal: Goal, journal: Journal | None) -> dict[str, tuple[str, ...]]:
     return {
+        "deployments": deployment_rows(journal.deployment_search, journal.baseline) if journal else (),
         "groups": group_rows(profile),
         "frontier": frontier_rows(profile, goal),
         "units": unit_rows(profile),
@@ -234,6 +233,7 @@ def _question(agent: str, profile: ModelProfile, goal: Goal, setting: Setting, *
             model=f"{quoted(profile.architecture)}, {profile.params} params, {profile.macs} MACs",
             machine=f"{quoted(setting.machine)}, {profile.device}, batches of {profile.batch_size}",
             latency=f"{profile.headline.latency.median_ms:.4g} ms",
+            deployment_legend=DEPLOYMENT_LEGEND,
             group_legend=GROUP_LEGEND,
             frontier_legend=FRONTIER_LEGEND,
             unit_legend=UNIT_LEGEND,

@@ -25,7 +25,12 @@ DEPLOYED = 0.5
 NUM_HELDOUT = 2_048
 # The winner's profile and the report.
 LAST_S, LAST_PASSES = 12.0, 200
-ROUND = ("pruning", "quantization", "evaluation")
+# What comes before the deployments are searched, what every attempt goes through, and what ends a run.
+EARLY, ROUND, LAST = (
+    ("acquisition", "input_shape_resolver", "profiling"),
+    ("pruning", "quantization", "evaluation"),
+    ("verdict", "report"),
+)
 
 
 def race_s(pass_s: float) -> float:
@@ -63,12 +68,12 @@ class Forecast:
     run_s: float
 
 
-def stage_seconds(work: Work, pass_s: float, *, is_first: bool) -> Mapping[str, float]:
-    """Return what each stage of a run is expected to take; the first round chooses the deployment."""
+def stage_seconds(work: Work, pass_s: float) -> Mapping[str, float]:
+    """Return what each stage of a run is expected to take; the deployment is chosen once, before the first round."""
     deploy = DEPLOY_S + DEPLOY_PASSES * pass_s
     judged = DEPLOYED * work.num_search * pass_s
     search = 0.0
-    if is_first and work.num_deployments:
+    if work.num_deployments:
         race = race_s(pass_s)
         others = min(NUM_MEASURED - 1, work.num_deployments - 1) * DEPLOYED * min(SHARD, work.num_search) * pass_s
         search = FIRST_DEPLOY_S + work.num_deployments * deploy + race + work.num_search * pass_s + judged + others
@@ -77,32 +82,32 @@ def stage_seconds(work: Work, pass_s: float, *, is_first: bool) -> Mapping[str, 
     return {
         "profiling": evidence_passes(work.num_calibration, NUM_UNITS) * pass_s,
         "pruning": PRUNE_PASSES * work.num_calibration * pass_s,
-        "quantization": search + (deploy if work.num_deployments else 0.0),
+        "deployment_search": search,
+        "quantization": deploy if work.num_deployments else 0.0,
         "evaluation": judged,
-        "report": race_s(pass_s) + sessions + heldout + LAST_S + LAST_PASSES * pass_s,
+        "verdict": race_s(pass_s) + sessions + heldout,
+        "report": LAST_S + LAST_PASSES * pass_s,
     }
 
 
 def forecast(work: Work, budget: Budget, now: Standing) -> Forecast:
     """Return what is left; of attempts as many as the run's proportion or its limit has room for."""
-    pass_s, is_first = budget.pass_s, now.num_measured == 0
-    expected = stage_seconds(work, pass_s, is_first=is_first)
+    expected = stage_seconds(work, budget.pass_s)
     stage_s = max(expected.get(now.stage, 0.0) - now.in_stage_s, 0.0)
-    if now.stage == "report":
-        return Forecast(stage_s, min(stage_s, max(budget.left_s, 0.0)))
-    this_round = sum(expected[stage] for stage in _after(now.stage))
-    later = stage_seconds(work, pass_s, is_first=False)
-    attempt_s = now.longest_s or sum(later[stage] for stage in ROUND)
+    sure_s = stage_s + sum(expected[stage] for stage in _ahead(now.stage))
     num_begun = now.num_measured + (now.stage != "iterative_pruning")
-    sure_s = stage_s + this_round + expected["report"]
-    more_s = min(
-        max(work.num_attempts - num_begun, 0) * attempt_s, max(budget.worth_s - budget.timesheet.spent_s - sure_s, 0.0)
-    )
+    num_more = 0 if now.stage in LAST else max(work.num_attempts - num_begun, 0)
+    attempt_s = now.longest_s or sum(expected[stage] for stage in ROUND)
+    more_s = min(num_more * attempt_s, max(budget.worth_s - budget.timesheet.spent_s - sure_s, 0.0))
     return Forecast(stage_s, max(min(sure_s + more_s, budget.left_s), stage_s))
 
 
-def _after(stage: str) -> tuple[str, ...]:
-    """Return the stages of a round that come after `stage`; all of them where the round hasn't begun."""
+def _ahead(stage: str) -> tuple[str, ...]:
+    """Return the stages that are sure to come after `stage`."""
+    if stage in LAST:
+        return LAST[LAST.index(stage) + 1 :]
     if stage == "iterative_pruning":
-        return ()
-    return ROUND[ROUND.index(stage) + 1 :] if stage in ROUND else ROUND
+        return LAST
+    if stage in ROUND:
+        return (*ROUND[ROUND.index(stage) + 1 :], *LAST)
+    return (*(("deployment_search",) if stage in EARLY else ()), *ROUND, *LAST)

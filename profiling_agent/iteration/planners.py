@@ -83,16 +83,17 @@ def first_proposal(  # noqa: PLR0913 (all that a plan is made from)
     profile: ModelProfile,
     goal: Goal,
     rules: Plan,
-    rejected: Sequence[Decided] = (),
+    journal: Journal | None = None,
     *,
     setting: Setting = UNKNOWN,
 ) -> Proposal:
-    """Return the first plan: a language model's where there is one, which sees what the rules propose.
+    """Return the first plan: a language model's where there is one, which sees what the rules propose, and what deployments did if there is a journal.
 
     The rules' own stands where the model has none that may be measured; with both planners, that is one that by the evidence does worse.
     """
     if advisor is None or planner == "rules":
         return rules, RULES
+    rejected = journal.rejected if journal else ()
 
     def why_not(guarded: Guarded) -> str | None:
         if why := _why_not(guarded, profile, rejected, setting):
@@ -101,7 +102,7 @@ def first_proposal(  # noqa: PLR0913 (all that a plan is made from)
 
     asked = replace(setting, admission=admission_text(planner, is_first=True), why_not=why_not)
     try:
-        advised = first_plan(advisor, profile, goal, rules, rejected, setting=asked)
+        advised = first_plan(advisor, profile, goal, rules, journal, setting=asked)
     except AdvisorError as error:
         return rules, _instead(str(error))
     assert advised.guarded is not None, "a first plan never stops"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from profiling_agent.iteration.budget import Budget
-from profiling_agent.iteration.forecast import ROUND, Standing, Work, forecast, stage_seconds
+from profiling_agent.iteration.forecast import LAST, ROUND, Standing, Work, forecast, stage_seconds
 from profiling_agent.jobs.timesheet import Timesheet
 
 PASS_S = 0.1
@@ -21,41 +21,42 @@ def budget(root: Path, spent_s: float, limit_s: float | None = None) -> Budget:
 
 
 def test_stages_cost_passes_and_seconds():
-    first, later = (stage_seconds(WORK, PASS_S, is_first=is_first) for is_first in (True, False))
+    expected = stage_seconds(WORK, PASS_S)
 
     # 200 images of 3.5 passes and 24 units of 36; 740 passes; a conversion is 2.5 s and 150 passes.
-    assert first["profiling"] == pytest.approx(156.4)
-    assert first["pruning"] == later["pruning"] == pytest.approx(74.0)
-    assert later["quantization"] == pytest.approx(17.5)
-    # Ten conversions and the attempt's own, a race, the baseline on 1,000 images, one deployment on them at half of its pass and two on 512.
-    assert first["quantization"] == pytest.approx(15 + 11 * 17.5 + 50 + 100 + 50 + 2 * 25.6)
-    assert first["evaluation"] == pytest.approx(50.0)
-    # The race of the finalists, five sessions of 28 s, both models on 2,048 images, the winner's profile.
-    assert first["report"] == pytest.approx(50 + 140 + 2048 * 0.15 + 32)
+    assert expected["profiling"] == pytest.approx(156.4)
+    assert expected["pruning"] == pytest.approx(74.0)
+    # Ten conversions, a race, the baseline on 1,000 images, one deployment on them at half of its pass and two on 512.
+    assert expected["deployment_search"] == pytest.approx(15 + 10 * 17.5 + 50 + 100 + 50 + 2 * 25.6)
+    assert expected["quantization"] == pytest.approx(17.5)
+    assert expected["evaluation"] == pytest.approx(50.0)
+    # The race of the finalists, five sessions of 28 s, both models on 2,048 images; then the winner's profile.
+    assert expected["verdict"] == pytest.approx(50 + 140 + 2048 * 0.15)
+    assert expected["report"] == pytest.approx(32)
 
 
 def test_without_another_runtime_there_is_no_search():
-    assert stage_seconds(replace(WORK, num_deployments=0), PASS_S, is_first=True)["quantization"] == 0.0
+    expected = stage_seconds(replace(WORK, num_deployments=0), PASS_S)
+    assert expected["deployment_search"] == expected["quantization"] == 0.0
 
 
 def test_a_run_has_its_round_its_report_and_as_many_attempts_as_there_is_time_for(tmp_path: Path):
-    first, later = (stage_seconds(WORK, PASS_S, is_first=is_first) for is_first in (True, False))
-    sure = sum(first[stage] for stage in ROUND) + first["report"]
-    attempt = sum(later[stage] for stage in ROUND)
+    expected = stage_seconds(WORK, PASS_S)
+    attempt, last = (sum(expected[stage] for stage in stages) for stages in (ROUND, LAST))
 
     # 1,200 s are the run's proportion: after 10 s and what is sure nothing of it is left for a second attempt.
     now = forecast(WORK, budget(tmp_path, 10.0), Standing(stage="profiling", in_stage_s=6.4))
     assert now.stage_s == pytest.approx(150.0)
-    assert now.run_s == pytest.approx(150.0 + sure)
+    assert now.run_s == pytest.approx(150.0 + expected["deployment_search"] + attempt + last)
     # An hour has room for both.
     assert forecast(WORK, budget(tmp_path, 10.0, 3600.0), Standing(stage="analysis")).run_s == pytest.approx(
-        sure + 2 * attempt
+        3 * attempt + last
     )
     # What an attempt took replaces what was expected of it.
     told = forecast(
         WORK, budget(tmp_path, 10.0, 3600.0), Standing(stage="iterative_pruning", num_measured=1, longest_s=200.0)
     )
-    assert told.run_s == pytest.approx(2 * 200.0 + first["report"])
+    assert told.run_s == pytest.approx(2 * 200.0 + last)
 
 
 def test_no_more_is_left_than_the_budget_has(tmp_path: Path):
@@ -66,7 +67,7 @@ def test_no_more_is_left_than_the_budget_has(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    "stage", ["acquisition", "profiling", "analysis", "approval", *ROUND, "iterative_pruning", "report"]
+    "stage", ["acquisition", "profiling", "deployment_search", "analysis", "approval", *ROUND, "iterative_pruning", *LAST]
 )
 def test_what_is_left_shrinks_as_a_stage_goes_on_and_is_never_less_than_nothing(stage: str, tmp_path: Path):
     spent = [forecast(WORK, budget(tmp_path, 0.0), Standing(stage=stage, in_stage_s=used)) for used in (0.0, 40.0, 1e6)]

@@ -60,7 +60,10 @@ def test_a_model_of_full_depth_fits(name: str):
     everywhere = tuple(f"{runtime} {scheme}" for runtime, scheme in PROMISE)
     seen = journal(*tried).model_copy(update={"deployment_search": searched_everywhere()})
 
-    first = first_question(found, GOAL, rules, setting=replace(setting(GOAL, is_first=True), schemes=everywhere))
+    opened = seen.model_copy(update={"attempts": ()})
+    first = first_question(
+        found, GOAL, rules, journal=opened, setting=replace(setting(GOAL, is_first=True), schemes=everywhere)
+    )
     later = next_question(
         found, GOAL, seen, 1, rules, setting=replace(setting(GOAL, is_first=False), schemes=everywhere)
     )

@@ -189,10 +189,9 @@ def test_what_can_be_reached_is_the_least_that_the_evidence_allows(agent: str):
 @pytest.mark.parametrize("agent", ["analysis", "iterative_pruning"])
 def test_each_number_has_its_record(agent: str):
     asked = questions()[agent]
-    sources = traced(agent)
+    sources = traced(agent) | dict.fromkeys(numbers(told_of_deployments()), "journal.deployment_search")
     if agent == "iterative_pruning":
         sources |= dict.fromkeys(numbers(told_of_attempts()), "journal.attempts")
-        sources |= dict.fromkeys(numbers(told_of_deployments()), "journal.deployment_search")
     keeps = {f"{keep / WIDTH:.0%}" for keep in range(WIDTH // 4, WIDTH + 1, STEP)}
     # What was traced by the test above, and shares of widths.
     rest = POINT.sub("", asked.evidence)
