@@ -17,6 +17,7 @@ from profiling_agent.records import (
     Journal,
     Plan,
     PrunedModel,
+    QuantizationRecommendation,
     Record,
     RecoveredModel,
     Variant,
@@ -112,20 +113,28 @@ def deployment_of(plan: Plan, journal: Journal, choices: DeploymentChoices, goal
     Raises:
         PlanError: the attempt can't be deployed as the plan asks.
     """
-    if plan.quantization is None or (journal.deployment and plan.quantization == journal.deployment.recommendations):
+    search, wish = journal.deployment_search, plan.quantization
+    if wish is None or (journal.deployment and wish == journal.deployment.recommendations):
+        return journal.deployment
+    if search and all(_is_of(option.deployment, wish) for option in search.options):
+        # Nothing else was searched, so that what leads is its answer, layers that were left in float included.
         return journal.deployment
     if why := why_undeployable(plan, choices, goal):
         raise PlanError(why)
-    options = journal.deployment_search.options if journal.deployment_search else ()
     # What could not be made of the unpruned model comes behind what was not tried.
     promise = {
         (option.deployment.runtime, option.deployment.scheme): option.race_result.speedup
         if option.race_result
         else float(option.deployed is not None or option.wants_time) - 1
-        for option in options
+        for option in (search.options if search else ())
     }
     possible = by_promise(possible_deployments(plan, choices))
     return max(possible, key=lambda one: promise.get((one.runtime, one.scheme), 0.0), default=None)
+
+
+def _is_of(deployment: Deployment, wish: tuple[QuantizationRecommendation, ...]) -> bool:
+    found = deployment.recommendations
+    return found[: len(wish)] == wish if wish else not found
 
 
 def quantize_attempt(evaluator: Evaluator, prepared: PreparedAttempt, deployment: Deployment | None) -> PreparedAttempt:
