@@ -92,7 +92,7 @@ class RunSession:
         if self._num_deployments is None:
             choices = deployment_choices(state, acquired.source.device)
             tried = () if state.goal.selection == "paper" else possible_deployments(state.proposal or Plan(), choices)
-            self._num_deployments = len(in_rounds(tried, budget, state.goal, choices)[0])
+            self._num_deployments = len(in_rounds(tried, budget, state.goal, choices)[0].deployments)
         return Work(
             num_calibration=acquired.calibration.num_images,
             num_search=most_searched(acquired.search.num_images, budget, state.goal),

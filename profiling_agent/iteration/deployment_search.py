@@ -8,10 +8,11 @@ suited the baseline.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from profiling_agent.analysis.guards import NATS_A_POINT
 from profiling_agent.benchmarking.race import noise_warning
 from profiling_agent.errors import JobError
 from profiling_agent.iteration.deployer import REFUSALS
-from profiling_agent.iteration.deployments import INT8, SLOW_TO_MAKE, in_rounds
+from profiling_agent.iteration.deployments import INT8, MOST_PRUNED, SLOW_TO_MAKE, in_rounds, linear_share_of
 from profiling_agent.iteration.evaluator import Evaluator
 from profiling_agent.iteration.judge import hopeless_kl, is_doubtful, judge
 from profiling_agent.iteration.selection import preference, size_ratio
@@ -35,8 +36,6 @@ MAX_DISTANCE = 1e-3
 NUM_MEASURED = 3
 # Between two deployments pruning has changed the ratio of the times by a fifth at most (inductor's int8 on the small Swin, docs/benchmarks.md).
 MAX_SHIFT = 1.5
-# What pruning takes off a deployment's bytes and time for next to nothing: a fifth cost the small models 0.04 points at most (docs/benchmarks.md).
-MOST_PRUNED = 0.2
 
 
 @dataclass(frozen=True)
@@ -77,16 +76,18 @@ def try_deployments(
 
     There are many to tell apart: their logits on calibration images are looked at before the race, and search images after it, the
     fastest's first, until enough of them keep the accuracy. Whatever a conversion or a runtime does costs that deployment its place and the run
-    nothing. Of a slow model those that are larger than the contract allows wait until none of the others keeps the contract.
+    nothing. Of a slow model those that are larger than the contract allows wait until none of the others keeps the contract, or would if it were pruned.
     """
     trial, timesheet = Trial(evaluator, Variant.QUANTIZED, baseline), evaluator.jobs.timesheet
     tried = TriedDeployments((), None)
-    for place, group in enumerate(in_rounds(deployments, evaluator.budget, evaluator.goal, evaluator.choices)):
-        if place and tried.best is not None and tried.best.keeps_accuracy and trial.keeps_terms(tried.best):
-            return replace(tried, options=(*tried.options, *_left_out(evaluator, group)))
+    shares = linear_share_of(evaluator.profile)
+    for group in in_rounds(deployments, evaluator.budget, evaluator.goal, evaluator.choices, shares):
+        if tried.best is not None and tried.best.keeps_accuracy and trial.keeps_terms(tried.best, group.pruned):
+            tried = replace(tried, options=(*tried.options, *_left_out(evaluator, group.deployments)))
+            continue
         options: list[DeploymentOption] = []
         began_s, last_s = timesheet.spent_s, 0.0
-        for deployment in group:
+        for deployment in group.deployments:
             made = [option.deployment for option in options if option.deployed]
             # One is made in any case.
             if made and (why := _not_worth_it(evaluator, deployment, made, began_s, last_s)):
@@ -112,8 +113,8 @@ class Trial:
         """Race and measure `options`, made or refused, and return them with what was `tried` before, the best of all chosen."""
         race, not_raced = tried.race, tried.not_raced
         entered = [option for option in options if _is_in(option)]
-        # Without a rival there is nothing to choose; the race at the end of the run shows whether it is faster at all.
-        if len(entered) > 1:
+        # Without a rival, here or in a round before, there is nothing to choose; the race at the end of the run shows whether it is faster at all.
+        if len(entered) > 1 or (entered and tried.options):
             try:
                 race = self.race(entered)
                 options = [_raced(option, race) for option in options]
@@ -179,7 +180,8 @@ class Trial:
                 done[index] = done[index].model_copy(update={"reason": said})
                 continue
             began_s = timesheet.spent_s
-            done[index] = _unless_slower(self.measure(done[index], in_full=num_kept == 0))
+            in_full = num_kept == 0 and not self._is_likely_to_lose(done[index])
+            done[index] = _unless_slower(self.measure(done[index], in_full=in_full))
             last_s = timesheet.spent_s - began_s
             num_kept += done[index].keeps_accuracy
             num_after += bool(num_kept)
@@ -204,6 +206,12 @@ class Trial:
         ):
             return False
         return own.speedup_high * MAX_SHIFT < best.speedup_low
+
+    def _is_likely_to_lose(self, option: DeploymentOption) -> bool:
+        """Return whether the KL of a slow model's option predicts a loss of more than is allowed: the first shard is to say so, or the contrary."""
+        budget, kl = self.evaluator.budget, option.deployed.kl if option.deployed else 0.0
+        saves = budget.is_slow and budget.limit_s is None
+        return saves and kl > max(NATS_A_POINT) * 100 * self.evaluator.goal.max_accuracy_drop
 
     def _promise(self, option: DeploymentOption) -> tuple[bool, float]:
         """Return how promising an option is before it is measured in full, least first; its memory isn't known."""
@@ -275,7 +283,7 @@ def _not_worth_it(
 
 def _left_out(evaluator: Evaluator, deployments: Sequence[Deployment]) -> list[DeploymentOption]:
     said = (
-        "not tried: before it is pruned it is larger than the contract allows, and a smaller one keeps the contract; "
+        "not tried: before it is pruned it is larger than the contract allows, and a smaller one keeps the contract or would if it were pruned; "
         f"--runtimes {','.join(evaluator.choices.supported)} asks for it"
     )
     return [DeploymentOption(deployment=deployment, reason=said, wants_time=True) for deployment in deployments]

@@ -11,6 +11,7 @@ from profiling_agent.records import (
     EVERYTHING,
     Deployment,
     Goal,
+    ModelProfile,
     Plan,
     QuantizationRecommendation,
     RuntimeName,
@@ -28,8 +29,11 @@ PROMISE: tuple[tuple[RuntimeName, Scheme], ...] = (
 # Runtimes that compile for a minute or two.
 SLOW_TO_MAKE: frozenset[RuntimeName] = frozenset({"inductor"})
 INT8: frozenset[Scheme] = frozenset({"dynamic", "static", "static_nncf"})
-# Of the bytes of float32, with what a file has besides; of int8 how much depends on the layers.
+# Of the bytes of float32, with what a file has besides; dynamic int8 leaves convolutions as they are.
 BYTES: Mapping[Scheme, float] = {"float32": 1.0, "bfloat16": 0.51, "float16": 0.51}
+INT8_BYTES = 0.26
+# What pruning takes off a deployment's bytes and time for next to nothing: a fifth cost the small models 0.04 points at most (docs/benchmarks.md).
+MOST_PRUNED = 0.2
 # The schemes of one runtime that a hand-written mixture of types can be; of others no runtime knows more than one type.
 MIXTURES: Mapping[RuntimeName, Scheme] = {"eager": "dynamic", "inductor": "static"}
 # The schemes that a request's `quantize_dtype` allows where no plan says.
@@ -136,18 +140,47 @@ def by_promise(deployments: Iterable[Deployment]) -> list[Deployment]:
     return sorted(deployments, key=place)
 
 
-def in_rounds(
-    deployments: Iterable[Deployment], budget: Budget, goal: Goal, choices: DeploymentChoices
-) -> tuple[list[Deployment], list[Deployment]]:
-    """Return deployments by promise: those to try first, and those to try where none of them will do.
+@dataclass(frozen=True)
+class Round:
+    """Deployments to try where nothing before them keeps the contract, or would with this share of it `pruned`."""
 
-    The latter are a slow model's that have more bytes than the contract allows before anything is pruned; none where a runtime was asked for by name.
+    deployments: tuple[Deployment, ...]
+    pruned: float = 0.0
+
+
+def in_rounds(
+    deployments: Iterable[Deployment],
+    budget: Budget,
+    goal: Goal,
+    choices: DeploymentChoices,
+    linear_share: float = 1.0,
+) -> tuple[Round, ...]:
+    """Return deployments by promise in up to three rounds; in one where the model is fast, or a runtime was asked for by name.
+
+    A slow model's that have more bytes than the contract allows come second, and third where they still do when as much is pruned as costs nothing. `linear_share` is that of
+    the params that lie in linear layers.
     """
     ordered = by_promise(deployments)
     if not budget.is_slow or choices.is_named:
-        return ordered, []
-    first = [deployment for deployment in ordered if BYTES.get(deployment.scheme, 0.0) <= goal.max_size_ratio]
-    return (first, [deployment for deployment in ordered if deployment not in first]) if first else (ordered, [])
+        return (Round(tuple(ordered)),)
+    small, large, largest = list[Deployment](), list[Deployment](), list[Deployment]()
+    for deployment in ordered:
+        size = _bytes_of(deployment.scheme, linear_share)
+        is_near = size * (1 - MOST_PRUNED) <= goal.max_size_ratio
+        (small if size <= goal.max_size_ratio else large if is_near else largest).append(deployment)
+    rounds = (Round(tuple(small)), Round(tuple(large)), Round(tuple(largest), MOST_PRUNED))
+    return tuple(each for each in rounds if each.deployments)
+
+
+def _bytes_of(scheme: Scheme, linear_share: float) -> float:
+    """Return about how many of float32's bytes a scheme leaves."""
+    reached = linear_share if scheme == "dynamic" else 1.0
+    return BYTES.get(scheme, 1 - reached * (1 - INT8_BYTES))
+
+
+def linear_share_of(profile: ModelProfile) -> float:
+    """Return the share of the params that lie in linear layers."""
+    return sum(row.params for row in profile.layers if row.kind == "Linear") / max(profile.params, 1)
 
 
 def _planned(runtime: RuntimeName, known: Sequence[Scheme], wanted: frozenset[Scheme]) -> list[Scheme]:

@@ -39,7 +39,8 @@ def measured(evaluator: Evaluator, journal: Journal) -> tuple[Candidate, ...]:
     if best is None or evaluator.goal.selection == "paper":
         return known
     seen = [one.evaluation.deployment for one in known if one.attempt == best.attempt]
-    wanted = [deployment for deployment in _rivals(journal, best, evaluator.goal) if deployment not in seen]
+    rivals = _rivals(journal, best, evaluator.goal, small_alone=evaluator.budget.is_slow)
+    wanted = [deployment for deployment in rivals if deployment not in seen]
     more: list[Evaluation | None] = []
     for deployment in wanted:
         began_s = evaluator.jobs.timesheet.spent_s
@@ -50,22 +51,26 @@ def measured(evaluator: Evaluator, journal: Journal) -> tuple[Candidate, ...]:
     return tuple({one.evaluation.model.sha256: one for one in found}.values())
 
 
-def _rivals(journal: Journal, pruned: Candidate, goal: Goal) -> list[Deployment]:
+def _rivals(journal: Journal, pruned: Candidate, goal: Goal, *, small_alone: bool = False) -> list[Deployment]:
     """Return eager float32 and the deployments that suited the baseline, those that may suit a pruned model best.
 
-    Not those that were far behind on the baseline. Of eager float32 that is the baseline itself, made faster by as much as its MACs are fewer.
+    Not those that were far behind on the baseline. Of eager float32 that is the baseline itself, made faster by as much as its MACs are fewer. With `small_alone`, not those
+    either in which the pruned model is larger than the contract allows, where it isn't as it was measured: these come behind it in any case.
     """
     search = journal.deployment_search
     leader = search.of(search.chosen).race_result if search and search.chosen else None
     suited = search.suited if search else ()
     if leader is None or goal.objective != "speed":
         return [Deployment(), *(option.deployment for option in suited)]
-    fewer = journal.baseline.footprint.macs / max(pruned.evaluation.footprint.macs, 1)
-    reached = [(Deployment(), fewer)]
-    reached += [
-        (option.deployment, option.race_result.speedup_high if option.race_result else math.inf) for option in suited
-    ]
-    return [deployment for deployment, speedup in reached if speedup * MAX_SHIFT >= leader.speedup_low]
+    own, whole = pruned.evaluation, journal.baseline
+    is_small = size_ratio(own, whole) <= goal.max_size_ratio
+    left = own.footprint.params / max(whole.footprint.params, 1)
+    most = goal.max_size_ratio / max(left, 1e-9) if small_alone and is_small else math.inf
+    reached = [(Deployment(), whole.footprint.macs / max(own.footprint.macs, 1), 1.0)]
+    for option in suited:
+        speedup = option.race_result.speedup_high if option.race_result else math.inf
+        reached.append((option.deployment, speedup, size_ratio(option.evaluation, whole) if option.evaluation else 0.0))
+    return [each for each, speedup, size in reached if speedup * MAX_SHIFT >= leader.speedup_low and size <= most]
 
 
 def finalists(evaluator: Evaluator, journal: Journal, found: tuple[Candidate, ...]) -> tuple[Candidate, ...]:

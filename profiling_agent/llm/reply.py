@@ -60,7 +60,9 @@ def completion_piece(document: Any) -> dict[str, Any]:
             {
                 "index": 0,
                 "delta": _delta(_dict(choice.get("delta"))),
-                "finish_reason": (finish if finish in FINISHED else "stop") if finish and isinstance(finish, str) else None,
+                "finish_reason": (finish if finish in FINISHED else "stop")
+                if finish and isinstance(finish, str)
+                else None,
                 "logprobs": None,
             }
         ]

@@ -13,7 +13,7 @@ from profiling_agent.errors import JobError, QuantizationError
 from profiling_agent.evaluation.predictions import write_predictions
 from profiling_agent.iteration.budget import Budget
 from profiling_agent.iteration.deployment_search import NUM_MEASURED, as_search, try_deployments
-from profiling_agent.iteration.deployments import DeploymentChoices
+from profiling_agent.iteration.deployments import MOST_PRUNED, DeploymentChoices, in_rounds
 from profiling_agent.iteration.evaluator import Evaluator, Settings, most_searched
 from profiling_agent.jobs import tasks
 from profiling_agent.jobs.timesheet import SHEET, Timesheet
@@ -465,8 +465,52 @@ def test_of_a_slow_model_the_large_ones_are_tried_where_no_small_one_keeps_the_c
     held, _ = deployment_search(tmp_path, tried, pass_s=0.1, min_speedup=1.5)
 
     assert held.chosen is not None
+    assert held.chosen.name == "eager bfloat16"
+    assert {option.deployment.name for option in held.options if option.race_result} == set(ALL) - {"openvino float32"}
+
+    tried["eager bfloat16"] = bad
+    held, _ = deployment_search(tmp_path, tried, pass_s=0.1, min_speedup=1.5)
+
+    assert held.chosen is not None
     assert held.chosen.name == "openvino float32"
-    assert {option.deployment.name for option in held.options if option.race_result} == set(ALL)
+
+
+def test_of_a_slow_model_the_largest_are_left_out_where_pruning_would_make_what_keeps_the_accuracy_small_enough(
+    tmp_path: Path,
+):
+    # 55% of the bytes, of which pruning may take a fifth.
+    tried = {name: Made(lost=200) for name in ALL} | {"eager bfloat16": Made(size_bytes=2200)}
+    held, script = deployment_search(tmp_path, tried, pass_s=0.1)
+
+    assert held.chosen is not None
+    assert held.chosen.name == "eager bfloat16"
+    assert "openvino float32" not in {t.deployment.name for t in script.asked if isinstance(t, tasks.DeployTask)}
+    assert "or would if it were pruned" in reasons(held)["openvino float32"]
+
+
+@pytest.mark.parametrize(
+    ("linear_share", "rounds"), [(1.0, [4, 1, 1]), (0.8, [4, 1, 1]), (0.6, [3, 2, 1]), (0.1, [3, 1, 2])]
+)
+def test_dynamic_int8_is_as_large_as_what_it_leaves_in_float(linear_share: float, rounds: list[int], tmp_path: Path):
+    # Of a share of 0.6 remain 0.4 + 0.6 * 0.26 of the bytes: 55.6%, and 44% when a fifth is pruned.
+    names = (*ALL, "onnxruntime static")
+    asked = [asked_for(*name.split()) for name in names]
+    budget = Budget(Timesheet(tmp_path / SHEET), 0.1)
+    found = in_rounds(asked, budget, made.GOAL, DeploymentChoices(), linear_share)
+
+    assert [len(each.deployments) for each in found] == rounds
+    assert [each.pruned for each in found] == [0.0, 0.0, MOST_PRUNED]
+
+
+@pytest.mark.parametrize(("kl", "pass_s", "num_shards"), [(0.019, 0.1, 3), (0.021, 0.1, 1), (0.021, 0.0005, 4)])
+def test_of_a_slow_model_what_its_kl_predicts_to_lose_too_much_is_looked_at_on_one_shard(
+    tmp_path: Path, kl: float, pass_s: float, num_shards: int
+):
+    # Twelve of 2,000 images: neither inside nor outside by the first shard. A point is allowed, which goes with 0.02 nats at most.
+    _, script = deployment_search(tmp_path, {"openvino static": Made(lost=12, kl=kl)}, pass_s=pass_s)
+
+    shards = {t.shard for t in script.asked if isinstance(t, tasks.EvaluateTask) and "openvino" in t.model.path}
+    assert shards == set(range(num_shards))
 
 
 def test_where_the_first_conversions_fail_one_is_made_all_the_same(tmp_path: Path):

@@ -36,6 +36,30 @@ def test_eager_float32_is_as_much_faster_as_its_macs_are_fewer():
     assert rivals(option("openvino", 3.2), macs=400) == ["eager", "openvino"]
 
 
+def test_of_a_slow_model_what_stays_larger_than_the_contract_allows_is_not_made():
+    # Of 2,000 bytes the pruned model has 600 in its deployment, and half of the params are left: 1,000 in eager float32, and half of what others have.
+    def sized(runtime: Any, size_bytes: int) -> DeploymentOption:
+        evaluation = made.evaluation(runtime, Variant.QUANTIZED, size_bytes=size_bytes)
+        return option(runtime, 3.0).model_copy(update={"evaluation": evaluation})
+
+    options = (sized("openvino", 1000), sized("onnxruntime", 1700), sized("inductor", 1500))
+    search = DeploymentSearch(options=options, chosen=options[0].deployment)
+    whole = made.evaluation("m0", Variant.BASELINE, size_bytes=2000)
+    journal = made.journal().model_copy(update={"deployment_search": search, "baseline": whole})
+
+    def rivals_of(max_size_ratio: float, *, size_bytes: int = 600, small_alone: bool = True) -> list[str]:
+        own = made.evaluation("both1", Variant.BOTH, macs=400, params=500, size_bytes=size_bytes)
+        pruned = Candidate(variant=Variant.BOTH, attempt=1, evaluation=own)
+        goal = made.GOAL.model_copy(update={"max_size_ratio": max_size_ratio})
+        return [each.runtime for each in _rivals(journal, pruned, goal, small_alone=small_alone)]
+
+    assert rivals_of(0.5) == ["eager", "openvino", "onnxruntime", "inductor"]
+    assert rivals_of(0.4) == ["openvino", "inductor"]
+    assert rivals_of(0.4, small_alone=False) == ["eager", "openvino", "onnxruntime", "inductor"]
+    # Where it isn't small enough as it is, the others may not be worse.
+    assert rivals_of(0.4, size_bytes=900) == ["eager", "openvino", "onnxruntime", "inductor"]
+
+
 @pytest.mark.parametrize("objective", ["size", "memory"])
 def test_whoever_asks_for_less_of_something_else_tries_all(objective: str):
     assert rivals(option("openvino", 6.0), option("onnxruntime", 2.0), objective=objective) == [
