@@ -17,7 +17,7 @@ from profiling_agent.evaluation.predictions import Answers, answers_of, joined, 
 from profiling_agent.jobs.context import JobContext
 from profiling_agent.jobs.tasks import Evaluated, EvaluateTask
 from profiling_agent.progress import Progress
-from profiling_agent.records import Deployment, Footprint, Predictions
+from profiling_agent.records import Deployment, Footprint, InputSpec, Predictions
 from profiling_agent.reproducibility import available_threads
 
 
@@ -56,6 +56,8 @@ def _open(task: EvaluateTask, job: JobContext) -> _Opened:
     path = job.path(task.model)
     recipe = open_folder(path, verify=True)
     session = open_session(path, device=task.device, num_threads=available_threads())
+    if recipe.deployment == Deployment() and task.device == "cpu":
+        _fuse_norms(session, recipe.input)
     counts = recipe.counts or _counts(path)
     return _Opened(
         session=session,
@@ -63,6 +65,15 @@ def _open(task: EvaluateTask, job: JobContext) -> _Opened:
         footprint=Footprint(**counts.model_dump(), size_bytes=folder_bytes(path)),
         check=lambda: check_golden(session.run, path, recipe),
     )
+
+
+def _fuse_norms(session: ModelSession, spec: InputSpec) -> None:
+    from profiling_agent.deployment.torch_session import TorchSession
+    from profiling_agent.modules.fused import fuse_norms_
+    from profiling_agent.modules.inference import random_batch
+
+    if isinstance(session, TorchSession):
+        fuse_norms_(session.module, random_batch(spec, 2))
 
 
 def _answering(deployment: Deployment) -> Callable[[], AbstractContextManager[None]]:

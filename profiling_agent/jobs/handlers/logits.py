@@ -14,6 +14,7 @@ from profiling_agent.files import write_bytes
 from profiling_agent.foreign import foreign_code, on_behalf
 from profiling_agent.jobs.context import JobContext
 from profiling_agent.jobs.tasks import Answered, LogitsTask
+from profiling_agent.modules.fused import fuse_norms_
 from profiling_agent.modules.inference import device_of, logits_of, on_device
 from profiling_agent.modules.products import quick_products
 from profiling_agent.pruning.calibration import Calibration
@@ -26,6 +27,8 @@ def ask(task: LogitsTask, job: JobContext) -> Answered:
     model = on_device(load_module(job.path(task.model)), task.device)
     read = partial(iter_batches, job.images("images"), batch_size=task.batch_size, limit=task.num_images)
     images = Calibration(batches=read, device=device_of(model), dtype=next(model.parameters()).dtype)
+    if task.device == "cpu":
+        fuse_norms_(model.eval(), next(images.every())[:2])
     with quick_products():
         logits = [logits_of(model, batch).float() for batch in (images.judged() if task.judged else images.every())]
     # Fewer than 32 images have none that judge; whoever compares then does it on all of them.
