@@ -65,6 +65,7 @@ class _Turn(_Line):
 class _Failure(_Line):
     kind: Literal["failure"]
     agent: str = ""
+    question: str = Field(default="", max_length=100)
     reason: str
 
 
@@ -93,6 +94,7 @@ class Ledger:
         self._output_tokens: int | None = 0
         self._budgeted = 0
         self._failures: list[str] = []
+        self._failed: dict[str, str] = {}
         # By agent: the questions that got an answer, or none for good.
         self._settled: Counter[str] = Counter()
         self._has_begun = False
@@ -153,9 +155,13 @@ class Ledger:
         """Keep an answer for good."""
         self._write({"kind": "answer", "agent": agent, "question": key, "answer": answer})
 
-    def note_failure(self, agent: str, reason: str) -> None:
-        """Note that a question got no answer that could be used."""
-        self._write({"kind": "failure", "agent": agent, "reason": reason[:MAX_REASON]})
+    def failure(self, key: str) -> str | None:
+        """Return why this question got no answer, None where it got one, or was never asked."""
+        return self._failed.get(key)
+
+    def note_failure(self, agent: str, reason: str, key: str = "") -> None:
+        """Note that a question got no answer that could be used; with its key where asking it again would bring no other."""
+        self._write({"kind": "failure", "agent": agent, "question": key, "reason": reason[:MAX_REASON]})
 
     def _write(self, entry: dict[str, Any]) -> None:
         # ASCII: half of a surrogate pair can't be written otherwise, and some line ends are no line ends in JSON.
@@ -174,8 +180,10 @@ class Ledger:
                 counted = _sum(read, written)
                 self._budgeted += entry.characters // CHARACTERS_A_TOKEN if counted is None else counted
                 self._repairs += bool(entry.complaint)
-            case _Failure(agent=agent, reason=reason):
+            case _Failure(agent=agent, question=question, reason=reason):
                 self._failures = [*self._failures, reason[:MAX_REASON]][-MAX_FAILURES:]
+                if question:
+                    self._failed[question] = reason[:MAX_REASON]
                 self._settled[agent] += 1
             case _Answer(agent=agent, question=question, answer=answer):
                 self._answers[question] = json.dumps(answer)

@@ -233,12 +233,14 @@ class Recorded:
         # Not before: what is refused leaves nothing.
         self._ledger.begin(self._architecture)
         key = key_of(self.name, (question.instructions, question.evidence), answer_type.model_json_schema())
+        if why := self._ledger.failure(key):
+            raise AdvisorError(why)
         if (known := self._ledger.answer(key)) is None:
             step = self._step(question.agent)
             value, failure = _value(step, answer_type)
             if value is None:
                 said = f"{self.name}: {failure}"
-                self._ledger.note_failure(question.agent, said)
+                self._ledger.note_failure(question.agent, said, key)
                 raise AdvisorError(said)
             self._keep(question, step, key, value.model_dump(mode="json"))
         else:

@@ -138,6 +138,10 @@ def test_a_question_that_had_no_answer_has_none_again(tmp_path: Path):
     assert isinstance(choice, tuple)
     assert choice[1].by == "rules"
     assert "can't be asked" in (choice[1].note or "")
+    # Asked once more, as after a cut, it uses up no other answer.
+    cut = replayed(tmp_path / FILE, tmp_path / "again")
+    assert next_proposal(cut, "llm", found, GOAL, seen(plan), max_iterations=5) == choice
+    assert Ledger(tmp_path / "again", max_requests=9, max_tokens=9).num_settled("iterative_pruning") == 1
 
 
 @pytest.mark.parametrize(
