@@ -17,7 +17,6 @@ from profiling_agent.records import (
     Journal,
     Plan,
     PrunedModel,
-    QuantizationRecommendation,
     Record,
     RecoveredModel,
     Variant,
@@ -114,10 +113,8 @@ def deployment_of(plan: Plan, journal: Journal, choices: DeploymentChoices, goal
         PlanError: the attempt can't be deployed as the plan asks.
     """
     search, wish = journal.deployment_search, plan.quantization
-    if wish is None or (journal.deployment and wish == journal.deployment.recommendations):
-        return journal.deployment
-    if search and all(_is_of(option.deployment, wish) for option in search.options):
-        # Nothing else was searched, so that what leads is its answer, layers that were left in float included.
+    # What a user's own plan asked for is all that was searched: what leads is the answer, layers that were left in float included.
+    if wish is None or wish == journal.wish or (journal.deployment and wish == journal.deployment.recommendations):
         return journal.deployment
     if why := why_undeployable(plan, choices, goal):
         raise PlanError(why)
@@ -130,11 +127,6 @@ def deployment_of(plan: Plan, journal: Journal, choices: DeploymentChoices, goal
     }
     possible = by_promise(possible_deployments(plan, choices))
     return max(possible, key=lambda one: promise.get((one.runtime, one.scheme), 0.0), default=None)
-
-
-def _is_of(deployment: Deployment, wish: tuple[QuantizationRecommendation, ...]) -> bool:
-    found = deployment.recommendations
-    return found[: len(wish)] == wish if wish else not found
 
 
 def quantize_attempt(evaluator: Evaluator, prepared: PreparedAttempt, deployment: Deployment | None) -> PreparedAttempt:
@@ -161,19 +153,30 @@ def quantize_attempt(evaluator: Evaluator, prepared: PreparedAttempt, deployment
 
 def open_journal(evaluator: Evaluator, plan: Plan) -> Journal:
     """Measure what every attempt is compared with: the baseline, and the deployments that are possible for it."""
+    contract = evaluator.goal.without_demands
     if evaluator.goal.selection == "paper":
         return Journal(
             baseline=evaluator.evaluate_baseline(evaluator.acquired.search),
             baseline_latency_ms=evaluator.profile.headline.latency.median_ms,
+            contract=contract,
         )
     baseline = evaluator.evaluate_baseline(evaluator.acquired.search, range(SHARD))
+    opened = Journal(baseline=baseline, contract=contract, wish=plan.quantization)
     deployments = possible_deployments(plan, evaluator.choices)
     if not deployments:
-        return Journal(baseline=baseline)
+        return opened
     tried = try_deployments(evaluator, evaluator.baseline, deployments, baseline)
     search = as_search(tried, evaluator.choices.notes)
     quantized = search.of(search.chosen).evaluation if search.chosen else None
-    return Journal(baseline=baseline, deployment_search=search, quantized=quantized)
+    return opened.model_copy(update={"deployment_search": search, "quantized": quantized})
+
+
+def reopened(evaluator: Evaluator, journal: Journal) -> Journal:
+    """Return the journal with its deployments judged by the contract as it is now, an edit or a fork having changed it; what was measured is read back."""
+    if journal.contract in (None, evaluator.goal.without_demands):
+        return journal
+    opened = open_journal(evaluator, Plan(quantization=journal.wish))
+    return opened.model_copy(update={"attempts": journal.attempts, "rejected": journal.rejected})
 
 
 def _deployed_variant(prepared: PreparedAttempt) -> Variant:

@@ -8,7 +8,14 @@ from pydantic import Field
 from profiling_agent.records.approval import Decided
 from profiling_agent.records.deployment import DeployedModel, Deployment, Tuned
 from profiling_agent.records.measurement import Evaluation, RaceResult, Variant
-from profiling_agent.records.plan import Cap, DryRun, Plan, PruningRecommendation, RecoveredModel
+from profiling_agent.records.plan import (
+    Cap,
+    DryRun,
+    Plan,
+    PruningRecommendation,
+    QuantizationRecommendation,
+    RecoveredModel,
+)
 from profiling_agent.records.record import ArtifactRef, Record
 
 
@@ -26,6 +33,11 @@ class Goal(Record):
     max_memory_ratio: float | None = None
     pins: tuple[PruningRecommendation, ...] = Field(default=(), description="ratios that a person fixed for every plan")
     caps: tuple[Cap, ...] = Field(default=(), description="units that a person lets be cut no further, in any plan")
+
+    @property
+    def without_demands(self) -> "Goal":
+        """Return the contract alone: what a person has fixed of plans says nothing of deployments."""
+        return self.model_copy(update={"pins": (), "caps": ()})
 
 
 class DeploymentOption(Record):
@@ -146,6 +158,10 @@ class Journal(Record):
 
     baseline: Evaluation
     baseline_latency_ms: float | None = Field(default=None, description="of a batch, as that of attempts")
+    contract: Goal | None = Field(default=None, description="what the deployments were searched for")
+    wish: tuple[QuantizationRecommendation, ...] | None = Field(
+        default=None, description="what the user's own plan asked of quantization, which then is all that was searched"
+    )
     deployment_search: DeploymentSearch | None = Field(
         default=None, description="the deployments that the baseline was tried in"
     )

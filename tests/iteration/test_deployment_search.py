@@ -11,14 +11,16 @@ import pytest
 from profiling_agent.deployment.choices import recommend
 from profiling_agent.errors import JobError, QuantizationError
 from profiling_agent.evaluation.predictions import write_predictions
+from profiling_agent.iteration.attempt import open_journal, reopened
 from profiling_agent.iteration.budget import Budget
 from profiling_agent.iteration.deployment_search import NUM_MEASURED, as_search, try_deployments
-from profiling_agent.iteration.deployments import MOST_PRUNED, DeploymentChoices, in_rounds
+from profiling_agent.iteration.deployments import ASKED_SCHEMES, MOST_PRUNED, DeploymentChoices, in_rounds
 from profiling_agent.iteration.evaluator import Evaluator, Settings, most_searched
 from profiling_agent.jobs import tasks
 from profiling_agent.jobs.timesheet import SHEET, Timesheet
 from profiling_agent.records import (
     Acquired,
+    Cap,
     DeployedModel,
     Deployment,
     Dropped,
@@ -26,6 +28,7 @@ from profiling_agent.records import (
     LayerCost,
     MemoryUse,
     ModelSource,
+    Plan,
     Predictions,
     Race,
     RaceResult,
@@ -147,7 +150,7 @@ def asked_for(runtime: Any, scheme: Any) -> Deployment:
     return Deployment(runtime=runtime, scheme=scheme, recommendations=recommend(scheme))
 
 
-def deployment_search(
+def evaluator_of(
     root: Path,
     deployments: dict[str, Made],
     *,
@@ -167,6 +170,7 @@ def deployment_search(
         heldout=split("heldout"),
         labels=(),
     )
+    script.deployments["m0"] = Made(speedup=1.0, size_bytes=4000)
     evaluator = Evaluator(
         jobs=script,
         acquired=acquired,
@@ -176,8 +180,12 @@ def deployment_search(
         settings=Settings(batch_size=4, seed=0, time_budget_s=time_budget_s),
         choices=choices or DeploymentChoices(),
     )
-    script.deployments["m0"] = Made(speedup=1.0, size_bytes=4000)
-    baseline = evaluator.evaluate(Variant.BASELINE, evaluator.baseline, acquired.search)
+    return evaluator, script
+
+
+def deployment_search(root: Path, deployments: dict[str, Made], **asked_of: Any):
+    evaluator, script = evaluator_of(root, deployments, **asked_of)
+    baseline = evaluator.evaluate(Variant.BASELINE, evaluator.baseline, evaluator.acquired.search)
     asked = [asked_for(*name.split()) for name in deployments if name != "m0"]
     tried = try_deployments(evaluator, evaluator.baseline, asked, baseline)
     return as_search(tried, evaluator.choices.notes), script
@@ -392,6 +400,27 @@ ALL = {
     name: Made()
     for name in ("eager bfloat16", "inductor static", "onnxruntime dynamic", "openvino static", "openvino float32")
 }
+
+
+def test_a_contract_that_has_changed_chooses_again_and_keeps_the_attempts(tmp_path: Path):
+    choices = DeploymentChoices({"eager": ("dynamic",), "openvino": ("static",)}, ASKED_SCHEMES["auto"])
+    deployments = {"openvino static": Made(speedup=4.0, lost=30), "eager dynamic": Made(speedup=2.0)}
+    loose, _ = evaluator_of(tmp_path, deployments, choices=choices, max_accuracy_drop=0.03)
+    opened = open_journal(loose, Plan()).with_attempt(made.attempt(1, 0.25, accepted=True))
+    assert opened.deployment is not None
+    assert opened.deployment.name == "openvino static"
+    assert reopened(loose, opened) is opened
+    # What a person fixed of plans is no other contract.
+    pinned, _ = evaluator_of(tmp_path, deployments, choices=choices, max_accuracy_drop=0.03, caps=(Cap(layer="mlp"),))
+    assert reopened(pinned, opened) is opened
+
+    strict, _ = evaluator_of(tmp_path, deployments, choices=choices, max_accuracy_drop=0.01)
+    again = reopened(strict, opened)
+
+    assert again.deployment is not None
+    assert again.deployment.name == "eager dynamic"
+    assert again.attempts == opened.attempts
+    assert reopened(strict, again) is again
 
 
 def test_what_promises_most_is_made_first_and_what_compiles_for_minutes_last(tmp_path: Path):

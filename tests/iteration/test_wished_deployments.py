@@ -79,6 +79,19 @@ def test_a_plan_is_deployed_as_it_says(wish: tuple[QuantizationRecommendation, .
     assert found.recommendations == wish
 
 
+def test_what_a_users_plan_asks_for_is_deployed_in_what_led_of_that():
+    wish = (rec("all", "dynamic", "qint8"),)
+    kept = (*wish, rec("classifier", "cast", "float32"))
+    leads = Deployment(runtime="onnxruntime", scheme="dynamic", recommendations=kept)
+    opened = seen().model_copy(update={"wish": wish})
+    assert opened.deployment_search is not None
+    opened = opened.model_copy(
+        update={"deployment_search": opened.deployment_search.model_copy(update={"chosen": leads})}
+    )
+
+    assert deployment_of(Plan(quantization=wish), opened, CHOICES, GOAL) == leads
+
+
 def test_float32_where_no_other_runtime_is_there_is_no_deployment():
     eager = DeploymentChoices({"eager": ("float32", "dynamic")}, ASKED_SCHEMES["auto"])
 
