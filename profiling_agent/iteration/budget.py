@@ -12,6 +12,8 @@ from profiling_agent.jobs.timesheet import Timesheet
 # Without a budget: what a run of a large model, and of a small one, may come to before more of what gains little is left out. Of five attempts on the
 # small ViT the first saved 45% of the params, the others 46 to 49%. What its end takes beside what was expected of it keeps a run below 12,000.
 DEFAULT_PASSES, DEFAULT_S = 8_000, 300.0
+# Where no more held-out images are looked at than have to be: what comes after them is the winner's profile and the report.
+MOST_PASSES = 11_000
 # Passes of such a model are most of its run's time.
 SLOW_PASS_S = 0.025
 # A converter that compiles takes a minute or two; for a model whose run is short otherwise that is most of it.
@@ -76,6 +78,11 @@ class Budget:
     def has_time_for(self, seconds: float) -> bool:
         """Return whether such work still leaves the time to write down the answer."""
         return self.left_s - seconds >= REPORT_S
+
+    def is_worth(self, seconds: float) -> bool:
+        """Return whether a run of a slow model without a limit may take so long yet for what only makes its answer surer."""
+        is_bound = self.is_slow and self.limit_s is None
+        return not is_bound or self.timesheet.spent_s + seconds <= MOST_PASSES * self.pass_s
 
     def allows_slow_conversion(self) -> bool:
         """Return whether a deployment that takes minutes to make is worth it: of a run that is short without it, it isn't."""

@@ -175,9 +175,8 @@ class Trial:
                 said = f"behind {NUM_MEASURED} others, so it was not measured"
                 done[index] = done[index].model_copy(update={"reason": said})
                 continue
-            if (leader := self._leader(done)) and self._is_far_behind(done[index], leader):
-                said = f"far behind {leader.deployment.name}, so it was not measured"
-                done[index] = done[index].model_copy(update={"reason": said})
+            if (leader := self._leader(done)) and (why := self._cannot_win(done[index], leader)):
+                done[index] = done[index].model_copy(update={"reason": f"{why}, so it was not measured"})
                 continue
             began_s = timesheet.spent_s
             in_full = num_kept == 0 and not self._is_likely_to_lose(done[index])
@@ -188,24 +187,25 @@ class Trial:
         return done
 
     def _leader(self, options: Sequence[DeploymentOption]) -> DeploymentOption | None:
-        """Return the best of those that are shown to keep the accuracy, where it keeps the other terms."""
-        kept = [option for option in options if option.keeps_accuracy and self.keeps_terms(option)]
+        """Return the best of those that are shown to keep the accuracy, where it keeps the other terms, or of a slow model would if it were pruned."""
+        pruned = MOST_PRUNED if self.evaluator.budget.is_slow else 0.0
+        kept = [option for option in options if option.keeps_accuracy and self.keeps_terms(option, pruned)]
         return min(kept, key=self.rank, default=None)
 
-    def _is_far_behind(self, option: DeploymentOption, leader: DeploymentOption) -> bool:
-        """Return whether an int8 option could not win after pruning either; where speed isn't the objective nobody is.
+    def _cannot_win(self, option: DeploymentOption, leader: DeploymentOption) -> str:
+        """Return why an option could not win after pruning either: it is far slower, or of a slow model too large; where speed isn't the objective nothing is said.
 
-        Those of more bits, which lose less, are what is left should the leader fail on the held-out images.
+        Those of more bits than the leader has, which lose less, are what is left should it fail on the held-out images.
         """
-        own, best = option.race_result, leader.race_result
-        if (
-            self.evaluator.goal.objective != "speed"
-            or option.deployment.scheme not in INT8
-            or own is None
-            or best is None
-        ):
-            return False
-        return own.speedup_high * MAX_SHIFT < best.speedup_low
+        goal, own, best = self.evaluator.goal, option.race_result, leader.race_result
+        if goal.objective != "speed":
+            return ""
+        size = _model(option).size_bytes / self.baseline.footprint.size_bytes
+        if self.evaluator.budget.is_slow and size * (1 - MOST_PRUNED) > goal.max_size_ratio:
+            return "larger than the contract allows, even if it were pruned"
+        may_lose_less = option.deployment.scheme not in INT8 and leader.deployment.scheme in INT8
+        is_behind = own is not None and best is not None and own.speedup_high * MAX_SHIFT < best.speedup_low
+        return f"far behind {leader.deployment.name}" if is_behind and not may_lose_less else ""
 
     def _is_likely_to_lose(self, option: DeploymentOption) -> bool:
         """Return whether the KL of a slow model's option predicts a loss of more than is allowed: the first shard is to say so, or the contrary."""

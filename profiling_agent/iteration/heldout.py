@@ -47,7 +47,8 @@ def run_heldout_test(
 ) -> HeldoutTest:
     """Look at held-out images until the drop is shown inside the contract, or outside, or there are no more of them.
 
-    Of a slow model, without a time budget, no further than where those that are left could not show it inside even if they lost nothing.
+    Of a slow model, without a time budget, no further than where those that are left could not show it inside even if they lost nothing, nor than such a run is worth: time
+    knows nothing of the answers, so that stopping by it favours none.
     `candidate` was measured on the search images. The test is noted in the user's ledger first, which says how often it may
     be wrong; `fresh` says why no test before it is to count. The baseline sees the same images and no others.
     With `at_once` as many are looked at as the candidate was searched on, whatever they say: a sample of a fixed size, which says more.
@@ -62,7 +63,10 @@ def run_heldout_test(
     seen_in_search = -(-candidate.predictions.num_images // SHARD) * SHARD
     parts = iter([range(min(seen_in_search, heldout.num_images))]) if at_once else looks(heldout.num_images)
     for part in parts:
-        if seen and not evaluator.budget.has_time_for(_per_image_s(evaluator, seen, began_s) * len(part)):
+        part_s = _per_image_s(evaluator, seen, began_s) * len(part) if seen else 0.0
+        if seen and not evaluator.budget.has_time_for(part_s):
+            break
+        if seen >= MIN_HELDOUT and not evaluator.budget.is_worth(part_s):
             break
         baselines.append(evaluator.evaluate_baseline(heldout, part))
         candidates.append(

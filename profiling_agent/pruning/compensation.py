@@ -17,6 +17,8 @@ from profiling_agent.pruning.calibration import MIN_IMAGES, Calibration, regroup
 from profiling_agent.pruning.least_squares import compensate_units_
 from profiling_agent.records import Cut
 
+# What batch norms could still bring back is no more than this, where no more is left: as many nats go with a quarter of a point of top-1 (docs/decisions/LOG.md).
+NEGLIGIBLE_KL = 5e-3
 # Batch norms are estimated anew from whole batches of one size, whatever the run's: every batch weighs the same, and the
 # variance of few is poor.
 NORM_BATCH = 32
@@ -111,6 +113,8 @@ def _best(expected: Tensor, pruned: nn.Module, steps: Sequence[_Step], calibrati
     model, kept = copy.deepcopy(pruned), list[str]()
     before = kl = _finite(mean_kl(expected, _logits(pruned, calibration.judged())))
     for step in steps:
+        if kept and kl <= NEGLIGIBLE_KL:
+            break
         held = [tensor.clone() for tensor in step.changed(model)]
         step.run(model)
         stepped_kl = mean_kl(expected, _logits(model, calibration.judged()))

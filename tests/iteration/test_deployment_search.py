@@ -315,6 +315,27 @@ def test_what_was_far_behind_is_not_measured_once_something_faster_is_good_enoug
     assert ("far behind openvino static" in said["eager dynamic"]) is (objective == "speed")
 
 
+@pytest.mark.parametrize(("leads", "is_measured"), [("openvino static", True), ("openvino bfloat16", False)])
+def test_what_was_far_behind_is_measured_where_it_may_lose_less(tmp_path: Path, leads: str, is_measured):
+    held, _ = deployment_search(tmp_path, {leads: Made(speedup=5.0), "onnxruntime bfloat16": Made(speedup=3.0)})
+
+    assert ("inside the contract" in reasons(held)["onnxruntime bfloat16"]) is is_measured
+
+
+@pytest.mark.parametrize(("pass_s", "is_measured"), [(0.0005, True), (0.1, False)])
+def test_of_a_slow_model_what_stays_too_large_is_not_measured_beside_one_that_does_not(
+    tmp_path: Path, pass_s: float, is_measured
+):
+    # 55% of the bytes and 65%: with a fifth pruned, 44% and 52%.
+    deployments = {
+        "openvino bfloat16": Made(speedup=4.0, size_bytes=2200),
+        "eager bfloat16": Made(speedup=3.0, size_bytes=2600),
+    }
+    held, _ = deployment_search(tmp_path, deployments, pass_s=pass_s)
+
+    assert ("inside the contract" in reasons(held)["eager bfloat16"]) is is_measured
+
+
 @pytest.mark.parametrize(("pass_s", "num_shards"), [(0.0005, 4), (0.2, 3)])
 def test_a_slow_model_is_looked_at_on_three_shards_at_most(tmp_path: Path, pass_s: float, num_shards: int):
     # Twelve of 2,000 images are six in a thousand: neither inside nor outside by the first shard.

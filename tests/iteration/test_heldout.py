@@ -176,6 +176,31 @@ def test_of_a_slow_model_no_images_are_answered_that_can_show_nothing(
 
 
 @pytest.mark.parametrize(
+    ("spent_s", "pass_s", "time_budget_s", "seen"),
+    [
+        # Both models take 20 s a shard, a pass for each image is what is reckoned with, and 11,000 of them are 1,100 s.
+        (600.0, 0.1, None, 5000),
+        (900.0, 0.1, None, 3072),
+        (960.0, 0.1, None, 2048),
+        # As many as tell anything are looked at in any case, and all where time was asked for.
+        (2000.0, 0.1, None, 1024),
+        (2000.0, 0.1, 36000.0, 5000),
+        (2000.0, 0.0005, None, 5000),
+    ],
+)
+def test_a_slow_models_run_does_not_grow_for_a_surer_answer(
+    spent_s: float, pass_s: float, time_budget_s: float | None, seen: int, tmp_path: Path
+):
+    tester, jobs = evaluator(tmp_path, 5000, every(80))
+    settings = tester.settings.model_copy(update={"time_budget_s": time_budget_s})
+    tester = replace(tester, profile=made.profile(pass_s=pass_s), settings=settings)
+    jobs.shard_s = 10.0
+    jobs.timesheet.go_on_from(spent_s)
+
+    assert run_heldout_test(tester, MEASURED).candidate.predictions.num_images == seen
+
+
+@pytest.mark.parametrize(
     ("num_images", "discordant", "drop"), [(4096, 0.08, 0.016), (10_000, 0.08, 0.013), (4096, 0.06, 0.005)]
 )
 def test_whoever_loses_more_than_is_allowed_is_met_no_more_often_for_stopping(
