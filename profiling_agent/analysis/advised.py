@@ -1,6 +1,6 @@
 """Advised plan: by a language model, asked for with the evidence, held against the dry run, guarded, and told apart from the rules'."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar

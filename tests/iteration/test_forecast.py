@@ -67,7 +67,8 @@ def test_no_more_is_left_than_the_budget_has(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    "stage", ["acquisition", "profiling", "deployment_search", "analysis", "approval", *ROUND, "iterative_pruning", *LAST]
+    "stage",
+    ["acquisition", "profiling", "deployment_search", "analysis", "approval", *ROUND, "iterative_pruning", *LAST],
 )
 def test_what_is_left_shrinks_as_a_stage_goes_on_and_is_never_less_than_nothing(stage: str, tmp_path: Path):
     spent = [forecast(WORK, budget(tmp_path, 0.0), Standing(stage=stage, in_stage_s=used)) for used in (0.0, 40.0, 1e6)]

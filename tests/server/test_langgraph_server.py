@@ -45,7 +45,14 @@ def test_studio_sees_the_form_follows_a_run_answers_it_and_forks_it(  # noqa: PL
         thread = client.threads.create()["thread_id"]
         events = followed(client, thread, input=asked(world, tmp_path, approve="plan"))
         stages = list(dict.fromkeys(event["stage"] for event in events))
-        assert stages == ["acquisition", "input_shape_resolver", "profiling", "deployment_search", "analysis", "approval"]
+        assert stages == [
+            "acquisition",
+            "input_shape_resolver",
+            "profiling",
+            "deployment_search",
+            "analysis",
+            "approval",
+        ]
         (waiting,) = client.threads.get_state(thread)["interrupts"]
         assert waiting["value"]["choices"] == ["accept", "edit", "reject"]
 
