@@ -40,4 +40,4 @@ def test_an_old_run_without_a_report_is_refused_the_same_way(old: Path):
     said = CliRunner().invoke(app, ["show", str(old)], env={"COLUMNS": "200", "TERM": "dumb"})
 
     assert said.exit_code == 2
-    assert "with schema version 1, this version reads 5" in said.stderr
+    assert "with schema version 1, this version reads 6" in said.stderr
