@@ -7,6 +7,7 @@ from profiling_agent.artifacts.card import write_card
 from profiling_agent.artifacts.recipe import CARD
 from profiling_agent.files import make_folders
 from profiling_agent.iteration.finalists import torch_model
+from profiling_agent.iteration.finalize import finalize
 from profiling_agent.jobs.profile import profile_artifact, read_profile
 from profiling_agent.llm.ledger import note_end
 from profiling_agent.reporting.card import card_notes, card_rows
@@ -23,7 +24,9 @@ def report(state: RunState, session: RunSession) -> Update:
     assert state.profiled is not None, "profiling comes first"
     assert state.stopped is not None, "the loop says why it stopped"
     assert state.final is not None, "the verdict comes first"
-    evaluator, workspace, journal, final = session.evaluator(state), session.workspace, state.seen, state.final
+    evaluator, workspace, journal = session.evaluator(state), session.workspace, state.seen
+    # Whoever forked the run behind its verdict may have changed the contract.
+    final = state.final if state.final.goal == state.goal else finalize(evaluator, journal)
     best = final.winner.evaluation.model
     profiles = {"baseline": (state.profiled, evaluator.profile)}
     if (seen := torch_model(final.winner, journal, state.resolved.baseline)) != state.resolved.baseline:
@@ -58,4 +61,4 @@ def report(state: RunState, session: RunSession) -> Update:
     session.jobs.forget_images()
     note_end(workspace.root)
     session.close()
-    return {"report": written, "results_dir": str(folder)}
+    return {"verdict": written.verdict, "report": written, "results_dir": str(folder)}

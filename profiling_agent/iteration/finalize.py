@@ -25,10 +25,11 @@ DOUBTFUL = "is not shown to keep the accuracy on the search images, and nothing 
 class FinalChoice(Record):
     """The winner and everything the verdict rests on.
 
-    `variants` are the baseline and all that was measured on the search images; `screening` is the race that chose among them,
+    `goal` is the contract that it was made by. `variants` are the baseline and all that was measured on the search images; `screening` is the race that chose among them,
     `race` the sessions that tell what the winner is worth.
     """
 
+    goal: Goal
     winner: Candidate
     variants: tuple[Evaluation, ...]
     screening: Race | None = None
@@ -88,6 +89,7 @@ def finalize(evaluator: Evaluator, journal: Journal) -> FinalChoice:
         if _passes(tested, evaluator.goal):
             notes = (*notes, warning) if (warning := noise_warning(race)) else notes
             return FinalChoice(
+                goal=evaluator.goal,
                 winner=winner,
                 variants=variants,
                 screening=screening,
@@ -214,6 +216,7 @@ def _returned_baseline(
         held = first.test.baseline
     held = held or first_look(evaluator)
     return FinalChoice(
+        goal=evaluator.goal,
         winner=Candidate(variant=Variant.BASELINE, evaluation=journal.baseline),
         variants=variants,
         screening=screening,

@@ -20,7 +20,8 @@ from profiling_agent.cli.main import app
 from profiling_agent.errors import RequestError, RunError
 from profiling_agent.jobs.tasks import ResolvedShape
 from profiling_agent.llm.endpoint import Endpoint, key_for, trusted_addresses
-from profiling_agent.records import Approval, ArtifactRef
+from profiling_agent.records import Approval, ArtifactRef, Outcome
+from profiling_agent.reporting.results import read_report
 from profiling_agent.workspace import create_workspace
 
 KEY = "sk-very-secret"
@@ -176,6 +177,18 @@ def test_a_checkpoint_does_not_lead_into_another_runs_folder(finished: Path, tmp
         resume(run)
 
     assert {path: path.stat().st_mtime_ns for path in victim.rglob("*")} == before
+
+
+@pytest.mark.parametrize("until", ["verdict", "report"])
+def test_a_contract_that_was_changed_behind_it_is_what_the_verdict_is_by(finished: Path, tmp_path: Path, until: str):
+    before = read_report(finished)
+    run = edited(finished, tmp_path, {"max_size_ratio": 1e-6}, until=until)
+
+    report = resume(run)
+
+    assert report.verdict.outcome is not Outcome.MET
+    assert {term.name: term.required for term in report.verdict.terms}["size"] == report.goal.max_size_ratio == 1e-6
+    assert before.goal.max_size_ratio != 1e-6
 
 
 def test_a_namesake_elsewhere_is_another_run(finished: Path, tmp_path: Path):
