@@ -55,7 +55,7 @@ else:
     def hand_over(frame, event, argument):
         if event == "c_call" and argument.__name__ == "write" and ("processes" in frame.f_code.co_filename or "jobs" in frame.f_code.co_filename):
             frames = stack(frame)
-            nodes = [i for i, name in enumerate(frames) if name.startswith("agents/") and name.endswith((":pruning", ":quantization"))]
+            nodes = [i for i, name in enumerate(frames) if name.startswith("agents/") and name.endswith((":pruning", ":quantization", ":deployment_search"))]
             if nodes:
                 note(frames[nodes[-1]].rpartition(":")[2], frames[nodes[-1]:])
 
@@ -71,7 +71,7 @@ optimize(Request(model=sys.argv[1], dataset=sys.argv[2], output=sys.argv[3], run
 
 
 def counted(model: Path, data: Path) -> dict[str, list[list[str]]]:
-    """Return every stack seen in one run: of the nodes `pruning` and `quantization`, of `cut` and of `round`."""
+    """Return every stack seen in one run: of the nodes `pruning`, `quantization` and `deployment_search`, of `cut` and of `round`."""
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch, "frames.jsonl")
         Path(scratch, "sitecustomize.py").write_text(WATCH, encoding="utf-8")
