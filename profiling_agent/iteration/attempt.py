@@ -159,6 +159,7 @@ def open_journal(evaluator: Evaluator, plan: Plan) -> Journal:
             baseline=evaluator.evaluate_baseline(evaluator.acquired.search),
             baseline_latency_ms=evaluator.profile.headline.latency.median_ms,
             contract=contract,
+            wish=plan.quantization,
         )
     baseline = evaluator.evaluate_baseline(evaluator.acquired.search, range(SHARD))
     opened = Journal(baseline=baseline, contract=contract, wish=plan.quantization)
