@@ -71,6 +71,11 @@ class Budget:
         return self.pass_s > SLOW_PASS_S
 
     @property
+    def is_sparing(self) -> bool:
+        """Return whether the model is so slow that what gains little is left out, and nobody set a limit."""
+        return self.limit_s is None and self.is_slow
+
+    @property
     def is_short(self) -> bool:
         """Return whether the model is so fast that the run's time is mostly not its passes', and nobody set a limit."""
         return self.limit_s is None and not self.is_slow
@@ -81,8 +86,7 @@ class Budget:
 
     def is_worth(self, seconds: float) -> bool:
         """Return whether a run of a slow model without a limit may take so long yet for what only makes its answer surer."""
-        is_bound = self.is_slow and self.limit_s is None
-        return not is_bound or self.timesheet.spent_s + seconds <= MOST_PASSES * self.pass_s
+        return not self.is_sparing or self.timesheet.spent_s + seconds <= MOST_PASSES * self.pass_s
 
     def allows_slow_conversion(self) -> bool:
         """Return whether a deployment that takes minutes to make is worth it: of a run that is short without it, it isn't."""

@@ -209,9 +209,8 @@ class Trial:
 
     def _is_likely_to_lose(self, option: DeploymentOption) -> bool:
         """Return whether the KL of a slow model's option predicts a loss of more than is allowed: the first shard is to say so, or the contrary."""
-        budget, kl = self.evaluator.budget, option.deployed.kl if option.deployed else 0.0
-        saves = budget.is_slow and budget.limit_s is None
-        return saves and kl > max(NATS_A_POINT) * 100 * self.evaluator.goal.max_accuracy_drop
+        kl = option.deployed.kl if option.deployed else 0.0
+        return self.evaluator.budget.is_sparing and kl > max(NATS_A_POINT) * 100 * self.evaluator.goal.max_accuracy_drop
 
     def _promise(self, option: DeploymentOption) -> tuple[bool, float]:
         """Return how promising an option is before it is measured in full, least first; its memory isn't known."""

@@ -54,7 +54,7 @@ class Settings(Record):
 
 def most_searched(num_images: int, budget: Budget, goal: Goal) -> int:
     """Return how many of so many search images a model is looked at on; the paper's selection knows no fewer, nor has a run that was given its time."""
-    if goal.selection == "paper" or not budget.is_slow or budget.limit_s is not None:
+    if goal.selection == "paper" or not budget.is_sparing:
         return num_images
     # As many as can show the contract kept, in whole shards, where so many are there.
     least = least_images(goal.max_accuracy_drop, SEARCH_CONFIDENCE) or num_images

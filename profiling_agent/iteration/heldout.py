@@ -83,8 +83,10 @@ def run_heldout_test(
             drop = at_a_look(counts, len(baselines) + 1)
         if decide(counts, evaluator.goal.max_accuracy_drop, error_of(opening)) != "undecided":
             break
-        saves = evaluator.budget.is_slow and evaluator.budget.limit_s is None
-        if saves and is_in_vain(counts, heldout.num_images - seen, evaluator.goal.max_accuracy_drop, error_of(opening)):
+        left = heldout.num_images - seen
+        if evaluator.budget.is_sparing and is_in_vain(
+            counts, left, evaluator.goal.max_accuracy_drop, error_of(opening)
+        ):
             break
     return HeldoutTest(baseline=_joined(baselines), candidate=_joined(candidates, drop), opening=opening)
 

@@ -76,10 +76,10 @@ def _fits(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
 
 
 def _is_batch(value: Any) -> bool:
-    return type(value) in PLAIN and _is_plain(value) and value.dim() == BATCHED
+    return _is_plain(value) and value.dim() == BATCHED
 
 
-def _is_plain(tensor: Tensor) -> bool:
+def _is_plain(tensor: Any) -> bool:
     return type(tensor) in PLAIN and tensor.dtype == torch.float32 and tensor.device.type == "cpu"
 
 
