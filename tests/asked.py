@@ -103,7 +103,8 @@ def searched() -> DeploymentSearch:
             reason="top-1 fell by 0.0030",
         ),
     )
-    return DeploymentSearch(options=options, chosen=leads.deployment)
+    times = {f"vit.layers.{index}.mlp": 0.06 for index in range(NUM_UNITS)}
+    return DeploymentSearch(options=options, chosen=leads.deployment, unit_times=times)
 
 
 def tried(found: ModelProfile) -> tuple[Attempt, ...]:

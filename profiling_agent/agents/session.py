@@ -43,6 +43,7 @@ from profiling_agent.workspace import (
 EVALUATED = (
     *("acquired", "resolved", "profiled", "goal", "batch_size", "seed", "recover_epochs", "fresh_ledger"),
     *("num_sessions", "time_budget", "runtime_names", "quantize_dtype", "quantize_layers"),
+    *("planner", "endpoint", "advisor_object", "recorded"),
 )
 
 
@@ -196,6 +197,7 @@ class RunSession:
                 num_sessions=state.num_sessions,
                 fresh_ledger=state.fresh_ledger,
                 time_budget_s=state.time_budget_s,
+                is_advised=state.planner != "rules" and _has_advisor(state),
             ),
             choices=deployment_choices(state, state.acquired.source.device),
         )

@@ -172,7 +172,10 @@ def first_question(
 ) -> Question:
     """Return what the analysis agent asks; its evidence takes at most so many characters. Without a journal no deployment is known."""
     told: dict[str, object] = {**shortened(_sections(profile, goal, journal), max_characters, SPARE)}
-    told |= {"rules": _rules_text(rules, profile), "rejected": rejection_rows(journal.rejected if journal else ())}
+    told |= {
+        "rules": _rules_text(rules, profile, journal),
+        "rejected": rejection_rows(journal.rejected if journal else ()),
+    }
     return _question("analysis", profile, goal, setting, **told)
 
 
@@ -192,7 +195,10 @@ def next_question(  # noqa: PLR0913 (all that a plan is made from)
         **_sections(profile, goal, journal),
     }
     told: dict[str, object] = {**shortened(sections, max_characters, SPARE)}
-    told |= {"rules": _rules_text(rules, profile) if rules else "to stop", "rejected": rejection_rows(journal.rejected)}
+    told |= {
+        "rules": _rules_text(rules, profile, journal) if rules else "to stop",
+        "rejected": rejection_rows(journal.rejected),
+    }
     told |= {"attempts_left": attempts_left, "kl_so_far": kl_so_far(journal)}
     return _question("iterative_pruning", profile, goal, setting, **told)
 
@@ -200,7 +206,7 @@ def next_question(  # noqa: PLR0913 (all that a plan is made from)
 def _sections(profile: ModelProfile, goal: Goal, journal: Journal | None) -> dict[str, tuple[str, ...]]:
     return {
         "deployments": deployment_rows(journal.deployment_search, journal.baseline) if journal else (),
-        "groups": group_rows(profile),
+        "groups": group_rows(profile, journal.deployment_search if journal else None),
         "frontier": frontier_rows(profile, goal),
         "units": unit_rows(profile),
         "operators": operator_rows(profile),
@@ -208,13 +214,14 @@ def _sections(profile: ModelProfile, goal: Goal, journal: Journal | None) -> dic
     }
 
 
-def _rules_text(plan: Plan, profile: ModelProfile) -> str:
+def _rules_text(plan: Plan, profile: ModelProfile, journal: Journal | None) -> str:
     """Return the rules' plan with its dry run."""
     try:
         dry = dry_run(plan, profile)
     except PlanError as error:
         return f"{plan_text(plan)}\n  which can't be made: {quoted(str(error))}"
-    return f"{plan_text(plan)}\n  predicted: {predicted_text(dry, profile)}"
+    known = journal if plan.quantization is None else None
+    return f"{plan_text(plan)}\n  predicted: {predicted_text(dry, profile, known)}"
 
 
 def _question(agent: str, profile: ModelProfile, goal: Goal, setting: Setting, **told: object) -> Question:

@@ -14,6 +14,8 @@ from profiling_agent.analysis.groups import INDEX, Group, group_units
 from profiling_agent.llm.question import quoted
 from profiling_agent.records import (
     Cut,
+    Deployment,
+    DeploymentSearch,
     Goal,
     LayerProfile,
     ModelProfile,
@@ -35,8 +37,9 @@ MAX_OPERATORS, MAX_LAYERS = 6, 16
 # So many rows stay of sections that are shortened before others.
 FEW = 3
 GROUP_LEGEND = (
-    "name of the group: pattern | kind | units x width | % of params, MACs, time | weights, activations of a batch | all of them cut by half: "
-    "predicted KL in nats -> % of params, MACs, time that go, counted together; times are of eager float32, as of no other deployment they are known by layer"
+    "name of the group: pattern | kind | units x width | % of params, MACs, time in eager float32, time in the deployment that leads (what it computes "
+    "between two layers counts with the first; ? where its runtime doesn't tell) | weights, activations of a batch | all of them cut by half: predicted KL "
+    "in nats -> % of params, MACs, time in eager float32 that go, counted together"
 )
 FRONTIER_LEGEND = (
     "metric | % of params, MACs, time that go | predicted KL | share of the width that each group keeps, least to most"
@@ -58,9 +61,9 @@ def goal_text(goal: Goal) -> str:
     return f"{'; '.join(terms)}. Among models that keep this, the one with the best {goal.objective} wins."
 
 
-def group_rows(profile: ModelProfile) -> tuple[str, ...]:
+def group_rows(profile: ModelProfile, search: DeploymentSearch | None = None) -> tuple[str, ...]:
     """Return a row for each group of units, as GROUP_LEGEND says, largest share of MACs first."""
-    return tuple(f"{name}: {_group_row(group, profile)}" for name, group in named_groups(profile).items())
+    return tuple(f"{name}: {_group_row(group, profile, search)}" for name, group in named_groups(profile).items())
 
 
 def named_groups(profile: ModelProfile) -> dict[str, Group]:
@@ -68,7 +71,7 @@ def named_groups(profile: ModelProfile) -> dict[str, Group]:
     return {f"G{number}": group for number, group in enumerate(group_units(profile), start=1)}
 
 
-def _group_row(group: Group, profile: ModelProfile) -> str:
+def _group_row(group: Group, profile: ModelProfile, search: DeploymentSearch | None) -> str:
     held = {name for unit in group.units for name in (*unit.members, unit.name)}
     layers = [row for row in profile.layers if row.name in held]
     activations = sum(row.activation_bytes for row in layers)
@@ -77,13 +80,22 @@ def _group_row(group: Group, profile: ModelProfile) -> str:
         quoted(group.pattern),
         group.kind,
         f"{len(group.units)} x {group.width}",
-        f"{group.params_share:.1%}, {group.macs_share:.1%}, {group.latency_share:.1%}",
+        f"{group.params_share:.1%}, {group.macs_share:.1%}, {group.latency_share:.1%}, {_leading_share(group, search)}",
         f"{_mb(weights)}, {_mb(activations)}",
     ]
     cuts = [cut for unit in group.units if (cut := _cut(profile, unit, HALF))]
     if not cuts or profile.evidence is None:
         return " | ".join((*parts, "no evidence"))
     return " | ".join((*parts, f"{predicted_kl(cuts, profile.evidence) or 0.0:.2g} -> {_shares(cuts, profile)}"))
+
+
+def _leading_share(group: Group, search: DeploymentSearch | None) -> str:
+    """Return the group's share of a pass in the deployment that leads; eager float32 leads where no other was chosen."""
+    if search is None or search.chosen in (None, Deployment()):
+        return f"{group.latency_share:.1%}"
+    if not search.unit_times:
+        return "?"
+    return f"{sum(search.unit_times.get(unit.name, 0.0) for unit in group.units):.1%}"
 
 
 def _cut(profile: ModelProfile, unit: Unit, share: float) -> Cut | None:

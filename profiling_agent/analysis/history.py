@@ -42,20 +42,30 @@ def _attempt_row(attempt: Attempt, journal: Journal, profile: ModelProfile) -> s
         f"attempt {attempt.number}{by}: {plan_text(attempt.plan)}",
         *(f"  before it was applied, {line}" for line in done),
     ]
-    lines.append(f"  predicted: {predicted_text(dry, profile)}" if dry else "  nothing could be predicted")
+    known = journal if journal.is_as_leading(attempt) else None
+    lines.append(f"  predicted: {predicted_text(dry, profile, known)}" if dry else "  nothing could be predicted")
     lines.append(f"  measured: {_measured(attempt, journal)}")
     lines.append(f"  {'accepted' if attempt.accepted else 'refused'}: {quoted(attempt.reason)}")
     return "\n".join(lines)
 
 
-def predicted_text(dry: DryRun, profile: ModelProfile) -> str:
-    """Return what a dry run says, with the widths by group."""
+def predicted_text(dry: DryRun, profile: ModelProfile, journal: Journal | None = None) -> str:
+    """Return what a dry run says, with the widths by group, and with the bytes where it would be deployed in what leads in the journal."""
     told = f"params {1 - dry.params / profile.params:.1%} less, MACs {1 - dry.macs / max(profile.macs, 1):.1%} less"
+    if journal is not None:
+        told += f", about {_leading_size(journal) * dry.params / profile.params:.1%} of the baseline's bytes as deployed"
     if dry.kl is not None:
         few, many = sorted(dry.kl / nats / 100 for nats in NATS_A_POINT)
         told += f", KL {dry.kl:.2g} (about {few:.2%} to {many:.2%} of top-1)"
     told += f", time {dry.latency_saved:.1%} less" if dry.latency_saved is not None else ""
     return f"{told}; kept: {widths_text(dry.cuts, profile)}"
+
+
+def _leading_size(journal: Journal) -> float:
+    """Return the bytes of the unpruned model in the deployment that leads, as a share of the baseline's."""
+    search = journal.deployment_search
+    made = search.of(search.chosen).deployed if search and search.chosen else None
+    return made.model.size_bytes / journal.baseline.footprint.size_bytes if made else 1.0
 
 
 def _measured(attempt: Attempt, journal: Journal) -> str:

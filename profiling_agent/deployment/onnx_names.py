@@ -5,12 +5,12 @@ from collections.abc import Collection
 
 import onnx
 
+from profiling_agent.deployment.protocol import MODULE
+
 # The operators that linear layers and convolutions become.
 LAYER_OPS = ("MatMul", "Gemm", "Conv")
 # What torch's exporter writes beside each node: the names of the modules that it was called in, outermost first.
 SCOPES = "pkg.torch.onnx.name_scopes"
-# The exported function holds the model under this name.
-PREFIX = "model."
 # A convolution that swallowed its norm is noted under the norm's name.
 WEIGHT = ".weight"
 
@@ -24,6 +24,15 @@ def nodes_of_layers(model: onnx.ModelProto, layers: Collection[str], ops: Collec
     return found
 
 
+def layers_by_name(model: onnx.ModelProto) -> dict[str, str]:
+    """Return the layer that each node stands for, by the node's name and by those of what it computes; nodes of no layer are left out."""
+    found: dict[str, str] = {}
+    for node in model.graph.node:
+        if layer := layer_of(node):
+            found |= dict.fromkeys((node.name, *node.output), layer)
+    return found
+
+
 def is_convnet(model: onnx.ModelProto) -> bool:
     """Return whether most layers are convolutions."""
     ops = [node.op_type for node in model.graph.node]
@@ -32,9 +41,9 @@ def is_convnet(model: onnx.ModelProto) -> bool:
 
 def layer_of(node: onnx.NodeProto) -> str:
     """Return the name of the module that a node stands for, by its weight or, where that has none, by its scope."""
-    named = [name for name in node.input if name.startswith(PREFIX) and name.endswith(WEIGHT)]
+    named = [name for name in node.input if name.startswith(MODULE) and name.endswith(WEIGHT)]
     if named:
-        return named[0].removeprefix(PREFIX).removesuffix(WEIGHT)
+        return named[0].removeprefix(MODULE).removesuffix(WEIGHT)
     noted = next((entry.value for entry in node.metadata_props if entry.key == SCOPES), "")
-    scopes = [name for name in (ast.literal_eval(noted) if noted else ()) if name.startswith(PREFIX)]
-    return scopes[-1].removeprefix(PREFIX) if scopes else ""
+    scopes = [name for name in (ast.literal_eval(noted) if noted else ()) if name.startswith(MODULE)]
+    return scopes[-1].removeprefix(MODULE) if scopes else ""

@@ -1,21 +1,26 @@
 """ONNX Runtime on the CPU: float32, its dynamic int8, and static int8 as pairs of quantize and dequantize."""
 
+import json
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from profiling_agent.artifacts.recipe import ONNX, Recipe
 from profiling_agent.deployment.batches import check_fixed_batch
-from profiling_agent.deployment.protocol import INPUT, OUTPUT, Batch, missing_packages
+from profiling_agent.deployment.protocol import INPUT, OUTPUT, Batch, OperatorTime, missing_packages
 from profiling_agent.errors import ArtifactError
 from profiling_agent.foreign import foreign_code, on_behalf
 from profiling_agent.processes.busy import waits_passively
 from profiling_agent.records import Scheme
 
 if TYPE_CHECKING:
-    from onnxruntime import InferenceSession
+    from onnxruntime import InferenceSession, SessionOptions
 
+# What a profile calls the time of a node's kernel: the node's name, and this.
+KERNEL = "_kernel_time"
 
 CONVERSION = "profiling_agent.deployment.onnx_runtime_conversion:write_deployment"
 
@@ -62,6 +67,41 @@ class OnnxSession:
 
 def open(folder: Path, recipe: Recipe, *, device: str, num_threads: int | None) -> OnnxSession:  # noqa: ARG001 (every runtime's name and signature)
     """Open a saved folder; without `num_threads` there is a thread for each core."""
+    return OnnxSession(_session(folder, _options(num_threads)))
+
+
+def operator_times(
+    folder: Path,
+    recipe: Recipe,  # noqa: ARG001 (every runtime's name and signature)
+    pixel_values: Batch,
+    *,
+    num_threads: int,
+    passes: int,
+) -> list[OperatorTime]:
+    """Return the nodes of the graph that ONNX Runtime makes of a saved one, in their order: the median over `passes`."""
+    import onnx
+
+    with tempfile.TemporaryDirectory() as scratch:
+        options, graph = _options(num_threads), Path(scratch) / "optimized.onnx"
+        options.enable_profiling = True
+        options.profile_file_prefix = str(Path(scratch) / "profile")
+        # The nodes that it fused are known by what they compute, which keeps its name.
+        options.optimized_model_filepath = str(graph)
+        session = _session(folder, options)
+        opened = OnnxSession(session)
+        # The first pass finds nothing where it will be, and isn't counted.
+        for _ in range(passes + 1):
+            opened.run(pixel_values)
+        told = json.loads(Path(session.end_profiling()).read_text(encoding="utf-8"))
+        computed = {node.name: tuple(node.output) for node in onnx.load(graph, load_external_data=False).graph.node}
+    took: dict[str, list[float]] = {}
+    for event in told:
+        if event.get("cat") == "Node" and event["name"].endswith(KERNEL):
+            took.setdefault(event["name"].removesuffix(KERNEL), []).append(event["dur"] / 1e3)
+    return [OperatorTime(names=(name, *computed.get(name, ())), ms=median(ms[1:] or ms)) for name, ms in took.items()]
+
+
+def _options(num_threads: int | None) -> "SessionOptions":
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -74,6 +114,12 @@ def open(folder: Path, recipe: Recipe, *, device: str, num_threads: int | None) 
     options.add_session_config_entry("session.force_spinning_stop", "1")
     if waits_passively():
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    return options
+
+
+def _session(folder: Path, options: "SessionOptions") -> "InferenceSession":
+    import onnxruntime
+
     path = str(folder / ONNX)
 
     def refuse(said: str) -> ArtifactError:
@@ -84,4 +130,4 @@ def open(folder: Path, recipe: Recipe, *, device: str, num_threads: int | None) 
     inputs, outputs = session.get_inputs(), [output.name for output in session.get_outputs()]
     if [taken.name for taken in inputs] != [INPUT] or len(inputs[0].shape) != 4 or OUTPUT not in outputs:
         raise refuse(f"it doesn't turn {INPUT} of four dimensions into {OUTPUT}")
-    return OnnxSession(session)
+    return session

@@ -4,11 +4,12 @@ import re
 import time
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from profiling_agent.artifacts.recipe import IR, Recipe
 from profiling_agent.deployment.batches import check_fixed_batch
-from profiling_agent.deployment.protocol import Batch, missing_packages
+from profiling_agent.deployment.protocol import MODULE, Batch, OperatorTime, missing_packages
 from profiling_agent.errors import ArtifactError
 from profiling_agent.files import open_regular
 from profiling_agent.foreign import foreign_code, on_behalf
@@ -26,6 +27,10 @@ OF_IMAGES = 4
 MAX_BEGINNING = 2**16
 GRAPH = re.compile(rb'\s*(<\?xml[^<>]*\?>)?\s*<net\s[^<>]*\bversion="1[01]"')
 ANY_SIZE: frozenset[Scheme] = frozenset({"static"})
+# What becomes of layers in its graphs, what lies between them and their weights, and where an operator that was fused notes what it was made of.
+LAYER_TYPES = ("MatMul", "Convolution", "GroupConvolution")
+WEIGHED = ("Convert", "FakeQuantize", "Multiply", "Reshape", "Subtract", "Transpose")
+ORIGINALS = "originalLayersNames"
 
 
 CONVERSION = "profiling_agent.deployment.open_vino_conversion:write_deployment"
@@ -44,14 +49,17 @@ def schemes(device: str) -> tuple[Scheme, ...]:
 class OpenVinoSession:
     """An OpenVINO graph, compiled for each batch size that it is given, or once for all."""
 
-    def __init__(self, core: Any, path: Path, *, scheme: Scheme, num_threads: int | None) -> None:
-        """Read the graph; ArtifactError where it can't be read."""
+    def __init__(
+        self, core: Any, path: Path, *, scheme: Scheme, num_threads: int | None, profiled: bool = False
+    ) -> None:
+        """Read the graph; ArtifactError where it can't be read. One that is `profiled` counts what its operators take."""
         self._is_for_any_size = scheme in ANY_SIZE
         self._core, self._path = core, path
         self._properties: dict[str, Any] = {
             "INFERENCE_PRECISION_HINT": PRECISIONS.get(scheme, "f32"),
             "NUM_STREAMS": 1,
             "PERFORMANCE_HINT": "LATENCY",
+            "PERF_COUNT": profiled,
         }
         if num_threads:
             self._properties["INFERENCE_NUM_THREADS"] = num_threads
@@ -117,7 +125,56 @@ class OpenVinoSession:
         return run_once
 
 
+    def operator_times(self, pixel_values: Batch, passes: int) -> list[OperatorTime]:
+        """Return the operators of a profiled graph in their order: the median over `passes`."""
+        request = self._request(pixel_values)
+        took: dict[str, list[float]] = {}
+        # The first pass finds nothing where it will be, and isn't counted.
+        for number in range(passes + 1):
+            self.run(pixel_values)
+            for row in request.get_profiling_info() if number else ():
+                took.setdefault(row.node_name, []).append(row.real_time.total_seconds() * 1e3)
+        compiled, layers = request.get_compiled_model().get_runtime_model(), layers_by_weight(self._read())
+        made_of = {op.get_friendly_name(): op.get_rt_info()[ORIGINALS].astype(str).split(",") for op in compiled.get_ops()}
+        names = {name: [original(part) for part in (name, *made_of.get(name, ()))] for name in took}
+        return [
+            OperatorTime(names=(*(layers[part] for part in names[name] if part in layers), *names[name]), ms=median(ms))
+            for name, ms in took.items()
+        ]
+
+
+def layers_by_weight(model: Any) -> dict[str, str]:
+    """Return by the names of operators the layers whose weights they read, as far as weights still have the names that they were exported with."""
+    found: dict[str, str] = {}
+    for op in model.get_ops():
+        if op.get_type_name() not in LAYER_TYPES:
+            continue
+        # Weights come second, after what they are quantized by.
+        sources = [op.input(1).get_source_output().get_node()]
+        while sources:
+            source = sources.pop()
+            if source.get_type_name() in WEIGHED:
+                sources += [taken.get_source_output().get_node() for taken in source.inputs()]
+            elif source.get_type_name() == "Constant" and (name := source.get_friendly_name()).startswith(MODULE):
+                found[original(op.get_friendly_name())] = name.rpartition(".")[0]
+    return found
+
+
+def original(name: str) -> str:
+    """Return the exported node's name; of one that became several, as a convolution and its bias, all begin with it."""
+    return name.split("/", maxsplit=1)[0]
+
+
 def open(folder: Path, recipe: Recipe, *, device: str, num_threads: int | None) -> OpenVinoSession:  # noqa: ARG001 (every runtime's name and signature)
     """Open a saved folder; without `num_threads` there is a thread for each core."""
     core = import_openvino().Core()
     return OpenVinoSession(core, folder / IR, scheme=recipe.deployment.scheme, num_threads=num_threads)
+
+
+def operator_times(
+    folder: Path, recipe: Recipe, pixel_values: Batch, *, num_threads: int, passes: int
+) -> list[OperatorTime]:
+    """Return the operators of the graph that OpenVINO makes of a saved one, in their order: the median over `passes`."""
+    scheme, core = recipe.deployment.scheme, import_openvino().Core()
+    session = OpenVinoSession(core, folder / IR, scheme=scheme, num_threads=num_threads, profiled=True)
+    return session.operator_times(pixel_values, passes)

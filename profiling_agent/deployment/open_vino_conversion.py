@@ -16,6 +16,7 @@ from profiling_agent.artifacts.recipe import IR, PreparedFiles, QuantizedLayer
 from profiling_agent.deployment.choices import recommended
 from profiling_agent.deployment.onnx_export import write_graph
 from profiling_agent.deployment.onnx_names import LAYER_OPS, is_convnet, nodes_of_layers
+from profiling_agent.deployment.open_vino import LAYER_TYPES, original
 from profiling_agent.deployment.protocol import INPUT, Batch, Source, missing_packages
 from profiling_agent.deployment.torch_conversion import calibration_batches
 from profiling_agent.documents import first_line
@@ -28,8 +29,6 @@ from profiling_agent.records import Deployment
 # Below this a constant is a scale or a small bias, of which there are many and which together are nothing.
 LARGE_BYTES = 2048
 SHAPING = ("Reshape", "Transpose", "Unsqueeze")
-# What becomes of the layers' operators in OpenVINO's graph.
-LAYER_TYPES = ("MatMul", "Convolution", "GroupConvolution")
 
 
 def write_deployment(source: Source, deployment: Deployment, folder: Path) -> PreparedFiles:
@@ -150,7 +149,7 @@ def _quantized(model: Any, images: Batch, kept: Collection[str], *, is_transform
         names = [
             name
             for op in model.get_ops()
-            if op.get_type_name() in LAYER_TYPES and _node_of(name := op.get_friendly_name()) in kept
+            if op.get_type_name() in LAYER_TYPES and original(name := op.get_friendly_name()) in kept
         ]
         random_state = torch.get_rng_state()
         try:
@@ -170,8 +169,3 @@ def _quantized(model: Any, images: Batch, kept: Collection[str], *, is_transform
 
 def _single(images: Batch) -> Iterator[dict[str, Batch]]:
     return ({INPUT: image[None]} for image in images)
-
-
-def _node_of(name: str) -> str:
-    """Return the ONNX node's name; of one that became several, as a convolution and its bias, all begin with it."""
-    return name.split("/", maxsplit=1)[0]

@@ -15,6 +15,8 @@ from profiling_agent.records import Deployment, Scheme
 Batch = NDArray[np.float32]
 # What goes in and what comes out, by the names that exported graphs have for them.
 INPUT, OUTPUT = "pixel_values", "logits"
+# What the names of the model's parts begin with in exported graphs: the exported function holds the model under this name.
+MODULE = "model."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +47,32 @@ class ModelSession(Protocol):
 
     def bound(self, pixel_values: Batch) -> Callable[[], float]:
         """Return a function that runs these images once and, when it is done, returns the milliseconds it took."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperatorTime:
+    """What one operator of a runtime's own graph takes of a pass; `names` are those it has in graphs that the runtime was given.
+
+    A name that begins with `MODULE` is the layer itself; all others are of an exported graph.
+    """
+
+    names: tuple[str, ...]
+    ms: float
+
+
+@runtime_checkable
+class TimesOperators(Protocol):
+    """A runtime that tells what the parts of a pass take."""
+
+    def operator_times(
+        self, folder: Path, recipe: Recipe, pixel_values: Batch, *, num_threads: int, passes: int
+    ) -> list[OperatorTime]:
+        """Return the operators of a saved model in the order in which they run: the median over `passes`, on the CPU.
+
+        Raises:
+            ArtifactError: the files can't be read, or the runtime can't run them.
+        """
         ...
 
 

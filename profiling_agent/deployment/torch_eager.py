@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from profiling_agent.artifacts.recipe import Recipe
+from profiling_agent.deployment.protocol import MODULE, Batch, OperatorTime
 from profiling_agent.records import Scheme
 
 if TYPE_CHECKING:
@@ -34,3 +35,14 @@ def open(folder: Path, recipe: Recipe, *, device: str, num_threads: int | None) 
     if num_threads:
         pin_threads(num_threads)
     return TorchSession(on_device(load_module(folder, verify=False), device), device=device)
+
+
+def operator_times(
+    folder: Path, recipe: Recipe, pixel_values: Batch, *, num_threads: int, passes: int
+) -> list[OperatorTime]:
+    """Return the modules of a saved model, each without its children: the median over `passes`."""
+    from profiling_agent.profiling.layers import layer_latency
+
+    session = open(folder, recipe, device="cpu", num_threads=num_threads)
+    took = layer_latency(session.module, session.to_device(pixel_values), passes=passes)
+    return [OperatorTime(names=(MODULE + name,), ms=ms) for name, ms in took.items()]

@@ -2,7 +2,7 @@
 
 from profiling_agent.analysis.dry_run import dry_run
 from profiling_agent.errors import ArtifactError, JobError, PlanError, PruningError
-from profiling_agent.iteration.deployment_search import as_search, try_deployments
+from profiling_agent.iteration.deployment_search import as_search, try_deployments, with_unit_times
 from profiling_agent.iteration.deployments import DeploymentChoices, by_promise, possible_deployments, why_undeployable
 from profiling_agent.iteration.evaluator import Evaluator
 from profiling_agent.iteration.judge import hopeless_kl, judge
@@ -168,6 +168,8 @@ def open_journal(evaluator: Evaluator, plan: Plan) -> Journal:
         return opened
     tried = try_deployments(evaluator, evaluator.baseline, deployments, baseline)
     search = as_search(tried, evaluator.choices.notes)
+    if evaluator.settings.is_advised and evaluator.device == "cpu" and tried.best is not None:
+        search = with_unit_times(evaluator, search, tried.best)
     quantized = search.of(search.chosen).evaluation if search.chosen else None
     return opened.model_copy(update={"deployment_search": search, "quantized": quantized})
 

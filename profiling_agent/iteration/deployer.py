@@ -56,18 +56,22 @@ class Deployer:
 
     def deploy_task(self, model: ArtifactRef, deployment: Deployment) -> DeployTask:
         """Return the job that converts a float32 model as it is; where the runtime reads ONNX, that is written first."""
-        name = deployment.runtime
-        reads_onnx = name in READS_ONNX and (name, deployment.scheme) != ("openvino", "static")
         return DeployTask(
             model=model,
             deployment=deployment,
             calibration=self.calibration,
-            onnx=self.jobs.run(ExportTask(model=model)).onnx if reads_onnx else None,
+            onnx=self.exported(model, deployment),
             batch_size=self.batch_size,
             device=self.device,
             # Converters and compilers of other runtimes crash and hang.
-            isolated=name != "eager",
+            isolated=deployment.runtime != "eager",
         )
+
+    def exported(self, model: ArtifactRef, deployment: Deployment) -> ArtifactRef | None:
+        """Return a float32 model as ONNX, written where it isn't yet; None where the runtime reads none for this deployment."""
+        name = deployment.runtime
+        reads_onnx = name in READS_ONNX and (name, deployment.scheme) != ("openvino", "static")
+        return self.jobs.run(ExportTask(model=model)).onnx if reads_onnx else None
 
 
 def _with_kept(deployment: Deployment, tuned: Tuned) -> Deployment:

@@ -16,6 +16,7 @@ from profiling_agent.iteration.deployments import INT8, MOST_PRUNED, SLOW_TO_MAK
 from profiling_agent.iteration.evaluator import Evaluator
 from profiling_agent.iteration.judge import hopeless_kl, is_doubtful, judge
 from profiling_agent.iteration.selection import preference, size_ratio
+from profiling_agent.jobs.tasks import LayerTimesTask
 from profiling_agent.records import (
     ArtifactRef,
     DeployedModel,
@@ -67,6 +68,30 @@ def as_search(tried: TriedDeployments, notes: tuple[str, ...]) -> DeploymentSear
         chosen=tried.best.deployment if tried.best else None,
         notes=notes,
     )
+
+
+def with_unit_times(evaluator: Evaluator, search: DeploymentSearch, chosen: DeploymentOption) -> DeploymentSearch:
+    """Return the search with what each unit takes of a pass of the `chosen` deployment; where its runtime doesn't tell, with a note of why."""
+    assert chosen.deployed is not None, "what was chosen was made"
+    model = chosen.tuned.model if chosen.tuned else evaluator.baseline
+    try:
+        exported = evaluator.deployer.exported(model, chosen.deployment)
+        told = evaluator.jobs.run(
+            LayerTimesTask(
+                model=chosen.deployed.model,
+                onnx=exported,
+                batch_size=evaluator.settings.batch_size,
+            )
+        )
+    except REFUSALS as error:
+        note = f"what the parts of a pass take in {chosen.deployment.name} isn't known: {error}"
+        return search.model_copy(update={"notes": (*search.notes, note)})
+    whole = sum(told.layers.values()) or 1.0
+    shares = {
+        unit.name: round(sum(told.layers.get(name, 0.0) for name in {*unit.members, unit.name}) / whole, 5)
+        for unit in evaluator.profile.units
+    }
+    return search.model_copy(update={"unit_times": shares})
 
 
 def try_deployments(

@@ -50,6 +50,7 @@ class Settings(Record):
     num_sessions: int = NUM_SESSIONS
     fresh_ledger: str | None = None
     time_budget_s: float | None = None
+    is_advised: bool = False
 
 
 def most_searched(num_images: int, budget: Budget, goal: Goal) -> int:

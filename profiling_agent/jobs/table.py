@@ -74,6 +74,7 @@ TABLE: Table = {
     tasks.MemoryTask: JobRow(
         handler="profiling_agent.jobs.handlers.timing:memory", torch=False, isolated_timeout_s=HOUR / 2
     ),
+    tasks.LayerTimesTask: JobRow(handler="profiling_agent.jobs.handlers.timing:layer_times", torch=False, timed=True),
 }
 
 # What programs of jobs import: all handlers, and what those import only when they need it, as nearly every run does.

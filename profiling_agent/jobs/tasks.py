@@ -435,6 +435,23 @@ class MemoryTask(Task[MemoryUse]):
     device: str = "cpu"
 
 
+class LayerTimes(Record):
+    """Milliseconds that each layer of a deployed model takes of a pass over a batch, by its name in the model."""
+
+    layers: dict[str, float]
+
+
+class LayerTimesTask(Task[LayerTimes]):
+    """Ask a model's runtime what the parts of a pass take; `onnx` is the file that the runtime was given, where it was given one."""
+
+    result: ClassVar[type[Record]] = LayerTimes
+    uses_runtimes: ClassVar[bool] = True
+    isolated: bool = True
+    model: ArtifactRef
+    onnx: ArtifactRef | None = None
+    batch_size: int
+
+
 class PaperBaseline(Record):
     """What a baseline came to; `speedup` is over the unpruned model, by turns in one process of one runtime."""
 

@@ -66,6 +66,10 @@ class DeploymentSearch(Record):
     options: tuple[DeploymentOption, ...]
     chosen: Deployment | None
     notes: tuple[str, ...] = ()
+    unit_times: dict[str, float] = Field(
+        default_factory=dict,
+        description="share of a pass in the chosen deployment that each unit takes, by its name; asked for where a language model plans",
+    )
 
     def of(self, deployment: Deployment) -> DeploymentOption:
         """Return the option of a deployment that was tried."""

@@ -1,6 +1,6 @@
 """The deployment search on scripted jobs: each deployment's conversion, answers and times are made up; the decisions are real."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -442,6 +442,45 @@ def test_a_contract_that_has_changed_chooses_again_and_keeps_the_attempts(tmp_pa
     assert again.deployment.name == "eager dynamic"
     assert again.attempts == opened.attempts
     assert reopened(strict, again) is again
+
+
+class Telling(Script):
+    """Jobs that know what layers take; those of attention and MLPs, and a norm that is no unit's."""
+
+    def LayerTimesTask(self, task):  # noqa: N802
+        does = self.deployments[task.model.path.removeprefix("jobs/")]
+        if does.crashes:
+            raise JobError("openvino says nothing")
+        return tasks.LayerTimes(layers={"vit.layers.0.mlp.fc1": 3.0, "vit.layers.0.mlp.fc2": 1.0, "vit.layernorm": 4.0})
+
+
+@pytest.mark.parametrize("is_advised", [True, False])
+def test_a_language_model_is_told_what_units_take_in_the_deployment_that_leads(tmp_path: Path, is_advised: bool):
+    choices = DeploymentChoices({"openvino": ("static",)}, ASKED_SCHEMES["auto"])
+    evaluator, script = evaluator_of(
+        tmp_path, {"openvino static": Made(speedup=4.0)}, choices=choices, scripted=Telling
+    )
+    asked = replace(evaluator, settings=evaluator.settings.model_copy(update={"is_advised": is_advised}))
+
+    search = open_journal(asked, Plan()).deployment_search
+
+    assert search is not None
+    first, *others = [unit.name for unit in evaluator.profile.units]
+    assert search.unit_times == ({first: 0.5} | dict.fromkeys(others, 0.0) if is_advised else {})
+    assert any(isinstance(task, tasks.LayerTimesTask) for task in script.asked) == is_advised
+
+
+def test_a_runtime_that_does_not_tell_costs_the_search_nothing(tmp_path: Path):
+    choices = DeploymentChoices({"openvino": ("static",)}, ASKED_SCHEMES["auto"])
+    evaluator, _ = evaluator_of(tmp_path, {"openvino static": Made(crashes=True)}, choices=choices, scripted=Telling)
+    asked = replace(evaluator, settings=evaluator.settings.model_copy(update={"is_advised": True}))
+
+    search = open_journal(asked, Plan()).deployment_search
+
+    assert search is not None
+    assert search.chosen is not None
+    assert search.unit_times == {}
+    assert search.notes[-1] == "what the parts of a pass take in openvino static isn't known: openvino says nothing"
 
 
 def test_what_promises_most_is_made_first_and_what_compiles_for_minutes_last(tmp_path: Path):

@@ -94,6 +94,7 @@ def traced(agent: str) -> dict[str, str]:
     changed = 0.03 if agent == "analysis" else CHANGED
     said(f"{NUM_SEARCHED}, {changed:.1%}, {largest_loss(changed):.2%}", "judge.rule_text")
     said(f"{NUM_UNITS} x {WIDTH}, {(PARAMS - 64) / PARAMS:.1%}, 100.0%, {48 / 49:.1%}", "profile.units, layers")
+    said(f"{NUM_UNITS * 0.06:.1%}", "journal.deployment_search.unit_times")
     # The bytes are those of 4,000 in all; activations are 4 x 512 a layer.
     said(f"{4000 * (PARAMS - 64) // PARAMS / 1e6:.3g} MB, {24 * 4 * WIDTH / 1e6:.3g} MB", "profile.layers")
     # At half of 512, which is a width, the fifth cheapest of each: eleven units and the dear one.
@@ -114,6 +115,7 @@ def traced(agent: str) -> dict[str, str]:
     dry = tried(found)[1].dry_run
     assert dry is not None
     said(predicted(dry.params, dry.kl), "the rules' dry run")
+    said(deployed_bytes(dry.params), "deployment_search, the bytes of the one that leads")
     return sources
 
 
@@ -123,6 +125,11 @@ def predicted(params: int, kl: float | None) -> str:
     least = cheapest()[gone]
     assert kl == pytest.approx(least, rel=1e-3)
     return f"{shares(gone)}, {least:.2g}, {least / 0.02 / 100:.2%} {least / 0.01 / 100:.2%}"
+
+
+def deployed_bytes(params: int) -> str:
+    """Return the bytes that a model of so many params is predicted to have: those of the 1,240 of 4,000 that the unpruned one has."""
+    return f"{1240 / 4000 * params / PARAMS:.1%}"
 
 
 def told_of_attempts() -> str:
@@ -140,7 +147,8 @@ def told_of_attempts() -> str:
         assert row.deployed is not None
         assert row.deployed.drop is not None
         drop, size = row.deployed.drop, row.deployed.footprint.size_bytes / 4000
-        told += [predicted(row.dry_run.params, row.dry_run.kl), f"{row.calibration_kl:.2g}", speed(row.race_result)]
+        told += [predicted(row.dry_run.params, row.dry_run.kl), deployed_bytes(row.dry_run.params)]
+        told += [f"{row.calibration_kl:.2g}", speed(row.race_result)]
         told.append(f"{drop.drop:.2%} {drop.low:.2%} {drop.high:.2%} {drop.num_images} {size:.1%}")
         ratios.append(row.calibration_kl / row.dry_run.kl)
     return " ".join([*told, f"{min(ratios):.2g} {max(ratios):.2g} 2"])

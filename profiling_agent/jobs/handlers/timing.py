@@ -4,9 +4,18 @@ from profiling_agent.artifacts.folder import open_folder
 from profiling_agent.benchmarking import race as races
 from profiling_agent.benchmarking import throughput as throughputs
 from profiling_agent.benchmarking.headline import measure_headline
+from profiling_agent.deployment import layer_times as layers
 from profiling_agent.deployment.registry import open_session
 from profiling_agent.jobs.context import JobContext
-from profiling_agent.jobs.tasks import HeadlineTask, MemoryTask, RaceTask, SessionTask, ThroughputTask
+from profiling_agent.jobs.tasks import (
+    HeadlineTask,
+    LayerTimes,
+    LayerTimesTask,
+    MemoryTask,
+    RaceTask,
+    SessionTask,
+    ThroughputTask,
+)
 from profiling_agent.processes.started import inherited
 from profiling_agent.records import Headline, MemoryUse, Race, Throughputs
 from profiling_agent.reproducibility import available_threads
@@ -57,3 +66,12 @@ def throughput(task: ThroughputTask, job: JobContext) -> Throughputs:
 def memory(task: MemoryTask, job: JobContext) -> MemoryUse:
     """Read what a process holds at most that only loads and runs the model."""
     return throughputs.memory_use(task.model, root=job.root, batch_size=task.batch_size, device=task.device)
+
+
+def layer_times(task: LayerTimesTask, job: JobContext) -> LayerTimes:
+    """Ask the model's runtime what the parts of a pass take."""
+    exported = job.path(task.onnx) if task.onnx else None
+    found = layers.layer_times(
+        job.path(task.model), exported, batch_size=task.batch_size, num_threads=available_threads()
+    )
+    return LayerTimes(layers=found)

@@ -1,0 +1,60 @@
+"""What each layer of a deployed model takes of a pass, as its runtime tells it: a ViT whose MLPs do 32 times the work of its attention."""
+
+from pathlib import Path
+
+import deployed
+import pytest
+import zoo
+
+from profiling_agent.deployment.layer_times import by_layer, layer_times
+from profiling_agent.deployment.protocol import OperatorTime, Source
+from profiling_agent.deployment.save import save_deployed
+from profiling_agent.errors import ArtifactError
+
+NAMES = [one.name for one in deployed.all_deployments() if one.runtime != "inductor"]
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Source:
+    deployed.OTHERS["wide"] = lambda: zoo.vit(intermediate_size=4096)
+    return deployed.source_of("wide", tmp_path_factory.mktemp("wide") / "wide")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_runtime_says_where_a_pass_goes(wide: Source, tmp_path: Path, name: str):
+    deployment = deployed.deployment(name)
+    save_deployed(wide, deployment, tmp_path / "model", num_threads=1)
+    # OpenVINO isn't given that file for our int8 layers: it reads an export of its own.
+    exported = None if name == "openvino static" else wide.onnx
+
+    told = layer_times(tmp_path / "model", exported, batch_size=8, num_threads=1)
+
+    modules = {layer for layer, _ in wide.module.named_modules()}
+    assert set(told) <= modules
+    for block in ("vit.layers.0", "vit.layers.1"):
+        layers = {layer: ms for layer, ms in told.items() if layer.startswith(block)}
+        assert {f"{block}.mlp.fc1", f"{block}.mlp.fc2"} <= set(layers)
+        in_mlp = sum(ms for layer, ms in layers.items() if ".mlp." in layer)
+        in_attention = sum(ms for layer, ms in layers.items() if ".attention" in layer)
+        assert in_mlp > in_attention > 0
+
+
+def test_a_runtime_that_does_not_tell_is_named(wide: Source, tmp_path: Path):
+    save_deployed(wide, deployed.deployment("inductor float32"), tmp_path / "model", num_threads=1)
+
+    with pytest.raises(ArtifactError, match="inductor doesn't tell what the parts of a pass take"):
+        layer_times(tmp_path / "model", wide.onnx, batch_size=2, num_threads=1)
+
+
+def test_what_nobody_knows_counts_with_the_layer_before_it():
+    operators = [
+        OperatorTime(names=("Cast",), ms=1.0),
+        OperatorTime(names=("node_1", "linear"), ms=2.0),
+        OperatorTime(names=("BiasGelu_token_3",), ms=4.0),
+        OperatorTime(names=("fused", "node_2"), ms=8.0),
+        OperatorTime(names=("model.mlp.fc2", "node_1"), ms=16.0),
+    ]
+
+    told = by_layer(operators, {"linear": "mlp.fc1", "node_2": "norm", "node_1": "mlp.fc1"})
+
+    assert told == {"": 1.0, "mlp.fc1": 6.0, "norm": 8.0, "mlp.fc2": 16.0}
