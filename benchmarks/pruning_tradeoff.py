@@ -7,6 +7,9 @@ cuts, with ours' compensation too; the paper's own, where it isn't the uniform o
 importance, ranked globally and isomorphically, with ours' compensation; and FLAP and VBP with theirs and with ours.
 
     python benchmarks/pruning_tradeoff.py [--models DIR...] [--data DIR] [--quick] [--json FILE] [--plot FILE]
+    python benchmarks/pruning_tradeoff.py --ours --answers FOLDER [--before FOLDER]
+
+The second measures our engine alone, and holds it against what another commit's left in its folder, on the same draws and images.
 """
 
 import argparse
@@ -22,7 +25,7 @@ from checks import finish, stamped
 from torch import nn
 from tradeoff_methods import Ours, cut, folded, per_draw, per_subject
 from tradeoff_report import not_won, plot, show
-from tradeoff_statistics import against, checks, summaries
+from tradeoff_statistics import against, beside, checks, checks_beside, summaries
 from tradeoff_subject import Draw, Subject
 from transformers import AutoImageProcessor, AutoModelForImageClassification
 
@@ -51,7 +54,7 @@ class Notebook:
     ) -> None:
         """Measure the model that `make` makes, unless that is known; what can't be made is said and left out."""
         key = {"model": subject.name, "share": share, "method": method, "seed": seed}
-        path = self._folder / f"{'-'.join(str(value).replace(' ', '_') for value in key.values())}.npz"
+        path = self._folder / answers_name(key)
         if not path.exists():
             try:
                 model = make()
@@ -75,6 +78,11 @@ class Notebook:
         return float(np.mean(own)) if own else share
 
 
+def answers_name(key: dict[str, Any]) -> str:
+    """Return the name of the file that keeps what a model answered."""
+    return f"{'-'.join(str(value).replace(' ', '_') for value in key.values())}.npz"
+
+
 def _key(row: dict[str, Any]) -> tuple[str, float, str]:
     return row["model"], row["share"], row["method"]
 
@@ -83,8 +91,10 @@ def _saved(subject: Subject, model: nn.Module) -> float:
     return 1 - sum(parameter.numel() for parameter in model.parameters()) / subject.params
 
 
-def study(subject: Subject, shares: Sequence[float], seeds: Sequence[int], book: Notebook) -> None:
-    """Measure ours, then all else at the size that ours came to."""
+def study(
+    subject: Subject, shares: Sequence[float], seeds: Sequence[int], book: Notebook, *, ours_alone: bool = False
+) -> None:
+    """Measure ours, then all else at the size that ours came to, unless ours is all that is asked for."""
     book.note(subject, 0.0, "baseline", None, lambda: subject.model)
     draws = [Draw(subject, seed) for seed in seeds]
 
@@ -94,7 +104,7 @@ def study(subject: Subject, shares: Sequence[float], seeds: Sequence[int], book:
 
     for draw, share in product(draws, shares):
         book.note(subject, share, "ours", draw.seed, lambda d=draw, s=share: folded(d, ours(d.seed).allocated(s)))
-    compared = [share for share in shares if share >= COMPARED_FROM]
+    compared = [] if ours_alone else [share for share in shares if share >= COMPARED_FROM]
     for share in compared:
         size = book.saved_by_ours(subject, share)
         for name, make in per_subject(subject).items():
@@ -116,6 +126,18 @@ def of_draw(draw: Draw, share: float, size: float, ours: Callable[..., Ours]) ->
     return found
 
 
+def before(folder: Path, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return our engine's rows as another commit's run left them in a folder, for each that is given; a row that isn't there is left out."""
+    found: list[dict[str, Any]] = []
+    for row in rows:
+        key = {name: row[name] for name in ("model", "share", "method", "seed")}
+        path = folder / answers_name(key)
+        if path.exists():
+            with np.load(path) as known:
+                found.append({**key, "commit": str(known["commit"]), "right": known["right"]})
+    return found
+
+
 def main() -> int:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -125,6 +147,8 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--answers", type=Path, help="folder that keeps what was measured, to go on from")
+    parser.add_argument("--ours", action="store_true", help="our engine alone, nothing beside it")
+    parser.add_argument("--before", type=Path, help="what another commit kept, to be compared with")
     asked = parser.parse_args()
     shares, seeds = (QUICK_SHARES, QUICK_DRAWS) if asked.quick else (SHARES, DRAWS)
     book = Notebook(asked.answers or Path(tempfile.mkdtemp(prefix="pruning-tradeoff-")))
@@ -134,13 +158,17 @@ def main() -> int:
         model: Any = AutoModelForImageClassification.from_pretrained(folder, use_safetensors=True)
         processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
         num_test = QUICK_TEST if asked.quick else None
-        study(Subject(name, model.eval(), processor, asked.data, num_test), shares, seeds, book)
+        subject = Subject(name, model.eval(), processor, asked.data, num_test)
+        study(subject, shares, seeds, book, ours_alone=asked.ours)
     table, tests = summaries(book.rows), against(book.rows)
     show(table)
-    not_won(tests)
     if asked.plot:
         plot(table, asked.plot)
-    return finish(checks(table, tests), [*table, *tests], asked.json)
+    if not asked.ours:
+        not_won(tests)
+        return finish(checks(table, tests), [*table, *tests], asked.json)
+    compared = beside(book.rows, before(asked.before, book.rows)) if asked.before else []
+    return finish(checks_beside(compared), [*table, *compared], asked.json)
 
 
 if __name__ == "__main__":
