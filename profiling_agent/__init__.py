@@ -1,7 +1,7 @@
 """Agents that measure, prune and quantize a vision model until a contract is met.
 
-A request goes through acquisition, input_shape_resolver, profiling and analysis; then pruning, quantization and
-evaluation go round with iterative_pruning until the loop has nothing more to try; report gives the verdict.
+A request goes through acquisition, input_shape_resolver, profiling, deployment_search and analysis; then pruning, quantization and
+evaluation go round with iterative_pruning until the loop has nothing more to try; verdict chooses, and report writes it down.
 
     from profiling_agent import Request, build_graph
     request = Request(model="microsoft/resnet-101", dataset="frgfm/imagenette", dataset_config="320px")
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from profiling_agent.deployment.load import load
     from profiling_agent.graphs.optimization import build_graph  # pyright: ignore[reportMissingImports] - mapped on install
     from profiling_agent.lifecycle import approve, optimize, pending, resume
+    from profiling_agent.sweep.many import optimize_many
 
 __all__ = [
     "Approval",
@@ -31,6 +32,7 @@ __all__ = [
     "build_graph",
     "load",
     "optimize",
+    "optimize_many",
     "pending",
     "resume",
 ]
@@ -43,6 +45,7 @@ _LAZY = {
     "build_graph": "profiling_agent.graphs.optimization",
     "load": "profiling_agent.deployment.load",
     "optimize": "profiling_agent.lifecycle",
+    "optimize_many": "profiling_agent.sweep.many",
     "pending": "profiling_agent.lifecycle",
     "resume": "profiling_agent.lifecycle",
 }

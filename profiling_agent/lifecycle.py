@@ -18,7 +18,7 @@ from profiling_agent.files import FileRefusedError, expanded, resolved
 from profiling_agent.graphs.optimization import build_graph  # pyright: ignore[reportMissingImports] - mapped on install
 from profiling_agent.records import Approval, ApprovalQuestion
 from profiling_agent.reporting.report import RunReport
-from profiling_agent.reporting.results import REPORT
+from profiling_agent.reporting.results import REPORT, read_report
 from profiling_agent.reproducibility import environment
 from profiling_agent.request import Request
 from profiling_agent.workspace import Workspace, create_workspace, read_manifest, storage_told
@@ -116,6 +116,16 @@ def optimize(
         # A request that can't be carried out leaves nothing behind, its checkpoints included.
         shutil.rmtree(workspace.root, ignore_errors=True)
         raise
+
+
+def complete(request: Request, listener: Listener = ignore, *, advisor: Any = None) -> RunReport:
+    """Return the report of a request's run, which has to be named: read back where it is complete, gone on with where it was cut, run where there is none."""
+    folder = request.output_dir / str(request.run_id)
+    if (folder / REPORT).exists():
+        return read_report(folder)
+    if folder.exists():
+        return resume(folder, listener, advisor=advisor, base_url=request.base_url)
+    return optimize(request, listener, advisor=advisor)
 
 
 def resume(

@@ -49,6 +49,7 @@ ORDER = (
     "agents",
     "graphs",
     "lifecycle",
+    "sweep",
     "reproduce",
     "cli",
 )

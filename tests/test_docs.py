@@ -19,13 +19,14 @@ from profiling_agent.reporting.results import read_report
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-BLOCK = re.compile(r"^```(console|python|json)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+BLOCK = re.compile(r"^```(console|python|json|yaml)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)")
 # A path of this repository, as prose and comments name it; a placeholder in capitals is none.
 NAMED = re.compile(r"`((?:profiling_agent|graphs|prompts|tests|docs|benchmarks|notebooks)/[\w./]*)(?:::\w+)?`")
 CITED = re.compile(r"\b(?:[\w/]*facts/\w+\.md|docs/[\w/-]+\.md|[A-Z]{4,}\.md)")
 # What a run in these pages is asked for besides, so that it ends soon: its plan is asked about, and that is enough here.
 QUICK = "--runtimes eager --max-iterations 1 --num-samples 60 --quantize-dtype none --approve plan"
+SWEPT = "request: {runtimes: eager, max_iterations: 1, num_samples: 60, quantize_dtype: none, num_sessions: 2}"
 CARD = """---
 configs:
 - config_name: full_size
@@ -68,6 +69,8 @@ def place(world: World, finished: Path, tmp_path_factory: pytest.TempPathFactory
     (imagenette / "README.md").write_text(CARD)
     plans = [text for page, text in blocks("json") if page.startswith("guide")]
     (folder / "plan.json").write_text(plans[0])
+    ((_, sweep),) = blocks("yaml")
+    (folder / "sweep.yaml").write_text(re.sub(r"^request: .*$", SWEPT, sweep, flags=re.MULTILINE))
     (folder / "edit.json").write_text(plans[1])
     for name, script in COMMANDS.items():
         (folder / "bin" / name).parent.mkdir(parents=True, exist_ok=True)

@@ -53,7 +53,9 @@ def predicted_text(dry: DryRun, profile: ModelProfile, journal: Journal | None =
     """Return what a dry run says, with the widths by group, and with the bytes where it would be deployed in what leads in the journal."""
     told = f"params {1 - dry.params / profile.params:.1%} less, MACs {1 - dry.macs / max(profile.macs, 1):.1%} less"
     if journal is not None:
-        told += f", about {_leading_size(journal) * dry.params / profile.params:.1%} of the baseline's bytes as deployed"
+        told += (
+            f", about {_leading_size(journal) * dry.params / profile.params:.1%} of the baseline's bytes as deployed"
+        )
     if dry.kl is not None:
         few, many = sorted(dry.kl / nats / 100 for nats in NATS_A_POINT)
         told += f", KL {dry.kl:.2g} (about {few:.2%} to {many:.2%} of top-1)"

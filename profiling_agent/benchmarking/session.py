@@ -19,8 +19,8 @@ NARROW, NARROW_REPEATS, MAX_REPEATS = 0.04, 6, 40
 MAX_RUNS = 10
 # Whose best turn takes longer than the worst of the fastest, this many times as long, is far behind; by turns of each.
 FAR_BEHIND: Mapping[int, float] = {2: 2.0, 4: 1.3}
-# Of the machine's memory, what the processes of a session may hold together.
-MEMORY_FRACTION = 0.5
+# Of the machine's memory, what the processes of a session may hold together; and at most, so that a run of a ViT-B/16 stays below 8 GB in all.
+MEMORY_FRACTION, MAX_MEMORY = 0.5, 4 * 2**30
 # Between turns the machine waits, and an interval is only asked whether it is narrow.
 NUM_ROUGH_RESAMPLES = NUM_RESAMPLES // 8
 
@@ -30,13 +30,14 @@ class SessionLimits:
     """How long one session may take.
 
     A turn has as many passes as fit in `seconds_per_turn`, and at least one; a session ends when those who are left have
-    been timed for `seconds_per_model` each, on average, but not before `min_repeats` turns of each. `memory_bytes` is by default half of the machine's.
+    been timed for `seconds_per_model` each, on average, but not before `min_repeats` turns of each. `memory_bytes` is by default half of the machine's,
+    and 4 GiB at most.
     """
 
     seconds_per_turn: float = 0.25
     seconds_per_model: float = 1.5
     min_repeats: int = 3
-    memory_bytes: int = field(default_factory=lambda: int(MEMORY_FRACTION * total_bytes()))
+    memory_bytes: int = field(default_factory=lambda: min(int(MEMORY_FRACTION * total_bytes()), MAX_MEMORY))
 
 
 class Timed(Protocol):

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from profiling_agent.cli import approval, doctor, reproduce, runs, saved
+from profiling_agent.cli import approval, doctor, reproduce, runs, saved, sweep
 from profiling_agent.cli.terminal import (
     EXIT_BAD_REQUEST,
     EXIT_CRASHED,
@@ -28,6 +28,7 @@ COMMANDS = (
     runs.show,
     runs.report,
     runs.profile,
+    sweep.sweep,
     approval.approve,
     doctor.doctor,
     reproduce.reproduce,

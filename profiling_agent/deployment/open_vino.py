@@ -124,7 +124,6 @@ class OpenVinoSession:
 
         return run_once
 
-
     def operator_times(self, pixel_values: Batch, passes: int) -> list[OperatorTime]:
         """Return the operators of a profiled graph in their order: the median over `passes`."""
         request = self._request(pixel_values)
@@ -135,7 +134,11 @@ class OpenVinoSession:
             for row in request.get_profiling_info() if number else ():
                 took.setdefault(row.node_name, []).append(row.real_time.total_seconds() * 1e3)
         compiled, layers = request.get_compiled_model().get_runtime_model(), layers_by_weight(self._read())
-        made_of = {op.get_friendly_name(): op.get_rt_info()[ORIGINALS].astype(str).split(",") for op in compiled.get_ops()}
+        made_of = {
+            op.get_friendly_name(): noted[ORIGINALS].astype(str).split(",")
+            for op in compiled.get_ops()
+            if ORIGINALS in (noted := op.get_rt_info())
+        }
         names = {name: [original(part) for part in (name, *made_of.get(name, ()))] for name in took}
         return [
             OperatorTime(names=(*(layers[part] for part in names[name] if part in layers), *names[name]), ms=median(ms))

@@ -41,7 +41,7 @@ def operator_times(
     folder: Path, recipe: Recipe, pixel_values: Batch, *, num_threads: int, passes: int
 ) -> list[OperatorTime]:
     """Return the modules of a saved model, each without its children: the median over `passes`."""
-    from profiling_agent.profiling.layers import layer_latency
+    from profiling_agent.modules.layers import layer_latency
 
     session = open(folder, recipe, device="cpu", num_threads=num_threads)
     took = layer_latency(session.module, session.to_device(pixel_values), passes=passes)

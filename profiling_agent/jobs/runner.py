@@ -38,6 +38,8 @@ PATIENCE_S, LOOK_S = 60.0, 1.0
 LEAST_MEMORY = 1.5
 # The imports take 0.5 GB, and a full-size model with what a job needs of it another. A profile with gradients holds several for good.
 MAX_RESIDENT = 2 * 2**30
+# What the worker may hold while another process does an isolated job: a race of a ViT-B/16 in six deployments takes gigabytes itself.
+MAX_WAITING = 2**30
 WORDING = Wording(
     process="the child process",
     work="the job",
@@ -236,9 +238,13 @@ class Jobs:
         secrets, waits = withheld(row.secrets), self._waits(row)
         given = secrets | waits
         if isolated:
+            if self._worker is not None and self._is_bloated(self._worker, MAX_WAITING):
+                self._end_worker()
             process = self._start(given, anew=row.anew or bool(secrets))
         else:
-            is_fit = self._worker is not None and self._worker.is_alive and not self._is_bloated(self._worker)
+            is_fit = (
+                self._worker is not None and self._worker.is_alive and not self._is_bloated(self._worker, MAX_RESIDENT)
+            )
             if not is_fit or given != self._given:
                 self._end_worker()
                 self._worker, self._given = self._start(given, anew=bool(secrets)), given
@@ -252,10 +258,10 @@ class Jobs:
             # A killed or crashed process leaves its folder; nobody else writes here while this run is locked.
             self.workspace.sweep()
 
-    def _is_bloated(self, worker: Child[Message]) -> bool:
-        """Say whether a worker still holds gigabytes of what it did before: a copy takes its place in a moment, without them."""
+    def _is_bloated(self, worker: Child[Message], most: int) -> bool:
+        """Say whether a worker holds more than `most` bytes of what it did before: a copy takes its place in a moment, without them."""
         is_replaced = any(server is not None and server.is_alive for server in self._copied.values())
-        return is_replaced and worker.resident_bytes() > MAX_RESIDENT
+        return is_replaced and worker.resident_bytes() > most
 
     def _start(self, given: dict[str, str], *, anew: bool) -> Child[Message]:
         """Start a process that does jobs: as a copy of one that has imported what they need, or `anew`.

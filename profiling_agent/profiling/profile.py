@@ -10,7 +10,7 @@ from torch import nn
 from profiling_agent.modules.complexity import Complexity, count_complexity
 from profiling_agent.modules.hooks import counted_passes
 from profiling_agent.modules.inference import left_as_found, random_batch
-from profiling_agent.profiling.layers import activation_bytes, layer_latency
+from profiling_agent.modules.layers import activation_bytes, layer_latency
 from profiling_agent.profiling.operators import profile_operators
 from profiling_agent.progress import Progress, silent
 from profiling_agent.pruning.units import find_units

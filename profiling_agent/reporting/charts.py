@@ -39,15 +39,17 @@ def charts(report: RunReport) -> dict[str, str]:
         "predictions": predicted_and_measured(report.attempts),
         "runtimes": runtime_race(report),
     }
-    return {name: _html(figure, f"chart-{name}") for name, figure in made.items() if figure is not None}
+    return {name: chart(figure, f"chart-{name}") for name, figure in made.items() if figure is not None}
 
 
-def _html(figure: go.Figure, name: str) -> str:
+def chart(figure: go.Figure, name: str) -> str:
+    """Return a figure as HTML that loads nothing, with `name` as its id."""
     config = {"displayModeBar": False, "responsive": True}
     return to_html(figure, include_plotlyjs=False, full_html=False, div_id=name, config=config)
 
 
-def _figure(title: str, x: str, y: str, height: int = 380) -> go.Figure:
+def new_figure(title: str, x: str, y: str, height: int = 380) -> go.Figure:
+    """Return an empty figure in our style, with what its axes show."""
     figure = go.Figure()
     figure.update_layout(
         title={"text": title, "font": {"size": 15}},
@@ -74,10 +76,13 @@ def _front(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[flo
     return [x for x, _ in front], [y for _, y in front]
 
 
-def _scatter(figure: go.Figure, name: str, color: str, rows: Sequence[tuple[float, float, str]], **marker: Any) -> None:
+def add_points(
+    figure: go.Figure, name: str, color: str, rows: Sequence[tuple[float, float, str]], **marker: Any
+) -> None:
+    """Add models as (x, top-1, what is said of it); nothing where there are none."""
     if not rows:
         return
-    figure.add_scatter(
+    figure.addadd_points(
         x=[x for x, _, _ in rows],
         y=[y for _, y, _ in rows],
         text=[plain(text) for _, _, text in rows],
@@ -88,10 +93,11 @@ def _scatter(figure: go.Figure, name: str, color: str, rows: Sequence[tuple[floa
     )
 
 
-def _with_front(figure: go.Figure, rows: Sequence[tuple[float, float, str]]) -> go.Figure:
+def add_front(figure: go.Figure, rows: Sequence[tuple[float, float, str]]) -> go.Figure:
+    """Return the figure with the line of those that nothing beats in both."""
     xs, ys = _front([(x, y) for x, y, _ in rows])
     line = {"color": MUTED, "dash": "dot", "shape": "hv"}
-    figure.add_scatter(x=xs, y=ys, mode="lines", name="front", line=line, hoverinfo="skip")
+    figure.addadd_points(x=xs, y=ys, mode="lines", name="front", line=line, hoverinfo="skip")
     figure.update_yaxes(tickformat=".1%")
     return figure
 
@@ -135,12 +141,12 @@ def against_speed(report: RunReport) -> go.Figure | None:
         for attempt in report.attempts
         if attempt.deployed and (share := _macs_share(attempt, report)) is not None
     ]
-    figure = _figure("Accuracy against latency", "milliseconds a batch", "top-1, search images")
-    _scatter(figure, "attempt, not raced", MUTED, guessed, symbol="circle-open", line={"width": 2, "color": MUTED})
-    _scatter(figure, "baseline, other deployments", SECOND, deployments, symbol="diamond")
-    _scatter(figure, "raced", ACCENT, raced)
+    figure = new_figure("Accuracy against latency", "milliseconds a batch", "top-1, search images")
+    add_points(figure, "attempt, not raced", MUTED, guessed, symbol="circle-open", line={"width": 2, "color": MUTED})
+    add_points(figure, "baseline, other deployments", SECOND, deployments, symbol="diamond")
+    add_points(figure, "raced", ACCENT, raced)
     _floor(figure, report)
-    return _with_front(figure, [*raced, *deployments])
+    return add_front(figure, [*raced, *deployments])
 
 
 def _macs_share(attempt: Attempt, report: RunReport) -> float | None:
@@ -169,11 +175,11 @@ def against_size(report: RunReport) -> go.Figure:
         for one in report.attempts
         if one.deployed
     ]
-    figure = _figure("Accuracy against size", "MB on disk", "top-1, search images")
-    _scatter(figure, "attempts", MUTED, tries, symbol="circle-open", line={"width": 2, "color": MUTED})
-    _scatter(figure, "variants", ACCENT, variants)
+    figure = new_figure("Accuracy against size", "MB on disk", "top-1, search images")
+    add_points(figure, "attempts", MUTED, tries, symbol="circle-open", line={"width": 2, "color": MUTED})
+    add_points(figure, "variants", ACCENT, variants)
     _floor(figure, report)
-    return _with_front(figure, [*variants, *tries])
+    return add_front(figure, [*variants, *tries])
 
 
 def by_group(report: RunReport, field: str, label: str) -> go.Figure | None:
@@ -183,7 +189,7 @@ def by_group(report: RunReport, field: str, label: str) -> go.Figure | None:
     if not groups:
         return None
     title = "Where the time goes" if field == "latency_ms" else "Where the parameters are"
-    figure = _figure(title, label, "", height=120 + 26 * len(groups))
+    figure = new_figure(title, label, "", height=120 + 26 * len(groups))
     names = [plain(group.name) for group in groups]
     for name, color, source in (("after", ACCENT, after), ("before", "#cbd2d9", field)):
         values = [getattr(group, source) for group in groups]
@@ -198,7 +204,7 @@ def heat_map(rows: Sequence[Sensitivity]) -> go.Figure | None:
     shown = rows[:MAX_UNITS][::-1]
     if not shown:
         return None
-    figure = _figure("Sensitivity of each unit, cut alone", "width kept", "", height=140 + 15 * len(shown))
+    figure = new_figure("Sensitivity of each unit, cut alone", "width kept", "", height=140 + 15 * len(shown))
     options = [[row.at(share) for share in SHARES] for row in shown]
     figure.add_heatmap(
         z=[[_log(option.kl) for option in row] for row in options],
@@ -226,10 +232,10 @@ def predicted_and_measured(attempts: Sequence[Attempt]) -> go.Figure | None:
     ]
     if not rows:
         return None
-    figure = _figure("Predicted against measured", "KL predicted, nats", "KL measured, nats")
+    figure = new_figure("Predicted against measured", "KL predicted, nats", "KL measured, nats")
     ends = [min(min(x, y) for x, y, _ in rows) / 2, max(max(x, y) for x, y, _ in rows) * 2]
     for factor, name, dash in ((1.0, "equal", "solid"), (2.0, "off by twice", "dot"), (0.5, "", "dot")):
-        figure.add_scatter(
+        figure.addadd_points(
             x=ends,
             y=[factor * end for end in ends],
             mode="lines",
@@ -238,7 +244,7 @@ def predicted_and_measured(attempts: Sequence[Attempt]) -> go.Figure | None:
             line={"color": MUTED, "dash": dash, "width": 1},
             hoverinfo="skip",
         )
-    _scatter(figure, "attempts", ACCENT, rows)
+    add_points(figure, "attempts", ACCENT, rows)
     figure.data[-1].hovertemplate = "%{text}<br>predicted %{x:.2g}, measured %{y:.2g} nats<extra></extra>"
     figure.update_xaxes(type="log")
     figure.update_yaxes(type="log")
@@ -251,7 +257,7 @@ def runtime_race(report: RunReport) -> go.Figure | None:
     if not raced:
         return None
     raced.sort(key=lambda row: row[1].speedup)
-    figure = _figure("The race of the baseline's deployments", "times as fast", "", height=120 + 30 * len(raced))
+    figure = new_figure("The race of the baseline's deployments", "times as fast", "", height=120 + 30 * len(raced))
     figure.add_bar(
         y=[plain(name) for name, _ in raced],
         x=[race_result.speedup for _, race_result in raced],

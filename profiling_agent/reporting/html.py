@@ -2,6 +2,7 @@
 
 import shlex
 from collections.abc import Callable
+from importlib.resources import files
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -17,27 +18,39 @@ from profiling_agent.request import Request
 # The drawing of the network: a row for each unit, all of one length, in user units of the picture.
 ROW, LEFT, SPAN = 16, 250, 520
 MAX_ROWS = 160
-FILTERS: dict[str, Callable[..., Any]] = FORMATS | {"predictions": predictions, "omissions": omissions}
+FILTERS: dict[str, Callable[..., Any]] = {"predictions": predictions, "omissions": omissions}
+PACKAGE = "profiling_agent.reporting"
 
 
-def render_html(report: RunReport) -> str:
-    """Return the report as one HTML page."""
+def environment(package: str) -> Environment:
+    """Return what renders the templates of a package, which write numbers as people read them; what a stranger wrote is escaped."""
     jinja = Environment(
-        loader=PackageLoader("profiling_agent.reporting", ""),
+        loader=PackageLoader(package, ""),
         undefined=StrictUndefined,
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    jinja.filters.update(FORMATS)
+    return jinja
+
+
+def source(name: str) -> str:
+    """Return a file beside this one as it is, which isn't a template: the style and the script of our pages."""
+    return files(PACKAGE).joinpath(name).read_text(encoding="utf-8")
+
+
+def render_html(report: RunReport) -> str:
+    """Return the report as one HTML page."""
+    jinja, subject = environment(PACKAGE), subject_of(report)
     jinja.filters.update(FILTERS)
-    subject = subject_of(report)
     return jinja.get_template("report.html.jinja").render(
         r=report,
         # Plotly escapes what it writes into a script; the style, the script and the library are our own and its authors'.
         charts={name: Markup(chart) for name, chart in charts(report).items()},
         library=Markup(library()),
-        style=Markup(_source(jinja, "report.css")),
-        script=Markup(_source(jinja, "report.js")),
+        style=Markup(source("report.css")),
+        script=Markup(source("report.js")),
         subject=subject,
         units=choices(report, subject)[:MAX_ROWS] if subject else (),
         row=ROW,
@@ -58,9 +71,3 @@ def command(request: Request) -> str:
         flag = name.replace("_", "-")
         parts += [f"--{'' if value else 'no-'}{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
     return shlex.join(parts)
-
-
-def _source(jinja: Environment, name: str) -> str:
-    """Return a file of ours as it is, which isn't a template."""
-    assert jinja.loader is not None, "it was made with one"
-    return jinja.loader.get_source(jinja, name)[0]

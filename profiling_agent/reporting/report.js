@@ -21,5 +21,13 @@ for (const table of document.querySelectorAll("table.sortable")) {
     heading.addEventListener("keydown", (event) => { if (event.key === "Enter") sort(); });
   });
 }
+// What is typed leaves the rows of a table that have each of its words.
+for (const field of document.querySelectorAll("input[data-filters]")) {
+  const rows = [...document.getElementById(field.dataset.filters).tBodies[0].rows];
+  field.addEventListener("input", () => {
+    const words = field.value.toLowerCase().split(/[\s,]+/).filter(Boolean);
+    rows.forEach((row) => { row.hidden = !words.every((word) => row.textContent.toLowerCase().includes(word)); });
+  });
+}
 // What is folded away on a screen is read on paper.
 addEventListener("beforeprint", () => document.querySelectorAll("details").forEach((one) => { one.open = true; }));

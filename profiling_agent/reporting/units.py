@@ -85,5 +85,6 @@ def sessions(race_result: RaceResult) -> str:
 
 # What the templates of the report may write with, by the names that they use.
 FORMATS: dict[str, Callable[..., str]] = {
-    format_.__name__: format_ for format_ in (asked, count, drop, measured, ms, percent, sessions, size, speedup)
+    format_.__name__: format_
+    for format_ in (asked, count, drop, measured, ms, percent, points, sessions, size, speedup)
 }

@@ -22,10 +22,9 @@ from profiling_agent.iteration.evaluator import Evaluator, Settings
 from profiling_agent.jobs.profile import read_profile
 from profiling_agent.jobs.runner import Jobs
 from profiling_agent.jobs.tasks import CompareTask, PaperBaseline
-from profiling_agent.lifecycle import Listener, ignore, optimize, resume
+from profiling_agent.lifecycle import Listener, complete, ignore
 from profiling_agent.records import NUM_SESSIONS, ArtifactRef, Deployment, Record, Variant
 from profiling_agent.reporting.report import RunReport
-from profiling_agent.reporting.results import REPORT, read_report
 from profiling_agent.reproduce.measured import (
     Beside,
     Effect,
@@ -130,14 +129,9 @@ class Reproduction:
     def run(self, subject: Subject, kind: Kind, advisor: str | None = None) -> RunReport:
         """Return the report of one kind of run; raises what a run does."""
         request = self.request(subject, kind, advisor)
-        folder = self.output / str(request.run_id)
-        if (folder / REPORT).exists():
-            return read_report(folder)
-        if folder.exists():
-            return resume(folder, self._listener, base_url=request.base_url)
-        if request.plan is not None:
+        if request.plan is not None and not (self.output / str(request.run_id)).exists():
             self._write_plan(Path(request.plan), subject.family if kind == "paper" else None)
-        return optimize(request, self._listener)
+        return complete(request, self._listener)
 
     def _write_plan(self, path: Path, family: Family | None) -> None:
         """Write the paper's uniform plan for a family, or one that cuts nothing."""

@@ -2,15 +2,12 @@
 
 import itertools
 import re
-import tempfile
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from profiling_agent.acquisition.hub import fetch_model, files_root, is_local, local_folder
 from profiling_agent.documents import read_json
 from profiling_agent.errors import AcquisitionError, ProfilingAgentError, RequestError
-from profiling_agent.jobs.runner import Jobs
-from profiling_agent.jobs.tasks import MatchLabelsTask
+from profiling_agent.jobs.match import check_match, scratch_jobs
 from profiling_agent.progress import Progress, silent
 from profiling_agent.records import Record
 from profiling_agent.reproduce.paper import (
@@ -28,10 +25,9 @@ from profiling_agent.reproduce.paper import (
     family_of,
 )
 from profiling_agent.reproduce.study import Subject
-from profiling_agent.workspace import Workspace
 
 PREFIX = "reference:"
-MAX_CONFIG, MAX_NAMED = 2**20, 5
+MAX_CONFIG = 2**20
 # A name of data that stands for CIFAR-100 without being told so.
 HUNDRED = re.compile(r"cifar[-_ ]?100", re.IGNORECASE)
 
@@ -125,35 +121,18 @@ def _fitting(
     """Return the pairs whose labels are classes of the model, each looked at; RequestError where there is none."""
     found: list[Subject] = []
     reasons: list[str] = []
-    with tempfile.TemporaryDirectory(prefix="profiling-agent-") as folder:
-        workspace = Workspace(Path(folder))
-        workspace.jobs.mkdir(parents=True)
-        jobs = Jobs(workspace, progress)
-        try:
-            for (model, family), one in itertools.product(models, data):
-                try:
-                    _check(jobs, model, one)
-                except ProfilingAgentError as error:
-                    reasons.append(f"{family} ({model}) on {one.title}: {error}")
-                else:
-                    found.append(Subject(model=model, family=family, data=one))
-        finally:
-            jobs.close()
+    with scratch_jobs(progress) as jobs:
+        for (model, family), one in itertools.product(models, data):
+            try:
+                check_match(jobs, {"model": model, **one.asked})
+            except ProfilingAgentError as error:
+                reasons.append(f"{family} ({model}) on {one.title}: {error}")
+            else:
+                found.append(Subject(model=model, family=family, data=one))
     if not found:
         more = f" (and {len(reasons) - 1} more that can't be made)" if len(reasons) > 1 else ""
         raise AcquisitionError(f"{reasons[0]}{more}")
     return Chosen(subjects=tuple(found), missing=(*missing, *reasons))
-
-
-def _check(jobs: Jobs, model: str, data: DataSet) -> None:
-    """Raise AcquisitionError where a model and a data set can't be had, or a label is no class of the model."""
-    matched = jobs.run(MatchLabelsTask.model_validate({"model": model, **data.asked}))
-    if unknown := matched.unknown:
-        shown = ", ".join(map(repr, unknown[:MAX_NAMED]))
-        raise AcquisitionError(
-            f"{len(unknown)} of the {len(matched.labels)} labels of split {matched.split!r} are no class of the model "
-            f"({shown}{', ...' if len(unknown) > MAX_NAMED else ''}): use the data that it was trained for"
-        )
 
 
 def architecture_of(model: str) -> str:

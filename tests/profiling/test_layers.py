@@ -4,7 +4,7 @@ import zoo
 from torch import nn
 
 from profiling_agent.modules.inference import random_batch
-from profiling_agent.profiling.layers import activation_bytes, layer_latency
+from profiling_agent.modules.layers import activation_bytes, layer_latency
 
 FLOAT = 4
 

@@ -1,0 +1,137 @@
+"""`sweep`: the command that makes every run of a sweep file, and says before what that takes."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.text import Text
+
+from profiling_agent.cli.progress import Display, about, open_display
+from profiling_agent.cli.tables import folded_table
+from profiling_agent.cli.terminal import (
+    EXIT_MET,
+    EXIT_NOT_MET,
+    JsonOption,
+    console,
+    echo_json,
+    errors,
+    refuse,
+    say_stopped,
+)
+from profiling_agent.errors import ProfilingAgentError
+from profiling_agent.processes.streams import keep_stdout
+from profiling_agent.reporting.units import drop, percent, speedup
+from profiling_agent.request import Request
+
+if TYPE_CHECKING:
+    from profiling_agent.sweep.cost import Cost
+    from profiling_agent.sweep.results import RunResult
+
+
+def sweep(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="YAML file that says which runs; see above")],
+    output: Annotated[
+        str, typer.Option(help="folder of the runs and of sweep.html; what is complete there isn't done again")
+    ] = "runs/sweep",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="time each model, say what each run takes")] = False,  # noqa: FBT002 - a flag
+    json_: JsonOption = False,  # noqa: FBT002 - a flag
+) -> None:
+    """Run every combination of the models, data sets, contracts and seeds in a file; the same command goes on where it was stopped.
+
+    All is looked at before the first run begins: the file, and that each model and its data can be had and go together. A run that fails costs itself
+    alone, and is tried again by the next call. OUTPUT/sweep.html has them all.
+
+    models: [./my-vit, {model: microsoft/resnet-50, revision: main}]
+
+    datasets: [{dataset: ./my-data, split: test}]
+
+    contracts: [{max_accuracy_drop: 0.01}, {max_accuracy_drop: 0.02, max_size_ratio: 0.25, objective: size}]
+
+    seeds: [0, 1]
+
+    request: {batch_size: 8, time_budget: 20m}
+
+    `profiling-agent sweep sweep.yaml --dry-run`
+    """
+    from profiling_agent.sweep.sheet import read_sweep
+
+    if json_:
+        keep_stdout()
+    try:
+        # A request says what is wrong with a path that can't be one.
+        root = Request(output=output).output_dir
+        requests = read_sweep(file, str(root))
+        with open_display(errors) as display:
+            _check(requests, display)
+            if dry_run:
+                costs = _foretold(requests, display)
+            else:
+                results = _swept(requests, root, display)
+    except ProfilingAgentError as error:
+        refuse(str(error))
+    except KeyboardInterrupt as stop:
+        say_stopped(stop, "; the same command goes on with what is complete")
+    if dry_run:
+        _tell(costs, [_cost_row(cost) for cost in costs], json_=json_)
+        if not json_:
+            console.print(f"all of them: {about(sum(cost.seconds for cost in costs))}", markup=False)
+        raise typer.Exit(EXIT_NOT_MET if any(cost.problem for cost in costs) else EXIT_MET)
+    _tell(results, [_result_row(result) for result in results], json_=json_)
+    if not json_:
+        console.print(f"{root / 'sweep.html'}", markup=False, soft_wrap=True)
+    raise typer.Exit(EXIT_MET if all(result.is_met for result in results) else EXIT_NOT_MET)
+
+
+def _check(requests: Sequence[Request], display: Display) -> None:
+    """Raise RequestError where a model or a data set can't be had, or the two don't go together: before the first run begins."""
+    from profiling_agent.jobs.match import check_matches
+
+    check_matches(requests, display.stage("what is there"))
+
+
+def _foretold(requests: Sequence[Request], display: Display) -> "tuple[Cost, ...]":
+    from profiling_agent.sweep.cost import foretell
+
+    return foretell(requests, display.stage("what it takes"))
+
+
+def _swept(requests: Sequence[Request], root: Path, display: Display) -> "tuple[RunResult, ...]":
+    from profiling_agent.sweep.folder import locked
+    from profiling_agent.sweep.many import optimize_many
+
+    progress = display.stage("sweep")
+
+    def begins(done: int, total: int, request: Request) -> None:
+        progress(f"run {done + 1} of {total}: {request.run_id}", done, total)
+
+    with locked(root, requests) as folder:
+        return optimize_many(requests, display.hear, begins=begins, ends=folder.note)
+
+
+def _tell(rows: Sequence[Any], lines: Sequence[dict[str, str]], *, json_: bool) -> None:
+    if json_:
+        echo_json([row.model_dump(mode="json") for row in rows])
+        return
+    first, *others = lines[0]
+    table = folded_table("sweep", first, *others)
+    for line in lines:
+        table.add_row(*map(Text, line.values()))
+    console.print(table)
+
+
+def _cost_row(cost: "Cost") -> dict[str, str]:
+    told = cost.problem or f"at most {about(cost.seconds)}"
+    return {"run": cost.run_id, "a pass": f"{1e3 * cost.pass_s:.3g} ms" if cost.pass_s else "", "takes": told}
+
+
+def _result_row(result: "RunResult") -> dict[str, str]:
+    met = f"{result.outcome}{', certified' if result.certified else ''}" if not result.failure else "failed"
+    return {
+        "run": result.run_id,
+        "verdict": met,
+        "lost": drop(result.drop) if result.drop else "",
+        "times as fast": speedup(result.race_result) if result.race_result else "",
+        "bytes": percent(result.size_ratio) if not result.failure else "",
+        "why": result.failure,
+    }

@@ -1,0 +1,101 @@
+"""Sweep folder: the runs of one sweep, which runs those are, and the page of what they came to."""
+
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+from pydantic import Field
+
+from profiling_agent.documents import DocumentError, read_record
+from profiling_agent.errors import RequestError
+from profiling_agent.files import make_folders, storage_problem, write_text
+from profiling_agent.holder import holder_said, note_holder
+from profiling_agent.records import Record
+from profiling_agent.request import Request
+from profiling_agent.sweep.page import render_sweep
+from profiling_agent.sweep.results import RunResult
+from profiling_agent.workspace import SCHEMA_VERSION, storage_error
+
+MANIFEST, PAGE, RESULTS = "sweep.json", "sweep.html", "results.json"
+LOCK, HOLDER = "sweep.lock", "sweep-holder.json"
+
+
+class SweepManifest(Record):
+    """What `sweep.json` holds: which runs the folder is for."""
+
+    schema_version: int = SCHEMA_VERSION
+    run_ids: tuple[str, ...]
+
+
+class SweepResults(Record):
+    """What `results.json` holds: what was done so far, in the sweep's order."""
+
+    schema_version: int = SCHEMA_VERSION
+    results: tuple[RunResult, ...] = Field(default=())
+
+
+class SweepFolder:
+    """The folder of one sweep, whose results are written down as they come."""
+
+    def __init__(self, root: Path, requests: Sequence[Request]) -> None:
+        """Take the folder for these runs; `locked` is the way in."""
+        self.root = root
+        self._order = [str(request.run_id) for request in requests]
+        self._results: dict[str, RunResult] = {}
+
+    def note(self, result: RunResult) -> None:
+        """Write down what a run came to, and draw the page anew; StorageError where that can't be written."""
+        self._results[result.run_id] = result
+        done = tuple(self._results[name] for name in self._order if name in self._results)
+        try:
+            write_text(self.root / RESULTS, SweepResults(results=done).model_dump_json(indent=1) + "\n")
+            write_text(self.root / PAGE, render_sweep(done, len(self._order)))
+        except OSError as error:
+            problem = storage_problem(error) or f"{error.strerror}: mend that"
+            raise storage_error(self.root, problem) from error
+
+
+@contextmanager
+def locked(root: Path, requests: Sequence[Request]) -> Generator[SweepFolder]:
+    """Give the folder of a sweep to this process.
+
+    Raises:
+        RequestError: another process sweeps there, it holds another sweep's runs, or it can't be written.
+    """
+    try:
+        make_folders(root)
+        lock = FileLock(root / LOCK, thread_local=False)
+        lock.acquire(timeout=0)
+    except Timeout as error:
+        holder = holder_said(root / HOLDER)
+        raise RequestError(
+            f"sweep folder {str(root)!r} is in use by {holder}: wait for it, or choose another output"
+        ) from error
+    except OSError as error:
+        raise RequestError(f"output {str(root)!r} can't be written ({error.strerror}): choose another") from error
+    try:
+        note_holder(root / HOLDER, f"sweep {root.name!r}")
+        _claim(root, [str(request.run_id) for request in requests])
+        yield SweepFolder(root, requests)
+    finally:
+        lock.release()
+
+
+def _claim(root: Path, run_ids: Sequence[str]) -> None:
+    """Note which runs the folder is for; a sweep that was given more of them since goes on."""
+    path = root / MANIFEST
+    if path.exists():
+        try:
+            begun = read_record(SweepManifest, path, under=root)
+        except (OSError, DocumentError) as error:
+            raise RequestError(f"{str(path)!r} can't be read: remove it, or choose another output") from error
+        if gone := [name for name in begun.run_ids if name not in run_ids]:
+            raise RequestError(
+                f"sweep folder {str(root)!r} holds another sweep, {len(gone)} of whose {len(begun.run_ids)} runs aren't asked for here "
+                f"(such as {gone[0]!r}): choose another output"
+            )
+    try:
+        write_text(path, SweepManifest(run_ids=tuple(run_ids)).model_dump_json(indent=1) + "\n")
+    except OSError as error:
+        raise RequestError(f"output {str(root)!r} can't be written ({error.strerror}): choose another") from error

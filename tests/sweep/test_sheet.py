@@ -1,0 +1,110 @@
+"""Sweep files: what they ask for, and what is wrong with those that can't be used."""
+
+from pathlib import Path
+
+import pytest
+
+from profiling_agent.errors import RequestError
+from profiling_agent.sweep.sheet import MAX_FILE, name_of, read_sweep
+
+WHOLE = """
+models: [./a-vit, {model: org/resnet, revision: main}]
+datasets:
+  - dataset: ./data
+    split: test
+contracts:
+  - {max_accuracy_drop: 0.01}
+  - {max_accuracy_drop: 0.02, max_size_ratio: 0.25, objective: size}
+seeds: [0, 7]
+request: {batch_size: 8, time_budget: 20m}
+"""
+LEAST = "models: [a]\ndatasets: [b]\n"
+
+
+def read(folder: Path, text: str | bytes):
+    file = folder / "sweep.yaml"
+    file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return read_sweep(file, "out")
+
+
+def test_every_combination_is_a_run_in_the_order_of_the_file(tmp_path: Path):
+    found = read(tmp_path, WHOLE)
+
+    assert [(one.model, one.max_accuracy_drop, one.seed) for one in found] == [
+        (model, lost, seed) for model in ("./a-vit", "org/resnet") for lost in (0.01, 0.02) for seed in (0, 7)
+    ]
+    assert {one.split for one in found} == {"test"}
+    assert {one.batch_size for one in found} == {8}
+    assert {(one.time_budget, one.output) for one in found} == {("20m", "out")}
+    assert [one.objective for one in found[:4]] == ["speed", "speed", "size", "size"]
+    assert [one.revision for one in found] == [None] * 4 + ["main"] * 4
+
+
+def test_a_run_keeps_its_name_whatever_else_the_file_asks_for(tmp_path: Path):
+    before = {one.run_id for one in read(tmp_path, WHOLE)}
+    more = {one.run_id for one in read(tmp_path, WHOLE.replace("[0, 7]", "[3, 0, 7]"))}
+
+    assert len(before) == 8
+    assert before < more
+    assert all(run_id and run_id.startswith(("a-vit-data-c", "resnet-data-c")) for run_id in before)
+
+
+def test_what_is_left_out_is_the_default_contract_and_seed(tmp_path: Path):
+    (one,) = read(tmp_path, LEAST)
+
+    assert (one.model, one.dataset, one.seed, one.max_accuracy_drop) == ("a", "b", 0, 0.01)
+    assert one.run_id == name_of(one)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("models: [a]\n", "datasets: Field required"),
+        ("[a, b]", "valid dictionary"),
+        ("", "valid dictionary"),
+        ("models: []\ndatasets: [b]\n", "models: Tuple should have at least 1 item"),
+        (f"{LEAST}colour: red\n", "colour: Extra inputs are not permitted (got 'red')"),
+        (
+            f"{LEAST}contracts: [{{max_drop: 0.1}}]\n",
+            "entry 1 of contracts names 'max_drop': use some of max_accuracy_drop",
+        ),
+        ("models: [{revision: main}]\ndatasets: [b]\n", "entry 1 of models names no model"),
+        (f"{LEAST}request: {{output: elsewhere}}\n", "request names 'output': use some of"),
+        (f"{LEAST}request: {{approve: each}}\n", "request names 'approve': use some of"),
+        (
+            f"{LEAST}contracts: [{{min_speedup: 0.5}}]\n",
+            "the run of a on b, contract 1, seed 0 can't be asked for: min_speedup",
+        ),
+        # In YAML 1.1 that is no number.
+        (
+            f"{LEAST}contracts: [{{max_accuracy_drop: 1e-2}}]\n",
+            "max_accuracy_drop: Input should be a valid number (got '1e-2')",
+        ),
+        ("models: [a, a]\ndatasets: [b]\n", "the run of a on b, contract 1, seed 0 is asked for twice"),
+        (f"{LEAST}seeds: [1, 1]\n", "seed 1 is asked for twice"),
+        (f"{LEAST}seeds: [2020-01-01]\n", "not JSON serializable"),
+        ("models: [a]\nmodels: [c]\ndatasets: [b]\n", "'models' stands there twice"),
+        ("models: &x [a]\ndatasets: *x\n", "line 2, column 11: aliases aren't read"),
+        ("models: !!python/object/apply:os.system [id]\n", "could not determine a constructor for the tag"),
+        ("models: [a\n", "line 2, column 1"),
+        (b"models: [\xff]\n", "it is no YAML"),
+        (b"models: [a\x00b]\n", "it is no YAML"),
+        ("models: " + "[" * 3000 + "]" * 3000, "it is nested too deep"),
+        (
+            f"{LEAST}seeds: [{', '.join(map(str, range(999)))}]\ncontracts: [{', '.join(['{min_speedup: 2}'] * 11)}]",
+            "has 10,989 runs",
+        ),
+        ("# " + "x" * MAX_FILE, "larger"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_told_in_one_line(tmp_path: Path, text: str | bytes, says: str):
+    with pytest.raises(RequestError) as told:
+        read(tmp_path, text)
+
+    assert says in str(told.value)
+    assert "\n" not in str(told.value)
+
+
+def test_a_file_that_is_not_there_is_told(tmp_path: Path):
+    with pytest.raises(RequestError, match="can't be read"):
+        read_sweep(tmp_path / "nowhere.yaml", "out")
