@@ -8,6 +8,7 @@ from profiling_agent.artifacts.recipe import CARD
 from profiling_agent.files import make_folders
 from profiling_agent.iteration.finalists import torch_model
 from profiling_agent.iteration.finalize import finalize
+from profiling_agent.iteration.speed import raced_headline
 from profiling_agent.jobs.profile import profile_artifact, read_profile
 from profiling_agent.llm.ledger import note_end
 from profiling_agent.reporting.card import card_notes, card_rows
@@ -30,7 +31,13 @@ def report(state: RunState, session: RunSession) -> Update:
     best = final.winner.evaluation.model
     profiles = {"baseline": (state.profiled, evaluator.profile)}
     if (seen := torch_model(final.winner, journal, state.resolved.baseline)) != state.resolved.baseline:
-        profiled = profile_artifact(session.jobs, seen, batch_size=state.batch_size, device=evaluator.device)
+        profiled = profile_artifact(
+            session.jobs,
+            seen,
+            batch_size=state.batch_size,
+            device=evaluator.device,
+            headline=raced_headline(evaluator, final.race, seen),
+        )
         profiles["best"] = (profiled, read_profile(session.jobs, profiled))
     written = build_report(
         state.request,

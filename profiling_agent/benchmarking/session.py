@@ -35,7 +35,7 @@ class SessionLimits:
     """
 
     seconds_per_turn: float = 0.25
-    seconds_per_model: float = 1.5
+    seconds_per_model: float = 1.0
     min_repeats: int = 3
     memory_bytes: int = field(default_factory=lambda: min(int(MEMORY_FRACTION * total_bytes()), MAX_MEMORY))
 

@@ -1,6 +1,5 @@
 """ONNX Runtime on the CPU: float32, its dynamic int8, and static int8 as pairs of quantize and dequantize."""
 
-import json
 import tempfile
 import time
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from profiling_agent.artifacts.recipe import ONNX, Recipe
 from profiling_agent.deployment.batches import check_fixed_batch
 from profiling_agent.deployment.protocol import INPUT, OUTPUT, Batch, OperatorTime, missing_packages
+from profiling_agent.documents import read_json
 from profiling_agent.errors import ArtifactError
 from profiling_agent.foreign import foreign_code, on_behalf
 from profiling_agent.processes.busy import waits_passively
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 # What a profile calls the time of a node's kernel: the node's name, and this.
 KERNEL = "_kernel_time"
+MAX_PROFILE = 2**28
 
 CONVERSION = "profiling_agent.deployment.onnx_runtime_conversion:write_deployment"
 
@@ -92,7 +93,7 @@ def operator_times(
         # The first pass finds nothing where it will be, and isn't counted.
         for _ in range(passes + 1):
             opened.run(pixel_values)
-        told = json.loads(Path(session.end_profiling()).read_text(encoding="utf-8"))
+        told = read_json(Path(session.end_profiling()), max_bytes=MAX_PROFILE)
         computed = {node.name: tuple(node.output) for node in onnx.load(graph, load_external_data=False).graph.node}
     took: dict[str, list[float]] = {}
     for event in told:

@@ -28,6 +28,10 @@ def schemes(device: str) -> tuple[Scheme, ...]:
 
 def open(folder: Path, recipe: Recipe, *, device: str, num_threads: int | None) -> "TorchSession":  # noqa: ARG001 (every runtime's name and signature)
     """Open a saved folder; without `num_threads` the process keeps its own."""
+    return _session(folder, device, num_threads)
+
+
+def _session(folder: Path, device: str, num_threads: int | None) -> "TorchSession":
     from profiling_agent.artifacts.load import load_module
     from profiling_agent.deployment.torch_session import TorchSession
     from profiling_agent.modules.inference import on_device, pin_threads
@@ -38,11 +42,16 @@ def open(folder: Path, recipe: Recipe, *, device: str, num_threads: int | None) 
 
 
 def operator_times(
-    folder: Path, recipe: Recipe, pixel_values: Batch, *, num_threads: int, passes: int
+    folder: Path,
+    recipe: Recipe,  # noqa: ARG001 (every runtime's name and signature)
+    pixel_values: Batch,
+    *,
+    num_threads: int,
+    passes: int,
 ) -> list[OperatorTime]:
     """Return the modules of a saved model, each without its children: the median over `passes`."""
     from profiling_agent.modules.layers import layer_latency
 
-    session = open(folder, recipe, device="cpu", num_threads=num_threads)
+    session = _session(folder, "cpu", num_threads)
     took = layer_latency(session.module, session.to_device(pixel_values), passes=passes)
     return [OperatorTime(names=(MODULE + name,), ms=ms) for name, ms in took.items()]

@@ -13,14 +13,14 @@ from profiling_agent.iteration.deployer import REFUSALS
 from profiling_agent.iteration.evaluator import Evaluator
 from profiling_agent.iteration.forecast import race_s
 from profiling_agent.iteration.heldout import first_look
-from profiling_agent.records import Attempt, Candidate, Race, Variant
+from profiling_agent.records import ArtifactRef, Attempt, Candidate, Headline, Race, Variant
 
 
 def estimate(evaluator: Evaluator, candidates: Sequence[Candidate]) -> Race:
     """Return the race of the baseline and `candidates` over the run's sessions.
 
-    Between the sessions is done what has to be done anyway: the baseline sees its first held-out images, and the memory of
-    those who race is read.
+    Between the sessions is done what has to be done anyway: the baseline sees its first held-out images, and its memory is read, and that of the
+    first candidate, which mostly is the one that is returned.
 
     Raises:
         JobError: processes died in more than two sessions.
@@ -28,7 +28,7 @@ def estimate(evaluator: Evaluator, candidates: Sequence[Candidate]) -> Race:
     models = [candidate.evaluation.model for candidate in candidates]
     entries = [(Variant.BASELINE, evaluator.baseline), *((one.variant, one.evaluation.model) for one in candidates)]
     between: list[Callable[[], object]] = [partial(first_look, evaluator)]
-    between += [partial(evaluator.peak_memory, model) for model in (evaluator.baseline, *models)]
+    between += [partial(evaluator.peak_memory, model) for model in (evaluator.baseline, *models[:1])]
 
     def hold(number: int) -> Race:
         if 0 < number <= len(between):
@@ -61,3 +61,14 @@ def timed(evaluator: Evaluator, attempt: Attempt) -> Attempt:
         return attempt.model_copy(update={"race_result": race.result_of(made.model)})
     except (JobError, LookupError):
         return attempt
+
+
+def raced_headline(evaluator: Evaluator, race: Race | None, model: ArtifactRef) -> Headline | None:
+    """Return what the sessions and a process of its own say of a model that took part in the race; None of one that didn't."""
+    if race is None:
+        return None
+    try:
+        result = race.result_of(model)
+    except LookupError:
+        return None
+    return Headline(latency=result.latency, peak_memory_bytes=evaluator.peak_memory(model), forward_passes=0)

@@ -22,12 +22,14 @@ def profile_artifact(  # noqa: PLR0913 (what is measured, with what, and where)
     criterion: str = "auto",
     seed: int = 0,
     cache: bool = True,
+    headline: Headline | None = None,
 ) -> Profiled:
     """Return where the profile of `model` lies, and its totals; `calibration` images give evidence on its units.
 
-    With `cache`, evidence of an earlier run is used where that had the same model, images and machine.
+    With `cache`, evidence of an earlier run is used where that had the same model, images and machine. Its `headline` is measured where it isn't given.
     """
-    headline = measure_headline(jobs, model, batch_size=batch_size, device=device)
+    if headline is None:
+        headline = measure_headline(jobs, model, batch_size=batch_size, device=device)
     if calibration is None:
         return jobs.run(ProfileTask(model=model, batch_size=batch_size, device=device, headline=headline))
     task = EvidenceTask(

@@ -82,7 +82,7 @@ def add_points(
     """Add models as (x, top-1, what is said of it); nothing where there are none."""
     if not rows:
         return
-    figure.addadd_points(
+    figure.add_scatter(
         x=[x for x, _, _ in rows],
         y=[y for _, y, _ in rows],
         text=[plain(text) for _, _, text in rows],
@@ -97,7 +97,7 @@ def add_front(figure: go.Figure, rows: Sequence[tuple[float, float, str]]) -> go
     """Return the figure with the line of those that nothing beats in both."""
     xs, ys = _front([(x, y) for x, y, _ in rows])
     line = {"color": MUTED, "dash": "dot", "shape": "hv"}
-    figure.addadd_points(x=xs, y=ys, mode="lines", name="front", line=line, hoverinfo="skip")
+    figure.add_scatter(x=xs, y=ys, mode="lines", name="front", line=line, hoverinfo="skip")
     figure.update_yaxes(tickformat=".1%")
     return figure
 
@@ -235,7 +235,7 @@ def predicted_and_measured(attempts: Sequence[Attempt]) -> go.Figure | None:
     figure = new_figure("Predicted against measured", "KL predicted, nats", "KL measured, nats")
     ends = [min(min(x, y) for x, y, _ in rows) / 2, max(max(x, y) for x, y, _ in rows) * 2]
     for factor, name, dash in ((1.0, "equal", "solid"), (2.0, "off by twice", "dot"), (0.5, "", "dot")):
-        figure.addadd_points(
+        figure.add_scatter(
             x=ends,
             y=[factor * end for end in ends],
             mode="lines",

@@ -2,7 +2,6 @@
 
 import shlex
 from collections.abc import Callable
-from importlib.resources import files
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -37,7 +36,9 @@ def environment(package: str) -> Environment:
 
 def source(name: str) -> str:
     """Return a file beside this one as it is, which isn't a template: the style and the script of our pages."""
-    return files(PACKAGE).joinpath(name).read_text(encoding="utf-8")
+    jinja = environment(PACKAGE)
+    assert jinja.loader is not None, "it was made with one"
+    return jinja.loader.get_source(jinja, name)[0]
 
 
 def render_html(report: RunReport) -> str:
