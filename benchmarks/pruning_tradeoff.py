@@ -138,8 +138,7 @@ def before(folder: Path, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]
     return found
 
 
-def main() -> int:
-    """Run the benchmark."""
+def _asked() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=[str(SHARED / "models" / f"{name}-cifar10") for name in NAMES])
     parser.add_argument("--data", type=Path, default=SHARED / "data" / "cifar10")
@@ -150,6 +149,16 @@ def main() -> int:
     parser.add_argument("--ours", action="store_true", help="our engine alone, nothing beside it")
     parser.add_argument("--before", type=Path, help="what another commit kept, to be compared with")
     asked = parser.parse_args()
+    if asked.before and not asked.ours:
+        parser.error("--before compares our engine alone: give --ours too")
+    if asked.before and not any(asked.before.glob("*-ours-*.npz")):
+        parser.error(f"{asked.before} holds no answers of our engine: name another commit's --answers")
+    return asked
+
+
+def main() -> int:
+    """Run the benchmark."""
+    asked = _asked()
     shares, seeds = (QUICK_SHARES, QUICK_DRAWS) if asked.quick else (SHARES, DRAWS)
     book = Notebook(asked.answers or Path(tempfile.mkdtemp(prefix="pruning-tradeoff-")))
     for folder in asked.models:

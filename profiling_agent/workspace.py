@@ -176,6 +176,11 @@ def _sweep_begun(root: Path) -> None:
             shutil.rmtree(leftover, ignore_errors=True)
 
 
+def changed_fields(begun: Request, asked: Request) -> list[str]:
+    """Return what is asked otherwise than when a run was begun; it may have been moved since."""
+    return [name for name in Request.model_fields if name != "output" and getattr(begun, name) != getattr(asked, name)]
+
+
 def create_workspace(request: Request, run_id: str) -> Workspace:
     """Create a run folder, whole or not at all; RunError where there is one of that name, whatever is in it."""
     root = request.output_dir / run_id
@@ -203,8 +208,7 @@ def open_workspace(request: Request, run_id: str) -> Workspace:
     asked = request.model_copy(update={"run_id": run_id})
     if (root / MANIFEST).exists():
         begun = read_manifest(root).request
-        changed = [name for name in Request.model_fields if getattr(begun, name) != getattr(asked, name)]
-        if changed and changed != ["output"]:
+        if changed := changed_fields(begun, asked):
             was, now = getattr(begun, changed[0]), getattr(asked, changed[0])
             raise RunError(
                 f"run {run_id!r} was begun with another request ({changed[0]} was {was!r}, is now {now!r}): "

@@ -22,7 +22,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "resnet": lambda: zoo.resnet(layer_type="basic"),
 }
 # Not brought into every deployment, which takes minutes.
-OTHERS: dict[str, Callable[[], Any]] = {"swin": zoo.swin}
+OTHERS: dict[str, Callable[[], Any]] = {"swin": zoo.swin, "wide": lambda: zoo.vit(intermediate_size=4096)}
 
 
 def source_of(family: str, folder: Path, *, batch_size: int | None = None) -> Source:

@@ -13,7 +13,7 @@ from profiling_agent.agents.state import RunState
 from profiling_agent.errors import RunError
 from profiling_agent.files import FileRefusedError, inside, resolved
 from profiling_agent.iteration.budget import Budget, affordable_images
-from profiling_agent.iteration.deployments import deployment_choices, in_rounds, possible_deployments
+from profiling_agent.iteration.deployments import deployment_choices, num_tried_first
 from profiling_agent.iteration.evaluator import Evaluator, Settings, most_searched
 from profiling_agent.iteration.forecast import Forecast, Standing, Work, forecast
 from profiling_agent.jobs.profile import measure_headline, profile_artifact, read_profile
@@ -49,6 +49,11 @@ EVALUATED = (
 
 def _has_advisor(state: RunState) -> bool:
     return any(held is not None for held in (state.endpoint, state.advisor_object, state.recorded))
+
+
+def _is_advised(state: RunState) -> bool:
+    """Return whether a language model may plan."""
+    return state.planner != "rules" and _has_advisor(state)
 
 
 class RunSession:
@@ -92,8 +97,7 @@ class RunSession:
     def _work(self, state: RunState, acquired: Acquired, budget: Budget) -> Work:
         if self._num_deployments is None:
             choices = deployment_choices(state, acquired.source.device)
-            tried = () if state.goal.selection == "paper" else possible_deployments(state.proposal or Plan(), choices)
-            self._num_deployments = len(in_rounds(tried, budget, state.goal, choices)[0].deployments)
+            self._num_deployments = num_tried_first(state.proposal or Plan(), budget, state.goal, choices)
         return Work(
             num_calibration=acquired.calibration.num_images,
             num_search=most_searched(acquired.search.num_images, budget, state.goal),
@@ -142,7 +146,7 @@ class RunSession:
 
     def advisor(self, state: RunState) -> Asks | None:
         """Return the language model that may plan, None where the rules plan alone."""
-        if state.planner == "rules" or not _has_advisor(state):
+        if not _is_advised(state):
             return None
         if state.advisor_object is not None and self.chat_model is None:
             raise RunError(
@@ -197,7 +201,7 @@ class RunSession:
                 num_sessions=state.num_sessions,
                 fresh_ledger=state.fresh_ledger,
                 time_budget_s=state.time_budget_s,
-                is_advised=state.planner != "rules" and _has_advisor(state),
+                is_advised=_is_advised(state),
             ),
             choices=deployment_choices(state, state.acquired.source.device),
         )

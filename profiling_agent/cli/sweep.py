@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
+from pydantic import ValidationError
 from rich.text import Text
 
 from profiling_agent.cli.progress import Display, about, open_display
@@ -19,6 +20,7 @@ from profiling_agent.cli.terminal import (
     refuse,
     say_stopped,
 )
+from profiling_agent.documents import first_problem
 from profiling_agent.errors import ProfilingAgentError
 from profiling_agent.processes.streams import keep_stdout
 from profiling_agent.reporting.units import drop, percent, speedup
@@ -54,59 +56,68 @@ def sweep(
 
     `profiling-agent sweep sweep.yaml --dry-run`
     """
-    from profiling_agent.sweep.sheet import read_sweep
-
     if json_:
         keep_stdout()
     try:
-        # A request says what is wrong with a path that can't be one.
-        root = Request(output=output).output_dir
-        requests = read_sweep(file, str(root))
-        with open_display(errors) as display:
-            _check(requests, display)
-            if dry_run:
-                costs = _foretold(requests, display)
-            else:
-                results = _swept(requests, root, display)
+        if dry_run:
+            _tell_costs(_foretold(file, output), json_=json_)
+        else:
+            _tell_results(*_swept(file, output), json_=json_)
     except ProfilingAgentError as error:
         refuse(str(error))
+    except ValidationError as error:
+        refuse(first_problem(error))
     except KeyboardInterrupt as stop:
         say_stopped(stop, "; the same command goes on with what is complete")
-    if dry_run:
-        _tell(costs, [_cost_row(cost) for cost in costs], json_=json_)
-        if not json_:
-            console.print(f"all of them: {about(sum(cost.seconds for cost in costs))}", markup=False)
-        raise typer.Exit(EXIT_NOT_MET if any(cost.problem for cost in costs) else EXIT_MET)
-    _tell(results, [_result_row(result) for result in results], json_=json_)
-    if not json_:
-        console.print(f"{root / 'sweep.html'}", markup=False, soft_wrap=True)
-    raise typer.Exit(EXIT_MET if all(result.is_met for result in results) else EXIT_NOT_MET)
 
 
-def _check(requests: Sequence[Request], display: Display) -> None:
-    """Raise RequestError where a model or a data set can't be had, or the two don't go together: before the first run begins."""
+def _looked_at(file: Path, output: str, display: Display) -> tuple[tuple[Request, ...], Path]:
+    """Return the runs that are asked for, and their folder, once each model and its data were had and go together."""
     from profiling_agent.jobs.match import check_matches
+    from profiling_agent.sweep.sheet import read_sweep
 
+    # A request says what is wrong with a path that can't be one.
+    root = Request(output=output).output_dir
+    requests = read_sweep(file, str(root))
     check_matches(requests, display.stage("what is there"))
+    return requests, root
 
 
-def _foretold(requests: Sequence[Request], display: Display) -> "tuple[Cost, ...]":
+def _foretold(file: Path, output: str) -> "tuple[Cost, ...]":
     from profiling_agent.sweep.cost import foretell
 
-    return foretell(requests, display.stage("what it takes"))
+    with open_display(errors) as display:
+        requests, _ = _looked_at(file, output, display)
+        return foretell(requests, display.stage("what it takes"))
 
 
-def _swept(requests: Sequence[Request], root: Path, display: Display) -> "tuple[RunResult, ...]":
-    from profiling_agent.sweep.folder import locked
+def _swept(file: Path, output: str) -> "tuple[tuple[RunResult, ...], Path]":
+    from profiling_agent.sweep.folder import PAGE, locked
     from profiling_agent.sweep.many import optimize_many
 
-    progress = display.stage("sweep")
+    with open_display(errors) as display:
+        requests, root = _looked_at(file, output, display)
+        progress = display.stage("sweep")
 
-    def begins(done: int, total: int, request: Request) -> None:
-        progress(f"run {done + 1} of {total}: {request.run_id}", done, total)
+        def begins(done: int, total: int, request: Request) -> None:
+            progress(f"run {done + 1} of {total}: {request.run_id}", done, total)
 
-    with locked(root, requests) as folder:
-        return optimize_many(requests, display.hear, begins=begins, ends=folder.note)
+        with locked(root, requests) as folder:
+            return optimize_many(requests, display.hear, begins=begins, ends=folder.note), root / PAGE
+
+
+def _tell_costs(costs: "Sequence[Cost]", *, json_: bool) -> NoReturn:
+    _tell(costs, [_cost_row(cost) for cost in costs], json_=json_)
+    if not json_:
+        console.print(f"all of them: {about(sum(cost.seconds for cost in costs))}", markup=False)
+    raise typer.Exit(EXIT_NOT_MET if any(cost.problem for cost in costs) else EXIT_MET)
+
+
+def _tell_results(results: "Sequence[RunResult]", page: Path, *, json_: bool) -> NoReturn:
+    _tell(results, [_result_row(result) for result in results], json_=json_)
+    if not json_:
+        console.print(str(page), markup=False, soft_wrap=True)
+    raise typer.Exit(EXIT_MET if all(result.is_met for result in results) else EXIT_NOT_MET)
 
 
 def _tell(rows: Sequence[Any], lines: Sequence[dict[str, str]], *, json_: bool) -> None:
@@ -121,7 +132,7 @@ def _tell(rows: Sequence[Any], lines: Sequence[dict[str, str]], *, json_: bool) 
 
 
 def _cost_row(cost: "Cost") -> dict[str, str]:
-    told = cost.problem or f"at most {about(cost.seconds)}"
+    told = cost.problem or about(cost.seconds)
     return {"run": cost.run_id, "a pass": f"{1e3 * cost.pass_s:.3g} ms" if cost.pass_s else "", "takes": told}
 
 

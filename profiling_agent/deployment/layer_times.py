@@ -10,8 +10,8 @@ from profiling_agent.deployment.protocol import MODULE, OperatorTime, TimesOpera
 from profiling_agent.deployment.registry import runtime
 from profiling_agent.errors import ArtifactError
 
-# Enough for a median that one disturbance doesn't move.
-NUM_PASSES = 9
+# Enough for a median that one disturbance doesn't move; one more comes first and isn't counted.
+NUM_PASSES = 5
 
 
 def layer_times(folder: Path, exported: Path | None, *, batch_size: int, num_threads: int) -> dict[str, float]:

@@ -29,7 +29,8 @@ def layers_by_name(model: onnx.ModelProto) -> dict[str, str]:
     found: dict[str, str] = {}
     for node in model.graph.node:
         if layer := layer_of(node):
-            found |= dict.fromkeys((node.name, *node.output), layer)
+            # An output that nobody reads has no name.
+            found |= dict.fromkeys(filter(None, (node.name, *node.output)), layer)
     return found
 
 

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 # What a profile calls the time of a node's kernel: the node's name, and this.
 KERNEL = "_kernel_time"
+# A convolution in a blocked layout is named after what it computed before, and this.
+BLOCKED = "_nchwc"
 MAX_PROFILE = 2**28
 
 CONVERSION = "profiling_agent.deployment.onnx_runtime_conversion:write_deployment"
@@ -95,11 +97,16 @@ def operator_times(
             opened.run(pixel_values)
         told = read_json(Path(session.end_profiling()), max_bytes=MAX_PROFILE)
         computed = {node.name: tuple(node.output) for node in onnx.load(graph, load_external_data=False).graph.node}
-    took: dict[str, list[float]] = {}
+    took: dict[tuple[str, str], list[float]] = {}
     for event in told:
         if event.get("cat") == "Node" and event["name"].endswith(KERNEL):
-            took.setdefault(event["name"].removesuffix(KERNEL), []).append(event["dur"] / 1e3)
-    return [OperatorTime(names=(name, *computed.get(name, ())), ms=median(ms[1:] or ms)) for name, ms in took.items()]
+            # Several nodes may have one name.
+            node = event["name"].removesuffix(KERNEL), str(event.get("args", {}).get("node_index"))
+            took.setdefault(node, []).append(event["dur"] / 1e3)
+    return [
+        OperatorTime(names=(name, name.removesuffix(BLOCKED), *computed.get(name, ())), ms=median(ms[1:] or ms))
+        for (name, _), ms in took.items()
+    ]
 
 
 def _options(num_threads: int | None) -> "SessionOptions":

@@ -127,22 +127,22 @@ class OpenVinoSession:
     def operator_times(self, pixel_values: Batch, passes: int) -> list[OperatorTime]:
         """Return the operators of a profiled graph in their order: the median over `passes`."""
         request = self._request(pixel_values)
-        took: dict[str, list[float]] = {}
+        took: dict[tuple[int, str], list[float]] = {}
         # The first pass finds nothing where it will be, and isn't counted.
         for number in range(passes + 1):
             self.run(pixel_values)
-            for row in request.get_profiling_info() if number else ():
-                took.setdefault(row.node_name, []).append(row.real_time.total_seconds() * 1e3)
+            for place, row in enumerate(request.get_profiling_info() if number else ()):
+                took.setdefault((place, row.node_name), []).append(row.real_time.total_seconds() * 1e3)
         compiled, layers = request.get_compiled_model().get_runtime_model(), layers_by_weight(self._read())
         made_of = {
             op.get_friendly_name(): noted[ORIGINALS].astype(str).split(",")
             for op in compiled.get_ops()
             if ORIGINALS in (noted := op.get_rt_info())
         }
-        names = {name: [original(part) for part in (name, *made_of.get(name, ()))] for name in took}
+        names = {name: [original(part) for part in (name, *made_of.get(name, ()))] for _, name in took}
         return [
             OperatorTime(names=(*(layers[part] for part in names[name] if part in layers), *names[name]), ms=median(ms))
-            for name, ms in took.items()
+            for (_, name), ms in took.items()
         ]
 
 

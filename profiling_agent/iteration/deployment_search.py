@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from profiling_agent.analysis.guards import NATS_A_POINT
 from profiling_agent.benchmarking.race import noise_warning
+from profiling_agent.deployment.layer_times import NUM_PASSES
 from profiling_agent.errors import JobError
 from profiling_agent.iteration.deployer import REFUSALS
 from profiling_agent.iteration.deployments import INT8, MOST_PRUNED, SLOW_TO_MAKE, in_rounds, linear_share_of
@@ -74,6 +75,11 @@ def with_unit_times(evaluator: Evaluator, search: DeploymentSearch, chosen: Depl
     """Return the search with what each unit takes of a pass of the `chosen` deployment; where its runtime doesn't tell, with a note of why."""
     assert chosen.deployed is not None, "what was chosen was made"
     model = chosen.tuned.model if chosen.tuned else evaluator.baseline
+    if not evaluator.budget.has_room_for((NUM_PASSES + 1) * evaluator.batch_s):
+        note = (
+            f"what the parts of a pass take in {chosen.deployment.name} isn't known: the time budget has no room for it"
+        )
+        return search.model_copy(update={"notes": (*search.notes, note)})
     try:
         exported = evaluator.deployer.exported(model, chosen.deployment)
         told = evaluator.jobs.run(

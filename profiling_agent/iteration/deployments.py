@@ -172,6 +172,14 @@ def in_rounds(
     return tuple(each for each in rounds if each.deployments)
 
 
+def num_tried_first(plan: Plan, budget: Budget, goal: Goal, choices: DeploymentChoices) -> int:
+    """Return how many deployments are sure to be tried of an unpruned model; the paper's selection knows none."""
+    if goal.selection == "paper":
+        return 0
+    rounds = in_rounds(possible_deployments(plan, choices), budget, goal, choices)
+    return len(rounds[0].deployments) if rounds else 0
+
+
 def _bytes_of(scheme: Scheme, linear_share: float) -> float:
     """Return about how many of float32's bytes a scheme leaves."""
     reached = linear_share if scheme == "dynamic" else 1.0

@@ -189,12 +189,13 @@ class Evaluator:
             batch_size=settings.batch_size,
             device=self.device,
             seed=settings.seed,
-            pass_s=self._batch_s,
+            pass_s=self.batch_s,
         )
         return self.jobs.run(task)
 
     @property
-    def _batch_s(self) -> float:
+    def batch_s(self) -> float:
+        """Return the seconds that a batch takes the baseline."""
         return self.profile.headline.latency.median_ms / 1e3
 
     @property
@@ -210,7 +211,7 @@ class Evaluator:
                 batch_size=settings.batch_size,
                 device=self.device,
                 seed=settings.seed,
-                pass_s=self._batch_s,
+                pass_s=self.batch_s,
                 number=number,
                 reads_memory=self._reads_memory,
             )

@@ -1,12 +1,14 @@
 """Many runs, one after the other: each is run, gone on with or read back; one that fails costs itself alone."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 
-from profiling_agent.errors import ProfilingAgentError, RequestError, StorageError
+from profiling_agent.errors import ProfilingAgentError, RequestError, RunError, StorageError
 from profiling_agent.lifecycle import Listener, complete, ignore
 from profiling_agent.request import Request
 from profiling_agent.sweep.results import RunResult, failed, result_of
 from profiling_agent.sweep.sheet import name_of
+from profiling_agent.workspace import changed_fields, read_manifest
 
 # What is heard when a run begins: how many were done, how many there are, and its request.
 Beginning = Callable[[int, int, Request], None]
@@ -34,7 +36,8 @@ def optimize_many(
     """
     named = [one if one.run_id else one.model_copy(update={"run_id": name_of(one)}) for one in requests]
     folders = [one.output_dir / str(one.run_id) for one in named]
-    if doubled := next((folder for folder in folders if folders.count(folder) > 1), None):
+    doubled, number = Counter(folders).most_common(1)[0] if folders else (None, 0)
+    if number > 1:
         raise RequestError(f"two of the runs would lie in {str(doubled)!r}: leave one out, or give each a run_id")
     if waits := next((one for one in named if one.approve != "never"), None):
         raise RequestError(
@@ -50,8 +53,20 @@ def optimize_many(
 
 def _result(request: Request, listener: Listener) -> RunResult:
     try:
+        _check_same(request)
         return result_of(request, complete(request, listener))
     except StorageError:
         raise
     except ProfilingAgentError as error:
         return failed(request, str(error))
+
+
+def _check_same(request: Request) -> None:
+    """Raise RunError where the run's folder holds what was asked otherwise."""
+    folder = request.output_dir / str(request.run_id)
+    if not folder.exists():
+        return
+    if changed := changed_fields(read_manifest(folder).request, request):
+        raise RunError(
+            f"run {request.run_id!r} was begun with another {changed[0]}: choose another run_id, or ask for the same"
+        )

@@ -37,7 +37,7 @@ def comparable(results: Sequence[RunResult]) -> Mapping[str, list[RunResult]]:
     """Return the results that may stand on one picture: of one data set and one machine, as times of two are never compared."""
     found: defaultdict[str, list[RunResult]] = defaultdict(list)
     for result in results:
-        found[f"{result.request.dataset}, on {result.machine}"].append(result)
+        found[f"{result.data}, on {result.machine}"].append(result)
     return found
 
 

@@ -31,6 +31,13 @@ class RunResult(Record):
         return self.request.run_id or ""
 
     @property
+    def data(self) -> str:
+        """Return which images it was measured on, as far as they were named."""
+        named = (self.request.dataset_config, self.request.dataset_revision, self.request.split)
+        told = ", ".join(filter(None, named))
+        return f"{self.request.dataset} ({told})" if told else self.request.dataset
+
+    @property
     def is_met(self) -> bool:
         """Return whether the contract is met."""
         return self.outcome is Outcome.MET
@@ -39,7 +46,6 @@ class RunResult(Record):
 def result_of(request: Request, report: RunReport) -> RunResult:
     """Return what a run's report says."""
     base, best, batch_size = report.baseline, report.best, report.request.batch_size
-    first = report.race.results[0].latency.median_ms if report.race else base.latency_ms
     return RunResult(
         request=request,
         outcome=report.verdict.outcome,
@@ -50,7 +56,7 @@ def result_of(request: Request, report: RunReport) -> RunResult:
         top1=best.top1,
         top1_before=base.top1,
         ms=best.latency_ms / batch_size,
-        ms_before=first / batch_size,
+        ms_before=base.latency_ms / batch_size,
         size_ratio=best.size_bytes / base.size_bytes,
         params_ratio=best.params / base.params,
         deployment=best.deployment.name,

@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import yaml
 from pydantic import Field, ValidationError
@@ -40,19 +40,34 @@ class SweepFile(Record):
 
 
 class _Plain(yaml.SafeLoader):
-    """YAML of mappings, lists and scalars: a key stands once, and nothing stands for something else, which could grow without end."""
+    """YAML of mappings, lists and JSON's scalars (YAML 1.2's core): a key stands once, nothing is tagged, and nothing stands for something else, which could grow without end."""
+
+    yaml_implicit_resolvers: ClassVar[dict[str, list[tuple[str, re.Pattern[str]]]]] = {}
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        if self.check_event(yaml.events.AliasEvent):
-            mark = self.peek_event().start_mark
-            raise yaml.composer.ComposerError(None, None, "aliases aren't read: write it out", mark)
+        event = self.peek_event()
+        if isinstance(event, yaml.events.AliasEvent):
+            raise yaml.composer.ComposerError(None, None, "aliases aren't read: write it out", event.start_mark)
+        if getattr(event, "tag", None) is not None:
+            raise yaml.composer.ComposerError(None, None, f"the tag {event.tag!r} isn't read", event.start_mark)
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:  # noqa: FBT001, FBT002 - the library's signature
-        keys = [key.value for key, _ in node.value]
-        if doubled := next((key for key in keys if keys.count(key) > 1), None):
-            raise yaml.constructor.ConstructorError(None, None, f"{doubled!r} stands there twice", node.start_mark)
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} stands there twice", key.start_mark)
+            seen.add(str(key.value))
         return super().construct_mapping(node, deep=deep)
+
+
+for tag, pattern, first in (
+    ("null", r"(?:~|null)?", [*"~n", ""]),
+    ("bool", r"true|false", [*"tf"]),
+    ("int", r"[-+]?(?:0|[1-9][0-9]*)", [*"-+0123456789"]),
+    ("float", r"[-+]?(?:\.[0-9]+|(?:0|[1-9][0-9]*)(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?", [*"-+.0123456789"]),
+):
+    _Plain.add_implicit_resolver(f"tag:yaml.org,2002:{tag}", re.compile(rf"(?:{pattern})\Z"), first)
 
 
 def read_sweep(path: Path, output: str) -> tuple[Request, ...]:
@@ -82,7 +97,7 @@ def _parsed(text: bytes) -> Any:
             else ""
         )
         raise DocumentError(f"it is no YAML that is read here: {where}{error.problem}") from None
-    except (yaml.YAMLError, UnicodeError) as error:
+    except (yaml.YAMLError, ValueError) as error:
         raise DocumentError(f"it is no YAML that is read here: {str(error).splitlines()[0]}") from None
     except RecursionError:
         raise DocumentError("it is nested too deep") from None
@@ -104,15 +119,17 @@ def cells(sheet: SweepFile, output: str) -> tuple[Request, ...]:
     if number > MAX_CELLS:
         raise RequestError(f"the sweep has {number:,} runs, {MAX_CELLS:,} are made: leave some out")
     found: dict[str, Request] = {}
-    parts = [[(place, entry) for place, entry in enumerate(entries, start=1)] for _, entries, _ in lists]
-    for (_, model), (_, data), (place, contract), seed in itertools.product(*parts, sheet.seeds):
+    models, datasets, contracts = (entries for _, entries, _ in lists)
+    for model, data, (place, contract), seed in itertools.product(
+        models, datasets, enumerate(contracts, start=1), sheet.seeds
+    ):
         asked = {**sheet.request, **model, **data, **contract, "seed": seed, "output": output}
         told = f"{model['model']} on {data['dataset']}, contract {place}, seed {seed}"
         try:
             request = Request.model_validate(asked)
         except ValidationError as error:
             raise RequestError(f"the run of {clean(told)} can't be asked for: {first_problem(error)}") from error
-        run_id = name_of(request, place)
+        run_id = name_of(request)
         if run_id in found:
             raise RequestError(f"the run of {clean(told)} is asked for twice: leave one out")
         found[run_id] = request.model_copy(update={"run_id": run_id})
@@ -131,11 +148,11 @@ def _check_names(where: str, entry: Mapping[str, Any], known: Sequence[str]) -> 
         raise RequestError(f"{where} names no {known[0]}: give a Hub id or a folder")
 
 
-def name_of(request: Request, contract: int = 1) -> str:
+def name_of(request: Request) -> str:
     """Return the name of a run, the same for the same request on the same machine: times of two are never mixed."""
     told = request.model_dump(mode="json", exclude={"run_id", "output"})
     digest = hashlib.sha256(json.dumps([told, environment().machine], sort_keys=True).encode()).hexdigest()[:10]
-    return "-".join([_slug(request.model), _slug(request.dataset), f"c{contract}", f"s{request.seed}", digest])
+    return "-".join([_slug(request.model), _slug(request.dataset), f"s{request.seed}", digest])
 
 
 def _slug(name: str) -> str:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import deployed
 import pytest
-import zoo
+from torch import nn
 
 from profiling_agent.deployment.layer_times import by_layer, layer_times
 from profiling_agent.deployment.protocol import OperatorTime, Source
@@ -16,7 +16,6 @@ NAMES = [one.name for one in deployed.all_deployments() if one.runtime != "induc
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory: pytest.TempPathFactory) -> Source:
-    deployed.OTHERS["wide"] = lambda: zoo.vit(intermediate_size=4096)
     return deployed.source_of("wide", tmp_path_factory.mktemp("wide") / "wide")
 
 
@@ -39,6 +38,24 @@ def test_each_runtime_says_where_a_pass_goes(wide: Source, tmp_path: Path, name:
         assert in_mlp > in_attention > 0
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_each_convolution_of_a_network_has_its_time(tmp_path: Path, name: str):
+    source, deployment = deployed.source_of("resnet", tmp_path / "resnet"), deployed.deployment(name)
+    save_deployed(source, deployment, tmp_path / "model", num_threads=1)
+
+    told = layer_times(
+        tmp_path / "model", None if name == "openvino static" else source.onnx, batch_size=8, num_threads=1
+    )
+
+    convolutions = {layer for layer, module in source.module.named_modules() if isinstance(module, nn.Conv2d)}
+    # A norm that a convolution swallowed may stand for it.
+    named = {layer.replace(".normalization", ".convolution") for layer in told}
+    assert convolutions <= named
+    assert sum(told.values()) > 0
+
+
+@pytest.mark.slow
 def test_a_runtime_that_does_not_tell_is_named(wide: Source, tmp_path: Path):
     save_deployed(wide, deployed.deployment("inductor float32"), tmp_path / "model", num_threads=1)
 

@@ -42,11 +42,12 @@ def test_every_combination_is_a_run_in_the_order_of_the_file(tmp_path: Path):
 
 def test_a_run_keeps_its_name_whatever_else_the_file_asks_for(tmp_path: Path):
     before = {one.run_id for one in read(tmp_path, WHOLE)}
-    more = {one.run_id for one in read(tmp_path, WHOLE.replace("[0, 7]", "[3, 0, 7]"))}
+    asks_for_more = WHOLE.replace("[0, 7]", "[3, 0, 7]").replace("contracts:\n", "contracts:\n  - {min_speedup: 2.0}\n")
+    more = {one.run_id for one in read(tmp_path, asks_for_more)}
 
     assert len(before) == 8
     assert before < more
-    assert all(run_id and run_id.startswith(("a-vit-data-c", "resnet-data-c")) for run_id in before)
+    assert all(run_id and run_id.startswith(("a-vit-data-s", "resnet-data-s")) for run_id in before)
 
 
 def test_what_is_left_out_is_the_default_contract_and_seed(tmp_path: Path):
@@ -75,17 +76,26 @@ def test_what_is_left_out_is_the_default_contract_and_seed(tmp_path: Path):
             f"{LEAST}contracts: [{{min_speedup: 0.5}}]\n",
             "the run of a on b, contract 1, seed 0 can't be asked for: min_speedup",
         ),
-        # In YAML 1.1 that is no number.
+        (f"{LEAST}seeds: [010]\n", "seeds.0: Input should be a valid integer"),
         (
-            f"{LEAST}contracts: [{{max_accuracy_drop: 1e-2}}]\n",
-            "max_accuracy_drop: Input should be a valid number (got '1e-2')",
+            f"{LEAST}contracts: [{{max_accuracy_drop: .nan}}]\n",
+            "max_accuracy_drop: Input should be a valid number (got '.nan')",
         ),
+        (f"{LEAST}contracts: [{{}}, {{}}]\n", "the run of a on b, contract 2, seed 0 is asked for twice"),
+        (f"{LEAST}contracts: [{{max_size_ratio: 1e999}}]\n", "NaN or"),
         ("models: [a, a]\ndatasets: [b]\n", "the run of a on b, contract 1, seed 0 is asked for twice"),
         (f"{LEAST}seeds: [1, 1]\n", "seed 1 is asked for twice"),
-        (f"{LEAST}seeds: [2020-01-01]\n", "not JSON serializable"),
+        (f"{LEAST}seeds: [2020-01-01]\n", "seeds.0: Input should be a valid integer"),
+        (f"{LEAST}seeds: [{'1' * 5000}]\n", "a whole number of 5000 digits"),
         ("models: [a]\nmodels: [c]\ndatasets: [b]\n", "'models' stands there twice"),
         ("models: &x [a]\ndatasets: *x\n", "line 2, column 11: aliases aren't read"),
-        ("models: !!python/object/apply:os.system [id]\n", "could not determine a constructor for the tag"),
+        (
+            "models: !!python/object/apply:os.system [id]\n",
+            "the tag 'tag:yaml.org,2002:python/object/apply:os.system' isn't read",
+        ),
+        (f"{LEAST}seeds: [!!int '']\n", "the tag 'tag:yaml.org,2002:int' isn't read"),
+        (f"{LEAST}? [a]\n: b\n", "line 3"),
+        (f"'': 1\n'': 2\n{LEAST}", "'' stands there twice"),
         ("models: [a\n", "line 2, column 1"),
         (b"models: [\xff]\n", "it is no YAML"),
         (b"models: [a\x00b]\n", "it is no YAML"),
@@ -94,8 +104,8 @@ def test_what_is_left_out_is_the_default_contract_and_seed(tmp_path: Path):
             f"{LEAST}seeds: [{', '.join(map(str, range(999)))}]\ncontracts: [{', '.join(['{min_speedup: 2}'] * 11)}]",
             "has 10,989 runs",
         ),
-        ("# " + "x" * MAX_FILE, "larger"),
     ],
+    ids=lambda value: value[:40] if isinstance(value, str) else None,
 )
 def test_a_file_that_cannot_be_used_is_told_in_one_line(tmp_path: Path, text: str | bytes, says: str):
     with pytest.raises(RequestError) as told:
@@ -108,3 +118,17 @@ def test_a_file_that_cannot_be_used_is_told_in_one_line(tmp_path: Path, text: st
 def test_a_file_that_is_not_there_is_told(tmp_path: Path):
     with pytest.raises(RequestError, match="can't be read"):
         read_sweep(tmp_path / "nowhere.yaml", "out")
+
+
+def test_a_file_that_is_too_large_is_told(tmp_path: Path):
+    with pytest.raises(RequestError, match="larger than"):
+        read(tmp_path, "# " + "x" * MAX_FILE)
+
+
+def test_numbers_are_those_of_json(tmp_path: Path):
+    (one,) = read(
+        tmp_path,
+        f"{LEAST}contracts: [{{max_accuracy_drop: 2e-2, min_speedup: 3, max_memory_ratio: ~}}]\nrequest: {{iterate: false}}\n",
+    )
+
+    assert (one.max_accuracy_drop, one.min_speedup, one.max_memory_ratio, one.iterate) == (0.02, 3.0, None, False)
