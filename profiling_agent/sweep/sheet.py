@@ -81,7 +81,7 @@ def read_sweep(path: Path, output: str) -> tuple[Request, ...]:
     except OSError as error:
         raise RequestError(f"sweep file {str(path)!r} can't be read ({error.strerror}): name a YAML file") from error
     try:
-        sheet = parse_record(SweepFile, json.dumps(_parsed(text)), quotes=True)
+        sheet = parse_record(SweepFile, json.dumps(_parsed(text)), strict=True, quotes=True)
     except (DocumentError, ValueError, TypeError) as error:
         raise RequestError(f"sweep file {str(path)!r} can't be used ({clean(str(error))})") from error
     return cells(sheet, output)
