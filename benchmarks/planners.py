@@ -1,6 +1,6 @@
 """Good, bad and broken language models as planners, beside the built-in rules, dice and the paper's uniform cuts.
 
-    python benchmarks/planners.py [--models DIR...] [--data DIR] [--personas NAME...] [--planners NAME...] [--quick]
+    python benchmarks/planners.py [--models DIR...] [--data DIR] [--personas NAME...] [--planners NAME...] [--baselines [NAME...]] [--quick]
                                   [--runtimes NAMES] [--sessions N] [--json FILE] [--advisor PROVIDER:MODEL [--base-url URL]]
                                   [--records FILE...] [--price-read P] [--price-written P]
 
@@ -103,14 +103,16 @@ def with_label(model: Path, folder: Path) -> Path:
     return folder
 
 
-def measure(evaluator: Evaluator, people: dict[str, Script], planners: Sequence[str]) -> list[dict[str, Any]]:
+def measure(
+    evaluator: Evaluator, people: dict[str, Script], planners: Sequence[str], baselines: dict[str, Script]
+) -> list[dict[str, Any]]:
     """Return the rows of one model: the rules alone, everybody with each planner, and the baselines."""
     name = evaluator.model.name.removesuffix("-cifar10")
     print(f"\n{name}\n{HEAD}", flush=True)
     rows, run_ids = [row_of(name, "rules alone", "rules", *evaluator.run("rules", advisor="rules"))], ["rules"]
     tell(rows[0])
     entries = [(persona, script, planner) for persona, script in people.items() for planner in planners]
-    entries += [(persona, script, "llm") for persona, script in BASELINES.items()]
+    entries += [(persona, script, "llm") for persona, script in baselines.items()]
     for persona, script, planner in entries:
         run_id = f"{persona.split()[0]}-{planner}"
         model = with_label(evaluator.model, evaluator.folder / "injected") if persona == "injected" else evaluator.model
@@ -179,6 +181,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--data", type=Path, default=SHARED / "data" / "cifar10")
     parser.add_argument("--personas", nargs="+", choices=tuple(PERSONAS), default=list(PERSONAS), metavar="NAME")
     parser.add_argument("--planners", nargs="+", choices=("hybrid", "llm"), default=["hybrid", "llm"])
+    parser.add_argument("--baselines", nargs="*", choices=tuple(BASELINES), default=list(BASELINES), metavar="NAME")
     parser.add_argument("--runtimes", default="eager", help="what may execute the results (default: eager)")
     parser.add_argument("--quick", action="store_true", help="400 search images")
     parser.add_argument("--advisor", metavar="PROVIDER:MODEL", help="a real language model instead of the personas")
@@ -211,7 +214,8 @@ def main() -> int:
                 found = measure_real(evaluator, asked.advisor, asked.base_url, asked.planners)
             else:
                 people = {name: PERSONAS[name] for name in asked.personas}
-                found = measure(evaluator, people, asked.planners)
+                baselines = {name: BASELINES[name] for name in asked.baselines}
+                found = measure(evaluator, people, asked.planners, baselines)
         rows += found
     print()
     models = dict.fromkeys(row["model"] for row in rows)
