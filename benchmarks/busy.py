@@ -87,7 +87,8 @@ def measure(
 ) -> dict[str, Any]:
     """Return how many times as long a deployment's images take beside a busy process."""
     took: dict[bool, list[float]] = {False: [], True: []}
-    for _ in range(repeats):
+    # The first of each starts what further processes are copies of, which imports torch once for a run; it is told and not counted.
+    for number in range(repeats + 1):
         for beside in (False, True):
             split = draw()
             task = EvaluateTask(
@@ -102,7 +103,11 @@ def measure(
             for needs in task.needs(shop.jobs.path).values():
                 for need in needs:
                     shop.jobs.run(need)
-            took[beside].append(seconds(shop, task, beside=beside))
+            held = seconds(shop, task, beside=beside)
+            if number:
+                took[beside].append(held)
+            else:
+                print(f"  {name:24} {held:6.2f} s {'beside' if beside else 'alone'}, the first", flush=True)
     ratio = pool([float(np.log(busy / alone)) for alone, busy in zip(took[False], took[True], strict=True)])
     print(
         f"  {name:24} {np.median(took[False]):6.2f} s alone, {np.median(took[True]):6.2f} s beside: {ratio} times",
