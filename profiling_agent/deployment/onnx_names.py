@@ -9,6 +9,8 @@ from profiling_agent.deployment.protocol import MODULE
 
 # The operators that linear layers and convolutions become.
 LAYER_OPS = ("MatMul", "Gemm", "Conv")
+# And what follows them.
+ACTIVATIONS = ("Clip", "Gelu", "HardSigmoid", "HardSwish", "LeakyRelu", "Relu", "Sigmoid")
 # What torch's exporter writes beside each node: the names of the modules that it was called in, outermost first.
 SCOPES = "pkg.torch.onnx.name_scopes"
 # A convolution that swallowed its norm is noted under the norm's name.
@@ -25,10 +27,14 @@ def nodes_of_layers(model: onnx.ModelProto, layers: Collection[str], ops: Collec
 
 
 def layers_by_name(model: onnx.ModelProto) -> dict[str, str]:
-    """Return the layer that each node stands for, by the node's name and by those of what it computes; nodes of no layer are left out."""
+    """Return the layer that each node stands for, by the node's name and by those of what it computes; nodes of no layer are left out.
+
+    An activation stands for the layer whose result it takes: runtimes make one operator of both, and name it after the activation.
+    """
     found: dict[str, str] = {}
     for node in model.graph.node:
-        if layer := layer_of(node):
+        before = found.get(node.input[0]) if node.op_type in ACTIVATIONS else None
+        if layer := before or layer_of(node):
             # An output that nobody reads has no name.
             found |= dict.fromkeys(filter(None, (node.name, *node.output)), layer)
     return found

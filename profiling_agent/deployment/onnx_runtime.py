@@ -17,7 +17,7 @@ from profiling_agent.processes.busy import waits_passively
 from profiling_agent.records import Scheme
 
 if TYPE_CHECKING:
-    from onnxruntime import InferenceSession, SessionOptions
+    from onnxruntime import InferenceSession
 
 # What a profile calls the time of a node's kernel: the node's name, and this.
 KERNEL = "_kernel_time"
@@ -109,7 +109,7 @@ def operator_times(
     ]
 
 
-def _options(num_threads: int | None) -> "SessionOptions":
+def _options(num_threads: int | None) -> Any:
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -125,7 +125,7 @@ def _options(num_threads: int | None) -> "SessionOptions":
     return options
 
 
-def _session(folder: Path, options: "SessionOptions") -> "InferenceSession":
+def _session(folder: Path, options: Any) -> "InferenceSession":
     import onnxruntime
 
     path = str(folder / ONNX)

@@ -6,10 +6,12 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import yaml
 from pydantic import Field, ValidationError
+from yaml.composer import ComposerError
+from yaml.constructor import ConstructorError
 
 from profiling_agent.documents import DocumentError, clean, first_problem, parse_record
 from profiling_agent.errors import RequestError
@@ -42,21 +44,22 @@ class SweepFile(Record):
 class _Plain(yaml.SafeLoader):
     """YAML of mappings, lists and JSON's scalars (YAML 1.2's core): a key stands once, nothing is tagged, and nothing stands for something else, which could grow without end."""
 
-    yaml_implicit_resolvers: ClassVar[dict[str, list[tuple[str, re.Pattern[str]]]]] = {}
+    # Its parent's say what a scalar is by YAML 1.1; none of them is taken over.
+    yaml_implicit_resolvers = {}  # noqa: RUF012 - the library's own
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         event = self.peek_event()
         if isinstance(event, yaml.events.AliasEvent):
-            raise yaml.composer.ComposerError(None, None, "aliases aren't read: write it out", event.start_mark)
+            raise ComposerError(None, None, "aliases aren't read: write it out", event.start_mark)
         if getattr(event, "tag", None) is not None:
-            raise yaml.composer.ComposerError(None, None, f"the tag {event.tag!r} isn't read", event.start_mark)
+            raise ComposerError(None, None, f"the tag {event.tag!r} isn't read", event.start_mark)
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:  # noqa: FBT001, FBT002 - the library's signature
         seen: set[str] = set()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and key.value in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} stands there twice", key.start_mark)
+                raise ConstructorError(None, None, f"{key.value!r} stands there twice", key.start_mark)
             seen.add(str(key.value))
         return super().construct_mapping(node, deep=deep)
 
