@@ -51,10 +51,13 @@ def asked_of(name: str, budget: str | None, output: str) -> Request:
 
 
 class Peak:
-    """The most memory that this process and all that it started have held at once, bytes; what they share is counted once (PSS)."""
+    """The most memory that this process and all that it started have held at once, bytes; what they share is counted once (PSS).
+
+    `at_s` is when that was, in seconds from the beginning, and `held` the bytes of each process then, the largest first: the timesheet says of which job.
+    """
 
     def __init__(self) -> None:
-        self.num_bytes = 0
+        self.num_bytes, self.at_s, self.held = 0, 0.0, list[int]()
         self._over = threading.Event()
 
     @contextlib.contextmanager
@@ -69,16 +72,18 @@ class Peak:
             watcher.join()
 
     def _watch(self) -> None:
-        own = psutil.Process()
+        own, began_s = psutil.Process(), time.monotonic()
         while not self._over.wait(LOOK_S):
-            held = 0
+            held: list[int] = []
             for process in (own, *own.children(recursive=True)):
                 with contextlib.suppress(psutil.Error):
-                    held += process.memory_full_info().pss
-            self.num_bytes = max(self.num_bytes, held)
+                    held.append(process.memory_full_info().pss)
+            if sum(held) > self.num_bytes:
+                self.num_bytes, self.at_s = sum(held), time.monotonic() - began_s
+                self.held = sorted(held, reverse=True)
 
 
-def told(name: str, report: RunReport, seconds: float, peak_bytes: int) -> dict[str, Any]:
+def told(name: str, report: RunReport, seconds: float, peak: Peak) -> dict[str, Any]:
     """Print where a run's time went, and return its row."""
     pass_s = report.times[0].seconds / report.times[0].passes
     race, drop = report.race_result, report.heldout.drop
@@ -90,7 +95,9 @@ def told(name: str, report: RunReport, seconds: float, peak_bytes: int) -> dict[
         "budget": report.request.time_budget,
         "seconds": seconds,
         "pass_ms": 1e3 * pass_s,
-        "peak_bytes": peak_bytes,
+        "peak_bytes": peak.num_bytes,
+        "peak_at_s": peak.at_s,
+        "peak_of_processes": peak.held,
         "passes": seconds / pass_s,
         "verdict": report.verdict.outcome + (", certified" if report.verdict.certified else ""),
         "deployment": report.best.deployment.name,
@@ -148,7 +155,7 @@ def main() -> int:
             started, peak = time.monotonic(), Peak()
             with peak.watched():
                 report = optimize(request)
-            rows.append(stamped(told(name, report, time.monotonic() - started, peak.num_bytes)))
+            rows.append(stamped(told(name, report, time.monotonic() - started, peak)))
             checks += checks_of(rows[-1], request.time_budget_s)
     return finish(checks, rows, asked.json)
 
