@@ -118,14 +118,14 @@ def optimize(
         raise
 
 
-def complete(request: Request, listener: Listener = ignore, *, advisor: Any = None) -> RunReport:
+def complete(request: Request, listener: Listener = ignore) -> RunReport:
     """Return the report of a request's run, which has to be named: read back where it is complete, gone on with where it was cut, run where there is none."""
     folder = request.output_dir / str(request.run_id)
     if (folder / REPORT).exists():
         return read_report(folder)
     if folder.exists():
-        return resume(folder, listener, advisor=advisor, base_url=request.base_url)
-    return optimize(request, listener, advisor=advisor)
+        return resume(folder, listener, base_url=request.base_url)
+    return optimize(request, listener)
 
 
 def resume(

@@ -5,10 +5,13 @@ overwritten; `timesheet.jsonl` how long each took; `checkpoints.sqlite` the grap
 atomically; `report.json` and `report.md` the answer.
 """
 
+import hashlib
+import json
 import os
+import re
 import shutil
 import sqlite3
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +45,7 @@ MANIFEST = "request.json"
 ORDERS = "orders"
 LOCK, HOLDER = "run.lock", "holder.json"
 MAX_MANIFEST = 2**20
+SLUG = re.compile(r"[^a-z0-9]+")
 
 
 class Manifest(Record):
@@ -174,6 +178,17 @@ def _sweep_begun(root: Path) -> None:
         number = leftover.name.rpartition("-")[2]
         if number.isdecimal() and not psutil.pid_exists(int(number)):
             shutil.rmtree(leftover, ignore_errors=True)
+
+
+def slug(text: str) -> str:
+    """Return a part of a folder's name."""
+    return SLUG.sub("-", text.lower()).strip("-")
+
+
+def name_run(parts: Iterable[str], asked: object, *, digits: int) -> str:
+    """Return a run's name, the same where the same is `asked` on the same machine: times of two are never mixed."""
+    told = json.dumps([asked, environment().machine], sort_keys=True)
+    return "-".join([*parts, hashlib.sha256(told.encode()).hexdigest()[:digits]])
 
 
 def changed_fields(begun: Request, asked: Request) -> list[str]:

@@ -19,7 +19,7 @@ NARROW, NARROW_REPEATS, MAX_REPEATS = 0.04, 6, 40
 MAX_RUNS = 10
 # Whose best turn takes longer than the worst of the fastest, this many times as long, is far behind; by turns of each.
 FAR_BEHIND: Mapping[int, float] = {2: 2.0, 4: 1.3}
-# Of the machine's memory, what the processes of a session may hold together; and at most, so that a run of a ViT-B/16 stays below 8 GB in all.
+# Of the machine's memory, what the processes of a session may hold together, and at most; six deployments of a ViT-B/16 hold 3 GB.
 MEMORY_FRACTION, MAX_MEMORY = 0.5, 4 * 2**30
 # Between turns the machine waits, and an interval is only asked whether it is narrow.
 NUM_ROUGH_RESAMPLES = NUM_RESAMPLES // 8

@@ -13,16 +13,15 @@ from typing import Annotated, Literal
 
 import numpy as np
 import typer
-from pydantic import ValidationError
 from rich.text import Text
 
 from profiling_agent.cache import cache_folder
 from profiling_agent.cli.progress import open_display
 from profiling_agent.cli.tables import folded_table
-from profiling_agent.cli.terminal import JsonOption, console, echo_json, errors, refuse
+from profiling_agent.cli.terminal import JsonOption, console, echo_json, errors, refusing
 from profiling_agent.deployment import registry
-from profiling_agent.documents import first_problem, parse_json
-from profiling_agent.errors import ProfilingAgentError, RequestError
+from profiling_agent.documents import parse_json
+from profiling_agent.errors import RequestError
 from profiling_agent.llm.endpoint import choose_endpoint, trusted_addresses
 from profiling_agent.llm.recorded import read_recording, recorded_file
 from profiling_agent.memory import available_bytes, total_bytes
@@ -62,16 +61,12 @@ def doctor(
 
     Ends with 1 where something would keep a run from working.
     """
-    try:
+    with refusing():
         request = Request.model_validate(
             {"output": str(output), "advisor": advisor, "base_url": base_url, "device": device}
         )
         with open_display(errors) as display:
             findings = list(examine(request, display.stage("doctor")))
-    except ProfilingAgentError as error:
-        refuse(str(error))
-    except ValidationError as error:
-        refuse(first_problem(error))
     if json_:
         echo_json([finding.model_dump() for finding in findings])
     else:

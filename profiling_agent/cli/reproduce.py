@@ -6,14 +6,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
-from pydantic import ValidationError
 from rich.text import Text
 
 from profiling_agent.cli.progress import Display, open_display
 from profiling_agent.cli.tables import folded_table
-from profiling_agent.cli.terminal import JsonOption, console, echo_json, errors, refuse, say_stopped
-from profiling_agent.documents import first_problem
-from profiling_agent.errors import ProfilingAgentError, RequestError
+from profiling_agent.cli.terminal import GOES_ON, JsonOption, console, echo_json, errors, refusing
+from profiling_agent.errors import RequestError
 from profiling_agent.files import write_text
 from profiling_agent.processes.streams import keep_stdout
 from profiling_agent.reproduce.paper import TABLE_NAMES, TableName
@@ -108,15 +106,8 @@ def reproduce(  # noqa: PLR0913, PLR0917 (a command's options)
         output=output,
         options=options,
     )
-    try:
-        with open_display(errors) as display:
-            studies = _make(_check(names, asked), asked, display)
-    except ProfilingAgentError as error:
-        refuse(str(error))
-    except ValidationError as error:
-        refuse(first_problem(error))
-    except KeyboardInterrupt as stop:
-        say_stopped(stop, "; the same command goes on with what is complete")
+    with refusing(GOES_ON), open_display(errors) as display:
+        studies = _make(_check(names, asked), asked, display)
     if json_:
         echo_json([study.model_dump(mode="json") for study in studies])
     else:

@@ -1,7 +1,6 @@
 """`run`, `resume`, `show`, `report`, `profile`: the commands that make a run, or show one."""
 
 import inspect
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, get_args
@@ -22,6 +21,7 @@ from profiling_agent.cli.terminal import (
     echo_json,
     errors,
     refuse,
+    refusing,
 )
 from profiling_agent.cli.watching import Work, watch
 from profiling_agent.documents import first_problem
@@ -143,14 +143,9 @@ def profile(
     from profiling_agent.cli.tables import profile_tables
     from profiling_agent.jobs.profile import profile_source
 
-    try:
-        with tempfile.TemporaryDirectory(prefix="profiling-agent-") as folder, open_display(errors) as display:
-            request = Request.model_validate({"model": model, "revision": revision, "device": device})
-            measured = profile_source(request, Path(folder), batch_size=batch_size, progress=display.stage("profiling"))
-    except ProfilingAgentError as error:
-        refuse(str(error))
-    except ValidationError as error:
-        refuse(first_problem(error))
+    with refusing(), open_display(errors) as display:
+        request = Request.model_validate({"model": model, "revision": revision, "device": device})
+        measured = profile_source(request, batch_size=batch_size, progress=display.stage("profiling"))
     if json_:
         echo_json(measured.model_dump(mode="json"))
         return

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
-from pydantic import ValidationError
 from rich.text import Text
 
 from profiling_agent.cli.progress import Display, about, open_display
@@ -13,15 +12,13 @@ from profiling_agent.cli.tables import folded_table
 from profiling_agent.cli.terminal import (
     EXIT_MET,
     EXIT_NOT_MET,
+    GOES_ON,
     JsonOption,
     console,
     echo_json,
     errors,
-    refuse,
-    say_stopped,
+    refusing,
 )
-from profiling_agent.documents import first_problem
-from profiling_agent.errors import ProfilingAgentError
 from profiling_agent.processes.streams import keep_stdout
 from profiling_agent.reporting.units import drop, percent, speedup
 from profiling_agent.request import Request
@@ -58,17 +55,11 @@ def sweep(
     """
     if json_:
         keep_stdout()
-    try:
+    with refusing(GOES_ON):
         if dry_run:
             _tell_costs(_foretold(file, output), json_=json_)
         else:
             _tell_results(*_swept(file, output), json_=json_)
-    except ProfilingAgentError as error:
-        refuse(str(error))
-    except ValidationError as error:
-        refuse(first_problem(error))
-    except KeyboardInterrupt as stop:
-        say_stopped(stop, "; the same command goes on with what is complete")
 
 
 def _looked_at(file: Path, output: str, display: Display) -> tuple[tuple[Request, ...], Path]:

@@ -6,17 +6,19 @@ import math
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
 from functools import wraps
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any, NoReturn
 
 import typer
+from pydantic import ValidationError
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 
-from profiling_agent.documents import clean
+from profiling_agent.documents import clean, first_problem
+from profiling_agent.errors import ProfilingAgentError
 from profiling_agent.files import expanded
 from profiling_agent.request import Request
 from profiling_agent.stopping import ask_to_stop
@@ -28,6 +30,8 @@ EXIT_CRASHED = 70
 SIGNALLED = 128
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 MAX_SAID = 2000
+# Of a command that keeps what it has done.
+GOES_ON = "; the same command goes on with what is complete"
 # `timeout` signals the program and then its whole group, so that one order comes twice; a person who means another takes longer.
 SAME_ORDER_S = 1.0
 
@@ -130,6 +134,19 @@ def run_folder(named: str) -> Path:
     # A name that is no path: too long, a NUL in it, a user who isn't there.
     except (OSError, ValueError, RuntimeError) as error:
         raise typer.BadParameter(f"{clean(named[:80])!r} is no folder ({clean(str(error))[:200]})") from error
+
+
+@contextlib.contextmanager
+def refusing(next_step: str = "") -> Generator[None]:
+    """End in one line where what was asked, or what it names, can't be used; and say what goes on from here where somebody stops it."""
+    try:
+        yield
+    except ProfilingAgentError as error:
+        refuse(str(error))
+    except ValidationError as error:
+        refuse(first_problem(error))
+    except KeyboardInterrupt as stop:
+        say_stopped(stop, next_step)
 
 
 RunArgument = Annotated[

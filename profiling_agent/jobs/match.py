@@ -1,32 +1,15 @@
 """Matching: whether models and data sets can be had and go together, looked at before anything is run on them."""
 
-import tempfile
-from collections.abc import Generator, Iterable, Mapping
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from profiling_agent.errors import AcquisitionError
-from profiling_agent.jobs.runner import Jobs
+from profiling_agent.jobs.runner import Jobs, scratch_jobs
 from profiling_agent.jobs.tasks import MatchLabelsTask
 from profiling_agent.progress import Progress, silent
 from profiling_agent.request import Request
-from profiling_agent.workspace import Workspace
 
 MAX_NAMED = 5
-
-
-@contextmanager
-def scratch_jobs(progress: Progress = silent) -> Generator[Jobs]:
-    """Give jobs whose results nobody keeps."""
-    with tempfile.TemporaryDirectory(prefix="profiling-agent-") as folder:
-        workspace = Workspace(Path(folder))
-        workspace.jobs.mkdir(parents=True)
-        jobs = Jobs(workspace, progress)
-        try:
-            yield jobs
-        finally:
-            jobs.close()
 
 
 def check_match(jobs: Jobs, asked: Mapping[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import tempfile
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -320,3 +321,16 @@ class Jobs:
         if self._worker is not None:
             self._worker.end()
             self._worker = None
+
+
+@contextmanager
+def scratch_jobs(progress: Progress = silent) -> Generator[Jobs]:
+    """Give jobs whose results nobody keeps."""
+    with tempfile.TemporaryDirectory(prefix="profiling-agent-") as folder:
+        workspace = Workspace(Path(folder))
+        workspace.jobs.mkdir(parents=True)
+        jobs = Jobs(workspace, progress)
+        try:
+            yield jobs
+        finally:
+            jobs.close()

@@ -2,11 +2,13 @@
 
 import shlex
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from profiling_agent.files import read_text
 from profiling_agent.reporting.charts import charts, library
 from profiling_agent.reporting.omissions import omissions
 from profiling_agent.reporting.reflection import choices, predictions, subject_of
@@ -36,9 +38,7 @@ def environment(package: str) -> Environment:
 
 def source(name: str) -> str:
     """Return a file beside this one as it is, which isn't a template: the style and the script of our pages."""
-    jinja = environment(PACKAGE)
-    assert jinja.loader is not None, "it was made with one"
-    return jinja.loader.get_source(jinja, name)[0]
+    return read_text(Path(__file__).with_name(name))
 
 
 def render_html(report: RunReport) -> str:

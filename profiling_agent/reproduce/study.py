@@ -1,8 +1,6 @@
 """Reproduction: our pipeline, the paper's method and its baselines on somebody's models and data, each run made once."""
 
-import hashlib
 import json
-import re
 import tempfile
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
@@ -36,9 +34,8 @@ from profiling_agent.reproduce.measured import (
 )
 from profiling_agent.reproduce.paper import UNIFORM_CUT, Criterion, DataSet, Family
 from profiling_agent.reproduce.table import Value
-from profiling_agent.reproducibility import environment
 from profiling_agent.request import Request
-from profiling_agent.workspace import Workspace
+from profiling_agent.workspace import Workspace, name_run, slug
 
 Kind = Literal["pruned", "quantized", "both", "paper"]
 FLOAT32: Mapping[str, Any] = {"quantize_dtype": "none", "runtimes": "eager", "max_size_ratio": 1.0}
@@ -51,7 +48,6 @@ KINDS: Mapping[Kind, Mapping[str, Any]] = {
     "paper": {**FLOAT32, "selection": "paper", "calibrate": False},
 }
 NOBODY = "rules"
-SLUG = re.compile(r"[^a-z0-9]+")
 
 
 class Options(Record):
@@ -121,9 +117,7 @@ class Reproduction:
         elif kind == "quantized":
             asked["plan"] = str(self.output / "nothing.json")
         # What is complete there may be another machine's, where the folder was moved or is shared.
-        told = json.dumps([asked, environment().machine], sort_keys=True)
-        digest = hashlib.sha256(told.encode()).hexdigest()[:8]
-        name = "-".join([*map(slug, (subject.family, subject.data.stands_for)), kind, digest])
+        name = name_run([slug(subject.family), slug(subject.data.stands_for), kind], asked, digits=8)
         return Request.model_validate({**asked, "run_id": name, "output": str(self.output)})
 
     def run(self, subject: Subject, kind: Kind, advisor: str | None = None) -> RunReport:
@@ -260,11 +254,6 @@ def _quantized(beside: Beside, report: RunReport, note: str) -> Quantized:
 def first(advisors: tuple[str, ...]) -> str | None:
     """Return the language model that plans where a table has room for one."""
     return next(iter(advisors), None)
-
-
-def slug(text: str) -> str:
-    """Return a part of a folder's name."""
-    return SLUG.sub("-", text.lower()).strip("-")
 
 
 def unwritable(output: Path, error: OSError) -> RequestError:

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from profiling_agent.acquisition.hub import fetch_model, files_root, is_local, local_folder
 from profiling_agent.documents import read_json
 from profiling_agent.errors import AcquisitionError, ProfilingAgentError, RequestError
-from profiling_agent.jobs.match import check_match, scratch_jobs
+from profiling_agent.jobs.match import check_match
+from profiling_agent.jobs.runner import scratch_jobs
 from profiling_agent.progress import Progress, silent
 from profiling_agent.records import Record
 from profiling_agent.reproduce.paper import (

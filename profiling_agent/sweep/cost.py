@@ -8,9 +8,8 @@ from profiling_agent.iteration.budget import Budget
 from profiling_agent.iteration.deployments import deployment_choices, num_tried_first
 from profiling_agent.iteration.evaluator import most_searched
 from profiling_agent.iteration.forecast import Standing, Work, forecast
-from profiling_agent.jobs.match import scratch_jobs
 from profiling_agent.jobs.profile import measure_headline
-from profiling_agent.jobs.runner import Jobs
+from profiling_agent.jobs.runner import Jobs, scratch_jobs
 from profiling_agent.jobs.tasks import ResolveShapeTask
 from profiling_agent.jobs.timesheet import Timesheet
 from profiling_agent.progress import Progress, silent

@@ -6,7 +6,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from filelock import FileLock, Timeout
-from pydantic import Field
 
 from profiling_agent.documents import DocumentError, read_record
 from profiling_agent.errors import RequestError, StorageError
@@ -17,7 +16,6 @@ from profiling_agent.reproducibility import environment
 from profiling_agent.request import Request
 from profiling_agent.sweep.page import render_sweep
 from profiling_agent.sweep.results import RunResult
-from profiling_agent.workspace import SCHEMA_VERSION
 
 MANIFEST, PAGE, RESULTS = "sweep.json", "sweep.html", "results.json"
 LOCK, HOLDER = "sweep.lock", "sweep-holder.json"
@@ -28,7 +26,6 @@ MOMENT_S = 2.0
 class SweepManifest(Record):
     """What `sweep.json` holds: which runs the folder is for, and the machine whose times they are."""
 
-    schema_version: int = SCHEMA_VERSION
     machine: str
     run_ids: tuple[str, ...]
 
@@ -36,8 +33,7 @@ class SweepManifest(Record):
 class SweepResults(Record):
     """What `results.json` holds: what was done so far, in the sweep's order."""
 
-    schema_version: int = SCHEMA_VERSION
-    results: tuple[RunResult, ...] = Field(default=())
+    results: tuple[RunResult, ...]
 
 
 class SweepFolder:

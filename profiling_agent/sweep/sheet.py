@@ -1,6 +1,5 @@
 """Sweep file: models, data sets, contracts and seeds, of which every combination is a run."""
 
-import hashlib
 import itertools
 import json
 import re
@@ -17,8 +16,8 @@ from profiling_agent.documents import DocumentError, clean, first_problem, parse
 from profiling_agent.errors import RequestError
 from profiling_agent.files import read_bytes
 from profiling_agent.records import Record
-from profiling_agent.reproducibility import environment
 from profiling_agent.request import Request
+from profiling_agent.workspace import name_run, slug
 
 MAX_FILE, MAX_CELLS, MAX_LIST = 2**20, 10_000, 1_000
 # What an entry of each list may say, in the names of a request.
@@ -27,7 +26,6 @@ DATASET = ("dataset", "dataset_config", "dataset_revision", "split", "image_colu
 CONTRACT = ("max_accuracy_drop", "min_speedup", "max_size_ratio", "max_memory_ratio", "objective")
 # What a sweep says itself of each run, and what needs somebody at the terminal.
 OWN = ("run_id", "output", "seed", "approve")
-SLUG = re.compile(r"[^a-z0-9]+")
 MAX_SLUG = 24
 
 
@@ -145,8 +143,8 @@ def _named(entry: str | Mapping[str, Any], field: str) -> dict[str, Any]:
 
 def _check_names(where: str, entry: Mapping[str, Any], known: Sequence[str]) -> None:
     """Raise RequestError where an entry names what isn't its own, or lacks what it is of."""
-    if unknown := next((name for name in entry if name not in known), None):
-        raise RequestError(f"{where} names {clean(str(unknown))[:80]!r}: use some of {', '.join(known)}")
+    if unknown := [name for name in entry if name not in known]:
+        raise RequestError(f"{where} names {clean(unknown[0])[:80]!r}: use some of {', '.join(known)}")
     if known in (MODEL, DATASET) and known[0] not in entry:
         raise RequestError(f"{where} names no {known[0]}: give a Hub id or a folder")
 
@@ -154,9 +152,9 @@ def _check_names(where: str, entry: Mapping[str, Any], known: Sequence[str]) -> 
 def name_of(request: Request) -> str:
     """Return the name of a run, the same for the same request on the same machine: times of two are never mixed."""
     told = request.model_dump(mode="json", exclude={"run_id", "output"})
-    digest = hashlib.sha256(json.dumps([told, environment().machine], sort_keys=True).encode()).hexdigest()[:10]
-    return "-".join([_slug(request.model), _slug(request.dataset), f"s{request.seed}", digest])
+    return name_run([_last_of(request.model), _last_of(request.dataset), f"s{request.seed}"], told, digits=10)
 
 
-def _slug(name: str) -> str:
-    return SLUG.sub("-", name.rstrip("/").rpartition("/")[2].lower()).strip("-")[:MAX_SLUG].strip("-") or "x"
+def _last_of(name: str) -> str:
+    """Return the end of a path or a Hub id as a part of a folder's name."""
+    return slug(slug(name.rstrip("/").rpartition("/")[2])[:MAX_SLUG]) or "x"
