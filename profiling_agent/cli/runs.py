@@ -1,6 +1,7 @@
 """`run`, `resume`, `show`, `report`, `profile`: the commands that make a run, or show one."""
 
 import inspect
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, get_args
@@ -143,9 +144,13 @@ def profile(
     from profiling_agent.cli.tables import profile_tables
     from profiling_agent.jobs.profile import profile_source
 
-    with refusing(), open_display(errors) as display:
+    with (
+        refusing(),
+        tempfile.TemporaryDirectory(prefix="profiling-agent-") as folder,
+        open_display(errors) as display,
+    ):
         request = Request.model_validate({"model": model, "revision": revision, "device": device})
-        measured = profile_source(request, batch_size=batch_size, progress=display.stage("profiling"))
+        measured = profile_source(request, Path(folder), batch_size=batch_size, progress=display.stage("profiling"))
     if json_:
         echo_json(measured.model_dump(mode="json"))
         return

@@ -1,8 +1,10 @@
 """Profile of a saved model, or of one that is named: the headline in a process of its own, the rest in the worker."""
 
+from pathlib import Path
+
 from profiling_agent.documents import DocumentError, read_record
 from profiling_agent.errors import RunError
-from profiling_agent.jobs.runner import Jobs, scratch_jobs
+from profiling_agent.jobs.runner import Jobs, jobs_in
 from profiling_agent.jobs.tasks import EvidenceTask, HeadlineTask, Profiled, ProfileTask, ResolveShapeTask
 from profiling_agent.progress import Progress, silent
 from profiling_agent.records import ArtifactRef, Headline, ModelProfile, SplitInfo
@@ -61,9 +63,9 @@ def read_profile(jobs: Jobs, profiled: Profiled) -> ModelProfile:
         ) from error
 
 
-def profile_source(request: Request, *, batch_size: int, progress: Progress = silent) -> ModelProfile:
-    """Return the profile of the request's model, without a data set."""
-    with scratch_jobs(progress) as jobs:
+def profile_source(request: Request, folder: Path, *, batch_size: int, progress: Progress = silent) -> ModelProfile:
+    """Return the profile of the request's model, without a data set; `folder` takes the work files and is the caller's to remove."""
+    with jobs_in(folder, progress) as jobs:
         resolved = jobs.run(ResolveShapeTask(model=request.model, revision=request.revision, device=request.device))
         profiled = profile_artifact(jobs, resolved.baseline, batch_size=batch_size, device=resolved.device)
         return read_profile(jobs, profiled)

@@ -324,13 +324,19 @@ class Jobs:
 
 
 @contextmanager
+def jobs_in(folder: Path, progress: Progress = silent) -> Generator[Jobs]:
+    """Give jobs of no run, whose results lie in a folder that is the caller's to remove."""
+    workspace = Workspace(folder)
+    workspace.jobs.mkdir(parents=True)
+    jobs = Jobs(workspace, progress)
+    try:
+        yield jobs
+    finally:
+        jobs.close()
+
+
+@contextmanager
 def scratch_jobs(progress: Progress = silent) -> Generator[Jobs]:
     """Give jobs whose results nobody keeps."""
-    with tempfile.TemporaryDirectory(prefix="profiling-agent-") as folder:
-        workspace = Workspace(Path(folder))
-        workspace.jobs.mkdir(parents=True)
-        jobs = Jobs(workspace, progress)
-        try:
-            yield jobs
-        finally:
-            jobs.close()
+    with tempfile.TemporaryDirectory(prefix="profiling-agent-") as folder, jobs_in(Path(folder), progress) as jobs:
+        yield jobs
