@@ -80,7 +80,8 @@ def test_a_reply_without_an_answer_is_said_in_a_line(name: str, tmp_path: Path):
     assert len(said) < 5_000
     assert clean(said) == said
     spent = Ledger(tmp_path, max_requests=0, max_tokens=0).spent
-    assert spent.requests == len(server.asked) <= 4
+    # The deadline may pass between the count and the server.
+    assert len(server.asked) <= spent.requests <= 4
     assert spent.unread_lines == 0
     assert (tmp_path / FILE).stat().st_size < 2**20
 
