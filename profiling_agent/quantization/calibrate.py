@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -17,22 +17,61 @@ from profiling_agent.quantization.static import LEVELS, Grid
 MIN_IMAGES = 8
 # Of each call: so many values of each image from both ends, and so many drawn from all of them.
 TAIL, BODY = 16, 8192
-# A layer of 1.4e6 inputs an image is ResNet's first; so many calls keep its sample in a few megabytes.
-MAX_CALLS = 32
+# Values of a layer, a megabyte: those of 32 calls with eight images each.
+CAPACITY = 32 * (BODY + 2 * TAIL * 8)
 # Shares of the whole range that are tried as a clipped one.
 SHARES = (0.95, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
 
 Images = Callable[[], Iterable[Tensor]]
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Observed:
-    """What a layer was given: the exact ends, and values that stand for `weights` values each."""
+    """What a layer was given: the exact ends, and values, each of which stands for as many as its weight says."""
 
-    low: float = 0.0
-    high: float = 0.0
-    values: list[Tensor] = field(default_factory=list[Tensor])
-    weights: list[Tensor] = field(default_factory=list[Tensor])
+    low: float
+    high: float
+    values: Tensor
+    weights: Tensor
+
+    def range(self, levels: int = LEVELS) -> tuple[float, float]:
+        """Return the ends of a grid, zero between them, that gives the sample the least mean squared error.
+
+        Whole, or with each end drawn in to one of `SHARES`, the upper end first: the search of Choukroun et al. (2019,
+        "Low-bit quantization of neural networks for efficient inference"), with the two ends apart because GELU's and
+        ReLU's outputs aren't symmetric.
+        """
+        if not len(self.values) or not math.isfinite(self.high - self.low):
+            return self.low, self.high
+
+        def error(low: float, high: float) -> float:
+            rounded = Grid.spanning(low, high, levels).rounded(self.values)
+            return float((self.weights * (rounded - self.values).square()).sum())
+
+        low, high, least = self.low, self.high, error(self.low, self.high)
+        for share in SHARES:
+            if (found := error(self.low, self.high * share)) < least:
+                high, least = self.high * share, found
+        for share in SHARES:
+            if (found := error(self.low * share, high)) < least:
+                low, least = self.low * share, found
+        return low, high
+
+
+class Sampler:
+    """What is gathered of a layer's inputs, call by call.
+
+    Its memory is taken before the first call. A small tensor kept of each call would lie between activations of
+    megabytes, and none of their memory could be given back: 16 batches of a ViT-B/16 held 7 GB for a sample of 40 MB.
+    """
+
+    def __init__(self) -> None:
+        """Begin with nothing."""
+        self._low = self._high = 0.0
+        self._room = torch.empty(CAPACITY)
+        self._size = 0
+        # How many values stand together for so many each.
+        self._weights: list[tuple[int, float]] = []
 
     def add(self, x: Tensor, generator: torch.Generator) -> None:
         """Take the input of one call, (b, ...).
@@ -48,7 +87,7 @@ class Observed:
             return
         top, bottom = rows.topk(tail, dim=1).values, rows.topk(tail, dim=1, largest=False).values
         self._reach(bottom.min(), top.max())
-        if len(self.values) >= 3 * MAX_CALLS:
+        if self._size + top.numel() + bottom.numel() + BODY > CAPACITY:
             return
         self._keep(top.flatten(), 1.0)
         self._keep(bottom.flatten(), 1.0)
@@ -58,39 +97,23 @@ class Observed:
         if len(between):
             self._keep(between, rows.numel() / len(drawn))
 
+    def observed(self) -> Observed:
+        """Return what was gathered."""
+        weights = [torch.full((size,), weight) for size, weight in self._weights]
+        return Observed(self._low, self._high, self._room[: self._size], torch.cat([torch.empty(0), *weights]))
+
     def _keep(self, values: Tensor, weight: float) -> None:
         self._reach(values.min(), values.max())
-        self.values.append(values)
-        self.weights.append(torch.full_like(values, weight))
+        kept = values[: CAPACITY - self._size]
+        self._room[self._size : self._size + len(kept)] = kept
+        self._size += len(kept)
+        self._weights.append((len(kept), weight))
 
     def _reach(self, low: Tensor, high: Tensor) -> None:
-        self.low, self.high = min(self.low, float(low)), max(self.high, float(high))
+        self._low, self._high = min(self._low, float(low)), max(self._high, float(high))
         # Comparisons pass over a NaN, which `topk` counts among the largest.
         if high.isnan():
-            self.high = math.inf
-
-    def range(self, levels: int = LEVELS) -> tuple[float, float]:
-        """Return the ends of a grid, zero between them, that gives the sample the least mean squared error.
-
-        Whole, or with each end drawn in to one of `SHARES`, the upper end first: the search of Choukroun et al. (2019,
-        "Low-bit quantization of neural networks for efficient inference"), with the two ends apart because GELU's and
-        ReLU's outputs aren't symmetric.
-        """
-        if not self.values or not math.isfinite(self.high - self.low):
-            return self.low, self.high
-        values, weights = torch.cat(self.values), torch.cat(self.weights)
-
-        def error(low: float, high: float) -> float:
-            return float((weights * (Grid.spanning(low, high, levels).rounded(values) - values).square()).sum())
-
-        low, high, least = self.low, self.high, error(self.low, self.high)
-        for share in SHARES:
-            if (found := error(self.low, self.high * share)) < least:
-                high, least = self.high * share, found
-        for share in SHARES:
-            if (found := error(self.low * share, high)) < least:
-                low, least = self.low * share, found
-        return low, high
+            self._high = math.inf
 
 
 def observe(model: nn.Module, names: Collection[str], images: Images) -> dict[str, Observed]:
@@ -99,13 +122,13 @@ def observe(model: nn.Module, names: Collection[str], images: Images) -> dict[st
     Raises:
         QuantizationError: there are fewer than 8 images, or the model doesn't take them.
     """
-    observed = {name: Observed() for name in names}
+    samplers = {name: Sampler() for name in names}
     generator = torch.Generator().manual_seed(0)
     called = set[str]()
 
     def take(name: str, x: Tensor) -> None:
         called.add(name)
-        observed[name].add(x, generator)
+        samplers[name].add(x, generator)
 
     num_images = 0
     with left_as_found(model), torch.inference_mode(), quick_products():
@@ -119,7 +142,7 @@ def observe(model: nn.Module, names: Collection[str], images: Images) -> dict[st
             f"static quantization needs at least {MIN_IMAGES} calibration images, {num_images} were given: "
             "raise num_samples"
         )
-    return {name: found for name, found in observed.items() if name in called}
+    return {name: sampler.observed() for name, sampler in samplers.items() if name in called}
 
 
 def run(model: nn.Module, images: Tensor) -> Tensor:

@@ -52,8 +52,8 @@ class Spread:
         return Observed(
             low=min(0.0, float(low.min())),
             high=max(0.0, float(high.max())),
-            values=[ends, rows[drawn]],
-            weights=[torch.ones_like(ends), torch.full((len(drawn),), weight)],
+            values=torch.cat([ends, rows[drawn]]),
+            weights=torch.cat([torch.ones_like(ends), torch.full((len(drawn),), weight)]),
         )
 
 

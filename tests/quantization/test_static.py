@@ -6,17 +6,17 @@ import torch
 from torch import nn
 
 from profiling_agent.errors import QuantizationError
-from profiling_agent.quantization.calibrate import Observed
+from profiling_agent.quantization.calibrate import CAPACITY, Observed, Sampler
 from profiling_agent.quantization.cast import CastConv2d, CastLinear
 from profiling_agent.quantization.kinds import CLASSES, rebuilt
 from profiling_agent.quantization.static import Grid, StaticConv2d, StaticLinear
 
 
 def observed(*calls: torch.Tensor) -> Observed:
-    found = Observed()
+    sampler = Sampler()
     for x in calls:
-        found.add(x, torch.Generator().manual_seed(0))
-    return found
+        sampler.add(x, torch.Generator().manual_seed(0))
+    return sampler.observed()
 
 
 def test_a_layer_of_two_by_two_by_hand():
@@ -72,6 +72,16 @@ def test_one_far_value_is_clipped_where_that_costs_less_than_it_saves():
 
     # A step for [-4, 100] is 0.41, whose squares come to 0.014 a value: 1100 in all, and clipping at 80 costs 400.
     assert observed(x).range()[1] < 100.0
+
+
+def test_the_ends_are_exact_beyond_what_a_sample_has_room_for():
+    calls = [torch.rand(8, 10_000, generator=torch.Generator().manual_seed(0))] * 40
+    found = observed(*calls, torch.full((8, 10_000), -2.0))
+
+    assert found.low == -2.0
+    assert found.high == calls[0].max()
+    assert 0.9 * CAPACITY < len(found.values) == len(found.weights) <= CAPACITY
+    assert found.values.min() >= 0
 
 
 def test_many_far_values_are_kept():
