@@ -801,6 +801,8 @@ def _spent(place: Place) -> None:
 
 def cache(rng: Random, place: Place) -> Case:
     """What the user's cache holds, of which one file is damaged."""
+    from profiling_agent.processes.machine_lock import LOCK
+
     shutil.copytree(place.fixtures / "cache", place.cache, dirs_exist_ok=True, symlinks=True)
     files = sorted(path for path in place.cache.rglob("*") if path.is_file() and path.suffix != ".lock")
     if rng.random() < 0.75 and files:
@@ -823,7 +825,7 @@ def cache(rng: Random, place: Place) -> Case:
         elif way == "temporary":
             (place.cache / f".{chosen.name}-old").symlink_to(place.canary)
         else:
-            lock = place.cache / rng.choice(("machine.lock", f"{chosen.name}.lock"))
+            lock = place.cache / rng.choice((LOCK, f"{chosen.name}.lock"))
             lock.unlink(missing_ok=True)
             {
                 "lock folder": lock.mkdir,

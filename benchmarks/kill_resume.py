@@ -37,6 +37,7 @@ from typing import Any
 import psutil
 from checks import Check, finish
 
+from profiling_agent.processes.machine_lock import LOCK
 from profiling_agent.quiet import quiet
 from profiling_agent.reporting.results import read_report
 
@@ -72,10 +73,11 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Scene:
-    """Where all of it happens: a model, its data, and `disk`, which holds the runs and the cache."""
+    """Where all of it happens: a model, its data, and `disk`, which holds the runs and the cache; `where` has flags that say who does the work."""
 
     folder: Path
     selection: str
+    where: tuple[str, ...] = ()
 
     @property
     def disk(self) -> Path:
@@ -95,7 +97,7 @@ class Scene:
         """Return the command line that starts a run."""
         source = ("--model", str(self.folder / "model"), "--dataset", str(self.folder / "data"))
         place = ("--output", str(self.disk / "runs"), "--run-id", name, "--max-iterations", ITERATIONS)
-        return [*COMMAND, "run", *source, *place, "--selection", self.selection, *ASKED]
+        return [*COMMAND, "run", *source, *place, "--selection", self.selection, *ASKED, *self.where]
 
     def start(self, name: str, base: Mapping[str, str] = os.environ) -> "subprocess.Popen[str]":
         """Start a run; what it says is kept beside the disk."""
@@ -172,7 +174,7 @@ def outcome(scene: Scene, name: str, code: int, undisturbed: object, before: dic
         "same": code == 0 and is_there and decisions(read_report(run)) == undisturbed,
         "processes_left": 0 if alone else len(processes_of(run)),
         "files_left": len(temporary_files(scene.disk)),
-        "locks_held": len(held_locks(run / "run.lock", scene.disk / "cache" / "machine.lock")),
+        "locks_held": len(held_locks(run / "run.lock", scene.disk / "cache" / LOCK)),
         "jobs_again": sum(after.get(job) != written for job, written in before.items()),
         "said": "" if code == 0 else (scene.folder / f"{name}.log").read_text(errors="replace")[-500:],
     }

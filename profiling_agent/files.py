@@ -290,6 +290,7 @@ def sweep(folder: Path, name: str = "") -> None:
     """Remove what a killed process left half-written in a folder, of files so named alone; for the holder of their lock."""
     for leftover in folder.glob(f"{TEMPORARY}{glob.escape(name)}*"):
         if leftover.is_dir() and not leftover.is_symlink():
-            shutil.rmtree(leftover)
+            # Somebody may still be at it, or have been faster.
+            shutil.rmtree(leftover, ignore_errors=True)
         else:
-            leftover.unlink()
+            leftover.unlink(missing_ok=True)

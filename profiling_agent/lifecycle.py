@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from langchain_core.runnables import RunnableConfig
+from pydantic import ValidationError
 
 from profiling_agent.agents.approval import question_in, resuming
 from profiling_agent.agents.checkpoints import RunSaver
 from profiling_agent.agents.node import ProgressEvent
 from profiling_agent.agents.session import Sessions
+from profiling_agent.documents import first_problem
 from profiling_agent.errors import ApprovalPendingError, RequestError, RunError
 from profiling_agent.files import FileRefusedError, expanded, resolved
 from profiling_agent.graphs.optimization import build_graph  # pyright: ignore[reportMissingImports] - mapped on install
@@ -46,7 +48,10 @@ def _drive(
 ) -> RunReport:
     """Run the graph on the thread that the run folder is named after, until its report is there or nobody answers."""
     with storage_told(workspace.root):
-        sessions.open(workspace)
+        if request.engine == "ray":
+            where = request.ray_address or "of this machine alone"
+            listener(ProgressEvent(stage="cluster", message=f"joining the cluster {where}"))
+        sessions.open(workspace, request)
         saver = RunSaver(workspace.root.parent)
         config: RunnableConfig = {"configurable": {"thread_id": workspace.root.name}}
         try:
@@ -64,7 +69,7 @@ def _drive(
                 if approver is None:
                     raise ApprovalPendingError(_waiting(workspace, question))
                 # The gate has let the run go: while somebody thinks, nobody else is to answer.
-                sessions.open(workspace)
+                sessions.open(workspace, request)
                 graph_input = resuming(approver(question))
             report: Any = graph.get_state(config).values.get("report")
         finally:
@@ -124,25 +129,50 @@ def complete(request: Request, listener: Listener = ignore) -> RunReport:
     if (folder / REPORT).exists():
         return read_report(folder)
     if folder.exists():
-        return resume(folder, listener, base_url=request.base_url)
+        return resume(
+            folder,
+            listener,
+            base_url=request.base_url,
+            engine=request.engine,
+            ray_address=request.ray_address,
+        )
     return optimize(request, listener)
 
 
-def resume(
+def resume(  # noqa: PLR0913 (who plans, who answers, who does the work)
     run: str | Path,
     listener: Listener = ignore,
     *,
     advisor: Any = None,
     base_url: str | None = None,
     approver: Approver | None = None,
+    engine: str | None = None,
+    ray_address: str | None = None,
 ) -> RunReport:
     """Go on with a run that was cut, from its last checkpoint; a finished run gives its report again.
 
     A run that was begun with an `advisor` needs it again. One that asks a language model at an address that isn't the
-    provider's or the environment's gets the environment's key where that address is given again, as `base_url`.
+    provider's or the environment's gets the environment's key where that address is given again, as `base_url`. With an `engine` the rest is
+    done there, whatever did the work before.
+
+    Raises RequestError for an engine that isn't known, or an address without one.
     """
     request, workspace = _reopened(run)
+    request = _on(request, engine, ray_address)
     return _drive(request, workspace, Sessions(advisor, addresses=(base_url,)), listener, approver)
+
+
+def _on(request: Request, engine: str | None, ray_address: str | None) -> Request:
+    """Return a request with its work done elsewhere, where that is asked for."""
+    if engine is None and ray_address is None:
+        return request
+    told: dict[str, Any] = {"engine": engine or "ray", "ray_address": ray_address or request.ray_address}
+    if engine == "local":
+        told |= {"ray_address": ray_address, "ray_store": None}
+    try:
+        return Request.model_validate({**request.model_dump(), **told})
+    except ValidationError as error:
+        raise RequestError(first_problem(error)) from error
 
 
 def approve(

@@ -45,6 +45,8 @@ MANIFEST = "request.json"
 ORDERS = "orders"
 LOCK, HOLDER = "run.lock", "holder.json"
 MAX_MANIFEST = 2**20
+# Where a run is done and kept, which changes nothing of it.
+PLACES = frozenset({"output", "engine", "ray_address", "ray_store"})
 SLUG = re.compile(r"[^a-z0-9]+")
 
 
@@ -192,8 +194,9 @@ def name_run(parts: Iterable[str], asked: object, *, digits: int) -> str:
 
 
 def changed_fields(begun: Request, asked: Request) -> list[str]:
-    """Return what is asked otherwise than when a run was begun; it may have been moved since."""
-    return [name for name in Request.model_fields if name != "output" and getattr(begun, name) != getattr(asked, name)]
+    """Return what is asked otherwise than when a run was begun, as far as it has a part in what comes out; it may have been moved since."""
+    asked_for = [name for name in Request.model_fields if name not in PLACES]
+    return [name for name in asked_for if getattr(begun, name) != getattr(asked, name)]
 
 
 def create_workspace(request: Request, run_id: str) -> Workspace:

@@ -44,6 +44,7 @@ ORDER = (
     "profiling",
     "analysis",
     "jobs",
+    "cluster",
     "iteration",
     "reporting",
     "agents",

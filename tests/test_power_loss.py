@@ -14,6 +14,7 @@ from conftest import World
 from interrupted import RESULTS, decisions, finished_jobs, held_locks, is_left_alone, temporary_files
 from power_loss import Contents, Disk, Loss, Recording, build_recorder, has_compiler, on_disk, put_back, recorded
 
+from profiling_agent.processes.machine_lock import LOCK
 from profiling_agent.reporting.results import read_report
 
 recorder = pytest.mark.skipif(not has_compiler(), reason="the recorder is C for Linux: install gcc")
@@ -332,4 +333,4 @@ def test_a_run_that_lost_its_power_resumes_to_the_same_verdict(whole: Recorded):
         assert before.items() <= finished_jobs(whole.run).items(), "a job that survived is not done again"
         assert is_left_alone(whole.run)
         assert not temporary_files(whole.root)
-        assert not held_locks(whole.run / "run.lock", whole.root / "cache" / "machine.lock")
+        assert not held_locks(whole.run / "run.lock", whole.root / "cache" / LOCK)

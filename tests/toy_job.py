@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import time
 from typing import ClassVar
 
 from profiling_agent.errors import RequestError
@@ -50,6 +51,21 @@ def kill(task: KillTask, job: JobContext) -> Doubled:
     if task.number == 2 and not mark.exists():
         mark.touch()
         os.kill(os.getpid(), signal.SIGKILL)
+    return Doubled(twice=2 * task.number, pid=os.getpid(), has_torch="torch" in sys.modules)
+
+
+class WaitTask(Task[Doubled]):
+    """Double a number once somebody says so."""
+
+    result: ClassVar[type[Record]] = Doubled
+    number: int
+
+
+def wait(task: WaitTask, job: JobContext) -> Doubled:
+    """Say that it has begun, by a file with the process in it, and wait for the file `go`."""
+    (job.root / f"begun-{task.number}").write_text(str(os.getpid()), encoding="utf-8")
+    while not (job.root / "go").exists():
+        time.sleep(0.05)
     return Doubled(twice=2 * task.number, pid=os.getpid(), has_torch="torch" in sys.modules)
 
 

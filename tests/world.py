@@ -20,10 +20,10 @@ def pictures(num_images: int, seed: int) -> tuple[list[Pillow.Image], list[int]]
     return [Pillow.fromarray(image) for image in pixels], labels
 
 
-def write_data(folder: Path) -> Path:
+def write_data(folder: Path, num_test: int = NUM_TEST) -> Path:
     features = Features({"image": Image(), "label": ClassLabel(names=list(zoo.LABELS.values()))})
     folder.mkdir(parents=True)
-    for name, num_images, seed in (("train", NUM_TRAIN, 1), ("test", NUM_TEST, 2)):
+    for name, num_images, seed in (("train", NUM_TRAIN, 1), ("test", num_test, 2)):
         images, labels = pictures(num_images, seed)
         rows = Dataset.from_dict({"image": images, "label": labels}, features=features)
         rows.to_parquet(str(folder / f"{name}.parquet"))

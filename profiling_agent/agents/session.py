@@ -3,24 +3,27 @@
 import hashlib
 import os
 import shutil
-from collections.abc import Iterable
-from contextlib import ExitStack
+from collections.abc import Generator, Iterable
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from profiling_agent.agents.limits import Limits
 from profiling_agent.agents.state import RunState
-from profiling_agent.errors import RunError
+from profiling_agent.cluster.engine import RAY_LOG, joined
+from profiling_agent.cluster.wire import NODE_LOGS
+from profiling_agent.errors import RequestError, RunError
 from profiling_agent.files import FileRefusedError, inside, resolved
 from profiling_agent.iteration.budget import Budget, affordable_images
 from profiling_agent.iteration.deployments import deployment_choices, num_tried_first
 from profiling_agent.iteration.evaluator import Evaluator, Settings, most_searched
 from profiling_agent.iteration.forecast import Forecast, Standing, Work, forecast
+from profiling_agent.jobs.local import JOB_LOG
 from profiling_agent.jobs.profile import measure_headline, profile_artifact, read_profile
 from profiling_agent.jobs.runner import Jobs
 from profiling_agent.jobs.store import artifacts_of
 from profiling_agent.jobs.tasks import Profiled
-from profiling_agent.jobs.timesheet import SHEET
+from profiling_agent.jobs.timesheet import ASIDE, SHEET
 from profiling_agent.llm.endpoint import key_for, trusted_addresses
 from profiling_agent.llm.ledger import Ledger, read_spent
 from profiling_agent.llm.question import Asks
@@ -47,6 +50,16 @@ EVALUATED = (
 )
 
 
+@contextmanager
+def undone(resources: ExitStack) -> Generator[None]:
+    """Close what was opened so far where the block raises."""
+    try:
+        yield
+    except BaseException:
+        resources.close()
+        raise
+
+
 def _has_advisor(state: RunState) -> bool:
     return any(held is not None for held in (state.endpoint, state.advisor_object, state.recorded))
 
@@ -63,9 +76,18 @@ class RunSession:
     """
 
     def __init__(
-        self, workspace: Workspace, *, chat_model: Any = None, addresses: Iterable[str] = (), created: bool = False
+        self,
+        workspace: Workspace,
+        request: Request,
+        *,
+        chat_model: Any = None,
+        addresses: Iterable[str] = (),
+        created: bool = False,
     ) -> None:
-        """Take the run for this process, and clear what a killed one left; RunError where another process has it."""
+        """Take the run for this process, and clear what a killed one left.
+
+        Raises RunError where another process has it, and RequestError where its cluster won't do.
+        """
         self.workspace = workspace
         self.chat_model = chat_model
         # Beside the environment's own: where keys may go because a person said so. Never stored.
@@ -75,15 +97,16 @@ class RunSession:
         # Closed in the other order: nobody else may have the run before its worker has ended.
         self.resources = ExitStack()
         self.resources.callback(workspace.lock().release)
-        self.jobs = Jobs(workspace)
+        with storage_told(workspace.root), undone(self.resources):
+            workspace.sweep()
+            cluster = self.resources.enter_context(joined(workspace, request))
+        self.jobs = Jobs(workspace, cluster=cluster)
         self.resources.callback(self.jobs.close)
         self._created = created
         self._advisor: Asks | None = None
         self._profile: tuple[Profiled, ModelProfile] | None = None
         self._num_deployments: int | None = None
         self._evaluator: tuple[dict[str, Any], Evaluator] | None = None
-        with storage_told(workspace.root):
-            workspace.sweep()
 
     def forecast(self, state: RunState, stage: str, in_stage_s: float) -> Forecast | None:
         """Return what a stage and the run still take, None before the headline has said what a pass does."""
@@ -216,9 +239,9 @@ class RunSession:
         root = self.workspace.root
         if not self._created:
             return
-        for folder in (self.workspace.jobs, root / ORDERS, root / "recovery"):
+        for folder in (self.workspace.jobs, root / ORDERS, root / "recovery", root / NODE_LOGS):
             shutil.rmtree(folder, ignore_errors=True)
-        for name in (MANIFEST, SHEET, "worker.log", LOCK, HOLDER):
+        for name in (MANIFEST, SHEET, ASIDE, JOB_LOG, RAY_LOG, LOCK, HOLDER):
             (root / name).unlink(missing_ok=True)
         # A checkpointer's file may lie here, and it is the checkpointer's to remove.
         if not any(root.iterdir()):
@@ -245,11 +268,13 @@ class Sessions:
         self.limits = limits
         self.by_run: dict[str, RunSession] = {}
 
-    def open(self, workspace: Workspace, *, created: bool = False) -> RunSession:
+    def open(self, workspace: Workspace, request: Request, *, created: bool = False) -> RunSession:
         """Return the run's session; RunError where another process has the run, or this one has its namesake."""
         run_id = workspace.root.name
         if (known := self.by_run.get(run_id)) is None:
-            known = RunSession(workspace, chat_model=self.chat_model, addresses=self.addresses, created=created)
+            known = RunSession(
+                workspace, request, chat_model=self.chat_model, addresses=self.addresses, created=created
+            )
             known.is_served = self.limits is not None
             known.resources.callback(self.by_run.pop, run_id)
             self.by_run[run_id] = known
@@ -264,7 +289,16 @@ class Sessions:
         if (known := self.by_run.get(run_id)) is not None:
             return known
         created = not (request.output_dir / run_id / MANIFEST).exists()
-        return self.open(open_workspace(request, run_id), created=created)
+        workspace = open_workspace(request, run_id)
+        try:
+            return self.open(workspace, request, created=created)
+        except RunError:
+            raise
+        except RequestError:
+            # Its cluster won't do: nothing was begun.
+            if created:
+                shutil.rmtree(workspace.root, ignore_errors=True)
+            raise
 
     def _check(self, request: Request) -> None:
         if self.limits is not None:
@@ -293,7 +327,7 @@ class Sessions:
         _check_artifacts(state, known.workspace.root if known else root)
         if known is None:
             read_manifest(root)
-        session = known or self.open(Workspace(root))
+        session = known or self.open(Workspace(root), state)
         self._check_key(state, session)
         return session
 

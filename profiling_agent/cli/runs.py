@@ -14,6 +14,8 @@ from profiling_agent.cli.progress import open_display
 from profiling_agent.cli.tables import plan_table, verdict_table
 from profiling_agent.cli.terminal import (
     AddressOption,
+    ClusterOption,
+    EngineOption,
     EventsOption,
     JsonOption,
     QuietOption,
@@ -94,13 +96,17 @@ def resume(
     run: RunArgument,
     *,
     base_url: AddressOption = None,
+    engine: EngineOption = None,
+    ray_address: ClusterOption = None,
     quiet: QuietOption = False,
     json_: EventsOption = False,
 ) -> None:
-    """Go on with a run that was cut, from its last checkpoint."""
+    """Go on with a run that was cut, from its last checkpoint, where it was done before or on another engine."""
     from profiling_agent.lifecycle import resume as go_on
 
-    work: Work = lambda listener, approver: go_on(run, listener, base_url=base_url, approver=approver)  # noqa: E731
+    work: Work = lambda listener, approver: go_on(  # noqa: E731
+        run, listener, base_url=base_url, approver=approver, engine=engine, ray_address=ray_address
+    )
     watch(work, run, is_quiet=quiet, is_json=json_)
 
 

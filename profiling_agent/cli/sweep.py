@@ -1,6 +1,6 @@
 """`sweep`: the command that makes every run of a sweep file, and says before what that takes."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -13,7 +13,9 @@ from profiling_agent.cli.terminal import (
     EXIT_MET,
     EXIT_NOT_MET,
     GOES_ON,
+    ClusterOption,
     JsonOption,
+    StoreOption,
     console,
     echo_json,
     errors,
@@ -28,11 +30,14 @@ if TYPE_CHECKING:
     from profiling_agent.sweep.results import RunResult
 
 
-def sweep(
+def sweep(  # noqa: PLR0913, PLR0917 (its options)
     file: Annotated[Path, typer.Argument(metavar="FILE", help="YAML file that says which runs; see above")],
     output: Annotated[
         str, typer.Option(help="folder of the runs and of sweep.html; what is complete there isn't done again")
     ] = "runs/sweep",
+    engine: Annotated[str, typer.Option(help="where the work is done: local, or ray, run beside run")] = "local",
+    ray_address: ClusterOption = None,
+    ray_store: StoreOption = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="time each model, say what each run takes")] = False,  # noqa: FBT002 - a flag
     json_: JsonOption = False,  # noqa: FBT002 - a flag
 ) -> None:
@@ -59,7 +64,10 @@ def sweep(
         if dry_run:
             _tell_costs(_foretold(file, output), json_=json_)
         else:
-            _tell_results(*_swept(file, output), json_=json_)
+            _tell_results(
+                *_swept(file, output, {"engine": engine, "ray_address": ray_address, "ray_store": ray_store}),
+                json_=json_,
+            )
 
 
 def _looked_at(file: Path, output: str, display: Display) -> tuple[tuple[Request, ...], Path]:
@@ -82,19 +90,25 @@ def _foretold(file: Path, output: str) -> "tuple[Cost, ...]":
         return foretell(requests, display.stage("what it takes"))
 
 
-def _swept(file: Path, output: str) -> "tuple[tuple[RunResult, ...], Path]":
+def _swept(file: Path, output: str, asked: Mapping[str, str | None]) -> "tuple[tuple[RunResult, ...], Path]":
+    from profiling_agent.cluster.engine import count_machines
     from profiling_agent.sweep.folder import PAGE, locked
     from profiling_agent.sweep.many import optimize_many
 
     with open_display(errors) as display:
+        place = Request.model_validate({"output": output, **asked})
         requests, root = _looked_at(file, output, display)
+        requests = tuple(one.model_copy(update=dict(asked)) for one in requests)
         progress = display.stage("sweep")
 
         def begins(done: int, total: int, request: Request) -> None:
             progress(f"run {done + 1} of {total}: {request.run_id}", done, total)
 
         with locked(root, requests) as folder:
-            return optimize_many(requests, display.hear, begins=begins, ends=folder.note), root / PAGE
+            # Before the first run begins: a cluster that won't do is refused.
+            number = count_machines(root, place)
+            done = optimize_many(requests, display.hear, begins=begins, ends=folder.note, num_at_once=number)
+            return done, root / PAGE
 
 
 def _tell_costs(costs: "Sequence[Cost]", *, json_: bool) -> NoReturn:

@@ -116,6 +116,8 @@ def try_deployments(
         if tried.best is not None and tried.best.keeps_accuracy and trial.keeps_terms(tried.best, group.pruned):
             tried = replace(tried, options=(*tried.options, *_left_out(evaluator, group.deployments)))
             continue
+        if evaluator.budget.limit_s is None:
+            evaluator.deployer.prepare(model, group.deployments, choose_layers=True)
         options: list[DeploymentOption] = []
         began_s, last_s = timesheet.spent_s, 0.0
         for deployment in group.deployments:

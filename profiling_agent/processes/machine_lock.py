@@ -1,5 +1,7 @@
 """Machine lock: one job at a time on a machine, as whoever measures while others compute measures them too."""
 
+import platform
+import re
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +18,19 @@ from profiling_agent.stopping import end_if_asked
 POLL_S = 0.2
 # When it is said anew who has it, and for how long: after this, and then each time after twice as long.
 FIRST_S = 5
-LOCK, HOLDER = "machine.lock", "machine.json"
+
+
+def _machine() -> str:
+    """Return a name of this machine since it was started, which its containers share and no other machine has; its host's where it tells none."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")[:8]
+    except OSError:
+        return re.sub(r"[^A-Za-z0-9.-]", "-", platform.node())[:60]
+
+
+# Of each machine its own, as several may share the folder.
+MACHINE = _machine()
+LOCK, HOLDER = f"machine-{MACHINE}.lock", f"machine-{MACHINE}.json"
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from pydantic import Field
 
 from profiling_agent.iteration.finalize import FinalChoice
 from profiling_agent.jobs.tasks import Profiled
+from profiling_agent.jobs.timesheet import NodeWork
 from profiling_agent.records import (
     Acquired,
     Attempt,
@@ -125,6 +126,7 @@ class RunReport(Record):
     criteria: tuple[CriterionScore, ...] = ()
     sensitivity: tuple[Sensitivity, ...] = ()
     times: tuple[TimeRow, ...] = Field(default=(), description="where the run's time went, most first")
+    nodes: dict[str, NodeWork] = Field(default={}, description="what each machine of a cluster did")
     artifacts: dict[str, str]
     request: Request
     environment: Environment
@@ -205,6 +207,7 @@ class Sources(Record):
     decisions: tuple[Decided, ...]
     profiles: dict[str, tuple[Profiled, ModelProfile]]
     times: dict[str, tuple[int, float]] = Field(default={}, description="jobs of each kind, and their seconds")
+    nodes: dict[str, NodeWork] = Field(default={}, description="what each machine of a cluster did")
 
 
 def evidence_notes(profile: ModelProfile) -> tuple[str, ...]:
@@ -275,6 +278,7 @@ def build_report(request: Request, final: FinalChoice, sources: Sources) -> RunR
             TimeRow(kind=kind, count=count, seconds=seconds, passes=seconds / baseline[1].headline.pass_s)
             for kind, (count, seconds) in sources.times.items()
         ),
+        nodes=sources.nodes,
         artifacts=artifacts,
         request=request,
         environment=environment(acquired.source.device),

@@ -17,7 +17,7 @@ from profiling_agent.errors import RequestError
 from profiling_agent.files import read_bytes
 from profiling_agent.records import Record
 from profiling_agent.request import Request
-from profiling_agent.workspace import name_run, slug
+from profiling_agent.workspace import PLACES, name_run, slug
 
 MAX_FILE, MAX_CELLS, MAX_LIST = 2**20, 10_000, 1_000
 # What an entry of each list may say, in the names of a request.
@@ -25,7 +25,7 @@ MODEL = ("model", "revision")
 DATASET = ("dataset", "dataset_config", "dataset_revision", "split", "image_column", "label_column")
 CONTRACT = ("max_accuracy_drop", "min_speedup", "max_size_ratio", "max_memory_ratio", "objective")
 # What a sweep says itself of each run, and what needs somebody at the terminal.
-OWN = ("run_id", "output", "seed", "approve")
+OWN = ("run_id", "output", "seed", "approve", "engine", "ray_address", "ray_store")
 MAX_SLUG = 24
 
 
@@ -151,7 +151,7 @@ def _check_names(where: str, entry: Mapping[str, Any], known: Sequence[str]) -> 
 
 def name_of(request: Request) -> str:
     """Return the name of a run, the same for the same request on the same machine: times of two are never mixed."""
-    told = request.model_dump(mode="json", exclude={"run_id", "output"})
+    told = request.model_dump(mode="json", exclude={"run_id", *PLACES})
     return name_run([_last_of(request.model), _last_of(request.dataset), f"s{request.seed}"], told, digits=10)
 
 

@@ -72,7 +72,7 @@ def test_the_graph_and_a_plain_loop_yield_the_same_journal(finished: Path):
     report = report_of(finished)
     request = read_manifest(finished).request
     workspace = Workspace(finished)
-    session = Sessions().open(workspace)
+    session = Sessions().open(workspace, request)
     state = RunState(
         **request.model_dump(),
         run_dir=str(finished),

@@ -203,14 +203,14 @@ def test_a_worker_that_dies_leaves_what_it_was_a_copy_of(jobs: Jobs, baseline: t
     model = baseline[1]
 
     jobs.run(evaluation(model, batch_size=5))
-    (before,) = jobs._copied.values()
+    (before,) = jobs.here._copied.values()
     for child in copies():
         child.kill()
     jobs.run(evaluation(model, batch_size=6))
 
     assert before is not None
     assert before.is_alive
-    assert list(jobs._copied.values()) == [before]
+    assert list(jobs.here._copied.values()) == [before]
 
 
 def test_where_a_library_takes_the_server_down_processes_are_started_anew(
@@ -238,7 +238,7 @@ def test_children_die_with_a_parent_that_is_killed(tmp_path: Path, anew: bool):
         "from profiling_agent.jobs.runner import Jobs\n"
         "from profiling_agent.workspace import Workspace\n"
         "jobs = Jobs(Workspace(Path(sys.argv[1])))\n"
-        f"child = jobs._start({{}}, anew={anew})\n"
+        f"child = jobs.here._start({{}}, anew={anew})\n"
         "while child.pid is None:\n"
         "    time.sleep(0.1)\n"
         "print(child.pid, flush=True)\n"

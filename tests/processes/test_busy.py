@@ -71,7 +71,7 @@ def test_beside_others_what_is_not_timed_sleeps_while_it_waits(jobs: Jobs):
 def test_what_is_timed_waits_for_a_quieter_moment_says_so_and_is_left_as_a_user_would_run_it(jobs: Jobs):
     said: list[str] = []
     jobs.progress = lambda message, done, total: said.append(message)
-    jobs._patience_s = 2.0
+    jobs.here._patience_s = 2.0
     jobs._table = {**TABLE, DoubleTask: replace(ROW, timed=True)}
     worker = jobs.run(DoubleTask(number=1))
     jobs.run(DoubleTask(number=2))
@@ -89,7 +89,7 @@ def test_what_is_given_a_secret_sleeps_too_and_is_nobodys_copy(jobs: Jobs, monke
     worker = jobs.run(DoubleTask(number=1))
 
     assert (policy(worker.pid), psutil.Process(worker.pid).environ()["HF_TOKEN"]) == (PASSIVE, "hf_secret")
-    assert jobs._copied == {}
+    assert jobs.here._copied == {}
 
 
 @pytest.mark.slow

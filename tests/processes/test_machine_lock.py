@@ -12,7 +12,7 @@ from filelock import FileLock
 
 from profiling_agent.cache import VARIABLE
 from profiling_agent.holder import holder_said
-from profiling_agent.processes.machine_lock import machine_lock
+from profiling_agent.processes.machine_lock import HOLDER, LOCK, machine_lock
 
 
 def test_a_job_waits_for_the_one_of_another_run_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -27,7 +27,7 @@ def test_a_job_waits_for_the_one_of_another_run_and_says_so(tmp_path: Path, monk
         with machine_lock(progress):
             heard.append("worked")
 
-    with FileLock(tmp_path / "machine.lock"):
+    with FileLock(tmp_path / LOCK):
         other = threading.Thread(target=work)
         other.start()
         assert waits.wait(timeout=60)
@@ -72,7 +72,7 @@ def test_a_stopped_holder_is_named_with_what_lets_it_go_on(tmp_path: Path, monke
     holder = subprocess.Popen([sys.executable, "-c", HOLD], stdout=subprocess.PIPE, text=True)
     assert holder.stdout is not None
     holder.stdout.readline()
-    running = holder_said(tmp_path / "machine.json")
+    running = holder_said(tmp_path / HOLDER)
     holder.send_signal(signal.SIGSTOP)
     while psutil.Process(holder.pid).status() != psutil.STATUS_STOPPED:
         time.sleep(0.01)
@@ -91,13 +91,13 @@ def test_a_stopped_holder_is_named_with_what_lets_it_go_on(tmp_path: Path, monke
     assert len(heard) == 1
     assert f"which is stopped: `kill -CONT {holder.pid}` lets it go on" in heard[0]
     # Gone, so nobody's number stands for it.
-    assert "run 'a'" not in holder_said(tmp_path / "machine.json")
+    assert "run 'a'" not in holder_said(tmp_path / HOLDER)
 
 
 @pytest.mark.parametrize(
     "content", ["", "{}", "[" * 5000, '{"pid": 1e300}', '{"pid": -1, "started": 0, "since": 0, "what": ""}']
 )
 def test_a_note_that_says_nothing_names_nobody(tmp_path: Path, content: str):
-    (tmp_path / "machine.json").write_text(content)
+    (tmp_path / HOLDER).write_text(content)
 
-    assert holder_said(tmp_path / "machine.json") == "another process"
+    assert holder_said(tmp_path / HOLDER) == "another process"
