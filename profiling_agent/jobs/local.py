@@ -71,36 +71,34 @@ class LocalEngine:
         """Do one batch; return whether all of it was done."""
         orders, tries, started = list(batch.orders), 1, time.monotonic()
         while orders:
-            try:
-                with self._process(batch, progress) as process:
-                    while orders:
-                        key = orders[0].key
-                        self._do_one(process, orders[0], batch.timeout_s, progress)
-                        del orders[0]
-                        ended(Ended(key=key, seconds=time.monotonic() - started, tries=tries))
-                        tries, started = 1, time.monotonic()
-            except ProfilingAgentError as error:
-                # A kill says nothing of the job, and must not count against what it measures; twice it may be the memory.
-                if isinstance(error, KilledError) and tries == 1:
-                    tries = 2
-                    continue
+            error: ProfilingAgentError | None = None
+            with self._process(batch, progress) as process:
+                while orders and (error := self._tried(process, orders[0], batch.timeout_s, progress)) is None:
+                    ended(Ended(key=orders.pop(0).key, seconds=time.monotonic() - started, tries=tries))
+                    tries, started = 1, time.monotonic()
+            # A kill says nothing of the job, and must not count against what it measures; twice it may be the memory.
+            if isinstance(error, KilledError) and tries == 1:
+                tries = 2
+            elif error is not None:
                 ended(Ended(key=orders[0].key, seconds=time.monotonic() - started, tries=tries, error=error))
                 return False
         return True
 
-    def _do_one(self, process: Child[Message], order: Order, timeout_s: float, progress: Progress) -> None:
-        """Have a process do a job that isn't there; raises what the stage raised."""
+    def _tried(
+        self, process: Child[Message], order: Order, timeout_s: float, progress: Progress
+    ) -> ProfilingAgentError | None:
+        """Have a process do a job that isn't there; return what kept it from that."""
         if self._is_whole(order.key):
             # Done by somebody who could not say so any more.
-            return
+            return None
         self._store().remove(order.key)
-        process.send(order)
         try:
+            process.send(order)
             self._hear(process, timeout_s, progress)
-        except ProfilingAgentError:
+        except ProfilingAgentError as error:
             # A machine that was taken for lost may have been faster.
-            if not self._is_whole(order.key):
-                raise
+            return None if self._is_whole(order.key) else error
+        return None
 
     def _store(self) -> JobStore:
         """Look at the folder anew: what was whole may have been removed since, by whoever asks."""
