@@ -167,9 +167,11 @@ class RayEngine:
         left: set[int] = set()
         for batch in batches:
             left.add(number := next(self._numbers))
-            for key in needed_by(batch.orders) if self._archive is not None else ():
-                self._archive.put(self._root / "jobs", key)
-            address = self._archive.address if self._archive is not None else None
+            address = None
+            if self._archive is not None:
+                address = self._archive.address
+                for key in needed_by(batch.orders):
+                    self._archive.put(self._root / "jobs", key)
             self._tell(Submit(number=number, root=str(self._root), run=self._run, archive=address, batch=batch))
         if left:
             progress(f"waiting for a machine of the cluster: {batches[0].orders[0].key}", 0, 0)

@@ -93,7 +93,6 @@ class _Doing:
     def _end(self, ended: Ended) -> None:
         if self._archive is not None and ended.error is None:
             self._archive.put(self._root / "jobs", ended.key, anew=True)
-        told = {"error": type(ended.error).__name__, "text": str(ended.error)} if ended.error else {}
         self.said.put(
             Said(
                 kind="ended",
@@ -102,7 +101,8 @@ class _Doing:
                 at=ended.at,
                 node=self._node,
                 tries=ended.tries,
-                **told,
+                error=type(ended.error).__name__ if ended.error else "",
+                text=str(ended.error or ""),
             )
         )
 
