@@ -122,13 +122,13 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
     rows: list[Any] = []
-    small, large = (
-        measured_run(RESULTS / "full_run_vit_b.json", 2_000),
-        measured_run(RESULTS / "full_run_vit_b.json", 50_000),
+    small, large, huge = (
+        measured_run(RESULTS / "full_run_vit_b.json", images) for images in (2_000, 50_000, 10_000_000)
     )
     cases = [
         ("a ViT-B/16, 2,000 images", [small], (1, 4, 16)),
         ("a ViT-B/16, 50,000 images", [large], (1, 10, 100)),
+        ("a ViT-B/16, 10,000,000 images", [huge], (1, 100)),
         ("20 models, 2,000 images each", [small] * 20, (1, 5, 20)),
         ("1,000 models, 2,000 images each", [small] * 1000, (1, 10, 100)),
     ]
