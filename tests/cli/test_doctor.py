@@ -51,7 +51,7 @@ def test_what_is_being_looked_at_is_told_while_it_is_looked_at(tmp_path: Path):
 
     list(islice(examine(request, lambda message, done, total: heard.append((message, done, total))), 3))
 
-    num_looks = len(QUICK) + len(RUNTIMES) + 1
+    num_looks = len(QUICK) + len(RUNTIMES) + 2
     assert heard == [("looking", number, num_looks) for number in range(3)]
 
 
@@ -205,7 +205,7 @@ def test_a_runtime_that_is_missing_is_noted_and_one_that_takes_its_process_down_
 
     assert said.exit_code == 1
     found = {one["name"]: Finding.model_validate(one) for one in json.loads(said.stdout)}
-    assert tuple(found) == (*QUICK, *RUNTIMES, "device")
+    assert tuple(found) == (*QUICK, *RUNTIMES, "device", "ray")
     assert found["eager"].state == "ok"
     assert "runs a tiny model in" in found["eager"].seen
     assert found["openvino"].state == "note"
