@@ -98,6 +98,9 @@ def test_broad_excepts_stand_at_the_boundaries_only():
         "profiling_agent/foreign.py",
         "profiling_agent/agents/node.py",
         "profiling_agent/cli/main.py",
+        # Threads of a cluster's processes, whose end nobody else hears of, and Ray's own start.
+        "profiling_agent/cluster/__main__.py",
+        "profiling_agent/cluster/node.py",
     }
 
 
@@ -109,7 +112,9 @@ OWN = {
     "profiling_agent/documents.py",
     # Files of the package's own.
     "prompts/__init__.py",
-    # Lines of our own child or parent process.
+    # Lines of our own child or parent process, and of a machine that works for us.
+    "profiling_agent/cluster/__main__.py",
+    "profiling_agent/cluster/node.py",
     "profiling_agent/processes/child.py",
     "profiling_agent/processes/forking.py",
     "profiling_agent/processes/serve.py",
@@ -183,7 +188,8 @@ def test_few_frames_lie_between_a_node_and_the_tensor_operation(world: World):
 
     cut = len(longest(found["pruning"], "agents/")) + len(longest(found["cut"], "jobs/"))
     rounded = len(longest(found["round"], "jobs/"))
-    assert cut <= 12
+    # One of them is the engine (decision 21).
+    assert cut <= 13
     for node, through in (
         ("quantization", "iteration/attempt.py:quantize_attempt"),
         ("deployment_search", "iteration/deployment_search.py"),

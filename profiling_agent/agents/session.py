@@ -3,8 +3,8 @@
 import hashlib
 import os
 import shutil
-from collections.abc import Generator, Iterable
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -50,16 +50,6 @@ EVALUATED = (
 )
 
 
-@contextmanager
-def undone(resources: ExitStack) -> Generator[None]:
-    """Close what was opened so far where the block raises."""
-    try:
-        yield
-    except BaseException:
-        resources.close()
-        raise
-
-
 def _has_advisor(state: RunState) -> bool:
     return any(held is not None for held in (state.endpoint, state.advisor_object, state.recorded))
 
@@ -95,11 +85,11 @@ class RunSession:
         # Whether whoever asks is somebody else than whose machine this is.
         self.is_served = False
         # Closed in the other order: nobody else may have the run before its worker has ended.
-        self.resources = ExitStack()
-        self.resources.callback(workspace.lock().release)
-        with storage_told(workspace.root), undone(self.resources):
+        with storage_told(workspace.root), ExitStack() as opened:
+            opened.callback(workspace.lock().release)
             workspace.sweep()
-            cluster = self.resources.enter_context(joined(workspace, request))
+            cluster = opened.enter_context(joined(workspace, request))
+            self.resources = opened.pop_all()
         self.jobs = Jobs(workspace, cluster=cluster)
         self.resources.callback(self.jobs.close)
         self._created = created

@@ -15,6 +15,7 @@ import tenacity
 from profiling_agent.documents import DocumentError, first_line, parse_record, read_record
 from profiling_agent.errors import RunError
 from profiling_agent.files import appearing, file_sha256, make_folders, write_text
+from profiling_agent.foreign import foreign_code, on_behalf
 from profiling_agent.jobs.store import HASHES, Hashes
 from profiling_agent.jobs.wire import Order
 
@@ -98,13 +99,9 @@ class Archive:
             wait=tenacity.wait_random_exponential(multiplier=0.2, max=MAX_WAIT_S),
             reraise=True,
         )
-        try:
-            return retrying(call)
         # Each kind of store has errors of its own, as of keys that are missing.
-        except Exception as error:
-            raise RunError(
-                f"{self.address!r} can't be used ({type(error).__name__}: {first_line(error)}): mend that, and resume"
-            ) from error
+        with foreign_code(lambda said: RunError(f"{self.address!r} can't be used, {said}: mend that, and resume")):
+            return on_behalf(retrying, call)
 
 
 def _names(text: Any, key: str) -> dict[str, str]:

@@ -94,15 +94,12 @@ class RayEngine:
             self._run = f"{self._run}-{_token(self._root / TOKEN)}"
         self._archive = None if store is None else _archive(store, self._run)
         self._numbers = itertools.count()
-        self._started = ExitStack()
-        folder = self._started.enter_context(tempfile.TemporaryDirectory(prefix="pa-ray-", ignore_cleanup_errors=True))
-        self._gateway = self._start(Path(folder))
-        self._started.callback(self._end)
-        try:
+        with ExitStack() as started:
+            folder = started.enter_context(tempfile.TemporaryDirectory(prefix="pa-ray-", ignore_cleanup_errors=True))
+            self._gateway = self._start(Path(folder))
+            started.callback(self._end)
             self.nodes = self._join(folder)
-        except BaseException:
-            self.close()
-            raise
+            self._started = started.pop_all()
 
     @property
     def num_at_once(self) -> int:
@@ -117,8 +114,7 @@ class RayEngine:
         told = child_environment() | own | {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
         if self._address is None:
             token = folder / "token"
-            token.touch(mode=0o600)
-            token.write_text(secrets.token_hex(32), encoding="ascii")
+            write_text(token, secrets.token_hex(32))
             # The last keeps Ray to loopback: it takes 127.0.0.1 for a wish to be reached, else.
             told |= {
                 "RAY_AUTH_MODE": "token",

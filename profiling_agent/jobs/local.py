@@ -10,7 +10,7 @@ from profiling_agent.files import storage_problem, sweep
 from profiling_agent.jobs.engine import Batch, Ended, Listener
 from profiling_agent.jobs.store import JobStore
 from profiling_agent.jobs.table import MODULES
-from profiling_agent.jobs.wire import ERRORS, Message, Order
+from profiling_agent.jobs.wire import ERRORS, Message
 from profiling_agent.memory import available_bytes
 from profiling_agent.processes.busy import PASSIVE, WAIT_POLICY, is_busy
 from profiling_agent.processes.child import Child, Wording
@@ -73,9 +73,21 @@ class LocalEngine:
         while orders:
             error: ProfilingAgentError | None = None
             with self._process(batch, progress) as process:
-                while orders and (error := self._tried(process, orders[0], batch.timeout_s, progress)) is None:
-                    ended(Ended(key=orders.pop(0).key, seconds=time.monotonic() - started, tries=tries))
-                    tries, started = 1, time.monotonic()
+                while orders and error is None:
+                    key = orders[0].key
+                    try:
+                        # It may have been done by somebody who could not say so any more.
+                        if not self._is_whole(key):
+                            self._store().remove(key)
+                            process.send(orders[0])
+                            self._hear(process, batch.timeout_s, progress)
+                    except ProfilingAgentError as raised:
+                        # Or by a machine that was taken for lost, meanwhile.
+                        error = None if self._is_whole(key) else raised
+                    if error is None:
+                        del orders[0]
+                        ended(Ended(key=key, seconds=time.monotonic() - started, tries=tries))
+                        tries, started = 1, time.monotonic()
             # A kill says nothing of the job, and must not count against what it measures; twice it may be the memory.
             if isinstance(error, KilledError) and tries == 1:
                 tries = 2
@@ -83,22 +95,6 @@ class LocalEngine:
                 ended(Ended(key=orders[0].key, seconds=time.monotonic() - started, tries=tries, error=error))
                 return False
         return True
-
-    def _tried(
-        self, process: Child[Message], order: Order, timeout_s: float, progress: Progress
-    ) -> ProfilingAgentError | None:
-        """Have a process do a job that isn't there; return what kept it from that."""
-        if self._is_whole(order.key):
-            # Done by somebody who could not say so any more.
-            return None
-        self._store().remove(order.key)
-        try:
-            process.send(order)
-            self._hear(process, timeout_s, progress)
-        except ProfilingAgentError as error:
-            # A machine that was taken for lost may have been faster.
-            return None if self._is_whole(order.key) else error
-        return None
 
     def _store(self) -> JobStore:
         """Look at the folder anew: what was whole may have been removed since, by whoever asks."""

@@ -7,6 +7,7 @@ import math
 import tempfile
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -80,7 +81,12 @@ class Jobs:
 
         Raises what the stage raised, JobError for a crash, a hang or too much memory, or RunError where too little is free to begin.
         """
-        return self.run_each([task])[0]
+        key = job_key(task)
+        if (known := self._known(key, task)) is not None:
+            return known
+        for error in self._make({key: task}).values():
+            raise error
+        return self._store.result(key, task)
 
     def run_each(self, tasks: Sequence[Task[ResultT]]) -> list[ResultT]:
         """Return the results of tasks of one kind, in their order; those that aren't on disk are done in one process, or one of each machine.
@@ -89,16 +95,19 @@ class Jobs:
         """
         assert len({(type(task), task.isolated) for task in tasks}) <= 1, "jobs that share a process are of one kind"
         keyed = [(job_key(task), task) for task in tasks]
-        known = {key: result for key, task in keyed if (result := self._stored(key, task)) is not None}
-        missing = {key: task for key, task in keyed if key not in known}
-        for key, task in keyed:
-            if key in known or key in self._failed:
-                self._reach(key, task)
-            if key in self._failed:
-                raise self._failed[key]
-        for error in self._make(missing).values():
+        known = {key: result for key, task in keyed if (result := self._known(key, task)) is not None}
+        for error in self._make({key: task for key, task in keyed if key not in known}).values():
             raise error
         return [known[key] if key in known else self._store.result(key, task) for key, task in keyed]
+
+    def _known(self, key: str, task: Task[ResultT]) -> ResultT | None:
+        """Return the result that is there of a task that is asked for; raises what kept it from being done ahead."""
+        result = self._stored(key, task)
+        if result is not None or key in self._failed:
+            self._reach(key, task)
+        if key in self._failed:
+            raise self._failed[key]
+        return result
 
     def _reach(self, key: str, task: Task[Any]) -> None:
         """Count the time of a job that is there; of one that was done ahead, that of what it needed too."""
@@ -128,55 +137,54 @@ class Jobs:
         for key, error in self._make(missing, note=self.timesheet.set_aside).items():
             if isinstance(error, RunError):
                 raise error
-            self._failed[key] = error
+            if key in missing:
+                self._failed[key] = error
 
     def _make(self, tasks: Mapping[str, Task[Any]], note: Note | None = None) -> dict[str, ProfilingAgentError]:
-        """Do tasks, after what they need and isn't there; return for those that went wrong, in their order, what did.
+        """Do tasks, after what they need and isn't there; return what went wrong, by the jobs with which it did, needed ones first.
 
         The artifacts that each reads are there by then, made again where they were damaged. With a `note` they are done ahead: what is
         isolated then shares its process with nothing.
         """
+        waves, needing = [dict(tasks)], dict[str, list[str]]()
+        while waves[-1]:
+            waves.append(self._needed(waves[-1], needing))
+        errors: dict[str, ProfilingAgentError] = {}
+        for wave in reversed(waves):
+            # What lacks something can't be done.
+            errors |= {key: errors[need] for key in wave for need in reversed(needing[key]) if need in errors}
+            if errors and note is None:
+                break
+            # One task's need may be another of the tasks, and done by now.
+            left = {key: task for key, task in wave.items() if key not in errors and self._stored(key, task) is None}
+            for engine in filter(None, (self.here, self._there)):
+                own = {key: task for key, task in left.items() if self._engine(task) is engine}
+                end = partial(self._end, errors, note or self.timesheet.note)
+                engine.carry_out(self._batches(engine, own, are_apart=note is not None), self.progress, end)
+        # In an order that doesn't depend on who was done first.
+        return {key: errors[key] for wave in reversed(waves) for key in wave if key in errors}
+
+    def _needed(self, tasks: Mapping[str, Task[Any]], needing: dict[str, list[str]]) -> dict[str, Task[Any]]:
+        """Return what tasks need and isn't there, and note who needs what; the artifacts that they read are there then."""
         needed: dict[str, Task[Any]] = {}
-        needing: dict[str, list[str]] = {}
         for key, task in tasks.items():
             for ref in artifacts_of(task):
                 self.path(ref)
             needs = {job_key(need): need for need in itertools.chain.from_iterable(task.needs(self.path).values())}
             needing[key] = list(needs)
-            needed |= {
-                key: need for key, need in needs.items() if key not in needed and self._stored(key, need) is None
-            }
-        failed = self._make(needed, note) if needed else {}
-        # What lacks something can't be done.
-        errors = {key: failed[need] for key in tasks for need in reversed(needing[key]) if need in failed}
-        if errors and note is None:
-            return errors
-        # One task's need may be another of the tasks, and done by now.
-        left = {key: task for key, task in tasks.items() if key not in errors and self._stored(key, task) is None}
-        for engine in filter(None, (self.here, self._there)):
-            own = {key: task for key, task in left.items() if self._engine(task) is engine}
-            errors |= self._carry_out(engine, own, note)
-        return {key: errors[key] for key in tasks if key in errors}
+            needed |= {name: need for name, need in needs.items() if self._stored(name, need) is None}
+        return needed
+
+    def _end(self, errors: dict[str, ProfilingAgentError], note: Note, ended: Ended) -> None:
+        # What was refused took its time all the same.
+        note(ended.key, ended.seconds, at=ended.at, node=ended.node, tries=ended.tries)
+        if ended.error is None:
+            self._store.believe(ended.key)
+        else:
+            errors[ended.key] = ended.error
 
     def _engine(self, task: Task[Any]) -> Engine:
         return self.here if self._there is None or self._table[type(task)].here else self._there
-
-    def _carry_out(
-        self, engine: Engine, tasks: Mapping[str, Task[Any]], note: Note | None
-    ) -> dict[str, ProfilingAgentError]:
-        failed: dict[str, ProfilingAgentError] = {}
-        written = note or self.timesheet.note
-
-        def end(ended: Ended) -> None:
-            # What was refused took its time all the same.
-            written(ended.key, ended.seconds, at=ended.at, node=ended.node, tries=ended.tries)
-            if ended.error is None:
-                self._store.believe(ended.key)
-            else:
-                failed[ended.key] = ended.error
-
-        engine.carry_out(self._batches(engine, tasks, are_apart=note is not None), self.progress, end)
-        return failed
 
     def _batches(self, engine: Engine, tasks: Mapping[str, Task[Any]], *, are_apart: bool) -> list[Batch]:
         """Return the tasks by kind, those of one kind in as many batches as are done at once."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from profiling_agent.cache import cache_folder
+from profiling_agent.files import read_text
 from profiling_agent.holder import holder_said, note_holder
 from profiling_agent.progress import Progress, silent
 from profiling_agent.stopping import end_if_asked
@@ -23,7 +24,7 @@ FIRST_S = 5
 def _machine() -> str:
     """Return a name of this machine since it was started, which its containers share and no other machine has; its host's where it tells none."""
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")[:8]
+        return read_text(Path("/proc/sys/kernel/random/boot_id"))[:8]
     except OSError:
         return re.sub(r"[^A-Za-z0-9.-]", "-", platform.node())[:60]
 

@@ -92,10 +92,10 @@ def _side_by_side(
                 number = done.result()
                 with speaking:
                     ends(results[number])
-        except BaseException:
+        finally:
+            # Of no consequence where all are done.
             is_over.set()
             pool.shutdown(wait=False, cancel_futures=True)
-            raise
     return tuple(results[number] for number in range(len(requests)))
 
 
