@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,11 @@ from profiling_agent.jobs.table import JobRow, Table
 from profiling_agent.request import Request
 from profiling_agent.workspace import Workspace
 
-pytest.importorskip("ray", reason="the extra ray isn't installed")
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    # Not imported here: that takes seconds, which tests that are left out need not.
+    pytest.mark.skipif(find_spec("ray") is None, reason="the extra ray isn't installed"),
+]
 
 TABLE: Table = {
     kind: JobRow(handler=f"toy_job:{name}", torch=False)

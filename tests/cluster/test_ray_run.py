@@ -2,6 +2,7 @@
 
 import hashlib
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,11 @@ from profiling_agent.cli.main import app
 from profiling_agent.reporting.results import read_report
 from profiling_agent.sweep.many import optimize_many
 
-pytest.importorskip("ray", reason="the extra ray isn't installed")
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    # Not imported here: that takes seconds, which tests that are left out need not.
+    pytest.mark.skipif(find_spec("ray") is None, reason="the extra ray isn't installed"),
+]
 
 # One runtime and one scheme: which of two equally fast deployments wins may differ from day to day.
 ASKED: dict[str, Any] = {"runtimes": "eager", "quantize_dtype": "qint8", "max_iterations": 2}
