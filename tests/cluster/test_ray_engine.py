@@ -66,6 +66,10 @@ def jobs(cluster: RayCluster, tmp_path_factory: pytest.TempPathFactory) -> Itera
         yield opened
 
 
+def num_done(jobs: Jobs) -> int:
+    return sum(work.jobs for work in jobs.timesheet.by_node().values())
+
+
 def tried_again(jobs: Jobs) -> int:
     return sum(work.again for work in jobs.timesheet.by_node().values())
 
@@ -119,10 +123,11 @@ def leftovers(root: Path) -> list[str]:
 
 
 def test_jobs_are_done_side_by_side_and_are_those_of_one_machine(jobs: Jobs, tmp_path: Path):
+    before = num_done(jobs)
     done = jobs.run_each([DoubleTask(number=number) for number in range(1, 8)])
     note = jobs.run(NoteTask(text="twelve"))
     copied = jobs.run(CopyTask(source=note.file, times=2))
-    nodes = jobs.timesheet.by_node()
+    after = num_done(jobs)
     here = Jobs(_workspace(tmp_path / "here"), table=TABLE)
     same = here.run(NoteTask(text="twelve"))
     here.close()
@@ -135,8 +140,8 @@ def test_jobs_are_done_side_by_side_and_are_those_of_one_machine(jobs: Jobs, tmp
     assert jobs.path(copied.file).read_text() == "twelvetwelve"
     assert same == note
     assert known.run(DoubleTask(number=5)) == done[4]
-    assert len(nodes) == 3
-    assert sum(work.jobs for work in nodes.values()) == 9
+    assert len(jobs.timesheet.by_node()) == 3
+    assert after - before == 9
     assert leftovers(jobs.workspace.root) == []
 
 
