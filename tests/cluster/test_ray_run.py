@@ -1,18 +1,21 @@
 """Whole runs on a Ray cluster: plans, predictions and verdict are those of this machine alone."""
 
 import hashlib
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
-from interrupted import decisions
+from interrupted import decisions, finished_jobs, is_left_alone
 from ray_cluster import RayCluster
 from typer.testing import CliRunner
 from world import write_data
 
-from profiling_agent import optimize
+from profiling_agent import optimize, resume
 from profiling_agent.cli.main import app
 from profiling_agent.reporting.results import read_report
 from profiling_agent.sweep.many import optimize_many
@@ -79,6 +82,33 @@ def test_runs_side_by_side_come_to_what_they_do_one_after_the_other(world: Any, 
     assert alone.run_id == beside[0].run_id
     both = (read_report(tmp_path / where / alone.run_id) for where in ("beside", "alone"))
     assert len({str(decisions(report)) for report in both}) == 1
+
+
+def test_a_run_that_is_killed_leaves_no_process_anywhere_and_goes_on_with_what_was_done(
+    world: Any, cluster: RayCluster, tmp_path: Path
+):
+    asked = world.request(tmp_path, run_id="cut", iterate=False, **ASKED)
+    flags = ("model", "dataset", "output", "run_id", "runtimes", "quantize_dtype", "max_iterations", "num_sessions")
+    words = [word for name in flags for word in (f"--{name.replace('_', '-')}", str(getattr(asked, name)))]
+    where = ["--no-iterate", "--engine", "ray", "--ray-address", cluster.address]
+    command = [sys.executable, "-m", "profiling_agent.cli.main", "run", *words, *where, "--quiet"]
+    run = tmp_path / "cut"
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        deadline = time.monotonic() + 120
+        while not list(run.glob("jobs/evidence-*/result.json")):
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        process.kill()
+    alone, before = is_left_alone(run), finished_jobs(run)
+    report = resume(run)
+    after = finished_jobs(run)
+
+    assert alone
+    assert report.request.engine == "ray"
+    assert {name: after[name] for name in before} == before
+    assert len(after) > len(before)
+    assert not list(run.rglob(".tmp-*"))
 
 
 @pytest.mark.parametrize(
