@@ -22,11 +22,8 @@ from profiling_agent.jobs.table import JobRow, Table
 from profiling_agent.request import Request
 from profiling_agent.workspace import Workspace
 
-pytestmark = [
-    pytest.mark.slow,
-    # Not imported here: that takes seconds, which tests that are left out need not.
-    pytest.mark.skipif(find_spec("ray") is None, reason="the extra ray isn't installed"),
-]
+# Not imported here: that takes seconds, which tests that are left out need not.
+pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="the extra ray isn't installed")
 
 TABLE: Table = {
     kind: JobRow(handler=f"toy_job:{name}", torch=False)
@@ -122,6 +119,7 @@ def leftovers(root: Path) -> list[str]:
     return sorted(path.name for path in root.rglob(".tmp-*"))
 
 
+@pytest.mark.slow
 def test_jobs_are_done_side_by_side_and_are_those_of_one_machine(jobs: Jobs, tmp_path: Path):
     before = num_done(jobs)
     done = jobs.run_each([DoubleTask(number=number) for number in range(1, 8)])
@@ -145,6 +143,7 @@ def test_jobs_are_done_side_by_side_and_are_those_of_one_machine(jobs: Jobs, tmp
     assert leftovers(jobs.workspace.root) == []
 
 
+@pytest.mark.slow
 def test_each_machine_does_one_job_at_a_time_and_three_do_three(jobs: Jobs):
     root = jobs.workspace.root
     result = in_thread(lambda: jobs.run_each([WaitTask(number=number) for number in range(6)]))
@@ -158,6 +157,7 @@ def test_each_machine_does_one_job_at_a_time_and_three_do_three(jobs: Jobs):
     assert number == 3
 
 
+@pytest.mark.slow
 def test_what_a_stage_refuses_and_what_crashes_is_raised_as_here(jobs: Jobs):
     before = tried_again(jobs)
     with pytest.raises(RequestError, match="-1 is negative"):
@@ -172,6 +172,7 @@ def test_what_a_stage_refuses_and_what_crashes_is_raised_as_here(jobs: Jobs):
     assert "Traceback" in logs
 
 
+@pytest.mark.slow
 def test_what_is_done_ahead_counts_when_it_is_asked_for_and_what_failed_fails_then(jobs: Jobs):
     # Another than that of the test before: what failed there is tried again where it is asked for again.
     tasks = [DoubleTask(number=31), DoubleTask(number=-2), DoubleTask(number=32)]
@@ -191,6 +192,7 @@ def test_what_is_done_ahead_counts_when_it_is_asked_for_and_what_failed_fails_th
     assert first == found[0]
 
 
+@pytest.mark.slow
 def test_a_killed_process_costs_its_job_a_try_and_leaves_nothing(jobs: Jobs):
     root, before = jobs.workspace.root, tried_again(jobs)
     result = in_thread(lambda: jobs.run(WaitTask(number=41)))
@@ -209,6 +211,7 @@ def test_a_killed_process_costs_its_job_a_try_and_leaves_nothing(jobs: Jobs):
     assert leftovers(root) == []
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("token")
 def test_a_lost_machine_costs_its_jobs_a_try(slot: dict[str, float], tmp_path: Path):
     root = tmp_path / "run"
@@ -230,6 +233,7 @@ def test_a_lost_machine_costs_its_jobs_a_try(slot: dict[str, float], tmp_path: P
     assert leftovers(root) == []
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("token")
 def test_a_cluster_without_a_machine_of_this_kind_is_refused_before_any_work(tmp_path: Path):
     offered = {"profiling-agent-0123456789ab": 1.0}
@@ -241,6 +245,7 @@ def test_a_cluster_without_a_machine_of_this_kind_is_refused_before_any_work(tmp
     assert "ray start --address=" in str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("token")
 def test_a_cluster_that_goes_away_ends_the_run_with_a_line_that_says_how_to_go_on(
     slot: dict[str, float], tmp_path: Path
@@ -261,8 +266,10 @@ def test_a_cluster_that_goes_away_ends_the_run_with_a_line_that_says_how_to_go_o
 def test_one_of_this_machine_alone_is_started_and_ends_with_the_run(tmp_path: Path):
     root = tmp_path / "run"
     before = {process.pid for process in psutil.Process().children(recursive=True)}
-    with jobs_on(None, root) as jobs:
+    with jobs_on(None, root, f"file://{tmp_path / 'store'}") as jobs:
         done = jobs.run_each([DoubleTask(number=number) for number in (1, 2)])
+        with pytest.raises(RequestError, match="-1 is negative"):
+            jobs.run(DoubleTask(number=-1))
         started = [one for one in psutil.Process().children(recursive=True) if one.pid not in before]
         names = [one.name() for one in started]
         listening = [
@@ -301,6 +308,7 @@ def test_a_request_without_a_cluster_joins_none(tmp_path: Path):
         assert cluster is None
 
 
+@pytest.mark.slow
 def test_machines_that_share_no_folder_hand_each_other_jobs_at_an_address(cluster: RayCluster, tmp_path: Path):
     root = tmp_path / "run"
     with jobs_on(cluster.address, root, f"file://{tmp_path / 'store'}") as jobs:

@@ -20,11 +20,7 @@ from profiling_agent.cli.main import app
 from profiling_agent.reporting.results import read_report
 from profiling_agent.sweep.many import optimize_many
 
-pytestmark = [
-    pytest.mark.slow,
-    # Not imported here: that takes seconds, which tests that are left out need not.
-    pytest.mark.skipif(find_spec("ray") is None, reason="the extra ray isn't installed"),
-]
+pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="the extra ray isn't installed")
 
 # One runtime and one scheme: which of two equally fast deployments wins may differ from day to day.
 ASKED: dict[str, Any] = {"runtimes": "eager", "quantize_dtype": "qint8", "max_iterations": 2}
@@ -45,6 +41,7 @@ def predictions_of(run: Path) -> str:
     return digest.hexdigest()
 
 
+@pytest.mark.slow
 def test_a_run_on_three_nodes_decides_what_one_here_does(large: Any, cluster: RayCluster, tmp_path: Path):
     here = optimize(large.request(tmp_path, run_id="here", **ASKED))
     heard: list[str] = []
@@ -66,6 +63,7 @@ def test_a_run_on_three_nodes_decides_what_one_here_does(large: Any, cluster: Ra
     assert not list((tmp_path / "there").rglob(".tmp-*"))
 
 
+@pytest.mark.slow
 def test_runs_side_by_side_come_to_what_they_do_one_after_the_other(world: Any, cluster: RayCluster, tmp_path: Path):
     told = {"engine": "ray", "ray_address": cluster.address}
     asked = ASKED | {"run_id": None, "iterate": False, "selection": "paper"}
@@ -84,6 +82,7 @@ def test_runs_side_by_side_come_to_what_they_do_one_after_the_other(world: Any, 
     assert len({str(decisions(report)) for report in both}) == 1
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_leaves_no_process_anywhere_and_goes_on_with_what_was_done(
     world: Any, cluster: RayCluster, tmp_path: Path
 ):

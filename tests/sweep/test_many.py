@@ -191,3 +191,21 @@ def test_a_browser_opens_the_page_and_filters_its_table(finished: Path, tmp_path
         browser.close()
 
     assert heard == []
+
+
+def test_runs_side_by_side_that_fail_cost_themselves_alone_and_are_told_one_at_a_time(tmp_path: Path):
+    requests = [Request(model=str(tmp_path / name), output=str(tmp_path / "runs")) for name in ("a", "b", "c")]
+    begun: list[str] = []
+    ended: list[str] = []
+
+    results = optimize_many(
+        requests,
+        begins=lambda done, total, request: begun.append(request.model),
+        ends=lambda result: ended.append(result.run_id),
+        num_at_once=2,
+    )
+
+    assert [Path(result.request.model).name for result in results] == ["a", "b", "c"]
+    assert all(result.failure for result in results)
+    assert sorted(begun) == [request.model for request in requests]
+    assert sorted(ended) == sorted(result.run_id for result in results)
