@@ -14,7 +14,6 @@ behind, and what the engine itself takes; not that more machines are faster.
 """
 
 import argparse
-import hashlib
 import json
 import os
 import random
@@ -41,7 +40,7 @@ from profiling_agent.reproducibility import environment
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "tests"))
 
-from interrupted import decisions, finished_jobs, is_left_alone  # noqa: E402
+from interrupted import decisions, finished_jobs, is_left_alone, predictions_of  # noqa: E402
 from ray_cluster import RayCluster, ray_cluster  # noqa: E402
 
 SHARED = ROOT.parent / "shared"
@@ -62,14 +61,6 @@ def on(scene: Scene, cluster: RayCluster | None) -> Scene:
     """Return a scene whose runs are done on a cluster."""
     flags = () if cluster is None else ("--engine", "ray", "--ray-address", cluster.address)
     return replace(scene, where=flags)
-
-
-def predictions_of(run: Path) -> str:
-    """Return a hash over what every model answered in a run, job by job."""
-    digest = hashlib.sha256()
-    for path in sorted(run.glob("jobs/evaluate-*/predictions*")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:16]
 
 
 def held_bytes(process: "subprocess.Popen[str]") -> int:

@@ -77,6 +77,8 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setenv("PROFILING_AGENT_DATA", str(tmp_path_factory.mktemp("data")))
         # Other tests beside this one are no reason to wait for a quieter moment.
         patch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+        # The profiler sets it in whatever process it is used, and children could be no copies of the server from then on.
+        patch.setenv("KINETO_LOG_LEVEL", "99")
         # Children find the toy jobs.
         patch.setenv("PYTHONPATH", str(Path(__file__).parent))
         # Whoever runs the tests may have a key; no test is to use it.

@@ -1,5 +1,6 @@
 """What is looked at after a run was killed, stopped or lost its power: what it decided, and what it left behind."""
 
+import hashlib
 import os
 import time
 from pathlib import Path
@@ -32,6 +33,14 @@ def decisions(report: RunReport) -> dict[str, object]:
 def foreseen(attempt: Attempt) -> dict[str, object] | None:
     """Return what a plan was expected to do, but for its share of a time that each run measures anew."""
     return attempt.dry_run.model_dump(exclude={"latency_saved"}) if attempt.dry_run else None
+
+
+def predictions_of(run: Path) -> str:
+    """Return a hash over what every model answered in a run, job by job."""
+    digest = hashlib.sha256()
+    for path in sorted(run.glob("jobs/evaluate-*/predictions*")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 def finished_jobs(run: Path) -> dict[str, int]:

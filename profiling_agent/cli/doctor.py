@@ -1,6 +1,5 @@
 """`doctor`: is this machine fit for a run? Versions, CPU, memory, disk, noise, runtimes, the language model's server."""
 
-import importlib.util
 import os
 import shutil
 import statistics
@@ -23,6 +22,7 @@ from profiling_agent.cli.tables import folded_table
 from profiling_agent.cli.terminal import JsonOption, console, echo_json, errors, refusing
 from profiling_agent.cluster.kind import kind_of, start_line
 from profiling_agent.deployment import registry
+from profiling_agent.deployment.protocol import missing_packages
 from profiling_agent.documents import parse_json
 from profiling_agent.errors import RequestError
 from profiling_agent.llm.endpoint import choose_endpoint, trusted_addresses
@@ -182,9 +182,8 @@ def _runtime(name: RuntimeName) -> Finding:
 
 def _ray() -> Finding:
     """Say how this machine is added to a cluster."""
-    if importlib.util.find_spec("ray") is None:
-        advice = "to work on several machines: pip install 'profiling-agent[ray]'"
-        return Finding(name="ray", state="note", seen="not installed", advice=advice)
+    if line := missing_packages(("ray",), extra="ray"):
+        return Finding(name="ray", state="note", seen="not installed", advice=f"to work on several machines, {line}")
     seen = f"Ray {metadata.version('ray')}, a machine of kind {kind_of(environment())}"
     return Finding(name="ray", state="ok", seen=seen, advice=f"to add it to a cluster: {start_line()}")
 

@@ -4,7 +4,7 @@ Any address that fsspec knows: a bucket, a file server, a folder. A job is there
 comes back is compared with it.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar, cast
@@ -16,7 +16,7 @@ from profiling_agent.documents import DocumentError, first_line, parse_record, r
 from profiling_agent.errors import RunError
 from profiling_agent.files import appearing, file_sha256, make_folders, write_text
 from profiling_agent.foreign import foreign_code, on_behalf
-from profiling_agent.jobs.store import HASHES, Hashes
+from profiling_agent.jobs.store import HASHES, Hashes, artifacts_of, key_of
 from profiling_agent.jobs.wire import Order
 
 # A bucket refuses now and then, and a file server hangs.
@@ -128,19 +128,5 @@ def needed_by(orders: Iterable[Order]) -> list[str]:
     found: dict[str, None] = {}
     for order in orders:
         found |= dict.fromkeys(key for keys in order.given.values() for key in keys)
-        found |= dict.fromkeys(_made(order.task))
+        found |= dict.fromkeys(key for ref in artifacts_of(order.read()) if (key := key_of(ref)) is not None)
     return list(found)
-
-
-def _made(value: Any) -> Iterator[str]:
-    """Give the keys of the jobs that made the artifacts in a record's fields."""
-    if isinstance(value, dict):
-        fields = cast("dict[str, Any]", value)
-        parts = PurePosixPath(str(fields.get("path", ""))).parts
-        if "sha256" in fields and len(parts) > 2 and parts[0] == "jobs":
-            yield parts[1]
-        for each in fields.values():
-            yield from _made(each)
-    elif isinstance(value, (list, tuple)):
-        for each in cast("list[Any]", value):
-            yield from _made(each)

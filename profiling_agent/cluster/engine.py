@@ -1,6 +1,5 @@
 """Ray engine: a run's jobs on the machines of a cluster, which share its folder; without Ray in this process."""
 
-import importlib.util
 import itertools
 import math
 import os
@@ -17,6 +16,7 @@ import psutil
 from profiling_agent.cluster.archive import Archive, needed_by
 from profiling_agent.cluster.kind import kind_of
 from profiling_agent.cluster.wire import Join, Said, Submit
+from profiling_agent.deployment.protocol import missing_packages
 from profiling_agent.errors import JobError, ProfilingAgentError, RequestError, RunError
 from profiling_agent.files import TEMPORARY, read_text, write_text
 from profiling_agent.jobs.engine import Batch, Ended, Listener
@@ -55,8 +55,8 @@ def joined(workspace: Workspace, request: Request) -> "Generator[RayEngine | Non
     if request.engine != "ray":
         yield None
         return
-    if importlib.util.find_spec("ray") is None:
-        raise RequestError("engine is 'ray', which isn't installed: pip install 'profiling-agent[ray]'")
+    if line := missing_packages(("ray",), extra="ray"):
+        raise RequestError(f"engine is 'ray', and {line}")
     try:
         engine = RayEngine(workspace, request.ray_address, store=request.ray_store)
     except RequestError as error:
@@ -88,11 +88,11 @@ class RayEngine:
 
         Its machines share the run folder, or where they don't read and write jobs at the address `store`.
         """
-        self._root, self._address = workspace.root.resolve(), address
+        self._root, self._jobs, self._address = workspace.root.resolve(), workspace.jobs.resolve(), address
         self._run = self._root.name
         if store is not None:
             self._run = f"{self._run}-{_token(self._root / TOKEN)}"
-        self._archive = None if store is None else _archive(store, self._run)
+        self._archive = None if store is None else Archive(store, self._run)
         self._numbers = itertools.count()
         with ExitStack() as started:
             folder = started.enter_context(tempfile.TemporaryDirectory(prefix="pa-ray-", ignore_cleanup_errors=True))
@@ -167,7 +167,7 @@ class RayEngine:
             if self._archive is not None:
                 address = self._archive.address
                 for key in needed_by(batch.orders):
-                    self._archive.put(self._root / "jobs", key)
+                    self._archive.put(self._jobs, key)
             self._tell(Submit(number=number, root=str(self._root), run=self._run, archive=address, batch=batch))
         if left:
             progress(f"waiting for a machine of the cluster: {batches[0].orders[0].key}", 0, 0)
@@ -199,9 +199,9 @@ class RayEngine:
     def _await(self, said: Said) -> None:
         """Wait until what a machine says it has written is seen here, or fetch it."""
         if self._archive is not None:
-            self._archive.get(self._root / "jobs", said.key)
+            self._archive.get(self._jobs, said.key)
             return
-        path, deadline = self._root / "jobs" / said.key / RESULT, time.monotonic() + APPEARS_S
+        path, deadline = self._jobs / said.key / RESULT, time.monotonic() + APPEARS_S
         while not path.exists():
             if time.monotonic() > deadline:
                 raise RunError(
@@ -210,7 +210,7 @@ class RayEngine:
                 )
             time.sleep(LOOK_S)
             # A file server's client keeps what it knows of a folder until that is listed.
-            os.listdir(self._root / "jobs")  # noqa: PTH208 - for the call, not the names
+            os.listdir(self._jobs)  # noqa: PTH208 - for the call, not the names
 
     def _tell(self, submit: Submit) -> None:
         try:
@@ -249,13 +249,6 @@ def _token(path: Path) -> str:
     if not path.exists():
         write_text(path, secrets.token_hex(4))
     return read_text(path)[:8]
-
-
-def _archive(address: str, run: str) -> Archive:
-    try:
-        return Archive(address, run)
-    except RunError as error:
-        raise RequestError(f"ray_store can't be used: {error}") from error
 
 
 def _error(said: Said) -> ProfilingAgentError:

@@ -33,7 +33,7 @@ def main() -> None:
             handler, kept = order.handler, {}
         try:
             with _job_folder(order, parent, kept) as job:
-                task = resolve_name(order.record).model_validate(order.task)
+                task = order.read()
                 if order.torch:
                     _set_torch()
                 result = resolve_name(order.handler)(task, job)

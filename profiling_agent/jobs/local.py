@@ -8,7 +8,7 @@ from typing import IO
 from profiling_agent.errors import JobError, KilledError, ProfilingAgentError, RunError
 from profiling_agent.files import storage_problem, sweep
 from profiling_agent.jobs.engine import Batch, Ended, Listener
-from profiling_agent.jobs.store import JobStore
+from profiling_agent.jobs.store import holds
 from profiling_agent.jobs.table import MODULES
 from profiling_agent.jobs.wire import ERRORS, Message
 from profiling_agent.memory import available_bytes
@@ -77,13 +77,12 @@ class LocalEngine:
                     key = orders[0].key
                     try:
                         # It may have been done by somebody who could not say so any more.
-                        if not self._is_whole(key):
-                            self._store().remove(key)
+                        if not holds(self.workspace.jobs / key):
                             process.send(orders[0])
                             self._hear(process, batch.timeout_s, progress)
                     except ProfilingAgentError as raised:
                         # Or by a machine that was taken for lost, meanwhile.
-                        error = None if self._is_whole(key) else raised
+                        error = None if holds(self.workspace.jobs / key) else raised
                     if error is None:
                         del orders[0]
                         ended(Ended(key=key, seconds=time.monotonic() - started, tries=tries))
@@ -96,19 +95,14 @@ class LocalEngine:
                 return False
         return True
 
-    def _store(self) -> JobStore:
-        """Look at the folder anew: what was whole may have been removed since, by whoever asks."""
-        return JobStore(self.workspace, {})
-
-    def _is_whole(self, key: str) -> bool:
-        return self._store().is_whole(key)
-
     def _check_memory(self, batch: Batch) -> None:
         """Refuse to begin where the job would take memory that others have.
 
         The worker's own is there for what it does itself; for a process beside it the worker ends where memory is short.
         """
-        free = self._available_bytes() if batch.least_bytes else 0
+        if not batch.least_bytes:
+            return
+        free = self._available_bytes()
         if self._worker is not None and batch.isolated and free < batch.least_bytes:
             self._end_worker()
             free = self._available_bytes()

@@ -21,7 +21,7 @@ from profiling_agent.jobs.local import LocalEngine
 from profiling_agent.jobs.store import TIMED, JobStore, artifacts_of, key_of
 from profiling_agent.jobs.table import TABLE, Table
 from profiling_agent.jobs.tasks import PrepareTask, Task
-from profiling_agent.jobs.timesheet import SHEET, Note, Timesheet
+from profiling_agent.jobs.timesheet import SHEET, Timesheet
 from profiling_agent.jobs.wire import Order
 from profiling_agent.memory import available_bytes
 from profiling_agent.progress import Progress, silent
@@ -134,17 +134,17 @@ class Jobs:
             return
         keyed = {job_key(task): task for task in tasks}
         missing = {key: task for key, task in keyed.items() if self._stored(key, task) is None}
-        for key, error in self._make(missing, note=self.timesheet.set_aside).items():
+        for key, error in self._make(missing, ahead=True).items():
             if isinstance(error, RunError):
                 raise error
             if key in missing:
                 self._failed[key] = error
 
-    def _make(self, tasks: Mapping[str, Task[Any]], note: Note | None = None) -> dict[str, ProfilingAgentError]:
+    def _make(self, tasks: Mapping[str, Task[Any]], *, ahead: bool = False) -> dict[str, ProfilingAgentError]:
         """Do tasks, after what they need and isn't there; return what went wrong, by the jobs with which it did, needed ones first.
 
-        The artifacts that each reads are there by then, made again where they were damaged. With a `note` they are done ahead: what is
-        isolated then shares its process with nothing.
+        The artifacts that each reads are there by then, made again where they were damaged. Done `ahead`, what is isolated
+        shares its process with nothing, and what lacks nothing is done whatever became of the others.
         """
         waves, needing = [dict(tasks)], dict[str, list[str]]()
         while waves[-1]:
@@ -153,14 +153,14 @@ class Jobs:
         for wave in reversed(waves):
             # What lacks something can't be done.
             errors |= {key: errors[need] for key in wave for need in reversed(needing[key]) if need in errors}
-            if errors and note is None:
+            if errors and not ahead:
                 break
             # One task's need may be another of the tasks, and done by now.
             left = {key: task for key, task in wave.items() if key not in errors and self._stored(key, task) is None}
             for engine in filter(None, (self.here, self._there)):
                 own = {key: task for key, task in left.items() if self._engine(task) is engine}
-                end = partial(self._end, errors, note or self.timesheet.note)
-                engine.carry_out(self._batches(engine, own, are_apart=note is not None), self.progress, end)
+                end = partial(self._end, errors, self.timesheet.set_aside if ahead else self.timesheet.note)
+                engine.carry_out(self._batches(engine, own, are_apart=ahead), self.progress, end)
         # In an order that doesn't depend on who was done first.
         return {key: errors[key] for wave in reversed(waves) for key in wave if key in errors}
 
@@ -175,7 +175,7 @@ class Jobs:
             needed |= {name: need for name, need in needs.items() if self._stored(name, need) is None}
         return needed
 
-    def _end(self, errors: dict[str, ProfilingAgentError], note: Note, ended: Ended) -> None:
+    def _end(self, errors: dict[str, ProfilingAgentError], note: Callable[..., None], ended: Ended) -> None:
         # What was refused took its time all the same.
         note(ended.key, ended.seconds, at=ended.at, node=ended.node, tries=ended.tries)
         if ended.error is None:

@@ -44,6 +44,17 @@ def write_hashes(folder: Path) -> None:
     write_text(folder / HASHES, Hashes(files=files).model_dump_json(indent=1) + "\n")
 
 
+def holds(folder: Path) -> bool:
+    """Return whether a folder holds a job as it was left."""
+    try:
+        hashes = read_record(Hashes, folder / HASHES, under=folder).files
+        return RESULT in hashes and all(
+            file_sha256(folder / name, under=folder) == sha256 for name, sha256 in hashes.items()
+        )
+    except (OSError, DocumentError):
+        return False
+
+
 def _files(folder: Path) -> list[Path]:
     return [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name not in REWRITTEN]
 
@@ -83,18 +94,9 @@ class JobStore:
 
     def is_whole(self, key: str) -> bool:
         """Return whether a job is there as it was left; it is looked at once."""
-        if key not in self._whole and self._holds(self.folder(key)):
+        if key not in self._whole and holds(self.folder(key)):
             self._whole.add(key)
         return key in self._whole
-
-    def _holds(self, folder: Path) -> bool:
-        try:
-            hashes = read_record(Hashes, folder / HASHES, under=folder).files
-            return RESULT in hashes and all(
-                file_sha256(folder / name, under=folder) == sha256 for name, sha256 in hashes.items()
-            )
-        except (OSError, DocumentError):
-            return False
 
     def is_foreign(self, key: str) -> bool:
         """Return whether a folder was put here by a caller of ours, as a job that nobody ordered; it is taken as it is."""

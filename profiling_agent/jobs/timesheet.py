@@ -6,7 +6,6 @@ latest job that was asked for, whoever did it and when.
 
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
 
 from pydantic import Field
 
@@ -34,14 +33,6 @@ class Entry(Record):
     at: float = Field(default=0.0, ge=0)
     node: str = Field(default="", max_length=MAX_NODE)
     tries: int = Field(default=1, ge=1, le=MAX_TRIES)
-
-
-class Note(Protocol):
-    """Write down that a job was done, or tried."""
-
-    def __call__(self, key: str, seconds: float, *, at: float = 0.0, node: str = "", tries: int = 1) -> None:
-        """Of a job: its key, the seconds, when it ended, the machine of a cluster and the tries."""
-        ...
 
 
 class NodeWork(Record):

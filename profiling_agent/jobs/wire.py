@@ -1,5 +1,6 @@
 """Messages between parent and child: one JSON line each way at a time."""
 
+from pkgutil import resolve_name
 from typing import Any, Literal
 
 from pydantic import Field
@@ -27,6 +28,10 @@ class Order(Record):
     handler: str
     given: dict[str, tuple[str, ...]] = Field(default_factory=dict)
     torch: bool = True
+
+    def read(self) -> Any:
+        """Return the task."""
+        return resolve_name(self.record).model_validate(self.task)
 
 
 class Message(Record):

@@ -99,11 +99,20 @@ def test_an_address_of_no_known_kind_is_one_line():
 
 
 def test_what_orders_read_is_what_made_it():
-    ref = {"path": "jobs/prune-7/model", "sha256": "0" * 64, "size_bytes": 1, "kind": "model"}
+    model, file = (
+        {"path": path, "sha256": "0" * 64, "size_bytes": 1} for path in ("jobs/prune-7/model", "jobs/acquire-1/s")
+    )
+    elsewhere = {**model, "path": "elsewhere/model", "kind": "onnx"}
+    split = {"name": "calibration", "source_split": "train", "num_images": 1, "file": {**file, "kind": "split"}}
     task = {
-        "entries": [["baseline", ref], ["x", {**ref, "path": "elsewhere/model"}]],
-        "split": {"file": {**ref, "path": "jobs/acquire-1/s"}},
+        "model": {**model, "kind": "model"},
+        "deployment": {},
+        "calibration": split,
+        "onnx": elsewhere,
+        "batch_size": 1,
     }
-    order = Order(root="", key="race-1", record="", task=task, handler="", given={"images": ("prepare-1", "prepare-2")})
+    record = "profiling_agent.jobs.tasks:DeployTask"
+    given = {"images": ("prepare-1", "prepare-2")}
+    order = Order(root="", key="deploy-1", record=record, task=task, handler="", given=given)
 
     assert needed_by([order]) == ["prepare-1", "prepare-2", "prune-7", "acquire-1"]

@@ -25,7 +25,9 @@ class TwoMachines(LocalEngine):
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    # What a machine takes away of its own is this process's here.
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     (tmp_path / "run" / "jobs").mkdir(parents=True)
     return tmp_path / "run"
 

@@ -1,6 +1,5 @@
 """Whole runs on a Ray cluster: plans, predictions and verdict are those of this machine alone."""
 
-import hashlib
 import subprocess
 import sys
 import time
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from interrupted import decisions, finished_jobs, is_left_alone
+from interrupted import decisions, finished_jobs, is_left_alone, predictions_of
 from ray_cluster import RayCluster
 from typer.testing import CliRunner
 from world import write_data
@@ -32,13 +31,6 @@ NUM_TEST = 2_600
 def large(world: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The tiny model, and images enough to be evaluated in shards."""
     return replace(world, data=write_data(tmp_path_factory.mktemp("large") / "data", NUM_TEST))
-
-
-def predictions_of(run: Path) -> str:
-    digest = hashlib.sha256()
-    for path in sorted(run.glob("jobs/evaluate-*/predictions*")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
 
 
 @pytest.mark.slow
