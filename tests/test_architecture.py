@@ -188,11 +188,11 @@ def test_few_frames_lie_between_a_node_and_the_tensor_operation(world: World):
 
     cut = len(longest(found["pruning"], "agents/")) + len(longest(found["cut"], "jobs/"))
     rounded = len(longest(found["round"], "jobs/"))
-    # Two of them are the engine's (decision 21).
+    # Three of them are the engine's (decision 21).
     assert cut <= 13
     for node, through in (
         ("quantization", "iteration/attempt.py:quantize_attempt"),
         ("deployment_search", "iteration/deployment_search.py"),
     ):
         handed_over = [frames for frames in found[node] if any("iteration/deployer" in name for name in frames)]
-        assert len(longest(handed_over, through)) + rounded <= 16
+        assert len(longest(handed_over, through)) + rounded <= 17

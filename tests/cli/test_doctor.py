@@ -183,7 +183,8 @@ def test_what_a_self_test_saw_and_where_it_failed_is_shown():
 def test_a_device_that_was_asked_for_and_is_not_there_is_a_problem(tmp_path: Path):
     said = call("--output", str(tmp_path / "runs"), "--advisor", "rules", "--device", "cuda", "--json")
 
-    device = Finding.model_validate(json.loads(said.stdout)[-1])
+    found = {one["name"]: Finding.model_validate(one) for one in json.loads(said.stdout)}
+    device = found["device"]
     assert said.exit_code == 1
     assert device.state == "problem"
     assert "find failed" in device.seen
