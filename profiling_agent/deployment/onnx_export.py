@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import bidirectional_mask_function, sdpa_mask
 
+from profiling_agent.deployment.patches import PlainPatches
 from profiling_agent.deployment.protocol import INPUT, OUTPUT
 from profiling_agent.errors import ArtifactError
 from profiling_agent.files import TEMPORARY, sync, sync_names
@@ -32,6 +33,7 @@ TOLERANCE = 1e-4
 # A trace with one image would fix the batch dimension at one.
 TRACED_IMAGES = 2
 CHECKED_BATCHES = (1, 3)
+POOLS = (nn.AvgPool2d, nn.MaxPool2d)
 # Under which transformers knows our attention.
 PLAIN_ATTENTION = "profiling_agent_plain"
 
@@ -105,11 +107,12 @@ def write_graph(model: nn.Module, path: Path, *, spec: InputSpec, batch_size: in
     exported, batch = _Logits(copy.deepcopy(model)).cpu().eval(), random_batch(spec, batch_size or TRACED_IMAGES)
     with muted("transformers"):
         attend_plainly(exported.model)
+    _fit_pools_(exported, batch)
     is_dynamic = batch_size is None
     try:
         # Models that call torch's fused attention by themselves are traced as products and softmax too: it lays its output
         # out in another way than its decomposition, on which the exporter stumbles where the number of heads is odd.
-        with muted("torch.onnx"), sdpa_kernel(SDPBackend.MATH):
+        with muted("torch.onnx"), sdpa_kernel(SDPBackend.MATH), PlainPatches():
             program: Any = torch.onnx.export(
                 exported,
                 (batch,),
@@ -125,6 +128,31 @@ def write_graph(model: nn.Module, path: Path, *, spec: InputSpec, batch_size: in
     except (torch.onnx.OnnxExporterError, RuntimeError, ValueError) as error:
         advice = "a fixed batch size may work" if is_dynamic else "deploy the saved folder instead"
         raise ArtifactError(f"torch can't export the model to ONNX ({_cause(error)}): {advice}") from error
+
+
+def _fit_pools_(model: nn.Module, batch: Tensor) -> None:
+    """Make windows that reach beyond what they are laid over as large as that; OpenVINO refuses larger ones.
+
+    transformers' EfficientNet ends with a window as wide as it has channels, which torch cuts to the image.
+    """
+
+    def fit(pool: nn.Module, given: tuple[Tensor, ...]) -> None:
+        assert isinstance(pool, POOLS), "others aren't watched"
+        kernel, sides = _pair(pool.kernel_size), given[0].shape[-2:]
+        if _pair(pool.padding) == (0, 0) and any(window > side for window, side in zip(kernel, sides, strict=True)):
+            pool.kernel_size = (min(kernel[0], sides[0]), min(kernel[1], sides[1]))
+
+    pools = [module for module in model.modules() if isinstance(module, POOLS)]
+    handles = [pool.register_forward_pre_hook(fit) for pool in pools]
+    if pools:
+        with torch.inference_mode():
+            model(batch)
+    for handle in handles:
+        handle.remove()
+
+
+def _pair(sides: int | tuple[int, ...]) -> tuple[int, ...]:
+    return (sides, sides) if isinstance(sides, int) else tuple(sides)
 
 
 def _cause(error: BaseException) -> str:

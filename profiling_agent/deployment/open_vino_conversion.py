@@ -28,6 +28,9 @@ from profiling_agent.records import Deployment
 
 # Below this a constant is a scale or a small bias, of which there are many and which together are nothing.
 LARGE_BYTES = 2048
+# How lines begin that say nothing of the model, and what is kept of the others.
+ABOUT_ITSELF = ("Exception from ", "Check ", "FrontEnd API failed", "Summary:", "-- Conversion is failed")
+MAX_CAUSE = 500
 SHAPING = ("Reshape", "Transpose", "Unsqueeze")
 
 
@@ -58,8 +61,13 @@ def _theirs(doing: str) -> Generator[None]:
     try:
         yield
     except (RuntimeError, ValueError, TypeError) as error:
-        line = first_line(error)[:200]
-        raise QuantizationError(f"{doing} ({type(error).__name__}: {line})") from error
+        raise QuantizationError(f"{doing} ({type(error).__name__}: {_cause(error)[:MAX_CAUSE]})") from error
+
+
+def _cause(error: BaseException) -> str:
+    """Return the lines that name node and cause; those around them name OpenVINO's own source files."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    return " ".join(line for line in lines if line and not line.startswith(ABOUT_ITSELF)) or first_line(error)
 
 
 def _read(exported: Path) -> Any:
