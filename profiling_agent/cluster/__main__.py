@@ -78,12 +78,16 @@ class Gateway:
             ).remote(self._join.sign)
             for machine in machines
         }
-        deadline = time.monotonic() + LOOK_AT_S
+        deadline, fit = time.monotonic() + LOOK_AT_S, list[str]()
         for machine, told in seen.items():
             name = machines[machine]
             try:
                 kind, text, niceness = ray.get(told, timeout=max(deadline - time.monotonic(), 1.0))
             except RayError as error:
+                left = self._machines()
+                if left and machine not in left:
+                    # Lost while it was looked at: the others do the work.
+                    continue
                 raise RequestError(
                     f"machine {name} can't work for us ({_line(error)}): install this version of profiling-agent there"
                 ) from error
@@ -99,7 +103,8 @@ class Gateway:
                 raise RequestError(
                     f"machine {name} runs its processes at niceness {niceness}, which makes its times its neighbours': start Ray there with RAY_worker_niceness=0"
                 )
-        return tuple(machines.values())
+            fit.append(name)
+        return tuple(fit)
 
     def serve(self) -> None:
         """Take batches until the run is gone."""
