@@ -48,6 +48,8 @@ MODELS = ("vit", "deit", "swin", "resnet")
 CONTRACTS = ({"max_accuracy_drop": 0.01}, {"max_accuracy_drop": 0.02, "max_size_ratio": 0.25})
 LOOK_S = 0.5
 MAX_AIMS = 6
+# What reads the user's files is done where the run was begun: until the next job of a node.
+HUNT_S = 8.0
 TIMED = {kind.__name__.removesuffix("Task").lower() for kind, row in TABLE.items() if row.timed}
 
 
@@ -147,11 +149,14 @@ def kill_process(cluster: RayCluster, kind: str) -> bool:
     if kind == "node":
         cluster.kill(2)
         return True
-    for one in psutil.process_iter(["name"]):
-        # What waits for a task is called otherwise.
-        if one.info["name"].startswith("ray::carry_out"):
-            one.kill()
-            return True
+    deadline = time.monotonic() + HUNT_S
+    while time.monotonic() < deadline:
+        for one in psutil.process_iter(["name"]):
+            # What waits for a task is called otherwise.
+            if one.info["name"].startswith("ray::carry_out"):
+                one.kill()
+                return True
+        time.sleep(0.02)
     return False
 
 

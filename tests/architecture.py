@@ -43,6 +43,7 @@ ORDER = (
     "benchmarking",
     "profiling",
     "analysis",
+    "support",
     "jobs",
     "cluster",
     "iteration",

@@ -1,7 +1,9 @@
 """Sessions of torch: a module as it is, and one that torch.compile turned into native code."""
 
+import itertools
 import time
 from collections.abc import Callable
+from types import FunctionType
 
 import numpy as np
 import torch
@@ -13,6 +15,7 @@ from profiling_agent.quiet import muted
 
 # Each batch size is compiled for itself; torch gives up, and runs eagerly, after this many.
 MAX_SIZES = 32
+NUMBERS = itertools.count()
 
 
 def floating_dtype(module: nn.Module) -> torch.dtype:
@@ -127,13 +130,23 @@ def memory_format(module: nn.Module) -> torch.memory_format:
     return torch.channels_last if dims.count(4) > dims.count(2) else torch.contiguous_format
 
 
+def _with_own_code(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Return a function with a code object that equals no other: torch keeps what it compiles by that, and runs eagerly past so many.
+
+    Without it the thirty-third model that a process opens would silently not be compiled.
+    """
+    assert isinstance(function, FunctionType), "it is one of ours"
+    code, closure = function.__code__.replace(co_name=f"logits_{next(NUMBERS)}"), function.__closure__
+    return FunctionType(code, function.__globals__, function.__name__, function.__defaults__, closure)
+
+
 def _compiled(module: nn.Module) -> Callable[[Tensor], Tensor]:
     with muted("torch.utils._pytree", "torchao"):
         # Without it, inductor doesn't see int8 arithmetic in quantize, dequantize and matmul.
         import torchao.quantization.pt2e.quantizer.x86_inductor_quantizer  # noqa: F401 # pyright: ignore[reportUnusedImport]
     import torch._inductor.config as inductor
 
-    compiled = torch.compile(logits_function(module), dynamic=False)
+    compiled = torch.compile(_with_own_code(logits_function(module)), dynamic=False)
     known: set[torch.Size] = set()
 
     def call(pixel_values: Tensor) -> Tensor:

@@ -75,6 +75,7 @@ from profiling_agent.records.profile import (
     UnitKind,
 )
 from profiling_agent.records.record import ArtifactRef, Record
+from profiling_agent.records.support import Deployability, Form, Prunable
 
 __all__ = [
     "EVERYTHING",
@@ -95,6 +96,7 @@ __all__ = [
     "CriterionScore",
     "Cut",
     "Decided",
+    "Deployability",
     "DeployedModel",
     "Deployment",
     "DeploymentOption",
@@ -106,6 +108,7 @@ __all__ = [
     "Evidence",
     "FoldedSite",
     "Footprint",
+    "Form",
     "Goal",
     "Headline",
     "InputSpec",
@@ -123,6 +126,7 @@ __all__ = [
     "Outcome",
     "Plan",
     "Predictions",
+    "Prunable",
     "PrunedModel",
     "PruningRecommendation",
     "QuantizationRecommendation",

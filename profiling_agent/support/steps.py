@@ -1,0 +1,133 @@
+"""Steps of a look at a model: read it and cut it, bring it into a deployment, open that again; each in whoever's process."""
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+from profiling_agent.acquisition.models import load_model
+from profiling_agent.artifacts.folder import folder_bytes
+from profiling_agent.artifacts.golden import check_golden
+from profiling_agent.artifacts.load import load_module, load_processor, load_recipe
+from profiling_agent.artifacts.save import save_derived, save_model
+from profiling_agent.deployment.batches import noise_batch
+from profiling_agent.deployment.onnx_export import export_onnx
+from profiling_agent.deployment.protocol import Batch, Source
+from profiling_agent.deployment.registry import open_session
+from profiling_agent.deployment.save import save_deployed
+from profiling_agent.errors import ArtifactError, PlanError, QuantizationError
+from profiling_agent.modules.inference import logits_of
+from profiling_agent.progress import Progress, silent
+from profiling_agent.pruning.prune import prune_model
+from profiling_agent.pruning.units import find_units
+from profiling_agent.pruning.widths import snap
+from profiling_agent.records import Cut, Deployability, Deployment, Form, InputSpec, Prunable
+from profiling_agent.shapes.resolve import resolve_input_shape
+
+RATIO = 0.25
+# Ranges are of noise here: what is asked is whether a deployment can be made, not how good it is.
+NUM_CALIBRATION, NUM_COMPARED, BATCH = 16, 3, 8
+WHOLE, PRUNED = "whole", "pruned"
+
+
+def prepare(name: str, folder: Path, *, revision: str | None = None, progress: Progress = silent) -> Prunable:
+    """Read the model `name` and write it to `folder`/whole, and with a quarter off every unit to `folder`/pruned.
+
+    Without a unit there is no pruned one.
+
+    Raises:
+        AcquisitionError: the model can't be had or read.
+        ShapeUnresolvedError: nobody knows its input shape.
+    """
+    loaded = load_model(name, revision=revision, progress=progress)
+    spec = resolve_input_shape(loaded.model, loaded.processor)
+    return lay_out(loaded.model, folder, spec=spec, processor=loaded.processor, name=name)
+
+
+def lay_out(model: nn.Module, folder: Path, *, spec: InputSpec, processor: object, name: str) -> Prunable:
+    """Write a classifier whole and pruned to `folder`; return what can be cut of it."""
+    save_model(model, folder / WHOLE, spec=spec, processor=processor, base_model=name)
+    found = find_units(model, spec, {})
+    snapped = [Cut(unit=unit, keep=snap(unit, RATIO), requested_ratio=RATIO) for unit in found.units]
+    cuts = [cut for cut in snapped if cut.keep < cut.unit.width]
+    params = left = sum(parameter.numel() for parameter in model.parameters())
+    if cuts:
+        cut = prune_model(model, cuts, spec=spec).model
+        left = sum(parameter.numel() for parameter in cut.parameters())
+        save_derived(cut, folder / WHOLE, folder / PRUNED, cuts=cuts)
+    codes = [(reason.partition(":")[0], layer, reason) for layer, reason in found.refusals.items()]
+    return Prunable(
+        architecture=type(model).__name__,
+        input=spec,
+        params=params,
+        units=Counter(unit.kind.value for unit in found.units),
+        refused=Counter(code for code, _, _ in codes),
+        examples={code: f"{layer}: {reason.partition(': ')[2]}" for code, layer, reason in reversed(codes)},
+        cut_share=1 - left / params,
+    )
+
+
+def forms(folder: Path) -> tuple[Form, ...]:
+    """Return the forms of a model that were written."""
+    found: list[Form] = ["whole"]
+    if (folder / PRUNED).is_dir():
+        found.append("pruned")
+    return tuple(found)
+
+
+def write_onnx(folder: Path, form: Form) -> str | None:
+    """Write the ONNX file of a form, of which runtimes make theirs; return why there is none."""
+    try:
+        export_onnx(load_module(folder / form), folder / f"{form}.onnx", spec=load_recipe(folder / form).input)
+    except ArtifactError as error:
+        return f"export: {error}"
+    return None
+
+
+def make(folder: Path, form: Form, deployment: Deployment, *, num_threads: int | None = None) -> Deployability:
+    """Bring a form into a deployment, in a folder beside it, and open it; return how far its logits are, or why it can't be."""
+    told = Deployability(form=form, deployment=deployment)
+    source, onnx = folder / form, folder / f"{form}.onnx"
+    module, images = load_module(source), noise_batch(load_recipe(source).input, NUM_COMPARED, seed=2)
+    given = Source(
+        module=module,
+        recipe=load_recipe(source),
+        processor=load_processor(source),
+        calibration=noise_batch(load_recipe(source).input, NUM_CALIBRATION, seed=1),
+        batch_size=BATCH,
+        onnx=onnx if onnx.is_file() else None,
+    )
+    made = made_folder(folder, form, deployment)
+    try:
+        recipe = save_deployed(given, deployment, made, num_threads=num_threads)
+        found = open_session(made, num_threads=num_threads).run(images)
+    except (ArtifactError, PlanError, QuantizationError) as error:
+        return told.model_copy(update={"refused": f"conversion: {error}"})
+    return told.model_copy(
+        update={
+            "num_layers": len(recipe.quantized),
+            "size_ratio": folder_bytes(made) / folder_bytes(folder / WHOLE),
+            "distance": _distance(found, logits_of(module, torch.from_numpy(images)).numpy()),
+        }
+    )
+
+
+def _distance(found: Batch, expected: Batch) -> float:
+    return float(np.linalg.norm(found - expected) / max(float(np.linalg.norm(expected)), np.finfo(np.float32).tiny))
+
+
+def reopen(folder: Path, told: Deployability, *, num_threads: int | None = None) -> Deployability:
+    """Open a deployment in this process, which has not made it, and compare it with what its maker saw; return it, or why not."""
+    made = made_folder(folder, told.form, told.deployment)
+    try:
+        check_golden(open_session(made, num_threads=num_threads).run, made, load_recipe(made))
+    except ArtifactError as error:
+        return told.model_copy(update={"refused": f"reopening: {error}"})
+    return told
+
+
+def made_folder(folder: Path, form: Form, deployment: Deployment) -> Path:
+    """Return where a deployment of a form lies."""
+    return folder / f"{form}-{deployment.runtime}-{deployment.scheme}"
