@@ -16,11 +16,12 @@ from profiling_agent.artifacts.recipe import IR, PreparedFiles, QuantizedLayer
 from profiling_agent.deployment.choices import recommended
 from profiling_agent.deployment.onnx_export import write_graph
 from profiling_agent.deployment.onnx_names import LAYER_OPS, is_convnet, nodes_of_layers
-from profiling_agent.deployment.open_vino import LAYER_TYPES, original
+from profiling_agent.deployment.open_vino import LAYER_TYPES, OpenVinoSession, original
 from profiling_agent.deployment.protocol import INPUT, Batch, Source, missing_packages
 from profiling_agent.deployment.torch_conversion import calibration_batches
 from profiling_agent.documents import first_line
 from profiling_agent.errors import ArtifactError, QuantizationError
+from profiling_agent.modules.inference import logits_of
 from profiling_agent.quantization.kinds import quantized_modules
 from profiling_agent.quantization.quantize import chosen_layers, quantize_model
 from profiling_agent.quiet import import_openvino, muted, without_telemetry
@@ -31,6 +32,9 @@ LARGE_BYTES = 2048
 # How lines begin that say nothing of the model, and what is kept of the others.
 ABOUT_ITSELF = ("Exception from ", "Check ", "FrontEnd API failed", "Summary:", "-- Conversion is failed")
 MAX_CAUSE = 500
+# Images on which OpenVINO's logits are compared with those of torch, which rounds alike: it adds in another order, and steps that lie near an edge
+# fall to the other side (0.13 at most on families that it computes right). More than the first and than so many times what rounding costs is wrong.
+NUM_COMPARED, MOST_APART, TIMES_APART = 4, 0.25, 3.0
 SHAPING = ("Reshape", "Transpose", "Unsqueeze")
 
 
@@ -129,11 +133,33 @@ def _write_ours(source: Source, deployment: Deployment, path: Path) -> PreparedF
         model = _read(exported)
         _halve_constants(model)
         _save(model, path, halve=False)
+    _check_computes(path, quantized.model, source)
     rows = tuple(
         QuantizedLayer(name=name, kind=module.kind, dtype=module.dtype)
         for name, module in quantized_modules(quantized.model).items()
     )
     return PreparedFiles(quantized=rows, tied={})
+
+
+def _check_computes(path: Path, quantized: torch.nn.Module, source: Source) -> None:
+    """Refuse a graph of which OpenVINO makes something else than it says.
+
+    It does among int8 layers, where in float32 it doesn't: a mean over the last of three dimensions (SwiftFormer's pool), a linear
+    layer that reads a BatchNorm of two (LeViT's head). ONNX Runtime computes from both graphs what torch does.
+    """
+    images = source.calibration[:NUM_COMPARED]
+    session = OpenVinoSession(import_openvino().Core(), path, scheme="static", num_threads=None)
+    if len(images) < (session.fixed_size or 1):
+        return
+    given = torch.from_numpy(images[: session.fixed_size or len(images)])
+    asked, simulated = logits_of(source.module, given), logits_of(quantized, given)
+    found = torch.from_numpy(session.run(given.numpy()))
+    lost, differs = ((one - other).norm() / other.norm() for one, other in ((simulated, asked), (found, simulated)))
+    if not differs <= max(MOST_APART, TIMES_APART * float(lost)):
+        raise QuantizationError(
+            f"OpenVINO computes something else than the int8 graph says: its logits are {differs:.2g} from torch's of the same graph, "
+            f"which are {lost:.2g} from float32's"
+        )
 
 
 def _write_nncf(source: Source, exported: Path, deployment: Deployment, path: Path) -> PreparedFiles:
