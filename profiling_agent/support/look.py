@@ -33,7 +33,7 @@ class Look:
     def __init__(self, progress: Progress = silent) -> None:
         """Make room for the models; nothing is started yet."""
         self._progress, self._open = progress, ExitStack()
-        self._folder = Path(
+        self.folder = Path(
             self._open.enter_context(tempfile.TemporaryDirectory(prefix="pa-", ignore_cleanup_errors=True))
         )
         self._child: Child[Reply] | None = None
@@ -117,7 +117,7 @@ class Look:
         environment = child_environment() | (withheld(HUB) if fetches else {})
 
         def begin(stderr: IO[bytes]) -> Started:
-            return start(child_command("profiling_agent.support", str(self._folder)), environment, stderr, None)
+            return start(child_command("profiling_agent.support", str(self.folder)), environment, stderr, None)
 
         return begin
 

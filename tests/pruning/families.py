@@ -10,6 +10,8 @@ import transformers as hf
 from torch import nn
 from zoo import LABELS, PLAIN
 
+from profiling_agent.records import InputSpec
+
 STAGED = {"id2label": LABELS, "depths": [1, 1], "hidden_sizes": [64, 128]}
 PYRAMID = {
     "id2label": LABELS,
@@ -160,6 +162,18 @@ FAMILIES["levit_teacher"] = lambda: randomised(
     ),
     64,
 )
+
+
+def spec_of(model: Any) -> InputSpec:
+    """Return an input shape for a tiny model; convolutional ones say the size that their weights were trained for, which is slow."""
+    stated = getattr(model.config, "image_size", 32)
+    size = stated if isinstance(stated, int) and stated <= 64 else 32
+    return InputSpec(channels=3, height=size, width=size, source="families")
+
+
+def processor_of(spec: InputSpec) -> Any:
+    size = {"height": spec.height, "width": spec.width}
+    return hf.ViTImageProcessorPil(size=size, image_mean=[0.5] * 3, image_std=[0.5] * 3)
 
 
 # One of each kind of structure: plain and windowed attention, bottlenecks, groups with gates, and depthwise convolutions

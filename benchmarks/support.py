@@ -1,0 +1,143 @@
+"""Every family in every deployment: what can be cut, made, opened elsewhere, and how far it is from float32; docs/support.md is made of it.
+
+    python benchmarks/support.py [--families NAME...] [--runtimes NAME...] [--json FILE] [--table FILE]
+
+Tiny models of each architecture with random weights, whole and with a quarter off every unit, as in the tests. Distances are
+||logits - float32 logits|| / ||float32 logits|| on noise: they say that a deployment computes the same function, not what it costs.
+With --table the page is written anew from FILE alone.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from checks import Check, finish, stamped
+
+from profiling_agent.deployment import registry
+from profiling_agent.records import RUNTIMES, Deployability, Prunable, RuntimeName, Scheme
+from profiling_agent.support import steps
+from profiling_agent.support.look import Look
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT / "tests"))
+
+from pruning.families import FAMILIES, processor_of, spec_of  # noqa: E402
+
+RESULTS, PAGE = ROOT / "benchmarks" / "results" / "support.json", ROOT / "docs" / "support.md"
+SHORT: dict[Scheme, str] = {
+    "float32": "fp32",
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "dynamic": "int8 dynamic",
+    "static": "int8 static",
+    "static_nncf": "int8 NNCF",
+}
+KINDS = {"heads": "heads", "mlp": "MLP", "conv_inner": "convolution", "inverted_residual": "inverted residual"}
+
+
+def looked_at(family: str, runtimes: Sequence[RuntimeName]) -> Iterator[Prunable | Deployability]:
+    """Look at one family, as `profiling-agent doctor --model` does."""
+    model = FAMILIES[family]()
+    spec = spec_of(model)
+    with Look() as look:
+        told = steps.lay_out(model, look.folder, spec=spec, processor=processor_of(spec), name=family)
+        yield told
+        for form in steps.forms(look.folder):
+            yield from look.deployable(form, runtimes)
+
+
+def measured(families: Sequence[str], runtimes: Sequence[RuntimeName]) -> Iterator[dict[str, Any]]:
+    """Give a row for each family: what can be cut, and every deployment of both forms."""
+    for family in families:
+        row: dict[str, Any] = {"family": family, "deployable": []}
+        for found in looked_at(family, runtimes):
+            if isinstance(found, Prunable):
+                row |= found.model_dump(mode="json", include={"architecture", "units", "refused", "cut_share"})
+                continue
+            told = {"runtime": found.deployment.runtime, "scheme": found.deployment.scheme}
+            row["deployable"].append(
+                {"form": found.form, **told, **found.model_dump(include={"distance", "refused", "num_layers"})}
+            )
+        refused = [each for each in row["deployable"] if each["refused"]]
+        print(
+            f"  {family}: {len(row['deployable']) - len(refused)} of {len(row['deployable'])} deployments", flush=True
+        )
+        for each in refused:
+            print(f"    {each['form']} {each['runtime']} {each['scheme']}: {each['refused']}", flush=True)
+        yield row
+
+
+def page(results: dict[str, Any]) -> str:
+    """Return docs/support.md, as the results say it."""
+    rows = results["rows"]
+    columns = list(dict.fromkeys((each["runtime"], each["scheme"]) for row in rows for each in row["deployable"]))
+    lines = [
+        "# What can be cut and deployed",
+        "",
+        "Made by `benchmarks/support.py` from `benchmarks/results/support.json`; of a model of yours `profiling-agent doctor --model M` says the same, before a run.",
+        "",
+        "Tiny models of each architecture with random weights. A number is the distance of the logits from float32's, relative, on noise: whole / with a quarter off "
+        "every unit. It says that the deployment computes the same function, and was opened by a process that had not made it; what it costs in accuracy a run measures.",
+        "",
+        "| | units | " + " | ".join(f"{runtime} {SHORT[scheme]}" for runtime, scheme in columns) + " |",
+        "|---|---|" + "---|" * len(columns),
+    ]
+    notes: list[str] = []
+    for row in rows:
+        units = (
+            ", ".join(f"{number} {KINDS.get(kind, kind)}" for kind, number in sorted(row["units"].items())) or "none"
+        )
+        cells = [_cell(row, runtime, scheme, notes) for runtime, scheme in columns]
+        lines.append(f"| {row['family']} | {units} | " + " | ".join(cells) + " |")
+    lines += ["", *(f"{number}. {note}" for number, note in enumerate(notes, 1))]
+    lines += ["", "Layers that stay, by the code of the reason:", "", "| | layers |", "|---|---|"]
+    for row in rows:
+        codes = ", ".join(f"{number} {code}" for code, number in sorted(row["refused"].items())) or "none"
+        lines.append(f"| {row['family']} | {codes} |")
+    return "\n".join(lines) + "\n"
+
+
+def _cell(row: dict[str, Any], runtime: str, scheme: str, notes: list[str]) -> str:
+    told: list[str] = []
+    for each in row["deployable"]:
+        if (each["runtime"], each["scheme"]) != (runtime, scheme):
+            continue
+        if not each["refused"]:
+            told.append(f"{each['distance']:.1g}")
+            continue
+        note = each["refused"]
+        if note not in notes:
+            notes.append(note)
+        told.append(f"no ({notes.index(note) + 1})")
+    return " / ".join(told)
+
+
+def main() -> int:
+    """Look at families; return 1 where a check does not hold."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--families", nargs="*", default=list(FAMILIES))
+    parser.add_argument("--runtimes", nargs="*", default=[name for name in RUNTIMES if not registry.missing(name)])
+    parser.add_argument("--json", type=Path, default=RESULTS)
+    parser.add_argument("--table", type=Path, help="write docs/support.md from these results, and measure nothing")
+    asked = parser.parse_args()
+    if asked.table:
+        PAGE.write_text(page(json.loads(asked.table.read_text())))
+        return 0
+    rows = [stamped(row) for row in measured(asked.families, asked.runtimes)]
+    every = [each for row in rows for each in row["deployable"]]
+    checks = [
+        Check.at_most("families without a unit", sum(not row["units"] for row in rows), 0),
+        Check.at_most(
+            "deployments refused for another reason than that OpenVINO computes something else",
+            sum("computes something else" not in each["refused"] for each in every if each["refused"]),
+            0,
+        ),
+    ]
+    return finish(checks, rows, asked.json)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

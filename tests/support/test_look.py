@@ -1,0 +1,104 @@
+"""A look at a model: what is read, refused and crashes is told, and nothing is left behind."""
+
+import json
+import tempfile
+from pathlib import Path
+
+import pytest
+import zoo
+from typer.testing import CliRunner
+
+from profiling_agent.cli.main import app
+from profiling_agent.errors import AcquisitionError
+from profiling_agent.records import Deployment
+from profiling_agent.support import steps
+from profiling_agent.support.look import Look
+
+
+def test_what_can_be_cut_is_counted_with_a_reason_for_the_rest(tmp_path: Path):
+    model = zoo.vit(num_hidden_layers=1)
+
+    told = steps.lay_out(model, tmp_path, spec=zoo.SPEC, processor=zoo.processor(), name="zoo")
+
+    assert told.units == {"heads": 1, "mlp": 1}
+    # A quarter of 4 heads and of an MLP of 256: a row of q, k, v with its bias and a column of o for each channel, a row and a column of the MLP's.
+    params = sum(parameter.numel() for parameter in model.parameters())
+    assert told.params == params
+    assert told.cut_share == pytest.approx((16 * (3 * 65 + 64) + 64 * (65 + 64)) / params)
+    assert set(told.refused) == {"classifier", "stem"}
+    assert steps.forms(tmp_path) == ("whole", "pruned")
+
+
+def test_a_deployment_that_can_not_be_made_says_why(tmp_path: Path):
+    steps.lay_out(zoo.vit(num_hidden_layers=1), tmp_path, spec=zoo.SPEC, processor=zoo.processor(), name="zoo")
+
+    row = steps.make(tmp_path, "pruned", Deployment(runtime="openvino", scheme="float32"))
+
+    assert row.refused == "conversion: OpenVINO needs the model as ONNX, which torch could not export"
+
+
+def test_a_damaged_deployment_is_told_when_it_is_opened_again(tmp_path: Path):
+    steps.lay_out(zoo.vit(num_hidden_layers=1), tmp_path, spec=zoo.SPEC, processor=zoo.processor(), name="zoo")
+    row = steps.make(tmp_path, "whole", Deployment(runtime="eager", scheme="dynamic"))
+    folder = steps.made_folder(tmp_path, "whole", row.deployment)
+    assert (row.refused, steps.reopen(tmp_path, row).refused) == ("", "")
+
+    (folder / "model.safetensors").write_bytes(b"")
+
+    assert steps.reopen(tmp_path, row).refused.startswith("reopening: ")
+
+
+@pytest.mark.slow
+def test_a_model_is_looked_at_from_its_folder_and_nothing_is_left(tmp_path: Path):
+    zoo.save(zoo.vit(num_hidden_layers=1), tmp_path / "model")
+    before = set(Path(tempfile.gettempdir()).glob("pa-*"))
+
+    ended = CliRunner().invoke(
+        app, ["doctor", "--model", str(tmp_path / "model"), "--runtimes", "eager,onnxruntime", "--json"]
+    )
+
+    told = json.loads(ended.stdout)
+    assert ended.exit_code == 0
+    assert told["prunable"]["units"] == {"heads": 1, "mlp": 1}
+    schemes = {(row["form"], row["deployment"]["runtime"], row["deployment"]["scheme"]) for row in told["deployable"]}
+    assert schemes == {
+        *(("pruned", "eager", scheme) for scheme in ("float32", "bfloat16", "float16", "dynamic")),
+        *(("pruned", "onnxruntime", scheme) for scheme in ("float32", "dynamic", "static")),
+    }
+    assert not any(row["refused"] for row in told["deployable"])
+    assert set(Path(tempfile.gettempdir()).glob("pa-*")) <= before
+
+
+@pytest.mark.slow
+def test_a_process_that_a_runtime_takes_down_is_a_refusal_and_the_others_are_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "onnxruntime.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGILL)\n")
+    monkeypatch.setenv("PYTHONPATH", str(broken))
+    zoo.save(zoo.vit(num_hidden_layers=1), tmp_path / "model")
+
+    with Look() as look:
+        look.prunable(str(tmp_path / "model"))
+        rows = list(look.deployable("whole", ["onnxruntime", "eager"]))
+
+    by_runtime = {
+        name: [row.refused for row in rows if row.deployment.runtime == name] for name in ("onnxruntime", "eager")
+    }
+    assert all("SIGILL" in refused for refused in by_runtime["onnxruntime"])
+    assert by_runtime["eager"] == ["", "", "", ""]
+
+
+@pytest.mark.slow
+def test_a_model_that_is_none_is_one_line(tmp_path: Path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+
+    with Look() as look, pytest.raises(AcquisitionError, match="without a model_type"):
+        look.prunable(str(tmp_path / "model"))
+    ended = CliRunner().invoke(app, ["doctor", "--model", str(tmp_path / "model"), "--runtimes", "eager"])
+
+    assert ended.exit_code == 2
+    assert len(ended.stderr.strip().splitlines()[-1:]) == 1
+    assert "without a model_type" in ended.stderr
