@@ -11,7 +11,7 @@ from PIL import Image
 from torch import nn
 
 from profiling_agent.acquisition.images import write_split
-from profiling_agent.artifacts.folder import folder_bytes
+from profiling_agent.artifacts.folder import model_bytes
 from profiling_agent.artifacts.save import save_model
 from profiling_agent.deployment import registry
 from profiling_agent.deployment.choices import recommend
@@ -78,7 +78,7 @@ class Workshop:
         return ArtifactRef(
             path=folder.relative_to(self.root).as_posix(),
             sha256=file_sha256(folder / "recipe.json"),
-            size_bytes=folder_bytes(folder),
+            size_bytes=model_bytes(folder),
             kind="model",
         )
 

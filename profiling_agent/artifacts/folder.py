@@ -8,7 +8,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from profiling_agent import files
-from profiling_agent.artifacts.recipe import CARD, PROCESSOR, RECIPE, Recipe, read_recipe
+from profiling_agent.artifacts.recipe import CARD, MODEL_FILES, PROCESSOR, RECIPE, Recipe, read_recipe
 from profiling_agent.errors import ArtifactError, StorageError
 from profiling_agent.files import file_sha256, open_regular, read_text, resolved
 
@@ -91,9 +91,16 @@ def processor_text(folder: Path) -> str:
         ) from error
 
 
-def folder_bytes(path: Path) -> int:
-    """Return the bytes of all files in a folder, symbolic links not followed."""
-    return sum(file.lstat().st_size for file in path.rglob("*") if file.is_file() and not file.is_symlink())
+def model_bytes(folder: Path) -> int:
+    """Return the bytes of what holds a saved model, weights and graph; not of what describes it or checks that it answers as it did.
+
+    Raises:
+        ArtifactError: the folder has no recipe that can be read, or lacks a file.
+    """
+    try:
+        return sum((folder / name).stat().st_size for name in MODEL_FILES[read_recipe(folder).deployment.runtime])
+    except OSError as error:
+        raise ArtifactError(f"{str(folder)!r} can't be weighed ({error.strerror}): save the model again") from error
 
 
 def _check_file(path: Path, sha256: str | None) -> None:

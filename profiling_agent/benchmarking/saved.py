@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from profiling_agent.artifacts.folder import named_folder, open_folder
+from profiling_agent.artifacts.folder import model_bytes, named_folder, open_folder
 from profiling_agent.artifacts.recipe import RECIPE
 from profiling_agent.benchmarking.race import TIMED, Track, hold_one, hold_sessions, pool, runs_torch
 from profiling_agent.benchmarking.throughput import check_same_machine, compare, memory_use, taken, throughput
@@ -118,5 +118,5 @@ def saved_model(source: Path) -> SavedModel:
 
 
 def _ref(folder: Path) -> ArtifactRef:
-    size_bytes = sum(file.stat().st_size for file in folder.iterdir())
-    return ArtifactRef(path=str(folder), sha256=file_sha256(folder / RECIPE), size_bytes=size_bytes, kind="model")
+    sha256, size_bytes = file_sha256(folder / RECIPE), model_bytes(folder)
+    return ArtifactRef(path=str(folder), sha256=sha256, size_bytes=size_bytes, kind="model")

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from profiling_agent.acquisition.prepared import PreparedImages
+from profiling_agent.artifacts.folder import model_bytes
 from profiling_agent.artifacts.recipe import RECIPE
 from profiling_agent.files import file_sha256
 from profiling_agent.progress import Progress
@@ -44,10 +45,9 @@ class JobContext:
         self, path: Path, kind: Literal["model", "profile", "trace", "predictions", "split", "onnx"]
     ) -> ArtifactRef:
         """Return the reference that `path`, under this job's folder, will have."""
-        files = [file for file in path.rglob("*") if file.is_file()] if path.is_dir() else [path]
         return ArtifactRef(
             path=f"{self.final}/{path.relative_to(self.folder).as_posix()}",
             sha256=file_sha256(path / RECIPE if path.is_dir() else path),
-            size_bytes=sum(file.stat().st_size for file in files),
+            size_bytes=model_bytes(path) if path.is_dir() else path.stat().st_size,
             kind=kind,
         )

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from profiling_agent.acquisition.models import resolve_device
-from profiling_agent.artifacts.folder import folder_bytes
+from profiling_agent.artifacts.folder import model_bytes
 from profiling_agent.artifacts.load import load_module, load_processor, load_recipe
 from profiling_agent.artifacts.save import save_derived
 from profiling_agent.benchmarking.headline import measure_headline
@@ -69,7 +69,7 @@ class SelfTest:
             batch_size=BATCH,
             device=self.device,
             headline=headline,
-            size_bytes=folder_bytes(self.model),
+            size_bytes=model_bytes(self.model),
             architecture=load_recipe(self.model).architecture,
         )
         batch = random_batch(SPEC, BATCH).to(self.device)

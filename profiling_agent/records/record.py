@@ -15,7 +15,7 @@ class Record(BaseModel):
 
 
 class ArtifactRef(Record):
-    """A file or folder in the run folder; `sha256` is that of the file, or of a model folder's `recipe.json`."""
+    """A file or folder in the run folder; `sha256` is that of the file, or of a model folder's `recipe.json`; `size_bytes` of the file, or of what holds the model in the folder."""
 
     path: str
     sha256: str

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from profiling_agent.acquisition.models import load_model
-from profiling_agent.artifacts.folder import folder_bytes
+from profiling_agent.artifacts.folder import model_bytes
 from profiling_agent.artifacts.golden import check_golden
 from profiling_agent.artifacts.load import load_module, load_processor, load_recipe
 from profiling_agent.artifacts.save import save_derived, save_model
@@ -108,7 +108,7 @@ def make(folder: Path, form: Form, deployment: Deployment, *, num_threads: int |
     return told.model_copy(
         update={
             "num_layers": len(recipe.quantized),
-            "size_ratio": folder_bytes(made) / folder_bytes(folder / WHOLE),
+            "size_ratio": model_bytes(made) / model_bytes(folder / WHOLE),
             "distance": _distance(found, logits_of(module, torch.from_numpy(images)).numpy()),
         }
     )

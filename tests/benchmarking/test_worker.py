@@ -13,7 +13,7 @@ import pytest
 import zoo
 from transformers import ViTForImageClassification
 
-from profiling_agent.artifacts.folder import folder_bytes
+from profiling_agent.artifacts.folder import model_bytes
 from profiling_agent.artifacts.save import save_model
 from profiling_agent.benchmarking.race import Track, choose, hold_one, pool
 from profiling_agent.benchmarking.session import SessionLimits
@@ -53,7 +53,7 @@ serve(lambda start: Pass())
 
 def ref(folder: Path) -> ArtifactRef:
     sha256 = file_sha256(folder / "recipe.json")
-    return ArtifactRef(path=folder.name, sha256=sha256, size_bytes=folder_bytes(folder), kind="model")
+    return ArtifactRef(path=folder.name, sha256=sha256, size_bytes=model_bytes(folder), kind="model")
 
 
 @pytest.fixture(scope="module")

@@ -1,9 +1,13 @@
 from pathlib import Path
 
+import pytest
 import torch
+import zoo
 from torch import nn
 
-from profiling_agent.artifacts.folder import folder_bytes
+from profiling_agent.artifacts.folder import model_bytes
+from profiling_agent.artifacts.save import save_model
+from profiling_agent.errors import ArtifactError
 from profiling_agent.quantization.footprint import parameter_bytes
 from profiling_agent.quantization.linear import DynamicLinear
 
@@ -30,10 +34,19 @@ def test_half_precision_parameters_take_two_bytes():
     assert parameter_bytes(nn.Linear(8, 4, bias=False, dtype=torch.float16)) == 2 * 8 * 4
 
 
-def test_a_folder_weighs_what_its_files_do(tmp_path: Path):
-    (tmp_path / "a").write_bytes(b"12345")
-    (tmp_path / "sub").mkdir()
-    (tmp_path / "sub" / "b").write_bytes(b"123")
-    (tmp_path / "link").symlink_to(tmp_path / "a")
+def test_a_saved_model_weighs_what_its_weights_do(tmp_path: Path):
+    model = zoo.vit(num_hidden_layers=1)
+    save_model(model, tmp_path / "model", spec=zoo.SPEC, processor=zoo.processor(), base_model="zoo")
+    weights = 4 * sum(parameter.numel() for parameter in model.parameters())
 
-    assert folder_bytes(tmp_path) == 8
+    # And the names of the tensors; labels, settings and what it said of two images are no part of it.
+    assert weights < model_bytes(tmp_path / "model") < weights + 5_000
+    assert model_bytes(tmp_path / "model") == (tmp_path / "model" / "model.safetensors").stat().st_size
+
+
+def test_a_folder_without_its_weights_can_not_be_weighed(tmp_path: Path):
+    save_model(zoo.resnet(), tmp_path / "model", spec=zoo.SPEC, processor=zoo.processor(), base_model="zoo")
+    (tmp_path / "model" / "model.safetensors").unlink()
+
+    with pytest.raises(ArtifactError, match="can't be weighed"):
+        model_bytes(tmp_path / "model")

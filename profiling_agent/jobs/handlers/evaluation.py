@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from profiling_agent.acquisition.prepared import PreparedImages
-from profiling_agent.artifacts.folder import folder_bytes, open_folder
+from profiling_agent.artifacts.folder import model_bytes, open_folder
 from profiling_agent.artifacts.golden import check_golden
 from profiling_agent.artifacts.recipe import Counts
 from profiling_agent.deployment.protocol import ModelSession
@@ -62,7 +62,7 @@ def _open(task: EvaluateTask, job: JobContext) -> _Opened:
     return _Opened(
         session=session,
         answering=_answering(recipe.deployment),
-        footprint=Footprint(**counts.model_dump(), size_bytes=folder_bytes(path)),
+        footprint=Footprint(**counts.model_dump(), size_bytes=model_bytes(path)),
         check=lambda: check_golden(session.run, path, recipe),
     )
 

@@ -4,7 +4,7 @@ from functools import partial
 from pathlib import Path
 
 from profiling_agent.acquisition.batches import iter_batches
-from profiling_agent.artifacts.folder import folder_bytes, processor_text
+from profiling_agent.artifacts.folder import model_bytes, processor_text
 from profiling_agent.artifacts.load import load_module, load_recipe, load_skeleton
 from profiling_agent.benchmarking.latency_table import LatencyTable, read_table, time_units, write_table
 from profiling_agent.cache import cache_folder
@@ -35,7 +35,7 @@ def profile(task: ProfileTask, job: JobContext) -> Profiled:
         batch_size=task.batch_size,
         device=task.device,
         headline=task.headline,
-        size_bytes=folder_bytes(path),
+        size_bytes=model_bytes(path),
         architecture=recipe.architecture,
         skeleton=load_skeleton(path),
         trace_path=trace,
