@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from profiling_agent import Request, optimize
-from profiling_agent.records import RUNTIMES
 
 SHARED = Path(__file__).parents[2].parent / "shared"
 MODEL, DATA = SHARED / "models" / "mobilenetv1-imagenet", SHARED / "data" / "imagenet-sample"
@@ -35,4 +34,4 @@ def test_a_real_mobilenet_meets_two_points_in_int8_with_three_tenths_of_its_byte
     assert search is not None
     made = {option.deployment.name for option in search.options if option.deployed is not None}
     assert made >= {"onnxruntime static", "openvino static", "openvino static_nncf"}, search.options
-    assert {option.deployment.runtime for option in search.options} == set(RUNTIMES)
+    assert {option.deployment.runtime for option in search.options} >= {"eager", "onnxruntime", "openvino"}
