@@ -28,7 +28,7 @@ def export(
 
     `profiling-agent export runs/my-run --format onnx --output model.onnx`
     """
-    from profiling_agent.deployment.export import export as write
+    from profiling_agent.handover.export import export as write
 
     try:
         said = write(source, format_, output, batch_size=batch_size)

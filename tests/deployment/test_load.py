@@ -20,7 +20,7 @@ from profiling_agent import load
 from profiling_agent.artifacts.card import CardRow, write_card
 from profiling_agent.artifacts.recipe import read_recipe
 from profiling_agent.deployment.batches import noise_batch
-from profiling_agent.deployment.export import export
+from profiling_agent.handover.export import export
 from profiling_agent.deployment.protocol import Source
 from profiling_agent.deployment.save import save_deployed
 from profiling_agent.errors import ArtifactError

@@ -13,7 +13,7 @@ from edits import Edit
 from PIL import Image
 
 from profiling_agent import load
-from profiling_agent.deployment.export import export
+from profiling_agent.handover.export import export
 from profiling_agent.deployment.registry import open_session
 from profiling_agent.deployment.save import save_deployed
 from profiling_agent.errors import ArtifactError, RunError

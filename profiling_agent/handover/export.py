@@ -1,0 +1,101 @@
+"""Export of a saved model: as plain files that run without us, as one ONNX file, or as a Hugging Face folder."""
+
+import os
+import shutil
+from pathlib import Path
+
+from profiling_agent.artifacts.folder import named_folder, open_folder
+from profiling_agent.artifacts.golden import check_golden
+from profiling_agent.artifacts.load import load_module, load_processor
+from profiling_agent.artifacts.recipe import ONNX, Recipe
+from profiling_agent.deployment.onnx_export import export_onnx
+from profiling_agent.deployment.plain import save_plain
+from profiling_agent.deployment.registry import open_session
+from profiling_agent.errors import ArtifactError, RequestError, RunError
+from profiling_agent.files import inside, make_folders, open_regular, replacing
+from profiling_agent.handover.plain_files import export_files
+from profiling_agent.workspace import MANIFEST
+
+FORMATS = ("files", "onnx", "hf")
+TORCH = frozenset({"eager", "inductor"})
+
+
+def export(source: Path, format_: str, output: Path, *, batch_size: int | None = None) -> str:
+    """Write the model in `source`, a run or a saved model's folder, to `output`; return a line that says how it went.
+
+    "files" writes a folder that runs by numpy, pillow and the model's own runtime, whatever the deployment; "onnx" one file, of
+    a float32 model of torch for batches of `batch_size` images or of any number, of one for ONNX Runtime as it is; "hf" a
+    folder that `AutoModelForImageClassification.from_pretrained` loads. Each is checked against the saved model before it appears.
+
+    Raises:
+        RequestError: there is no such format, or `batch_size` was given for a model that has its own or takes any.
+        RunError: the run has no model yet.
+        ArtifactError: the saved model is damaged, `output` exists or can't be written, the format can't hold the model (with
+            those that can), or what was written computes something else; nothing is left behind.
+    """
+    if format_ not in FORMATS:
+        raise RequestError(f"there is no format {format_!r}: choose one of {', '.join(FORMATS)}")
+    if batch_size is not None and format_ != "onnx":
+        raise RequestError("batch_size is for the format onnx alone: leave it out")
+    folder = named_folder(_saved_model(source))
+    recipe = open_folder(folder, verify=True)
+    if refused := _refused(recipe, format_):
+        raise ArtifactError(f"{str(folder)!r} is for {recipe.deployment.name}, {refused}: use --format files")
+    try:
+        if format_ == "files":
+            return export_files(folder, recipe, output)
+        if recipe.deployment.runtime == "onnxruntime":
+            return _copy_graph(folder, recipe, output, batch_size=batch_size)
+        model = load_module(folder)
+        if format_ == "onnx":
+            distance = export_onnx(model, output, spec=recipe.input, batch_size=batch_size)
+            return f"wrote {output}; ONNX Runtime's logits are {distance:.1g} from torch's (relative)"
+        reason = save_plain(model, output, spec=recipe.input, processor=load_processor(folder), cuts=recipe.cuts)
+    except OSError as error:
+        raise ArtifactError(
+            f"{str(output)!r} can't be written ({error.strerror or error}): choose another place"
+        ) from error
+    if reason:
+        raise ArtifactError(
+            f"{str(folder)!r} is no ordinary Hugging Face model: {reason}; export it to files or onnx instead"
+        )
+    return f"wrote {output}; AutoModelForImageClassification.from_pretrained loads it, with the saved model's logits"
+
+
+def _refused(recipe: Recipe, format_: str) -> str | None:
+    """Return why a format can't hold a deployment, or None where it may."""
+    runtime = recipe.deployment.runtime
+    if format_ == "files" or (format_ == "onnx" and runtime == "onnxruntime"):
+        return None
+    if runtime not in TORCH:
+        return f"whose graph is no {'ONNX file' if format_ == 'onnx' else 'Hugging Face model'}"
+    if recipe.quantized:
+        what = "an ONNX file" if format_ == "onnx" else "a Hugging Face folder"
+        return f"and quantized layers of torch have no place in {what}"
+    return None
+
+
+def _copy_graph(folder: Path, recipe: Recipe, output: Path, *, batch_size: int | None) -> str:
+    """Copy the graph of a model for ONNX Runtime, once it gave the saved logits."""
+    if batch_size is not None:
+        raise RequestError("batch_size is for models of torch alone: a graph for ONNX Runtime is exported as it is")
+    if os.path.lexists(output):
+        raise ArtifactError(f"{str(output)!r} exists already: exports never overwrite, choose another file")
+    check_golden(open_session(folder).run, folder, recipe)
+    make_folders(output.parent)
+    with open_regular(folder / ONNX, max_bytes=None, under=folder) as graph, replacing(output) as stream:
+        shutil.copyfileobj(graph, stream)
+    return f"wrote {output}, the graph as ONNX Runtime runs it; it gives the saved model's logits"
+
+
+def _saved_model(source: Path) -> Path:
+    """Return the folder of a saved model, for a run that of the model to deploy."""
+    if not (source / MANIFEST).is_file():
+        return source
+    if not os.path.lexists(source / "best"):
+        raise RunError(f"run {str(source)!r} has no model yet: finish it with `profiling-agent resume {source}`")
+    try:
+        return inside(source / "best", source)
+    except OSError as error:
+        said = f"{str(source / 'best')!r} is no model of the run ({error.strerror})"
+        raise RunError(f"{said}: name the saved model's own folder") from error
