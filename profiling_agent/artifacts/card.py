@@ -116,9 +116,7 @@ def metadata_of(recipe: Recipe, judged: Judged | None = None) -> ModelCardData:
         known |= {"eval_results": [told]}
     tags = ["profiling-agent", recipe.deployment.runtime, recipe.deployment.scheme]
     tags += ["pruned"] if recipe.cuts else []
-    return ModelCardData(
-        library_name="profiling-agent", pipeline_tag="image-classification", tags=tags, **known
-    )
+    return ModelCardData(library_name="profiling-agent", pipeline_tag="image-classification", tags=tags, **known)
 
 
 def base_name(recipe: Recipe) -> str:

@@ -5,12 +5,13 @@ import shutil
 from pathlib import Path
 
 from profiling_agent.artifacts.folder import named_folder, open_folder
-from profiling_agent.artifacts.golden import check_golden
-from profiling_agent.artifacts.load import load_module, load_processor
+from profiling_agent.artifacts.golden import check_golden, golden_distance
+from profiling_agent.artifacts.load import load_module, load_processor, load_skeleton
 from profiling_agent.artifacts.recipe import ONNX, Recipe
 from profiling_agent.deployment.onnx_export import export_onnx
-from profiling_agent.deployment.plain import save_plain
+from profiling_agent.deployment.plain import save_half, save_plain
 from profiling_agent.deployment.registry import open_session
+from profiling_agent.deployment.torch_conversion import HALVES
 from profiling_agent.errors import ArtifactError, RequestError, RunError
 from profiling_agent.files import inside, make_folders, open_regular, replacing
 from profiling_agent.handover.plain_files import export_files
@@ -46,6 +47,8 @@ def export(source: Path, format_: str, output: Path, *, batch_size: int | None =
             return export_files(folder, recipe, output)
         if recipe.deployment.runtime == "onnxruntime":
             return _copy_graph(folder, recipe, output, batch_size=batch_size)
+        if format_ == "hf" and recipe.deployment.scheme in HALVES:
+            return _write_half(folder, recipe, output)
         model = load_module(folder)
         if format_ == "onnx":
             distance = export_onnx(model, output, spec=recipe.input, batch_size=batch_size)
@@ -56,9 +59,7 @@ def export(source: Path, format_: str, output: Path, *, batch_size: int | None =
             f"{str(output)!r} can't be written ({error.strerror or error}): choose another place"
         ) from error
     if reason:
-        raise ArtifactError(
-            f"{str(folder)!r} is no ordinary Hugging Face model: {reason}; export it to files or onnx instead"
-        )
+        raise _no_ordinary_model(folder, reason, "files or onnx")
     return f"wrote {output}; AutoModelForImageClassification.from_pretrained loads it, with the saved model's logits"
 
 
@@ -69,6 +70,8 @@ def _refused(recipe: Recipe, format_: str) -> str | None:
         return None
     if runtime not in TORCH:
         return f"whose graph is no {'ONNX file' if format_ == 'onnx' else 'Hugging Face model'}"
+    if format_ == "hf" and not any(layer.dtype == "qint8" for layer in recipe.quantized):
+        return None
     if recipe.quantized:
         what = "an ONNX file" if format_ == "onnx" else "a Hugging Face folder"
         return f"and quantized layers of torch have no place in {what}"
@@ -86,6 +89,26 @@ def _copy_graph(folder: Path, recipe: Recipe, output: Path, *, batch_size: int |
     with open_regular(folder / ONNX, max_bytes=None, under=folder) as graph, replacing(output) as stream:
         shutil.copyfileobj(graph, stream)
     return f"wrote {output}, the graph as ONNX Runtime runs it; it gives the saved model's logits"
+
+
+def _write_half(folder: Path, recipe: Recipe, output: Path) -> str:
+    """Write a model whose layers are in half precision as one that is so as a whole, where that gives its logits."""
+    scheme = recipe.deployment.scheme
+    reason = save_half(
+        load_skeleton(folder),
+        output,
+        dtype=HALVES[scheme],
+        golden=lambda run: golden_distance(run, folder, recipe),
+        processor=load_processor(folder),
+        cuts=recipe.cuts,
+    )
+    if reason:
+        raise _no_ordinary_model(folder, reason, "files")
+    return f"wrote {output}, in {scheme} as a whole; AutoModelForImageClassification.from_pretrained loads it, with the saved model's logits"
+
+
+def _no_ordinary_model(folder: Path, reason: str, others: str) -> ArtifactError:
+    return ArtifactError(f"{str(folder)!r} is no ordinary Hugging Face model: {reason}; export it to {others} instead")
 
 
 def _saved_model(source: Path) -> Path:

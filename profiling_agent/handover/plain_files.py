@@ -17,7 +17,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from numpy.typing import NDArray
 from pydantic import Field
 
-from profiling_agent.artifacts.card import card_head
+from profiling_agent.artifacts.card import base_name, card_head
 from profiling_agent.artifacts.folder import appearing
 from profiling_agent.artifacts.golden import golden_distance, tolerance
 from profiling_agent.artifacts.load import load_module, load_processor
@@ -134,7 +134,7 @@ def export_files(folder: Path, recipe: Recipe, output: Path) -> str:
             said = f"as plain files the model gives logits {distance:.2g} from the saved ones (relative), {allowed:g} is allowed"
             raise ArtifactError(f"{said}: {_offered(recipe)}")
         exported = Exported(
-            base_model=recipe.base_model,
+            base_model=base_name(recipe),
             base_revision=recipe.base_revision,
             architecture=recipe.architecture,
             deployment=recipe.deployment,
@@ -177,14 +177,22 @@ def _requirements(recipe: Recipe) -> tuple[str, ...]:
     runtime = recipe.deployment.runtime
     wanted = {
         "eager": ("torch", "transformers", "safetensors"),
-        "inductor": ("torch", "transformers", "safetensors", *(["torchao"] if recipe.deployment.scheme == "static" else [])),
+        "inductor": (
+            "torch",
+            "transformers",
+            "safetensors",
+            *(["torchao"] if recipe.deployment.scheme == "static" else []),
+        ),
     }.get(runtime, (runtime,))
     known = recipe.libraries
-    return ("numpy", "pillow", *(f"{name}=={known[name]}" if name in known else name for name in wanted))
+    # A local version, 2.13.0+cpu, is on no index.
+    pinned = (f"{name}=={known[name].partition('+')[0]}" if name in known else name for name in wanted)
+    return ("numpy", "pillow", *pinned)
 
 
 def _write_torch(folder: Path, recipe: Recipe, temporary: Path) -> _Torch:
     """Write a torch model, as an ordinary Hugging Face folder where a config can say all of it, or with its layers described."""
+
     def refuse(said: str) -> ArtifactError:
         return ArtifactError(f"transformers can't build the model from its config ({said}): save the model again")
 
@@ -194,7 +202,9 @@ def _write_torch(folder: Path, recipe: Recipe, temporary: Path) -> _Torch:
     is_ordinary = False
     if recipe.deployment.scheme == "float32" and not recipe.quantized:
         plain = temporary / "plain"
-        is_ordinary = save_plain(model, plain, spec=recipe.input, processor=load_processor(folder), cuts=recipe.cuts) is None
+        is_ordinary = (
+            save_plain(model, plain, spec=recipe.input, processor=load_processor(folder), cuts=recipe.cuts) is None
+        )
         if is_ordinary:
             for path in plain.iterdir():
                 path.rename(temporary / path.name)
@@ -220,7 +230,15 @@ def _said(folder: Path, images: NDArray[np.float32], recipe: Recipe) -> NDArray[
     with tempfile.TemporaryDirectory() as scratch:
         given, heard = Path(scratch) / "pixel_values.npy", Path(scratch) / "logits.npy"
         np.save(given, images)
-        command = [sys.executable, "-c", CHECK, str(folder.resolve()), str(given), str(heard), recipe.deployment.runtime]
+        command = [
+            sys.executable,
+            "-c",
+            CHECK,
+            str(folder.resolve()),
+            str(given),
+            str(heard),
+            recipe.deployment.runtime,
+        ]
         try:
             ended = subprocess.run(
                 command,
@@ -250,6 +268,7 @@ def _offered(recipe: Recipe) -> str:
 
 
 def _write_card(folder: Path, recipe: Recipe, temporary: Path, how: str) -> None:
-    card = ModelCard(f"{card_head(folder)}{how}", ignore_metadata_errors=True)
+    head = card_head(folder).replace(f"`{CONFIG}`.", f"`{LABELS}`.")
+    card = ModelCard(f"{head}{how}", ignore_metadata_errors=True)
     card.data.library_name = LIBRARIES.get(recipe.deployment.runtime, "transformers")
     write_text(temporary / CARD, str(card))

@@ -32,7 +32,9 @@ Size = tuple[int, int]
 class Preprocessing(Record):
     """What becomes of an RGB image, in this order."""
 
-    resize: Size | int | None = Field(description="height and width, or the length of the shorter edge; null: not resized")
+    resize: Size | int | None = Field(
+        description="height and width, or the length of the shorter edge; null: not resized"
+    )
     resample: Literal["nearest", "box", "bilinear", "hamming", "bicubic", "lanczos"]
     crop: Size | None = Field(description="height and width of the middle that is kept; null: all of it")
     channels: Literal["RGB", "BGR"] = Field(description="the order in which the model takes them")
@@ -51,7 +53,9 @@ def preprocessing_of(processor: Any, spec: InputSpec) -> Preprocessing:
         "scale for each channel: export to onnx or hf, and prepare images with transformers"
     )
     if spec.channels != 3:
-        raise ArtifactError(f"the model takes images of {spec.channels} channels, not RGB: {refused.partition(': ')[2]}")
+        raise ArtifactError(
+            f"the model takes images of {spec.channels} channels, not RGB: {refused.partition(': ')[2]}"
+        )
     probes = list(_probes(spec))
     wanted = [_as_prepared(processor, image) for image in probes]
     scaled = _scale(processor, spec)
