@@ -56,8 +56,8 @@ def write_card(
     write_text(folder / CARD, _rendered(read_recipe(folder), rows, notes, judged))
 
 
-def card_head(folder: Path) -> str:
-    """Return what the card of a saved folder says before it says how to run it; as for a new one where there is none.
+def read_card(folder: Path) -> str:
+    """Return the card of a saved folder, a new one where there is none.
 
     Raises:
         ArtifactError: the folder is no saved model, or its card can't be read.
@@ -69,7 +69,12 @@ def card_head(folder: Path) -> str:
     except (OSError, UnicodeDecodeError) as error:
         said = (error.strerror if isinstance(error, OSError) else None) or str(error)
         raise ArtifactError(f"{str(folder / CARD)!r} can't be read ({said}): remove it, it is made anew") from error
-    return text.partition(HOW_TO_RUN)[0]
+    return text
+
+
+def card_head(folder: Path) -> str:
+    """Return what the card of a saved folder says before it says how to run it. Raises what `read_card` does."""
+    return read_card(folder).partition(HOW_TO_RUN)[0]
 
 
 def _rendered(recipe: Recipe, rows: Sequence[CardRow], notes: Sequence[str], judged: Judged | None) -> str:
@@ -86,7 +91,7 @@ def _rendered(recipe: Recipe, rows: Sequence[CardRow], notes: Sequence[str], jud
     return jinja.get_template("card.md.jinja").render(
         r=recipe,
         metadata=metadata_of(recipe, judged).to_yaml(),
-        base=base_name(recipe),
+        base=base_name(recipe.base_model),
         scheme=SCHEMES[recipe.deployment.scheme],
         is_plain=_is_plain(recipe),
         files=MODEL_FILES[recipe.deployment.runtime],
@@ -119,9 +124,9 @@ def metadata_of(recipe: Recipe, judged: Judged | None = None) -> ModelCardData:
     return ModelCardData(library_name="profiling-agent", pipeline_tag="image-classification", tags=tags, **known)
 
 
-def base_name(recipe: Recipe) -> str:
+def base_name(base_model: str) -> str:
     """Return what a model was made from as strangers may read it: its name on the Hub, or that of its folder alone."""
-    return recipe.base_model if _is_hub_id(recipe.base_model) else Path(recipe.base_model).name
+    return base_model if _is_hub_id(base_model) else Path(base_model).name
 
 
 def _title(recipe: Recipe) -> str:

@@ -12,10 +12,10 @@ from profiling_agent.deployment.onnx_export import export_onnx
 from profiling_agent.deployment.plain import save_half, save_plain
 from profiling_agent.deployment.registry import open_session
 from profiling_agent.deployment.torch_conversion import HALVES
-from profiling_agent.errors import ArtifactError, RequestError, RunError
-from profiling_agent.files import inside, make_folders, open_regular, replacing
+from profiling_agent.errors import ArtifactError, RequestError
+from profiling_agent.files import make_folders, open_regular, replacing
 from profiling_agent.handover.plain_files import export_files
-from profiling_agent.workspace import MANIFEST
+from profiling_agent.handover.source import model_folder
 
 FORMATS = ("files", "onnx", "hf")
 TORCH = frozenset({"eager", "inductor"})
@@ -38,29 +38,55 @@ def export(source: Path, format_: str, output: Path, *, batch_size: int | None =
         raise RequestError(f"there is no format {format_!r}: choose one of {', '.join(FORMATS)}")
     if batch_size is not None and format_ != "onnx":
         raise RequestError("batch_size is for the format onnx alone: leave it out")
-    folder = named_folder(_saved_model(source))
+    folder = named_folder(model_folder(source))
     recipe = open_folder(folder, verify=True)
     if refused := _refused(recipe, format_):
         raise ArtifactError(f"{str(folder)!r} is for {recipe.deployment.name}, {refused}: use --format files")
+    write = {"files": _write_files, "onnx": _write_onnx, "hf": _write_hf}[format_]
     try:
-        if format_ == "files":
-            return export_files(folder, recipe, output)
-        if recipe.deployment.runtime == "onnxruntime":
-            return _copy_graph(folder, recipe, output, batch_size=batch_size)
-        if format_ == "hf" and recipe.deployment.scheme in HALVES:
-            return _write_half(folder, recipe, output)
-        model = load_module(folder)
-        if format_ == "onnx":
-            distance = export_onnx(model, output, spec=recipe.input, batch_size=batch_size)
-            return f"wrote {output}; ONNX Runtime's logits are {distance:.1g} from torch's (relative)"
-        reason = save_plain(model, output, spec=recipe.input, processor=load_processor(folder), cuts=recipe.cuts)
+        return write(folder, recipe, output, batch_size)
     except OSError as error:
         raise ArtifactError(
             f"{str(output)!r} can't be written ({error.strerror or error}): choose another place"
         ) from error
+
+
+def _write_files(folder: Path, recipe: Recipe, output: Path, batch_size: int | None) -> str:
+    del batch_size
+    return export_files(folder, recipe, output)
+
+
+def _write_onnx(folder: Path, recipe: Recipe, output: Path, batch_size: int | None) -> str:
+    if recipe.deployment.runtime == "onnxruntime":
+        return _copy_graph(folder, recipe, output, batch_size)
+    distance = export_onnx(load_module(folder), output, spec=recipe.input, batch_size=batch_size)
+    return f"wrote {output}; ONNX Runtime's logits are {distance:.1g} from torch's (relative)"
+
+
+def _write_hf(folder: Path, recipe: Recipe, output: Path, batch_size: int | None) -> str:
+    """Write a model as transformers does; layers in half precision as one that is so as a whole, where that gives its logits."""
+    del batch_size
+    scheme, processor = recipe.deployment.scheme, load_processor(folder)
+    if scheme in HALVES:
+        others, how = "files", f", in {scheme} as a whole"
+        reason = save_half(
+            load_skeleton(folder),
+            output,
+            dtype=HALVES[scheme],
+            golden=lambda run: golden_distance(run, folder, recipe),
+            processor=processor,
+            cuts=recipe.cuts,
+        )
+    else:
+        others, how = "files or onnx", ""
+        reason = save_plain(load_module(folder), output, spec=recipe.input, processor=processor, cuts=recipe.cuts)
     if reason:
-        raise _no_ordinary_model(folder, reason, "files or onnx")
-    return f"wrote {output}; AutoModelForImageClassification.from_pretrained loads it, with the saved model's logits"
+        raise ArtifactError(
+            f"{str(folder)!r} is no ordinary Hugging Face model: {reason}; export it to {others} instead"
+        )
+    return (
+        f"wrote {output}{how}; AutoModelForImageClassification.from_pretrained loads it, with the saved model's logits"
+    )
 
 
 def _refused(recipe: Recipe, format_: str) -> str | None:
@@ -78,7 +104,7 @@ def _refused(recipe: Recipe, format_: str) -> str | None:
     return None
 
 
-def _copy_graph(folder: Path, recipe: Recipe, output: Path, *, batch_size: int | None) -> str:
+def _copy_graph(folder: Path, recipe: Recipe, output: Path, batch_size: int | None) -> str:
     """Copy the graph of a model for ONNX Runtime, once it gave the saved logits."""
     if batch_size is not None:
         raise RequestError("batch_size is for models of torch alone: a graph for ONNX Runtime is exported as it is")
@@ -89,36 +115,3 @@ def _copy_graph(folder: Path, recipe: Recipe, output: Path, *, batch_size: int |
     with open_regular(folder / ONNX, max_bytes=None, under=folder) as graph, replacing(output) as stream:
         shutil.copyfileobj(graph, stream)
     return f"wrote {output}, the graph as ONNX Runtime runs it; it gives the saved model's logits"
-
-
-def _write_half(folder: Path, recipe: Recipe, output: Path) -> str:
-    """Write a model whose layers are in half precision as one that is so as a whole, where that gives its logits."""
-    scheme = recipe.deployment.scheme
-    reason = save_half(
-        load_skeleton(folder),
-        output,
-        dtype=HALVES[scheme],
-        golden=lambda run: golden_distance(run, folder, recipe),
-        processor=load_processor(folder),
-        cuts=recipe.cuts,
-    )
-    if reason:
-        raise _no_ordinary_model(folder, reason, "files")
-    return f"wrote {output}, in {scheme} as a whole; AutoModelForImageClassification.from_pretrained loads it, with the saved model's logits"
-
-
-def _no_ordinary_model(folder: Path, reason: str, others: str) -> ArtifactError:
-    return ArtifactError(f"{str(folder)!r} is no ordinary Hugging Face model: {reason}; export it to {others} instead")
-
-
-def _saved_model(source: Path) -> Path:
-    """Return the folder of a saved model, for a run that of the model to deploy."""
-    if not (source / MANIFEST).is_file():
-        return source
-    if not os.path.lexists(source / "best"):
-        raise RunError(f"run {str(source)!r} has no model yet: finish it with `profiling-agent resume {source}`")
-    try:
-        return inside(source / "best", source)
-    except OSError as error:
-        said = f"{str(source / 'best')!r} is no model of the run ({error.strerror})"
-        raise RunError(f"{said}: name the saved model's own folder") from error

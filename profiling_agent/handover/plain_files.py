@@ -15,7 +15,6 @@ import torch
 from huggingface_hub import ModelCard
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from numpy.typing import NDArray
-from pydantic import Field
 
 from profiling_agent.artifacts.card import base_name, card_head
 from profiling_agent.artifacts.folder import appearing
@@ -30,12 +29,12 @@ from profiling_agent.documents import clean
 from profiling_agent.errors import ArtifactError
 from profiling_agent.files import file_sha256, write_text
 from profiling_agent.handover.described import describe
+from profiling_agent.handover.manifest import MANIFEST, Exported
 from profiling_agent.handover.preprocessing import preprocessing_of
 from profiling_agent.processes.environment import child_environment
-from profiling_agent.records import Deployment, InputSpec, Record
 
 LOADER, PREPARE, LAYERS = "load.py", "prepare.py", "layers.py"
-DESCRIBED, PREPROCESSING, LABELS, MANIFEST = "layers.json", "preprocessing.json", "labels.json", "export.json"
+DESCRIBED, PREPROCESSING, LABELS = "layers.json", "preprocessing.json", "labels.json"
 HERE = Path(__file__).parent
 TORCH = frozenset({"eager", "inductor"})
 # Of a model of a gigabyte the loading of torch and transformers included; compiling is left out.
@@ -67,20 +66,6 @@ import load
 model = load.load(is_compiled=False) if sys.argv[4] == "inductor" else load.load()
 np.save(sys.argv[3], model(np.load(sys.argv[2])))
 """
-
-
-class Exported(Record):
-    """What `export.json` holds."""
-
-    format: int = 1
-    base_model: str
-    base_revision: str | None
-    architecture: str
-    deployment: Deployment
-    input: InputSpec
-    batch_size: int | None = Field(description="the only number of images that it takes at a time; null for any")
-    libraries: dict[str, str] = Field(description="versions that it was made and tried with")
-    files: dict[str, str] = Field(description="sha256 of every other file, the card aside")
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +119,7 @@ def export_files(folder: Path, recipe: Recipe, output: Path) -> str:
             said = f"as plain files the model gives logits {distance:.2g} from the saved ones (relative), {allowed:g} is allowed"
             raise ArtifactError(f"{said}: {_offered(recipe)}")
         exported = Exported(
-            base_model=base_name(recipe),
+            base_model=base_name(recipe.base_model),
             base_revision=recipe.base_revision,
             architecture=recipe.architecture,
             deployment=recipe.deployment,
