@@ -255,5 +255,6 @@ def _offered(recipe: Recipe) -> str:
 def _write_card(folder: Path, recipe: Recipe, temporary: Path, how: str) -> None:
     head = card_head(folder).replace(f"`{CONFIG}`.", f"`{LABELS}`.")
     card = ModelCard(f"{head}{how}", ignore_metadata_errors=True)
-    card.data.library_name = LIBRARIES.get(recipe.deployment.runtime, "transformers")
+    metadata: Any = card.data
+    metadata.library_name = LIBRARIES.get(recipe.deployment.runtime, "transformers")
     write_text(temporary / CARD, str(card))
