@@ -45,7 +45,7 @@ STEPS = 2e-2
 # What torch runs takes seconds to import, and what inductor does a minute to compile.
 SLOW = [
     pytest.param(name, marks=pytest.mark.slow)
-    for name in ("eager float16", "eager bfloat16", "eager dynamic", "inductor float32")
+    for name in ("eager bfloat16", "eager dynamic", "inductor float32")
 ]
 NAMES = [
     "onnxruntime float32",
@@ -86,6 +86,9 @@ def test_exported_files_run_by_their_runtime_alone(source: Source, tmp_path: Pat
     found = heard(home, NEEDED[form.runtime], images, tmp_path)
     expected = open_session(saved, num_threads=1).run(images)
     assert deployed.distance(found, expected) < BOUND.get(form.scheme, STEPS)
+    if form.runtime == "inductor":
+        # It would be compiled twice more, for batches of one.
+        return
     image = picture(tmp_path / "image.png")
     line = fresh.run(tmp_path / "packages", RUN, home / "load.py", image, beside=home)
     best = load(saved).predict(Image.open(image))
@@ -123,7 +126,7 @@ def test_a_model_whose_layers_were_cut_differently_is_described_layer_by_layer(t
     save_model(small, tmp_path / "saved", spec=zoo.SPEC, processor=zoo.processor(), base_model="zoo", cuts=cuts)
     images = noise_batch(zoo.SPEC, 3, seed=9)
 
-    with pytest.raises(ArtifactError, match=r"keep different numbers.*export it to files or onnx instead"):
+    with pytest.raises(ArtifactError, match=r"no ViTConfig has fields for the widths .*export it to files or onnx instead"):
         export(tmp_path / "saved", "hf", tmp_path / "hf")
     export(tmp_path / "saved", "files", tmp_path / "home")
 
