@@ -131,7 +131,8 @@ def _forget_paths(folder: Path, base: str) -> None:
 def _files_there(api: HfApi, repo_id: str) -> tuple[str, ...] | None:
     """Return what a repository holds, None where there is none."""
     try:
-        return tuple(on_behalf(api.list_repo_files, repo_id))
+        # Asked once; a list of the files would be asked for again and again where nobody answers.
+        return tuple(file.rfilename for file in on_behalf(api.model_info, repo_id).siblings or ())
     except RepositoryNotFoundError:
         return None
 
@@ -177,6 +178,11 @@ def _hub(repo_id: str) -> Generator[None]:
     except RequestError as error:
         cause = error.__cause__
         status = cause.response.status_code if isinstance(cause, HfHubHTTPError) else None
+        if status is None and isinstance(cause, HTTPError | ConnectionError):
+            raise RequestError(
+                f"{constants.ENDPOINT} can't be reached for {repo_id!r} ({type(cause).__name__}): check the network, and "
+                "that HF_HUB_OFFLINE isn't set"
+            ) from error
         if status == 401:
             raise RequestError(f"the Hub doesn't accept the token for {repo_id!r}: {LOGIN}") from error
         if status == 403:

@@ -43,10 +43,7 @@ NEEDED = {
 BOUND = {"float32": 1e-5, "float16": 1e-4}
 STEPS = 2e-2
 # What torch runs takes seconds to import, and what inductor does a minute to compile.
-SLOW = [
-    pytest.param(name, marks=pytest.mark.slow)
-    for name in ("eager bfloat16", "eager dynamic", "inductor float32")
-]
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("eager bfloat16", "eager dynamic", "inductor float32")]
 NAMES = [
     "onnxruntime float32",
     "onnxruntime dynamic",
@@ -126,7 +123,9 @@ def test_a_model_whose_layers_were_cut_differently_is_described_layer_by_layer(t
     save_model(small, tmp_path / "saved", spec=zoo.SPEC, processor=zoo.processor(), base_model="zoo", cuts=cuts)
     images = noise_batch(zoo.SPEC, 3, seed=9)
 
-    with pytest.raises(ArtifactError, match=r"no ViTConfig has fields for the widths .*export it to files or onnx instead"):
+    with pytest.raises(
+        ArtifactError, match=r"no ViTConfig has fields for the widths .*export it to files or onnx instead"
+    ):
         export(tmp_path / "saved", "hf", tmp_path / "hf")
     export(tmp_path / "saved", "files", tmp_path / "home")
 
