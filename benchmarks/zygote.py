@@ -45,7 +45,7 @@ MODULES = (
     "profiling_agent.jobs.handlers",
     "profiling_agent.acquisition.data",
     "profiling_agent.deployment.load",
-    "profiling_agent.deployment.export",
+    "profiling_agent.handover.export",
     "profiling_agent.benchmarking.saved",
     "profiling_agent.reporting.write",
     "profiling_agent.quantization.quantize",

@@ -18,6 +18,8 @@ from profiling_agent.request import Request
 if TYPE_CHECKING:
     from profiling_agent.deployment.load import load
     from profiling_agent.graphs.optimization import build_graph  # pyright: ignore[reportMissingImports] - mapped on install
+    from profiling_agent.handover.pick import pick
+    from profiling_agent.handover.push import push
     from profiling_agent.lifecycle import approve, optimize, pending, resume
     from profiling_agent.sweep.many import optimize_many
 
@@ -34,6 +36,8 @@ __all__ = [
     "optimize",
     "optimize_many",
     "pending",
+    "pick",
+    "push",
     "resume",
 ]
 
@@ -47,6 +51,8 @@ _LAZY = {
     "optimize": "profiling_agent.lifecycle",
     "optimize_many": "profiling_agent.sweep.many",
     "pending": "profiling_agent.lifecycle",
+    "pick": "profiling_agent.handover.pick",
+    "push": "profiling_agent.handover.push",
     "resume": "profiling_agent.lifecycle",
 }
 

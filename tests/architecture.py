@@ -48,6 +48,7 @@ ORDER = (
     "cluster",
     "iteration",
     "reporting",
+    "handover",
     "agents",
     "graphs",
     "lifecycle",

@@ -11,7 +11,7 @@ from profiling_agent.iteration.finalize import finalize
 from profiling_agent.iteration.speed import raced_headline
 from profiling_agent.jobs.profile import profile_artifact, read_profile
 from profiling_agent.llm.ledger import note_end
-from profiling_agent.reporting.card import card_notes, card_rows
+from profiling_agent.reporting.card import card_judged, card_notes, card_rows
 from profiling_agent.reporting.report import Sources, build_report
 from profiling_agent.reporting.results import results_folder
 from profiling_agent.reporting.tracking import track
@@ -61,7 +61,7 @@ def report(state: RunState, session: RunSession) -> Update:
     make_folders(folder)
     # A fork may return the model that its parent did, whose card tells of the parent's verdict.
     if folder == workspace.root or not (session.jobs.path(best) / CARD).exists():
-        write_card(session.jobs.path(best), card_rows(written), card_notes(written))
+        write_card(session.jobs.path(best), card_rows(written), card_notes(written), judged=card_judged(written))
     workspace.point_best(best, folder)
     write_report(written, folder)
     if line := track(written, folder):

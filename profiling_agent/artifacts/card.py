@@ -2,14 +2,22 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+from huggingface_hub import EvalResult, ModelCardData
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from profiling_agent.artifacts.recipe import CARD, MODEL_FILES, PACKAGES, Recipe, read_recipe
 from profiling_agent.documents import clean
-from profiling_agent.files import write_text
+from profiling_agent.errors import ArtifactError
+from profiling_agent.files import read_text, write_text
 from profiling_agent.records import Record
 
+# What the template says there.
+HOW_TO_RUN = "## Run it with profiling-agent\n"
+MAX_CARD = 2**20
 SCHEMES = {
     "float32": "float32, nothing is quantized",
     "bfloat16": "bfloat16 weights and products",
@@ -28,12 +36,48 @@ class CardRow(Record):
     after: str
 
 
-def write_card(folder: Path, rows: Sequence[CardRow] = (), notes: Sequence[str] = ()) -> None:
+class Judged(Record):
+    """Top-1 on held-out images of a data set that is on the Hub, for the card's metadata."""
+
+    dataset: str
+    config: str | None = None
+    split: str
+    top1: float
+
+
+def write_card(
+    folder: Path, rows: Sequence[CardRow] = (), notes: Sequence[str] = (), *, judged: Judged | None = None
+) -> None:
     """Write `README.md` into a saved folder, with a table of `rows` and a list of `notes` where some are given.
 
     Raises:
         ArtifactError: the folder is no saved model.
     """
+    write_text(folder / CARD, _rendered(read_recipe(folder), rows, notes, judged))
+
+
+def read_card(folder: Path) -> str:
+    """Return the card of a saved folder, a new one where there is none.
+
+    Raises:
+        ArtifactError: the folder is no saved model, or its card can't be read.
+    """
+    try:
+        text = read_text(folder / CARD, under=folder, max_bytes=MAX_CARD)
+    except FileNotFoundError:
+        text = _rendered(read_recipe(folder), (), (), None)
+    except (OSError, UnicodeDecodeError) as error:
+        said = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        raise ArtifactError(f"{str(folder / CARD)!r} can't be read ({said}): remove it, it is made anew") from error
+    return text
+
+
+def card_head(folder: Path) -> str:
+    """Return what the card of a saved folder says before it says how to run it. Raises what `read_card` does."""
+    return read_card(folder).partition(HOW_TO_RUN)[0]
+
+
+def _rendered(recipe: Recipe, rows: Sequence[CardRow], notes: Sequence[str], judged: Judged | None) -> str:
     jinja = Environment(
         # Markdown, not HTML: autoescape would mangle it; names of strangers go through `plain`.
         loader=PackageLoader("profiling_agent.artifacts", ""),
@@ -44,9 +88,10 @@ def write_card(folder: Path, rows: Sequence[CardRow] = (), notes: Sequence[str] 
         keep_trailing_newline=True,
     )
     jinja.filters["plain"] = _plain
-    recipe = read_recipe(folder)
-    text = jinja.get_template("card.md.jinja").render(
+    return jinja.get_template("card.md.jinja").render(
         r=recipe,
+        metadata=metadata_of(recipe, judged).to_yaml(),
+        base=base_name(recipe.base_model),
         scheme=SCHEMES[recipe.deployment.scheme],
         is_plain=_is_plain(recipe),
         files=MODEL_FILES[recipe.deployment.runtime],
@@ -54,7 +99,46 @@ def write_card(folder: Path, rows: Sequence[CardRow] = (), notes: Sequence[str] 
         rows=rows,
         notes=notes,
     )
-    write_text(folder / CARD, text)
+
+
+def metadata_of(recipe: Recipe, judged: Judged | None = None) -> ModelCardData:
+    """Return what the Hub reads of a card; paths of this machine aren't in it."""
+    known: dict[str, Any] = {}
+    if recipe.base_revision is not None and _is_hub_id(recipe.base_model):
+        known |= {"base_model": recipe.base_model}
+        known |= {"base_model_relation": "quantized"} if recipe.deployment.scheme != "float32" else {}
+    if judged is not None:
+        known |= {"datasets": [judged.dataset], "metrics": ["accuracy"], "model_name": _title(recipe)}
+        told = EvalResult(
+            task_type="image-classification",
+            dataset_type=judged.dataset,
+            dataset_name=judged.dataset,
+            dataset_config=judged.config,
+            dataset_split=judged.split,
+            metric_type="accuracy",
+            metric_value=judged.top1,
+        )
+        known |= {"eval_results": [told]}
+    tags = ["profiling-agent", recipe.deployment.runtime, recipe.deployment.scheme]
+    tags += ["pruned"] if recipe.cuts else []
+    return ModelCardData(library_name="profiling-agent", pipeline_tag="image-classification", tags=tags, **known)
+
+
+def base_name(base_model: str) -> str:
+    """Return what a model was made from as strangers may read it: its name on the Hub, or that of its folder alone."""
+    return base_model if _is_hub_id(base_model) else Path(base_model).name
+
+
+def _title(recipe: Recipe) -> str:
+    return f"{clean(recipe.architecture)} for {recipe.deployment.name}"
+
+
+def _is_hub_id(name: str) -> bool:
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return True
 
 
 def _plain(text: object) -> str:

@@ -51,20 +51,28 @@ def check_golden(run: Callable[[NDArray[np.float32]], NDArray[Any]], folder: Pat
     Raises:
         ArtifactError: they are further apart than `tolerance` allows, or no number; the images can't be read or run.
     """
-    golden = _read(folder, recipe.input)
-    logits = _answered(run, golden, folder)
-    # A float32 may be as large as its square isn't.
-    with np.errstate(all="ignore"):
-        smallest = np.finfo(np.float64).tiny
-        expected = golden.logits.astype(np.float64)
-        distance = float(np.linalg.norm(logits - expected) / max(np.linalg.norm(expected), smallest))
-    allowed = tolerance(recipe)
+    distance, allowed = golden_distance(run, folder, recipe), tolerance(recipe)
     # `not <=` so that a NaN fails.
     if not distance <= allowed:
         raise ArtifactError(
             f"{str(folder)!r} doesn't compute what it did when it was saved: its logits are {distance:.2g} apart "
             f"(relative), {allowed:g} is allowed; save it again with the installed libraries"
         )
+
+
+def golden_distance(run: Callable[[NDArray[np.float32]], NDArray[Any]], folder: Path, recipe: Recipe) -> float:
+    """Return how far the logits that `run` gives for the golden images of a saved folder are from the saved ones, relatively.
+
+    Raises:
+        ArtifactError: the images can't be read or run.
+    """
+    golden = _read(folder, recipe.input)
+    logits = _answered(run, golden, folder)
+    # A float32 may be as large as its square isn't.
+    with np.errstate(all="ignore"):
+        smallest = np.finfo(np.float64).tiny
+        expected = golden.logits.astype(np.float64)
+        return float(np.linalg.norm(logits - expected) / max(np.linalg.norm(expected), smallest))
 
 
 def check_golden_images(folder: Path, spec: InputSpec) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from profiling_agent.cli import approval, doctor, reproduce, runs, saved, sweep
+from profiling_agent.cli import approval, doctor, handover, reproduce, runs, saved, sweep
 from profiling_agent.cli.terminal import (
     EXIT_BAD_REQUEST,
     EXIT_CRASHED,
@@ -32,7 +32,9 @@ COMMANDS = (
     approval.approve,
     doctor.doctor,
     reproduce.reproduce,
-    saved.export,
+    handover.pick,
+    handover.export,
+    handover.push,
     saved.race,
     saved.measure,
     saved.compare,

@@ -1,4 +1,4 @@
-"""`export`, `race`, `measure`, `compare`: the commands on models that are saved already."""
+"""`race`, `measure`, `compare`: the commands on models that are saved already."""
 
 from pathlib import Path
 from typing import Annotated
@@ -8,33 +8,6 @@ import typer
 from profiling_agent.cli.progress import open_display
 from profiling_agent.cli.terminal import JsonOption, console, echo_json, errors, refuse, run_folder
 from profiling_agent.errors import ProfilingAgentError
-
-
-def export(
-    source: Annotated[
-        Path,
-        typer.Argument(parser=run_folder, metavar="RUN_OR_FOLDER", help="run (its best model), or a saved model"),
-    ],
-    format_: Annotated[
-        str, typer.Option("--format", help="onnx: one file for ONNX Runtime; hf: a folder for from_pretrained")
-    ],
-    output: Annotated[Path, typer.Option(help="file (onnx) or folder (hf) to write; nothing is overwritten")],
-    batch_size: Annotated[int | None, typer.Option(min=1, help="onnx: fix the batch; else any batch will do")] = None,
-) -> None:
-    """Write a model for other tools, after checking that it computes the same there.
-
-    Float32 models alone: quantized ones are loaded with `profiling_agent.load`. A pruned model is an ordinary Hugging
-    Face folder only where its layers were cut alike; where they weren't, the reason is given and nothing is written.
-
-    `profiling-agent export runs/my-run --format onnx --output model.onnx`
-    """
-    from profiling_agent.deployment.export import export as write
-
-    try:
-        said = write(source, format_, output, batch_size=batch_size)
-    except ProfilingAgentError as error:
-        refuse(str(error))
-    console.print(said, markup=False, highlight=False, soft_wrap=True)
 
 
 def _device(named: str) -> str:

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from profiling_agent.benchmarking.race import noise_warning
 from profiling_agent.benchmarking.saved import Measurements
+from profiling_agent.handover.candidates import Measured
 from profiling_agent.records import ApprovalQuestion, Comparison, ModelProfile, Race
 from profiling_agent.reporting.reflection import choices, predictions, subject_of
 from profiling_agent.reporting.report import RunReport
@@ -129,6 +130,47 @@ def race_table(names: Mapping[str, str], race: Race) -> Group:
         table.add_row(Text(names[race_result.model.path]), ms(race_result.latency.median_ms), speedup(race_result))
     lines = [f"{names[dropped.model.path]} dropped out: {dropped.reason}" for dropped in race.dropped]
     return Group(table, *(Text(line) for line in (*lines, noise_warning(race)) if line))
+
+
+def candidates_table(found: Sequence[Measured]) -> Group:
+    """Return all that a run measured, with the numbers by which they are picked."""
+    title = "what the run measured, on search images"
+    table = folded_table(title, "", "candidate", "top-1 lost", "times as fast", "bytes", "on the front", "contract")
+    whole = found[0].evaluation.footprint.size_bytes
+    for one in found:
+        own, raced = one.evaluation, one.race_result
+        table.add_row(
+            str(one.number),
+            Text(f"{one.name}{', returned' if one.is_judged else ''}"),
+            drop(own.drop) if own.drop else "",
+            speedup(raced) if raced else "not raced",
+            f"{size(own.footprint.size_bytes)}, {percent(own.footprint.size_bytes / whole)}",
+            "yes" if one.is_on_front else "no",
+            _holds(one),
+        )
+    how = "take one home: profiling-agent pick RUN --candidate NUMBER --output FOLDER, or --objective size"
+    return Group(table, Text(how))
+
+
+def picked_table(picked: Measured) -> Group:
+    """Return what was measured of a candidate, what the contract says of that, and what nobody has seen."""
+    terms = folded_table("contract", "term", "asked", "measured", "holds")
+    for term in picked.terms:
+        terms.add_row(term.name, asked(term), measured(term), "yes" if term.holds else "no")
+    for name in picked.unmeasured:
+        terms.add_row(name, "", "not measured", "")
+    own = picked.evaluation
+    lines = [f"candidate {picked.number}: {picked.name}"]
+    seen = f"{own.predictions.num_images:,} search images"
+    lines.append(f"top-1 {percent(own.top1)} on {seen}{f', lost {drop(own.drop)}' if own.drop else ''}")
+    lines += [f"times as fast as the baseline: {speedup(picked.race_result)}"] if picked.race_result else []
+    judged = "the run returned it: the contract's terms are of held-out images"
+    unjudged = f"never judged on held-out images; by what was measured the contract {_holds(picked)}"
+    return Group(*map(Text, lines), terms, Text(judged if picked.is_judged else unjudged), *map(Text, picked.notes))
+
+
+def _holds(one: Measured) -> str:
+    return {True: "holds", False: "doesn't hold", None: "may hold"}[one.holds]
 
 
 def measurement_table(measured: Measurements, compared: Sequence[Comparison]) -> Group:

@@ -2,13 +2,15 @@
 
 import itertools
 import math
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from numpy.typing import NDArray
 from torch import nn
 from transformers import AutoConfig, AutoModelForImageClassification
 from transformers.initialization import no_init_weights
@@ -38,6 +40,8 @@ BUILD_ERRORS = (
 NUM_IMAGES = 2
 # Relative distance of the logits: the same weights in the same layers, at most through another attention kernel.
 TOLERANCE = 1e-6
+# The same where all that lies between layers is rounded to half precision too; bfloat16 has steps of 0.8%.
+HALF_TOLERANCE = 2e-2
 
 Fields = dict[str, Any]
 Structure = dict[str, tuple[tuple[int, ...], str]]
@@ -101,6 +105,49 @@ def save_plain(
                 f"{TOLERANCE:g} is allowed: deploy the saved folder instead"
             )
     return None
+
+
+def save_half(
+    model: nn.Module,
+    folder: Path,
+    *,
+    dtype: torch.dtype,
+    golden: Callable[[Callable[[NDArray[np.float32]], NDArray[Any]]], float],
+    processor: Any,
+    cuts: Sequence[Cut] = (),
+) -> str | None:
+    """Write `model` as `save_plain` does, as a whole in half precision; None if written, else why no config can say it.
+
+    `model` has the numbers of one whose layers alone are in `dtype`; `golden` says how far logits are from that one's.
+
+    Raises:
+        ArtifactError: `folder` exists, transformers can't write and load the model, or its logits are more than 2e-2 apart.
+    """
+    fields = plain_config(model, cuts)
+    if isinstance(fields, str):
+        return fields
+    plain: Any = build(fields)
+    plain.load_state_dict({name: _in(held, dtype) for name, held in model.state_dict().items()}, assign=True)
+    plain.tie_weights()
+    with appearing(folder) as temporary, quiet():
+        loaded = _written(plain, processor, temporary)
+
+        def run(images: NDArray[np.float32]) -> NDArray[Any]:
+            return logits_of(loaded, torch.from_numpy(images).to(dtype)).float().numpy()
+
+        distance = golden(run)
+        # `not <=` so that a NaN fails.
+        if not distance <= HALF_TOLERANCE:
+            raise ArtifactError(
+                f"in {str(dtype).removeprefix('torch.')} as a whole the model gives logits {distance:.2g} apart (relative), "
+                f"{HALF_TOLERANCE:g} is allowed: export it to files instead, where its layers alone are"
+            )
+    return None
+
+
+def _in(held: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    moved = held.detach().cpu()
+    return moved.to(dtype) if moved.is_floating_point() else moved
 
 
 def _written(plain: Any, processor: Any, folder: Path) -> nn.Module:

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable
 
-from profiling_agent.artifacts.card import CardRow
+from profiling_agent.acquisition.hub import is_local
+from profiling_agent.artifacts.card import CardRow, Judged
 from profiling_agent.reporting.report import RunReport, Summary
 from profiling_agent.reporting.units import count, drop, ms, percent, size, speedup
 
@@ -34,3 +35,12 @@ def card_notes(report: RunReport) -> tuple[str, ...]:
         f"Measured on {here.cpu}, {here.num_threads} threads, {here.system}, device {report.acquired.source.device}."
     )
     return tuple(notes)
+
+
+def card_judged(report: RunReport) -> Judged | None:
+    """Return what the Hub is told of the held-out images; None where the data set isn't on it."""
+    request = report.request
+    if is_local(request.dataset) or "/" not in request.dataset:
+        return None
+    split = report.acquired.heldout.source_split
+    return Judged(dataset=request.dataset, config=request.dataset_config, split=split, top1=report.best.top1)

@@ -79,14 +79,14 @@ def refused(ended, says: str):
 def test_a_bad_call_is_one_clear_line(saved: Path, tmp_path: Path, world: World):
     out = tmp_path / "out"
 
-    refused(call("export", saved, "--format", "tflite", "--output", out), "choose one of onnx, hf")
+    refused(call("export", saved, "--format", "tflite", "--output", out), "choose one of files, onnx, hf")
     refused(call("export", saved, "--format", "hf", "--output", out, "--batch-size", 4), "batch_size")
     refused(call("export", world.model, "--format", "hf", "--output", out), "no saved model")
     refused(call("export", tmp_path / "nowhere", "--format", "onnx", "--output", out), "nowhere")
     assert not out.exists()
 
 
-@pytest.mark.parametrize("format_", ["onnx", "hf"])
+@pytest.mark.parametrize("format_", ["files", "onnx", "hf"])
 def test_an_output_that_can_not_be_written_is_refused(saved: Path, tmp_path: Path, format_: str):
     (tmp_path / "file").write_text("mine")
 
@@ -98,5 +98,6 @@ def test_an_output_that_can_not_be_written_is_refused(saved: Path, tmp_path: Pat
 def test_the_help_says_what_the_formats_are():
     said = call("export", "--help").output
 
+    assert "load.py" in said
     assert "ONNX Runtime" in said
     assert "from_pretrained" in said

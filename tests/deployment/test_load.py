@@ -20,11 +20,11 @@ from profiling_agent import load
 from profiling_agent.artifacts.card import CardRow, write_card
 from profiling_agent.artifacts.recipe import read_recipe
 from profiling_agent.deployment.batches import noise_batch
-from profiling_agent.deployment.export import export
 from profiling_agent.deployment.protocol import Source
 from profiling_agent.deployment.save import save_deployed
-from profiling_agent.errors import ArtifactError
+from profiling_agent.errors import ArtifactError, RequestError
 from profiling_agent.files import file_sha256
+from profiling_agent.handover.export import export
 
 IMAGES = noise_batch(zoo.SPEC, 3, seed=2)
 NAMES = ("eager float32", "eager dynamic", "onnxruntime float32", "openvino float32")
@@ -88,9 +88,18 @@ def test_a_torch_model_gives_its_module_and_another_says_that_it_has_none(root: 
         _ = load(folder_of(root, SIMPLE)).module
 
 
-def test_a_file_that_is_onnx_already_is_not_exported_again(root: Path, tmp_path: Path):
-    with pytest.raises(ArtifactError, match=r"for onnxruntime: copy model\.onnx from it"):
-        export(folder_of(root, SIMPLE), "onnx", tmp_path / "again.onnx")
+def test_a_graph_for_onnx_runtime_is_exported_as_it_is_and_as_nothing_else(root: Path, tmp_path: Path):
+    folder = folder_of(root, SIMPLE)
+
+    export(folder, "onnx", tmp_path / "again.onnx")
+
+    assert (tmp_path / "again.onnx").read_bytes() == (folder / "model.onnx").read_bytes()
+    with pytest.raises(RequestError, match="exported as it is"):
+        export(folder, "onnx", tmp_path / "other.onnx", batch_size=2)
+    with pytest.raises(ArtifactError, match="whose graph is no Hugging Face model: use --format files"):
+        export(folder, "hf", tmp_path / "other")
+    with pytest.raises(ArtifactError, match="exists already"):
+        export(folder, "onnx", tmp_path / "again.onnx")
 
 
 def test_images_of_another_shape_are_one_line(root: Path):

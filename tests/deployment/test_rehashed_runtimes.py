@@ -13,10 +13,10 @@ from edits import Edit
 from PIL import Image
 
 from profiling_agent import load
-from profiling_agent.deployment.export import export
 from profiling_agent.deployment.registry import open_session
 from profiling_agent.deployment.save import save_deployed
 from profiling_agent.errors import ArtifactError, RunError
+from profiling_agent.handover.export import export
 
 RUNTIMES = {"onnx": "onnxruntime float32", "openvino": "openvino float32", "eager": "eager float32"}
 

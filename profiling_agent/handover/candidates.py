@@ -1,0 +1,195 @@
+"""Candidates of a finished run: every model that it measured, as its report has it, and what the contract says of each."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Literal, get_args
+
+from pydantic import Field
+
+from profiling_agent.errors import RequestError, RunError
+from profiling_agent.iteration.judge import keeps_accuracy
+from profiling_agent.iteration.selection import preference, size_ratio
+from profiling_agent.records import Evaluation, Goal, RaceResult, Record, Term, Variant
+from profiling_agent.reporting.report import RunReport
+from profiling_agent.reporting.results import read_report
+
+Objective = Literal["speed", "size", "memory", "accuracy"]
+OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
+
+
+class Measured(Record):
+    """One candidate: its number in the report, what was measured of it, and the terms of the contract that this answers.
+
+    `terms` are on held-out images where it `is_judged`, on search images otherwise; what was not measured has none.
+    """
+
+    number: int
+    evaluation: Evaluation
+    race_result: RaceResult | None
+    terms: tuple[Term, ...]
+    unmeasured: tuple[str, ...] = Field(default=(), description="terms of the contract of which nothing was measured")
+    is_judged: bool = Field(description="whether it is what the run returned, with held-out images and a verdict")
+    is_on_front: bool = Field(description="whether no other is as accurate, as fast and as small, and better in one")
+    notes: tuple[str, ...] = Field(default=(), description="what the held-out images said against it")
+
+    @property
+    def name(self) -> str:
+        """Return what was done to it and what executes it."""
+        return f"{self.evaluation.variant} ({self.evaluation.deployment.name})"
+
+    @property
+    def lost(self) -> float:
+        """Return the top-1 that it lost on search images; of the baseline nothing."""
+        return self.evaluation.drop.drop if self.evaluation.drop else 0.0
+
+    @property
+    def holds(self) -> bool | None:
+        """Return whether the contract holds, None where nothing speaks against it and not all of it was measured."""
+        if not all(term.holds for term in self.terms):
+            return False
+        return None if self.unmeasured else True
+
+
+def candidates(run: str | Path) -> tuple[Measured, ...]:
+    """Return all that a finished run measured, the baseline first.
+
+    Raises:
+        RunError: the run has no report yet, or a damaged one.
+    """
+    return candidates_of(read_report(Path(run)))
+
+
+def candidates_of(report: RunReport) -> tuple[Measured, ...]:
+    """Return what `candidates` does of a report that was read."""
+    rows, goal = report.variants, report.goal
+    baseline = rows[0]
+    found: list[Measured] = []
+    for number, row in enumerate(rows):
+        model = row.evaluation.model
+        is_judged = model == report.heldout.model
+        ratio = _memory_ratio(row.race_result, baseline.race_result)
+        if is_judged and row.evaluation.variant is not Variant.BASELINE:
+            terms, unmeasured = report.verdict.terms, ()
+        else:
+            terms, unmeasured = _terms(row.evaluation, baseline.evaluation, row.race_result, ratio, goal)
+        found.append(
+            Measured(
+                number=number,
+                evaluation=row.evaluation,
+                race_result=row.race_result,
+                terms=terms,
+                unmeasured=unmeasured,
+                is_judged=is_judged,
+                is_on_front=False,
+                notes=_refusals(report, row.evaluation),
+            )
+        )
+    return tuple(one.model_copy(update={"is_on_front": not _is_beaten(one, found)}) for one in found)
+
+
+def best_for(objective: str, found: Sequence[Measured], goal: Goal) -> Measured:
+    """Return the candidate that a contract with this objective prefers, by what was measured: its terms kept, then the objective.
+
+    The baseline is none of them: it is what everything is compared with.
+
+    Raises:
+        RequestError: there is no such objective.
+        RunError: nothing but the baseline was measured, or nothing of what is wanted.
+    """
+    if objective not in OBJECTIVES:
+        raise RequestError(f"there is no objective {objective[:80]!r}: choose one of {', '.join(OBJECTIVES)}")
+    others = [one for one in found if one.evaluation.variant is not Variant.BASELINE]
+    if not others:
+        raise RunError("the run measured nothing but the baseline: there is nothing to pick")
+    if objective == "speed":
+        others = [one for one in others if one.race_result is not None]
+    elif objective == "memory":
+        others = [one for one in others if _memory_ratio(one.race_result, found[0].race_result) is not None]
+    if not others:
+        raise RunError(f"the run measured the {objective} of no candidate: pick one by its number")
+
+    def rank(one: Measured) -> tuple[float, ...]:
+        size = size_ratio(one.evaluation, found[0].evaluation)
+        *missed, wanted = preference(
+            goal if objective == "accuracy" else goal.model_copy(update={"objective": objective}),
+            size=size,
+            speedup=one.race_result.speedup if one.race_result else 0.0,
+            memory=_memory_ratio(one.race_result, found[0].race_result),
+        )
+        if objective == "accuracy":
+            return (*missed, one.lost, size)
+        return (not _keeps(one.evaluation, goal), *missed, wanted, one.lost, size)
+
+    return min(others, key=rank)
+
+
+def named(candidate: str, found: Sequence[Measured]) -> Measured:
+    """Return the candidate of a number, or of a name that only one has: `openvino static`, or `pruned (eager float32)`.
+
+    Raises:
+        RequestError: there is none, or more than one.
+    """
+    if candidate.isdecimal() and candidate.isascii() and len(candidate) <= 9:
+        hits = [one for one in found if one.number == int(candidate)]
+    else:
+        hits = [one for one in found if candidate in (one.name, one.evaluation.deployment.name)]
+    if len(hits) == 1:
+        return hits[0]
+    said = "names none of the run's candidates" if not hits else "names several of the run's candidates"
+    listed = ", ".join(f"{one.number} {one.name}" for one in (hits or found))
+    raise RequestError(f"{candidate[:80]!r} {said}: choose a number of {listed}")
+
+
+def _keeps(evaluation: Evaluation, goal: Goal) -> bool:
+    return evaluation.drop is None or keeps_accuracy(evaluation, goal)
+
+
+def _terms(
+    own: Evaluation, baseline: Evaluation, race_result: RaceResult | None, memory: float | None, goal: Goal
+) -> tuple[tuple[Term, ...], tuple[str, ...]]:
+    """Return the terms as far as search images, one race and the disk tell, and the names of the others."""
+    lost, size = own.drop.drop if own.drop else 0.0, size_ratio(own, baseline)
+    asked = goal.max_accuracy_drop
+    terms = [Term(name="accuracy", required=asked, measured=lost, holds=_keeps(own, goal))]
+    unmeasured: list[str] = []
+    if race_result is not None:
+        speedup = race_result.speedup
+        terms.append(Term(name="speed", required=goal.min_speedup, measured=speedup, holds=speedup >= goal.min_speedup))
+    else:
+        unmeasured.append("speed")
+    terms.append(Term(name="size", required=goal.max_size_ratio, measured=size, holds=size <= goal.max_size_ratio))
+    if goal.max_memory_ratio is not None:
+        if memory is None:
+            unmeasured.append("memory")
+        else:
+            allowed = goal.max_memory_ratio
+            terms.append(Term(name="memory", required=allowed, measured=memory, holds=memory <= allowed))
+    return tuple(terms), tuple(unmeasured)
+
+
+def _memory_ratio(own: RaceResult | None, baseline: RaceResult | None) -> float | None:
+    """Return what a candidate's processes held of what the baseline's did; None where nobody asked."""
+    if own is None or baseline is None or not own.peak_bytes or not baseline.peak_bytes:
+        return None
+    return median(own.peak_bytes) / median(baseline.peak_bytes)
+
+
+def _refusals(report: RunReport, evaluation: Evaluation) -> tuple[str, ...]:
+    """Return what the held-out images said against a model; of several in one deployment the run's own words say which."""
+    if report.kept_beside == evaluation.model.path:
+        return ("it failed on the held-out images, and was refused",)
+    said = f"({evaluation.deployment.name}) "
+    return tuple(f"the run says: {note}" for note in report.notes if note.endswith("and was refused") and said in note)
+
+
+def _is_beaten(one: Measured, found: Sequence[Measured]) -> bool:
+    def merits(each: Measured) -> tuple[float, float, float]:
+        speedup = each.race_result.speedup if each.race_result else 0.0
+        return -each.lost, speedup, -each.evaluation.footprint.size_bytes
+
+    own = merits(one)
+    return any(
+        merits(other) != own and all(theirs >= mine for theirs, mine in zip(merits(other), own, strict=True))
+        for other in found
+    )

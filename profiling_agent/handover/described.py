@@ -1,0 +1,53 @@
+"""Description of a torch model that its config doesn't describe: what `layers.py` needs to build it, as plain JSON."""
+
+from typing import Any
+
+from torch import nn
+from transformers import AutoConfig, AutoModelForImageClassification
+from transformers.initialization import no_init_weights
+
+from profiling_agent.artifacts.recipe import Recipe
+from profiling_agent.foreign import Refuse, foreign_code, on_behalf
+
+
+def describe(model: nn.Module, recipe: Recipe, refuse: Refuse) -> dict[str, Any]:
+    """Return what `layers.build` makes `model` of, the saved model of `recipe`, beside the config and the tensors.
+
+    Raises:
+        ProfilingAgentError: `refuse` of what transformers says to the config.
+    """
+    fields = dict(recipe.config)
+    name = str(fields.pop("model_type", ""))
+    with foreign_code(refuse), no_init_weights():
+        config = on_behalf(AutoConfig.for_model, name, **fields)
+        fresh = on_behalf(AutoModelForImageClassification.from_config, config, trust_remote_code=False).eval()
+    return {
+        "attributes": _attributes(model, fresh),
+        "identities": list(recipe.folded),
+        "layers": {
+            layer.name: {"kind": layer.kind, "dtype": layer.dtype, "reduce_range": layer.reduce_range}
+            for layer in recipe.quantized
+        },
+        "tied": dict(recipe.tied),
+    }
+
+
+def _attributes(model: nn.Module, fresh: nn.Module) -> dict[str, dict[str, Any]]:
+    """Return the numbers that modules state otherwise than those of the config: widths, groups, heads."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, before in fresh.named_modules():
+        after = vars(model.get_submodule(name))
+        changed = {
+            attribute: after[attribute]
+            for attribute, value in vars(before).items()
+            if _is_number(value) and attribute in after and _is_number(after[attribute]) and after[attribute] != value
+        }
+        if changed:
+            found[name] = changed
+    return found
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return bool(value) and all(isinstance(each, int) for each in value)
+    return isinstance(value, int) and not isinstance(value, bool)

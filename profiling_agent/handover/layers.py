@@ -1,0 +1,127 @@
+"""A transformers model with layers that its config can't describe, by torch and transformers alone.
+
+`profiling-agent export` puts this very file beside a model that was cut unevenly or quantized: `layers.json` says what stands
+where, `model.safetensors` has the numbers. The layers compute what the deployment does, from the same integers and scales.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.ao.quantization.fx._decomposed  # registers the operators  # pyright: ignore[reportUnusedImport]
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import AutoModelForImageClassification
+
+# How a convolution moves; a stranger's code may read any of them, and what the float layer says of its widths.
+MOVES = ("stride", "padding", "dilation", "groups")
+OPS: Any = torch.ops.quantized_decomposed
+PACKED: Any = torch.ops.quantized
+
+
+class Layer(nn.Module):
+    """What stands in the place of a linear layer or a convolution; it answers the plain attributes of that."""
+
+    def __init__(self, like: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+        """Take the layer that it stands for, and the tensors of its own."""
+        super().__init__()
+        vars(self).update({name: held for name, held in vars(like).items() if not name.startswith("_")})
+        self.moves = {name: held for name in MOVES if (held := getattr(like, name, None)) is not None}
+        self.steps: Tensor
+        self.scale: Tensor | None
+        self.bias: Tensor | None
+        for name, leaf in (("steps", "weight"), ("scale", "scale"), ("bias", "bias")):
+            self.register_buffer(name, tensors.get(leaf), persistent=False)
+
+    @property
+    def weight(self) -> Tensor:
+        """Return the weight that it computes with, in float32."""
+        weight = self.steps.float()
+        return weight if self.scale is None else weight * self.scale.view(-1, *[1] * (weight.dim() - 1))
+
+    def computed(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the product or the convolution."""
+        return functional.conv2d(x, weight, bias, **self.moves) if self.moves else functional.linear(x, weight, bias)
+
+
+class Dynamic(Layer):
+    """Weights in int8 with a scale for each row, and inputs quantized as they come; or weights in float16."""
+
+    def __init__(self, like: nn.Module, tensors: Mapping[str, Tensor], *, reduce_range: bool, **_: Any) -> None:
+        """Pack the weights for the CPU's kernels; `reduce_range` is 7 bits for the inputs."""
+        super().__init__(like, tensors)
+        self.options = () if self.scale is None else (reduce_range,)
+        if self.scale is None:
+            self.packed = PACKED.linear_prepack_fp16(self.weight, self.bias)
+            self.run = PACKED.linear_dynamic_fp16
+            return
+        zeros = torch.zeros(len(self.scale), dtype=torch.long)
+        integers = torch._make_per_channel_quantized_tensor(self.steps, self.scale.double(), zeros, 0)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+        self.packed, self.run = PACKED.linear_prepack(integers, self.bias), PACKED.linear_dynamic
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x W^T + b."""
+        return self.run(x, self.packed, *self.options)
+
+
+class Static(Layer):
+    """Weights in int8 with a scale for each output channel, and inputs on one grid of 256 steps, or of 128."""
+
+    def __init__(self, like: nn.Module, tensors: Mapping[str, Tensor], *, reduce_range: bool, **_: Any) -> None:
+        """Take the grid of the inputs from `tensors`."""
+        super().__init__(like, tensors)
+        scale, zero = float(tensors["input_scale"]), int(tensors["input_zero_point"])
+        self.grid = (scale, zero, 0, 127 if reduce_range else 255, torch.uint8)
+        self.register_buffer("zeros", torch.zeros(len(tensors["scale"]), dtype=torch.int64), persistent=False)
+
+    @property
+    def weight(self) -> Tensor:
+        """Return the weight as the steps stand for it; as an operator, which compilers make int8 products of."""
+        return OPS.dequantize_per_channel.default(self.steps, self.scale, self.zeros, 0, -128, 127, torch.int8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return what the float layer would, from rounded inputs and weights."""
+        steps = OPS.quantize_per_tensor.default(x, *self.grid)
+        return self.computed(OPS.dequantize_per_tensor.default(steps, *self.grid), self.weight, self.bias)
+
+
+class Cast(Layer):
+    """Weights in bfloat16, which its inputs are cast to; the output has the input's type again."""
+
+    def __init__(self, like: nn.Module, tensors: Mapping[str, Tensor], **_: Any) -> None:
+        """Take the weights."""
+        super().__init__(like, tensors)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return what the float layer would, computed in bfloat16."""
+        return self.computed(x.to(torch.bfloat16), self.steps, self.bias).to(x.dtype)
+
+
+KINDS: dict[str, type[Layer]] = {"dynamic": Dynamic, "static": Static, "cast": Cast}
+
+
+def build(config: Any, described: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> nn.Module:
+    """Return the model of a transformers config in eval mode, with what `layers.json` describes in its place.
+
+    `attributes` are numbers that modules state of themselves, `identities` names layers that do nothing any more, `layers` says
+    which aren't float, and `tied` under which other name a tensor is stored.
+    """
+    model = AutoModelForImageClassification.from_config(config)
+    for name, stated in described["attributes"].items():
+        for attribute, value in stated.items():
+            setattr(model.get_submodule(name), attribute, tuple(value) if isinstance(value, list) else value)
+    for name in described["identities"]:
+        model.set_submodule(name, nn.Identity())
+    left = dict(tensors)
+    for name, said in described["layers"].items():
+        own = {leaf: left.pop(leaf) for leaf in list(left) if leaf.rpartition(".")[0] == name}
+        plain = {leaf.rpartition(".")[2]: tensor for leaf, tensor in own.items()}
+        model.set_submodule(name, KINDS[said["kind"]](model.get_submodule(name), plain, **said))
+    for name, first in described["tied"].items():
+        left[name] = tensors[first]
+    for name, tensor in left.items():
+        owner, _, leaf = name.rpartition(".")
+        module = model.get_submodule(owner)
+        is_weight = leaf in dict(module.named_parameters(recurse=False))
+        setattr(module, leaf, nn.Parameter(tensor, requires_grad=False) if is_weight else tensor)
+    return model.eval()

@@ -1,0 +1,260 @@
+"""Plain files: any deployment as a folder that runs by numpy, pillow and its runtime alone, and is proven to before it appears."""
+
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from huggingface_hub import ModelCard
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from numpy.typing import NDArray
+
+from profiling_agent.artifacts.card import base_name, card_head
+from profiling_agent.artifacts.folder import appearing
+from profiling_agent.artifacts.golden import golden_distance, tolerance
+from profiling_agent.artifacts.load import load_module, load_processor
+from profiling_agent.artifacts.recipe import CARD, CONFIG, MODEL_FILES, WEIGHTS, Recipe
+from profiling_agent.artifacts.save import write_weights
+from profiling_agent.deployment.plain import save_plain
+from profiling_agent.deployment.registry import open_session
+from profiling_agent.deployment.torch_session import floating_dtype, memory_format
+from profiling_agent.documents import clean
+from profiling_agent.errors import ArtifactError
+from profiling_agent.files import file_sha256, write_text
+from profiling_agent.handover.described import describe
+from profiling_agent.handover.manifest import MANIFEST, Exported
+from profiling_agent.handover.preprocessing import preprocessing_of
+from profiling_agent.processes.environment import child_environment
+
+LOADER, PREPARE, LAYERS = "load.py", "prepare.py", "layers.py"
+DESCRIBED, PREPROCESSING, LABELS = "layers.json", "preprocessing.json", "labels.json"
+HERE = Path(__file__).parent
+TORCH = frozenset({"eager", "inductor"})
+# Of a model of a gigabyte the loading of torch and transformers included; compiling is left out.
+TIMEOUT_S = 600
+# What the Hub calls the libraries.
+LIBRARIES = {"onnxruntime": "onnx", "openvino": "openvino"}
+MEANINGS = {
+    "model.onnx": "the graph with its weights, for ONNX Runtime",
+    "model.xml": "the graph, for OpenVINO",
+    "model.bin": "its weights",
+    WEIGHTS: "the weights, as plain tensors",
+    CONFIG: "what transformers builds the model from",
+    DESCRIBED: "which layers aren't as the config says, and what they are",
+    LAYERS: "these layers, by torch alone",
+    PREPROCESSING: "how an image becomes pixel values",
+    LABELS: "the names of the classes, in the order of the logits",
+    PREPARE: "images to pixel values, by numpy and pillow",
+    LOADER: "the model as a function, and a command",
+    MANIFEST: "what this is, and the sha256 of each file",
+}
+# Run beside the files in another process; what it can't import, it can't need.
+CHECK = """
+import sys
+sys.modules["profiling_agent"] = None
+sys.path.insert(0, sys.argv[1])
+import numpy as np
+import load
+# Compiling takes minutes and changes nothing but the order of sums.
+model = load.load(is_compiled=False) if sys.argv[4] == "inductor" else load.load()
+np.save(sys.argv[3], model(np.load(sys.argv[2])))
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class _Torch:
+    """How torch runs what was written: from the config alone, or with layers that are described."""
+
+    is_ordinary: bool
+    is_channels_last: bool
+    dtype: str
+
+
+def export_files(folder: Path, recipe: Recipe, output: Path) -> str:
+    """Write the saved model in `folder` as plain files to `output`; return a line that says how to run it.
+
+    Raises:
+        ArtifactError: `output` exists; the runtime isn't installed; the images' preparation, or the model, can't be written
+            so; or what was written computes something else. Nothing is left behind.
+    """
+    spec = recipe.input
+    how = preprocessing_of(load_processor(folder), spec)
+    session = open_session(folder)
+    labels = _labels(recipe, folder)
+    with appearing(output) as temporary:
+        written = None
+        if recipe.deployment.runtime in TORCH:
+            written = _write_torch(folder, recipe, temporary)
+        else:
+            for name in MODEL_FILES[recipe.deployment.runtime]:
+                shutil.copyfile(folder / name, temporary / name)
+        write_text(temporary / PREPROCESSING, how.model_dump_json(indent=1) + "\n")
+        write_text(temporary / LABELS, json.dumps(labels, indent=1, ensure_ascii=False) + "\n")
+        shutil.copyfile(HERE / PREPARE, temporary / PREPARE)
+        requirements = _requirements(recipe)
+        told: dict[str, Any] = {
+            "title": f"{clean(recipe.architecture)} for {recipe.deployment.name}",
+            "runtime": recipe.deployment.runtime,
+            "scheme": recipe.deployment.scheme,
+            "packages": ", ".join(name.partition("==")[0] for name in requirements),
+            "requirements": requirements,
+            "shape": spec.batch(1)[1:],
+            "num_classes": len(labels),
+            "fixed_size": session.fixed_size,
+            "is_ordinary": written is not None and written.is_ordinary,
+            "is_channels_last": written is not None and written.is_channels_last,
+            "dtype": written.dtype if written else "float32",
+        }
+        write_text(temporary / LOADER, _rendered("load.py.jinja", told))
+        distance = golden_distance(lambda images: _said(temporary, images, recipe), folder, recipe)
+        # `not <=` so that a NaN fails.
+        if not distance <= (allowed := tolerance(recipe)):
+            said = f"as plain files the model gives logits {distance:.2g} from the saved ones (relative), {allowed:g} is allowed"
+            raise ArtifactError(f"{said}: {_offered(recipe)}")
+        exported = Exported(
+            base_model=base_name(recipe.base_model),
+            base_revision=recipe.base_revision,
+            architecture=recipe.architecture,
+            deployment=recipe.deployment,
+            input=spec,
+            batch_size=session.fixed_size,
+            libraries=recipe.libraries,
+            files={path.name: file_sha256(path) for path in sorted(temporary.iterdir())},
+        )
+        write_text(temporary / MANIFEST, exported.model_dump_json(indent=1) + "\n")
+        files = {name: MEANINGS.get(name, "what transformers reads beside it") for name in (*exported.files, MANIFEST)}
+        _write_card(folder, recipe, temporary, _rendered("files.md.jinja", told | {"files": files}))
+    return f"wrote {output}, which runs without profiling-agent and gives the saved model's logits: python {output / LOADER} image.png"
+
+
+def _rendered(template: str, told: Mapping[str, Any]) -> str:
+    jinja = Environment(
+        # Python and Markdown, not HTML; what strangers wrote was cleaned.
+        loader=PackageLoader("profiling_agent.handover", ""),
+        undefined=StrictUndefined,
+        autoescape=False,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    return jinja.get_template(template).render(told)
+
+
+def _labels(recipe: Recipe, folder: Path) -> list[str]:
+    """Return the names of the classes in their order, numbers where they have none."""
+    names = recipe.config.get("id2label")
+    count = recipe.config.get("num_labels")
+    if isinstance(names, dict):
+        known = {int(number): clean(str(name)) for number, name in names.items() if str(number).isdecimal()}
+        if set(known) == set(range(len(known))) and known:
+            return [known[number] for number in range(len(known))]
+    raise ArtifactError(f"{str(folder)!r} doesn't name its classes from 0 on ({count} of them): save the model again")
+
+
+def _requirements(recipe: Recipe) -> tuple[str, ...]:
+    runtime = recipe.deployment.runtime
+    wanted = {
+        "eager": ("torch", "transformers", "safetensors"),
+        "inductor": (
+            "torch",
+            "transformers",
+            "safetensors",
+            *(["torchao"] if recipe.deployment.scheme == "static" else []),
+        ),
+    }.get(runtime, (runtime,))
+    known = recipe.libraries
+    # A local version, 2.13.0+cpu, is on no index.
+    pinned = (f"{name}=={known[name].partition('+')[0]}" if name in known else name for name in wanted)
+    return ("numpy", "pillow", *pinned)
+
+
+def _write_torch(folder: Path, recipe: Recipe, temporary: Path) -> _Torch:
+    """Write a torch model, as an ordinary Hugging Face folder where a config can say all of it, or with its layers described."""
+
+    def refuse(said: str) -> ArtifactError:
+        return ArtifactError(f"transformers can't build the model from its config ({said}): save the model again")
+
+    model = load_module(folder)
+    layout = memory_format(model) if recipe.deployment.runtime == "inductor" else None
+    dtype = str(floating_dtype(model)).removeprefix("torch.")
+    is_ordinary = False
+    if recipe.deployment.scheme == "float32" and not recipe.quantized:
+        plain = temporary / "plain"
+        is_ordinary = (
+            save_plain(model, plain, spec=recipe.input, processor=load_processor(folder), cuts=recipe.cuts) is None
+        )
+        if is_ordinary:
+            for path in plain.iterdir():
+                path.rename(temporary / path.name)
+            plain.rmdir()
+    if not is_ordinary:
+        write_weights(model, temporary)
+        shutil.copyfile(folder / CONFIG, temporary / CONFIG)
+        write_text(temporary / DESCRIBED, json.dumps(describe(model, recipe, refuse), indent=1) + "\n")
+        shutil.copyfile(HERE / LAYERS, temporary / LAYERS)
+    return _Torch(is_ordinary=is_ordinary, is_channels_last=layout == torch.channels_last, dtype=dtype)
+
+
+def _said(folder: Path, images: NDArray[np.float32], recipe: Recipe) -> NDArray[Any]:
+    """Return the logits that `load.py` gives in a process of its own, which can't import us.
+
+    Raises:
+        ArtifactError: it fails; with the last line of what it said.
+    """
+
+    def refuse(said: str) -> ArtifactError:
+        return ArtifactError(f"the model doesn't run as plain files ({said}): {_offered(recipe)}")
+
+    with tempfile.TemporaryDirectory() as scratch:
+        given, heard = Path(scratch) / "pixel_values.npy", Path(scratch) / "logits.npy"
+        np.save(given, images)
+        command = [
+            sys.executable,
+            "-c",
+            CHECK,
+            str(folder.resolve()),
+            str(given),
+            str(heard),
+            recipe.deployment.runtime,
+        ]
+        try:
+            ended = subprocess.run(
+                command,
+                env=child_environment() | {"PYTHONDONTWRITEBYTECODE": "1", "HF_HUB_OFFLINE": "1"},
+                capture_output=True,
+                text=True,
+                errors="backslashreplace",
+                timeout=TIMEOUT_S,
+                check=False,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise refuse(f"it takes more than {TIMEOUT_S} s") from error
+        if ended.returncode or not heard.is_file():
+            raise refuse(clean(_last_line(ended.stderr.splitlines()))[:200])
+        return np.load(heard, allow_pickle=False)
+
+
+def _last_line(lines: Sequence[str]) -> str:
+    return next((line.strip() for line in reversed(lines) if line.strip()), "it ended without a word")
+
+
+def _offered(recipe: Recipe) -> str:
+    """Return what else can be done with a model of this deployment."""
+    if recipe.deployment.runtime in TORCH:
+        return "export its float32 parent, or the same model in ONNX Runtime or OpenVINO (`profiling-agent pick` lists them)"
+    return f"copy {' and '.join(MODEL_FILES[recipe.deployment.runtime])} from the saved folder"
+
+
+def _write_card(folder: Path, recipe: Recipe, temporary: Path, how: str) -> None:
+    head = card_head(folder).replace(f"`{CONFIG}`.", f"`{LABELS}`.")
+    card = ModelCard(f"{head}{how}", ignore_metadata_errors=True)
+    metadata: Any = card.data
+    metadata.library_name = LIBRARIES.get(recipe.deployment.runtime, "transformers")
+    write_text(temporary / CARD, str(card))

@@ -1,0 +1,193 @@
+"""Push: a saved model, or what was exported of one, becomes a repository on the Hub, with its card, and nothing else of the run."""
+
+import json
+import shutil
+import tempfile
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
+from pathlib import Path
+
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard, constants, get_token
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    HFValidationError,
+    HTTPError,  # pyright: ignore[reportPrivateImportUsage]  the transport library's root; its name differs by version
+    RepositoryNotFoundError,
+)
+from huggingface_hub.utils import validate_repo_id
+from huggingface_hub.utils.tqdm import disable_progress_bars
+
+from profiling_agent.artifacts.card import base_name, read_card
+from profiling_agent.artifacts.folder import named_folder, open_folder
+from profiling_agent.artifacts.recipe import CARD, CONFIG, RECIPE
+from profiling_agent.documents import clean, parse_json
+from profiling_agent.errors import ProfilingAgentError, RequestError
+from profiling_agent.files import file_sha256, read_text, write_text
+from profiling_agent.foreign import foreign_code, on_behalf
+from profiling_agent.handover.manifest import MANIFEST, read_exported
+from profiling_agent.handover.source import model_folder
+from profiling_agent.records import Record
+
+LOGIN = "log in with `hf auth login`, or set HF_TOKEN to a token that may write (huggingface.co/settings/tokens)"
+# What the Hub puts into a new repository by itself.
+BY_THE_HUB = frozenset({".gitattributes"})
+NAMED = 5
+SHOWN = 200
+
+
+class Pushed(Record):
+    """What lies on the Hub now: the page, the commit, and the names of the files."""
+
+    url: str
+    commit: str
+    files: tuple[str, ...]
+
+
+class _Staged(Record):
+    """A copy of what is to go up; `base` and `revision` are what it was made from, where that is on the Hub."""
+
+    folder: Path
+    files: tuple[str, ...]
+    base: str
+    revision: str | None
+
+
+def push(source: str | Path, repo_id: str, *, private: bool = False, update: bool = False) -> Pushed:
+    """Put a run's best model, a saved model or an exported folder on the Hub as `repo_id`, in one commit; return where it lies.
+
+    The token is the one of `hf auth login` or of HF_TOKEN. Paths of this machine stay here. A repository that holds something is
+    replaced only with `update`, and only where that something was pushed by this function; its earlier commits stay.
+
+    Raises:
+        RequestError: there is no token, it isn't accepted, the repository isn't yours or holds something else, the id is none,
+            or the Hub can't be reached.
+        RunError: the run has no model yet.
+        ArtifactError: the model is damaged.
+    """
+    try:
+        validate_repo_id(repo_id)
+    except HFValidationError as error:
+        raise RequestError(f"{clean(repo_id)[:80]!r} is no repository on the Hub: give it as owner/name") from error
+    folder = named_folder(model_folder(Path(source)))
+    with tempfile.TemporaryDirectory(prefix="profiling-agent-") as scratch, _hub(repo_id):
+        staged = _stage(folder, Path(scratch))
+        if not (token := get_token()):
+            raise RequestError(f"a push to the Hub needs a token, and there is none: {LOGIN}")
+        disable_progress_bars()
+        api = HfApi(token=token)
+        there = _files_there(api, repo_id)
+        _check_there(repo_id, there, update=update)
+        _add_license(api, staged)
+        if there is None:
+            on_behalf(api.create_repo, repo_id, private=private or None)
+        return _commit(api, repo_id, staged, set(there or ()) - BY_THE_HUB)
+
+
+def _commit(api: HfApi, repo_id: str, staged: _Staged, there: Iterable[str]) -> Pushed:
+    added = [CommitOperationAdd(name, staged.folder / name) for name in staged.files]
+    gone = [CommitOperationDelete(name) for name in sorted(set(there) - set(staged.files))]
+    committed = on_behalf(
+        api.create_commit, repo_id, [*added, *gone], commit_message="A model by profiling-agent", revision="main"
+    )
+    return Pushed(url=f"{constants.ENDPOINT}/{repo_id}", commit=committed.oid, files=staged.files)
+
+
+def _stage(folder: Path, scratch: Path) -> _Staged:
+    """Copy a model that is whole to `scratch`, without the paths that it was made from."""
+    if (folder / MANIFEST).is_file():
+        exported = read_exported(folder)
+        names, base, revision = (MANIFEST, *exported.files), exported.base_model, exported.base_revision
+    else:
+        recipe = open_folder(folder, verify=True)
+        names, base, revision = (RECIPE, *recipe.files), recipe.base_model, recipe.base_revision
+    for name in names:
+        shutil.copyfile(folder / name, scratch / name)
+    write_text(scratch / CARD, read_card(folder))
+    _forget_paths(scratch, base)
+    return _Staged(folder=scratch, files=(*sorted(names), CARD), base=base, revision=revision)
+
+
+def _forget_paths(folder: Path, base: str) -> None:
+    """Name what a model was made from by its folder's name alone, where that was a path of this machine."""
+    hashes: dict[str, str] = {}
+    for name in (CONFIG, RECIPE, MANIFEST):
+        if not (folder / name).is_file():
+            continue
+        document = parse_json(read_text(folder / name))
+        config = document.get("config", document) if name == RECIPE else document
+        if isinstance(config, dict) and config.get("_name_or_path"):
+            config["_name_or_path"] = base_name(str(config["_name_or_path"]))
+        if "base_model" in document:
+            document["base_model"] = base_name(base)
+        if name != CONFIG:
+            document["files"] |= hashes
+        write_text(folder / name, json.dumps(document, indent=1) + "\n")
+        if name == CONFIG:
+            hashes[CONFIG] = file_sha256(folder / CONFIG)
+    if base != base_name(base):
+        write_text(folder / CARD, read_text(folder / CARD).replace(base, base_name(base)))
+
+
+def _files_there(api: HfApi, repo_id: str) -> tuple[str, ...] | None:
+    """Return what a repository holds, None where there is none."""
+    try:
+        # Asked once; a list of the files would be asked for again and again where nobody answers.
+        return tuple(file.rfilename for file in on_behalf(api.model_info, repo_id).siblings or ())
+    except RepositoryNotFoundError:
+        return None
+
+
+def _check_there(repo_id: str, there: tuple[str, ...] | None, *, update: bool) -> None:
+    held = sorted(set(there or ()) - BY_THE_HUB)
+    if not held:
+        return
+    some = ", ".join(clean(name)[:80] for name in held[:NAMED])
+    more = f" and {len(held) - NAMED} more" if len(held) > NAMED else ""
+    said = f"{repo_id!r} exists on the Hub and holds {some}{more}"
+    if not {RECIPE, MANIFEST} & set(held):
+        raise RequestError(f"{said}, which were not pushed by profiling-agent: push to another name")
+    if not update:
+        raise RequestError(f"{said}: push to another name, or replace them with --update (earlier commits stay)")
+
+
+def _add_license(api: HfApi, staged: _Staged) -> None:
+    """Say in the card under which license the base model is, where the Hub knows it."""
+    if staged.revision is None:
+        return
+    try:
+        base = on_behalf(api.model_info, staged.base, revision=staged.revision).card_data
+    except (HfHubHTTPError, HFValidationError, HTTPError):
+        return
+    card = ModelCard(read_text(staged.folder / CARD), ignore_metadata_errors=True)
+    for name in ("license", "license_name", "license_link"):
+        if base is not None and isinstance(value := base.get(name), str):
+            setattr(card.data, name, value)
+    write_text(staged.folder / CARD, str(card))
+
+
+@contextmanager
+def _hub(repo_id: str) -> Generator[None]:
+    """Turn what the Hub says into one line."""
+
+    def refuse(said: str) -> ProfilingAgentError:
+        return RequestError(f"{repo_id!r} can't be pushed to {constants.ENDPOINT} ({said}): nothing was committed")
+
+    try:
+        with foreign_code(refuse):
+            yield
+    except RequestError as error:
+        cause = error.__cause__
+        status = cause.response.status_code if isinstance(cause, HfHubHTTPError) else None
+        if status is None and isinstance(cause, HTTPError | ConnectionError):
+            raise RequestError(
+                f"{constants.ENDPOINT} can't be reached for {repo_id!r} ({type(cause).__name__}): check the network, and "
+                "that HF_HUB_OFFLINE isn't set"
+            ) from error
+        if status == 401:
+            raise RequestError(f"the Hub doesn't accept the token for {repo_id!r}: {LOGIN}") from error
+        if status == 403:
+            owner = repo_id.partition("/")[0]
+            raise RequestError(
+                f"you may not write to {repo_id!r} on the Hub: name a repository of yours instead of {owner!r}'s, or {LOGIN}"
+            ) from error
+        raise

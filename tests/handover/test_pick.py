@@ -1,0 +1,174 @@
+"""Another candidate of a finished run is taken as it was measured, by what was wanted or by its number; nothing is measured again."""
+
+import json
+import shutil
+from pathlib import Path
+
+import made
+import pytest
+from typer.testing import CliRunner
+
+from profiling_agent import pick
+from profiling_agent.cli.main import app
+from profiling_agent.deployment.load import load
+from profiling_agent.errors import ArtifactError, RequestError, RunError
+from profiling_agent.handover.candidates import Measured, best_for, candidates, candidates_of, named
+from profiling_agent.records import RaceResult, Variant
+from profiling_agent.reporting.report import RunReport
+
+GOAL = made.GOAL.model_copy(update={"max_accuracy_drop": 0.05, "max_size_ratio": 0.6})
+
+
+def measured(
+    number: int, name: str, *, correct: int, size_bytes: int, speedup: float | None, peak: int = 0
+) -> Measured:
+    """Return a candidate of a baseline that answers 900 of 1000 images right and has 4000 bytes."""
+    variant = Variant.BASELINE if number == 0 else Variant.BOTH
+    raced: RaceResult | None = None
+    if speedup is not None:
+        raced = made.race_result(name, speedup, speedup, speedup, variant)
+        raced = raced.model_copy(update={"peak_bytes": (peak,) if peak else ()})
+    against = None if number == 0 else 900
+    evaluation = made.evaluation(name, variant, correct=correct, against=against, size_bytes=size_bytes)
+    return Measured(
+        number=number, evaluation=evaluation, race_result=raced, terms=(), is_judged=False, is_on_front=False
+    )
+
+
+FOUND = (
+    measured(0, "m0", correct=900, size_bytes=4000, speedup=1.0, peak=100),
+    measured(1, "fast", correct=880, size_bytes=2000, speedup=3.0, peak=90),
+    measured(2, "small", correct=885, size_bytes=1000, speedup=2.0, peak=80),
+    measured(3, "wrong", correct=700, size_bytes=500, speedup=4.0, peak=70),
+    measured(4, "exact", correct=899, size_bytes=2300, speedup=1.5, peak=60),
+    # Exact too, but larger than 60% of the bytes.
+    measured(5, "large", correct=900, size_bytes=3000, speedup=1.5, peak=50),
+    measured(6, "untimed", correct=890, size_bytes=900, speedup=None),
+)
+
+
+@pytest.mark.parametrize(
+    ("objective", "number"),
+    # What isn't timed can't be said to be fast enough, so it stands behind all that is.
+    [("speed", 1), ("size", 2), ("accuracy", 4), ("memory", 4)],
+)
+def test_an_objective_takes_what_keeps_the_terms_and_has_most_of_it(objective: str, number: int):
+    assert best_for(objective, FOUND, GOAL).number == number
+
+
+def test_what_can_not_be_chosen_by_is_one_line():
+    untimed = (FOUND[0], FOUND[6])
+
+    with pytest.raises(RequestError, match="choose one of speed, size, memory, accuracy"):
+        best_for("beauty", FOUND, GOAL)
+    with pytest.raises(RunError, match="measured the speed of no candidate"):
+        best_for("speed", untimed, GOAL)
+    with pytest.raises(RunError, match="measured nothing but the baseline"):
+        best_for("size", FOUND[:1], GOAL)
+    assert best_for("size", untimed, GOAL).number == 6
+
+
+def test_a_candidate_is_named_by_number_or_by_what_only_one_is():
+    assert named("3", FOUND).number == 3
+    assert named("baseline (eager float32)", FOUND).number == 0
+    with pytest.raises(RequestError, match=r"'7' names none of the run's candidates: choose a number of 0 baseline"):
+        named("7", FOUND)
+    with pytest.raises(RequestError, match="'eager float32' names several"):
+        named("eager float32", FOUND)
+
+
+def report_of(run: Path) -> RunReport:
+    return RunReport.model_validate_json((run / "report.json").read_text())
+
+
+def call(*arguments: object):
+    return CliRunner().invoke(app, [str(each) for each in arguments], env={"COLUMNS": "250", "TERM": "dumb"})
+
+
+def test_every_candidate_of_a_run_can_be_taken_and_loads(finished: Path, tmp_path: Path):
+    report, before = report_of(finished), (finished / "best").resolve()
+
+    for one in candidates(finished):
+        taken = pick(finished, tmp_path / str(one.number), candidate=one.number)
+
+        assert taken == one
+        recipe = load(tmp_path / str(one.number)).recipe
+        assert recipe.deployment.runtime == report.variants[one.number].evaluation.deployment.runtime
+    assert (finished / "best").resolve() == before
+
+
+def test_what_the_run_returned_keeps_its_verdict_and_its_card(finished: Path, tmp_path: Path):
+    report = report_of(finished)
+    (best,) = [one for one in candidates(finished) if one.is_judged]
+
+    pick(finished, tmp_path / "best", candidate=best.number)
+
+    assert best.terms == report.verdict.terms
+    assert (tmp_path / "best" / "README.md").read_text() == (finished / "best" / "README.md").read_text()
+
+
+def test_what_was_never_judged_says_so_in_its_card_and_on_the_terminal(finished: Path, tmp_path: Path):
+    other = next(one for one in candidates(finished) if not one.is_judged and one.number)
+
+    ended = call("pick", finished, "--candidate", other.number, "--output", tmp_path / "other")
+
+    card = (tmp_path / "other" / "README.md").read_text()
+    assert ended.exit_code == 0
+    assert "never judged on held-out images" in card
+    assert f"{other.evaluation.predictions.num_images:,} search images" in card
+    assert "never judged on held-out images" in ended.stdout
+    assert f"wrote {tmp_path / 'other'}" in ended.stdout
+    assert {"accuracy", "size"} <= {term.name for term in other.terms}
+
+
+def test_the_list_has_all_that_was_measured_and_a_front(finished: Path):
+    found = candidates_of(report_of(finished))
+
+    listed = json.loads(call("pick", finished, "--json").stdout)
+    shown = call("pick", finished).stdout
+
+    assert [one["number"] for one in listed] == list(range(len(found)))
+    assert any(one.is_on_front for one in found)
+    assert all(one.name in shown for one in found)
+    smallest = min(found, key=lambda one: one.evaluation.footprint.size_bytes)
+    assert smallest.is_on_front or any(
+        one.evaluation.footprint.size_bytes == smallest.evaluation.footprint.size_bytes and one.is_on_front
+        for one in found
+    )
+
+
+def test_a_bad_pick_is_one_line_and_writes_nothing(finished: Path, tmp_path: Path):
+    unfinished = tmp_path / "unfinished"
+    unfinished.mkdir()
+    shutil.copy(finished / "request.json", unfinished)
+    (tmp_path / "mine").mkdir()
+    out = tmp_path / "out"
+
+    for arguments, says in (
+        ((finished, "--objective", "size"), "name a folder to write it to"),
+        ((finished, "--output", out), "name an objective or a candidate"),
+        ((finished, "--objective", "size", "--candidate", 1, "--output", out), "one of both"),
+        ((finished, "--objective", "beauty", "--output", out), "choose one of speed, size, memory, accuracy"),
+        ((finished, "--candidate", 99, "--output", out), "names none of the run's candidates"),
+        ((finished, "--candidate", 1, "--output", tmp_path / "mine"), "exists already"),
+        ((unfinished, "--objective", "size", "--output", out), "has no report yet"),
+        ((tmp_path, "--objective", "size", "--output", out), "is no run folder"),
+    ):
+        ended = call("pick", *arguments)
+        assert ended.exit_code == 2, arguments
+        assert says in ended.stderr
+    assert not out.exists()
+    assert list((tmp_path / "mine").iterdir()) == []
+
+
+def test_a_candidate_that_is_damaged_or_gone_is_named(finished: Path, tmp_path: Path):
+    run = Path(shutil.copytree(finished, tmp_path / "run", symlinks=True))
+    first, second = (run / row.evaluation.model.path for row in report_of(finished).variants[:2])
+    (first / "config.json").write_text("{}")
+    shutil.rmtree(second)
+
+    with pytest.raises(ArtifactError, match=r"config\.json' isn't the file that was saved"):
+        pick(run, tmp_path / "out", candidate=0)
+    with pytest.raises(ArtifactError, match="is no saved model"):
+        pick(run, tmp_path / "out", candidate=1)
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,198 @@
+"""What `export` writes as files runs where nothing of ours is installed, and says what the saved model says."""
+
+import json
+import shutil
+from pathlib import Path
+
+import deployed
+import fresh
+import numpy as np
+import pytest
+import zoo
+from PIL import Image
+
+from profiling_agent.artifacts.load import load_recipe
+from profiling_agent.artifacts.save import save_model
+from profiling_agent.deployment.batches import noise_batch
+from profiling_agent.deployment.load import load
+from profiling_agent.deployment.protocol import Source
+from profiling_agent.deployment.registry import open_session
+from profiling_agent.deployment.save import save_deployed
+from profiling_agent.errors import ArtifactError
+from profiling_agent.handover.export import export
+from profiling_agent.modules.widths import say_heads_
+from profiling_agent.pruning.prune import prune_model
+from profiling_agent.pruning.units import find_units
+from profiling_agent.records import Cut
+
+ASK = """
+import importlib.util, json, sys
+import numpy as np
+from load import load
+assert importlib.util.find_spec("profiling_agent") is None
+assert importlib.util.find_spec("datasets") is None
+print(json.dumps(load()(np.load(sys.argv[1])).tolist()))
+"""
+RUN = "import runpy; sys.argv[0] = sys.argv.pop(1); runpy.run_path(sys.argv[0], run_name='__main__')"
+NEEDED = {
+    "onnxruntime": ("numpy", "pillow", "onnxruntime"),
+    "openvino": ("numpy", "pillow", "openvino"),
+    "eager": ("numpy", "pillow", "torch", "transformers", "safetensors"),
+    "inductor": ("numpy", "pillow", "torch", "transformers", "safetensors", "torchao"),
+}
+BOUND = {"float32": 1e-5, "float16": 1e-4}
+STEPS = 2e-2
+# What torch runs takes seconds to import, and what inductor does a minute to compile.
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("eager bfloat16", "eager dynamic", "inductor float32")]
+NAMES = [
+    "onnxruntime float32",
+    "onnxruntime dynamic",
+    "onnxruntime static",
+    "openvino float32",
+    "openvino bfloat16",
+    "openvino static_nncf",
+    *SLOW,
+]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Source:
+    return deployed.source_of("vit", tmp_path_factory.mktemp("source") / "vit")
+
+
+def picture(path: Path) -> Path:
+    pixels = np.random.default_rng(5).integers(0, 256, (48, 40, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(path)
+    return path
+
+
+def heard(folder: Path, needed: tuple[str, ...], images: np.ndarray, scratch: Path):
+    np.save(scratch / "images.npy", images)
+    packages = fresh.packages(scratch / "packages", *needed)
+    return np.array(fresh.said(packages, ASK, scratch / "images.npy", beside=folder), np.float32)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_exported_files_run_by_their_runtime_alone(source: Source, tmp_path: Path, name: str):
+    saved, home, images = tmp_path / "saved", tmp_path / "home", noise_batch(zoo.SPEC, 3, seed=9)
+    form = deployed.deployment(name)
+    save_deployed(source, form, saved, num_threads=1)
+
+    export(saved, "files", home)
+
+    found = heard(home, NEEDED[form.runtime], images, tmp_path)
+    expected = open_session(saved, num_threads=1).run(images)
+    assert deployed.distance(found, expected) < BOUND.get(form.scheme, STEPS)
+    if form.runtime == "inductor":
+        # It would be compiled twice more, for batches of one.
+        return
+    image = picture(tmp_path / "image.png")
+    line = fresh.run(tmp_path / "packages", RUN, home / "load.py", image, beside=home)
+    best = load(saved).predict(Image.open(image))
+    assert line.strip() == f"{image}: {best.label} ({best.probability:.1%})"
+
+
+@pytest.mark.slow
+def test_static_layers_of_torch_compute_from_the_same_integers(source: Source, tmp_path: Path):
+    from profiling_agent.artifacts.load import load_module
+    from profiling_agent.deployment.torch_session import TorchSession
+
+    saved, home, images = tmp_path / "saved", tmp_path / "home", noise_batch(zoo.SPEC, 3, seed=9)
+    save_deployed(source, deployed.deployment("inductor static"), saved, num_threads=1)
+
+    export(saved, "files", home)
+
+    (tmp_path / "images.npy").parent.mkdir(exist_ok=True)
+    np.save(tmp_path / "images.npy", images)
+    packages = fresh.packages(tmp_path / "packages", *NEEDED["eager"])
+    ask = ASK.replace("load()(", "load(is_compiled=False)(")
+    found = np.array(fresh.said(packages, ask, tmp_path / "images.npy", beside=home), np.float32)
+    expected = TorchSession(load_module(saved), device="cpu").run(images)
+    assert deployed.distance(found, expected) < 1e-5
+
+
+@pytest.mark.slow
+def test_a_model_whose_layers_were_cut_differently_is_described_layer_by_layer(tmp_path: Path):
+    model = zoo.vit()
+    units = find_units(model, zoo.SPEC, {}).units
+    # The first of each kind alone, so that no config can say it.
+    first = {unit.kind: unit for unit in reversed(units)}.values()
+    cuts = [Cut(unit=unit, keep=unit.width // 2, requested_ratio=0.5) for unit in first]
+    small = prune_model(model, cuts, spec=zoo.SPEC).model
+    say_heads_(small, cuts)
+    save_model(small, tmp_path / "saved", spec=zoo.SPEC, processor=zoo.processor(), base_model="zoo", cuts=cuts)
+    images = noise_batch(zoo.SPEC, 3, seed=9)
+
+    with pytest.raises(
+        ArtifactError, match=r"no ViTConfig has fields for the widths .*export it to files or onnx instead"
+    ):
+        export(tmp_path / "saved", "hf", tmp_path / "hf")
+    export(tmp_path / "saved", "files", tmp_path / "home")
+
+    described = json.loads((tmp_path / "home" / "layers.json").read_text())
+    assert described["layers"] == {}
+    assert described["attributes"]["vit.layers.0.mlp.fc1"] == {"out_features": 128}
+    found = heard(tmp_path / "home", NEEDED["eager"], images, tmp_path)
+    assert deployed.distance(found, open_session(tmp_path / "saved").run(images)) < 1e-5
+
+
+def test_the_files_say_what_they_are_and_hold_no_path(source: Source, tmp_path: Path):
+    saved, home = tmp_path / "saved", tmp_path / "home"
+    save_deployed(source, deployed.deployment("onnxruntime dynamic"), saved, num_threads=1)
+    recipe = json.loads((saved / "recipe.json").read_text()) | {"base_model": "/home/somebody/my-model"}
+    (saved / "recipe.json").write_text(json.dumps(recipe))
+    (saved / "README.md").unlink()
+
+    export(saved, "files", home)
+
+    assert sorted(path.name for path in home.iterdir()) == [
+        "README.md",
+        "export.json",
+        "labels.json",
+        "load.py",
+        "model.onnx",
+        "prepare.py",
+        "preprocessing.json",
+    ]
+    assert json.loads((home / "labels.json").read_text()) == [f"class {number}" for number in range(5)]
+    assert json.loads((home / "preprocessing.json").read_text()) == {
+        "resize": [32, 32],
+        "resample": "bilinear",
+        "crop": None,
+        "channels": "RGB",
+        "mean": [0.5, 0.5, 0.5],
+        "std": [0.5, 0.5, 0.5],
+    }
+    card = (home / "README.md").read_text()
+    assert "library_name: onnx" in card
+    assert "Made from `my-model`" in card
+    assert f"onnxruntime=={load_recipe(saved).libraries['onnxruntime']}" in card
+    for path in home.iterdir():
+        assert b"/home/somebody" not in path.read_bytes()
+
+
+def test_a_model_for_batches_of_two_says_so_and_fills_them_up(tmp_path: Path):
+    source = deployed.source_of("vit", tmp_path / "vit", batch_size=2)
+    save_deployed(source, deployed.deployment("onnxruntime float32"), tmp_path / "saved", num_threads=1)
+
+    export(tmp_path / "saved", "files", tmp_path / "home")
+
+    assert "takes exactly 2 images at a time" in (tmp_path / "home" / "README.md").read_text()
+    packages = fresh.packages(tmp_path / "packages", *NEEDED["onnxruntime"])
+    image = picture(tmp_path / "image.png")
+    assert "class " in fresh.run(packages, RUN, tmp_path / "home" / "load.py", image, beside=tmp_path / "home")
+
+
+def test_a_graph_that_says_something_else_leaves_nothing_behind(source: Source, tmp_path: Path):
+    one, other = tmp_path / "one", tmp_path / "other"
+    save_deployed(source, deployed.deployment("onnxruntime float32"), one, num_threads=1)
+    save_deployed(source, deployed.deployment("onnxruntime static"), other, num_threads=1)
+    recipe = json.loads((one / "recipe.json").read_text())
+    shutil.copy(other / "model.onnx", one / "model.onnx")
+    recipe["files"]["model.onnx"] = json.loads((other / "recipe.json").read_text())["files"]["model.onnx"]
+    (one / "recipe.json").write_text(json.dumps(recipe))
+
+    with pytest.raises(ArtifactError, match=r"as plain files the model gives logits .* copy model\.onnx from the"):
+        export(one, "files", tmp_path / "home")
+
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "other"]

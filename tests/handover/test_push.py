@@ -1,0 +1,229 @@
+"""What is pushed is the model and its card, and nothing of the machine or the run; what can't be pushed is one line."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import deployed
+import pytest
+import taking_hub
+import yaml
+
+from profiling_agent.artifacts.card import Judged, write_card
+from profiling_agent.deployment.load import load
+from profiling_agent.deployment.save import save_deployed
+from profiling_agent.handover.export import export
+
+# Runs in a process of its own: huggingface_hub reads HF_ENDPOINT once, when it is imported.
+ASK = """
+import json, os, sys
+from profiling_agent import ProfilingAgentError, push
+
+answers = {}
+for name, token, source, repository, options in json.loads(sys.argv[1]):
+    os.environ.pop("HF_TOKEN", None)
+    os.environ |= {"HF_TOKEN": token} if token else {}
+    try:
+        answers[name] = push(source, repository, **options).model_dump(mode="json")
+    except ProfilingAgentError as error:
+        answers[name] = str(error)
+assert "torch" not in sys.modules
+print(json.dumps(answers))
+"""
+SECRET = "/home/somebody/models/my-vit"
+USERS = {"hf_mine": "me"}
+
+
+def environment(endpoint, home, **settings):
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))}
+    told = {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_XET": "1"}
+    return kept | told | settings
+
+
+def ask(endpoint, home, *questions):
+    done = subprocess.run(
+        [sys.executable, "-c", ASK, json.dumps(questions, default=str)],
+        env=environment(endpoint, home), capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def command(endpoint, home, *arguments, **settings):
+    call = [sys.executable, "-m", "profiling_agent.cli.main", "push", *map(str, arguments)]
+    return subprocess.run(
+        call, env=environment(endpoint, home, **settings), capture_output=True, text=True, check=False
+    )
+
+
+def rewritten(folder, **fields):
+    recipe = json.loads((folder / "recipe.json").read_text()) | fields
+    (folder / "recipe.json").write_text(json.dumps(recipe))
+
+
+def write_models(models):
+    """Write a model that was made from a path, one that was made from the Hub, what was exported of it, and damaged ones."""
+    source = deployed.source_of("vit", models / "source")
+    save_deployed(source, deployed.deployment("onnxruntime dynamic"), models / "local", num_threads=1)
+    shutil.copytree(models / "local", models / "based")
+    rewritten(models / "local", base_model=SECRET)
+    # As versions before this one wrote it.
+    (models / "local" / "README.md").write_text(f"---\ntags: [x]\n---\n\nMade from `{SECRET}`.\n")
+    rewritten(models / "based", base_model="acme/vit", base_revision="0" * 40)
+    judged = Judged(dataset="acme/insects", config="small", split="test", top1=0.875)
+    write_card(models / "based", judged=judged)
+    export(models / "based", "files", models / "exported")
+    shutil.copytree(models / "local", models / "damaged")
+    (models / "damaged" / "model.onnx").write_bytes(b"other")
+    shutil.copytree(models / "exported", models / "changed")
+    (models / "changed" / "load.py").write_text("raise SystemExit")
+
+
+def write_runs(models):
+    """Write a finished run with all that must not go up, and one without a model; return the first."""
+    run = models / "run"
+    (run / "jobs").mkdir(parents=True)
+    for name in ("request.json", "worker.log", "llm.jsonl", "report.html"):
+        (run / name).write_text("mine")
+    shutil.copytree(models / "local", run / "jobs" / "model")
+    (run / "best").symlink_to("jobs/model")
+    (models / "unfinished").mkdir()
+    (models / "unfinished" / "request.json").write_text("{}")
+    return run
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    """Return what a Hub holds after a few pushes, what they said, and what the Hub was asked."""
+    root, home, models = (tmp_path_factory.mktemp(name) for name in ("hub", "home", "models"))
+    write_models(models)
+    run = write_runs(models)
+    for name, file in (("acme/vit", "config.json"), ("acme/open", "config.json"), ("me/notes", "notes.txt")):
+        (root / "models" / name).mkdir(parents=True)
+        (root / "models" / name / file).write_text("{}")
+    with taking_hub.take(root, USERS) as hub:
+        hub.made["acme/vit"] = {"cardData": {"license": "apache-2.0"}}
+        answers = ask(
+            hub.address, home,
+            ("no token", None, run, "me/small", {}),
+            ("run", "hf_mine", run, "me/small", {"private": True}),
+            ("again", "hf_mine", run, "me/small", {}),
+            ("based", "hf_mine", models / "based", "me/based", {}),
+            ("exported", "hf_mine", models / "exported", "me/based", {"update": True}),
+            ("not ours", "hf_mine", run, "me/notes", {"update": True}),
+            ("to another", "hf_mine", run, "other/new", {}),
+            ("into another's", "hf_mine", run, "acme/open", {}),
+            ("bad token", "hf_wrong", run, "me/new", {}),
+            ("no id", "hf_mine", run, "a b/c", {}),
+            ("damaged", "hf_mine", models / "damaged", "me/new", {}),
+            ("changed", "hf_mine", models / "changed", "me/new", {}),
+            ("unfinished", "hf_mine", models / "unfinished", "me/new", {}),
+            ("no model", "hf_mine", models / "source", "me/new", {}),
+        )  # fmt: skip
+        by_command = command(hub.address, home, run, "me/commanded", HF_TOKEN="hf_mine")
+        refused = command(hub.address, home, run, "me/commanded", HF_TOKEN="hf_mine")
+    unreachable = ask(hub.address, home, ("unreachable", "hf_mine", run, "me/new", {}))
+    commands = {"command": by_command, "refused command": refused}
+    return root / "models", answers | unreachable | commands, hub
+
+
+def names_in(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def metadata_of(folder):
+    return yaml.safe_load((folder / "README.md").read_text().split("---\n")[1])
+
+
+def test_a_runs_model_goes_up_whole_and_loads_from_there(world):
+    root, answers, hub = world
+
+    assert answers["run"]["url"] == f"{hub.address}/me/small"
+    assert answers["run"]["commit"] == taking_hub.COMMIT
+    assert hub.made["me/small"]["visibility"] == "private"
+    held = [*answers["run"]["files"], ".gitattributes"]
+    assert names_in(root / "me/small") == sorted(held)
+    assert set(held) == {".gitattributes", "README.md", "config.json", "golden.safetensors", "model.onnx"} | {
+        "preprocessor_config.json",
+        "recipe.json",
+    }
+    (root / "me/small" / ".gitattributes").rename(root / "gitattributes")
+    assert load(root / "me/small").runtime == "onnxruntime"
+
+
+def test_no_path_of_the_machine_goes_up(world):
+    root, _, _ = world
+
+    for path in (root / "me/small").iterdir():
+        assert b"/home/somebody" not in path.read_bytes(), path
+    assert json.loads((root / "me/small/recipe.json").read_text())["base_model"] == "my-vit"
+    assert "Made from `my-vit`" in (root / "me/small/README.md").read_text()
+
+
+def test_the_card_tells_the_hub_base_license_data_and_accuracy(world):
+    root, _, _ = world
+
+    told = metadata_of(root / "me/based")
+
+    assert (told["base_model"], told["base_model_relation"], told["license"]) == ("acme/vit", "quantized", "apache-2.0")
+    assert told["datasets"] == ["acme/insects"]
+    assert told["pipeline_tag"] == "image-classification"
+    assert told["tags"] == ["profiling-agent", "onnxruntime", "dynamic"]
+    (result,) = told["model-index"][0]["results"]
+    assert result["dataset"] == {"name": "acme/insects", "type": "acme/insects", "config": "small", "split": "test"}
+    assert result["metrics"] == [{"type": "accuracy", "value": 0.875}]
+
+
+def test_exported_files_replace_what_was_pushed_before(world):
+    root, answers, _ = world
+
+    assert names_in(root / "me/based") == sorted([".gitattributes", *answers["exported"]["files"]])
+    assert "load.py" in answers["exported"]["files"]
+    assert "recipe.json" not in answers["exported"]["files"]
+    assert metadata_of(root / "me/based")["library_name"] == "onnx"
+
+
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [
+        ("no token", "needs a token, and there is none: log in with `hf auth login`, or set HF_TOKEN"),
+        ("again", "'me/small' exists on the Hub and holds README.md, config.json, golden.safetensors, model.onnx, "),
+        ("again", "push to another name, or replace them with --update"),
+        ("not ours", "holds notes.txt, which were not pushed by profiling-agent: push to another name"),
+        ("to another", "you may not write to 'other/new' on the Hub: name a repository of yours instead of 'other'"),
+        ("into another's", "'acme/open' exists on the Hub and holds config.json, which were not pushed by"),
+        ("bad token", "doesn't accept the token for 'me/new'"),
+        ("no id", "'a b/c' is no repository on the Hub: give it as owner/name"),
+        ("damaged", "isn't the file that was saved"),
+        ("changed", "load.py' isn't the file that was exported"),
+        ("unfinished", "has no model yet: finish it with"),
+        ("no model", "is no saved model"),
+        ("unreachable", "can't be reached for 'me/new' (ConnectError): check the network"),
+    ],
+)
+def test_what_can_not_be_pushed_is_one_line(world, what, says):
+    _, answers, _ = world
+
+    assert says in answers[what]
+    assert len(answers[what].splitlines()) == 1
+    assert "hf_" not in answers[what]
+
+
+def test_what_was_refused_made_no_repository(world):
+    root, _, _ = world
+
+    assert sorted(path.name for path in (root / "me").iterdir()) == ["based", "commanded", "notes", "small"]
+    assert not (root / "other").exists()
+    assert names_in(root / "me/notes") == ["notes.txt"]
+
+
+def test_the_command_says_where_it_lies_or_ends_with_code_2(world):
+    _, answers, hub = world
+    done, refused = answers["command"], answers["refused command"]
+
+    assert (done.returncode, refused.returncode) == (0, 2)
+    assert done.stdout.startswith(f"{hub.address}/me/commanded holds config.json, golden.safetensors, ")
+    assert len(refused.stderr.strip().splitlines()) == 1
+    assert "with --update" in refused.stderr
