@@ -68,15 +68,9 @@ def swin() -> Any:
     return randomised(SwinForImageClassification(config))
 
 
-def resnet(layer_type: str = "bottleneck") -> Any:
-    config = ResNetConfig(
-        embedding_size=32,
-        hidden_sizes=[128, 256],
-        depths=[2, 2],
-        layer_type=layer_type,
-        id2label=LABELS,
-    )
-    return randomised(ResNetForImageClassification(config))
+def resnet(layer_type: str = "bottleneck", **changes) -> Any:
+    plain: dict[str, Any] = {"embedding_size": 32, "hidden_sizes": [128, 256], "depths": [2, 2], "id2label": LABELS}
+    return randomised(ResNetForImageClassification(ResNetConfig(layer_type=layer_type, **(plain | changes))))
 
 
 FAMILIES = {"vit": vit, "deit": deit, "swin": swin, "resnet": resnet}

@@ -122,7 +122,7 @@ def compare(first: Taken, second: Taken) -> Comparison:
     """
     check_same_machine(first.environment, second.environment)
     by_size = {row.batch_size: row.images_per_s for row in first.throughput}
-    versions, others = (_versions(each.environment) for each in (first, second))
+    versions, others = (each.environment.versions for each in (first, second))
     changed = sorted(name for name in versions.keys() | others.keys() if versions.get(name) != others.get(name))
     return Comparison(
         throughput={
@@ -143,10 +143,6 @@ def check_same_machine(first: Environment, second: Environment) -> None:
             f"measurements of different machines can't be compared ({_name(first)}; {_name(second)}): "
             "measure both on one of them"
         )
-
-
-def _versions(environment: Environment) -> dict[str, str]:
-    return environment.libraries | environment.runtimes
 
 
 def _name(environment: Environment) -> str:

@@ -12,6 +12,7 @@ from profiling_agent.benchmarking.race import noise_warning
 from profiling_agent.benchmarking.saved import Measurements
 from profiling_agent.handover.candidates import Measured
 from profiling_agent.records import ApprovalQuestion, Comparison, ModelProfile, Race
+from profiling_agent.reporting.machines import differences
 from profiling_agent.reporting.reflection import choices, predictions, subject_of
 from profiling_agent.reporting.report import RunReport
 from profiling_agent.reporting.units import asked, count, drop, measured, ms, percent, size, speedup
@@ -49,8 +50,11 @@ def verdict_table(report: RunReport, root: Path) -> Group:
             percent(deployed.top1) if deployed else "",
             Text(attempt.reason),
         )
+    timed = f"timed on {report.environment.machine}"
     files = "\n".join(f"{name}: {root / path}" for name, path in report.artifacts.items())
-    return Group(Text(head, style="bold"), terms, sides, tries, Text(f"stopped: {report.stopped}"), Text(files))
+    return Group(
+        Text(head, style="bold"), terms, sides, Text(timed), tries, Text(f"stopped: {report.stopped}"), Text(files)
+    )
 
 
 def plan_table(report: RunReport) -> Group:
@@ -78,8 +82,8 @@ def plan_table(report: RunReport) -> Group:
     return Group(*(Text(line) for line in lines), units, types, expected)
 
 
-def compare_table(reports: Mapping[str, RunReport]) -> Table:
-    """Return several runs side by side: what was asked, what came of it, who planned."""
+def compare_table(reports: Mapping[str, RunReport]) -> Group:
+    """Return several runs side by side: what was asked, what came of it, who planned; and what makes times incomparable."""
     table = folded_table("runs", "", *(escape(name) for name in reports))
 
     def row(name: str, tell: Callable[[RunReport], str]) -> None:
@@ -92,6 +96,7 @@ def compare_table(reports: Mapping[str, RunReport]) -> Table:
         row(f"{name} asked", lambda r, name=name: next((asked(t) for t in r.verdict.terms if t.name == name), ""))
     row("accuracy lost", lambda r: drop(r.heldout.drop) if r.heldout.drop else "")
     row("times as fast", lambda r: speedup(r.race_result) if r.race_result else "not raced")
+    row("timed on", lambda r: r.environment.machine)
     row("bytes", lambda r: f"{percent(r.best.size_bytes / r.baseline.size_bytes)}, {size(r.best.size_bytes)}")
     row("params saved", lambda r: percent(1 - r.best.params / r.baseline.params))
     row("MACs saved", lambda r: percent(1 - r.best.macs / max(r.baseline.macs, 1)))
@@ -99,7 +104,7 @@ def compare_table(reports: Mapping[str, RunReport]) -> Table:
     row("attempts", lambda r: f"{len(r.attempts)}, {sum(one.accepted for one in r.attempts)} accepted")
     row("planned by", lambda r: r.planned_by)
     row("stopped", lambda r: str(r.stopped))
-    return table
+    return Group(table, *(Text(line) for line in differences(reports)))
 
 
 def approval_table(question: ApprovalQuestion) -> Group:

@@ -184,6 +184,11 @@ class Environment(Record):
         """Return what times depend on, in words: the processor, and how many of its threads a process may use."""
         return f"{self.cpu}, {self.num_threads} threads"
 
+    @property
+    def versions(self) -> dict[str, str]:
+        """Return the versions of all libraries that were installed, those of the runtimes among them."""
+        return self.libraries | self.runtimes
+
 
 class Throughput(Record):
     """Images per second of one model at one batch size, with the 95% interval of the median pass."""

@@ -83,6 +83,7 @@ def test_runs_are_compared_side_by_side(finished: Path, tmp_path: Path):
     other = shutil.copytree(finished, tmp_path / "[bold]", symlinks=True)
     report = RunReport.model_validate_json((finished / "report.json").read_text())
     better = report.model_copy(update={"best": report.best.model_copy(update={"params": report.baseline.params // 2})})
+    better = better.model_copy(update={"environment": report.environment.model_copy(update={"cpu": "Another 9000"})})
     write_text(Path(other) / "report.json", better.model_dump_json())
 
     with Console(width=250, record=True, file=io.StringIO()) as console:
@@ -90,7 +91,9 @@ def test_runs_are_compared_side_by_side(finished: Path, tmp_path: Path):
     said = console.export_text()
 
     assert "[bold]" in said
-    assert call("compare", str(finished), str(other)).exit_code == 0
+    told = call("compare", str(finished), str(other))
+    assert told.exit_code == 0
+    assert "runs of different machines" in told.stdout
     rows = {
         cells[1].strip(): [cell.strip() for cell in cells[2:4]] for cells in map(split_row, said.splitlines()) if cells
     }
@@ -98,6 +101,7 @@ def test_runs_are_compared_side_by_side(finished: Path, tmp_path: Path):
     assert rows["model"] == 2 * [report.request.model]
     assert rows["params saved"] == [f"{1 - report.best.params / report.baseline.params:.2%}", "50.00%"]
     assert rows["planned by"] == 2 * [report.planned_by]
+    assert rows["timed on"] == [report.environment.machine, f"Another 9000, {report.environment.num_threads} threads"]
     assert rows["accuracy asked"] == 2 * ["lose at most 1.00 points"]
 
 

@@ -37,9 +37,11 @@ def test_each_session_is_shown_and_says_where_it_holds(finished: Path):
     assert f'<tr data-field="sessions"><td>times as fast in each session</td><td></td><td>{sessions}</td></tr>' in (
         finished / "report.html"
     ).read_text(encoding="utf-8")
-    assert f"on this machine, in these {report.race.num_sessions} sessions of new processes: {sessions}" in (
+    where = f"on {report.environment.machine}, in these"
+    assert f"{where} {report.race.num_sessions} sessions of new processes: {sessions}" in (
         finished / "report.md"
     ).read_text(encoding="utf-8")
+    assert f"{where} sessions</td>" in (finished / "report.html").read_text(encoding="utf-8")
 
 
 def test_every_chart_that_has_something_to_show_is_there(finished: Path):

@@ -1,0 +1,88 @@
+"""What earlier versions saved: models load in this one and say what they said, and a report is read or refused by its version."""
+
+import json
+import warnings
+from pathlib import Path
+
+import kept_models
+import numpy as np
+import pytest
+from kept_models import FIXTURES, KEPT, REPORTS, SAVED, models_of_this_version, report_of_this_version
+from PIL import Image
+from safetensors.numpy import load_file
+from typer.testing import CliRunner
+
+from profiling_agent.artifacts.golden import STEP_TOLERANCE, tolerance
+from profiling_agent.artifacts.load import load_recipe
+from profiling_agent.artifacts.recipe import GOLDEN
+from profiling_agent.cli.main import app
+from profiling_agent.deployment.load import Deployed, load
+from profiling_agent.quantization.linear import has_vnni
+from profiling_agent.workspace import SCHEMA_VERSION as REPORT_VERSION
+
+MODELS = sorted(path.parent for path in SAVED.glob("*/*/recipe.json"))
+
+
+def opened(folder: Path) -> Deployed:
+    with warnings.catch_warnings():
+        # Kept models are of whatever processor they were made on, which is what the warning says.
+        warnings.filterwarnings("ignore", message=".* was made on ", category=UserWarning)
+        return load(folder)
+
+
+@pytest.mark.parametrize("folder", MODELS, ids=lambda folder: f"{folder.parent.name} {folder.name}")
+def test_a_model_of_an_earlier_version_says_what_it_said_then(folder: Path):
+    golden, recipe = load_file(folder / GOLDEN), load_recipe(folder)
+    expected = golden["logits"]
+    if recipe.deployment.runtime in ("onnxruntime", "openvino") and not has_vnni():
+        pytest.skip("was made with VNNI, and int8 saturates on this processor, which has none")
+
+    model = opened(folder)
+    logits = model(golden["pixel_values"].astype(np.float32)).logits.numpy()
+    (answer,) = model.predict([Image.new("RGB", (32, 32), "teal")])
+
+    assert folder.name == "-".join((folder.name.split("-")[0], *recipe.deployment.name.split()))
+    assert np.linalg.norm(logits - expected) <= tolerance(recipe) * np.linalg.norm(expected)
+    # The two images are told apart, so that one answer for any image would be seen.
+    assert np.linalg.norm(expected[0] - expected[1]) > 2 * STEP_TOLERANCE * np.linalg.norm(expected)
+    assert answer.label in recipe.config["id2label"].values()
+    assert all(cut.keep < cut.unit.width for cut in recipe.cuts)
+    assert recipe.cuts
+
+
+def test_every_deployment_of_this_version_is_kept():
+    assert {folder.name for folder in models_of_this_version().iterdir()} == {
+        "-".join((family, *name.split())) for family, names in KEPT.items() for name in names
+    }
+    # Fixtures are cloned by everybody.
+    assert all(sum(file.stat().st_size for file in folder.iterdir()) < 100_000 for folder in MODELS)
+
+
+@pytest.mark.parametrize("file", sorted(REPORTS.glob("*.json")), ids=lambda file: file.stem)
+def test_a_report_of_an_earlier_version_is_shown_or_refused_by_its_version(file: Path, tmp_path: Path):
+    (tmp_path / "report.json").write_bytes(file.read_bytes())
+    written = json.loads(file.read_text())
+
+    said = CliRunner().invoke(app, ["show", str(tmp_path)], env={"COLUMNS": "200", "TERM": "dumb"})
+
+    if written["schema_version"] == REPORT_VERSION:
+        assert said.exit_code == 0
+        assert said.stdout.startswith(written["verdict"]["outcome"])
+        assert f"timed on {written['environment']['cpu']}" in said.stdout
+    else:
+        assert said.exit_code == 2
+        assert f"was written with schema version {written['schema_version']}" in said.stderr
+
+
+def test_a_report_of_this_version_is_kept():
+    assert report_of_this_version().is_file()
+    assert report_of_this_version().stat().st_size < 150_000
+
+
+def test_what_a_version_wrote_is_never_written_again(capsys: pytest.CaptureFixture[str]):
+    before = {file: file.read_bytes() for file in FIXTURES.rglob("*") if file.is_file()}
+
+    assert kept_models.main() == 1
+
+    assert "never replaced" in capsys.readouterr().err
+    assert {file: file.read_bytes() for file in FIXTURES.rglob("*") if file.is_file()} == before

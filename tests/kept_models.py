@@ -1,0 +1,133 @@
+"""Saved models and a report of this version, kept as small fixtures that later versions have to read.
+
+    python tests/kept_models.py
+
+writes `tests/fixtures/saved/VERSION-sN` and `tests/fixtures/reports/VERSION-sN.json`, N being the schema version of each, beside
+what earlier versions wrote; the report is of a run, which takes minutes. What is there is never written again: it is what users of
+that version have on their disks.
+"""
+
+import sys
+import tempfile
+from importlib import metadata
+from pathlib import Path
+
+import torch
+import zoo
+from world import write_data
+
+from profiling_agent import Request, optimize
+from profiling_agent.artifacts.load import load_module, load_recipe
+from profiling_agent.artifacts.recipe import SCHEMA_VERSION
+from profiling_agent.artifacts.save import save_model
+from profiling_agent.deployment.batches import noise_batch
+from profiling_agent.deployment.onnx_export import export_onnx
+from profiling_agent.deployment.protocol import Source
+from profiling_agent.deployment.save import save_deployed
+from profiling_agent.files import appearing, make_folders, write_text
+from profiling_agent.pruning.prune import prune_model
+from profiling_agent.pruning.units import find_units
+from profiling_agent.pruning.widths import snap
+from profiling_agent.records import Cut, Deployment
+from profiling_agent.workspace import SCHEMA_VERSION as REPORT_VERSION
+
+FIXTURES = Path(__file__).with_name("fixtures")
+SAVED, REPORTS = FIXTURES / "saved", FIXTURES / "reports"
+# Attention and an MLP, and convolutions with batch norms, both cut; as small as all that goes.
+MODELS = {
+    "vit": lambda: zoo.vit(hidden_size=16, num_hidden_layers=1, num_attention_heads=4, intermediate_size=64),
+    "resnet": lambda: zoo.resnet("basic", embedding_size=16, hidden_sizes=[16, 32], depths=[1, 1]),
+}
+KEPT = {
+    "vit": ("eager float32", "eager dynamic", "onnxruntime static", "openvino static_nncf"),
+    "resnet": ("eager static",),
+}
+
+
+def models_of_this_version() -> Path:
+    """Return the folder in which the models of this version are kept."""
+    return SAVED / f"{metadata.version('profiling-agent')}-s{SCHEMA_VERSION}"
+
+
+def report_of_this_version() -> Path:
+    """Return the file in which a report of this version is kept."""
+    return REPORTS / f"{metadata.version('profiling-agent')}-s{REPORT_VERSION}.json"
+
+
+def write_models(folder: Path) -> None:
+    """Write a pruned model of each family in each of its deployments to `folder`, which appears complete or not at all."""
+    with appearing(folder) as temporary, tempfile.TemporaryDirectory() as scratch:
+        for family, names in KEPT.items():
+            source = _pruned(family, Path(scratch) / family)
+            for name in names:
+                runtime, scheme = name.split()
+                deployment = Deployment.model_validate({"runtime": runtime, "scheme": scheme})
+                save_deployed(source, deployment, temporary / f"{family}-{runtime}-{scheme}", num_threads=1)
+
+
+def _pruned(family: str, folder: Path) -> Source:
+    """Return a tiny model, half of every unit of it cut."""
+    whole = MODELS[family]()
+    with torch.no_grad():
+        for parameter in whole.parameters():
+            if parameter.dim() > 1:
+                # So narrow a model hardly looks at its image unless its weights are large.
+                parameter.mul_(4)
+    units = find_units(whole, zoo.SPEC, {}).units
+    cuts = [Cut(unit=unit, keep=snap(unit, 0.5), requested_ratio=0.5) for unit in units]
+    folder.mkdir()
+    save_model(
+        prune_model(whole, cuts, spec=zoo.SPEC).model,
+        folder / "model",
+        spec=zoo.SPEC,
+        processor=zoo.processor(),
+        base_model=f"kept-{family}",
+        cuts=cuts,
+    )
+    module = load_module(folder / "model")
+    export_onnx(module, folder / "model.onnx", spec=zoo.SPEC)
+    return Source(
+        module=module,
+        recipe=load_recipe(folder / "model"),
+        processor=zoo.processor(),
+        calibration=noise_batch(zoo.SPEC, 16, seed=1),
+        batch_size=2,
+        onnx=folder / "model.onnx",
+    )
+
+
+def write_kept_report(file: Path) -> None:
+    """Run the tiny model to its verdict, and write what `report.json` holds then, without the spaces."""
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        request = Request(
+            model=str(zoo.save(MODELS["vit"](), folder / "model")),
+            dataset=str(write_data(folder / "data")),
+            output=str(folder / "runs"),
+            run_id="kept",
+            runtimes="eager",
+            batch_size=4,
+            num_samples=60,
+            num_sessions=2,
+            max_iterations=1,
+        )
+        report = optimize(request)
+    make_folders(file.parent)
+    write_text(file, report.model_dump_json() + "\n")
+
+
+def main() -> int:
+    """Write what isn't kept of this version yet; return 1 where all of it is."""
+    parts = ((models_of_this_version(), write_models), (report_of_this_version(), write_kept_report))
+    missing = [(path, write) for path, write in parts if not path.exists()]
+    if not missing:
+        said = " and ".join(str(path) for path, _ in parts)
+        sys.stderr.write(f"{said} are there, and what a version wrote is never replaced: raise the version first\n")
+        return 1
+    for path, write in missing:
+        write(path)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
