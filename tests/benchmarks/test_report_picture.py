@@ -14,7 +14,8 @@ PICTURE = ROOT / "docs" / "report.png"
 
 def test_the_picture_is_small_enough_for_a_readme():
     assert PICTURE.stat().st_size <= MAX_BYTES
-    assert Image.open(PICTURE).width == WIDTH
+    with Image.open(PICTURE) as picture:
+        assert picture.width == WIDTH
     assert f"({PICTURE.relative_to(ROOT)})" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
@@ -38,7 +39,8 @@ def test_a_finished_run_gives_its_picture(finished: Path, tmp_path: Path):
         [*program, "--output", str(tmp_path / "x.png")], capture_output=True, text=True, check=True
     ).stdout
 
-    picture = Image.open(tmp_path / "x.png")
+    with Image.open(tmp_path / "x.png") as opened:
+        picture = opened.copy()
     assert picture.width == WIDTH
     assert f"{picture.width}x{picture.height}" in said
     # A page on which nothing was drawn has few colours, and ends below its head.
