@@ -73,6 +73,7 @@ class TakingHub(BaseHTTPRequestHandler):
         if path == "/api/repos/create":
             return self.create(json.loads(body))
         hit = re.fullmatch(r"/api/models/([^/]+/[^/]+)/(preupload|commit)/main|/(.+)\.git/info/lfs/objects/batch", path)
+        assert hit is not None, f"nobody serves {path}"
         repository = hit[1] or hit[3]
         if not self.is_owner(repository):
             return self.refuse(403, "", f"You don't have the rights to write to {repository}")

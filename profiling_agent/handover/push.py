@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, cast
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard, constants, get_token
 from huggingface_hub.errors import (
@@ -20,8 +21,8 @@ from huggingface_hub.utils.tqdm import disable_progress_bars
 from profiling_agent.artifacts.card import base_name, read_card
 from profiling_agent.artifacts.folder import named_folder, open_folder
 from profiling_agent.artifacts.recipe import CARD, CONFIG, RECIPE
-from profiling_agent.documents import clean, parse_json
-from profiling_agent.errors import ProfilingAgentError, RequestError
+from profiling_agent.documents import DocumentError, clean, read_json
+from profiling_agent.errors import ArtifactError, ProfilingAgentError, RequestError
 from profiling_agent.files import file_sha256, read_text, write_text
 from profiling_agent.foreign import foreign_code, on_behalf
 from profiling_agent.handover.manifest import MANIFEST, read_exported
@@ -113,9 +114,9 @@ def _forget_paths(folder: Path, base: str) -> None:
     for name in (CONFIG, RECIPE, MANIFEST):
         if not (folder / name).is_file():
             continue
-        document = parse_json(read_text(folder / name))
+        document = _document(folder / name)
         config = document.get("config", document) if name == RECIPE else document
-        if isinstance(config, dict) and config.get("_name_or_path"):
+        if config.get("_name_or_path"):
             config["_name_or_path"] = base_name(str(config["_name_or_path"]))
         if "base_model" in document:
             document["base_model"] = base_name(base)
@@ -126,6 +127,17 @@ def _forget_paths(folder: Path, base: str) -> None:
             hashes[CONFIG] = file_sha256(folder / CONFIG)
     if base != base_name(base):
         write_text(folder / CARD, read_text(folder / CARD).replace(base, base_name(base)))
+
+
+def _document(path: Path) -> dict[str, Any]:
+    """Return an object that a JSON file holds; ArtifactError where it holds none."""
+    try:
+        found = read_json(path)
+    except DocumentError as error:
+        raise ArtifactError(f"{path.name!r} is damaged ({error}): save the model again") from error
+    if not isinstance(found, dict):
+        raise ArtifactError(f"{path.name!r} is damaged (it holds no object): save the model again")
+    return cast("dict[str, Any]", found)
 
 
 def _files_there(api: HfApi, repo_id: str) -> tuple[str, ...] | None:

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from hashlib import sha256
 
 import deployed
 import pytest
@@ -77,6 +78,10 @@ def write_models(models):
     export(models / "based", "files", models / "exported")
     shutil.copytree(models / "local", models / "damaged")
     (models / "damaged" / "model.onnx").write_bytes(b"other")
+    shutil.copytree(models / "local", models / "rehashed")
+    (models / "rehashed" / "config.json").write_text("[]")
+    files = json.loads((models / "local" / "recipe.json").read_text())["files"]
+    rewritten(models / "rehashed", files=files | {"config.json": sha256(b"[]").hexdigest()})
     shutil.copytree(models / "exported", models / "changed")
     (models / "changed" / "load.py").write_text("raise SystemExit")
 
@@ -100,7 +105,12 @@ def world(tmp_path_factory):
     root, home, models = (tmp_path_factory.mktemp(name) for name in ("hub", "home", "models"))
     write_models(models)
     run = write_runs(models)
-    for name, file in (("acme/vit", "config.json"), ("acme/open", "config.json"), ("me/notes", "notes.txt")):
+    for name, file in (
+        ("acme/vit", "config.json"),
+        ("acme/open", "config.json"),
+        ("acme/theirs", "recipe.json"),
+        ("me/notes", "notes.txt"),
+    ):
         (root / "models" / name).mkdir(parents=True)
         (root / "models" / name / file).write_text("{}")
     with taking_hub.take(root, USERS) as hub:
@@ -115,9 +125,11 @@ def world(tmp_path_factory):
             ("not ours", "hf_mine", run, "me/notes", {"update": True}),
             ("to another", "hf_mine", run, "other/new", {}),
             ("into another's", "hf_mine", run, "acme/open", {}),
+            ("over another's", "hf_mine", run, "acme/theirs", {"update": True}),
             ("bad token", "hf_wrong", run, "me/new", {}),
             ("no id", "hf_mine", run, "a b/c", {}),
             ("damaged", "hf_mine", models / "damaged", "me/new", {}),
+            ("rehashed", "hf_mine", models / "rehashed", "me/new", {}),
             ("changed", "hf_mine", models / "changed", "me/new", {}),
             ("unfinished", "hf_mine", models / "unfinished", "me/new", {}),
             ("no model", "hf_mine", models / "source", "me/new", {}),
@@ -194,9 +206,11 @@ def test_exported_files_replace_what_was_pushed_before(world):
         ("not ours", "holds notes.txt, which were not pushed by profiling-agent: push to another name"),
         ("to another", "you may not write to 'other/new' on the Hub: name a repository of yours instead of 'other'"),
         ("into another's", "'acme/open' exists on the Hub and holds config.json, which were not pushed by"),
+        ("over another's", "you may not write to 'acme/theirs' on the Hub"),
         ("bad token", "doesn't accept the token for 'me/new'"),
         ("no id", "'a b/c' is no repository on the Hub: give it as owner/name"),
         ("damaged", "isn't the file that was saved"),
+        ("rehashed", "'config.json' is damaged (it holds no object): save the model again"),
         ("changed", "load.py' isn't the file that was exported"),
         ("unfinished", "has no model yet: finish it with"),
         ("no model", "is no saved model"),
