@@ -80,7 +80,12 @@ def page(results: dict[str, Any]) -> str:
         "Made by `benchmarks/support.py` from `benchmarks/results/support.json`; of a model of yours `profiling-agent doctor --model M` says the same, before a run.",
         "",
         "Tiny models of each architecture with random weights. A number is the distance of the logits from float32's, relative, on noise: whole / with a quarter off "
-        "every unit. It says that the deployment computes the same function, and was opened by a process that had not made it; what it costs in accuracy a run measures.",
+        "every unit. It says that the deployment computes the same function, and was opened by a process that had not made it; what it costs in accuracy a run measures."
+        + (
+            ""
+            if "inductor" in {runtime for runtime, _ in columns}
+            else " torch.compile's, which take minutes each, are not among them."
+        ),
         "",
         "| | units | " + " | ".join(f"{runtime} {SHORT[scheme]}" for runtime, scheme in columns) + " |",
         "|---|---|" + "---|" * len(columns),
