@@ -18,7 +18,7 @@ def test_a_refusal_is_a_note_that_is_written_once():
 
     lines = page({"rows": rows}).splitlines()
 
-    assert [line for line in lines if "openvino" in line][0].endswith("| openvino int8 static |")
+    assert next(line for line in lines if "openvino" in line).endswith("| openvino int8 static |")
     assert [line for line in lines if line.startswith(("| a |", "| b |"))] == [
         "| a | 2 MLP | no (1) / 0.2 |",
         "| b | 2 MLP | no (1) / 0.2 |",
