@@ -82,7 +82,7 @@ def report_of(run: Path) -> RunReport:
 
 
 def call(*arguments: object):
-    return CliRunner().invoke(app, [str(each) for each in arguments], env={"COLUMNS": "250", "TERM": "dumb"})
+    return CliRunner().invoke(app, [str(each) for each in arguments], env={"COLUMNS": "500", "TERM": "dumb"})
 
 
 def test_every_candidate_of_a_run_can_be_taken_and_loads(finished: Path, tmp_path: Path):

@@ -9,8 +9,10 @@ import zoo
 from typer.testing import CliRunner
 
 from profiling_agent.cli.main import app
+from profiling_agent.cli.support import _installed
 from profiling_agent.errors import AcquisitionError
 from profiling_agent.records import Deployment
+from profiling_agent.request import Request
 from profiling_agent.support import steps
 from profiling_agent.support.look import Look
 
@@ -67,6 +69,32 @@ def test_a_model_is_looked_at_from_its_folder_and_nothing_is_left(tmp_path: Path
     }
     assert not any(row["refused"] for row in told["deployable"])
     assert set(Path(tempfile.gettempdir()).glob("pa-*")) <= before
+
+
+def test_a_look_is_shown_as_tables_with_a_reason_for_what_stays(tmp_path: Path):
+    zoo.save(zoo.vit(num_hidden_layers=1), tmp_path / "model")
+
+    ended = CliRunner().invoke(
+        app, ["doctor", "--model", str(tmp_path / "model"), "--runtimes", "eager"], env={"COLUMNS": "200"}
+    )
+
+    lines = [" ".join(line.split()) for line in ended.stdout.splitlines()]
+    assert ended.exit_code == 0
+    assert any(line.startswith("ViTForImageClassification, ") and "images of 3x32x32" in line for line in lines)
+    assert "│ heads │ 1 │ can be cut │" in lines
+    assert any("│ classifier │ 1 │ stay, as classifier: its outputs are the logits" in line for line in lines)
+    works = [line.split(" │ ")[:2] for line in lines if line.startswith("│ eager ")]
+    assert works == [[f"│ eager {scheme}", "yes"] for scheme in ("float32", "bfloat16", "float16", "dynamic")]
+
+
+def test_runtimes_that_are_not_there_or_take_long_are_named(tmp_path: Path):
+    names, left_out = _installed(Request())
+    assert "inductor" not in names
+    assert any(line.startswith("inductor: ") for line in left_out)
+
+    named, nothing = _installed(Request(runtimes="eager"))
+
+    assert (named, nothing) == (["eager"], [])
 
 
 @pytest.mark.slow
