@@ -1,15 +1,18 @@
 """Another candidate of a finished run is taken as it was measured, by what was wanted or by its number; nothing is measured again."""
 
+import io
 import json
 import shutil
 from pathlib import Path
 
 import made
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from profiling_agent import pick
 from profiling_agent.cli.main import app
+from profiling_agent.cli.tables import candidates_table
 from profiling_agent.deployment.load import load
 from profiling_agent.errors import ArtifactError, RequestError, RunError
 from profiling_agent.handover.candidates import Measured, best_for, candidates, candidates_of, named
@@ -125,11 +128,16 @@ def test_the_list_has_all_that_was_measured_and_a_front(finished: Path):
     found = candidates_of(report_of(finished))
 
     listed = json.loads(call("pick", finished, "--json").stdout)
-    shown = call("pick", finished).stdout
+    shown = " ".join(call("pick", finished).stdout.split())
+    wide = Console(width=500, file=io.StringIO())
+    with wide.capture() as drawn:
+        wide.print(candidates_table(found))
 
     assert [one["number"] for one in listed] == list(range(len(found)))
     assert any(one.is_on_front for one in found)
-    assert all(one.name in shown for one in found)
+    # However wide the terminal is that another test has left.
+    assert "what the run measured, on search images" in shown
+    assert all(one.name in drawn.get() for one in found)
     smallest = min(found, key=lambda one: one.evaluation.footprint.size_bytes)
     assert smallest.is_on_front or any(
         one.evaluation.footprint.size_bytes == smallest.evaluation.footprint.size_bytes and one.is_on_front
