@@ -31,14 +31,19 @@ def source_of(family: str, folder: Path, *, batch_size: int | None = None) -> So
     save_model(
         (MODELS | OTHERS)[family](), folder / "model", spec=zoo.SPEC, processor=zoo.processor(), base_model="zoo"
     )
+    return saved_source(folder, fixed=batch_size)
+
+
+def saved_source(folder: Path, *, batch_size: int = 8, fixed: int | None = None) -> Source:
+    """Export the model that lies in `folder`/model, with a dynamic batch or one that is `fixed`, and give both."""
     module = load_module(folder / "model")
-    export_onnx(module, folder / "model.onnx", spec=zoo.SPEC, batch_size=batch_size)
+    export_onnx(module, folder / "model.onnx", spec=zoo.SPEC, batch_size=fixed)
     return Source(
         module=module,
         recipe=load_recipe(folder / "model"),
         processor=zoo.processor(),
         calibration=noise_batch(zoo.SPEC, 16, seed=1),
-        batch_size=8,
+        batch_size=batch_size,
         onnx=folder / "model.onnx",
     )
 

@@ -14,14 +14,12 @@ from pathlib import Path
 
 import torch
 import zoo
+from deployed import saved_source
 from world import write_data
 
 from profiling_agent import Request, optimize
-from profiling_agent.artifacts.load import load_module, load_recipe
 from profiling_agent.artifacts.recipe import SCHEMA_VERSION
 from profiling_agent.artifacts.save import save_model
-from profiling_agent.deployment.batches import noise_batch
-from profiling_agent.deployment.onnx_export import export_onnx
 from profiling_agent.deployment.protocol import Source
 from profiling_agent.deployment.save import save_deployed
 from profiling_agent.files import appearing, make_folders, write_text
@@ -84,16 +82,7 @@ def _pruned(family: str, folder: Path) -> Source:
         base_model=f"kept-{family}",
         cuts=cuts,
     )
-    module = load_module(folder / "model")
-    export_onnx(module, folder / "model.onnx", spec=zoo.SPEC)
-    return Source(
-        module=module,
-        recipe=load_recipe(folder / "model"),
-        processor=zoo.processor(),
-        calibration=noise_batch(zoo.SPEC, 16, seed=1),
-        batch_size=2,
-        onnx=folder / "model.onnx",
-    )
+    return saved_source(folder, batch_size=2)
 
 
 def write_kept_report(file: Path) -> None:

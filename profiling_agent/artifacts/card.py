@@ -77,16 +77,22 @@ def card_head(folder: Path) -> str:
     return read_card(folder).partition(HOW_TO_RUN)[0]
 
 
-def _rendered(recipe: Recipe, rows: Sequence[CardRow], notes: Sequence[str], judged: Judged | None) -> str:
-    jinja = Environment(
-        # Markdown, not HTML: autoescape would mangle it; names of strangers go through `plain`.
-        loader=PackageLoader("profiling_agent.artifacts", ""),
+def text_templates(package: str) -> Environment:
+    """Return what renders the templates of a package that are Markdown or Python: what strangers wrote has to be clean already."""
+    return Environment(
+        # Not HTML: autoescape would mangle them.
+        loader=PackageLoader(package, ""),
         undefined=StrictUndefined,
         autoescape=False,
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
+
+
+def _rendered(recipe: Recipe, rows: Sequence[CardRow], notes: Sequence[str], judged: Judged | None) -> str:
+    jinja = text_templates("profiling_agent.artifacts")
+    # Names of strangers go through it.
     jinja.filters["plain"] = _plain
     return jinja.get_template("card.md.jinja").render(
         r=recipe,

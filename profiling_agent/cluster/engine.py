@@ -92,7 +92,7 @@ class RayEngine:
         self._run = self._root.name
         if store is not None:
             self._run = f"{self._run}-{_token(self._root / TOKEN)}"
-        self._archive = None if store is None else Archive(store, self._run)
+        self._archive = None if store is None else _archive(store, self._run)
         self._numbers = itertools.count()
         with ExitStack() as started:
             folder = started.enter_context(tempfile.TemporaryDirectory(prefix="pa-ray-", ignore_cleanup_errors=True))
@@ -249,6 +249,13 @@ def _token(path: Path) -> str:
     if not path.exists():
         write_text(path, secrets.token_hex(4))
     return read_text(path)[:8]
+
+
+def _archive(address: str, run: str) -> Archive:
+    try:
+        return Archive(address, run)
+    except RunError as error:
+        raise RequestError(f"ray_store can't be used: {error}") from error
 
 
 def _error(said: Said) -> ProfilingAgentError:

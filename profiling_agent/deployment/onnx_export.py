@@ -21,6 +21,7 @@ from profiling_agent.deployment.patches import PlainPatches
 from profiling_agent.deployment.protocol import INPUT, OUTPUT
 from profiling_agent.errors import ArtifactError
 from profiling_agent.files import TEMPORARY, sync, sync_names
+from profiling_agent.modules.divergence import relative_distance
 from profiling_agent.modules.inference import logits_of, random_batch
 from profiling_agent.quantization.kinds import quantized_modules
 from profiling_agent.quiet import muted
@@ -186,8 +187,7 @@ def _distance(model: nn.Module, path: Path, batch: Tensor) -> float:
             f"ONNX Runtime can't run the exported model on {len(batch)} images ({_cause(error)}): "
             "a fixed batch size may work"
         ) from error
-    expected = logits_of(model, batch)
-    return float((found - expected).norm() / expected.norm().clamp_min(torch.finfo(torch.float32).tiny))
+    return relative_distance(found, logits_of(model, batch))
 
 
 def _attend(

@@ -21,6 +21,7 @@ from profiling_agent.deployment.protocol import INPUT, Batch, Source, missing_pa
 from profiling_agent.deployment.torch_conversion import calibration_batches
 from profiling_agent.documents import first_line
 from profiling_agent.errors import ArtifactError, QuantizationError
+from profiling_agent.modules.divergence import relative_distance
 from profiling_agent.modules.inference import logits_of
 from profiling_agent.quantization.kinds import quantized_modules
 from profiling_agent.quantization.quantize import chosen_layers, quantize_model
@@ -154,8 +155,8 @@ def _check_computes(path: Path, quantized: torch.nn.Module, source: Source) -> N
     given = torch.from_numpy(images[: session.fixed_size or len(images)])
     asked, simulated = logits_of(source.module, given), logits_of(quantized, given)
     found = torch.from_numpy(session.run(given.numpy()))
-    lost, differs = ((one - other).norm() / other.norm() for one, other in ((simulated, asked), (found, simulated)))
-    if not differs <= max(MOST_APART, TIMES_APART * float(lost)):
+    lost, differs = relative_distance(simulated, asked), relative_distance(found, simulated)
+    if not differs <= max(MOST_APART, TIMES_APART * lost):
         raise QuantizationError(
             f"OpenVINO computes something else than the int8 graph says: its logits are {differs:.2g} from torch's of the same graph, "
             f"which are {lost:.2g} from float32's"

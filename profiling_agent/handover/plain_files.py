@@ -13,10 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 from huggingface_hub import ModelCard
-from jinja2 import Environment, PackageLoader, StrictUndefined
 from numpy.typing import NDArray
 
-from profiling_agent.artifacts.card import base_name, card_head
+from profiling_agent.artifacts.card import base_name, card_head, text_templates
 from profiling_agent.artifacts.folder import appearing
 from profiling_agent.artifacts.golden import golden_distance, tolerance
 from profiling_agent.artifacts.load import load_module, load_processor
@@ -135,16 +134,7 @@ def export_files(folder: Path, recipe: Recipe, output: Path) -> str:
 
 
 def _rendered(template: str, told: Mapping[str, Any]) -> str:
-    jinja = Environment(
-        # Python and Markdown, not HTML; what strangers wrote was cleaned.
-        loader=PackageLoader("profiling_agent.handover", ""),
-        undefined=StrictUndefined,
-        autoescape=False,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    return jinja.get_template(template).render(told)
+    return text_templates("profiling_agent.handover").get_template(template).render(told)
 
 
 def _labels(recipe: Recipe, folder: Path) -> list[str]:

@@ -1,4 +1,4 @@
-"""KL divergence between what two models say of the same images: the one measure of what a change costs."""
+"""Differences between what two models say of the same images: KL is what a change costs, distance whether it is a change."""
 
 import torch
 from torch import Tensor
@@ -13,3 +13,8 @@ def divergences(expected: Tensor, logits: Tensor) -> Tensor:
 def mean_kl(expected: Tensor, logits: Tensor) -> float:
     """Return the mean KL(softmax(expected) || softmax(logits)) over images in nats; both are (images, classes)."""
     return float(divergences(expected.double(), logits.double()).mean())
+
+
+def relative_distance(found: Tensor, expected: Tensor) -> float:
+    """Return ||found - expected|| / ||expected|| of logits."""
+    return float((found - expected).norm() / expected.norm().clamp_min(torch.finfo(torch.float32).tiny))

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import IO
+from typing import IO, Self
 
 from profiling_agent.deployment import registry
 from profiling_agent.errors import AcquisitionError, JobError, ShapeUnresolvedError
@@ -39,7 +39,7 @@ class Look:
         self._child: Child[Reply] | None = None
         self.forms: tuple[Form, ...] = ()
 
-    def __enter__(self) -> "Look":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -3,7 +3,6 @@
 from collections import Counter
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -14,10 +13,11 @@ from profiling_agent.artifacts.load import load_module, load_processor, load_rec
 from profiling_agent.artifacts.save import save_derived, save_model
 from profiling_agent.deployment.batches import noise_batch
 from profiling_agent.deployment.onnx_export import export_onnx
-from profiling_agent.deployment.protocol import Batch, Source
+from profiling_agent.deployment.protocol import Source
 from profiling_agent.deployment.registry import open_session
 from profiling_agent.deployment.save import save_deployed
 from profiling_agent.errors import ArtifactError, PlanError, QuantizationError
+from profiling_agent.modules.divergence import relative_distance
 from profiling_agent.modules.inference import logits_of
 from profiling_agent.progress import Progress, silent
 from profiling_agent.pruning.prune import prune_model
@@ -90,12 +90,13 @@ def make(folder: Path, form: Form, deployment: Deployment, *, num_threads: int |
     """Bring a form into a deployment, in a folder beside it, and open it; return how far its logits are, or why it can't be."""
     told = Deployability(form=form, deployment=deployment)
     source, onnx = folder / form, folder / f"{form}.onnx"
-    module, images = load_module(source), noise_batch(load_recipe(source).input, NUM_COMPARED, seed=2)
+    module, base = load_module(source), load_recipe(source)
+    images = noise_batch(base.input, NUM_COMPARED, seed=2)
     given = Source(
         module=module,
-        recipe=load_recipe(source),
+        recipe=base,
         processor=load_processor(source),
-        calibration=noise_batch(load_recipe(source).input, NUM_CALIBRATION, seed=1),
+        calibration=noise_batch(base.input, NUM_CALIBRATION, seed=1),
         batch_size=BATCH,
         onnx=onnx if onnx.is_file() else None,
     )
@@ -109,13 +110,9 @@ def make(folder: Path, form: Form, deployment: Deployment, *, num_threads: int |
         update={
             "num_layers": len(recipe.quantized),
             "size_ratio": model_bytes(made) / model_bytes(folder / WHOLE),
-            "distance": _distance(found, logits_of(module, torch.from_numpy(images)).numpy()),
+            "distance": relative_distance(torch.from_numpy(found), logits_of(module, torch.from_numpy(images))),
         }
     )
-
-
-def _distance(found: Batch, expected: Batch) -> float:
-    return float(np.linalg.norm(found - expected) / max(float(np.linalg.norm(expected)), np.finfo(np.float32).tiny))
 
 
 def reopen(folder: Path, told: Deployability, *, num_threads: int | None = None) -> Deployability:

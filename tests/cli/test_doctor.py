@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from broken import break_library
 from chat_server import chat_server, error, in_turn
 from typer.testing import CliRunner
 
@@ -195,10 +196,7 @@ def test_a_device_that_was_asked_for_and_is_not_there_is_a_problem(tmp_path: Pat
 def test_a_runtime_that_is_missing_is_noted_and_one_that_takes_its_process_down_is_a_problem(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    broken = tmp_path / "broken"
-    broken.mkdir()
-    (broken / "onnxruntime.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGILL)\n")
-    monkeypatch.setenv("PYTHONPATH", str(broken))
+    break_library("onnxruntime", tmp_path, monkeypatch)
     # What Python's import system takes for "not there".
     monkeypatch.setitem(sys.modules, "openvino", None)
 

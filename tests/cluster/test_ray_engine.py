@@ -308,6 +308,11 @@ def test_a_request_without_a_cluster_joins_none(tmp_path: Path):
         assert cluster is None
 
 
+def test_a_store_of_no_known_kind_is_refused_before_anything_is_started(tmp_path: Path):
+    with pytest.raises(RequestError, match="ray_store can't be used: 'nosuch://x' is no place"):
+        RayEngine(_workspace(tmp_path / "run"), None, store="nosuch://x")
+
+
 @pytest.mark.slow
 def test_machines_that_share_no_folder_hand_each_other_jobs_at_an_address(cluster: RayCluster, tmp_path: Path):
     root = tmp_path / "run"

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import zoo
+from broken import break_library
 from typer.testing import CliRunner
 
 from profiling_agent.cli.main import app
@@ -101,10 +102,7 @@ def test_runtimes_that_are_not_there_or_take_long_are_named(tmp_path: Path):
 def test_a_process_that_a_runtime_takes_down_is_a_refusal_and_the_others_are_tried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    broken = tmp_path / "broken"
-    broken.mkdir()
-    (broken / "onnxruntime.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGILL)\n")
-    monkeypatch.setenv("PYTHONPATH", str(broken))
+    break_library("onnxruntime", tmp_path, monkeypatch)
     zoo.save(zoo.vit(num_hidden_layers=1), tmp_path / "model")
 
     with Look() as look:

@@ -20,7 +20,7 @@ from profiling_agent.jobs.handlers.logits import given_logits
 from profiling_agent.jobs.handlers.pruning import keep_model
 from profiling_agent.jobs.tasks import DeployTask, Exported, ExportTask, TuneTask
 from profiling_agent.modules.complexity import count_complexity
-from profiling_agent.modules.divergence import mean_kl
+from profiling_agent.modules.divergence import mean_kl, relative_distance
 from profiling_agent.modules.products import quick_products
 from profiling_agent.quantization import tune as tuning
 from profiling_agent.records import DeployedModel, Tuned
@@ -117,6 +117,5 @@ def _differences(session: ModelSession, source: Source, expected: Tensor) -> tup
     ours, theirs = torch.cat(found).double(), expected.double()
     if not ours.isfinite().all():
         raise QuantizationError("on calibration images the logits aren't finite in this deployment: leave it out")
-    distance = (ours - theirs).norm() / theirs.norm().clamp_min(torch.finfo(torch.float32).tiny)
     # Rounding makes it a hair negative where both are equal.
-    return float(distance), max(0.0, mean_kl(theirs, ours))
+    return relative_distance(ours, theirs), max(0.0, mean_kl(theirs, ours))
