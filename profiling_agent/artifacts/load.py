@@ -27,6 +27,8 @@ from profiling_agent.modules.widths import fit_widths_, say_heads_
 from profiling_agent.quantization.kinds import rebuilt
 from profiling_agent.quiet import muted
 from profiling_agent.records import UnitKind
+from profiling_agent.timm_config import MODEL_TYPE as TIMM
+from profiling_agent.timm_config import check_timm
 
 # The largest numbers of a classifier's config: tokens of a text tower (250,000), classes of ImageNet-21k (21,843).
 MAX_NUMBER = 2**20
@@ -69,6 +71,8 @@ def read_processor(folder: Path) -> Any:
         return on_behalf(
             AutoImageProcessor.from_pretrained,
             folder,
+            # Where a config is timm's, it would be read for the processor.
+            image_processor_filename=PROCESSOR,
             backend="pil",
             local_files_only=True,
             trust_remote_code=False,
@@ -158,6 +162,8 @@ def _architecture(recipe: Recipe, tensors: dict[str, Tensor]) -> nn.Module:
     def refuse(said: str) -> _MisfitError:
         return _MisfitError(f"transformers can't build a {clean(name)[:80]!r} from the config: {said}")
 
+    if name == TIMM:
+        check_timm(fields, refuse)
     with foreign_code(refuse), torch.random.fork_rng(devices=[]), no_init_weights():
         # As a partial: fields may be called as anything, also as an argument of ours.
         config = on_behalf(partial(AutoConfig.for_model, name, **fields))
