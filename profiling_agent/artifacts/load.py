@@ -23,6 +23,7 @@ from profiling_agent.documents import DocumentError, clean, first_line, read_jso
 from profiling_agent.errors import ArtifactError, QuantizationError
 from profiling_agent.foreign import foreign_code, logits_of, on_behalf
 from profiling_agent.modules.inference import left_as_found
+from profiling_agent.modules.norms import unnormed
 from profiling_agent.modules.widths import fit_widths_, say_heads_
 from profiling_agent.quantization.kinds import rebuilt
 from profiling_agent.quiet import muted
@@ -125,7 +126,7 @@ def _build(folder: Path, recipe: Recipe, *, dequantize: bool) -> nn.Module:
         _check_names(model, recipe)
         for norm in recipe.folded:
             with foreign_code(_unfit(norm)):
-                on_behalf(model.set_submodule, norm, nn.Identity(), strict=True)
+                on_behalf(model.set_submodule, norm, unnormed(model.get_submodule(norm)), strict=True)
         for layer in recipe.quantized:
             _place_(model, layer, tensors, dequantize=dequantize)
         _fill_(model, tensors, recipe)
