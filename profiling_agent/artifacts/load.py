@@ -22,9 +22,10 @@ from profiling_agent.artifacts.recipe import PROCESSOR, WEIGHTS, QuantizedLayer,
 from profiling_agent.documents import DocumentError, clean, first_line, read_json
 from profiling_agent.errors import ArtifactError, QuantizationError
 from profiling_agent.foreign import foreign_code, logits_of, on_behalf
+from profiling_agent.modules.attention import head_sizes, say_heads_
 from profiling_agent.modules.inference import left_as_found
 from profiling_agent.modules.norms import unnormed
-from profiling_agent.modules.widths import fit_widths_, say_heads_
+from profiling_agent.modules.widths import fit_widths_
 from profiling_agent.quantization.kinds import rebuilt
 from profiling_agent.quiet import muted
 from profiling_agent.records import UnitKind
@@ -123,6 +124,7 @@ def _build(folder: Path, recipe: Recipe, *, dequantize: bool) -> nn.Module:
     tensors = _read_tensors(folder / WEIGHTS)
     try:
         model = _architecture(recipe, tensors)
+        sizes = head_sizes(model)
         _check_names(model, recipe)
         for norm in recipe.folded:
             with foreign_code(_unfit(norm)):
@@ -130,7 +132,7 @@ def _build(folder: Path, recipe: Recipe, *, dequantize: bool) -> nn.Module:
         for layer in recipe.quantized:
             _place_(model, layer, tensors, dequantize=dequantize)
         _fill_(model, tensors, recipe)
-        say_heads_(model, recipe.cuts)
+        say_heads_(model, sizes)
     except (_MisfitError, QuantizationError) as error:
         architecture = clean(recipe.architecture)[:80]
         raise ArtifactError(
