@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from profiling_agent.modules.attention import Attention, Refused, find_attention
 from profiling_agent.modules.inference import without_weights
+from profiling_agent.pruning.absences import absences
 from profiling_agent.pruning.chains import Chain, block_of, chain_of, tied_modules
 from profiling_agent.pruning.following import LAYERS, Trace, UntraceableError, follow_channels
 from profiling_agent.pruning.trial import Trials
@@ -17,11 +18,12 @@ from profiling_agent.records import InputSpec, Record, Unit, UnitKind
 class FoundUnits(Record):
     """The units in network order, and for every other linear or convolution layer why it is in none.
 
-    A reason is a sentence that starts with a code: "residual_writer: ...".
+    A reason is a sentence that starts with a code: "residual_writer: ...". `absent` has one for each kind without a unit.
     """
 
     units: tuple[Unit, ...]
     refusals: dict[str, str]
+    absent: dict[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +58,8 @@ def find_units(model: nn.Module, spec: InputSpec, macs: Mapping[str, int]) -> Fo
         tied |= trace.repeated
     found: dict[str, Unit | str] = {}
     trials = Trials(model, skeleton, spec)
-    for holder, attention in find_attention(skeleton).items():
+    attentions = find_attention(skeleton)
+    for holder, attention in attentions.items():
         heads = _heads(skeleton, holder, attention, ledger, tied)
         if isinstance(heads, Unit) and isinstance(attention, Attention):
             heads = (
@@ -75,7 +78,9 @@ def find_units(model: nn.Module, spec: InputSpec, macs: Mapping[str, int]) -> Fo
         if isinstance(layer, LAYERS) and names[layer] not in found:
             chain = trace if isinstance(trace, str) else chain_of(layer, trace, names, tied)
             found[names[layer]] = chain if isinstance(chain, str) else _chain(chain, ledger)
-    return _sorted(_apart(found), names.values())
+    units, refusals = _sorted(_apart(found), names.values())
+    projections = {name for attention in attentions.values() for name in attention.projections}
+    return FoundUnits(units=units, refusals=refusals, absent=absences(skeleton, projections, units, refusals))
 
 
 def _trace(skeleton: nn.Module, spec: InputSpec) -> Trace | str:
@@ -101,14 +106,14 @@ def _apart(found: Mapping[str, Unit | str]) -> dict[str, Unit | str]:
     return apart
 
 
-def _sorted(found: Mapping[str, Unit | str], names: Iterable[str]) -> FoundUnits:
+def _sorted(found: Mapping[str, Unit | str], names: Iterable[str]) -> tuple[tuple[Unit, ...], dict[str, str]]:
     """Bring units into network order; the reason of a layer that is in a unit after all is dropped."""
     ordered = [(name, found[name]) for name in names if name in found]
     units = {unit.producers[0]: unit for _, unit in ordered if isinstance(unit, Unit)}
     members = {name for unit in units.values() for name in unit.members}
-    return FoundUnits(
-        units=tuple(_named(unit, tuple(units.values())) for unit in units.values()),
-        refusals={name: reason for name, reason in ordered if isinstance(reason, str) and name not in members},
+    return (
+        tuple(_named(unit, tuple(units.values())) for unit in units.values()),
+        {name: reason for name, reason in ordered if isinstance(reason, str) and name not in members},
     )
 
 

@@ -124,6 +124,7 @@ class ModelProfile(Record):
     operators: tuple[OperatorProfile, ...]
     units: tuple[Unit, ...]
     refusals: dict[str, str] = Field(description="layers that can't be pruned, each with the reason")
+    absent: dict[str, str] = Field(default={}, description="kinds of which nothing can be pruned, each with the reason")
     evidence: Evidence | None = Field(default=None, description="of the units, where calibration images were given")
     evidence_note: str | None = Field(default=None, description="why there is no evidence, or less than usual")
     trace: ArtifactRef | None = None

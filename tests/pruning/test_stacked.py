@@ -197,6 +197,17 @@ def test_heads_that_are_no_rows_of_their_own_stay(block, said):
     assert refusals["block.proj"] == refusals["block.qkv"]
 
 
+def test_a_kind_of_which_nothing_can_be_cut_says_why_and_where():
+    told = found(model_of(Stubborn()))
+
+    assert told.units == ()
+    # Its only convolution begins it, and its only other linear layer ends it: nothing is missed there.
+    assert told.absent.keys() == {"heads"}
+    assert told.absent["heads"] == f"{told.refusals['block.qkv']} (so 2 of 2 layers, as 'block.qkv')"
+    assert found(model_of(Packed(split))).absent.keys() == {"MLPs"}
+    assert found(model_of(Fused())).absent == {}
+
+
 @pytest.mark.parametrize(
     ("gated", "width"),
     [
