@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from pruning.families import FAMILIES, TYPICAL, processor_of, spec_of
+from pruning.families import EVERY, FAMILIES, TYPICAL, processor_of, spec_of
 
 from profiling_agent.deployment.registry import runtime
 from profiling_agent.records import Deployability, Deployment, RuntimeName
@@ -38,7 +38,7 @@ def reopened(folder: Path, rows: list[Deployability]) -> list[Deployability]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EVERY)
 def test_a_family_is_made_in_every_deployment_stays_near_and_is_opened_elsewhere(tmp_path: Path, family: str):
     model, folder = FAMILIES[family](), tmp_path
     spec = spec_of(model)
