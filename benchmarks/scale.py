@@ -261,23 +261,29 @@ def main() -> int:
         )
         kills = show_kills(scene, asked.kills, here, dice, None)
         rows += kills
-        if kills:
-            checks += [
-                Check.at_least(
-                    "kills after which the verdict is the same", sum(row["same"] for row in kills), len(kills)
-                ),
-                Check.at_least("kills that hit something", sum(row["hit"] for row in kills), len(kills)),
-                Check.at_most("finished jobs that were done again", sum(row["jobs_again"] for row in kills), 0),
-                Check.at_most("processes left", sum(row["processes_left"] + row["orphans"] for row in kills), 0),
-                Check.at_most("temporary files left", sum(row["files_left"] for row in kills), 0),
-            ]
+        checks += checks_of(kills)
         sheets = sorted((scene.disk / "runs").glob("*/timesheet.jsonl"))
         checks.append(Check.at_most("timed jobs that overlapped with another", overlaps(sheets), 0))
         if asked.sweep:
+            # It takes as long as all before it, which is kept should it be cut off.
+            finish(checks, rows, asked.json)
             swept = show_sweep(scene)
             rows += swept
             checks.append(Check.at_most("runs of a sweep that failed", sum(row["failed"] for row in swept), 0))
     return finish(checks, rows, asked.json)
+
+
+def checks_of(kills: list[Row]) -> list[Check]:
+    """Return what must hold of runs that something was killed of."""
+    if not kills:
+        return []
+    return [
+        Check.at_least("kills after which the verdict is the same", sum(row["same"] for row in kills), len(kills)),
+        Check.at_least("kills that hit something", sum(row["hit"] for row in kills), len(kills)),
+        Check.at_most("finished jobs that were done again", sum(row["jobs_again"] for row in kills), 0),
+        Check.at_most("processes left", sum(row["processes_left"] + row["orphans"] for row in kills), 0),
+        Check.at_most("temporary files left", sum(row["files_left"] for row in kills), 0),
+    ]
 
 
 def show_sweep(scene: Scene) -> list[Row]:

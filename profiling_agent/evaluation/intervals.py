@@ -85,6 +85,12 @@ def one_sided_bound(drop: AccuracyDrop, confidence: float) -> float:
     return min(centre + _normal_quantile(confidence) * error, 1.0)
 
 
+def likelihood(drop: AccuracyDrop, max_drop: float) -> float:
+    """Return how likely the true drop is at most `max_drop`, from 0 to 1, by the normal distribution of the interval, whatever the number of looks."""
+    centre, error = _centre_and_error(drop.num_lost, drop.num_gained, drop.num_images)
+    return float(stats.norm.cdf((max_drop - centre) / error))
+
+
 def largest_shown(max_drop: float, changed: float, num_images: int, confidence: float) -> float:
     """Return the largest measured drop that is shown to be at most `max_drop`, where a share `changed` of the images is answered right by one model alone.
 

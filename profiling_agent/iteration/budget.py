@@ -111,20 +111,22 @@ def evidence_passes(num_images: int, num_units: int) -> float:
     return num_images * MOMENTS_PASSES + num_units * MEASURED_PASSES
 
 
-def affordable_images(limit_s: float | None, pass_s: float, num_images: int) -> int:
+def affordable_images(limit_s: float | None, pass_s: float, num_images: int, quietest_s: float | None = None) -> int:
     """Return how many of the calibration images a budget allows: all of them, or the fewest that evidence can be had of.
 
-    How many units there are isn't known yet; a ViT-B has 24.
+    How many units there are isn't known yet; a ViT-B has 24. Refused is what doesn't fit even at the fastest pass that was seen, `quietest_s`, or
+    where none is given at `pass_s`: beside other work a pass may look ten times as slow as those of the next minute are.
 
     Raises:
         RequestError: the budget is too small for any run of this model; says what would do.
     """
     if limit_s is None:
         return num_images
-    needed = LEAST_S + LEAST_PASSES * pass_s + end_s(pass_s)
+    least_s = pass_s if quietest_s is None else quietest_s
+    needed = LEAST_S + LEAST_PASSES * least_s + end_s(least_s)
     if limit_s < needed:
         raise RequestError(
-            f"time_budget is {limit_s:.0f} s, and a model that takes {pass_s:.2g} s for an image needs at least "
+            f"time_budget is {limit_s:.0f} s, and a model that takes {least_s:.2g} s for an image needs at least "
             f"{math.ceil(needed / 60)}m: give it so much, or a smaller model"
         )
     is_affordable = evidence_passes(num_images, NUM_UNITS) * pass_s <= EVIDENCE_SHARE * limit_s

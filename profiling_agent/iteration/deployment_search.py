@@ -15,7 +15,7 @@ from profiling_agent.errors import JobError
 from profiling_agent.iteration.deployer import REFUSALS
 from profiling_agent.iteration.deployments import INT8, MOST_PRUNED, SLOW_TO_MAKE, in_rounds, linear_share_of
 from profiling_agent.iteration.evaluator import Evaluator
-from profiling_agent.iteration.judge import hopeless_kl, is_doubtful, judge
+from profiling_agent.iteration.judge import hopeless_kl, is_doubtful, is_likely, judge, likelihood_of
 from profiling_agent.iteration.selection import preference, size_ratio
 from profiling_agent.jobs.tasks import LayerTimesTask
 from profiling_agent.records import (
@@ -157,13 +157,24 @@ class Trial:
         return TriedDeployments(found, self._best(found), race, not_raced)
 
     def _best(self, options: Sequence[DeploymentOption]) -> DeploymentOption | None:
-        """Return what the contract prefers; a doubtful one only where it keeps the other terms, and nothing that keeps the accuracy could if it were pruned."""
+        """Return what the contract prefers; a doubtful one only where it keeps the other terms, and nothing that keeps the accuracy could if it were pruned.
+
+        Of the doubtful what the contract prefers of those that rather keep the accuracy than not: without any, the likeliest.
+        """
         kept = sorted((option for option in options if option.keeps_accuracy), key=self.rank)
         doubtful = [option for option in options if option.is_doubtful and self.keeps_terms(option)]
         if not doubtful:
             return kept[0] if kept else None
         promising = (option for option in kept if self.keeps_terms(option, MOST_PRUNED))
-        return next(promising, None) or min(doubtful, key=self.rank)
+        return next(promising, None) or self._best_doubtful(doubtful)
+
+    def _best_doubtful(self, options: Sequence[DeploymentOption]) -> DeploymentOption:
+        goal = self.evaluator.goal
+        seen = [(option, option.evaluation) for option in options if option.evaluation is not None]
+        likely = [option for option, evaluation in seen if is_likely(evaluation, goal)]
+        if likely:
+            return min(likely, key=self.rank)
+        return max(seen, key=lambda each: likelihood_of(each[1], goal))[0]
 
     def measure(self, option: DeploymentOption, *, in_full: bool = True) -> DeploymentOption:
         """Measure on as many search images as it takes, or a first look where that may do, and the memory where the contract asks; judge."""

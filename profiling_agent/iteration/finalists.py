@@ -5,8 +5,8 @@ import math
 from profiling_agent.iteration.deployer import REFUSALS
 from profiling_agent.iteration.deployment_search import MAX_SHIFT, Trial
 from profiling_agent.iteration.evaluator import Evaluator
-from profiling_agent.iteration.judge import is_doubtful
-from profiling_agent.iteration.selection import candidates, lost, may_be_returned, ranked, size_ratio
+from profiling_agent.iteration.judge import is_doubtful, is_likely, likelihood_of
+from profiling_agent.iteration.selection import candidates, may_be_returned, ranked, size_ratio
 from profiling_agent.records import ArtifactRef, Candidate, Deployment, Evaluation, Goal, Journal, Variant
 
 # So many are tested although the search images don't show that they keep the accuracy: each halves the error that a next one has.
@@ -76,7 +76,8 @@ def _rivals(journal: Journal, pruned: Candidate, goal: Goal, *, small_alone: boo
 def finalists(evaluator: Evaluator, journal: Journal, found: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
     """Return those of `found` that may be returned; with the paper's selection float32 pruned models alone, best first.
 
-    Where none of them is known to be all that the contract asks for, doubtful ones that may be join them, the deployment that was chosen before all others.
+    Where none of them is known to be all that the contract asks for, doubtful ones that may be join them, the deployment that was chosen
+    before all others: those that rather keep the accuracy than not, where there are any.
     """
     goal = evaluator.goal
     if goal.selection == "paper":
@@ -86,8 +87,11 @@ def finalists(evaluator: Evaluator, journal: Journal, found: tuple[Candidate, ..
         return able
     doubtful = [one for one in found if is_doubtful(one.evaluation, goal) and _is_all_asked(one, journal, goal)]
     first = journal.quantized
-    doubtful.sort(key=lambda one: (first is None or one.evaluation.model != first.model, lost(one)))
-    return (*able, *doubtful[:MAX_DOUBTFUL])
+    doubtful.sort(
+        key=lambda one: (first is None or one.evaluation.model != first.model, -likelihood_of(one.evaluation, goal))
+    )
+    likely = [one for one in doubtful if is_likely(one.evaluation, goal)]
+    return (*able, *(likely or doubtful)[:MAX_DOUBTFUL])
 
 
 def _is_all_asked(candidate: Candidate, journal: Journal, goal: Goal) -> bool:

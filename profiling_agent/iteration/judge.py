@@ -2,6 +2,7 @@
 
 from profiling_agent.evaluation.intervals import (
     largest_shown,
+    likelihood,
     one_sided_bound,
     one_sided_bound_of_both,
     one_sided_lower_bound,
@@ -57,6 +58,17 @@ def is_doubtful(candidate: Evaluation, goal: Goal) -> bool:
     if goal.selection == "paper" or not can_be_bounded(candidate.drop, goal) or keeps_accuracy(candidate, goal):
         return False
     return one_sided_lower_bound(candidate.drop, SEARCH_CONFIDENCE) <= goal.max_accuracy_drop
+
+
+def likelihood_of(candidate: Evaluation, goal: Goal) -> float:
+    """Return how likely a candidate keeps the accuracy, by its search images."""
+    assert candidate.drop is not None, "a candidate is always compared with the baseline"
+    return likelihood(candidate.drop, goal.max_accuracy_drop)
+
+
+def is_likely(candidate: Evaluation, goal: Goal) -> bool:
+    """Return whether a candidate rather keeps the accuracy than not."""
+    return likelihood_of(candidate, goal) >= 0.5
 
 
 def clears_up(candidate: Evaluation, heldout: AccuracyDrop, goal: Goal) -> bool:

@@ -33,6 +33,11 @@ class Headline(Record):
         """Return the seconds of one image, in batches of the size that was timed."""
         return self.latency.median_ms / 1e3 / self.latency.batch_size
 
+    @property
+    def quietest_pass_s(self) -> float:
+        """Return the seconds of one image of the fastest batch: what it takes where the machine does nothing else, as far as was seen."""
+        return min(self.latency.samples_ms) / 1e3 / self.latency.batch_size
+
 
 class LayerProfile(Record):
     """What one module itself owns and does; children are rows of their own, so rows add up to the model."""

@@ -87,3 +87,7 @@ def test_a_budget_for_nothing_says_what_would_do():
     ):
         affordable_images(300.0, 1.0, 256)
     assert affordable_images(57 * 60.0, 1.0, 256) == 128
+    # A pass that looked ten times as slow as the fastest of them is no reason; how many images it allows is of the usual one.
+    assert affordable_images(57 * 60.0, 10.0, 256, quietest_s=1.0) == 128
+    with pytest.raises(RequestError, match=r"takes 1 s for an image needs at least 57m"):
+        affordable_images(300.0, 10.0, 256, quietest_s=1.0)

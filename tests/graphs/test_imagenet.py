@@ -1,0 +1,43 @@
+"""A real checkpoint: MobileNetV1 with ImageNet's weights, a thousand photographs, and a contract that int8 of its convolutions meets."""
+
+from pathlib import Path
+
+import pytest
+
+from profiling_agent import Request, load, optimize
+from profiling_agent.iteration.deployments import INT8
+from profiling_agent.records import Outcome
+
+SHARED = Path(__file__).resolve().parents[3] / "shared"
+MODEL, DATASET = SHARED / "models" / "mobilenetv1-imagenet", SHARED / "data" / "imagenet-sample"
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not (MODEL.exists() and DATASET.exists()), reason=f"{MODEL} or {DATASET} is missing"),
+]
+
+
+def test_int8_of_the_convolutions_meets_a_contract_of_two_points_and_a_third_of_the_bytes(tmp_path: Path):
+    asked = Request(
+        model=str(MODEL),
+        dataset=str(DATASET),
+        max_accuracy_drop=0.02,
+        max_size_ratio=0.3,
+        max_iterations=2,
+        batch_size=8,
+        output=str(tmp_path),
+    )
+    report = optimize(asked)
+
+    search = report.deployment_search
+    assert search is not None
+    tried = {option.deployment.name: option.reason for option in search.options}
+    assert report.verdict.outcome is Outcome.MET, (report.verdict.explanation, tried, report.notes)
+    assert report.best.deployment.scheme in INT8
+    assert report.best.size_bytes <= 0.3 * report.baseline.size_bytes
+    (winner,) = [option.deployed for option in search.options if option.deployment == report.best.deployment]
+    assert winner is not None
+    assert sum(".convolution" in name for name in winner.layers) >= 20
+    assert report.heldout.drop is not None
+    assert report.heldout.drop.drop <= 0.02
+    assert load(report.artifacts["best"]).runtime == report.best.deployment.runtime
