@@ -8,10 +8,13 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from profiling_agent.documents import MAX_QUOTED, clean
 from profiling_agent.foreign import Refuse, foreign_code
+
+if TYPE_CHECKING:
+    from torch import nn
 
 MODEL_TYPE, EXTRA, PACKAGES = "timm_wrapper", "timm", ("timm", "torchvision")
 # How `timm.create_model` and what it calls are told where weights come from, and that a model isn't a classifier.
@@ -20,6 +23,7 @@ NOT_OF_AN_ARCHITECTURE = frozenset(
     | {"features_only", "feature_cfg", "out_indices", "kwargs_filter"}
 )
 LOADING = "pretrained"
+LINEAR = "timm.layers.linear"
 
 
 def is_timm(config: Mapping[str, Any]) -> bool:
@@ -41,6 +45,15 @@ def check_timm(config: Mapping[str, Any], refuse: Refuse) -> None:
     if missing := [name for name in PACKAGES if find_spec(name) is None]:
         raise refuse(f"it is one of timm's, and {missing[0]} isn't installed: pip install 'profiling-agent[{EXTRA}]'")
     _check_known(architecture, refuse)
+
+
+def make_plain_(model: "nn.Module") -> None:
+    """Make timm's linear layers torch's, which they are but for TorchScript: by their class alone they are somebody else's."""
+    from torch import nn
+
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and type(module).__module__ == LINEAR:
+            module.__class__ = nn.Linear
 
 
 def _check_known(architecture: Any, refuse: Refuse) -> None:

@@ -21,7 +21,7 @@ from profiling_agent.foreign import foreign_code
 from profiling_agent.progress import Progress, silent
 from profiling_agent.quiet import quiet
 from profiling_agent.timm_config import MODEL_TYPE as TIMM
-from profiling_agent.timm_config import is_timm
+from profiling_agent.timm_config import is_timm, make_plain_
 
 # A head of ImageNet-21k on the widest of models has fifty million parameters.
 MAX_MISSING = 100_000_000
@@ -133,6 +133,7 @@ def _read_weights(staged: Path, name: str, config: Any) -> nn.Module:
             local_files_only=True,
             output_loading_info=True,
         )
+    make_plain_(model)
     missing = sorted(info["missing_keys"])
     if missing:
         raise AcquisitionError(

@@ -30,7 +30,7 @@ from profiling_agent.quantization.kinds import rebuilt
 from profiling_agent.quiet import muted
 from profiling_agent.records import UnitKind
 from profiling_agent.timm_config import MODEL_TYPE as TIMM
-from profiling_agent.timm_config import check_timm
+from profiling_agent.timm_config import check_timm, make_plain_
 
 # The largest numbers of a classifier's config: tokens of a text tower (250,000), classes of ImageNet-21k (21,843).
 MAX_NUMBER = 2**20
@@ -174,7 +174,9 @@ def _architecture(recipe: Recipe, tensors: dict[str, Tensor]) -> nn.Module:
         stored = sum(tensor.numel() for tensor in tensors.values())
         with _bounded(len(tensors) + len(recipe.tied) + 2 * len(recipe.folded), stored), torch.device("meta"):
             on_behalf(build)
-        return on_behalf(build)
+        model = on_behalf(build)
+    make_plain_(model)
+    return model
 
 
 @contextmanager

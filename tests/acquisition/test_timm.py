@@ -82,6 +82,17 @@ class TestRead:
         assert zoo.inside(again).config.id2label == zoo.LABELS
         assert load_processor(tmp_path / "saved").to_dict() == loaded.processor.to_dict()
 
+    def test_timms_own_linear_layers_are_torchs(self, tmp_path):
+        config = hf.TimmWrapperConfig(architecture="mobilenetv3_small_050", id2label=zoo.LABELS)
+        hf.TimmWrapperForImageClassification(config).save_pretrained(tmp_path / "net")
+        rewrite(tmp_path / "net", pretrained_cfg=PREPARED)
+        loaded = load_model(str(tmp_path / "net"))
+        spec = resolve_input_shape(loaded.model, loaded.processor)
+        save_model(loaded.model, tmp_path / "saved", spec=spec, processor=loaded.processor, base_model="x")
+
+        for model in (loaded.model, load_module(tmp_path / "saved")):
+            assert type(zoo.inside(model).timm_model.classifier) is torch.nn.Linear
+
     def test_a_saved_model_that_names_an_architecture_elsewhere_is_refused(self, folder, tmp_path):
         loaded = load_model(str(folder))
         zoo.inside(loaded.model).config.architecture = "hf-hub:other/model"

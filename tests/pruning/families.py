@@ -12,6 +12,7 @@ from torch import nn
 from zoo import LABELS, PLAIN
 
 from profiling_agent.records import InputSpec
+from profiling_agent.timm_config import make_plain_
 
 STAGED = {"id2label": LABELS, "depths": [1, 1], "hidden_sizes": [64, 128]}
 PYRAMID = {
@@ -89,7 +90,9 @@ def contrasted(name: str, settings: dict[str, Any]) -> Any:
 def wrapped(architecture: str, settings: dict[str, Any]) -> Any:
     """Make one of timm's models, of an architecture and its own settings."""
     config = hf.TimmWrapperConfig(architecture=architecture, model_args=settings, id2label=LABELS)
-    return randomised(hf.TimmWrapperForImageClassification(config))
+    model = randomised(hf.TimmWrapperForImageClassification(config))
+    make_plain_(model)
+    return model
 
 
 def timm(architecture: str, **settings: Any) -> partial[Any]:
