@@ -146,9 +146,10 @@ def test_the_list_has_all_that_was_measured_and_a_front(finished: Path):
 
 
 def test_a_contract_that_does_not_hold_names_the_terms_that_are_missed():
-    terms = tuple(
-        Term(name=name, required=0.5, measured=1.0, holds=holds)
-        for name, holds in (("accuracy", True), ("speed", False), ("size", False))
+    terms = (
+        Term(name="accuracy", required=0.01, measured=0.0, holds=True),
+        Term(name="speed", required=1.0, measured=0.5, holds=False),
+        Term(name="size", required=0.5, measured=0.9, holds=False),
     )
     wide = Console(width=500, file=io.StringIO())
     with wide.capture() as drawn:
