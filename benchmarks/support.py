@@ -4,13 +4,15 @@
 
 Tiny models of each architecture with random weights, whole and with a quarter off every unit, as in the tests. Distances are
 ||logits - float32 logits|| / ||float32 logits|| on noise: they say that a deployment computes the same function, not what it costs.
-With --table the page is written anew from FILE alone.
+With --table the page is written anew from FILE alone. timm's are among them where it is installed: of `make test-timm`, with
+PYTHONPATH=.venv/timm:tests.
 """
 
 import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ from profiling_agent.support.look import Look
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "tests"))
 
-from pruning.families import FAMILIES, processor_of, spec_of  # noqa: E402
+from pruning.families import FAMILIES, TIMM_FAMILIES, processor_of, spec_of  # noqa: E402
 
 RESULTS, PAGE = ROOT / "benchmarks" / "results" / "support.json", ROOT / "docs" / "support.md"
 SHORT: dict[Scheme, str] = {
@@ -35,6 +37,7 @@ SHORT: dict[Scheme, str] = {
     "static": "int8 static",
     "static_nncf": "int8 NNCF",
 }
+HERE = [name for name in FAMILIES if name not in TIMM_FAMILIES or find_spec("timm")]
 KINDS = {"heads": "heads", "mlp": "MLP", "conv_inner": "convolution", "inverted_residual": "inverted residual"}
 
 
@@ -123,7 +126,7 @@ def _cell(row: dict[str, Any], runtime: str, scheme: str, notes: list[str]) -> s
 def main() -> int:
     """Look at families; return 1 where a check does not hold."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--families", nargs="*", default=list(FAMILIES))
+    parser.add_argument("--families", nargs="*", default=HERE)
     parser.add_argument("--runtimes", nargs="*", default=[name for name in RUNTIMES if not registry.missing(name)])
     parser.add_argument("--json", type=Path, default=RESULTS)
     parser.add_argument("--table", type=Path, help="write docs/support.md from these results, and measure nothing")

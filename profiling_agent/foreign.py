@@ -39,7 +39,18 @@ def foreign_code(refuse: Refuse) -> Generator[None]:
     except Exception as error:
         if is_ours(error.__traceback__):
             raise
-        raise refuse(f"{type(error).__name__} ({' '.join(str(error).split())[:MAX_TEXT]!r})") from error
+        raise refuse(_told(_first_cause(error))) from error
+
+
+def _told(error: BaseException) -> str:
+    return f"{type(error).__name__} ({' '.join(str(error).split())[:MAX_TEXT]!r})"
+
+
+def _first_cause(error: BaseException) -> BaseException:
+    """Return what kept a module from being imported: who imports lazily says which name it wanted, and raises that from the cause."""
+    while isinstance(error, ImportError) and error.__cause__ is not None:
+        error = error.__cause__
+    return error
 
 
 def on_behalf(call: Callable[Args, Result], *args: Args.args, **kwargs: Args.kwargs) -> Result:

@@ -15,6 +15,7 @@ BASE = (
     "files",
     "documents",
     "foreign",
+    "timm_config",
     "request",
     "workspace",
     "reproducibility",

@@ -79,8 +79,9 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setenv("OMP_WAIT_POLICY", "PASSIVE")
         # The profiler sets it in whatever process it is used, and children could be no copies of the server from then on.
         patch.setenv("KINETO_LOG_LEVEL", "99")
-        # Children find the toy jobs.
-        patch.setenv("PYTHONPATH", str(Path(__file__).parent))
+        # Children find the toy jobs, and timm where `make test-timm` has it.
+        found = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
+        patch.setenv("PYTHONPATH", os.pathsep.join(dict.fromkeys((str(Path(__file__).parent), *found))))
         # Whoever runs the tests may have a key; no test is to use it.
         for name in ("OPENAI_API_KEY", "OPENAI_BASE_URL", "AZURE_OPENAI_API_KEY", "AZURE_OPENAI_ENDPOINT"):
             patch.delenv(name, raising=False)

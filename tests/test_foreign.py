@@ -131,3 +131,11 @@ def test_a_lack_of_memory_is_no_refusal():
 
 def test_what_is_called_on_behalf_answers_as_it_does():
     assert on_behalf(max, 1, 2, key=lambda x: -x) == 1
+
+
+def test_what_kept_a_module_from_being_imported_is_said_and_not_who_wanted_it():
+    wanted = ModuleNotFoundError("Could not import module 'Net'")
+    wanted.__cause__ = RuntimeError("operator torchvision::nms does not exist")
+
+    with pytest.raises(ShapeUnresolvedError, match=r"RuntimeError \('operator torchvision::nms does not exist'\)"):
+        verify(raising(wanted), zoo.SPEC)

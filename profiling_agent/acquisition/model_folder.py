@@ -14,6 +14,7 @@ from profiling_agent.acquisition.hub import files_root
 from profiling_agent.documents import MAX_QUOTED, DocumentError, clean, parse_json
 from profiling_agent.errors import AcquisitionError
 from profiling_agent.files import inside, open_regular, read_bytes, write_bytes
+from profiling_agent.timm_config import check_timm, is_timm
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 PROCESSORS = ("preprocessor_config.json", "processor_config.json")
@@ -131,9 +132,8 @@ def _check_config(config: dict[str, Any], name: str, file: str) -> None:
         raise AcquisitionError(
             f"model {name!r} is quantized already (quantization_config): give the one it was made from"
         )
-    # timm and the Hub read an architecture with a scheme as an address.
-    if ":" in str(config.get("architecture", "")):
-        raise AcquisitionError(f"model {name!r} names another model as its architecture, which is never fetched")
+    if is_timm(config):
+        check_timm(config, lambda said: AcquisitionError(f"model {name!r} can't be built: {said}"))
     for key, number in _numbers(config):
         last = key.rpartition(".")[2]
         if last in ("num_labels", "num_classes"):

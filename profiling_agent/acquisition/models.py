@@ -16,11 +16,14 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_CLASSIFICATIO
 from profiling_agent.acquisition.hub import fetch_model, hub_files, is_local, local_folder
 from profiling_agent.acquisition.model_folder import CONFIG, PICKLES, PROCESSORS, checked, has_weights, read_settings
 from profiling_agent.acquisition.reference import PREFIX, reference_model
+from profiling_agent.acquisition.timm_processor import processor_of_timm
 from profiling_agent.documents import MAX_QUOTED, clean
 from profiling_agent.errors import AcquisitionError, RequestError
 from profiling_agent.foreign import foreign_code
 from profiling_agent.progress import Progress, silent
 from profiling_agent.quiet import quiet
+from profiling_agent.timm_config import MODEL_TYPE as TIMM
+from profiling_agent.timm_config import is_timm, make_plain_
 
 # A head of ImageNet-21k on the widest of models has fifty million parameters.
 MAX_MISSING = 100_000_000
@@ -67,7 +70,7 @@ def _check_weights(folder: Path, name: str, commit: str | None) -> None:
 
 def _check_kind(raw: Any, name: str) -> None:
     """Refuse what isn't an image classifier that transformers itself implements."""
-    model_type = raw.get("model_type")
+    model_type = TIMM if is_timm(raw) else raw.get("model_type")
     if not isinstance(model_type, str):
         raise AcquisitionError(f"model {name!r} has a config.json without a model_type: it is damaged")
     if model_type not in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES:
@@ -163,6 +166,7 @@ def _read_weights(staged: Path, name: str, config: Any) -> nn.Module:
             output_loading_info=True,
         )
     _check_shapes(name, config, info["mismatched_keys"])
+    make_plain_(model)
     missing = sorted(info["missing_keys"])
     if missing:
         raise AcquisitionError(
@@ -182,15 +186,24 @@ def _without(staged: Path, name: str, raised: str) -> str:
     return "is missing"
 
 
-def _read_processor(staged: Path, name: str) -> Any:
+def _read_processor(staged: Path, name: str, config: Any) -> Any:
     def refuse(raised: str) -> AcquisitionError:
         return AcquisitionError(
             f"model {name!r} has no image processor that can be used, as its preprocessor_config.json "
             f"{_without(staged, name, raised)}: save the processor that it was trained with into its folder"
         )
 
+    if (how := getattr(config, "pretrained_cfg", None)) and not any((staged / file).exists() for file in PROCESSORS):
+        return processor_of_timm(how, refuse)
     with foreign_code(refuse):
-        return AutoImageProcessor.from_pretrained(staged, backend="pil", trust_remote_code=False, local_files_only=True)
+        return AutoImageProcessor.from_pretrained(
+            staged,
+            # Where a config is timm's, it would be read for the processor.
+            image_processor_filename=PROCESSORS[0],
+            backend="pil",
+            trust_remote_code=False,
+            local_files_only=True,
+        )
 
 
 def load_model(
@@ -212,7 +225,7 @@ def load_model(
             config = _read_config(staged, name)
             _check_size(staged, name, config)
             model: Any = _read_weights(staged, name, config)
-            processor = _read_processor(staged, name)
+            processor = _read_processor(staged, name, config)
         # transformers notes where it loaded from.
         model.config.name_or_path = model.name_or_path = str(folder)
     return LoadedModel(

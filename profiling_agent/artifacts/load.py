@@ -22,11 +22,15 @@ from profiling_agent.artifacts.recipe import PROCESSOR, WEIGHTS, QuantizedLayer,
 from profiling_agent.documents import DocumentError, clean, first_line, read_json
 from profiling_agent.errors import ArtifactError, QuantizationError
 from profiling_agent.foreign import foreign_code, logits_of, on_behalf
+from profiling_agent.modules.attention import head_sizes, say_heads_
 from profiling_agent.modules.inference import left_as_found
-from profiling_agent.modules.widths import fit_widths_, say_heads_
+from profiling_agent.modules.norms import unnormed
+from profiling_agent.modules.widths import fit_widths_
 from profiling_agent.quantization.kinds import rebuilt
 from profiling_agent.quiet import muted
 from profiling_agent.records import UnitKind
+from profiling_agent.timm_config import MODEL_TYPE as TIMM
+from profiling_agent.timm_config import check_timm, make_plain_
 
 # The largest numbers of a classifier's config: tokens of a text tower (250,000), classes of ImageNet-21k (21,843).
 MAX_NUMBER = 2**20
@@ -69,6 +73,8 @@ def read_processor(folder: Path) -> Any:
         return on_behalf(
             AutoImageProcessor.from_pretrained,
             folder,
+            # Where a config is timm's, it would be read for the processor.
+            image_processor_filename=PROCESSOR,
             backend="pil",
             local_files_only=True,
             trust_remote_code=False,
@@ -118,14 +124,15 @@ def _build(folder: Path, recipe: Recipe, *, dequantize: bool) -> nn.Module:
     tensors = _read_tensors(folder / WEIGHTS)
     try:
         model = _architecture(recipe, tensors)
+        sizes = head_sizes(model)
         _check_names(model, recipe)
         for norm in recipe.folded:
             with foreign_code(_unfit(norm)):
-                on_behalf(model.set_submodule, norm, nn.Identity(), strict=True)
+                on_behalf(model.set_submodule, norm, unnormed(model.get_submodule(norm)), strict=True)
         for layer in recipe.quantized:
             _place_(model, layer, tensors, dequantize=dequantize)
         _fill_(model, tensors, recipe)
-        say_heads_(model, recipe.cuts)
+        say_heads_(model, sizes)
     except (_MisfitError, QuantizationError) as error:
         architecture = clean(recipe.architecture)[:80]
         raise ArtifactError(
@@ -158,6 +165,8 @@ def _architecture(recipe: Recipe, tensors: dict[str, Tensor]) -> nn.Module:
     def refuse(said: str) -> _MisfitError:
         return _MisfitError(f"transformers can't build a {clean(name)[:80]!r} from the config: {said}")
 
+    if name == TIMM:
+        check_timm(fields, refuse)
     with foreign_code(refuse), torch.random.fork_rng(devices=[]), no_init_weights():
         # As a partial: fields may be called as anything, also as an argument of ours.
         config = on_behalf(partial(AutoConfig.for_model, name, **fields))
@@ -165,7 +174,9 @@ def _architecture(recipe: Recipe, tensors: dict[str, Tensor]) -> nn.Module:
         stored = sum(tensor.numel() for tensor in tensors.values())
         with _bounded(len(tensors) + len(recipe.tied) + 2 * len(recipe.folded), stored), torch.device("meta"):
             on_behalf(build)
-        return on_behalf(build)
+        model = on_behalf(build)
+    make_plain_(model)
+    return model
 
 
 @contextmanager

@@ -205,9 +205,14 @@ def _split_ties(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def _config(model: nn.Module) -> dict[str, Any]:
-    """Return the Hugging Face config as JSON has it, with the class that is to be built from it."""
+    """Return the Hugging Face config as JSON has it, with the class that is to be built from it and all names of classes.
+
+    timm's has their list alone, which only transformers' reading of a config.json understands.
+    """
     config: Any = model.config
-    return parse_json(config.to_json_string(use_diff=False)) | {"architectures": [type(model).__name__]}
+    written = parse_json(config.to_json_string(use_diff=False))
+    names = {str(index): name for index, name in config.id2label.items()}
+    return written | {"architectures": [type(model).__name__], "id2label": names}
 
 
 def _golden(model: nn.Module, spec: InputSpec) -> Golden:

@@ -66,6 +66,8 @@ def _show(prunable: Prunable, rows: Sequence[Deployability], left_out: Sequence[
     table = folded_table("what can be cut", "kind or reason", "number", "of it")
     for kind, number in prunable.units.items():
         table.add_row(kind, str(number), Text("can be cut"))
+    for kind, reason in prunable.absent.items():
+        table.add_row(kind, "none", Text(reason))
     for code, number in prunable.refused.items():
         table.add_row(code, str(number), Text(f"stay, as {prunable.examples[code]}"))
     console.print(table)

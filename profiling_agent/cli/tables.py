@@ -229,4 +229,6 @@ def profile_tables(profile: ModelProfile) -> tuple[Table, ...]:
     units = folded_table("what can be pruned", "unit", "kind", "width", "step", "params each")
     for unit in profile.units:
         units.add_row(Text(unit.name), unit.kind, str(unit.width), str(unit.step), count(unit.params_per_channel))
+    for kind, reason in profile.absent.items():
+        units.add_row(Text(reason), kind, "none", "", "")
     return totals, layers, operators, units

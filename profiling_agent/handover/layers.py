@@ -73,6 +73,8 @@ class Static(Layer):
         scale, zero = float(tensors["input_scale"]), int(tensors["input_zero_point"])
         self.grid = (scale, zero, 0, 127 if reduce_range else 255, torch.uint8)
         self.register_buffer("zeros", torch.zeros(len(tensors["scale"]), dtype=torch.int64), persistent=False)
+        # A model may cast its images to the type of its first parameter, and there may be no other.
+        self.typed = nn.Parameter(torch.empty(0), requires_grad=False)
 
     @property
     def weight(self) -> Tensor:
@@ -103,7 +105,7 @@ KINDS: dict[str, type[Layer]] = {"dynamic": Dynamic, "static": Static, "cast": C
 def build(config: Any, described: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> nn.Module:
     """Return the model of a transformers config in eval mode, with what `layers.json` describes in its place.
 
-    `attributes` are numbers that modules state of themselves, `identities` names layers that do nothing any more, `layers` says
+    `attributes` are numbers that modules state of themselves, `identities` names norms that don't normalise any more, `layers` says
     which aren't float, and `tied` under which other name a tensor is stored.
     """
     model = AutoModelForImageClassification.from_config(config)
@@ -111,7 +113,9 @@ def build(config: Any, described: Mapping[str, Any], tensors: Mapping[str, Tenso
         for attribute, value in stated.items():
             setattr(model.get_submodule(name), attribute, tuple(value) if isinstance(value, list) else value)
     for name in described["identities"]:
-        model.set_submodule(name, nn.Identity())
+        # timm's norms have an activation in them.
+        rest = [module for module in model.get_submodule(name).children() if not isinstance(module, nn.Identity)]
+        model.set_submodule(name, nn.Sequential(*rest))
     left = dict(tensors)
     for name, said in described["layers"].items():
         own = {leaf: left.pop(leaf) for leaf in list(left) if leaf.rpartition(".")[0] == name}

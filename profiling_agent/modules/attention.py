@@ -1,16 +1,21 @@
 """Multi-head attention found by its structure: which rows, columns and tables belong to one head."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import nn
 
-PROJECTIONS = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"))
+# One layer may make all three, the rows of q above those of k and of v.
+PROJECTIONS = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("q", "k", "v"), ("qkv",))
 # The output layer is a child, or lies in a module beside the one that holds the projections.
-OUTPUTS, OUTPUT_BESIDE = ("o_proj", "out_proj"), "output.dense"
+OUTPUTS, OUTPUT_BESIDE = ("o_proj", "out_proj", "proj"), "output.dense"
 HEAD_COUNTS, HEAD_DIMS = ("num_attention_heads", "num_heads"), ("head_dim", "attention_head_size")
+# What forward passes read beside the layers: the width of all heads, and what those of k and v are counted by where they may be fewer.
+WIDTHS, KEY_COUNT, KEY_WIDTH = ("all_head_size", "attn_dim"), "num_kv_heads", "kv_dim"
 # Parameters with one entry for each head, and the dimension that it lies in.
 HEAD_TABLES = {"relative_position_bias_table": -1, "logit_scale": 0}
+# Norms of one head's q or k, the same for all.
+HEAD_NORMS = ("q_norm", "k_norm")
 # A network that makes such a table: one row of its last layer for each head.
 TABLE_NETWORK = "continuous_position_bias_mlp"
 # What these make is read by k and v, whatever the number of heads.
@@ -21,14 +26,16 @@ BEFORE_KEYS = ("sequence_reduction", "layer_norm")
 class Attention:
     """An attention module whose heads are independent: (heads * head_dim) rows of q, k, v, as many columns of o.
 
-    Layers and tables go by their names in the model; a table's dimension is that of the heads.
+    One layer that makes q, k and v has them in three `stacks`. Layers and tables go by their names in the model; a table's
+    dimension is that of the heads.
     """
 
-    producers: tuple[str, str, str]
+    producers: tuple[str, ...]
     consumer: str
     num_heads: int
     head_dim: int
     tables: dict[str, int]
+    stacks: int = 1
 
     @property
     def projections(self) -> tuple[str, ...]:
@@ -67,19 +74,21 @@ def _read(model: nn.Module, name: str, children: tuple[str, ...], holders: Colle
     known = producers if consumer is None else (*producers, consumer)
     if consumer is None:
         return Refused(projections=known, reason="unknown_heads: no layer is found that reads what attention makes")
-    q, k, v, o = (_linear(model, layer) for layer in known)
-    heads = _heads(holder, q.out_features)
+    *made, o = (_linear(model, layer) for layer in known)
+    # Three layers, or one for all three.
+    stacks = 3 // len(made)
+    rows = made[0].out_features // stacks
+    heads = _heads(holder, rows)
     if isinstance(heads, str):
         return Refused(projections=known, reason=heads)
-    if {k.out_features, v.out_features, o.in_features} != {q.out_features}:
+    if {layer.out_features for layer in made} != {rows * stacks} or o.in_features != rows:
         return Refused(projections=known, reason="unequal_heads: q, k, v and o don't have the same heads")
-    tables = _tables(model, name, known, heads[0], holders)
+    tables = _tables(model, name, known, heads, holders)
     if isinstance(tables, str):
         return Refused(projections=known, reason=tables)
-    first, second, third = producers
     num_heads, head_dim = heads
     return Attention(
-        producers=(first, second, third), consumer=consumer, num_heads=num_heads, head_dim=head_dim, tables=tables
+        producers=producers, consumer=consumer, num_heads=num_heads, head_dim=head_dim, tables=tables, stacks=stacks
     )
 
 
@@ -105,6 +114,8 @@ def _output(model: nn.Module, holder: str) -> str | None:
 def _heads(holder: nn.Module, rows: int) -> tuple[int, int] | str:
     """Return the number of heads and the rows of one, or why what the module says of them doesn't fit `rows`."""
     count, size = _stated(holder, HEAD_COUNTS), _stated(holder, HEAD_DIMS)
+    if size is None and count is not None and rows % count == 0:
+        size = rows // count
     if size is None or rows % size or count not in (None, rows // size):
         return f"unknown_heads: {count} heads of {size} are stated, which don't make the {rows} outputs of q"
     return rows // size, size
@@ -115,23 +126,35 @@ def _stated(holder: nn.Module, names: Collection[str]) -> int | None:
     return next((value for value in values if isinstance(value, int) and value > 0), None)
 
 
-def say_heads_(holder: nn.Module) -> None:
-    """Make an attention module state as many heads as its layers have; any other module is left as it is.
+def head_sizes(model: nn.Module) -> dict[str, int]:
+    """Return the rows of one head by the names of the modules that hold q, k and v, where what they say of them fits."""
+    held = {name: module for name, module in model.named_modules() if _projections(module) is not None}
+    heads = {name: _heads(module, _rows_of_q(module)) for name, module in held.items()}
+    return {name: found[1] for name, found in heads.items() if not isinstance(found, str)}
+
+
+def say_heads_(model: nn.Module, sizes: Mapping[str, int]) -> None:
+    """Make modules state as many heads as their layers have, given the rows of one.
 
     Some forward passes read the number there; for the others it is for people, exports and other code.
     """
-    size = _stated(holder, HEAD_DIMS)
-    for names in PROJECTIONS:
-        rows = getattr(getattr(holder, names[0], None), "out_features", None)
-        if size is None or not isinstance(rows, int):
-            continue
-        for attribute, value in (*((name, rows // size) for name in HEAD_COUNTS), ("all_head_size", rows)):
+    for name, size in sizes.items():
+        holder = model.get_submodule(name)
+        rows = _rows_of_q(holder)
+        told = dict.fromkeys((*HEAD_COUNTS, KEY_COUNT), rows // size) | dict.fromkeys((*WIDTHS, KEY_WIDTH), rows)
+        for attribute, value in told.items():
             if hasattr(holder, attribute):
                 setattr(holder, attribute, value)
 
 
+def _rows_of_q(holder: nn.Module) -> int:
+    """Return how many rows q has; what stands in a layer's place states its width as well."""
+    layers = ((getattr(holder, names[0], None), 3 // len(names)) for names in PROJECTIONS)
+    return next(layer.out_features // stacks for layer, stacks in layers if layer is not None)
+
+
 def _tables(
-    model: nn.Module, name: str, projections: Collection[str], num_heads: int, holders: Collection[str]
+    model: nn.Module, name: str, projections: Collection[str], heads: tuple[int, int], holders: Collection[str]
 ) -> dict[str, int] | str:
     """Return the parameters that have an entry for each head, or why it isn't known which part belongs to one."""
     tables: dict[str, int] = {}
@@ -139,10 +162,10 @@ def _tables(
         if path.rpartition(".")[0] in projections:
             continue
         dim = _head_dim(model, path, name)
-        if dim is None:
-            continue
         parameter = model.get_parameter(path)
-        if dim == _UNKNOWN or parameter.shape[dim] != num_heads:
+        if dim is None or (_is_norm_of_a_head(path, name) and parameter.shape == heads[1:]):
+            continue
+        if dim == _UNKNOWN or parameter.shape[dim] != heads[0]:
             return f"unknown_parameter: it is not known which part of {path!r} belongs to a head"
         if is_shared:
             return f"shared: the table {path!r} has the heads of more than one attention module"
@@ -151,6 +174,10 @@ def _tables(
 
 
 _UNKNOWN = -99
+
+
+def _is_norm_of_a_head(path: str, holder: str) -> bool:
+    return path.removeprefix(f"{holder}.").partition(".")[0] in HEAD_NORMS
 
 
 def _candidates(model: nn.Module, name: str, holders: Collection[str]) -> Iterator[tuple[str, bool]]:

@@ -15,6 +15,12 @@ def batch_norms(model: nn.Module) -> list[nn.BatchNorm1d | nn.BatchNorm2d | nn.B
     return [module for module in model.modules() if isinstance(module, BATCH_NORMS) and module.track_running_stats]
 
 
+def unnormed(norm: nn.Module) -> nn.Module:
+    """Return what is left of a batch norm that a convolution does the work of: timm's have an activation in them, others nothing."""
+    rest = [module for module in norm.children() if not isinstance(module, nn.Identity)]
+    return nn.Sequential(*rest) if rest else nn.Identity()
+
+
 def has_bias(layer: nn.Module) -> bool:
     """Say whether `layer` adds a bias."""
     return dict(layer.named_parameters(recurse=False)).get("bias") is not None

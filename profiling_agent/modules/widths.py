@@ -1,13 +1,10 @@
 """Give a freshly built model the widths of the tensors that it is about to take."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
-
-from profiling_agent.modules import attention
-from profiling_agent.records import Cut, UnitKind
 
 
 def fit_widths_(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
@@ -26,9 +23,6 @@ def fit_widths_(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         resized[owner_name] = owner
     for owner in resized.values():
         _say_widths_(owner)
-    # Of a model that was pruned twice, the cuts that come with it are the last ones; its layers know all heads.
-    for module in model.modules():
-        attention.say_heads_(module)
 
 
 def _say_widths_(module: nn.Module) -> None:
@@ -44,10 +38,3 @@ def _say_widths_(module: nn.Module) -> None:
         module.num_features = module.weight.shape[0]
     elif isinstance(module, nn.LayerNorm):
         module.normalized_shape = tuple(module.weight.shape)
-
-
-def say_heads_(model: nn.Module, cuts: Iterable[Cut]) -> None:
-    """Make the attention modules state the number of heads that they were cut to."""
-    for cut in cuts:
-        if cut.unit.kind is UnitKind.HEADS:
-            attention.say_heads_(model.get_submodule(cut.unit.producers[0].rpartition(".")[0]))

@@ -69,6 +69,7 @@ def profile_model(  # noqa: PLR0913 (what a profile says of its model has to com
         operators=measured.operators,
         units=found.units,
         refusals=found.refusals,
+        absent=found.absent,
         forward_passes=forward_passes,
     )
 

@@ -15,6 +15,7 @@ from profiling_agent.pruning.spaces import Space
 class Chain:
     """Producers whose channels, `width` that can be cut one by one, reach `consumer` through nothing but `inner`.
 
+    A channel has rows in each of the producers' equal `stacks`.
     `side_readers` read them too, but only to make weights that multiply them; what makes those is in `inner`.
     """
 
@@ -24,6 +25,7 @@ class Chain:
     side_readers: tuple[nn.Linear | nn.Conv2d, ...]
     width: int
     mask_exact: bool
+    stacks: int
 
 
 def tied_modules(model: nn.Module) -> set[nn.Module]:
@@ -103,6 +105,7 @@ def _chain(space: Space, gates: Collection[nn.Module], consumer: Any, side: Coll
         side_readers=tuple(readers),
         width=space.width,
         mask_exact=space.mask_exact,
+        stacks=space.stacks,
     )
 
 

@@ -18,7 +18,7 @@ from profiling_agent.errors import PruningError
 from profiling_agent.foreign import logits_of, on_behalf
 from profiling_agent.modules.hooks import tensors, watching
 from profiling_agent.modules.inference import device_of
-from profiling_agent.pruning.operations import RULES, Call, UnknownSpellingError
+from profiling_agent.pruning.operations import PARTED, RULES, Call, UnknownSpellingError
 from profiling_agent.pruning.spaces import Axis, Space
 from profiling_agent.records import InputSpec
 
@@ -78,8 +78,8 @@ class Trace(TorchFunctionMode):
                 self.borrowed.setdefault(owner, name)
         found = [axis for operand in operands if (axis := self.axis_of(operand)) is not None]
         axis = None
-        if found and len(results) == 1 and name in RULES:
-            axis = self._ruled(Call(name, args, kwargs, results[0], self.axis_of))
+        if found and (name in RULES if len(results) == 1 else name in PARTED):
+            axis = self._ruled(Call(name, args, kwargs, results, self.axis_of))
         if axis is None:
             for lost in found:
                 lost.space.block(name)
@@ -88,7 +88,7 @@ class Trace(TorchFunctionMode):
 
     def _ruled(self, call: Call) -> Axis | None:
         try:
-            return RULES[call.name](call)
+            return (PARTED if len(call.results) > 1 else RULES)[call.name](call)
         except UnknownSpellingError:
             return None
 
@@ -102,6 +102,10 @@ class Trace(TorchFunctionMode):
         module = self._model.get_submodule(name)
         self.calls[module] += 1
         axis = self.axis_of(given)
+        if axis is not None and given.shape[axis.dim] != axis.space.size:
+            # It was taken apart before.
+            axis.space.block("a layer that reads its parts as a whole")
+            axis = None
         if isinstance(module, LAYERS):
             self.put(output, self._through_layer(module, axis))
         else:
@@ -129,11 +133,10 @@ class Trace(TorchFunctionMode):
     def _through_norm(self, norm: nn.Module, given: Tensor, axis: Axis | None) -> Axis | None:
         if axis is None:
             return None
-        is_batch_norm = isinstance(norm, _BatchNorm)
-        if axis.dim != (1 - given.dim() if is_batch_norm else -1):
+        if axis.dim != _channels_of(norm, given):
             axis.space.block("a norm across other dimensions")
         axis.space.inner.append(norm)
-        axis.space.mask_exact &= is_batch_norm
+        axis.space.mask_exact &= isinstance(norm, _BatchNorm)
         return axis
 
 
@@ -141,10 +144,18 @@ def is_response_norm(module: nn.Module) -> bool:
     """Say whether `module` is a global response norm: x times its share of the mean norm over channels, two parameters."""
     parameters = dict(module.named_parameters())
     return (
-        type(module).__name__.endswith("GRN")
+        type(module).__name__.endswith(("GRN", "GlobalResponseNorm"))
         and parameters.keys() == {"weight", "bias"}
-        and all(parameter.dim() == 4 and parameter.numel() == parameter.shape[-1] for parameter in parameters.values())
+        and all(parameter.numel() == parameter.shape[-1] for parameter in parameters.values())
     )
+
+
+def _channels_of(norm: nn.Module, given: Tensor) -> int:
+    """Return which dimension of what it reads a norm takes for the channels, from the last; timm's response norms state it."""
+    if isinstance(norm, _BatchNorm):
+        return 1 - given.dim()
+    stated = getattr(norm, "channel_dim", -1)
+    return stated - given.dim() if stated >= 0 else stated
 
 
 def _is_known(module: nn.Module) -> bool:

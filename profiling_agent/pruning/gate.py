@@ -68,7 +68,8 @@ def _blind(tensor: Tensor, unit: Unit, kept: Sequence[int], *, dim: int) -> Tens
     mask = torch.zeros(unit.width, dtype=tensor.dtype, device=tensor.device)
     mask[list(kept)] = 1
     # A head has as many consecutive rows or columns as it has channels.
-    spread = mask.repeat_interleave(tensor.shape[dim] // unit.width)
+    stacks = unit.stacks if dim == 0 else 1
+    spread = mask.repeat_interleave(tensor.shape[dim] // unit.width // stacks).repeat(stacks)
     return tensor * spread.view(-1, *(1 for _ in tensor.shape[dim + 1 :]))
 
 

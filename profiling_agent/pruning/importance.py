@@ -67,6 +67,11 @@ def unit_weights(model: nn.Module, unit: Unit) -> UnitWeights:
     consumer = model.get_submodule(unit.consumer).get_parameter("weight").float()
     producers = (model.get_submodule(name).get_parameter("weight").float() for name in unit.producers)
     return UnitWeights(
-        rows=torch.cat([weight.reshape(unit.width, -1) for weight in producers], dim=1),
+        rows=torch.cat([_by_channel(weight, unit) for weight in producers], dim=1),
         columns=consumer.transpose(0, 1).reshape(unit.width, -1),
     )
+
+
+def _by_channel(weight: Tensor, unit: Unit) -> Tensor:
+    """Return a producer's weights with those of a channel in one row, whatever stacks they lie in."""
+    return weight.reshape(unit.stacks, unit.width, -1).transpose(0, 1).reshape(unit.width, -1)

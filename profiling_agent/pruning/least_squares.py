@@ -96,7 +96,11 @@ def compensate_units_(
     channels, and 0.220 where every unit is fitted to the dense activations alone (docs/decisions/LOG.md).
     """
     consumers = {cut.unit.consumer: cut.unit for cut in cuts}
-    cut_rows = {producer: keep[cut.unit.name] for cut in cuts for producer in cut.unit.producers}
+    cut_rows = {
+        producer: cut.unit.rows_of(keep[cut.unit.name], len(baseline.get_parameter(f"{producer}.weight")))
+        for cut in cuts
+        for producer in cut.unit.producers
+    }
     image = next(iter(images()))[:1]
     norms = following_norms(baseline, list(consumers), image)
     order = in_order(baseline, consumers, image)

@@ -24,13 +24,18 @@ VIEWS = ("view", "reshape", "flatten", "squeeze", "unsqueeze", "view_as", "resha
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One operation: its name, what it was given, and the tensor that it returned."""
+    """One operation: its name, what it was given, and the tensors that it returned."""
 
     name: str
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
-    result: Tensor
+    results: Sequence[Tensor]
     axes: Callable[[Tensor], Axis | None]
+
+    @property
+    def result(self) -> Tensor:
+        """Return the tensor that it returned, the first of several."""
+        return self.results[0]
 
     @property
     def operands(self) -> list[Tensor]:
@@ -168,6 +173,24 @@ def norm(call: Call) -> Axis | None:
 def _negative(dim: int, tensor: Tensor) -> int:
     return dim if dim < 0 else dim - tensor.dim()
 
+
+def parts(call: Call) -> Axis | None:
+    """Follow channels that are taken apart into as many equal parts as there are results, which stand for one another.
+
+    Parts that only ever meet channel by channel, as a gate's, are cut together.
+    """
+    axis, source = call.axis, call.source
+    if _negative(call.integer("dim", 2, 0), source) != axis.dim:
+        return axis
+    sizes = [tensor.shape[axis.dim] for tensor in call.results]
+    if len(set(sizes)) != 1 or sum(sizes) != axis.space.size:
+        return None
+    space = axis.space.split(len(sizes))
+    return None if space is None else Axis(space, axis.dim)
+
+
+# Those whose results are several, each with the axis that comes of it. A split into parts of a given size isn't one: cut, it is another.
+PARTED: Mapping[str, Callable[[Call], Axis | None]] = {"chunk": parts}
 
 RULES: Mapping[str, Callable[[Call], Axis | None]] = {
     **dict.fromkeys(ELEMENTWISE, elementwise),

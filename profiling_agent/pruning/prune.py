@@ -114,4 +114,4 @@ def _has(modules: Mapping[str, nn.Module], unit: Unit) -> bool:
         return False
     layers = [modules.get(name) for name in (*unit.producers, unit.consumer)]
     *rows, columns = [layer.weight.shape if isinstance(layer, LAYERS) else (0, 0) for layer in layers]
-    return columns[1] > 0 and columns[1] % unit.width == 0 and all(row[0] == columns[1] for row in rows)
+    return columns[1] > 0 and columns[1] % unit.width == 0 and all(row[0] == columns[1] * unit.stacks for row in rows)

@@ -161,8 +161,8 @@ def torch_pruning_ranking(  # noqa: PLR0913 (a comparison names all that it was 
             layer: nn.Module = cut.target.module
             by_row = pruner.DG.is_out_channel_pruning_fn(cut.handler)
             unit = rows[layer] if by_row else columns[layer]
-            size = (pruner.DG.get_out_channels(layer) if by_row else pruner.DG.get_in_channels(layer)) // unit.width
-            kept[unit.name] = sorted(set(range(unit.width)) - {index // size for index in indices})
+            whole = pruner.DG.get_out_channels(layer) // unit.stacks if by_row else pruner.DG.get_in_channels(layer)
+            kept[unit.name] = sorted(set(range(unit.width)) - {i % whole * unit.width // whole for i in indices})
         return kept
 
     try:

@@ -10,7 +10,8 @@ from torch import nn
 class Space:
     """The channels of one layer's outputs and of whatever is added to them or multiplied with them.
 
-    `width` counts what can be cut on its own: fewer than `size` where a grouped convolution ties channels together.
+    `width` counts what can be cut on its own: fewer than `size` where a grouped convolution ties channels together. Of
+    writers with several `stacks`, a channel has a row in each.
     """
 
     size: int
@@ -22,6 +23,7 @@ class Space:
     is_image: bool = False
     is_logits: bool = False
     mask_exact: bool = True
+    stacks: int = 1
     obstacle: str | None = None
     merged_into: "Space | None" = None
 
@@ -31,6 +33,14 @@ class Space:
         while space.merged_into is not None:
             space = space.merged_into
         return space
+
+    def split(self, stacks: int) -> "Space | None":
+        """Return the space that the channels become whose parts are taken for each other's; None where more than writers know them."""
+        if self.size % stacks or self.stacks > 1 or self.inner or self.readers or self.is_added or self.is_image:
+            return None
+        size = self.size // stacks
+        self.merged_into = Space(size, size, writers=self.writers, stacks=stacks, obstacle=self.obstacle)
+        return self.merged_into
 
     def block(self, obstacle: str) -> None:
         """Say what keeps the channels from being cut; the first obstacle stays."""
@@ -66,5 +76,7 @@ def merge(first: Space, second: Space) -> bool:
     first.is_logits |= second.is_logits
     first.mask_exact &= second.mask_exact
     first.obstacle = first.obstacle or second.obstacle
+    if first.stacks != second.stacks:
+        first.block("an operation of a part of a layer with another layer")
     second.merged_into = first
     return True

@@ -9,8 +9,7 @@ import torch_pruning as tp
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 
-from profiling_agent.modules.attention import Attention, find_attention
-from profiling_agent.modules.widths import say_heads_
+from profiling_agent.modules.attention import Attention, find_attention, head_sizes, say_heads_
 from profiling_agent.records import Cut, Unit, UnitKind
 
 # Torch-Pruning types these by all layers that its functions of this name take.
@@ -37,7 +36,8 @@ def cut_units(model: nn.Module, cuts: Sequence[Cut], keep: Mapping[str, list[int
             assert isinstance(heads, Attention), "find_units refuses attention whose heads can't be cut"
             _cut_tables_(pruned, heads, dropped)
     # Some forward passes read the number of heads there; for the others it is for people, exports and other code.
-    say_heads_(pruned, cuts)
+    sizes = head_sizes(model)
+    say_heads_(pruned, {cut.unit.name: sizes[cut.unit.name] for cut in cuts if cut.unit.kind is UnitKind.HEADS})
     _freeze_as_(pruned, model)
     return pruned
 
@@ -48,7 +48,9 @@ def _others(kept: Iterable[int], width: int) -> list[int]:
 
 def _cut_layers_(model: nn.Module, unit: Unit, dropped: Sequence[int]) -> None:
     """Cut the rows of producers and of what is on the way, and the columns of all readers."""
-    for name in (*unit.producers, *unit.inner):
+    for name in unit.producers:
+        _cut_producer_(model.get_submodule(name), unit, dropped)
+    for name in unit.inner:
         _cut_rows_(model.get_submodule(name), unit.width, dropped)
     for name in (unit.consumer, *unit.side_readers):
         layer: Any = model.get_submodule(name)
@@ -59,6 +61,11 @@ def _cut_layers_(model: nn.Module, unit: Unit, dropped: Sequence[int]) -> None:
 def _spread(dropped: Sequence[int], size: int) -> list[int]:
     """Return the consecutive rows or columns of each channel or head."""
     return [index * size + row for index in dropped for row in range(size)]
+
+
+def _cut_producer_(layer: Any, unit: Unit, dropped: Sequence[int]) -> None:
+    rows = unit.rows_of(dropped, len(layer.weight))
+    (CUT_FILTERS if isinstance(layer, nn.Conv2d) else CUT_ROWS)(layer, rows)
 
 
 def _cut_rows_(module: Any, width: int, dropped: Sequence[int]) -> None:

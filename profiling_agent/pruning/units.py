@@ -7,8 +7,10 @@ from torch import Tensor, nn
 
 from profiling_agent.modules.attention import Attention, Refused, find_attention
 from profiling_agent.modules.inference import without_weights
+from profiling_agent.pruning.absences import absences
 from profiling_agent.pruning.chains import Chain, block_of, chain_of, tied_modules
 from profiling_agent.pruning.following import LAYERS, Trace, UntraceableError, follow_channels
+from profiling_agent.pruning.trial import Trials
 from profiling_agent.pruning.widths import aligned_widths, step_for
 from profiling_agent.records import InputSpec, Record, Unit, UnitKind
 
@@ -16,11 +18,12 @@ from profiling_agent.records import InputSpec, Record, Unit, UnitKind
 class FoundUnits(Record):
     """The units in network order, and for every other linear or convolution layer why it is in none.
 
-    A reason is a sentence that starts with a code: "residual_writer: ...".
+    A reason is a sentence that starts with a code: "residual_writer: ...". `absent` has one for each kind without a unit.
     """
 
     units: tuple[Unit, ...]
     refusals: dict[str, str]
+    absent: dict[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +48,7 @@ def find_units(model: nn.Module, spec: InputSpec, macs: Mapping[str, int]) -> Fo
 
     `macs` are those of one image by module name, each bias addition counted as one, attention's two products under the
     attention module's name; a module that is missing has none. The model is neither run nor changed: what is traced
-    is a copy without weights, on the meta device.
+    is a copy without weights, on the meta device, and what is tried copies of its attention.
     """
     skeleton = without_weights(model)
     names = {module: name for name, module in skeleton.named_modules()}
@@ -54,13 +57,30 @@ def find_units(model: nn.Module, spec: InputSpec, macs: Mapping[str, int]) -> Fo
     if isinstance(trace, Trace):
         tied |= trace.repeated
     found: dict[str, Unit | str] = {}
-    for holder, attention in find_attention(skeleton).items():
-        found |= dict.fromkeys(attention.projections, _heads(skeleton, holder, attention, ledger, tied))
+    trials = Trials(model, skeleton, spec)
+    attentions = find_attention(skeleton)
+    for holder, attention in attentions.items():
+        heads = _heads(skeleton, holder, attention, ledger, tied)
+        if isinstance(heads, Unit) and isinstance(attention, Attention):
+            heads = (
+                trials.refusal(
+                    heads,
+                    (
+                        holder,
+                        attention.consumer.rpartition(".")[0],
+                        *(name.rpartition(".")[0] for name in attention.tables),
+                    ),
+                )
+                or heads
+            )
+        found |= dict.fromkeys(attention.projections, heads)
     for layer in names:
         if isinstance(layer, LAYERS) and names[layer] not in found:
             chain = trace if isinstance(trace, str) else chain_of(layer, trace, names, tied)
             found[names[layer]] = chain if isinstance(chain, str) else _chain(chain, ledger)
-    return _sorted(_apart(found), names.values())
+    units, refusals = _sorted(_apart(found), names.values())
+    projections = {name for attention in attentions.values() for name in attention.projections}
+    return FoundUnits(units=units, refusals=refusals, absent=absences(skeleton, projections, units, refusals))
 
 
 def _trace(skeleton: nn.Module, spec: InputSpec) -> Trace | str:
@@ -86,14 +106,14 @@ def _apart(found: Mapping[str, Unit | str]) -> dict[str, Unit | str]:
     return apart
 
 
-def _sorted(found: Mapping[str, Unit | str], names: Iterable[str]) -> FoundUnits:
+def _sorted(found: Mapping[str, Unit | str], names: Iterable[str]) -> tuple[tuple[Unit, ...], dict[str, str]]:
     """Bring units into network order; the reason of a layer that is in a unit after all is dropped."""
     ordered = [(name, found[name]) for name in names if name in found]
     units = {unit.producers[0]: unit for _, unit in ordered if isinstance(unit, Unit)}
     members = {name for unit in units.values() for name in unit.members}
-    return FoundUnits(
-        units=tuple(_named(unit, tuple(units.values())) for unit in units.values()),
-        refusals={name: reason for name, reason in ordered if isinstance(reason, str) and name not in members},
+    return (
+        tuple(_named(unit, tuple(units.values())) for unit in units.values()),
+        {name: reason for name, reason in ordered if isinstance(reason, str) and name not in members},
     )
 
 
@@ -118,7 +138,7 @@ def _heads(
     cut: list[tuple[nn.Module, int]] = []
     for name in attention.producers:
         layer = model.get_submodule(name)
-        cut.append((layer, _rows(*layer.parameters()) * attention.head_dim))
+        cut.append((layer, _rows(*layer.parameters()) * attention.head_dim * attention.stacks))
     consumer = model.get_submodule(attention.consumer)
     cut.append((consumer, _columns(consumer) * attention.head_dim))
     owners = {name: name.rpartition(".")[0] for name in attention.tables}
@@ -134,19 +154,20 @@ def _heads(
         params_per_channel=params,
         macs_per_channel=macs + ledger.macs.get(holder, 0) // width,
         inner=tuple(name for name in owners.values() if isinstance(model.get_submodule(name), LAYERS)),
+        stacks=attention.stacks,
     )
 
 
 def _chain(chain: Chain, ledger: _Ledger) -> Unit | str:
     """Return the unit of one chain of layers, or the reason it stays."""
-    kind, size = _kind(chain), len(chain.producers[0].weight)
+    kind, size = _kind(chain), len(chain.producers[0].weight) // chain.stacks
     # Groups are cut as wholes, like heads.
     step = step_for(UnitKind.HEADS if chain.width < size else kind, chain.width)
     if reason := _too_narrow(chain.width, step):
         return reason
     rows = size // chain.width
     cut: list[tuple[nn.Module, int]] = [
-        (module, sum(parameter.numel() for parameter in module.parameters()) * rows // size)
+        (module, sum(parameter.numel() for parameter in module.parameters()) // chain.width)
         for module in (*chain.producers, *chain.inner)
     ]
     cut += [(reader, _columns(reader) * rows) for reader in (chain.consumer, *chain.side_readers)]
@@ -165,6 +186,7 @@ def _chain(chain: Chain, ledger: _Ledger) -> Unit | str:
         inner=tuple(names[module] for module in chain.inner),
         side_readers=tuple(names[reader] for reader in chain.side_readers),
         mask_exact=chain.mask_exact,
+        stacks=chain.stacks,
     )
 
 

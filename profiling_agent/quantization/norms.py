@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
-from profiling_agent.modules.norms import following_norms
+from profiling_agent.modules.norms import following_norms, unnormed
 from profiling_agent.quantization.calibrate import run
 
 # Relative distance of the logits: the same function, its float32 products in another order.
@@ -14,7 +14,7 @@ TOLERANCE = 1e-4
 
 
 def fold_norms_(model: nn.Module, convolutions: Collection[str], images: Tensor) -> tuple[str, ...]:
-    """Fold into `convolutions` the batch norms that read them alone, replace these by identities; return their names.
+    """Fold into `convolutions` the batch norms that read them alone, replace these by what else they do; return their names.
 
     `model` is in eval mode. A norm's input has to be the very tensor that a convolution gave out; that nothing else
     reads it is seen from the logits of `images` (b, c, h, w), which stay: a pair that changes them is left alone.
@@ -57,7 +57,7 @@ def _fold_(model: nn.Module, pairs: Mapping[str, str]) -> None:
         assert isinstance(layer, nn.Conv2d), "only convolutions were watched"
         assert isinstance(following, nn.BatchNorm2d), "only such pairs were taken"
         model.set_submodule(convolution, fuse_conv_bn_eval(layer, following))
-        model.set_submodule(norm, nn.Identity())
+        model.set_submodule(norm, unnormed(following))
 
 
 def is_near(logits: Tensor, expected: Tensor) -> bool:

@@ -91,6 +91,15 @@ class StaticModule(QuantizedModule):
             self.register_buffer(name, tensor, persistent=False)
         self.register_buffer("zero_points", torch.zeros(len(self.scale), dtype=torch.int64), persistent=False)
         self.zero_points: Tensor
+        # A stranger's forward may cast its images to the dtype of the model's first parameter, and there may be no other.
+        self.typed = nn.Parameter(torch.empty(0), requires_grad=False)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:  # noqa: FBT001 (torch's own signature)
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        del destination[f"{prefix}typed"]
+
+    def _load_from_state_dict(self, *_args: Any, **_named: Any) -> None:
+        """Take nothing."""
 
     @classmethod
     def from_float(cls, layer: Layer, low: float, high: float, *, reduce_range: bool | None = None) -> Self:

@@ -1,5 +1,6 @@
 """Profile: where a model's time, memory and parameters go, and the units of it that can be cut."""
 
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import Self
 
@@ -74,7 +75,7 @@ class Unit(Record):
     """Coupled layers that are pruned together: channels (or heads) of the producers and inputs of the consumer.
 
     One channel is as many consecutive rows of a producer, and columns of the consumer, as its size over `width`: a row,
-    a head's rows, or those of one group of a grouped convolution.
+    a head's rows, or those of one group of a grouped convolution. Of producers with several `stacks`, it is as many in each.
     """
 
     name: str
@@ -91,6 +92,9 @@ class Unit(Record):
     side_readers: tuple[str, ...] = Field(
         default=(), description="layers beside the consumer that read the channels, as a squeeze-and-excitation's first"
     )
+    stacks: int = Field(
+        default=1, gt=0, description="equal parts of each producer's rows, as 3 where one layer makes q, k and v"
+    )
     mask_exact: bool = Field(
         default=True,
         description="false where a norm mixes channels, so that readers that ignore a channel don't make it gone",
@@ -100,6 +104,13 @@ class Unit(Record):
     def members(self) -> tuple[str, ...]:
         """The names of all modules that a cut changes, but for tables of heads."""
         return (*self.producers, *self.inner, self.consumer, *self.side_readers)
+
+    def rows_of(self, channels: Sequence[int], size: int) -> list[int]:
+        """Return which rows of a producer that has `size` of them make `channels`, those of one stack side by side."""
+        stack = size // self.stacks
+        rows = stack // self.width
+        starts = (number * stack + channel * rows for number in range(self.stacks) for channel in channels)
+        return [start + row for start in starts for row in range(rows)]
 
 
 class ModelProfile(Record):
@@ -118,6 +129,7 @@ class ModelProfile(Record):
     operators: tuple[OperatorProfile, ...]
     units: tuple[Unit, ...]
     refusals: dict[str, str] = Field(description="layers that can't be pruned, each with the reason")
+    absent: dict[str, str] = Field(default={}, description="kinds of which nothing can be pruned, each with the reason")
     evidence: Evidence | None = Field(default=None, description="of the units, where calibration images were given")
     evidence_note: str | None = Field(default=None, description="why there is no evidence, or less than usual")
     trace: ArtifactRef | None = None

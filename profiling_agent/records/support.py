@@ -20,6 +20,7 @@ class Prunable(Record):
     params: int
     units: Mapping[str, int]
     refused: Mapping[str, int]
+    absent: Mapping[str, str] = Field(description="kinds that it has layers and no unit of, each with the reason")
     examples: Mapping[str, str] = Field(description='by the code: "layer: reason"')
     cut_share: float = Field(description="of the params, that a quarter off every unit takes")
 

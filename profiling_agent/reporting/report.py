@@ -223,6 +223,11 @@ def evidence_notes(profile: ModelProfile) -> tuple[str, ...]:
     )
 
 
+def absence_notes(profile: ModelProfile) -> tuple[str, ...]:
+    """Return why nothing of a kind was cut where nothing could be."""
+    return tuple(f"no {kind} can be cut: {reason}" for kind, reason in profile.absent.items())
+
+
 def _search_notes(deployment_search: DeploymentSearch | None) -> tuple[str, ...]:
     return deployment_search.notes if deployment_search else ()
 
@@ -267,7 +272,13 @@ def build_report(request: Request, final: FinalChoice, sources: Sources) -> RunR
         variants=tuple(VariantRow(evaluation=row, race_result=results.get(row.model.sha256)) for row in final.variants),
         attempts=sources.attempts,
         kept_beside=kept,
-        notes=(*acquired.notes, *evidence_notes(baseline[1]), *_search_notes(sources.deployment_search), *final.notes),
+        notes=(
+            *acquired.notes,
+            *absence_notes(baseline[1]),
+            *evidence_notes(baseline[1]),
+            *_search_notes(sources.deployment_search),
+            *final.notes,
+        ),
         acquired=acquired,
         input=sources.input,
         profiles={name: profiled for name, (profiled, _) in profiles.items()},

@@ -65,6 +65,7 @@ def lay_out(model: nn.Module, folder: Path, *, spec: InputSpec, processor: objec
         params=params,
         units=Counter(unit.kind.value for unit in found.units),
         refused=Counter(code for code, _, _ in codes),
+        absent=found.absent,
         examples={code: f"{layer}: {reason.partition(': ')[2]}" for code, layer, reason in reversed(codes)},
         cut_share=1 - left / params,
     )

@@ -22,7 +22,6 @@ from profiling_agent.deployment.registry import open_session
 from profiling_agent.deployment.save import save_deployed
 from profiling_agent.errors import ArtifactError
 from profiling_agent.handover.export import export
-from profiling_agent.modules.widths import say_heads_
 from profiling_agent.pruning.prune import prune_model
 from profiling_agent.pruning.units import find_units
 from profiling_agent.records import Cut
@@ -121,7 +120,6 @@ def test_a_model_whose_layers_were_cut_differently_is_described_layer_by_layer(t
     first = {unit.kind: unit for unit in reversed(units)}.values()
     cuts = [Cut(unit=unit, keep=unit.width // 2, requested_ratio=0.5) for unit in first]
     small = prune_model(model, cuts, spec=zoo.SPEC).model
-    say_heads_(small, cuts)
     save_model(small, tmp_path / "saved", spec=zoo.SPEC, processor=zoo.processor(), base_model="zoo", cuts=cuts)
     images = noise_batch(zoo.SPEC, 3, seed=9)
 

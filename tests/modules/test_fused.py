@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import zoo
+from activated import activated
 from torch import nn
 
 from profiling_agent.modules.fused import fuse_norms_
@@ -36,6 +37,18 @@ def test_a_resnet_answers_as_before_without_a_norm():
     assert fused == norms > 0
     assert not any(isinstance(module, nn.BatchNorm2d) for module in model.modules())
     assert torch.allclose(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_norm_that_has_an_activation_leaves_it_behind():
+    model = activated()
+    with torch.no_grad():
+        expected = model(pixel_values=IMAGES).logits
+        fused = fuse_norms_(model, IMAGES)
+        found = model(pixel_values=IMAGES).logits
+
+    assert fused == 1
+    assert isinstance(zoo.inside(model).norm[0], nn.ReLU)
+    assert torch.allclose(found, expected, rtol=1e-4, atol=1e-5)
 
 
 class Shared(nn.Module):

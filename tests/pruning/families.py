@@ -1,16 +1,18 @@
 """One tiny real model for each family that can be pruned, wide enough that a quarter of every unit can go."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import transformers as hf
+from needs import TIMM
 from torch import nn
 from zoo import LABELS, PLAIN
 
 from profiling_agent.records import InputSpec
+from profiling_agent.timm_config import make_plain_
 
 STAGED = {"id2label": LABELS, "depths": [1, 1], "hidden_sizes": [64, 128]}
 PYRAMID = {
@@ -31,6 +33,7 @@ WINDOWED = {
     "window_size": 4,
     "id2label": LABELS,
 }
+SHIFTED = {"img_size": 32, "patch_size": 2, "window_size": 4, "embed_dim": 32, "depths": [2, 2], "num_heads": [4, 8]}
 FEW_BLOCKS = {"num_block_repeats": [1] * 3, "kernel_sizes": [3, 3, 5], "strides": [1, 2, 1]}
 EFFICIENT = {
     "image_size": 32,
@@ -82,6 +85,18 @@ def contrasted(name: str, settings: dict[str, Any]) -> Any:
         vision_config=seeing, text_config=words | {"num_attention_heads": 2}, id2label=LABELS
     )
     return randomised(getattr(hf, f"{name}ForImageClassification")(config))
+
+
+def wrapped(architecture: str, settings: dict[str, Any]) -> Any:
+    """Make one of timm's models, of an architecture and its own settings."""
+    config = hf.TimmWrapperConfig(architecture=architecture, model_args=settings, id2label=LABELS)
+    model = randomised(hf.TimmWrapperForImageClassification(config))
+    make_plain_(model)
+    return model
+
+
+def timm(architecture: str, **settings: Any) -> partial[Any]:
+    return partial(wrapped, architecture, settings)
 
 
 def family(name: str, **settings: Any) -> partial[Any]:
@@ -164,6 +179,30 @@ FAMILIES["levit_teacher"] = lambda: randomised(
 )
 
 
+TOKENS = {"img_size": 32, "patch_size": 8, "embed_dim": 64, "depth": 2, "num_heads": 4}
+FOUR_STAGES = {"layers": [1] * 4, "channels": [64, 64, 128, 128]}
+# What only `make test-timm` has.
+TIMM_FAMILIES: dict[str, Callable[[], Any]] = {
+    "timm_vit": timm("vit_tiny_patch16_224", **TOKENS),
+    "timm_deit3": timm("deit3_small_patch16_224", **TOKENS),
+    "timm_vit_swiglu": timm("vit_giant_patch14_dinov2", **TOKENS, mlp_ratio=4),
+    "timm_eva02": timm("eva02_tiny_patch14_224", **TOKENS),
+    "timm_swin": timm("swin_tiny_patch4_window7_224", **SHIFTED),
+    "timm_resnet": timm("resnet26", **FOUR_STAGES),
+    "timm_seresnet": timm("seresnet50", **FOUR_STAGES),
+    "timm_resnetv2": timm("resnetv2_50", layers=[1, 1], channels=[128, 256]),
+    "timm_densenet": timm("densenet121", growth_rate=16, block_config=[2, 2]),
+    "timm_efficientnet": timm("test_efficientnet"),
+    "timm_mobilenetv3": timm("mobilenetv3_small_050"),
+    "timm_mobilenetv4": timm("mobilenetv4_conv_small_050"),
+    "timm_regnety": timm("regnety_002"),
+    "timm_convnext": timm("convnext_atto", depths=[1] * 4, dims=[32, 64, 64, 64]),
+    "timm_convnextv2": timm("convnextv2_atto", depths=[1] * 4, dims=[32, 64, 64, 64]),
+    "timm_fastvit": timm("fastvit_t8", layers=[1] * 4, embed_dims=[32, 32, 64, 64]),
+}
+FAMILIES.update(TIMM_FAMILIES)
+
+
 def spec_of(model: Any) -> InputSpec:
     """Return an input shape for a tiny model; convolutional ones say the size that their weights were trained for, which is slow."""
     stated = getattr(model.config, "image_size", 32)
@@ -176,8 +215,20 @@ def processor_of(spec: InputSpec) -> Any:
     return hf.ViTImageProcessorPil(size=size, image_mean=[0.5] * 3, image_std=[0.5] * 3)
 
 
+def marked(names: Iterable[str], *, slow: Collection[str] = ()) -> list[Any]:
+    """Return the families as parameters of a test: timm's are skipped where it isn't, and some are slow."""
+    return [
+        pytest.param(
+            name,
+            marks=[*(TIMM if name in TIMM_FAMILIES else ()), *([pytest.mark.slow] if name in slow else ())],
+        )
+        for name in names
+    ]
+
+
 # One of each kind of structure: plain and windowed attention, bottlenecks, groups with gates, and depthwise convolutions
-# whose forward reads their attributes.
-TYPICAL = ("vit", "swin", "resnet_bottleneck", "regnet_y", "mobilenet_v1", "mobilenet_v2")
+# whose forward reads their attributes; of timm's those whose q, k and v are one layer.
+TYPICAL = ("vit", "swin", "resnet_bottleneck", "regnet_y", "mobilenet_v1", "mobilenet_v2", "timm_vit", "timm_swin")
+EVERY = marked(FAMILIES)
 # For facts that take long on all: the others are slow tests.
-TYPICAL_FIRST = [pytest.param(name, marks=[] if name in TYPICAL else [pytest.mark.slow]) for name in FAMILIES]
+TYPICAL_FIRST = marked(FAMILIES, slow=FAMILIES.keys() - set(TYPICAL))

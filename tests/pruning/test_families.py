@@ -6,7 +6,7 @@ from functools import cache
 import pytest
 import torch
 import zoo
-from pruning.families import FAMILIES, TYPICAL_FIRST
+from pruning.families import EVERY, FAMILIES, TYPICAL_FIRST, marked
 from torch import nn
 
 from profiling_agent.artifacts.load import load_module
@@ -22,6 +22,10 @@ from profiling_agent.records import Cut, InputSpec, UnitKind
 HEADLESS = {
     *("resnet_basic", "resnet_bottleneck", "convnext", "convnextv2", "regnet_x", "regnet_y", "efficientnet"),
     *("mobilenet_v1", "mobilenet_v2", "poolformer", "swiftformer", "mobilevitv2", "levit", "levit_teacher", "focalnet"),
+    # Its forward pass takes the width of all heads for that of its input.
+    "timm_eva02",
+    *(f"timm_{name}" for name in ("resnet", "seresnet", "resnetv2", "densenet", "efficientnet", "regnety", "fastvit")),
+    *(f"timm_{name}" for name in ("mobilenetv3", "mobilenetv4", "convnext", "convnextv2")),
 }
 LARGER = ("mobilevit", "mobilevitv2", "levit", "levit_teacher")
 CODES = {
@@ -59,7 +63,7 @@ def say(model, family):
         return model(pixel_values=random_batch(spec_of(family), 2, seed=7)).logits
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EVERY)
 def test_every_layer_is_in_a_unit_or_refused_with_a_code(family):
     model, _, _, units = found(family)
     members = {name for unit in units.units for name in unit.members}
@@ -71,7 +75,7 @@ def test_every_layer_is_in_a_unit_or_refused_with_a_code(family):
     assert any(unit.kind is UnitKind.HEADS for unit in units.units) is (family not in HEADLESS)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EVERY)
 def test_all_units_cut_at_once_compute_what_the_masked_model_does_and_come_back_from_disk(family, tmp_path):
     model, _, _, units = found(family)
     cuts = cuts_of(units.units)
@@ -100,7 +104,10 @@ def test_each_unit_alone_saves_exactly_what_it_says(family):
         assert sum(macs.values()) - sum(pruned_macs.values()) == cut.macs_saved, cut.unit.name
 
 
-@pytest.mark.parametrize("family", ["swinv2", "pvt", "data2vec", "regnet_y", "mobilenet_v2", "dinov2_swiglu"])
+TWICE = ("swinv2", "pvt", "data2vec", "regnet_y", "mobilenet_v2", "dinov2_swiglu", "timm_swin", "timm_vit_swiglu")
+
+
+@pytest.mark.parametrize("family", marked(TWICE))
 def test_a_model_that_was_pruned_and_saved_is_pruned_and_saved_again(family, tmp_path):
     model, _, _, first = found(family)
     spec, processor = spec_of(family), zoo.processor()

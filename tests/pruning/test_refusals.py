@@ -135,7 +135,7 @@ class Attentive(nn.Module):
     ("stated", "said"),
     [
         ({}, "unknown_heads: None heads of None are stated, which don't make the 32 outputs of q"),
-        ({"num_heads": 4}, "unknown_heads: 4 heads of None are stated, which don't make the 32 outputs of q"),
+        ({"num_heads": 5}, "unknown_heads: 5 heads of None are stated, which don't make the 32 outputs of q"),
         ({"head_dim": 7}, "unknown_heads: None heads of 7 are stated, which don't make the 32 outputs of q"),
         (
             {"head_dim": 8, "num_heads": 8},
@@ -149,8 +149,9 @@ def test_heads_that_are_not_stated_or_do_not_fit_stay(stated, said):
     assert {refusals[f"attention.{name}"] for name in ("q_proj", "k_proj", "v_proj", "o_proj")} == {said}
 
 
-def test_heads_that_are_stated_and_fit_are_found():
-    assert [(unit.name, unit.width) for unit in found(Attentive(Attention(head_dim=8))).units] == [("attention", 4)]
+@pytest.mark.parametrize("stated", [{"head_dim": 8}, {"num_heads": 4}])
+def test_heads_that_are_stated_and_fit_are_found(stated):
+    assert [(unit.name, unit.width) for unit in found(Attentive(Attention(**stated))).units] == [("attention", 4)]
 
 
 def test_a_parameter_whose_heads_are_unknown_keeps_them_all():

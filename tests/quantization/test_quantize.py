@@ -3,6 +3,7 @@ from typing import Any
 import pytest
 import torch
 import zoo
+from activated import activated
 from torch import nn
 from torch_dynamic import torch_quantize_dynamic
 
@@ -120,3 +121,15 @@ def test_the_papers_recipe_has_one_scale_a_layer():
     assert theirs.classifier.weight().qscheme() == torch.per_tensor_affine
     # 64 x 5 weights and 5 biases, once in fp32 and once as int8 with a single scale.
     assert parameter_bytes(model) - parameter_bytes(theirs) == 4 * (64 * 5 + 5) - (64 * 5 + 4 * 5 + 4)
+
+
+def test_a_model_of_int8_alone_keeps_its_activations_and_knows_its_images_type():
+    model, images = activated(), random_batch(zoo.SPEC, 8)
+    asked = QuantizationRecommendation(layer="all", quantization_type="static", dtype="qint8")
+
+    quantized = quantize_model(model, [asked], calibration=lambda: [images])
+
+    assert (quantized.layers, quantized.folded) == (("conv", "head"), ("norm",))
+    assert sum(parameter.numel() for parameter in quantized.model.parameters()) == 0
+    assert not any(name.endswith("typed") for name in quantized.model.state_dict())
+    assert float((say(quantized.model) - say(model)).norm() / say(model).norm()) < 0.05

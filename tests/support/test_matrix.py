@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from pruning.families import FAMILIES, TYPICAL, processor_of, spec_of
+from pruning.families import EVERY, FAMILIES, TYPICAL, processor_of, spec_of
 
 from profiling_agent.deployment.registry import runtime
 from profiling_agent.records import Deployability, Deployment, RuntimeName
@@ -16,9 +16,13 @@ from profiling_agent.support import steps
 
 RUNTIMES: tuple[RuntimeName, ...] = ("eager", "onnxruntime", "openvino")
 # Of random weights and noise: NNCF's ranges are of 16 images, and rounding is fed through all layers.
-BOUNDS = {"float32": 1e-5, "float16": 3e-3, "bfloat16": 0.12, "dynamic": 0.1, "static": 0.3, "static_nncf": 0.8}
+BOUNDS = {"float32": 1e-5, "float16": 3e-3, "bfloat16": 0.12, "dynamic": 0.15, "static": 0.3, "static_nncf": 0.8}
 # What OpenVINO makes of these isn't what their graphs say (docs/support.md).
 MISCOMPILED = {("swiftformer", "openvino static"), ("levit", "openvino static")}
+# Their classifier is a convolution, and these schemes are linear layers' alone.
+WITHOUT_LINEAR = {"timm_resnetv2"}
+OF_LINEAR = {"eager float16", "eager dynamic", "onnxruntime dynamic"}
+REFUSALS = ("conversion: OpenVINO computes something else", "conversion: the layer pattern 'all' hits no nn.Linear")
 REOPEN = """
 import sys
 from pathlib import Path
@@ -38,7 +42,7 @@ def reopened(folder: Path, rows: list[Deployability]) -> list[Deployability]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EVERY)
 def test_a_family_is_made_in_every_deployment_stays_near_and_is_opened_elsewhere(tmp_path: Path, family: str):
     model, folder = FAMILIES[family](), tmp_path
     spec = spec_of(model)
@@ -55,8 +59,9 @@ def test_a_family_is_made_in_every_deployment_stays_near_and_is_opened_elsewhere
     assert bool(told.units) == ("pruned" in steps.forms(folder))
     assert told.units or told.refused
     refused = {row.deployment.name for row in rows if row.refused}
-    assert refused == {name for of, name in MISCOMPILED if of == family}, [row.refused for row in rows if row.refused]
-    assert all(row.refused.startswith("conversion: OpenVINO computes something else") for row in rows if row.refused)
+    expected = {name for of, name in MISCOMPILED if of == family} | (OF_LINEAR if family in WITHOUT_LINEAR else set())
+    assert refused == expected, [row.refused for row in rows if row.refused]
+    assert all(row.refused.startswith(REFUSALS) for row in rows if row.refused)
     far = [row for row in rows if not row.refused and not row.distance < BOUNDS[row.deployment.scheme]]
     assert far == []
     kept = [row for row in rows if not row.refused]

@@ -1,0 +1,204 @@
+"""timm's checkpoints, as timm writes them: read, prepared as timm prepares images, saved, and refused in one line."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+import transformers as hf
+import zoo
+from needs import TIMM
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+from profiling_agent.acquisition.models import load_model
+from profiling_agent.artifacts.load import load_module, load_processor
+from profiling_agent.artifacts.save import save_model
+from profiling_agent.errors import AcquisitionError, ArtifactError
+from profiling_agent.shapes.resolve import resolve_input_shape
+
+SETTINGS = {"img_size": 32, "patch_size": 8, "embed_dim": 64, "depth": 1, "num_heads": 4}
+PREPARED = {
+    "input_size": [3, 32, 32],
+    "crop_pct": 0.875,
+    "crop_mode": "center",
+    "interpolation": "bicubic",
+    "mean": [0.485, 0.456, 0.406],
+    "std": [0.229, 0.224, 0.225],
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """Write a folder as timm does: no model_type, weights by timm's own names, and how images are prepared in config.json."""
+    folder = tmp_path_factory.mktemp("timm") / "vit"
+    config = hf.TimmWrapperConfig(architecture="vit_tiny_patch16_224", model_args=SETTINGS, id2label=zoo.LABELS)
+    zoo.randomised(hf.TimmWrapperForImageClassification(config)).save_pretrained(folder)
+    rewrite(folder, model_type=None, pretrained_cfg=PREPARED)
+    weights = {name.removeprefix("timm_model."): held for name, held in load_file(folder / "model.safetensors").items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.fixture
+def folder(checkpoint, tmp_path):
+    return shutil.copytree(checkpoint, tmp_path / "vit")
+
+
+def rewrite(folder, **changes):
+    path = folder / "config.json"
+    said = {**json.loads(path.read_text()), **changes}
+    path.write_text(json.dumps({key: value for key, value in said.items() if value is not None}))
+
+
+def refusal(folder):
+    with pytest.raises(AcquisitionError) as caught:
+        load_model(str(folder))
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+class TestRead:
+    pytestmark = TIMM
+
+    def test_a_checkpoint_is_read_with_its_names_and_its_size(self, folder):
+        loaded = load_model(str(folder))
+
+        assert loaded.architecture == "TimmWrapperForImageClassification"
+        assert zoo.inside(loaded.model).config.id2label == zoo.LABELS
+        assert resolve_input_shape(loaded.model, loaded.processor).batch(1) == (1, 3, 32, 32)
+
+    def test_what_was_read_is_saved_and_comes_back_without_timms_own_processor(self, folder, tmp_path):
+        loaded = load_model(str(folder))
+        spec = resolve_input_shape(loaded.model, loaded.processor)
+        save_model(loaded.model, tmp_path / "saved", spec=spec, processor=loaded.processor, base_model="x")
+        again, images = load_module(tmp_path / "saved"), torch.randn(2, 3, 32, 32)
+
+        with torch.inference_mode():
+            assert torch.equal(again(pixel_values=images).logits, loaded.model(pixel_values=images).logits)
+        assert zoo.inside(again).config.id2label == zoo.LABELS
+        assert load_processor(tmp_path / "saved").to_dict() == loaded.processor.to_dict()
+
+    def test_timms_own_linear_layers_are_torchs(self, tmp_path):
+        config = hf.TimmWrapperConfig(architecture="mobilenetv3_small_050", id2label=zoo.LABELS)
+        hf.TimmWrapperForImageClassification(config).save_pretrained(tmp_path / "net")
+        rewrite(tmp_path / "net", pretrained_cfg=PREPARED)
+        loaded = load_model(str(tmp_path / "net"))
+        spec = resolve_input_shape(loaded.model, loaded.processor)
+        save_model(loaded.model, tmp_path / "saved", spec=spec, processor=loaded.processor, base_model="x")
+
+        for model in (loaded.model, load_module(tmp_path / "saved")):
+            assert type(zoo.inside(model).timm_model.classifier) is torch.nn.Linear
+
+    def test_a_saved_model_that_names_an_architecture_elsewhere_is_refused(self, folder, tmp_path):
+        loaded = load_model(str(folder))
+        zoo.inside(loaded.model).config.architecture = "hf-hub:other/model"
+        spec = resolve_input_shape(loaded.model, loaded.processor)
+        save_model(loaded.model, tmp_path / "saved", spec=spec, processor=loaded.processor, base_model="x")
+
+        with pytest.raises(ArtifactError, match="never fetched"):
+            load_module(tmp_path / "saved")
+
+    @pytest.mark.parametrize(
+        ("changes", "size"),
+        [
+            ({}, (40, 52)),
+            ({}, (200, 90)),
+            ({"crop_mode": "squash"}, (40, 50)),
+            ({"crop_pct": 1.0, "interpolation": "bilinear"}, (64, 64)),
+            ({"crop_mode": "squash", "input_size": [3, 32, 48]}, (70, 41)),
+        ],
+    )
+    def test_images_are_prepared_to_the_pixel_as_timm_does(self, folder, changes, size):
+        rewrite(folder, pretrained_cfg=PREPARED | changes)
+        image = picture(size)
+
+        ours = load_model(str(folder)).processor(images=[image], return_tensors="pt")["pixel_values"]
+
+        assert torch.allclose(ours, timms(folder, image), atol=1e-6)
+
+    def test_an_odd_margin_is_cut_at_most_one_pixel_from_where_timm_cuts_it(self, folder):
+        # 35 pixels are cropped to 32: timm leaves out two of them before the crop, we one.
+        rewrite(folder, pretrained_cfg=PREPARED | {"crop_pct": 0.9})
+        image = picture((35, 35))
+
+        ours = load_model(str(folder)).processor(images=[image], return_tensors="pt")["pixel_values"]
+
+        assert torch.allclose(ours[..., 1:, 1:], timms(folder, image)[..., :-1, :-1], atol=1e-6)
+
+    @pytest.mark.parametrize(
+        ("changes", "said"),
+        [
+            ({"crop_mode": "border"}, "crop_mode"),
+            ({"crop_pct": 3}, "crop_pct"),
+            ({"interpolation": "random"}, "interpolation"),
+            ({"input_size": [1, 32, 32]}, "input_size"),
+            ({"input_size": [3, 32, 48]}, "is no square"),
+            ({"input_size": 7}, "input_size"),
+            ({"mean": "x"}, "mean"),
+        ],
+    )
+    def test_a_preparation_that_is_none_of_these_is_one_line(self, folder, changes, said):
+        rewrite(folder, pretrained_cfg=PREPARED | changes)
+
+        assert said in refusal(folder)
+
+    @pytest.mark.parametrize(
+        ("changes", "said"),
+        [
+            ({"architecture": "resnet5o"}, "has no architecture 'resnet5o' (near: resnet50,"),
+            ({"architecture": "\x1b[2J"}, "has no architecture"),
+            ({"architecture": 7}, "has no architecture '7'"),
+            ({"model_args": [1]}, "model_args are no JSON object"),
+            ({"model_args": {"checkpoint_path": "/etc/passwd"}}, "set 'checkpoint_path', which is no setting"),
+            ({"model_args": {"pretrained": True}}, "set 'pretrained', which is no setting"),
+            ({"model_args": {"no_such": 1}}, "no_such"),
+            ({"model_args": {"depth": 10**5}}, "depth = 100000"),
+            ({"model_args": SETTINGS | {"embed_dim": 128}}, "can't be loaded"),
+            ({"num_classes": 0}, "names of classes"),
+            ({"label_names": [1, 2, 3, 4, 5]}, "names of classes"),
+        ],
+    )
+    def test_a_configuration_that_timm_has_nothing_for_is_one_line(self, folder, changes, said):
+        rewrite(folder, **changes)
+
+        assert said in refusal(folder)
+
+
+# Whichever of the two is missing, also where they are installed.
+@pytest.mark.parametrize("missing", ["timm", "torchvision"])
+def test_without_timm_a_checkpoint_says_what_to_install(tmp_path, missing):
+    (tmp_path / "config.json").write_text(json.dumps({"architecture": "resnet50", "pretrained_cfg": PREPARED}))
+    (tmp_path / "model.safetensors").touch()
+    others = {"timm", "torchvision"} - {missing}
+    program = f"""
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+sys.modules[{missing!r}] = None
+for name in {others!r}:
+    sys.modules[name] = ModuleType(name)
+    sys.modules[name].__spec__ = ModuleSpec(name, None)
+from profiling_agent.acquisition.model_folder import checked
+from profiling_agent.errors import AcquisitionError
+from pathlib import Path
+try:
+    with checked(Path({str(tmp_path)!r}), "net"):
+        raise SystemExit("it went on")
+except AcquisitionError as error:
+    print(error)
+"""
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+
+    assert f"one of timm's, and {missing} isn't installed: pip install 'profiling-agent[timm]'" in said
+
+
+def picture(size):
+    return Image.fromarray(np.random.default_rng(0).integers(0, 256, (*size, 3), dtype=np.uint8))
+
+
+def timms(folder, image):
+    return hf.AutoImageProcessor.from_pretrained(folder)([image])["pixel_values"]
