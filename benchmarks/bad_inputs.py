@@ -316,6 +316,7 @@ NEEDS = {
     "checkpoints": ("runs",),
     "words": ("runs",),
     "saved models": ("artifacts",),
+    "handovers": ("runs", "artifacts"),
     "caches": ("cache",),
 }
 

@@ -1277,6 +1277,50 @@ def _match(_place: Place, ours: list[str], theirs: list[tuple[int, str]]) -> Non
     match_labels(ours, dict(theirs))
 
 
+REPOSITORIES = (
+    "me/x", "me/x", "x", "me/x/y", "", "me/", "/x", "me/x.git", "me/a--b", "me/../x", "https://huggingface.co/me/x",
+    "me/\x1b[31m", "me/" + "x" * 200, "-me/x", "mé/x", "me/x\n", "me/x@main",
+)  # fmt: skip
+# Whatever is said, the token isn't.
+TOKENS = ("", f"hf_{SECRET}", f"hf_{SECRET}\r\nX-More: y", f"hf_é{SECRET}")
+
+
+def handover(rng: Random, place: Place) -> Case:
+    """A model that is picked, exported or pushed, of which one thing or another is odd."""
+    command = rng.choice(("pick", "export", "push"))
+    run = place.fixtures / "runs" / rng.choice(("done", "done", "waiting"))
+    saved = place.fixtures / "artifacts" / rng.choice(("eager", "quantized", "onnx", "openvino"))
+    usual = run if command == "pick" else rng.choice((run, saved, saved))
+    source = str(usual) if rng.random() < 0.8 else rng.choice((str(place.canary), str(saved), odd.text(rng)))
+    taken = place.out / "taken"
+    output = rng.choice((taken, taken, place.out, f"{place.out}/{odd.text(rng)}", "/proc/x", "/dev/null/x"))
+    written = [f"--output={output}"] if rng.random() < 0.9 else []
+    asked = {"pick": _picked, "export": _exported, "push": _pushed}[command](rng)
+    arguments = [command, source, *asked, *(written if command != "push" else [])]
+    return Case(
+        " ".join(arguments)[:200],
+        arguments,
+        environment={"HF_HUB_OFFLINE": "1", "HF_TOKEN": rng.choice(TOKENS)},
+        kept=("out",),
+    )
+
+
+def _picked(rng: Random) -> list[str]:
+    objective = f"--objective={rng.choice(('speed', 'size', 'memory', 'accuracy', 'beauty', odd.text(rng)))}"
+    candidate = f"--candidate={rng.choice((*odd.INTEGERS, 'eager float32', odd.text(rng)))}"
+    return rng.choice(([objective], [objective], [candidate], [candidate], [objective, candidate], []))
+
+
+def _exported(rng: Random) -> list[str]:
+    format_ = f"--format={rng.choice(('files', 'onnx', 'hf', 'tflite', odd.text(rng)))}"
+    return [format_] if rng.random() < 0.8 else [format_, f"--batch-size={rng.choice(odd.INTEGERS)}"]
+
+
+def _pushed(rng: Random) -> list[str]:
+    repository = rng.choice(REPOSITORIES) if rng.random() < 0.8 else odd.text(rng)
+    return [*rng.choice(([], ["--private"], ["--update"])), repository]
+
+
 CALLS: dict[str, Callable[..., None]] = {
     "resolve": _resolve,
     "acquire": _acquire,
@@ -1302,4 +1346,5 @@ KINDS: dict[str, tuple[Kind, int]] = {
     "checkpoints": (checkpoint, 5),
     "words": (words, 3),
     "label maps": (label_map, 2),
+    "handovers": (handover, 6),
 }

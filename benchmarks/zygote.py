@@ -46,6 +46,8 @@ MODULES = (
     "profiling_agent.acquisition.data",
     "profiling_agent.deployment.load",
     "profiling_agent.handover.export",
+    "profiling_agent.handover.pick",
+    "profiling_agent.handover.push",
     "profiling_agent.benchmarking.saved",
     "profiling_agent.reporting.write",
     "profiling_agent.quantization.quantize",
@@ -239,6 +241,10 @@ def _be_child(asked: dict[str, Any], held: Sequence[int]) -> NoReturn:
     _streams("utf-8")
     _become(asked["environment"], asked["log"], _port_of(asked["log"]), asked["stub"])
     arguments = asked["argv"]
+    if "-c" in arguments:
+        place = arguments.index("-c")
+        code, sys.argv = arguments[place + 1], ["-c", *arguments[place + 2 :]]
+        end_with(lambda: exec(code, {"__name__": "__main__"}))
     module = arguments[arguments.index("-m") + 1]
     sys.argv = [module, *arguments[arguments.index("-m") + 2 :]]
     # It was imported to warm up; as a program it is another module.

@@ -94,18 +94,22 @@ class Request(BaseModel):
     max_accuracy_drop: float = Field(
         default=0.01, ge=0, lt=1, description="top-1 that may be lost, as a fraction: 0.01 is one point"
     )
-    min_speedup: float = Field(default=1.0, ge=1, le=1000, description="times faster than the baseline")
+    min_speedup: float = Field(
+        default=1.0, ge=1, le=1000, description="least times as fast as the baseline: 1 is not slower"
+    )
     max_size_ratio: float = Field(
         default=0.5,
         gt=0,
         le=100,
-        description="bytes on disk, as a fraction of the baseline's; above 1 it may be larger",
+        description="most bytes on disk, as a fraction of the baseline's; above 1 it may be larger",
     )
     max_memory_ratio: float | None = Field(
-        default=None, gt=0, description="peak memory of a process that runs the model, as a fraction of the baseline's"
+        default=None,
+        gt=0,
+        description="most peak memory of a process that runs the model, as a fraction of the baseline's",
     )
     objective: Literal["speed", "size", "memory"] = Field(
-        default="speed", description="what the model to return has least of, among those that keep the contract"
+        default="speed", description="what is to be best in the model to return, among those that keep the contract"
     )
     selection: Literal["contract", "paper"] = Field(
         default="contract",
@@ -177,7 +181,7 @@ class Request(BaseModel):
     seed: int = Field(default=0, ge=0, lt=2**32, description="draws the images and everything else that is random")
     approve: Literal["never", "plan", "each"] = Field(
         default="never",
-        description="wait for a person before pruning: never, for the first plan, or for each; needs a checkpointer",
+        description="wait for a person before pruning: never, for the first plan, or for each; a graph of your own needs a checkpointer for it",
     )
     advisor: str = Field(
         default="auto",

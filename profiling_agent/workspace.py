@@ -149,7 +149,8 @@ def read_manifest(root: Path) -> Manifest:
     """Return what a run folder was asked to do; RunError where it is no run of ours, or another version's."""
     path = root / MANIFEST
     if not path.is_file():
-        raise RunError(f"{str(root)!r} is no run folder: it has no request.json; give a folder under the output folder")
+        lacks = "it has no request.json" if root.is_dir() else "there is no such folder"
+        raise RunError(f"{str(root)!r} is no run folder: {lacks}; give a folder under the output folder")
     try:
         raw = parse_json(read_bytes(path, under=root, max_bytes=MAX_MANIFEST))
         version = raw["schema_version"]

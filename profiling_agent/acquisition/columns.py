@@ -33,6 +33,11 @@ class Columns:
     class_of: Mapping[Any, int]
     note: str | None
 
+    def num_names(self, features: Mapping[str, Any]) -> int | None:
+        """Return how many numbers a split's labels may be, None where they are other than numbers with names."""
+        kind = features.get(self.label)
+        return len(kind.names) if isinstance(kind, datasets.ClassLabel) else None
+
 
 def _listed(features: Mapping[str, Any]) -> str:
     described = (

@@ -92,7 +92,8 @@ def _match_one(label: str, id2label: Mapping[int, str], classes: _Classes, taken
     return LabelMatch(dataset_label=label, model_id=None, model_label=None, rule="unmapped")
 
 
-def _shown(names: Sequence[str]) -> str:
+def shown(names: Sequence[str]) -> str:
+    """Return the first few of some names, quoted, and how many more there are."""
     rest = f" and {len(names) - NUM_SHOWN} more" if len(names) > NUM_SHOWN else ""
     return ", ".join(repr(name[:MAX_QUOTED]) for name in names[:NUM_SHOWN]) + rest
 
@@ -126,8 +127,8 @@ def match_labels(
     matches = tuple(_match_one(label, id2label, classes, taken) for label in dataset_labels)
     if all(match.model_id is None for match in matches):
         raise AcquisitionError(
-            f"no label of the data set is a class of the model: the data set has {_shown(list(dataset_labels))}, "
-            f"the model {_shown([id2label[index] for index in sorted(id2label)])}; "
+            f"no label of the data set is a class of the model: the data set has {shown(list(dataset_labels))}, "
+            f"the model {shown([id2label[index] for index in sorted(id2label)])}; "
             "choose a model that was trained on these classes, or another label_column"
         )
     return matches

@@ -19,6 +19,8 @@ from profiling_agent.timm_config import check_timm, is_timm
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
+# What a clone without Git LFS holds in the place of a large file.
+LFS = b"version https://git-lfs"
 # The configuration of an ImageNet-21k model has 2 MB, most of it names of classes.
 MAX_SETTINGS = 16 * 2**20
 # Nothing in a classifier of images is counted so far; modules, lists and images of that size are built before weights are.
@@ -100,7 +102,12 @@ def _own(folder: Path, name: str, file: str) -> Path:
     """Return where a weights file really lies."""
     root = files_root(folder)
     try:
-        open_regular(folder / file, max_bytes=None, under=root).close()
+        with open_regular(folder / file, max_bytes=None, under=root) as stream:
+            is_pointer = stream.read(len(LFS)) == LFS
+        if is_pointer:
+            raise AcquisitionError(
+                f"model {name!r} has a {clean(file)} that only points to its weights (Git LFS): fetch them with `git lfs pull`"
+            )
         return inside(folder / file, root)
     except OSError as error:
         raise AcquisitionError(
@@ -136,7 +143,12 @@ def _check_config(config: dict[str, Any], name: str, file: str) -> None:
         else:
             limit = MAX_COUNT
         _check_number(name, file, key, number, limit)
-    if isinstance(labels := config.get("id2label"), dict) and len(labels) > MAX_CLASSES:
+    labels = config.get("id2label")
+    if labels is not None and not isinstance(labels, dict):
+        raise AcquisitionError(
+            f'model {name!r} has a {file} whose id2label maps no numbers to names: give it as {{"0": "cat", "1": "dog"}}'
+        )
+    if labels and len(labels) > MAX_CLASSES:
         raise AcquisitionError(f"model {name!r} has a {file} with {len(labels)} classes, {MAX_CLASSES} are read")
 
 

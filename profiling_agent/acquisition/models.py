@@ -1,14 +1,16 @@
 """Models: an image classifier and its image processor, from the Hub, a folder or the references, and where it runs."""
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import transformers
 from torch import nn
 from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageClassification
+from transformers.models.auto.auto_mappings import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES
 
 from profiling_agent.acquisition.hub import fetch_model, hub_files, is_local, local_folder
@@ -74,6 +76,11 @@ def _check_kind(raw: Any, name: str) -> None:
     if model_type not in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES:
         if raw.get("auto_map"):
             raise AcquisitionError(f"model {name!r} needs Python code of its own, which is never run: choose another")
+        if model_type not in CONFIG_MAPPING_NAMES:
+            raise AcquisitionError(
+                f"model {name!r} has a config.json with model_type {clean(model_type)[:MAX_QUOTED]!r}, which transformers "
+                f"{transformers.__version__} doesn't know: choose an architecture that it implements"
+            )
         raise AcquisitionError(
             f"model {name!r} is no image classifier ({_built_for(raw.get('architectures')) or clean(model_type)}): "
             "choose one that is"
@@ -89,7 +96,9 @@ def _read_config(staged: Path, name: str) -> Any:
     """Return the configuration, with a name for every class."""
 
     def refuse(raised: str) -> AcquisitionError:
-        return AcquisitionError(f"model {name!r} has an unreadable configuration: {raised}")
+        return AcquisitionError(
+            f"model {name!r} has a config.json that can't be used, {raised}: correct it, or save the model again"
+        )
 
     with foreign_code(refuse):
         config: Any = AutoConfig.from_pretrained(staged, trust_remote_code=False, local_files_only=True)
@@ -98,6 +107,9 @@ def _read_config(staged: Path, name: str) -> Any:
         raise refuse("it has no names of classes (id2label)")
     if any(not isinstance(index, int) or not isinstance(label, str) for index, label in names.items()):
         raise refuse("its names of classes (id2label) are no texts")
+    # Labels of a data set become these numbers, and are compared with the places of logits.
+    if set(names) != set(range(len(names))):
+        raise refuse(f"its {len(names)} names of classes (id2label) aren't numbered from 0 to {len(names) - 1}")
     return config
 
 
@@ -119,9 +131,27 @@ def _check_size(staged: Path, name: str, config: Any) -> None:
         )
 
 
+def _check_shapes(name: str, config: Any, mismatched: Iterable[tuple[str, Sequence[int], Sequence[int]]]) -> None:
+    """Refuse weights of other shapes than config.json says; each is a tensor's name, its shape in the file and by the config."""
+    if not (found := sorted((key, tuple(held), tuple(said)) for key, held, said in mismatched)):
+        return
+    (key, held, said), num_names = found[0], len(config.id2label)
+    if all(by_config[:1] == (num_names,) for _, _, by_config in found):
+        raise AcquisitionError(
+            f"model {name!r} has {num_names} classes by its config.json (id2label; 2 where it has none), and {held[0]} by "
+            f"its weights ({key!r}): name each of these in id2label"
+        )
+    raise AcquisitionError(
+        f"model {name!r} has weights that aren't its config.json's: {key!r} has the shape {held}, {said} by the config, and "
+        f"{len(found) - 1} more differ: take both from one checkpoint"
+    )
+
+
 def _read_weights(staged: Path, name: str, config: Any) -> nn.Module:
     def refuse(raised: str) -> AcquisitionError:
-        return AcquisitionError(f"model {name!r} can't be loaded: {raised.replace(str(staged), name)}")
+        return AcquisitionError(
+            f"model {name!r} can't be loaded, {raised.replace(str(staged), name)}: download it again, or save it again"
+        )
 
     with foreign_code(refuse):
         model, info = AutoModelForImageClassification.from_pretrained(
@@ -131,8 +161,11 @@ def _read_weights(staged: Path, name: str, config: Any) -> nn.Module:
             use_safetensors=True,
             trust_remote_code=False,
             local_files_only=True,
+            # Told below, and not by a table on the terminal.
+            ignore_mismatched_sizes=True,
             output_loading_info=True,
         )
+    _check_shapes(name, config, info["mismatched_keys"])
     make_plain_(model)
     missing = sorted(info["missing_keys"])
     if missing:
@@ -146,11 +179,18 @@ def _read_weights(staged: Path, name: str, config: Any) -> nn.Module:
     return model
 
 
+def _without(staged: Path, name: str, raised: str) -> str:
+    """Return what is wrong with a model's settings for images, of which transformers says the same whether they are there or not."""
+    if any((staged / file).exists() for file in PROCESSORS):
+        return f"is wrong ({raised.replace(str(staged), name)})"
+    return "is missing"
+
+
 def _read_processor(staged: Path, name: str, config: Any) -> Any:
     def refuse(raised: str) -> AcquisitionError:
         return AcquisitionError(
-            f"model {name!r} has no usable image processor: preprocessor_config.json is missing or wrong "
-            f"({raised.replace(str(staged), name)})"
+            f"model {name!r} has no image processor that can be used, as its preprocessor_config.json "
+            f"{_without(staged, name, raised)}: save the processor that it was trained with into its folder"
         )
 
     if (how := getattr(config, "pretrained_cfg", None)) and not any((staged / file).exists() for file in PROCESSORS):

@@ -8,9 +8,10 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from profiling_agent.acquisition.columns import Columns
+from profiling_agent.acquisition.columns import Columns, is_label
 from profiling_agent.acquisition.data import OpenedData, reading
 from profiling_agent.acquisition.sampling import ClassQuotas
+from profiling_agent.errors import AcquisitionError
 from profiling_agent.progress import Progress
 
 UNMAPPED = -1
@@ -90,9 +91,10 @@ def _digest(image: bytes | None) -> bytes | None:
 
 def _stream_pool(data: OpenedData, split: str, columns: Columns, target: int, progress: Progress) -> StreamedPool:
     quotas = ClassQuotas(target, len(set(columns.class_of.values())))
+    num_names = columns.num_names(data.features(split))
     kept: dict[int, tuple[Any, int]] = {}
     for key, (cell, raw) in enumerate(data.stream(split, columns.image, columns.label, data.query.seed)):
-        if (label := columns.class_of.get(raw)) is None:
+        if (label := _class_of(raw, columns, num_names)) == UNMAPPED:
             continue
         kept[key] = (cell, label)
         for dropped in quotas.offer(key, label):
@@ -112,5 +114,16 @@ def open_pool(data: OpenedData, split: str, columns: Columns, *, target: int, pr
     if not data.is_local:
         return _stream_pool(data, split, columns, target, progress)
     progress(f"reading labels of {split}", 0, 0)
-    labels = [columns.class_of.get(raw, UNMAPPED) for raw in data.labels(split, columns.label)]
+    num_names = columns.num_names(data.features(split))
+    labels = [_class_of(raw, columns, num_names) for raw in data.labels(split, columns.label)]
     return LocalPool(np.asarray(labels, dtype=np.int64), data, split, columns.image)
+
+
+def _class_of(raw: Any, columns: Columns, num_names: int | None) -> int:
+    """Return the model's class of a raw label, or UNMAPPED; AcquisitionError where the data set itself has no name for it."""
+    if num_names is not None and is_label(raw) and not 0 <= raw < num_names:
+        raise AcquisitionError(
+            f"label column {columns.label!r} holds {raw}, but the data set names {num_names} classes, 0 to {num_names - 1}: "
+            "correct its labels or its names, or name another with label_column"
+        )
+    return columns.class_of.get(raw, UNMAPPED)

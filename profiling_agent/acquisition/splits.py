@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from profiling_agent.acquisition.columns import Columns, choose_columns, is_label, label_candidates
 from profiling_agent.acquisition.data import DataQuery, OpenedData, open_data
 from profiling_agent.acquisition.images import FORMATS, decode_rgb, write_split
+from profiling_agent.acquisition.labels import shown
 from profiling_agent.acquisition.pools import UNMAPPED, Pool, open_pool
 from profiling_agent.acquisition.sampling import (
     NUM_CALIBRATION,
@@ -292,6 +293,7 @@ def _notes(
     """Return what a reader of the results should know about the images."""
     calibration, recovery = drawn["calibration"], drawn.get("recovery")
     num_unmapped = int((pool.labels == UNMAPPED).sum())
+    unknown = [match.dataset_label for match in columns.matches if match.model_id is None]
     num_classes, num_search = len(set(columns.class_of.values())), drawn["search"].num_images
     asked = data.query.num_samples or 0
     said = (
@@ -315,6 +317,11 @@ def _notes(
             "which are in no other set",
         ),
         (num_unmapped > 0, f"{num_unmapped} images of split {evaluation!r} have no label that the model knows"),
+        (
+            bool(unknown),
+            f"{len(unknown)} of the data set's {len(columns.matches)} labels are no classes of the model, and their images "
+            f"were left out: {shown(unknown)}",
+        ),
         (
             num_search + drawn["search"].num_skipped < asked,
             f"{num_search} images are searched on, not {asked}: by their content, the others are to be held out",

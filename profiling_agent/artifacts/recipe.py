@@ -127,7 +127,10 @@ def read_recipe(folder: Path) -> Recipe:
     try:
         raw = read_json(path, under=folder)
     except (FileNotFoundError, NotADirectoryError):
-        raise ArtifactError(f"{str(folder)!r} is no saved model: it has no {RECIPE!r}") from None
+        lacks = f"it has no {RECIPE!r}" if folder.is_dir() else "there is no such folder"
+        raise ArtifactError(
+            f"{str(folder)!r} is no saved model: {lacks}; give a run, or a folder that a run or `profiling-agent pick` wrote"
+        ) from None
     except OSError as error:
         raise ArtifactError(f"{str(path)!r} can't be read ({error.strerror}): save the model again") from error
     except DocumentError as error:

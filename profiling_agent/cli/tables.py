@@ -17,6 +17,9 @@ from profiling_agent.reporting.reflection import choices, predictions, subject_o
 from profiling_agent.reporting.report import RunReport
 from profiling_agent.reporting.units import asked, count, drop, measured, ms, percent, size, speedup
 
+# Of candidates that were looked at on search images alone.
+BY_BOUND = "accuracy holds as in the search: the 90% bound of what was lost counts, where so few images can give one"
+
 
 def folded_table(title: str, first: str, *others: str) -> Table:
     """Return a table whose first column, a name, is folded and never cut."""
@@ -154,7 +157,7 @@ def candidates_table(found: Sequence[Measured]) -> Group:
             _holds(one),
         )
     how = "take one home: profiling-agent pick RUN --candidate NUMBER --output FOLDER, or --objective size"
-    return Group(table, Text(how))
+    return Group(table, Text(BY_BOUND), Text(how))
 
 
 def picked_table(picked: Measured) -> Group:
@@ -170,12 +173,13 @@ def picked_table(picked: Measured) -> Group:
     lines.append(f"top-1 {percent(own.top1)} on {seen}{f', lost {drop(own.drop)}' if own.drop else ''}")
     lines += [f"times as fast as the baseline: {speedup(picked.race_result)}"] if picked.race_result else []
     judged = "the run returned it: the contract's terms are of held-out images"
-    unjudged = f"never judged on held-out images; by what was measured the contract {_holds(picked)}"
+    unjudged = f"never judged on held-out images; by what was measured the contract {_holds(picked)}\n{BY_BOUND}"
     return Group(*map(Text, lines), terms, Text(judged if picked.is_judged else unjudged), *map(Text, picked.notes))
 
 
 def _holds(one: Measured) -> str:
-    return {True: "holds", False: "doesn't hold", None: "may hold"}[one.holds]
+    missed = ", ".join(term.name for term in one.terms if not term.holds)
+    return {True: "holds", False: f"doesn't hold ({missed})", None: "may hold"}[one.holds]
 
 
 def measurement_table(measured: Measurements, compared: Sequence[Comparison]) -> Group:

@@ -24,6 +24,7 @@ from profiling_agent.errors import ArtifactError, QuantizationError
 from profiling_agent.modules.divergence import relative_distance
 from profiling_agent.modules.inference import logits_of
 from profiling_agent.quantization.kinds import quantized_modules
+from profiling_agent.quantization.linear import has_vnni
 from profiling_agent.quantization.quantize import chosen_layers, quantize_model
 from profiling_agent.quiet import import_openvino, muted, without_telemetry
 from profiling_agent.records import Deployment
@@ -194,6 +195,10 @@ def _quantized(model: Any, images: Batch, kept: Collection[str], *, is_transform
                     nncf.Dataset(list(_single(images))),
                     subset_size=len(images),
                     fast_bias_correction=True,
+                    # Products of two neighbours saturate in 16 bits where they aren't added in 32; by default NNCF sees to the first layer alone.
+                    advanced_parameters=None
+                    if has_vnni()
+                    else nncf.AdvancedQuantizationParameters(overflow_fix=nncf.OverflowFix.ENABLE),
                     # Knows attention: leaves softmax and norms in float, and evens out activations (SmoothQuant).
                     model_type=nncf.ModelType.TRANSFORMER if is_transformer else None,
                     ignored_scope=nncf.IgnoredScope(names=names) if names else None,

@@ -53,7 +53,7 @@ def export(source: Path, format_: str, output: Path, *, batch_size: int | None =
 
 def _write_files(folder: Path, recipe: Recipe, output: Path, batch_size: int | None) -> str:
     del batch_size
-    return export_files(folder, recipe, output)
+    return export_files(folder, recipe, output, others=[one for one in ("onnx", "hf") if not _refused(recipe, one)])
 
 
 def _write_onnx(folder: Path, recipe: Recipe, output: Path, batch_size: int | None) -> str:

@@ -35,7 +35,7 @@ def pick(
         ArtifactError: the candidate's folder is damaged or gone; `output` exists or can't be written. Nothing is left behind.
     """
     if (objective is None) == (candidate is None):
-        raise RequestError("name an objective or a candidate, one of both: objective size, or candidate 2")
+        raise RequestError("name an objective or a candidate, one of both and not more: objective size, or candidate 2")
     root, folder = expanded(str(run)), expanded(str(output))
     report = read_report(root)
     found = candidates_of(report)

@@ -76,15 +76,17 @@ class _Torch:
     dtype: str
 
 
-def export_files(folder: Path, recipe: Recipe, output: Path) -> str:
+def export_files(folder: Path, recipe: Recipe, output: Path, *, others: Sequence[str]) -> str:
     """Write the saved model in `folder` as plain files to `output`; return a line that says how to run it.
+
+    `others` are the formats that can hold it too, offered where plain numbers can't say how its images are prepared.
 
     Raises:
         ArtifactError: `output` exists; the runtime isn't installed; the images' preparation, or the model, can't be written
             so; or what was written computes something else. Nothing is left behind.
     """
     spec = recipe.input
-    how = preprocessing_of(load_processor(folder), spec)
+    how = preprocessing_of(load_processor(folder), spec, otherwise=_unprepared(recipe, others))
     session = open_session(folder)
     labels = _labels(recipe, folder)
     with appearing(output) as temporary:
@@ -240,6 +242,15 @@ def _offered(recipe: Recipe) -> str:
     if recipe.deployment.runtime in TORCH:
         return "export its float32 parent, or the same model in ONNX Runtime or OpenVINO (`profiling-agent pick` lists them)"
     return f"copy {' and '.join(MODEL_FILES[recipe.deployment.runtime])} from the saved folder"
+
+
+def _unprepared(recipe: Recipe, others: Sequence[str]) -> str:
+    """Return what can be done with a model whose images only its processor can prepare."""
+    if others:
+        return f"use --format {' or '.join(others)}, and prepare images with transformers"
+    if recipe.deployment.runtime in TORCH:
+        return "run it by `profiling_agent.load`, which prepares images itself"
+    return f"{_offered(recipe)}, and prepare images with transformers"
 
 
 def _write_card(folder: Path, recipe: Recipe, temporary: Path, how: str) -> None:

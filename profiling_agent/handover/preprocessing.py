@@ -42,20 +42,19 @@ class Preprocessing(Record):
     std: tuple[float, float, float] = Field(description="what divides what is left")
 
 
-def preprocessing_of(processor: Any, spec: InputSpec) -> Preprocessing:
+def preprocessing_of(processor: Any, spec: InputSpec, *, otherwise: str) -> Preprocessing:
     """Return what `processor` does to the images of a model, found by trying it.
 
     Raises:
-        ArtifactError: it prepares images in a way that resizing, cropping in the middle and scaling can't express.
+        ArtifactError: it prepares images in a way that resizing, cropping in the middle and scaling can't express, so that what
+            `otherwise` says has to be done.
     """
     refused = (
         f"{type(processor).__name__} prepares images in a way that can't be written as a resize, a crop in the middle and a "
-        "scale for each channel: export to onnx or hf, and prepare images with transformers"
+        f"scale for each channel: {otherwise}"
     )
     if spec.channels != 3:
-        raise ArtifactError(
-            f"the model takes images of {spec.channels} channels, not RGB: {refused.partition(': ')[2]}"
-        )
+        raise ArtifactError(f"the model takes images of {spec.channels} channels, not RGB: {otherwise}")
     probes = list(_probes(spec))
     wanted = [_as_prepared(processor, image) for image in probes]
     scaled = _scale(processor, spec)

@@ -65,15 +65,12 @@ def push(source: str | Path, repo_id: str, *, private: bool = False, update: boo
         RunError: the run has no model yet.
         ArtifactError: the model is damaged.
     """
-    try:
-        validate_repo_id(repo_id)
-    except HFValidationError as error:
-        raise RequestError(f"{clean(repo_id)[:80]!r} is no repository on the Hub: give it as owner/name") from error
+    _check_id(repo_id)
     folder = named_folder(model_folder(Path(source)))
+    if not (token := get_token()):
+        raise RequestError(f"a push to the Hub needs a token, and there is none: {LOGIN}")
     with tempfile.TemporaryDirectory(prefix="profiling-agent-") as scratch, _hub(repo_id):
         staged = _stage(folder, Path(scratch))
-        if not (token := get_token()):
-            raise RequestError(f"a push to the Hub needs a token, and there is none: {LOGIN}")
         disable_progress_bars()
         api = HfApi(token=token)
         there = _files_there(api, repo_id)
@@ -82,6 +79,19 @@ def push(source: str | Path, repo_id: str, *, private: bool = False, update: boo
         if there is None:
             on_behalf(api.create_repo, repo_id, private=private or None)
         return _commit(api, repo_id, staged, set(there or ()) - BY_THE_HUB)
+
+
+def _check_id(repo_id: str) -> None:
+    """Refuse what is no owner and name; the Hub's own client takes a name alone too, of whoever the token is."""
+    try:
+        validate_repo_id(repo_id)
+        is_whole = "/" in repo_id
+    except HFValidationError:
+        is_whole = False
+    if not is_whole:
+        raise RequestError(
+            f"{clean(repo_id)[:80]!r} is no repository on the Hub: give it as owner/name, of letters, digits, '-', '_' and '.'"
+        )
 
 
 def _commit(api: HfApi, repo_id: str, staged: _Staged, there: Iterable[str]) -> Pushed:

@@ -1,15 +1,16 @@
 """Quantization of a model: recommendations to a copy with the layers quantized that they name."""
 
 import copy
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from profiling_agent.errors import PlanError, QuantizationError
 from profiling_agent.modules.inference import left_as_found
 from profiling_agent.modules.layer_names import matching_names, near_names
+from profiling_agent.quantization.bias import correct_biases_, output_means
 from profiling_agent.quantization.calibrate import MIN_IMAGES, Images, Observed, observe
 from profiling_agent.quantization.cast import CastConv2d, CastLinear
 from profiling_agent.quantization.kinds import can_be
@@ -27,12 +28,14 @@ NUM_CHECKED = 4
 class Quantized:
     """A quantized copy of a model, and the names of the layers that were quantized, in the model's order.
 
-    `folded` names the batch norms that went into the convolutions before them, and are identities now.
+    `folded` names the batch norms that went into the convolutions before them, and are identities now; `shifts` is what was added to the biases of
+    layers for what rounding does there and in the layers before.
     """
 
     model: nn.Module
     layers: tuple[str, ...]
     folded: tuple[str, ...] = ()
+    shifts: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
 
 
 def quantize_model(
@@ -47,7 +50,8 @@ def quantize_model(
     the last one counts, and `cast float32` leaves it alone. Dynamic quantization takes `nn.Linear`, static and bfloat16
     `nn.Conv2d` as well; never their subclasses, because whoever made those may read their weights. `calibration` begins
     a pass over images (b, c, h, w): static quantization needs at least 8. It first folds batch norms into the
-    convolutions that it quantizes, and leaves a layer alone that no image reaches.
+    convolutions that it quantizes, shifts the biases of these by what rounding does to their outputs on average, and leaves a layer alone that no
+    image reaches.
 
     Raises:
         PlanError: a pattern is invalid or hits no layer.
@@ -67,9 +71,12 @@ def quantize_model(
             made[name] = quantized_layer(layer, choice.quantization_type, choice.dtype, observed.get(name))
         except QuantizationError as error:
             raise QuantizationError(f"layer {name!r} can't be quantized: {error}") from error
+    convolutions = [name for name, layer in made.items() if isinstance(layer, StaticConv2d)]
+    expected = output_means(quantized, convolutions, calibration) if calibration else {}
     for name, layer in made.items():
         quantized.set_submodule(name, layer.train(model.get_submodule(name).training))
-    return Quantized(model=quantized, layers=tuple(made), folded=folded)
+    shifts = correct_biases_(quantized, expected, calibration) if calibration else {}
+    return Quantized(model=quantized, layers=tuple(made), folded=folded, shifts=shifts)
 
 
 def chosen_layers(

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +44,8 @@ def measure_layers(
     """
     called = _called(model, images)
     layers = {name: module for name, module in quantized_modules(quantized.model).items() if name in called}
+    # With one layer quantized nothing before it has to be made up for.
+    layers |= {name: _shifted_back(layers[name], shift) for name, shift in quantized.shifts.items() if name in layers}
     plain = _plain(model, quantized, layers, images)
     counts = count_complexity(plain, spec_of(images))
     macs, params = sum(row.macs for row in counts.values()), sum(row.params for row in counts.values())
@@ -60,6 +63,12 @@ def measure_layers(
         )
         for name in layers
     )
+
+
+def _shifted_back(layer: QuantizedModule, shift: Tensor) -> QuantizedModule:
+    plain: Any = copy.deepcopy(layer)
+    plain.bias = plain.bias - shift
+    return plain
 
 
 def _called(model: nn.Module, images: Tensor) -> set[str]:

@@ -43,6 +43,24 @@ def resolve_input_shape(model: nn.Module, processor: Any, rules: tuple[Rule, ...
     )
 
 
+def check_processor(model: nn.Module, processor: Any) -> None:
+    """Make sure that the model takes the images that its processor makes, where these have one shape whatever it is given.
+
+    Raises:
+        ShapeUnresolvedError: the model refuses them; with the shape that its config states.
+    """
+    if (spec := _ask(from_processor, model, processor)) is None:
+        return
+    try:
+        verify(model, spec)
+    except ShapeUnresolvedError as error:
+        stated = _ask(from_config, model, processor)
+        said = f", and its config.json says {stated.channels}x{stated.height}x{stated.width}" if stated else ""
+        raise ShapeUnresolvedError(
+            f"the image processor doesn't fit the model: {error}{said}; correct size and crop_size in preprocessor_config.json"
+        ) from error
+
+
 def _ask(rule: Rule, model: nn.Module, processor: Any) -> InputSpec | None:
     try:
         return rule(model, processor)

@@ -24,7 +24,7 @@ from profiling_agent.pruning.prune import prune_model
 from profiling_agent.pruning.units import find_units
 from profiling_agent.pruning.widths import snap
 from profiling_agent.records import Cut, Deployability, Deployment, Form, InputSpec, Prunable
-from profiling_agent.shapes.resolve import resolve_input_shape
+from profiling_agent.shapes.resolve import check_processor, resolve_input_shape
 
 RATIO = 0.25
 # Ranges are of noise here: what is asked is whether a deployment can be made, not how good it is.
@@ -39,9 +39,10 @@ def prepare(name: str, folder: Path, *, revision: str | None = None, progress: P
 
     Raises:
         AcquisitionError: the model can't be had or read.
-        ShapeUnresolvedError: nobody knows its input shape.
+        ShapeUnresolvedError: nobody knows its input shape, or its image processor makes another.
     """
     loaded = load_model(name, revision=revision, progress=progress)
+    check_processor(loaded.model, loaded.processor)
     spec = resolve_input_shape(loaded.model, loaded.processor)
     return lay_out(loaded.model, folder, spec=spec, processor=loaded.processor, name=name)
 

@@ -146,6 +146,21 @@ def test_whole_numbers_that_are_no_classes_of_the_model_are_refused_and_named(la
         draw(labelled(labels), ["a", "b", "c"])
 
 
+@pytest.mark.parametrize("wrong", [3, -2])
+def test_a_class_label_that_the_data_set_has_no_name_for_is_refused(tmp_path, make, draw, wrong):
+    (tmp_path / "set").mkdir()
+    for split, first in (("train", 0), ("test", 500)):
+        rows = make.table(np.arange(60) % 3, ClassLabel(names=["a", "b", "c"]), first=first)
+        rows.to_parquet(tmp_path / "set" / f"{split}.parquet")
+    table = pq.read_table(tmp_path / "set/test.parquet")
+    labels = pa.array([wrong, *table["label"].to_pylist()[1:]])
+    place = table.schema.get_field_index("label")
+    pq.write_table(table.set_column(place, table.schema.field("label"), labels), tmp_path / "set/test.parquet")
+
+    with pytest.raises(AcquisitionError, match=f"holds {wrong}, but the data set names 3 classes, 0 to 2: correct its"):
+        draw(tmp_path / "set", ["a", "b", "c"])
+
+
 @pytest.mark.parametrize(
     "labels",
     [

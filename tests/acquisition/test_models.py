@@ -72,6 +72,13 @@ def test_a_language_model_is_no_image_classifier(folder):
     assert "no image classifier (BertForMaskedLM)" in refusal(folder)
 
 
+def test_an_architecture_that_transformers_does_not_have_is_named(folder):
+    rewrite_config(folder, model_type="foo", architectures=["FooForImageClassification"])
+    message = refusal(folder)
+    assert "model_type 'foo', which transformers" in message
+    assert "choose an architecture that it implements" in message
+
+
 def test_a_model_with_code_of_its_own_is_refused(folder):
     rewrite_config(folder, model_type="mine", auto_map={"AutoModelForImageClassification": "mine.Mine"})
     assert "never run" in refusal(folder)
@@ -103,9 +110,37 @@ def test_a_cut_weights_file_is_refused(folder):
     assert "can't be loaded" in refusal(folder)
 
 
+def test_weights_that_git_lfs_left_behind_are_to_be_fetched(folder):
+    (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    assert "only points to its weights (Git LFS): fetch them with `git lfs pull`" in refusal(folder)
+
+
 def test_weights_of_another_shape_are_refused(folder):
     rewrite_config(folder, intermediate_size=128)
-    assert "can't be loaded" in refusal(folder)
+    message = refusal(folder)
+    assert "has weights that aren't its config.json's: 'vit.layers.0." in message
+    assert "has the shape (256,), (128,) by the config" in message
+    assert "take both from one checkpoint" in message
+
+
+@pytest.mark.parametrize("num_names", [3, 7, None])
+def test_another_number_of_names_than_classes_is_told_in_these_words(folder, num_names):
+    names = None if num_names is None else {str(index): f"kind {index}" for index in range(num_names)}
+    rewrite_config(folder, id2label=names, label2id=None)
+    message = refusal(folder)
+    assert f"has {num_names or 2} classes by its config.json (id2label; 2 where it has none), and 5 by its" in message
+    assert "'classifier.bias'" in message
+
+
+@pytest.mark.parametrize("numbers", [(0, 1, 2, 3, 5), (1, 2, 3, 4, 5), (-1, 0, 1, 2, 3)])
+def test_names_of_classes_that_are_not_numbered_as_the_logits_are_refused(folder, numbers):
+    rewrite_config(folder, id2label={str(number): f"kind {number}" for number in numbers}, label2id=None)
+    assert "its 5 names of classes (id2label) aren't numbered from 0 to 4: correct it" in refusal(folder)
+
+
+def test_names_of_classes_in_a_list_are_refused_with_how_they_are_given(folder):
+    rewrite_config(folder, id2label=[f"kind {index}" for index in range(5)])
+    assert 'id2label maps no numbers to names: give it as {"0": "cat", "1": "dog"}' in refusal(folder)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -119,7 +154,14 @@ def test_weights_that_are_not_finite_are_named(folder, value):
 
 def test_a_missing_image_processor_is_named(folder):
     (folder / "preprocessor_config.json").unlink()
-    assert "preprocessor_config.json is missing" in refusal(folder)
+    message = refusal(folder)
+    assert "its preprocessor_config.json is missing: save the processor that it was trained with" in message
+
+
+def test_an_image_processor_that_transformers_does_not_have_is_told(folder):
+    path = folder / "preprocessor_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "image_processor_type": "FooImageProcessor"}))
+    assert "its preprocessor_config.json is wrong (ValueError" in refusal(folder)
 
 
 def test_an_unknown_reference_lists_the_known_ones():

@@ -1,4 +1,5 @@
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -97,6 +98,36 @@ def test_an_output_that_can_not_be_written_is_refused(tmp_path: Path, world: Wor
 
     assert ended.returncode == 2
     assert "can't be written" in ended.stderr
+
+
+NAMES = {str(index): f"kind {index}" for index in range(3)}
+
+
+@pytest.mark.parametrize(
+    ("file", "changes", "says"),
+    [
+        (
+            "preprocessor_config.json",
+            {"size": {"height": 48, "width": 48}},
+            "the image processor doesn't fit the model",
+        ),
+        pytest.param("config.json", {"id2label": NAMES, "label2id": None}, "has 3 classes by", marks=pytest.mark.slow),
+        pytest.param("config.json", {"model_type": "foo"}, "model_type 'foo', which", marks=pytest.mark.slow),
+    ],
+)
+def test_a_model_whose_files_do_not_go_together_is_refused_before_an_image_is_drawn(
+    tmp_path: Path, world: World, file: str, changes: dict, says: str
+):
+    model = Path(shutil.copytree(world.model, tmp_path / "model"))
+    held = json.loads((model / file).read_text())
+    (model / file).write_text(json.dumps(held | changes))
+
+    ended = run_world(world, tmp_path / "runs", "--model", str(model), "--quiet")
+
+    assert ended.returncode == 2
+    assert says in ended.stderr
+    assert len(ended.stderr.strip().splitlines()) == 1
+    assert not list((tmp_path / "runs").iterdir())
 
 
 @pytest.mark.parametrize(

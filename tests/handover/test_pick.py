@@ -16,7 +16,7 @@ from profiling_agent.cli.tables import candidates_table
 from profiling_agent.deployment.load import load
 from profiling_agent.errors import ArtifactError, RequestError, RunError
 from profiling_agent.handover.candidates import Measured, best_for, candidates, candidates_of, named
-from profiling_agent.records import RaceResult, Variant
+from profiling_agent.records import RaceResult, Term, Variant
 from profiling_agent.reporting.report import RunReport
 
 GOAL = made.GOAL.model_copy(update={"max_accuracy_drop": 0.05, "max_size_ratio": 0.6})
@@ -145,6 +145,19 @@ def test_the_list_has_all_that_was_measured_and_a_front(finished: Path):
     )
 
 
+def test_a_contract_that_does_not_hold_names_the_terms_that_are_missed():
+    terms = (
+        Term(name="accuracy", required=0.01, measured=0.0, holds=True),
+        Term(name="speed", required=1.0, measured=0.5, holds=False),
+        Term(name="size", required=0.5, measured=0.9, holds=False),
+    )
+    wide = Console(width=500, file=io.StringIO())
+    with wide.capture() as drawn:
+        wide.print(candidates_table((FOUND[0], FOUND[1].model_copy(update={"terms": terms}))))
+
+    assert "doesn't hold (speed, size)" in drawn.get()
+
+
 def test_a_bad_pick_is_one_line_and_writes_nothing(finished: Path, tmp_path: Path):
     unfinished = tmp_path / "unfinished"
     unfinished.mkdir()
@@ -160,7 +173,8 @@ def test_a_bad_pick_is_one_line_and_writes_nothing(finished: Path, tmp_path: Pat
         ((finished, "--candidate", 99, "--output", out), "names none of the run's candidates"),
         ((finished, "--candidate", 1, "--output", tmp_path / "mine"), "exists already"),
         ((unfinished, "--objective", "size", "--output", out), "has no report yet"),
-        ((tmp_path, "--objective", "size", "--output", out), "is no run folder"),
+        ((tmp_path, "--objective", "size", "--output", out), "is no run folder: it has no request.json"),
+        ((tmp_path / "nowhere",), "is no run folder: there is no such folder"),
     ):
         ended = call("pick", *arguments)
         assert ended.exit_code == 2, arguments

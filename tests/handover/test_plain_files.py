@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import deployed
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import zoo
 from PIL import Image
+from transformers import PerceiverImageProcessorPil
 
 from profiling_agent.artifacts.load import load_recipe
 from profiling_agent.artifacts.save import save_model
@@ -179,6 +181,31 @@ def test_a_model_for_batches_of_two_says_so_and_fills_them_up(tmp_path: Path):
     packages = fresh.packages(tmp_path / "packages", *NEEDED["onnxruntime"])
     image = picture(tmp_path / "image.png")
     assert "class " in fresh.run(packages, RUN, tmp_path / "home" / "load.py", image, beside=tmp_path / "home")
+
+
+@pytest.mark.parametrize(
+    ("name", "offered"),
+    [
+        ("eager float32", "use --format onnx or hf, and prepare images with transformers"),
+        ("eager dynamic", "run it by `profiling_agent.load`, which prepares images itself"),
+        ("onnxruntime dynamic", "use --format onnx, and prepare images with transformers"),
+        (
+            "openvino float32",
+            "copy model.xml and model.bin from the saved folder, and prepare images with transformers",
+        ),
+    ],
+)
+def test_a_preparation_that_numbers_can_not_say_is_refused_with_what_its_deployment_allows(
+    source: Source, tmp_path: Path, name: str, offered: str
+):
+    # It crops before it resizes.
+    own = replace(source, processor=PerceiverImageProcessorPil(crop_size=28, size=32))
+    save_deployed(own, deployed.deployment(name), tmp_path / "saved", num_threads=1)
+
+    with pytest.raises(ArtifactError, match=f"PerceiverImageProcessorPil prepares .*: {offered}"):
+        export(tmp_path / "saved", "files", tmp_path / "home")
+
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
 
 
 def test_a_graph_that_says_something_else_leaves_nothing_behind(source: Source, tmp_path: Path):

@@ -10,6 +10,7 @@ from profiling_agent.handover.prepare import prepare
 from profiling_agent.handover.preprocessing import preprocessing_of
 from profiling_agent.records import InputSpec
 
+OTHERWISE = "use --format hf"
 # Each with the edge that its model takes, and what it does to an image, read from its documentation.
 CASES = {
     "ViT": (224, {}, {"resize": (224, 224), "resample": "bilinear", "crop": None, "mean": (0.5,) * 3}),
@@ -35,7 +36,7 @@ def test_a_processor_is_read_as_it_prepares(name: str):
     edge, settings, wanted = CASES[name]
     processor = getattr(hf, f"{name.removesuffix('Large')}ImageProcessorPil")(**settings)
 
-    found = preprocessing_of(processor, square(edge)).model_dump()
+    found = preprocessing_of(processor, square(edge), otherwise=OTHERWISE).model_dump()
 
     assert {key: found[key] for key in wanted} == wanted
     image = Image.fromarray(np.random.default_rng(3).integers(0, 256, (301, 420, 3), dtype=np.uint8))
@@ -44,10 +45,12 @@ def test_a_processor_is_read_as_it_prepares(name: str):
 
 
 def test_what_is_no_resize_crop_and_scale_is_refused_with_what_is_left():
-    with pytest.raises(ArtifactError, match=r"PerceiverImageProcessorPil prepares .* export to onnx or hf"):
-        preprocessing_of(hf.PerceiverImageProcessorPil(), square(224))
+    with pytest.raises(ArtifactError, match=rf"PerceiverImageProcessorPil prepares .*: {OTHERWISE}"):
+        preprocessing_of(hf.PerceiverImageProcessorPil(), square(224), otherwise=OTHERWISE)
 
 
 def test_a_model_of_grey_images_is_refused():
-    with pytest.raises(ArtifactError, match="takes images of 1 channels, not RGB: export to onnx or hf"):
-        preprocessing_of(hf.ViTImageProcessorPil(), InputSpec(channels=1, height=28, width=28, source="test"))
+    grey = InputSpec(channels=1, height=28, width=28, source="test")
+
+    with pytest.raises(ArtifactError, match=f"takes images of 1 channels, not RGB: {OTHERWISE}"):
+        preprocessing_of(hf.ViTImageProcessorPil(), grey, otherwise=OTHERWISE)

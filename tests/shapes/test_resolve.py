@@ -4,7 +4,7 @@ from transformers import ViTImageProcessorPil
 
 from profiling_agent.errors import ShapeUnresolvedError
 from profiling_agent.records import InputSpec
-from profiling_agent.shapes.resolve import resolve_input_shape
+from profiling_agent.shapes.resolve import check_processor, resolve_input_shape
 from profiling_agent.shapes.rules import from_config, from_processor
 
 
@@ -87,3 +87,28 @@ def test_a_rule_of_ones_own_is_asked_only_when_the_others_fail():
     assert not asked
     assert resolve_input_shape(zoo.resnet(), None, rules=(from_config, ask_someone)).source == "someone"
     assert len(asked) == 1
+
+
+@pytest.mark.parametrize("side", [48, 16])
+def test_a_processor_whose_images_the_model_refuses_is_told_with_what_the_config_says(side):
+    with pytest.raises(ShapeUnresolvedError) as unresolved:
+        check_processor(zoo.vit(), processor(side))
+
+    message = str(unresolved.value)
+    assert f"the model refuses an image of '3x{side}x{side}'" in message
+    assert "its config.json says 3x32x32; correct size and crop_size in preprocessor_config.json" in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("model", "images"),
+    [
+        (zoo.vit, zoo.processor()),
+        # Any size will do, so that nobody but its processor can say which is right.
+        (zoo.resnet, processor(224)),
+        # As large as its images are.
+        (zoo.vit, ViTImageProcessorPil(do_resize=False)),
+    ],
+)
+def test_a_processor_whose_images_the_model_takes_or_that_fixes_none_is_left_alone(model, images):
+    check_processor(model(), images)

@@ -19,7 +19,7 @@ from profiling_agent.jobs.tasks import (
     SurveyShapeTask,
 )
 from profiling_agent.records import Acquired, ModelSource, ShapeFacts, SplitInfo
-from profiling_agent.shapes.resolve import resolve_input_shape
+from profiling_agent.shapes.resolve import check_processor, resolve_input_shape
 from profiling_agent.shapes.survey import survey
 from profiling_agent.shapes.verify import verify
 
@@ -30,9 +30,12 @@ def acquire(task: AcquireTask, job: JobContext) -> Acquired:
     if note:
         job.progress(note, 0, 0)
     loaded = load_model(task.model, revision=task.revision, device=device, progress=job.progress)
+    check_processor(loaded.model, loaded.processor)
     shared = task.model_dump(include=set(DataQuery.model_fields))
     config: Any = loaded.model.config
     drawn = draw_splits(DataQuery(**shared), id2label=config.id2label, folder=job.folder, progress=job.progress)
+    for said in drawn.notes:
+        job.progress(said, 0, 0)
 
     def info(name: Any, split: DrawnSplit) -> SplitInfo:
         return SplitInfo(
@@ -63,6 +66,7 @@ def acquire(task: AcquireTask, job: JobContext) -> Acquired:
 def match_labels(task: MatchLabelsTask, job: JobContext) -> MatchedLabels:
     """Open the model and the data set, and match their classes."""
     loaded = load_model(task.model, revision=task.revision, device="cpu", progress=job.progress)
+    check_processor(loaded.model, loaded.processor)
     shared = task.model_dump(include=set(DataQuery.model_fields))
     config: Any = loaded.model.config
     split, matches = look_up_labels(DataQuery(**shared), id2label=config.id2label, progress=job.progress)
