@@ -194,7 +194,12 @@ def _read_processor(staged: Path, name: str, config: Any) -> Any:
         )
 
     if (how := getattr(config, "pretrained_cfg", None)) and not any((staged / file).exists() for file in PROCESSORS):
-        return processor_of_timm(how, refuse)
+        return processor_of_timm(
+            how,
+            lambda said: AcquisitionError(
+                f"model {name!r} prepares images in a way that isn't done here ({said}): save an image processor into its folder"
+            ),
+        )
     with foreign_code(refuse):
         return AutoImageProcessor.from_pretrained(
             staged,

@@ -157,7 +157,7 @@ class TestRead:
             ({"model_args": {"pretrained": True}}, "set 'pretrained', which is no setting"),
             ({"model_args": {"no_such": 1}}, "no_such"),
             ({"model_args": {"depth": 10**5}}, "depth = 100000"),
-            ({"model_args": SETTINGS | {"embed_dim": 128}}, "can't be loaded"),
+            ({"model_args": SETTINGS | {"embed_dim": 128}}, "has the shape (64,), (128,) by the config"),
             ({"num_classes": 0}, "names of classes"),
             ({"label_names": [1, 2, 3, 4, 5]}, "names of classes"),
         ],

@@ -195,7 +195,7 @@ TIMM_FAMILIES: dict[str, Callable[[], Any]] = {
     "timm_efficientnet": timm("test_efficientnet"),
     "timm_mobilenetv3": timm("mobilenetv3_small_050"),
     "timm_mobilenetv4": timm("mobilenetv4_conv_small_050"),
-    "timm_regnety": timm("regnety_002"),
+    "timm_regnety": timm("regnety_002", depth=4, w0=32, wa=64, wm=1.5, group_size=16),
     "timm_convnext": timm("convnext_atto", depths=[1] * 4, dims=[32, 64, 64, 64]),
     "timm_convnextv2": timm("convnextv2_atto", depths=[1] * 4, dims=[32, 64, 64, 64]),
     "timm_fastvit": timm("fastvit_t8", layers=[1] * 4, embed_dims=[32, 32, 64, 64]),
