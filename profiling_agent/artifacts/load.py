@@ -24,7 +24,7 @@ from profiling_agent.errors import ArtifactError, QuantizationError
 from profiling_agent.foreign import foreign_code, logits_of, on_behalf
 from profiling_agent.modules.attention import head_sizes, say_heads_
 from profiling_agent.modules.inference import left_as_found
-from profiling_agent.modules.norms import unnormed
+from profiling_agent.modules.norms import BATCH_NORMS, unnormed
 from profiling_agent.modules.widths import fit_widths_
 from profiling_agent.quantization.kinds import rebuilt
 from profiling_agent.quiet import muted
@@ -127,8 +127,7 @@ def _build(folder: Path, recipe: Recipe, *, dequantize: bool) -> nn.Module:
         sizes = head_sizes(model)
         _check_names(model, recipe)
         for norm in recipe.folded:
-            with foreign_code(_unfit(norm)):
-                on_behalf(model.set_submodule, norm, unnormed(model.get_submodule(norm)), strict=True)
+            _unfold_(model, norm)
         for layer in recipe.quantized:
             _place_(model, layer, tensors, dequantize=dequantize)
         _fill_(model, tensors, recipe)
@@ -226,6 +225,15 @@ def _check_names(model: nn.Module, recipe: Recipe) -> None:
     for name in (*recipe.folded, *(layer.name for layer in recipe.quantized), *cut, *consumers, *tied):
         if name not in known:
             raise _MisfitError(f"there is no module {clean(name)[:80]!r}")
+
+
+def _unfold_(model: nn.Module, name: str) -> None:
+    """Set what is left of a batch norm that went into its convolution in its place."""
+    norm = model.get_submodule(name)
+    if not isinstance(norm, BATCH_NORMS):
+        raise _MisfitError(f"{clean(name)[:80]}: no batch norm is there")
+    with foreign_code(_unfit(name)):
+        on_behalf(model.set_submodule, name, unnormed(norm), strict=True)
 
 
 class _LayerTensors(dict[str, Tensor]):
