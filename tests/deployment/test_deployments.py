@@ -12,8 +12,10 @@ import pytest
 import torch
 import zoo
 from onnx import TensorProto
+from pruning.families import FAMILIES, processor_of, spec_of
 
 from profiling_agent.artifacts.recipe import IR_WEIGHTS, ONNX, WEIGHTS
+from profiling_agent.artifacts.save import save_model
 from profiling_agent.benchmarking.timed_process import TimedProcess, worker_command
 from profiling_agent.benchmarking.worker import Start
 from profiling_agent.deployment.batches import noise_batch
@@ -252,3 +254,20 @@ def test_forms_on_cuda(sources: dict[str, Source], tmp_path: Path, name: str):
     assert deployed.distance(session.run(IMAGES), deployed.float_logits(source, IMAGES)) < bound
     assert session.bound(IMAGES)() > 0
     assert next(session.module.parameters()).is_cuda
+
+
+def test_relu6_is_in_the_range_of_an_int8_convolutions_output(tmp_path: Path):
+    """Rounded before it, values would have steps as wide as all that it cuts off asks for: twice a real MobileNet's KL."""
+    model = FAMILIES["mobilenet_v1"]()
+    spec = spec_of(model)
+    save_model(model, tmp_path / "model", spec=spec, processor=processor_of(spec), base_model="tiny")
+    source = deployed.saved_source(tmp_path)
+
+    save_deployed(source, deployed.deployment("onnxruntime static"), tmp_path / "int8", num_threads=1)
+    before, after = (
+        [node.op_type for node in onnx.load(path).graph.node]
+        for path in (tmp_path / "model.onnx", tmp_path / "int8" / ONNX)
+    )
+
+    assert before.count("Clip") == before.count("Conv") == after.count("Conv") == 27
+    assert "Clip" not in after
