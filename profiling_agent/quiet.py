@@ -7,6 +7,7 @@ import contextlib
 import importlib
 import io
 import logging
+import os
 import sys
 import warnings
 from collections.abc import Generator
@@ -15,7 +16,7 @@ from types import ModuleType
 
 # CUDA libraries that no CPU has, and a deprecation between torchao and torch: nothing that a user of ours could mend.
 UNWANTED = {"torchao": "Failed to load", "torch.utils._pytree": "is an Enum subclass and is now natively supported"}
-TELEMETRY = "openvino_telemetry"
+TELEMETRY, ORT_SWITCH = "openvino_telemetry", "ORT_DISABLE_TELEMETRY"
 
 
 def _is_wanted(record: logging.LogRecord) -> bool:
@@ -85,6 +86,19 @@ def import_openvino() -> ModuleType:
     """Return `openvino`, which then sends nothing."""
     with without_telemetry():
         return importlib.import_module("openvino")
+
+
+def import_onnxruntime() -> ModuleType:
+    """Return `onnxruntime`, which then notes nothing of its use: from 1.31 on it writes an id of the machine into the user's cache as it is imported."""
+    asked = os.environ.get(ORT_SWITCH)
+    os.environ[ORT_SWITCH] = "1"
+    try:
+        return importlib.import_module("onnxruntime")
+    finally:
+        if asked is None:
+            del os.environ[ORT_SWITCH]
+        else:
+            os.environ[ORT_SWITCH] = asked
 
 
 @contextmanager

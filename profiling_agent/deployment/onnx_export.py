@@ -24,7 +24,7 @@ from profiling_agent.files import TEMPORARY, sync, sync_names
 from profiling_agent.modules.divergence import relative_distance
 from profiling_agent.modules.inference import logits_of, random_batch
 from profiling_agent.quantization.kinds import quantized_modules
-from profiling_agent.quiet import muted
+from profiling_agent.quiet import import_onnxruntime, muted
 from profiling_agent.records import InputSpec
 
 # The first opset with Gelu as one operator.
@@ -165,7 +165,7 @@ def _cause(error: BaseException) -> str:
 
 
 def _distance(model: nn.Module, path: Path, batch: Tensor) -> float:
-    import onnxruntime
+    onnxruntime = import_onnxruntime()
     from onnxruntime.capi.onnxruntime_pybind11_state import (
         Fail,
         InvalidArgument,

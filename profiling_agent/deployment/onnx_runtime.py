@@ -14,6 +14,7 @@ from profiling_agent.documents import read_json
 from profiling_agent.errors import ArtifactError
 from profiling_agent.foreign import foreign_code, on_behalf
 from profiling_agent.processes.busy import waits_passively
+from profiling_agent.quiet import import_onnxruntime
 from profiling_agent.records import Scheme
 
 if TYPE_CHECKING:
@@ -110,9 +111,7 @@ def operator_times(
 
 
 def _options(num_threads: int | None) -> Any:
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
+    options: Any = import_onnxruntime().SessionOptions()
     # Errors alone: the advice is about the graph's optimisation.
     options.log_severity_level = 3
     # 0 means that the library chooses.
@@ -126,8 +125,7 @@ def _options(num_threads: int | None) -> Any:
 
 
 def _session(folder: Path, options: Any) -> "InferenceSession":
-    import onnxruntime
-
+    onnxruntime = import_onnxruntime()
     path = str(folder / ONNX)
 
     def refuse(said: str) -> ArtifactError:

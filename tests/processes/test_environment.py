@@ -52,7 +52,7 @@ SETTINGS = (
         "TORCHINDUCTOR_CACHE_DIR",
         "TORCH_HOME",
         "MALLOC_ARENA_MAX",
-        "ORT_DISABLE_TELEMETRY",
+        "ORT_CUDA_FLAGS",
         "OV_CPU_THREADS",
         "PYTORCH_CUDA_ALLOC_CONF",
     ),
