@@ -109,7 +109,7 @@ def test_sessions_that_are_held_one_by_one_are_pooled(root: Path):
 def test_a_worker_that_can_not_load_says_why(root: Path, tmp_path: Path):
     with (
         TimedProcess(worker_command(tmp_path / "nowhere"), START) as process,
-        pytest.raises(JobError, match=r"nowhere.*recipe\.json"),
+        pytest.raises(JobError, match=r"nowhere.*there is no such folder"),
     ):
         process.wait_until_ready()
 

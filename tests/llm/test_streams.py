@@ -42,7 +42,7 @@ def lookup(layer: str) -> str:
     return f"{layer} holds half of the params"
 
 
-def graph_of(server: Any, folder: Path, *, tools: tuple[Any, ...] = (), deadline_s: float = 20.0) -> Any:
+def graph_of(server: Any, folder: Path, *, tools: tuple[Any, ...] = (), deadline_s: float = 60.0) -> Any:
     def planner(state: State) -> State:
         advisor = advisor_of(server, folder, deadline_s=deadline_s)
         return {"ratio": advisor.ask(QUESTION, Ratio, tools=tools).value.ratio}
