@@ -186,7 +186,9 @@ def test_nothing_is_unpickled_and_no_remote_code_is_run():
 def test_few_frames_lie_between_a_node_and_the_tensor_operation(world: World):
     found = counted(world.model, world.data)
 
-    cut = len(longest(found["pruning"], "agents/")) + len(longest(found["cut"], "jobs/"))
+    # A trial of what a head is, on noise, cuts nothing of the model.
+    cuts = [frames for frames in found["cut"] if not any("pruning/trial" in name for name in frames)]
+    cut = len(longest(found["pruning"], "agents/")) + len(longest(cuts, "jobs/"))
     rounded = len(longest(found["round"], "jobs/"))
     # Three of them are the engine's (decision 21).
     assert cut <= 13

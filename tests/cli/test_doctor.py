@@ -181,26 +181,15 @@ def test_what_a_self_test_saw_and_where_it_failed_is_shown():
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
-def test_a_device_that_was_asked_for_and_is_not_there_is_a_problem(tmp_path: Path):
-    said = call("--output", str(tmp_path / "runs"), "--advisor", "rules", "--device", "cuda", "--json")
-
-    found = {one["name"]: Finding.model_validate(one) for one in json.loads(said.stdout)}
-    device = found["device"]
-    assert said.exit_code == 1
-    assert device.state == "problem"
-    assert "find failed" in device.seen
-    assert "no CUDA device" in device.seen
-
-
-@pytest.mark.slow
-def test_a_runtime_that_is_missing_is_noted_and_one_that_takes_its_process_down_is_a_problem(
+def test_a_runtime_or_device_that_was_asked_for_or_breaks_is_a_problem_and_a_missing_runtime_is_noted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     break_library("onnxruntime", tmp_path, monkeypatch)
     # What Python's import system takes for "not there".
     monkeypatch.setitem(sys.modules, "openvino", None)
 
-    said = call("--output", str(tmp_path / "runs"), "--advisor", "openai:x", "--base-url", NOBODY, "--json")
+    asked = ("--advisor", "openai:x", "--base-url", NOBODY, "--device", "cuda")
+    said = call("--output", str(tmp_path / "runs"), *asked, "--json")
 
     assert said.exit_code == 1
     found = {one["name"]: Finding.model_validate(one) for one in json.loads(said.stdout)}
@@ -212,6 +201,9 @@ def test_a_runtime_that_is_missing_is_noted_and_one_that_takes_its_process_down_
     assert found["onnxruntime"].state == "problem"
     assert "SIGILL" in found["onnxruntime"].seen
     assert found["language model"].state == "problem"
+    assert found["device"].state == "problem"
+    assert "find failed" in found["device"].seen
+    assert "no CUDA device" in found["device"].seen
     assert all(one.advice for one in found.values() if one.state != "ok")
 
 

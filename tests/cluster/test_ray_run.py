@@ -58,8 +58,7 @@ def test_a_run_on_three_nodes_decides_what_one_here_does(large: Any, cluster: Ra
 @pytest.mark.slow
 def test_runs_side_by_side_come_to_what_they_do_one_after_the_other(world: Any, cluster: RayCluster, tmp_path: Path):
     told = {"engine": "ray", "ray_address": cluster.address}
-    asked = ASKED | {"run_id": None, "iterate": False, "selection": "paper"}
-    told = {"engine": "ray", "ray_address": cluster.address}
+    asked = ASKED | {"run_id": None, "iterate": False, "selection": "paper", "quantize_dtype": "none"}
     requests = [world.request(tmp_path / "beside", **asked, **told, seed=seed) for seed in (0, 1)]
     stages: set[str] = set()
 
