@@ -1,16 +1,18 @@
 """The same work here and on Ray clusters of several nodes: is anything decided otherwise, what does it cost, what do kills do?
 
-    python benchmarks/scale.py [--nodes N...] [--kills N] [--sweep] [--seed N] [--json FILE]
+    python benchmarks/scale.py [--parts same kills sweep] [--nodes N...] [--kills N] [--seed N] [--json FILE]
 
 All nodes are on this one machine and share its cores: what is shown is that nothing is decided otherwise, lost or left
 behind, and what the engine itself takes; not that more machines are faster.
 
-- same: one run through a tiny world here, and on clusters of so many nodes. Plans, attempts, verdict and every prediction have to be equal.
+- same: one run through a tiny world here, and on clusters of so many nodes. Plans, attempts, verdict and every prediction have to be equal, and
+  what a race says of the winner's speed there has to agree with what one says here, by their 95% intervals.
 - kills: as many runs on a cluster of three, each with one kill at a moment spread evenly at random over what the run took: of the
   process that Ray does a job in, of a node, or of the run itself, which is then resumed. The verdict has to be the undisturbed one.
-- races: jobs that are timed never overlap with another of their node, by starts and ends in the timesheets of all runs above; in the
-  first part nodes have locks of their own, as machines do.
 - sweep: four models under two contracts here and on three nodes, beside what the simulation in `scale_simulation.py` foretells.
+
+In all parts jobs that are timed never overlap with another of their node, by starts and ends in the timesheets; in the first nodes have locks
+of their own, as machines do. Rows of FILE that are of parts which aren't asked for stay.
 """
 
 import argparse
@@ -25,7 +27,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import psutil
 import yaml
@@ -34,6 +35,7 @@ from kill_resume import COMMAND, Row, Scene, made_scene, outcome, survived_for, 
 
 from profiling_agent.cluster.kind import kind_of, slot_of
 from profiling_agent.jobs.table import TABLE
+from profiling_agent.reporting.report import RunReport
 from profiling_agent.reporting.results import read_report
 from profiling_agent.reproducibility import environment
 
@@ -46,6 +48,7 @@ from ray_cluster import RayCluster, ray_cluster  # noqa: E402
 SHARED = ROOT.parent / "shared"
 MODELS = ("vit", "deit", "swin", "resnet")
 CONTRACTS = ({"max_accuracy_drop": 0.01}, {"max_accuracy_drop": 0.02, "max_size_ratio": 0.25})
+PARTS = ("same", "kills", "sweep")
 LOOK_S = 0.5
 MAX_AIMS = 6
 # What reads the user's files is done where the run was begun: until the next job of a node.
@@ -97,26 +100,40 @@ def run_once(scene: Scene, name: str) -> Row:
         "nodes": len(report.nodes),
         "predictions": predictions_of(run),
         "decided": decisions(report),
+        "speedup": speedup_of(report),
         "job_seconds": sum(row.seconds for row in report.times),
     }
 
 
-def show_same(scene: Scene, numbers: list[int]) -> tuple[list[Row], Row]:
-    """Run here and on clusters; return a row for each, and the one of here with what it decided."""
+def speedup_of(report: RunReport) -> tuple[float, float, float]:
+    """Return how many times as fast as the baseline the returned model was, and the ends of the 95% interval."""
+    (row,) = [one.race_result for one in report.variants if one.evaluation.model == report.heldout.model][:1]
+    return (row.speedup, row.speedup_low, row.speedup_high) if row else (1.0, 1.0, 1.0)
+
+
+def agree(one: tuple[float, float, float], other: tuple[float, float, float]) -> bool:
+    """Return whether two intervals have a value in common."""
+    return one[1] <= other[2] and other[1] <= one[2]
+
+
+def show_same(scene: Scene, numbers: list[int]) -> list[Row]:
+    """Run here and on clusters; return a row for each."""
     here = run_once(scene, "here")
-    rows: list[Row] = [{"where": "here", "same": True, **here}]
+    rows: list[Row] = [{"where": "here", "same": True, "agrees": True, **here}]
     for number in numbers:
         with cluster_of(number, scene.folder, scene.folder / "caches") as cluster:
             there = run_once(on(scene, cluster), f"nodes{number}")
         is_same = there["decided"] == here["decided"] and there["predictions"] == here["predictions"]
         rows.append({"where": f"{number} nodes", "same": is_same, **there})
+        rows[-1]["agrees"] = agree(here["speedup"], there["speedup"])
     for row in rows:
         print(
             f"  {row['where']}: {'same' if row['same'] else 'DIFFERENT'}, {row['seconds']:.0f} s ({row['job_seconds']:.0f} s of jobs), "
-            f"{row['peak_bytes'] / 1e9:.2f} GB of the run's own processes, {row['jobs']} jobs on {max(row['nodes'], 1)} machines",
+            f"{row['peak_bytes'] / 1e9:.2f} GB of the run's own processes, {row['jobs']} jobs on {max(row['nodes'], 1)} machines, "
+            f"{row['speedup'][0]:.2f} [{row['speedup'][1]:.2f}, {row['speedup'][2]:.2f}] times as fast",
             flush=True,
         )
-    return [{name: value for name, value in row.items() if name != "decided"} for row in rows], here
+    return [{name: value for name, value in row.items() if name != "decided"} for row in rows]
 
 
 def kill(scene: Scene, name: str, kind: str, at_s: float, cluster: RayCluster, undisturbed: object) -> Row:
@@ -165,11 +182,9 @@ def tried_again(run: Path) -> int:
     return sum(work.again for work in read_report(run).nodes.values()) if (run / "report.json").exists() else 0
 
 
-def show_kills(scene: Scene, number: int, here: Row, dice: random.Random, path: Path | None) -> list[Row]:
+def show_kills(scene: Scene, number: int, here: Row, dice: random.Random) -> list[Row]:
     """Kill as often as asked, each kind in turn."""
     rows: list[Row] = []
-    if not number:
-        return rows
     with cluster_of(3, scene.folder) as cluster:
         whole_s = run_once(on(scene, cluster), "undisturbed")["seconds"]
     for each in range(number):
@@ -183,7 +198,7 @@ def show_kills(scene: Scene, number: int, here: Row, dice: random.Random, path: 
                     break
                 at_s *= 0.7
                 row = kill(on(scene, cluster), f"{kind}{each}-{again}", kind, at_s, cluster, here["decided"])
-        tell(kind, row, rows, path)
+        tell(kind, row, rows, None)
     return rows
 
 
@@ -239,51 +254,88 @@ def sweep(folder: Path, flags: tuple[str, ...], env: Mapping[str, str]) -> Row:
 
 
 def main() -> int:
-    """Compare, kill and look; return 1 where a check does not hold."""
+    """Do the parts that are asked for; return 1 where a check does not hold."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--nodes", type=int, nargs="*", default=[1, 2, 3])
+    parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
+    parser.add_argument("--nodes", type=int, nargs="+", default=[1, 2, 3, 5])
     parser.add_argument("--kills", type=int, default=12)
-    parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
-    dice, checks, rows = random.Random(asked.seed), list[Check](), list[Any]()
+    rows, status = rows_in(asked.json), 0
     with tempfile.TemporaryDirectory() as folder:
         os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(Path(folder) / "token")}
         (Path(folder) / "token").write_text(random.Random().randbytes(32).hex())
         scene = made_scene(Path(folder), "paper")
         # Kept by the first run, and read by the others.
-        run_once(scene, "first")
-        same, here = show_same(scene, asked.nodes)
-        rows += [stamped(row) for row in same]
-        checks.append(
-            Check.at_least("the same plans, predictions and verdict", sum(row["same"] for row in same), len(same))
-        )
-        kills = show_kills(scene, asked.kills, here, dice, None)
-        rows += kills
-        checks += checks_of(kills)
-        sheets = sorted((scene.disk / "runs").glob("*/timesheet.jsonl"))
-        checks.append(Check.at_most("timed jobs that overlapped with another", overlaps(sheets), 0))
-        if asked.sweep:
-            # It takes as long as all before it, which is kept should it be cut off.
-            finish(checks, rows, asked.json)
-            swept = show_sweep(scene)
-            rows += swept
-            checks.append(Check.at_most("runs of a sweep that failed", sum(row["failed"] for row in swept), 0))
-    return finish(checks, rows, asked.json)
+        here = run_once(scene, "first")
+        show: dict[str, Callable[[], list[Row]]] = {
+            "same": lambda: show_same(scene, asked.nodes),
+            "kills": lambda: show_kills(scene, asked.kills, here, random.Random(asked.seed)),
+            "sweep": lambda: show_sweep(scene),
+        }
+        for part in (part for part in PARTS if part in asked.parts):
+            made = show[part]()
+            lapped = overlaps(
+                [path for root in sheets_in(scene, part) for path in sorted(root.glob("*/timesheet.jsonl"))]
+            )
+            rows[part] = [stamped({"part": part, "overlaps": lapped, **row}) for row in made]
+            checks = [check for name in PARTS for check in CHECKS[name](rows.get(name, []))]
+            status = finish(checks, [row for name in PARTS for row in rows.get(name, [])], asked.json)
+    return status
 
 
-def checks_of(kills: list[Row]) -> list[Check]:
+def rows_in(path: Path | None) -> dict[str, list[Row]]:
+    """Return the rows that a file holds, by part."""
+    held = json.loads(path.read_text(encoding="utf-8"))["rows"] if path and path.exists() else []
+    return {part: [row for row in held if row["part"] == part] for part in PARTS}
+
+
+def sheets_in(scene: Scene, part: str) -> list[Path]:
+    """Return the folders of a part's runs."""
+    return [scene.folder / where / "runs" for where in ("here", "there")] if part == "sweep" else [scene.disk / "runs"]
+
+
+def checks_of_same(rows: list[Row]) -> list[Check]:
+    """Return what must hold of a run here and on clusters."""
+    if not rows:
+        return []
+    return [
+        Check.at_least("the same plans, predictions and verdict", sum(row["same"] for row in rows), len(rows)),
+        Check.at_least("speeds that agree with those here", sum(row["agrees"] for row in rows), len(rows)),
+        Check.at_most("same: timed jobs that overlapped with another", rows[0]["overlaps"], 0),
+    ]
+
+
+def checks_of_kills(kills: list[Row]) -> list[Check]:
     """Return what must hold of runs that something was killed of."""
     if not kills:
         return []
     return [
+        Check.at_most("kills: timed jobs that overlapped with another", kills[0]["overlaps"], 0),
         Check.at_least("kills after which the verdict is the same", sum(row["same"] for row in kills), len(kills)),
         Check.at_least("kills that hit something", sum(row["hit"] for row in kills), len(kills)),
         Check.at_most("finished jobs that were done again", sum(row["jobs_again"] for row in kills), 0),
         Check.at_most("processes left", sum(row["processes_left"] + row["orphans"] for row in kills), 0),
         Check.at_most("temporary files left", sum(row["files_left"] for row in kills), 0),
     ]
+
+
+def checks_of_sweep(rows: list[Row]) -> list[Check]:
+    """Return what must hold of a sweep here and on a cluster."""
+    if not rows:
+        return []
+    return [
+        Check.at_most("runs of a sweep that failed", sum(row["failed"] for row in rows), 0),
+        Check.at_most("sweep: timed jobs that overlapped with another", rows[0]["overlaps"], 0),
+    ]
+
+
+CHECKS: Mapping[str, Callable[[list[Row]], list[Check]]] = {
+    "same": checks_of_same,
+    "kills": checks_of_kills,
+    "sweep": checks_of_sweep,
+}
 
 
 def show_sweep(scene: Scene) -> list[Row]:
@@ -298,16 +350,19 @@ def show_sweep(scene: Scene) -> list[Row]:
         [Job(kind, seconds / count) for kind, count, seconds in jobs for _ in range(count)]
         for jobs in here["jobs"].values()
     ]
+    alike = sum(there["decided"].get(name) == decided for name, decided in here["decided"].items())
     foretold: Callable[[int], float] = lambda machines: makespan(runs, machines, seed=0)  # noqa: E731
     print(
         f"  sweep of {here['runs']} runs: here {here['seconds']:.0f} s ({foretold(1):.0f} foretold), three nodes on one machine "
-        f"{there['seconds']:.0f} s; on three machines {foretold(3):.0f} s are foretold, on eight {foretold(8):.0f}",
+        f"{there['seconds']:.0f} s; on three machines {foretold(3):.0f} s are foretold, on eight {foretold(8):.0f}; "
+        f"{alike} runs decided what they did here, where times decide too",
         flush=True,
     )
     return [
         {
             "where": where,
             **{name: value for name, value in row.items() if name != "jobs"},
+            "alike": alike,
             "foretold_s": [foretold(n) for n in (1, 3, 8)],
         }
         for where, row in (("here", here), ("3 nodes", there))

@@ -135,6 +135,7 @@ def complete(request: Request, listener: Listener = ignore) -> RunReport:
             base_url=request.base_url,
             engine=request.engine,
             ray_address=request.ray_address,
+            ray_store=request.ray_store,
         )
     return optimize(request, listener)
 
@@ -148,27 +149,32 @@ def resume(  # noqa: PLR0913 (who plans, who answers, who does the work)
     approver: Approver | None = None,
     engine: str | None = None,
     ray_address: str | None = None,
+    ray_store: str | None = None,
 ) -> RunReport:
     """Go on with a run that was cut, from its last checkpoint; a finished run gives its report again.
 
     A run that was begun with an `advisor` needs it again. One that asks a language model at an address that isn't the
     provider's or the environment's gets the environment's key where that address is given again, as `base_url`. With an `engine` the rest is
-    done there, whatever did the work before.
+    done there, whatever did the work before; machines that don't share its folder hand each other files at `ray_store`.
 
     Raises RequestError for an engine that isn't known, or an address without one.
     """
     request, workspace = _reopened(run)
-    request = _on(request, engine, ray_address)
+    request = _on(request, engine, ray_address, ray_store)
     return _drive(request, workspace, Sessions(advisor, addresses=(base_url,)), listener, approver)
 
 
-def _on(request: Request, engine: str | None, ray_address: str | None) -> Request:
+def _on(request: Request, engine: str | None, ray_address: str | None, ray_store: str | None) -> Request:
     """Return a request with its work done elsewhere, where that is asked for."""
-    if engine is None and ray_address is None:
+    if engine is None and ray_address is None and ray_store is None:
         return request
-    told: dict[str, Any] = {"engine": engine or "ray", "ray_address": ray_address or request.ray_address}
+    told: dict[str, Any] = {
+        "engine": engine or "ray",
+        "ray_address": ray_address or request.ray_address,
+        "ray_store": ray_store or request.ray_store,
+    }
     if engine == "local":
-        told |= {"ray_address": ray_address, "ray_store": None}
+        told |= {"ray_address": ray_address, "ray_store": ray_store}
     try:
         return Request.model_validate({**request.model_dump(), **told})
     except ValidationError as error:

@@ -286,6 +286,10 @@ class Request(BaseModel):
             raise ValueError(
                 "ray_store has to be an address such as s3://bucket/runs, without user, password or query: give each machine its keys by its environment"
             )
+        if self.engine == "ray" and self.device == "cuda":
+            raise ValueError(
+                "device is 'cuda' but engine is 'ray', which knows machines by their processors: use engine=local"
+            )
         if self.ray_address is not None and self.engine != "ray":
             raise ValueError(f"ray_address is {self.ray_address!r} but engine is {self.engine!r}: use engine=ray")
         if self.ray_address is not None and ("://" in self.ray_address or self.ray_address == "local"):

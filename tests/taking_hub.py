@@ -37,7 +37,8 @@ class TakingHub(BaseHTTPRequestHandler):
         for name, value in {"Content-Length": str(len(data)), **(headers or {})}.items():
             self.send_header(name, value)
         self.end_headers()
-        self.wfile.write(data)
+        if self.command != "HEAD":
+            self.wfile.write(data)
 
     def refuse(self, status, code, said):
         self.answer({"error": said}, status=status, headers={"X-Error-Code": code, "X-Error-Message": said})
@@ -51,6 +52,8 @@ class TakingHub(BaseHTTPRequestHandler):
     def do_GET(self):
         path = urlsplit(self.path).path
         self.seen.append(("GET", path))
+        if held := re.fullmatch(r"/([^/]+/[^/]+)/resolve/main/([^/]+)", path):
+            return self.resolve(self.root / "models" / held[1] / held[2])
         hit = re.fullmatch(r"/api/models/([^/]+/[^/]+)(/.*)?", path)
         folder = self.root / "models" / (hit[1] if hit else "nothing")
         if hit is None or not folder.is_dir():
@@ -61,7 +64,18 @@ class TakingHub(BaseHTTPRequestHandler):
             return self.answer([{"type": "file", "path": name, "size": 1, "oid": "1" * 40} for name in names])
         card = self.made.get(hit[1], {}).get("cardData", {})
         siblings = [{"rfilename": name} for name in names]
-        return self.answer({"id": hit[1], "sha": COMMIT, "siblings": siblings, "tags": [], "cardData": card})
+        told = {"id": hit[1], "sha": COMMIT, "siblings": siblings, "tags": [], "cardData": card}
+        return self.answer(told | {"private": self.made.get(hit[1], {}).get("visibility") == "private"})
+
+    def do_HEAD(self):
+        self.do_GET()
+
+    def resolve(self, path):
+        if not path.is_file():
+            return self.refuse(404, "EntryNotFound", "Entry not found")
+        data = path.read_bytes()
+        headers = {"ETag": f'"{hashlib.sha1(data).hexdigest()}"', "X-Repo-Commit": COMMIT}
+        return self.answer(data, headers=headers)
 
     def do_POST(self):
         path, body = urlsplit(self.path).path, self.body()

@@ -129,7 +129,7 @@ def save_model(  # noqa: PLR0913 (a recipe says where a model comes from)
         base_model=base_model,
         base_revision=base_revision,
         architecture=type(model).__name__,
-        config=_config(model),
+        config=config_of(model),
         input=spec,
         cuts=tuple(cuts),
         deployment=deployment or Deployment(),
@@ -204,7 +204,7 @@ def _split_ties(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
     return tensors, tied
 
 
-def _config(model: nn.Module) -> dict[str, Any]:
+def config_of(model: nn.Module) -> dict[str, Any]:
     """Return the Hugging Face config as JSON has it, with the class that is to be built from it and all names of classes.
 
     timm's has their list alone, which only transformers' reading of a config.json understands.

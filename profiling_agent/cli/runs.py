@@ -20,6 +20,7 @@ from profiling_agent.cli.terminal import (
     JsonOption,
     QuietOption,
     RunArgument,
+    StoreOption,
     console,
     echo_json,
     errors,
@@ -92,12 +93,13 @@ def run(request: Request, *, quiet: QuietOption = False, json_: EventsOption = F
     watch(work, root, is_quiet=quiet, is_json=json_)
 
 
-def resume(
+def resume(  # noqa: PLR0913 (its options)
     run: RunArgument,
     *,
     base_url: AddressOption = None,
     engine: EngineOption = None,
     ray_address: ClusterOption = None,
+    ray_store: StoreOption = None,
     quiet: QuietOption = False,
     json_: EventsOption = False,
 ) -> None:
@@ -105,7 +107,13 @@ def resume(
     from profiling_agent.lifecycle import resume as go_on
 
     work: Work = lambda listener, approver: go_on(  # noqa: E731
-        run, listener, base_url=base_url, approver=approver, engine=engine, ray_address=ray_address
+        run,
+        listener,
+        base_url=base_url,
+        approver=approver,
+        engine=engine,
+        ray_address=ray_address,
+        ray_store=ray_store,
     )
     watch(work, run, is_quiet=quiet, is_json=json_)
 

@@ -61,13 +61,12 @@ def sweep(  # noqa: PLR0913, PLR0917 (its options)
     if json_:
         keep_stdout()
     with refusing(GOES_ON):
+        asked = {"engine": engine, "ray_address": ray_address, "ray_store": ray_store}
+        place = Request.model_validate({"output": output, **asked})
         if dry_run:
             _tell_costs(_foretold(file, output), json_=json_)
         else:
-            _tell_results(
-                *_swept(file, output, {"engine": engine, "ray_address": ray_address, "ray_store": ray_store}),
-                json_=json_,
-            )
+            _tell_results(*_swept(file, place, asked), json_=json_)
 
 
 def _looked_at(file: Path, output: str, display: Display) -> tuple[tuple[Request, ...], Path]:
@@ -90,14 +89,13 @@ def _foretold(file: Path, output: str) -> "tuple[Cost, ...]":
         return foretell(requests, display.stage("what it takes"))
 
 
-def _swept(file: Path, output: str, asked: Mapping[str, str | None]) -> "tuple[tuple[RunResult, ...], Path]":
+def _swept(file: Path, place: Request, asked: Mapping[str, str | None]) -> "tuple[tuple[RunResult, ...], Path]":
     from profiling_agent.cluster.engine import count_machines
     from profiling_agent.sweep.folder import PAGE, locked
     from profiling_agent.sweep.many import optimize_many
 
     with open_display(errors) as display:
-        place = Request.model_validate({"output": output, **asked})
-        requests, root = _looked_at(file, output, display)
+        requests, root = _looked_at(file, place.output, display)
         requests = tuple(one.model_copy(update=dict(asked)) for one in requests)
         progress = display.stage("sweep")
 

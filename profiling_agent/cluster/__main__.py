@@ -71,14 +71,17 @@ class Gateway:
             raise RequestError(
                 f"the cluster has no machine of this one's kind, {self._join.kind} ({offered}): add some as this one, with `{start_line()}`"
             )
+        self.machines = tuple(machines)
         look: Any = ray.remote(node.look)
         seen = {
             machine: look.options(
                 num_cpus=0, max_retries=0, scheduling_strategy=NodeAffinitySchedulingStrategy(machine, soft=False)
             ).remote(self._join.sign)
-            for machine in machines
+            # A process on a machine would be in the times of what it does for another run.
+            for machine in machines.keys() - set(self._join.known)
         }
-        deadline, fit = time.monotonic() + LOOK_AT_S, list[str]()
+        deadline = time.monotonic() + LOOK_AT_S
+        fit = [name for machine, name in machines.items() if machine not in seen]
         for machine, told in seen.items():
             name = machines[machine]
             try:
@@ -144,11 +147,13 @@ class Gateway:
                     )
             except LOST as error:
                 lost += 1
-                if lost == MAX_TRIES:
+                # It may have told of all, and be lost as it ended.
+                if left and lost == MAX_TRIES:
                     text = f"the job lost its machine or process {lost} times ({_line(error)})"
                     yield Said(kind="ended", key=next(iter(left)), tries=lost, error="JobError", text=text)
                     return
-                yield Said(kind="progress", text=f"a machine was lost, and {next(iter(left))} is done again elsewhere")
+                rest = f"{next(iter(left))} is done again elsewhere" if left else "nothing is done again"
+                yield Said(kind="progress", text=f"a machine was lost, and {rest}")
 
     def _attempt(self, submit: Submit) -> Iterator[Said]:
         """Have one machine do a batch; raises what Ray does where it is lost."""
@@ -229,7 +234,7 @@ def main() -> None:
         # Who isn't wanted any more ends by itself: Ray's own end takes seconds.
         parent.receive(Submit)
         return
-    gateway.say(Said(kind="joined", nodes=gateway.nodes))
+    gateway.say(Said(kind="joined", nodes=gateway.nodes, machines=gateway.machines))
     gateway.serve()
 
 

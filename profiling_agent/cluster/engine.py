@@ -4,6 +4,7 @@ import itertools
 import math
 import os
 import secrets
+import shutil
 import tempfile
 import time
 from collections.abc import Generator, Sequence
@@ -35,6 +36,8 @@ PROGRAM, RAY_LOG, TOKEN = "profiling_agent.cluster", "ray.log", "ray-store"
 JOIN_S = 300.0
 # How long what a machine has written may take to be seen here: file servers keep names for a while.
 APPEARS_S, LOOK_S = 60.0, 0.1
+# Beside the system's other temporary folders, by the process that made it; Ray's sockets have no room for longer paths.
+FOLDER = "pa-ray-"
 # How long Ray's processes have to end after the one that started them.
 END_S = 10.0
 WORDING = Wording(
@@ -43,6 +46,10 @@ WORDING = Wording(
     too_slow="look at what Ray says in ray.log",
     too_large="use engine=local",
 )
+
+
+# The machines that this process has found fit, by cluster, folder and store: runs side by side look at each once.
+_known: dict[tuple[str | None, str, str | None], tuple[str, ...]] = {}
 
 
 @contextmanager
@@ -80,6 +87,14 @@ def count_machines(folder: Path, request: Request) -> int:
         return 1 if cluster is None else cluster.num_at_once
 
 
+def _sweep() -> None:
+    """Remove the folders of processes that were killed: a token and Ray's logs."""
+    for left in Path(tempfile.gettempdir()).glob(f"{FOLDER}*-*"):
+        number = left.name.removeprefix(FOLDER).partition("-")[0]
+        if number.isdecimal() and not psutil.pid_exists(int(number)):
+            shutil.rmtree(left, ignore_errors=True)
+
+
 class RayEngine:
     """The machines of a cluster, each of which does one batch at a time."""
 
@@ -89,13 +104,15 @@ class RayEngine:
         Its machines share the run folder, or where they don't read and write jobs at the address `store`.
         """
         self._root, self._jobs, self._address = workspace.root.resolve(), workspace.jobs.resolve(), address
-        self._run = self._root.name
+        self._run, self._store = self._root.name, store
         if store is not None:
             self._run = f"{self._run}-{_token(self._root / TOKEN)}"
         self._archive = None if store is None else _archive(store, self._run)
         self._numbers = itertools.count()
         with ExitStack() as started:
-            folder = started.enter_context(tempfile.TemporaryDirectory(prefix="pa-ray-", ignore_cleanup_errors=True))
+            _sweep()
+            prefix = f"{FOLDER}{os.getpid()}-"
+            folder = started.enter_context(tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True))
             self._gateway = self._start(Path(folder))
             started.callback(self._end)
             self.nodes = self._join(folder)
@@ -112,6 +129,12 @@ class RayEngine:
             own.pop("RAY_ADDRESS", None)
         # A machine's neighbours at a higher priority would be in its times.
         told = child_environment() | own | {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
+        # With a token here a cluster is taken to be locked by it, as one has to be whose machines others can reach.
+        if (
+            Path(told.get("RAY_AUTH_TOKEN_PATH") or "~/.ray/auth_token").expanduser().exists()
+            or "RAY_AUTH_TOKEN" in told
+        ):
+            told.setdefault("RAY_AUTH_MODE", "token")
         if self._address is None:
             token = folder / "token"
             write_text(token, secrets.token_hex(32))
@@ -132,12 +155,18 @@ class RayEngine:
         with self._signed() as (sign, text):
             try:
                 kind = kind_of(environment())
-                self._gateway.send(Join(address=self._address, folder=folder, kind=kind, sign=sign, text=text))
+                known = _known.get(place := (self._address, str(self._root.parent), self._store), ())
+                self._gateway.send(
+                    Join(address=self._address, folder=folder, kind=kind, sign=sign, text=text, known=known)
+                )
                 said = self._gateway.receive(time.monotonic() + JOIN_S, f"took longer than {JOIN_S:.0f} s")
             except JobError as error:
                 raise RequestError(f"Ray doesn't work here ({error}): use engine=local") from error
         if said.kind != "joined":
             raise RequestError(said.text)
+        # Of a cluster that was started here nothing is known to the next.
+        if self._address is not None:
+            _known[place] = said.machines
         return said.nodes
 
     @contextmanager

@@ -12,13 +12,17 @@ NODE_LOGS = "nodes"
 
 
 class Join(Record):
-    """Join the cluster at `address`, or start one in `folder`; machines of `kind` are wanted that see the file `sign` say `text`."""
+    """Join the cluster at `address`, or start one in `folder`; machines of `kind` are wanted that see the file `sign` say `text`.
+
+    Those whose ids are `known` were looked at before.
+    """
 
     address: str | None
     folder: str
     kind: str
     sign: str
     text: str
+    known: tuple[str, ...] = ()
 
 
 class Submit(Record):
@@ -34,7 +38,7 @@ class Submit(Record):
 class Said(Record):
     """What becomes of it.
 
-    joined: to the machines `nodes`. refused: nothing can be done here, or none of this batch, as `error` says. gone: the cluster, by its
+    joined: to the machines `nodes`, by their ids `machines`. refused: nothing can be done here, or none of this batch, as `error` says. gone: the cluster, by its
     own words. progress: as a stage tells it. ended: the job `key`, with an `error` or without. over: no more of the batch is said.
     """
 
@@ -42,6 +46,7 @@ class Said(Record):
     number: int = -1
     text: str = ""
     nodes: tuple[str, ...] = ()
+    machines: tuple[str, ...] = ()
     done: int = 0
     total: int = 0
     key: str = ""

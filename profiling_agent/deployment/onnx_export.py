@@ -50,12 +50,15 @@ class _Logits(nn.Module):
         return self.model(pixel_values=pixel_values).logits
 
 
-def export_onnx(model: nn.Module, path: Path, *, spec: InputSpec, batch_size: int | None = None) -> float:
+def export_onnx(
+    model: nn.Module, path: Path, *, spec: InputSpec, batch_size: int | None = None, is_bare: bool = False
+) -> float:
     """Write `model` to the ONNX file `path`; return how far ONNX Runtime's logits are from torch's, relatively.
 
     The input `pixel_values` is (batch, channels, height, width) float32, the output `logits` (batch, classes). The
     batch dimension is dynamic, or `batch_size` where one is given. The distance is ||onnx - torch|| / ||torch||, the
-    largest over the batches that are checked. The model is left as it was found.
+    largest over the batches that are checked. The model is left as it was found. The exporter's notes on each node, by which
+    nodes are known by their layers, are source lines of this machine too: a file that leaves it `is_bare` of them.
 
     Raises:
         ArtifactError: `path` exists, the extra `onnx` isn't installed, the model is quantized or can't be exported,
@@ -72,6 +75,8 @@ def export_onnx(model: nn.Module, path: Path, *, spec: InputSpec, batch_size: in
     temporary = path.parent / f"{TEMPORARY}{path.name}-{uuid4().hex}"
     try:
         write_graph(model, temporary, spec=spec, batch_size=batch_size)
+        if is_bare:
+            _bare(temporary)
         checked = CHECKED_BATCHES if batch_size is None else (batch_size,)
         distance = max(_distance(model, temporary, random_batch(spec, size, seed=size)) for size in checked)
         # `not <=` so that a NaN fails.
@@ -86,6 +91,14 @@ def export_onnx(model: nn.Module, path: Path, *, spec: InputSpec, batch_size: in
     finally:
         temporary.unlink(missing_ok=True)
     return distance
+
+
+def _bare(path: Path) -> None:
+    import onnx
+
+    from profiling_agent.deployment.onnx_names import write_bare
+
+    write_bare(onnx.load(path), path)
 
 
 def _check_installed() -> None:

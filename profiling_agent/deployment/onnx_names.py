@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Collection
+from pathlib import Path
 
 import onnx
 
@@ -15,6 +16,13 @@ ACTIVATIONS = ("Clip", "Gelu", "HardSigmoid", "HardSwish", "LeakyRelu", "Relu", 
 SCOPES = "pkg.torch.onnx.name_scopes"
 # A convolution that swallowed its norm is noted under the norm's name.
 WEIGHT = ".weight"
+
+
+def write_bare(model: onnx.ModelProto, path: Path) -> None:
+    """Write the graph without the exporter's notes on each node: source lines of this machine, half of a small file."""
+    for node in model.graph.node:
+        del node.metadata_props[:]
+    onnx.save(model, path)
 
 
 def nodes_of_layers(model: onnx.ModelProto, layers: Collection[str], ops: Collection[str]) -> dict[str, str]:

@@ -21,7 +21,7 @@ from onnxscript.rewriter.ort_fusions import attention, mha, mha_bias, sdpa
 
 from profiling_agent.artifacts.recipe import ONNX, PreparedFiles, QuantizedLayer
 from profiling_agent.deployment.choices import recommended
-from profiling_agent.deployment.onnx_names import LAYER_OPS, is_convnet, layer_of, nodes_of_layers
+from profiling_agent.deployment.onnx_names import LAYER_OPS, is_convnet, layer_of, nodes_of_layers, write_bare
 from profiling_agent.deployment.protocol import INPUT, Batch, Source
 from profiling_agent.documents import first_line
 from profiling_agent.errors import ArtifactError, QuantizationError
@@ -63,7 +63,7 @@ def write_deployment(source: Source, deployment: Deployment, folder: Path) -> Pr
     # The exporter notes shapes that the quantizer's own inference contradicts once it has transposed a weight.
     del model.graph.value_info[:]
     if deployment.scheme == "float32":
-        _write_bare(model, path)
+        write_bare(model, path)
         return PreparedFiles(quantized=(), tied={})
     nodes = nodes_of_layers(model, layers, LAYER_OPS)
     attentions = {node: taken for node, taken in fused.items() if taken[0] in layers}
@@ -73,17 +73,10 @@ def write_deployment(source: Source, deployment: Deployment, folder: Path) -> Pr
     else:
         _quantize_static(model, path, nodes, source.calibration)
     with _quantizer():
-        _write_bare(onnx.load(path), path)
+        write_bare(onnx.load(path), path)
     kind = "dynamic" if deployment.scheme == "dynamic" else "static"
     quantized = tuple(QuantizedLayer(name=name, kind=kind, dtype="qint8") for name in layers if name in reached)
     return PreparedFiles(quantized=quantized, tied={})
-
-
-def _write_bare(model: onnx.ModelProto, path: Path) -> None:
-    """Write the graph without the exporter's notes on each node: source lines of this machine, half of a small file."""
-    for node in model.graph.node:
-        del node.metadata_props[:]
-    onnx.save(model, path)
 
 
 @contextlib.contextmanager

@@ -137,7 +137,7 @@ def _write_ours(source: Source, deployment: Deployment, path: Path) -> PreparedF
         _save(model, path, halve=False)
     _check_computes(path, quantized.model, source)
     rows = tuple(
-        QuantizedLayer(name=name, kind=module.kind, dtype=module.dtype)
+        QuantizedLayer(name=name, kind=module.kind, dtype=module.dtype, reduce_range=module.reduce_range)
         for name, module in quantized_modules(quantized.model).items()
     )
     return PreparedFiles(quantized=rows, tied={})

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForImageClassification
 from transformers.initialization import no_init_weights
 
 from profiling_agent.artifacts.folder import appearing
-from profiling_agent.documents import parse_json
+from profiling_agent.artifacts.save import config_of
 from profiling_agent.errors import ArtifactError
 from profiling_agent.foreign import foreign_code, on_behalf
 from profiling_agent.modules.inference import logits_of, random_batch
@@ -59,7 +59,7 @@ def plain_config(model: nn.Module, cuts: Sequence[Cut]) -> Fields | str:
     if uneven := _uneven(cuts):
         return uneven
     config: Any = model.config
-    original = parse_json(config.to_json_string(use_diff=False)) | {"architectures": [type(model).__name__]}
+    original = config_of(model)
     wanted = structure_of(model)
     nearest: list[str] | None = None
     for fields in _candidates(original, model, cuts):

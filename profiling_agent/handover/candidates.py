@@ -91,7 +91,7 @@ def candidates_of(report: RunReport) -> tuple[Measured, ...]:
 def best_for(objective: str, found: Sequence[Measured], goal: Goal) -> Measured:
     """Return the candidate that a contract with this objective prefers, by what was measured: its terms kept, then the objective.
 
-    The baseline is none of them: it is what everything is compared with.
+    What held-out images were against comes last. The baseline is none of them: it is what everything is compared with.
 
     Raises:
         RequestError: there is no such objective.
@@ -117,9 +117,10 @@ def best_for(objective: str, found: Sequence[Measured], goal: Goal) -> Measured:
             speedup=one.race_result.speedup if one.race_result else 0.0,
             memory=_memory_ratio(one.race_result, found[0].race_result),
         )
+        refused = bool(one.notes) and not one.is_judged
         if objective == "accuracy":
-            return (*missed, one.lost, size)
-        return (not _keeps(one.evaluation, goal), *missed, wanted, one.lost, size)
+            return (refused, *missed, one.lost, size)
+        return (refused, not _keeps(one.evaluation, goal), *missed, wanted, one.lost, size)
 
     return min(others, key=rank)
 

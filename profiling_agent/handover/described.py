@@ -1,5 +1,6 @@
 """Description of a torch model that its config doesn't describe: what `layers.py` needs to build it, as plain JSON."""
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -22,7 +23,7 @@ def describe(model: nn.Module, recipe: Recipe, refuse: Refuse) -> dict[str, Any]
         config = on_behalf(AutoConfig.for_model, name, **fields)
         fresh = on_behalf(AutoModelForImageClassification.from_config, config, trust_remote_code=False).eval()
     return {
-        "attributes": _attributes(model, fresh),
+        "attributes": _attributes(model, fresh, recipe.folded),
         "identities": list(recipe.folded),
         "layers": {
             layer.name: {"kind": layer.kind, "dtype": layer.dtype, "reduce_range": layer.reduce_range}
@@ -32,10 +33,15 @@ def describe(model: nn.Module, recipe: Recipe, refuse: Refuse) -> dict[str, Any]
     }
 
 
-def _attributes(model: nn.Module, fresh: nn.Module) -> dict[str, dict[str, Any]]:
-    """Return the numbers that modules state otherwise than those of the config: widths, groups, heads."""
+def _attributes(model: nn.Module, fresh: nn.Module, folded: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Return the numbers that modules state otherwise than those of the config: widths, groups, heads.
+
+    A norm that was folded away states none, and neither does what was in it.
+    """
     found: dict[str, dict[str, Any]] = {}
     for name, before in fresh.named_modules():
+        if any(f"{name}.".startswith(f"{norm}.") for norm in folded):
+            continue
         after = vars(model.get_submodule(name))
         changed = {
             attribute: after[attribute]

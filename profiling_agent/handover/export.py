@@ -59,7 +59,7 @@ def _write_files(folder: Path, recipe: Recipe, output: Path, batch_size: int | N
 def _write_onnx(folder: Path, recipe: Recipe, output: Path, batch_size: int | None) -> str:
     if recipe.deployment.runtime == "onnxruntime":
         return _copy_graph(folder, recipe, output, batch_size)
-    distance = export_onnx(load_module(folder), output, spec=recipe.input, batch_size=batch_size)
+    distance = export_onnx(load_module(folder), output, spec=recipe.input, batch_size=batch_size, is_bare=True)
     return f"wrote {output}; ONNX Runtime's logits are {distance:.1g} from torch's (relative)"
 
 

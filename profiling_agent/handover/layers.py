@@ -50,7 +50,8 @@ class Dynamic(Layer):
     def __init__(self, like: nn.Module, tensors: Mapping[str, Tensor], *, reduce_range: bool, **_: Any) -> None:
         """Pack the weights for the CPU's kernels; `reduce_range` is 7 bits for the inputs."""
         super().__init__(like, tensors)
-        self.options = () if self.scale is None else (reduce_range,)
+        # Without VNNI sums of two products saturate in 16 bits, wherever the model was made.
+        self.options = () if self.scale is None else (reduce_range or not torch.cpu._is_vnni_supported(),)  # pyright: ignore[reportPrivateUsage]
         if self.scale is None:
             self.packed = PACKED.linear_prepack_fp16(self.weight, self.bias)
             self.run = PACKED.linear_dynamic_fp16

@@ -24,13 +24,16 @@ from profiling_agent.artifacts.save import write_weights
 from profiling_agent.deployment.plain import save_plain
 from profiling_agent.deployment.registry import open_session
 from profiling_agent.deployment.torch_session import floating_dtype, memory_format
-from profiling_agent.documents import clean
+from profiling_agent.documents import clean, read_json
 from profiling_agent.errors import ArtifactError
 from profiling_agent.files import file_sha256, write_text
 from profiling_agent.handover.described import describe
 from profiling_agent.handover.manifest import MANIFEST, Exported
 from profiling_agent.handover.preprocessing import preprocessing_of
 from profiling_agent.processes.environment import child_environment
+from profiling_agent.quantization.linear import has_vnni
+from profiling_agent.timm_config import MODEL_TYPE as TIMM
+from profiling_agent.timm_config import PACKAGES as TIMM_PACKAGES
 
 LOADER, PREPARE, LAYERS = "load.py", "prepare.py", "layers.py"
 DESCRIBED, PREPROCESSING, LABELS = "layers.json", "preprocessing.json", "labels.json"
@@ -109,6 +112,8 @@ def export_files(folder: Path, recipe: Recipe, output: Path, *, others: Sequence
             "shape": spec.batch(1)[1:],
             "num_classes": len(labels),
             "fixed_size": session.fixed_size,
+            "is_int8": any(layer.dtype == "qint8" for layer in recipe.quantized),
+            "has_vnni": has_vnni(),
             "is_ordinary": written is not None and written.is_ordinary,
             "is_channels_last": written is not None and written.is_channels_last,
             "dtype": written.dtype if written else "float32",
@@ -161,6 +166,8 @@ def _requirements(recipe: Recipe) -> tuple[str, ...]:
             *(["torchao"] if recipe.deployment.scheme == "static" else []),
         ),
     }.get(runtime, (runtime,))
+    if runtime in TORCH and recipe.config.get("model_type") == TIMM:
+        wanted = (*wanted, *TIMM_PACKAGES)
     known = recipe.libraries
     # A local version, 2.13.0+cpu, is on no index.
     pinned = (f"{name}=={known[name].partition('+')[0]}" if name in known else name for name in wanted)
@@ -188,7 +195,10 @@ def _write_torch(folder: Path, recipe: Recipe, temporary: Path) -> _Torch:
             plain.rmdir()
     if not is_ordinary:
         write_weights(model, temporary)
-        shutil.copyfile(folder / CONFIG, temporary / CONFIG)
+        # What transformers notes of where it was read from is a path of this machine.
+        config: Any = read_json(folder / CONFIG)
+        config.pop("_name_or_path", None)
+        write_text(temporary / CONFIG, json.dumps(config, indent=1) + "\n")
         write_text(temporary / DESCRIBED, json.dumps(describe(model, recipe, refuse), indent=1) + "\n")
         shutil.copyfile(HERE / LAYERS, temporary / LAYERS)
     return _Torch(is_ordinary=is_ordinary, is_channels_last=layout == torch.channels_last, dtype=dtype)

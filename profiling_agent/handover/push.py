@@ -3,7 +3,7 @@
 import json
 import shutil
 import tempfile
-from collections.abc import Generator, Iterable
+from collections.abc import Collection, Generator, Iterable
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -20,12 +20,12 @@ from huggingface_hub.utils.tqdm import disable_progress_bars
 
 from profiling_agent.artifacts.card import base_name, read_card
 from profiling_agent.artifacts.folder import named_folder, open_folder
-from profiling_agent.artifacts.recipe import CARD, CONFIG, RECIPE
-from profiling_agent.documents import DocumentError, clean, read_json
+from profiling_agent.artifacts.recipe import CARD, CONFIG, RECIPE, Recipe
+from profiling_agent.documents import DocumentError, clean, read_json, read_record
 from profiling_agent.errors import ArtifactError, ProfilingAgentError, RequestError
 from profiling_agent.files import file_sha256, read_text, write_text
 from profiling_agent.foreign import foreign_code, on_behalf
-from profiling_agent.handover.manifest import MANIFEST, read_exported
+from profiling_agent.handover.manifest import MANIFEST, Exported, read_exported
 from profiling_agent.handover.source import model_folder
 from profiling_agent.records import Record
 
@@ -44,6 +44,13 @@ class Pushed(Record):
     files: tuple[str, ...]
 
 
+class _There(Record):
+    """What a repository holds already, without what the Hub puts there by itself."""
+
+    files: frozenset[str]
+    is_private: bool
+
+
 class _Staged(Record):
     """A copy of what is to go up; `base` and `revision` are what it was made from, where that is on the Hub."""
 
@@ -56,8 +63,8 @@ class _Staged(Record):
 def push(source: str | Path, repo_id: str, *, private: bool = False, update: bool = False) -> Pushed:
     """Put a run's best model, a saved model or an exported folder on the Hub as `repo_id`, in one commit; return where it lies.
 
-    The token is the one of `hf auth login` or of HF_TOKEN. Paths of this machine stay here. A repository that holds something is
-    replaced only with `update`, and only where that something was pushed by this function; its earlier commits stay.
+    The token is the one of `hf auth login` or of HF_TOKEN. Paths of this machine stay here. A model that was pushed by this function
+    before is replaced only with `update`, whatever else its repository holds stays, and so do earlier commits.
 
     Raises:
         RequestError: there is no token, it isn't accepted, the repository isn't yours or holds something else, the id is none,
@@ -73,12 +80,17 @@ def push(source: str | Path, repo_id: str, *, private: bool = False, update: boo
         staged = _stage(folder, Path(scratch))
         disable_progress_bars()
         api = HfApi(token=token)
-        there = _files_there(api, repo_id)
-        _check_there(repo_id, there, update=update)
+        there = _there(api, repo_id)
+        if there and private and not there.is_private:
+            raise RequestError(
+                f"{repo_id!r} exists on the Hub and is public: make it private there, or leave --private out"
+            )
+        ours = _ours(api, repo_id, there.files, Path(scratch)) if there else frozenset[str]()
+        _check_there(repo_id, there, ours, update=update)
         _add_license(api, staged)
         if there is None:
             on_behalf(api.create_repo, repo_id, private=private or None)
-        return _commit(api, repo_id, staged, set(there or ()) - BY_THE_HUB)
+        return _commit(api, repo_id, staged, ours)
 
 
 def _check_id(repo_id: str) -> None:
@@ -150,23 +162,39 @@ def _document(path: Path) -> dict[str, Any]:
     return cast("dict[str, Any]", found)
 
 
-def _files_there(api: HfApi, repo_id: str) -> tuple[str, ...] | None:
+def _there(api: HfApi, repo_id: str) -> _There | None:
     """Return what a repository holds, None where there is none."""
     try:
         # Asked once; a list of the files would be asked for again and again where nobody answers.
-        return tuple(file.rfilename for file in on_behalf(api.model_info, repo_id).siblings or ())
+        info = on_behalf(api.model_info, repo_id)
     except RepositoryNotFoundError:
         return None
+    files = frozenset(file.rfilename for file in info.siblings or ()) - BY_THE_HUB
+    return _There(files=files, is_private=bool(info.private))
 
 
-def _check_there(repo_id: str, there: tuple[str, ...] | None, *, update: bool) -> None:
-    held = sorted(set(there or ()) - BY_THE_HUB)
+def _ours(api: HfApi, repo_id: str, there: Collection[str], scratch: Path) -> frozenset[str]:
+    """Return which files of a repository this function put there: those that its recipe or its manifest names."""
+    for name, kind in ((RECIPE, Recipe), (MANIFEST, Exported)):
+        if name not in there:
+            continue
+        fetched = Path(on_behalf(api.hf_hub_download, repo_id, name, local_dir=scratch / "there"))
+        try:
+            said = read_record(kind, fetched)
+        except DocumentError:
+            continue
+        return frozenset({name, CARD, *said.files}) & frozenset(there)
+    return frozenset()
+
+
+def _check_there(repo_id: str, there: _There | None, ours: Collection[str], *, update: bool) -> None:
+    held = sorted(there.files) if there else []
     if not held:
         return
     some = ", ".join(clean(name)[:80] for name in held[:NAMED])
     more = f" and {len(held) - NAMED} more" if len(held) > NAMED else ""
     said = f"{repo_id!r} exists on the Hub and holds {some}{more}"
-    if not {RECIPE, MANIFEST} & set(held):
+    if not ours:
         raise RequestError(f"{said}, which were not pushed by profiling-agent: push to another name")
     if not update:
         raise RequestError(f"{said}: push to another name, or replace them with --update (earlier commits stay)")

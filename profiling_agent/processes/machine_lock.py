@@ -24,7 +24,8 @@ FIRST_S = 5
 def _machine() -> str:
     """Return a name of this machine since it was started, which its containers share and no other machine has; its host's where it tells none."""
     try:
-        return read_text(Path("/proc/sys/kernel/random/boot_id"))[:8]
+        # The kernel sets aside what a read asks for, and has no megabytes for this one.
+        return read_text(Path("/proc/sys/kernel/random/boot_id"), max_bytes=100)[:8]
     except OSError:
         return re.sub(r"[^A-Za-z0-9.-]", "-", platform.node())[:60]
 

@@ -49,6 +49,9 @@ class Grid:
 
     def rounded(self, x: Tensor) -> Tensor:
         """Return x as the steps stand for it."""
+        if self.levels < LEVELS:
+            # The operator's own bound is lost in ONNX, whose uint8 has 256 steps.
+            x = x.clamp(-self.zero_point * self.scale, (self.levels - self.zero_point) * self.scale)
         grid = (self.scale, self.zero_point, 0, self.levels, torch.uint8)
         return OPS.dequantize_per_tensor.default(OPS.quantize_per_tensor.default(x, *grid), *grid)
 

@@ -59,6 +59,13 @@ def test_an_objective_takes_what_keeps_the_terms_and_has_most_of_it(objective: s
     assert best_for(objective, FOUND, GOAL).number == number
 
 
+def test_what_held_out_images_were_against_comes_last():
+    refused = FOUND[1].model_copy(update={"notes": ("it failed on the held-out images, and was refused",)})
+
+    assert best_for("speed", (FOUND[0], refused, *FOUND[2:]), GOAL).number == 2
+    assert best_for("speed", (FOUND[0], refused), GOAL).number == 1
+
+
 def test_what_can_not_be_chosen_by_is_one_line():
     untimed = (FOUND[0], FOUND[6])
 

@@ -51,6 +51,7 @@ NAMES = [
     "onnxruntime static",
     "openvino float32",
     "openvino bfloat16",
+    "openvino static",
     "openvino static_nncf",
     *SLOW,
 ]

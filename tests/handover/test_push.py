@@ -113,6 +113,9 @@ def world(tmp_path_factory):
     ):
         (root / "models" / name).mkdir(parents=True)
         (root / "models" / name / file).write_text("{}")
+    shutil.copy(models / "local" / "recipe.json", root / "models/acme/theirs")
+    (root / "models/me/alike").mkdir()
+    (root / "models/me/alike/recipe.json").write_text("{}")
     with taking_hub.take(root, USERS) as hub:
         hub.made["acme/vit"] = {"cardData": {"license": "apache-2.0"}}
         answers = ask(
@@ -121,7 +124,14 @@ def world(tmp_path_factory):
             ("run", "hf_mine", run, "me/small", {"private": True}),
             ("again", "hf_mine", run, "me/small", {}),
             ("based", "hf_mine", models / "based", "me/based", {}),
+            ("public", "hf_mine", models / "exported", "me/based", {"update": True, "private": True}),
+        )  # fmt: skip
+        # What somebody adds on the Hub's pages.
+        (root / "models/me/based/LICENSE").write_text("mine")
+        answers |= ask(
+            hub.address, home,
             ("exported", "hf_mine", models / "exported", "me/based", {"update": True}),
+            ("alike", "hf_mine", run, "me/alike", {"update": True}),
             ("not ours", "hf_mine", run, "me/notes", {"update": True}),
             ("to another", "hf_mine", run, "other/new", {}),
             ("into another's", "hf_mine", run, "acme/open", {}),
@@ -191,10 +201,10 @@ def test_the_card_tells_the_hub_base_license_data_and_accuracy(world):
     assert result["metrics"] == [{"type": "accuracy", "value": 0.875}]
 
 
-def test_exported_files_replace_what_was_pushed_before(world):
+def test_exported_files_replace_what_was_pushed_before_and_nothing_else(world):
     root, answers, _ = world
 
-    assert names_in(root / "me/based") == sorted([".gitattributes", *answers["exported"]["files"]])
+    assert names_in(root / "me/based") == sorted([".gitattributes", "LICENSE", *answers["exported"]["files"]])
     assert "load.py" in answers["exported"]["files"]
     assert "recipe.json" not in answers["exported"]["files"]
     assert metadata_of(root / "me/based")["library_name"] == "onnx"
@@ -207,6 +217,8 @@ def test_exported_files_replace_what_was_pushed_before(world):
         ("again", "'me/small' exists on the Hub and holds README.md, config.json, golden.safetensors, model.onnx, "),
         ("again", "push to another name, or replace them with --update"),
         ("not ours", "holds notes.txt, which were not pushed by profiling-agent: push to another name"),
+        ("alike", "holds recipe.json, which were not pushed by profiling-agent: push to another name"),
+        ("public", "'me/based' exists on the Hub and is public: make it private there, or leave --private out"),
         ("to another", "you may not write to 'other/new' on the Hub: name a repository of yours instead of 'other'"),
         ("into another's", "'acme/open' exists on the Hub and holds config.json, which were not pushed by"),
         ("over another's", "you may not write to 'acme/theirs' on the Hub"),
@@ -235,7 +247,7 @@ def test_what_can_not_be_pushed_is_one_line(world, what, says):
 def test_what_was_refused_made_no_repository(world):
     root, _, _ = world
 
-    assert sorted(path.name for path in (root / "me").iterdir()) == ["based", "commanded", "notes", "small"]
+    assert sorted(path.name for path in (root / "me").iterdir()) == ["alike", "based", "commanded", "notes", "small"]
     assert not (root / "other").exists()
     assert names_in(root / "me/notes") == ["notes.txt"]
 

@@ -1,6 +1,6 @@
 """Every family in every deployment that needs no compiler, pruned, and typical ones whole too: made, near, and opened elsewhere.
 
-`benchmarks/support.py` makes docs/support.md of the same steps, torch.compile included.
+`benchmarks/support.py` makes docs/support.md of the same steps, whole and pruned.
 """
 
 import subprocess
