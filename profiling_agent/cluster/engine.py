@@ -87,7 +87,7 @@ def count_machines(folder: Path, request: Request) -> int:
         return 1 if cluster is None else cluster.num_at_once
 
 
-def _sweep() -> None:
+def remove_left() -> None:
     """Remove the folders of processes that were killed: a token and Ray's logs."""
     for left in Path(tempfile.gettempdir()).glob(f"{FOLDER}*-*"):
         number = left.name.removeprefix(FOLDER).partition("-")[0]
@@ -110,7 +110,7 @@ class RayEngine:
         self._archive = None if store is None else _archive(store, self._run)
         self._numbers = itertools.count()
         with ExitStack() as started:
-            _sweep()
+            remove_left()
             prefix = f"{FOLDER}{os.getpid()}-"
             folder = started.enter_context(tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True))
             self._gateway = self._start(Path(folder))

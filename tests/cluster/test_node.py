@@ -1,11 +1,16 @@
 """What a machine of a cluster does with a batch: the same here, where no Ray is."""
 
+import os
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 from toy_job import DoubleTask
 
+from profiling_agent.cluster.engine import remove_left
 from profiling_agent.cluster.kind import node_name, slot_of, start_line
 from profiling_agent.cluster.node import _Doing
 from profiling_agent.cluster.wire import Said, Submit
@@ -35,6 +40,20 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def _here(_imported_once: None) -> None:
     """Have processes start fast."""
+
+
+def test_what_a_killed_run_left_of_a_cluster_is_removed_and_a_living_ones_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with subprocess.Popen([sys.executable, "-c", ""]) as gone:
+        gone.wait()
+    for name in (f"pa-ray-{gone.pid}-x", f"pa-ray-{os.getpid()}-x", "pa-ray-x"):
+        (tmp_path / name).mkdir()
+
+    remove_left()
+
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([f"pa-ray-{os.getpid()}-x", "pa-ray-x"])
 
 
 def batch_of(root: Path, *numbers: int) -> Batch:

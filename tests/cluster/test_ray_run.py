@@ -108,6 +108,7 @@ def test_a_run_that_is_killed_leaves_no_process_anywhere_and_goes_on_with_what_w
         (["--engine", "ray", "--ray-address", "ray://host:1"], "clients can't measure"),
         (["--engine", "ray", "--ray-address", "local"], "on a machine of the cluster"),
         (["--engine", "ray", "--ray-store", "bucket"], "has to be an address"),
+        (["--engine", "ray", "--device", "cuda"], "knows machines by their processors: use engine=local"),
         (["--engine", "ray", "--ray-store", "simplecache::s3://me:secret@bucket/x"], "without user, password or query"),
         (["--engine", "ray", "--ray-store", "s3://me:secret@bucket"], "without user, password or query"),
         (["--engine", "ray", "--ray-address", "127.0.0.1:1"], "there is no cluster to join at '127.0.0.1:1'"),

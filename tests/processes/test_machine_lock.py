@@ -14,6 +14,8 @@ from profiling_agent.cache import VARIABLE
 from profiling_agent.holder import holder_said
 from profiling_agent.processes.machine_lock import HOLDER, LOCK, machine_lock
 
+BOOT = Path("/proc/sys/kernel/random/boot_id")
+
 
 def test_a_job_waits_for_the_one_of_another_run_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(VARIABLE, str(tmp_path))
@@ -35,6 +37,11 @@ def test_a_job_waits_for_the_one_of_another_run_and_says_so(tmp_path: Path, monk
     other.join(timeout=60)
 
     assert heard == ["waiting for the machine, held by another process", "let go", "worked"]
+
+
+@pytest.mark.skipif(not BOOT.exists(), reason="the kernel tells no boot id")
+def test_a_machine_is_told_by_its_start_which_no_other_shares():
+    assert f"machine-{BOOT.read_bytes()[:8].decode()}.lock" == LOCK
 
 
 def test_nothing_is_said_where_the_machine_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

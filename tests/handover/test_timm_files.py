@@ -1,0 +1,42 @@
+"""timm's models leave as files and as Hugging Face folders too; what they need says so."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import deployed
+import pytest
+from needs import TIMM
+from pruning.families import FAMILIES, processor_of, spec_of
+
+from profiling_agent.artifacts.save import save_model
+from profiling_agent.deployment.save import save_deployed
+from profiling_agent.handover.export import export
+
+pytestmark = TIMM
+
+
+# Norms of the first have an activation in them, which is left where the norm is folded away; the second has none.
+@pytest.mark.parametrize("family", ["timm_efficientnet", "timm_vit"])
+@pytest.mark.parametrize("name", ["eager float32", "inductor static"])
+def test_a_timm_model_is_exported_as_files_whose_requirements_name_timm(tmp_path: Path, family: str, name: str):
+    model = FAMILIES[family]()
+    spec = spec_of(model)
+    save_model(model, tmp_path / "model", spec=spec, processor=processor_of(spec), base_model="zoo")
+    source = replace(deployed.saved_source(tmp_path), processor=processor_of(spec))
+    save_deployed(source, deployed.deployment(name), tmp_path / "saved", num_threads=1)
+
+    # It ends in an error unless the files give the saved model's logits.
+    export(tmp_path / "saved", "files", tmp_path / "home")
+
+    card = (tmp_path / "home" / "README.md").read_text()
+    assert "timm" in card.partition("```console")[2].partition("```")[0]
+
+
+def test_a_timm_model_that_was_not_changed_is_an_ordinary_folder(tmp_path: Path):
+    model = FAMILIES["timm_vit"]()
+    spec = spec_of(model)
+    save_model(model, tmp_path / "model", spec=spec, processor=processor_of(spec), base_model="zoo")
+
+    export(tmp_path / "model", "hf", tmp_path / "hf")
+
+    assert (tmp_path / "hf" / "model.safetensors").exists()
