@@ -361,7 +361,7 @@ def show_sweep(scene: Scene) -> list[Row]:
     return [
         {
             "where": where,
-            **{name: value for name, value in row.items() if name != "jobs"},
+            **{name: value for name, value in row.items() if name not in {"jobs", "decided"}},
             "alike": alike,
             "foretold_s": [foretold(n) for n in (1, 3, 8)],
         }

@@ -246,6 +246,15 @@ def test_a_cluster_without_a_machine_of_this_kind_is_refused_before_any_work(tmp
 
 
 @pytest.mark.slow
+def test_a_store_that_machines_do_not_see_is_refused_before_any_work(cluster: RayCluster, tmp_path: Path):
+    # What one process holds in its memory no other sees.
+    with pytest.raises(RequestError, match=r"doesn't see 'memory://.*name a ray_store that they do"):
+        RayEngine(_workspace(tmp_path / "run"), cluster.address, store="memory://runs")
+
+    assert not any((tmp_path / "run" / "jobs").iterdir())
+
+
+@pytest.mark.slow
 @pytest.mark.usefixtures("token")
 def test_a_cluster_that_goes_away_ends_the_run_with_a_line_that_says_how_to_go_on(
     slot: dict[str, float], tmp_path: Path
