@@ -6,7 +6,7 @@ import zoo
 from torch import nn
 
 from profiling_agent.modules.inference import random_batch
-from profiling_agent.pruning.criteria import CRITERIA, order_by, predicted_kl
+from profiling_agent.pruning.criteria import CRITERIA, order_by, ordered, predicted_kl
 from profiling_agent.pruning.moments import UnitMoments, gather_moments
 from profiling_agent.pruning.units import find_units
 from profiling_agent.records import Unit, UnitKind
@@ -72,6 +72,17 @@ def test_obs_weighs_outputs_alike_and_fisher_obs_as_the_loss_feels_them():
 
     assert order("obs", moments)[:2] == (0, 1)  # errors 4, 4 and 12.5: the tie is broken by the ridge
     assert order("fisher_obs", moments) == (0, 1, 2)  # 0, 4, 8
+
+
+@pytest.mark.parametrize("criterion", ["fisher_obs", "obs"])
+def test_gradients_that_overflow_tell_nothing_and_the_order_is_that_of_the_outputs(criterion: str):
+    variance = [1.0, 2.0, 0.2]
+    lost = moments_of([0.0, 0.0, 0.0], variance, sensitivity=(math.inf, 1.0))
+
+    found = ordered(two_layers(), UNIT, lost, criterion)
+
+    assert found.order == order("obs", moments_of([0.0, 0.0, 0.0], variance))
+    assert found.loss == (0.0, 0.0, 0.0, 0.0)
 
 
 def test_the_prediction_is_half_the_felt_error():
