@@ -125,7 +125,7 @@ MODELS: Mapping[str, Popular] = {
 def built(name: str) -> nn.Module:
     """Return the model in eval mode, its batch norms as they are after seeing noise: untrained ones let signals die out in so deep a network.
 
-    So do convolutions as small as some configurations draw them, whose variance is nothing beside a norm's epsilon.
+    So do weights as small as some configurations draw them, EfficientNet's of norms among them: beside a norm's epsilon their variance is nothing.
     """
     torch.manual_seed(0)
     model = MODELS[name].build().eval()
@@ -134,6 +134,7 @@ def built(name: str) -> nn.Module:
         if isinstance(layer, nn.Conv2d):
             nn.init.kaiming_normal_(layer.weight, mode="fan_in")
     for norm in norms:
+        nn.init.ones_(norm.weight)
         norm.momentum = None
         norm.train()
     if norms:
