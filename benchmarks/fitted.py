@@ -27,7 +27,7 @@ SHARED = Path(__file__).resolve().parents[2] / "shared"
 FOLDER = Path(__file__).resolve().parents[1] / "runs" / "fitted"
 NUM_IMAGES, BATCH = 1000, 16
 # Of the features' mean variance: there are about as many of them as images.
-RIDGE = 1e-1
+RIDGE, RIDGES = 1e-1, (1e-1, 1.0, 1e1, 1e2)
 # Logits of a regression on ones and zeros are all but equal: they are stretched so that the answers are as sure as they are right.
 SCALES = (1, 2, 4, 8, 16, 32)
 
@@ -43,8 +43,13 @@ def fitted(
     *,
     make: Callable[[str], nn.Module] = build,
     side: int = 224,
+    num_judged: int = 0,
 ) -> Path:
-    """Return the folder of a model of ten classes, by default a full-size one, made where it isn't there."""
+    """Return the folder of a model of ten classes, by default a full-size one, made where it isn't there.
+
+    Ridge and scale are those of the best likelihood on `num_judged` of the images, which the regression doesn't see; on none,
+    the ridge is as it stands here, and the scale is too sure of itself.
+    """
     final = folder / name.replace("/", "-").lower()
     if (final / "config.json").exists():
         return final
@@ -63,7 +68,7 @@ def fitted(
     )
     labels = torch.tensor(chosen[label])
     names = rows.features[label].names
-    _fit_(last, features, labels, len(names))
+    _fit_(last, features, labels, len(names), num_judged)
     model.config.id2label = dict(enumerate(names))
     model.config.label2id = {each: number for number, each in enumerate(names)}
     with torch.no_grad():
@@ -94,20 +99,32 @@ def _features(model: nn.Module, last: nn.Linear, pixel_values: Tensor) -> Tensor
     return seen[0].clone()
 
 
-def _fit_(last: nn.Linear, features: Tensor, labels: Tensor, num_classes: int) -> None:
+def _fit_(last: nn.Linear, features: Tensor, labels: Tensor, num_classes: int, num_judged: int) -> None:
     """Set the layer to the ridge regression of the classes on the features, in float64, stretched by the scale of the best likelihood."""
     x, y = features.double(), nn.functional.one_hot(labels, num_classes).double()
+    seen = slice(num_judged, None)
+    judged = slice(num_judged) if num_judged else seen
+    fits: dict[tuple[float, int], tuple[float, Tensor, Tensor]] = {}
+    for ridge in RIDGES if num_judged else (RIDGE,):
+        weight, bias = _regression(x[seen], y[seen], ridge)
+        logits = x[judged] @ weight.T + bias
+        for scale in SCALES:
+            loss = float(nn.functional.cross_entropy(scale * logits, labels[judged]))
+            fits[ridge, scale] = (loss, scale * weight, scale * bias)
+    _, weight, bias = fits[min(fits, key=lambda each: fits[each][0])]
+    last.out_features = num_classes
+    last.weight = nn.Parameter(weight.float())
+    last.bias = nn.Parameter(bias.float())
+
+
+def _regression(x: Tensor, y: Tensor, ridge: float) -> tuple[Tensor, Tensor]:
+    """Return weight and bias of the regression of y on x, damped by a share of the mean variance."""
     mean, share = x.mean(0), y.mean(0)
     centred = x - mean
     gram = centred.T @ centred / len(x)
-    gram.diagonal().add_(RIDGE * gram.diagonal().mean())
+    gram.diagonal().add_(ridge * gram.diagonal().mean())
     weight = torch.linalg.solve(gram, centred.T @ (y - share) / len(x)).T
-    bias = share - weight @ mean
-    losses = {scale: nn.functional.cross_entropy(scale * (x @ weight.T + bias), labels) for scale in SCALES}
-    best = min(losses, key=lambda scale: float(losses[scale]))
-    last.out_features = num_classes
-    last.weight = nn.Parameter((best * weight).float())
-    last.bias = nn.Parameter((best * bias).float())
+    return weight, share - weight @ mean
 
 
 def main() -> int:
