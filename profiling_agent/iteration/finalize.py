@@ -8,7 +8,7 @@ from profiling_agent.iteration.deployment_search import memory_if_measurable
 from profiling_agent.iteration.evaluator import Evaluator
 from profiling_agent.iteration.finalists import finalists, measured
 from profiling_agent.iteration.heldout import HeldoutTest, error_of, first_look, opening_notes, run_heldout_test
-from profiling_agent.iteration.judge import clears_up, is_doubtful
+from profiling_agent.iteration.judge import clears_up, is_doubtful, likelihood_of
 from profiling_agent.iteration.limit import find_limit
 from profiling_agent.iteration.proof import why_unproven
 from profiling_agent.iteration.ranking import Ranking
@@ -102,12 +102,7 @@ def finalize(evaluator: Evaluator, journal: Journal) -> FinalChoice:
             )
         failed.append(tested)
         notes = (*notes, f"{_name(winner)} {_lost_there(tested, evaluator.goal)} and was refused")
-        # That a doubtful one failed says nothing of one whose search images show that it keeps the accuracy.
-        order = tuple(
-            one
-            for one in order
-            if lost(one) < lost(winner) or (in_doubt and not is_doubtful(one.evaluation, evaluator.goal))
-        )
+        order = tuple(one for one in order if one != winner and _is_next(one, winner, evaluator.goal))
     return _returned_baseline(evaluator, journal, variants, screening, failed, notes)
 
 
@@ -168,6 +163,21 @@ def _passes(tested: _Tested, goal: Goal) -> bool:
         return False
     candidate = tested.candidate.evaluation
     return not is_doubtful(candidate, goal) or clears_up(candidate, tested.drop, goal)
+
+
+def _is_next(one: Candidate, failed: Candidate, goal: Goal) -> bool:
+    """Return whether a candidate stays in line after another has failed on the held-out images.
+
+    That a doubtful one failed says nothing of one whose search images show that it keeps the accuracy, nor of one that more of them
+    make as likely to, though it lost as much.
+    """
+    if lost(one) < lost(failed):
+        return True
+    if not is_doubtful(failed.evaluation, goal):
+        return False
+    return not is_doubtful(one.evaluation, goal) or likelihood_of(one.evaluation, goal) >= likelihood_of(
+        failed.evaluation, goal
+    )
 
 
 def _lost_there(tested: _Tested, goal: Goal) -> str:

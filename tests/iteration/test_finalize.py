@@ -290,6 +290,24 @@ def test_of_two_in_doubt_the_one_that_rather_breaks_the_contract_is_not_tested(t
     assert (final.winner.evaluation.model.path, final.verdict.outcome) == ("jobs/likely", Outcome.MET)
 
 
+def test_of_two_in_doubt_that_lost_alike_the_one_seen_on_more_images_is_next(tmp_path: Path):
+    """7 of 400 are fewer than 18 of 1,000, and leave a larger chance that more than 2% are lost."""
+    large = option("onnxruntime", "float32", "large", lost=0, size_bytes=4000)
+    large = large.model_copy(update={"race_result": made.race_result("large", 5.0, 4.9, 5.1)})
+    small = doubtful_option("static_nncf", "small", (7, 0), 20.0)
+    assert small.evaluation is not None
+    few = small.evaluation.model_copy(update={"drop": made.drop(7, 0, 400)})
+    small = small.model_copy(update={"evaluation": few})
+    likely = doubtful_option("static", "likely", (18, 0), 10.0)
+    search = DeploymentSearch(options=(large, small, likely), chosen=small.deployment)
+    speedups = {"large": 5.0, "small": 20.0, "likely": 10.0}
+    final, script = chosen(
+        tmp_path, (), {"small": 30, "likely": 5}, speedups, search=search, goal={"max_size_ratio": 0.5}, script=Large
+    )
+    assert script.opened == ["small", "likely"]
+    assert (final.winner.evaluation.model.path, final.verdict.outcome) == ("jobs/likely", Outcome.MET)
+
+
 @pytest.mark.parametrize(
     ("lost", "said"),
     [
