@@ -1,7 +1,9 @@
-"""Holder: who has a lock, and since when, noted beside it, so that whoever waits can be told."""
+"""Holder: who has a lock, and since when, noted beside it, so that whoever waits can be told; and what those left who were killed."""
 
 import os
+import shutil
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import psutil
@@ -51,3 +53,11 @@ def holder_said(path: Path) -> str:
         return "another graph of this process"
     said = f"{holder.what} (process {holder.pid}, for {max(0.0, time.time() - holder.since):.0f} s)"
     return f"{said}, which is stopped: `kill -CONT {holder.pid}` lets it go on" if is_stopped else said
+
+
+def remove_left(folders: Iterable[Path]) -> None:
+    """Remove those of the folders whose process is gone, by the number at the end of their names; what can't be removed stays."""
+    for folder in folders:
+        number = folder.name.rpartition("-")[2]
+        if number.isdecimal() and not psutil.pid_exists(int(number)):
+            shutil.rmtree(folder, ignore_errors=True)

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 from filelock import FileLock, Timeout
 from pydantic import Field, ValidationError
 
@@ -33,7 +32,7 @@ from profiling_agent.files import (
     sync_names,
     write_text,
 )
-from profiling_agent.holder import holder_said, note_holder
+from profiling_agent.holder import holder_said, note_holder, remove_left
 from profiling_agent.records import ArtifactRef, Record
 from profiling_agent.reproducibility import environment
 from profiling_agent.request import Request
@@ -175,14 +174,6 @@ def _write_manifest(root: Path, request: Request) -> None:
     write_text(root / MANIFEST, manifest.model_dump_json(indent=2))
 
 
-def _sweep_begun(root: Path) -> None:
-    """Remove what processes that are gone had made of this run when they were killed."""
-    for leftover in root.parent.glob(f"{TEMPORARY}{root.name}-*"):
-        number = leftover.name.rpartition("-")[2]
-        if number.isdecimal() and not psutil.pid_exists(int(number)):
-            shutil.rmtree(leftover, ignore_errors=True)
-
-
 def slug(text: str) -> str:
     """Return a part of a folder's name."""
     return SLUG.sub("-", text.lower()).strip("-")
@@ -207,7 +198,7 @@ def create_workspace(request: Request, run_id: str) -> Workspace:
     try:
         if root.exists():
             raise FileExistsError
-        _sweep_begun(root)
+        remove_left(root.parent.glob(f"{TEMPORARY}{root.name}-*"))
         _write_manifest(temporary, request.model_copy(update={"run_id": run_id}))
         temporary.rename(root)
         sync_names(root.parent)

@@ -1,6 +1,6 @@
 """`sweep`: the command that makes every run of a sweep file, and says before what that takes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -61,42 +61,41 @@ def sweep(  # noqa: PLR0913, PLR0917 (its options)
     if json_:
         keep_stdout()
     with refusing(GOES_ON):
-        asked = {"engine": engine, "ray_address": ray_address, "ray_store": ray_store}
-        place = Request.model_validate({"output": output, **asked})
+        place = Request.model_validate(
+            {"output": output, "engine": engine, "ray_address": ray_address, "ray_store": ray_store}
+        )
         if dry_run:
-            _tell_costs(_foretold(file, output), json_=json_)
+            _tell_costs(_foretold(file, place), json_=json_)
         else:
-            _tell_results(*_swept(file, place, asked), json_=json_)
+            _tell_results(*_swept(file, place), json_=json_)
 
 
-def _looked_at(file: Path, output: str, display: Display) -> tuple[tuple[Request, ...], Path]:
-    """Return the runs that are asked for, and their folder, once each model and its data were had and go together."""
+def _looked_at(file: Path, root: Path, display: Display) -> tuple[Request, ...]:
+    """Return the runs that are asked for, below `root`, once each model and its data were had and go together."""
     from profiling_agent.jobs.match import check_matches
     from profiling_agent.sweep.sheet import read_sweep
 
-    # A request says what is wrong with a path that can't be one.
-    root = Request(output=output).output_dir
     requests = read_sweep(file, str(root))
     check_matches(requests, display.stage("what is there"))
-    return requests, root
+    return requests
 
 
-def _foretold(file: Path, output: str) -> "tuple[Cost, ...]":
+def _foretold(file: Path, place: Request) -> "tuple[Cost, ...]":
     from profiling_agent.sweep.cost import foretell
 
     with open_display(errors) as display:
-        requests, _ = _looked_at(file, output, display)
+        requests = _looked_at(file, place.output_dir, display)
         return foretell(requests, display.stage("what it takes"))
 
 
-def _swept(file: Path, place: Request, asked: Mapping[str, str | None]) -> "tuple[tuple[RunResult, ...], Path]":
+def _swept(file: Path, place: Request) -> "tuple[tuple[RunResult, ...], Path]":
     from profiling_agent.cluster.engine import count_machines
     from profiling_agent.sweep.folder import PAGE, locked
     from profiling_agent.sweep.many import optimize_many
 
+    root, there = place.output_dir, place.model_dump(include={"engine", "ray_address", "ray_store"})
     with open_display(errors) as display:
-        requests, root = _looked_at(file, place.output, display)
-        requests = tuple(one.model_copy(update=dict(asked)) for one in requests)
+        requests = tuple(one.model_copy(update=there) for one in _looked_at(file, root, display))
         progress = display.stage("sweep")
 
         def begins(done: int, total: int, request: Request) -> None:

@@ -46,7 +46,7 @@ class Gateway:
         self._gone_since: float | None = None
         _connect(join, self._slot)
         self._do: Any = ray.remote(node.carry_out)
-        self.nodes = self._looked_at()
+        self.fit = self._looked_at()
 
     def say(self, said: Said) -> None:
         """Tell the run."""
@@ -61,7 +61,8 @@ class Gateway:
             if one["Alive"] and self._slot in one["Resources"]
         }
 
-    def _looked_at(self) -> tuple[str, ...]:
+    def _looked_at(self) -> dict[str, str]:
+        """Return the machines that are fit, as `_machines` does; those that are known to be aren't looked at again."""
         machines = self._machines()
         if not machines:
             others = sorted(
@@ -71,7 +72,6 @@ class Gateway:
             raise RequestError(
                 f"the cluster has no machine of this one's kind, {self._join.kind} ({offered}): add some as this one, with `{start_line()}`"
             )
-        self.machines = tuple(machines)
         look: Any = ray.remote(node.look)
         seen = {
             machine: look.options(
@@ -81,7 +81,7 @@ class Gateway:
             for machine in machines.keys() - set(self._join.known)
         }
         deadline = time.monotonic() + LOOK_AT_S
-        fit = [name for machine, name in machines.items() if machine not in seen]
+        fit = {machine: name for machine, name in machines.items() if machine not in seen}
         for machine, told in seen.items():
             name = machines[machine]
             try:
@@ -106,8 +106,8 @@ class Gateway:
                 raise RequestError(
                     f"machine {name} runs its processes at niceness {niceness}, which makes its times its neighbours': start Ray there with RAY_worker_niceness=0"
                 )
-            fit.append(name)
-        return tuple(fit)
+            fit[machine] = name
+        return fit
 
     def serve(self) -> None:
         """Take batches until the run is gone."""
@@ -234,7 +234,7 @@ def main() -> None:
         # Who isn't wanted any more ends by itself: Ray's own end takes seconds.
         parent.receive(Submit)
         return
-    gateway.say(Said(kind="joined", nodes=gateway.nodes, machines=gateway.machines))
+    gateway.say(Said(kind="joined", nodes=tuple(gateway.fit.values()), machines=tuple(gateway.fit)))
     gateway.serve()
 
 

@@ -4,7 +4,6 @@ import itertools
 import math
 import os
 import secrets
-import shutil
 import tempfile
 import time
 from collections.abc import Generator, Sequence
@@ -20,6 +19,7 @@ from profiling_agent.cluster.wire import Join, Said, Submit
 from profiling_agent.deployment.protocol import missing_packages
 from profiling_agent.errors import JobError, ProfilingAgentError, RequestError, RunError
 from profiling_agent.files import TEMPORARY, read_text, write_text
+from profiling_agent.holder import remove_left
 from profiling_agent.jobs.engine import Batch, Ended, Listener
 from profiling_agent.jobs.store import RESULT
 from profiling_agent.jobs.wire import ERRORS
@@ -32,11 +32,13 @@ from profiling_agent.request import Request
 from profiling_agent.workspace import Workspace
 
 PROGRAM, RAY_LOG, TOKEN = "profiling_agent.cluster", "ray.log", "ray-store"
+# Where `ray get-auth-token` keeps it.
+RAYS_TOKEN = "~/.ray/auth_token"
 # Ray's own start takes seconds, and the first process of each machine imports all of us.
 JOIN_S = 300.0
 # How long what a machine has written may take to be seen here: file servers keep names for a while.
 APPEARS_S, LOOK_S = 60.0, 0.1
-# Beside the system's other temporary folders, by the process that made it; Ray's sockets have no room for longer paths.
+# Beside the system's other temporary folders, as Ray's sockets have no room for longer paths.
 FOLDER = "pa-ray-"
 # How long Ray's processes have to end after the one that started them.
 END_S = 10.0
@@ -87,14 +89,6 @@ def count_machines(folder: Path, request: Request) -> int:
         return 1 if cluster is None else cluster.num_at_once
 
 
-def remove_left() -> None:
-    """Remove the folders of processes that were killed: a token and Ray's logs."""
-    for left in Path(tempfile.gettempdir()).glob(f"{FOLDER}*-*"):
-        number = left.name.removeprefix(FOLDER).partition("-")[0]
-        if number.isdecimal() and not psutil.pid_exists(int(number)):
-            shutil.rmtree(left, ignore_errors=True)
-
-
 class RayEngine:
     """The machines of a cluster, each of which does one batch at a time."""
 
@@ -110,9 +104,11 @@ class RayEngine:
         self._archive = None if store is None else _archive(store, self._run)
         self._numbers = itertools.count()
         with ExitStack() as started:
-            remove_left()
-            prefix = f"{FOLDER}{os.getpid()}-"
-            folder = started.enter_context(tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True))
+            remove_left(Path(tempfile.gettempdir()).glob(f"{FOLDER}*"))
+            suffix = f"-{os.getpid()}"
+            folder = started.enter_context(
+                tempfile.TemporaryDirectory(prefix=FOLDER, suffix=suffix, ignore_cleanup_errors=True)
+            )
             self._gateway = self._start(Path(folder))
             started.callback(self._end)
             self.nodes = self._join(folder)
@@ -129,12 +125,6 @@ class RayEngine:
             own.pop("RAY_ADDRESS", None)
         # A machine's neighbours at a higher priority would be in its times.
         told = child_environment() | own | {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
-        # With a token here a cluster is taken to be locked by it, as one has to be whose machines others can reach.
-        if (
-            Path(told.get("RAY_AUTH_TOKEN_PATH") or "~/.ray/auth_token").expanduser().exists()
-            or "RAY_AUTH_TOKEN" in told
-        ):
-            told.setdefault("RAY_AUTH_MODE", "token")
         if self._address is None:
             token = folder / "token"
             write_text(token, secrets.token_hex(32))
@@ -145,6 +135,9 @@ class RayEngine:
                 "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
             }
             told.pop("RAY_AUTH_TOKEN", None)
+        elif "RAY_AUTH_TOKEN" in told or Path(told.get("RAY_AUTH_TOKEN_PATH") or RAYS_TOKEN).expanduser().exists():
+            # A cluster is taken to be locked by the token that is here, as one has to be whose machines others can reach.
+            told.setdefault("RAY_AUTH_MODE", "token")
 
         def begin(stderr: IO[bytes]) -> Started:
             return start(child_command(PROGRAM), told, stderr, None)

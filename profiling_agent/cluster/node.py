@@ -12,8 +12,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
-
 from profiling_agent.cache import cache_folder
 from profiling_agent.cluster.archive import Archive, needed_by, read_sign
 from profiling_agent.cluster.kind import kind_of, node_name
@@ -21,6 +19,7 @@ from profiling_agent.cluster.wire import NODE_LOGS, Said, Submit
 from profiling_agent.documents import first_line
 from profiling_agent.errors import ProfilingAgentError
 from profiling_agent.files import make_folders, read_text
+from profiling_agent.holder import remove_left
 from profiling_agent.jobs.engine import Ended
 from profiling_agent.jobs.local import LocalEngine
 from profiling_agent.processes.machine_lock import MACHINE
@@ -111,10 +110,7 @@ def _own_root(run: str) -> Path:
     """Return this process's own folder for a run that is in an archive; those of processes that are gone are removed."""
     # The folder may be other machines' too.
     folder = cache_folder() / "cluster" / MACHINE
-    for left in folder.glob("*"):
-        number = left.name.rpartition("-")[2]
-        if number.isdecimal() and not psutil.pid_exists(int(number)):
-            shutil.rmtree(left, ignore_errors=True)
+    remove_left(folder.glob("*"))
     root = folder / f"{run}-{os.getpid()}"
     if not root.exists():
         make_folders(root / "jobs")

@@ -1,6 +1,6 @@
 """Description of a torch model that its config doesn't describe: what `layers.py` needs to build it, as plain JSON."""
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import Any
 
 from torch import nn
@@ -33,7 +33,7 @@ def describe(model: nn.Module, recipe: Recipe, refuse: Refuse) -> dict[str, Any]
     }
 
 
-def _attributes(model: nn.Module, fresh: nn.Module, folded: Iterable[str]) -> dict[str, dict[str, Any]]:
+def _attributes(model: nn.Module, fresh: nn.Module, folded: Collection[str]) -> dict[str, dict[str, Any]]:
     """Return the numbers that modules state otherwise than those of the config: widths, groups, heads.
 
     A norm that was folded away states none, and neither does what was in it.

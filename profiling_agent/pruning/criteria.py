@@ -61,7 +61,7 @@ def order_by(model: nn.Module, unit: Unit, moments: UnitMoments, criterion: str,
     weight = matrix_of(model.get_submodule(unit.consumer))
     if criterion in ELIMINATED:
         alike = torch.eye(len(weight), device=weight.device)
-        felt = moments.sensitivity if criterion == "fisher_obs" else alike
+        felt = moments.sensitivity if criterion == "fisher_obs" and moments.is_felt else alike
         return eliminate(weight, moments.covariance, felt, unit.width).order
     if criterion in SCORED:
         scores = SCORED[criterion](unit, weight, moments)
@@ -79,11 +79,10 @@ def predicted_kl(model: nn.Module, unit: Unit, moments: UnitMoments, order: tupl
 def ordered(model: nn.Module, unit: Unit, moments: UnitMoments, criterion: str, *, seed: int = 0) -> Elimination:
     """Return the order of `order_by` with the estimate of `predicted_kl`, which `fisher_obs` comes to on its way.
 
-    Gradients whose squares float32 can't hold, as of a network whose signals all but die out, tell nothing: the estimate is zero then.
+    Where gradients tell nothing the estimate is zero.
     """
-    if not bool(moments.sensitivity.isfinite().all()):
-        order = order_by(model, unit, moments, "obs" if criterion in ELIMINATED else criterion, seed=seed)
-        return Elimination(order=order, loss=(0.0,) * (unit.width + 1))
+    if not moments.is_felt:
+        return Elimination(order=order_by(model, unit, moments, criterion, seed=seed), loss=(0.0,) * (unit.width + 1))
     if criterion == "fisher_obs":
         weight = matrix_of(model.get_submodule(unit.consumer))
         return _in_nats(eliminate(weight, moments.covariance, moments.sensitivity, unit.width))

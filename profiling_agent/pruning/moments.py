@@ -31,6 +31,11 @@ class UnitMoments:
     fisher: Tensor  # E[gate^2], (width,)
 
     @property
+    def is_felt(self) -> bool:
+        """Return whether gradients tell anything: those of a network whose signals all but die out have squares that float32 can't hold."""
+        return bool(self.sensitivity.isfinite().all())
+
+    @property
     def gram(self) -> Tensor:
         """Return E[x x'], (columns, columns), float64."""
         mean = self.mean.double()

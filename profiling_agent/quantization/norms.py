@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from profiling_agent.modules.norms import following_norms, unnormed
+from profiling_agent.modules.places import places
 from profiling_agent.quantization.calibrate import run
 
 # Relative distance of the logits: the same function, its float32 products in another order.
@@ -40,14 +41,11 @@ def fold_norms_(model: nn.Module, convolutions: Collection[str], images: Tensor)
 
 def _pairs(model: nn.Module, convolutions: Collection[str], images: Tensor) -> dict[str, str]:
     """Return the norm of each convolution; modules that stand in several places are left out."""
-    places: dict[int, int] = {}
-    for _, module in model.named_modules(remove_duplicate=False):
-        places[id(module)] = places.get(id(module), 0) + 1
+    count = places(model)
     return {
         convolution: norm
         for convolution, norm in following_norms(model, convolutions, images[:1]).items()
-        if isinstance(model.get_submodule(norm), nn.BatchNorm2d)
-        and places[id(model.get_submodule(norm))] == places[id(model.get_submodule(convolution))] == 1
+        if isinstance(model.get_submodule(norm), nn.BatchNorm2d) and count[norm] == count[convolution] == 1
     }
 
 

@@ -1,7 +1,6 @@
 """Quantization of a model: recommendations to a copy with the layers quantized that they name."""
 
 import copy
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -11,14 +10,15 @@ from torch import Tensor, nn
 from profiling_agent.errors import PlanError, QuantizationError
 from profiling_agent.modules.inference import left_as_found
 from profiling_agent.modules.layer_names import matching_names, near_names
+from profiling_agent.modules.places import places
 from profiling_agent.quantization.bias import correct_biases_, output_means
 from profiling_agent.quantization.calibrate import MIN_IMAGES, Images, Observed, observe
 from profiling_agent.quantization.cast import CastConv2d, CastLinear
 from profiling_agent.quantization.kinds import can_be
-from profiling_agent.quantization.linear import DynamicLinear, has_vnni
+from profiling_agent.quantization.linear import DynamicLinear
 from profiling_agent.quantization.module import Kind, Layer, QuantizedModule
 from profiling_agent.quantization.norms import fold_norms_
-from profiling_agent.quantization.static import LEVELS, REDUCED_LEVELS, StaticConv2d, StaticLinear
+from profiling_agent.quantization.static import StaticConv2d, StaticLinear, num_levels
 from profiling_agent.records import EVERYTHING, QuantizationRecommendation
 
 # Images on which folding has to leave the logits as they are.
@@ -73,12 +73,8 @@ def quantize_model(
         except QuantizationError as error:
             raise QuantizationError(f"layer {name!r} can't be quantized: {error}") from error
     # One that stands in two places becomes two layers, and its means are of both.
-    places = Counter(id(module) for _, module in quantized.named_modules(remove_duplicate=False))
-    convolutions = [
-        name
-        for name, layer in made.items()
-        if isinstance(layer, StaticConv2d) and places[id(quantized.get_submodule(name))] == 1
-    ]
+    count = places(quantized)
+    convolutions = [name for name, layer in made.items() if isinstance(layer, StaticConv2d) and count[name] == 1]
     expected = output_means(quantized, convolutions, calibration) if calibration else {}
     for name, layer in made.items():
         quantized.set_submodule(name, layer.train(model.get_submodule(name).training))
@@ -137,7 +133,6 @@ def quantized_layer(layer: Layer, kind: Kind, dtype: str, observed: Observed | N
         return (CastConv2d if is_conv else CastLinear).from_float(layer)
     if kind == "static":
         assert observed is not None, "static layers are observed first"
-        levels = LEVELS if has_vnni() else REDUCED_LEVELS
-        return (StaticConv2d if is_conv else StaticLinear).from_float(layer, *observed.range(levels))
+        return (StaticConv2d if is_conv else StaticLinear).from_float(layer, *observed.range(num_levels()))
     assert not is_conv, "dynamic quantization takes linear layers"
     return DynamicLinear.from_linear(layer, "float16" if dtype == "float16" else "qint8")

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from profiling_agent.modules.divergence import mean_kl
 from profiling_agent.modules.hooks import watching
+from profiling_agent.modules.places import places
 from profiling_agent.progress import Progress, silent
 from profiling_agent.quantization.calibrate import Observed, run
 from profiling_agent.quantization.module import QuantizedModule
@@ -198,7 +199,7 @@ def find_sites(model: nn.Module, images: Tensor) -> tuple[Site, ...]:
 
     with watching(model, [*norms, *linears], before=begin, after=end):
         run(model, images)
-    shared = {name for name, count in _places(model).items() if count > 1}
+    shared = {name for name, count in places(model).items() if count > 1}
     return tuple(
         Site(norm, tuple(names))
         for norm, names in readers.items()
@@ -257,13 +258,6 @@ def _is_site(module: nn.Module) -> bool:
 
 def _peaks(x: Tensor) -> Tensor:
     return x.detach().abs().flatten(0, -2).amax(0)
-
-
-def _places(model: nn.Module) -> dict[str, int]:
-    """Return in how many places the module of each name stands."""
-    named = list(model.named_modules(remove_duplicate=False))
-    count = Counter(id(module) for _, module in named)
-    return {name: count[id(module)] for name, module in named}
 
 
 def _joined(parts: Sequence[Spread], generator: torch.Generator) -> Spread:

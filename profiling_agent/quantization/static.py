@@ -32,6 +32,12 @@ LEVELS, REDUCED_LEVELS = 255, 127
 OPS: Any = torch.ops.quantized_decomposed
 
 
+def num_levels(*, reduce_range: bool | None = None) -> int:
+    """Return the largest step of an activation's grid: of 7 bits where that is asked for, by default where the CPU needs it."""
+    reduced = not has_vnni() if reduce_range is None else reduce_range
+    return REDUCED_LEVELS if reduced else LEVELS
+
+
 class Grid:
     """Where an activation's steps lie: x is stored as round(x / scale) + zero_point, from 0 to `levels`."""
 
@@ -82,9 +88,8 @@ class StaticModule(QuantizedModule):
         expect_dtype(tensors["weight"], torch.int8)
         self.dtype = "qint8"
         self.reduce_range = reduce_range
-        self.grid = Grid(
-            float(tensors["input_scale"]), int(tensors["input_zero_point"]), REDUCED_LEVELS if reduce_range else LEVELS
-        )
+        levels = num_levels(reduce_range=reduce_range)
+        self.grid = Grid(float(tensors["input_scale"]), int(tensors["input_zero_point"]), levels)
         held = {"steps": tensors["weight"], "scale": tensors["scale"], "bias": tensors.get("bias")}
         self.steps: Tensor
         self.scale: Tensor
@@ -115,9 +120,8 @@ class StaticModule(QuantizedModule):
         """
         if not high - low < float("inf"):
             raise QuantizationError(f"its inputs range from {low!r} to {high!r} on calibration images: leave it out")
-        reduced = not has_vnni() if reduce_range is None else reduce_range
         steps, scale = int8_steps(checked_weight(layer))
-        grid = Grid.spanning(low, high, REDUCED_LEVELS if reduced else LEVELS)
+        grid = Grid.spanning(low, high, num_levels(reduce_range=reduce_range))
         tensors = {
             "weight": steps,
             "scale": scale,
@@ -125,7 +129,9 @@ class StaticModule(QuantizedModule):
             "input_zero_point": torch.tensor(grid.zero_point),
         }
         bias = bias_of(layer)
-        return cls.from_tensors(tensors if bias is None else tensors | {"bias": bias}, layer, reduce_range=reduced)
+        return cls.from_tensors(
+            tensors if bias is None else tensors | {"bias": bias}, layer, reduce_range=grid.levels < LEVELS
+        )
 
     @property
     def weight(self) -> Tensor:

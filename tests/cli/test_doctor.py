@@ -180,7 +180,6 @@ def test_what_a_self_test_saw_and_where_it_failed_is_shown():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
 def test_a_runtime_or_device_that_was_asked_for_or_breaks_is_a_problem_and_a_missing_runtime_is_noted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -201,9 +200,10 @@ def test_a_runtime_or_device_that_was_asked_for_or_breaks_is_a_problem_and_a_mis
     assert found["onnxruntime"].state == "problem"
     assert "SIGILL" in found["onnxruntime"].seen
     assert found["language model"].state == "problem"
-    assert found["device"].state == "problem"
-    assert "find failed" in found["device"].seen
-    assert "no CUDA device" in found["device"].seen
+    if not torch.cuda.is_available():
+        assert found["device"].state == "problem"
+        assert "find failed" in found["device"].seen
+        assert "no CUDA device" in found["device"].seen
     assert all(one.advice for one in found.values() if one.state != "ok")
 
 

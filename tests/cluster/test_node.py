@@ -3,17 +3,16 @@
 import os
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 from toy_job import DoubleTask
 
-from profiling_agent.cluster.engine import remove_left
 from profiling_agent.cluster.kind import node_name, slot_of, start_line
 from profiling_agent.cluster.node import _Doing
 from profiling_agent.cluster.wire import Said, Submit
+from profiling_agent.holder import remove_left
 from profiling_agent.jobs.engine import Batch, Ended
 from profiling_agent.jobs.local import LocalEngine
 from profiling_agent.jobs.runner import Jobs, job_key
@@ -42,18 +41,15 @@ def _here(_imported_once: None) -> None:
     """Have processes start fast."""
 
 
-def test_what_a_killed_run_left_of_a_cluster_is_removed_and_a_living_ones_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+def test_what_a_killed_run_left_of_a_cluster_is_removed_and_a_living_ones_stays(tmp_path: Path):
     with subprocess.Popen([sys.executable, "-c", ""]) as gone:
         gone.wait()
-    for name in (f"pa-ray-{gone.pid}-x", f"pa-ray-{os.getpid()}-x", "pa-ray-x"):
+    for name in (f"pa-ray-x-{gone.pid}", f"pa-ray-x-{os.getpid()}", "pa-ray-x"):
         (tmp_path / name).mkdir()
 
-    remove_left()
+    remove_left(tmp_path.glob("pa-ray-*"))
 
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([f"pa-ray-{os.getpid()}-x", "pa-ray-x"])
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([f"pa-ray-x-{os.getpid()}", "pa-ray-x"])
 
 
 def batch_of(root: Path, *numbers: int) -> Batch:
