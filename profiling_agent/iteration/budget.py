@@ -125,9 +125,11 @@ def affordable_images(limit_s: float | None, pass_s: float, num_images: int, qui
     least_s = pass_s if quietest_s is None else quietest_s
     needed = LEAST_S + LEAST_PASSES * least_s + end_s(least_s)
     if limit_s < needed:
+        # Of what a fast model needs, most is what any does.
+        smaller = ", or a smaller model" if needed > 2 * (LEAST_S + END_S) else ""
         raise RequestError(
             f"time_budget is {limit_s:.0f} s, and a model that takes {least_s:.2g} s for an image needs at least "
-            f"{math.ceil(needed / 60)}m: give it so much, or a smaller model"
+            f"{math.ceil(needed / 60)}m: give it so much{smaller}"
         )
     is_affordable = evidence_passes(num_images, NUM_UNITS) * pass_s <= EVIDENCE_SHARE * limit_s
     return num_images if is_affordable else min(MIN_CALIBRATION, num_images)

@@ -53,9 +53,9 @@ def on_device(model: nn.Module, device: str) -> nn.Module:
     On CUDA convolutions round to ten bits of a mantissa unless they are told not to, a thousandth off: golden logits would call that another model.
     """
     if device == "cuda":
-        cudnn: Any = torch.backends.cudnn
-        cudnn.conv.fp32_precision = "ieee"
-        torch.backends.cuda.matmul.fp32_precision = "ieee"
+        # Not by `fp32_precision`, after which exporting a model is an error in torch 2.11 to 2.13: it reads the older switch.
+        torch.backends.cudnn.allow_tf32 = False
+        torch.backends.cuda.matmul.allow_tf32 = False
     return model.to(device)
 
 

@@ -35,6 +35,8 @@ MEMORY_FRACTION = 0.92
 KILLED = frozenset({signal.SIGKILL, signal.SIGTERM})
 # How much of what a dead child printed last goes into its obituary.
 TAIL_LINES, TAIL_CHARACTERS = 3, 500
+# How C++ says what an exception that nobody caught was about.
+CAUSE = "what():"
 
 AnswerT = TypeVar("AnswerT", bound=Record)
 
@@ -48,6 +50,15 @@ def ending(code: int) -> str:
         "SIGKILL": ", killed from outside, as the system does when memory runs out; lower batch_size or num_samples"
     }.get(name, "")
     return f"exit status {code} ({name}{meaning})"
+
+
+def last_words(said: str) -> str:
+    """Return what of all that a process printed says how it ended: its last lines, after what an exception of C++ was about, where one ended it."""
+    lines = said.strip().splitlines()
+    words = " | ".join(lines[-TAIL_LINES:])[-TAIL_CHARACTERS:]
+    # Frames of the stack follow it, more than fit.
+    causes = [cause for line in lines[:-TAIL_LINES] if (cause := line.strip()).startswith(CAUSE)]
+    return " | ".join([*(cause[:TAIL_CHARACTERS] for cause in causes[-1:]), words])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,7 +180,6 @@ class Child(Generic[AnswerT]):
     def _death(self) -> JobError:
         code = self._process.wait()
         self._stderr.seek(0)
-        lines = self._stderr.read().decode(errors="replace").strip().splitlines()[-TAIL_LINES:]
-        said = " | ".join(lines)[-TAIL_CHARACTERS:] or "it said nothing"
+        said = last_words(self._stderr.read().decode(errors="replace")) or "it said nothing"
         kind = KilledError if -code in KILLED and not self._is_ended else JobError
         return kind(f"{self._wording.process} died with {ending(code)}: {said}")

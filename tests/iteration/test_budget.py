@@ -83,9 +83,13 @@ def test_fewer_images_calibrate_where_evidence_would_take_more_than_a_quarter():
 
 def test_a_budget_for_nothing_says_what_would_do():
     with pytest.raises(
-        RequestError, match=r"time_budget is 300 s, and a model that takes 1 s for an image needs at least 57m"
+        RequestError,
+        match=r"time_budget is 300 s, and a model that takes 1 s for an image needs at least 57m: .*, or a smaller model",
     ):
         affordable_images(300.0, 1.0, 256)
+    # 210 s are any model's, and 3.2 s are its passes.
+    with pytest.raises(RequestError, match=r"takes 0\.001 s for an image needs at least 4m: give it so much$"):
+        affordable_images(120.0, 0.001, 256)
     assert affordable_images(57 * 60.0, 1.0, 256) == 128
     # A pass that looked ten times as slow as the fastest of them is no reason; how many images it allows is of the usual one.
     assert affordable_images(57 * 60.0, 10.0, 256, quietest_s=1.0) == 128
