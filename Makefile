@@ -2,6 +2,8 @@
 PYTHON ?= python3.11
 VENV ?= .venv
 BIN = $(VENV)/bin
+# Where torch comes from, if not from where all else does: https://download.pytorch.org/whl/cpu has it without CUDA.
+TORCH_INDEX ?=
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .PHONY: run install hooks test coverage test-slow test-timm test-all check lint types format clean
@@ -46,12 +48,12 @@ format: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# torch comes first and pinned: a looser requirement would bring gigabytes of CUDA packages.
+# torch comes first and pinned: PyPI's own brings gigabytes of CUDA packages, and of any looser requirement so does a mirror's.
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@echo "setting up $(VENV) (once, a minute or two)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) --upgrade pip
-	$(PIP) torch
+	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
 	$(PIP) --editable .
 	@touch $@
 

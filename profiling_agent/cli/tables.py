@@ -200,7 +200,7 @@ def measurement_table(measured: Measurements, compared: Sequence[Comparison]) ->
 
 
 def profile_tables(profile: ModelProfile) -> tuple[Table, ...]:
-    """Return the totals, the dearest layers and operators, and the units that can be pruned."""
+    """Return the totals, the dearest layers and operators, the units that can be pruned, and what can't be, by the cause."""
     totals = Table("", "", title=profile.architecture, title_justify="left", show_header=False)
     latency = profile.headline.latency
     for name, value in (
@@ -231,4 +231,11 @@ def profile_tables(profile: ModelProfile) -> tuple[Table, ...]:
         units.add_row(Text(unit.name), unit.kind, str(unit.width), str(unit.step), count(unit.params_per_channel))
     for kind, reason in profile.absent.items():
         units.add_row(Text(reason), kind, "none", "", "")
-    return totals, layers, operators, units
+    causes: dict[str, list[str]] = {}
+    for layer, reason in profile.refusals.items():
+        cause, _, told = reason.partition(": ")
+        causes.setdefault(cause, []).append(f"{layer}: {told}")
+    stay = folded_table("what stays as it is", "cause", "layers", "the first of them")
+    for cause, named in causes.items():
+        stay.add_row(cause, str(len(named)), Text(named[0]))
+    return totals, layers, operators, units, stay

@@ -10,6 +10,8 @@ from conftest import World
 from typer.testing import CliRunner
 
 from profiling_agent.cli.main import app
+from profiling_agent.cli.tables import profile_tables
+from profiling_agent.records import ModelProfile
 from profiling_agent.request import Request
 
 runner = CliRunner()
@@ -213,3 +215,9 @@ def test_profile_prints_one_json_document(world: World):
     document = json.loads(shown.stdout)
     assert document["params"] == sum(row["params"] for row in document["layers"])
     assert document["forward_passes"] <= 60
+    *_, stay = profile_tables(ModelProfile.model_validate(document))
+    causes, numbers, firsts = (list(column.cells) for column in stay.columns)
+    assert sum(int(str(number)) for number in numbers) == len(document["refusals"]) > 0
+    for cause, first in zip(causes, firsts, strict=True):
+        layer, _, told = str(first).partition(": ")
+        assert document["refusals"][layer] == f"{cause}: {told}"

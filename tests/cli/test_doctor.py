@@ -12,7 +12,7 @@ from broken import break_library
 from chat_server import chat_server, error, in_turn
 from typer.testing import CliRunner
 
-from profiling_agent.cli.doctor import Finding, examine, self_tested
+from profiling_agent.cli.doctor import Finding, examine, memory_found, self_tested
 from profiling_agent.cli.main import app
 from profiling_agent.deployment.probe import probe
 from profiling_agent.errors import RequestError
@@ -44,6 +44,14 @@ def test_what_is_quick_to_find_comes_first_and_a_machine_that_is_fit_has_no_prob
     assert str(tmp_path) in found["disk"].seen
     assert found["language model"].seen == "none is configured: the built-in rules plan"
     assert not (tmp_path / "runs").exists()
+
+
+def test_memory_is_looked_at_for_small_models_and_for_large_ones():
+    states = {free: memory_found(free, 16e9).state for free in (3.9e9, 4e9, 9.9e9, 10e9)}
+
+    assert list(states.values()) == ["problem", "note", "note", "ok"]
+    assert memory_found(5e9, 16e9).seen == "5.00 GB free of 16.00 GB"
+    assert "5 to 9 GB: --time-budget" in memory_found(5e9, 16e9).advice
 
 
 def test_what_is_being_looked_at_is_told_while_it_is_looked_at(tmp_path: Path):
