@@ -30,16 +30,21 @@ Refuse = Callable[[str], ProfilingAgentError]
 def foreign_code(refuse: Refuse) -> Generator[None]:
     """Raise `refuse("KeyError ('its text')")` where the block raises a KeyError, unless our own code did.
 
-    Errors that we raise on purpose and a lack of memory go through as they are.
+    Errors that we raise on purpose and a lack of memory, a device's too, go through as they are.
     """
     try:
         yield
     except (ProfilingAgentError, MemoryError):
         raise
     except Exception as error:
-        if is_ours(error.__traceback__):
+        if is_out_of_memory(error) or is_ours(error.__traceback__):
             raise
         raise refuse(_told(_first_cause(error))) from error
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Say whether memory was short, the machine's or a device's, which torch says by an error of its own."""
+    return isinstance(error, MemoryError) or any(kind.__name__ == "OutOfMemoryError" for kind in type(error).__mro__)
 
 
 def _told(error: BaseException) -> str:

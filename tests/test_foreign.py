@@ -124,9 +124,10 @@ def test_errors_raised_on_purpose_go_through():
         raise QuantizationError("as it is")
 
 
-def test_a_lack_of_memory_is_no_refusal():
-    with pytest.raises(MemoryError):
-        logits_of(raising(MemoryError()), torch.zeros(1), PruningError)
+@pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory")])
+def test_a_lack_of_memory_is_no_refusal(error: Exception):
+    with pytest.raises(type(error)):
+        logits_of(raising(error), torch.zeros(1), PruningError)
 
 
 def test_what_is_called_on_behalf_answers_as_it_does():

@@ -200,7 +200,7 @@ class RunSession:
         assert state.acquired is not None, "acquisition comes first"
         assert state.resolved is not None, "the input shape resolver comes first"
         profile = self.profile(state)
-        self.jobs.pass_s, self.jobs.peak_bytes = profile.headline.pass_s, profile.headline.peak_memory_bytes
+        self.jobs.learn(profile.headline, profile.device)
         return Evaluator(
             jobs=self.jobs,
             acquired=state.acquired,

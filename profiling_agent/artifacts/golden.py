@@ -14,7 +14,7 @@ from profiling_agent.artifacts.recipe import GOLDEN, Recipe
 from profiling_agent.documents import first_line
 from profiling_agent.errors import ArtifactError
 from profiling_agent.files import open_regular
-from profiling_agent.foreign import foreign_code, on_behalf
+from profiling_agent.foreign import foreign_code, is_out_of_memory, on_behalf
 from profiling_agent.records import InputSpec
 from profiling_agent.reproducibility import environment
 
@@ -95,6 +95,8 @@ def _answered(run: Callable[[NDArray[np.float32]], NDArray[Any]], golden: Golden
             logits = on_behalf(run, golden.pixel_values.astype(np.float32))
     # Torch's kernels, called by quantized layers of ours on tensors that were stored.
     except RuntimeError as error:
+        if is_out_of_memory(error):
+            raise
         raise refuse(first_line(error)) from error
     if logits.shape != golden.logits.shape:
         raise refuse(f"logits of shape {logits.shape}, {golden.logits.shape} were saved")
@@ -141,5 +143,8 @@ def tolerance(recipe: Recipe) -> float:
     is_half = not recipe.quantized and recipe.deployment.scheme != "float32"
     if not (has_steps or is_half):
         return FLOAT_TOLERANCE
+    # Half precision of all layers is made on CUDA, whose kernels sum otherwise than those of any CPU.
+    if is_half and recipe.deployment.runtime in ("eager", "inductor"):
+        return REDUCED_TOLERANCE
     # Another CPU may have other kernels, whose activations have 7 bits or whose sums are rounded elsewhere.
     return STEP_TOLERANCE if recipe.cpu == environment().cpu else REDUCED_TOLERANCE

@@ -23,7 +23,7 @@ from profiling_agent.documents import DocumentError, clean, first_line, read_jso
 from profiling_agent.errors import ArtifactError, QuantizationError
 from profiling_agent.foreign import foreign_code, logits_of, on_behalf
 from profiling_agent.modules.attention import head_sizes, say_heads_
-from profiling_agent.modules.inference import left_as_found
+from profiling_agent.modules.inference import floating_dtype, left_as_found
 from profiling_agent.modules.norms import BATCH_NORMS, unnormed
 from profiling_agent.modules.widths import fit_widths_
 from profiling_agent.quantization.kinds import rebuilt
@@ -95,7 +95,12 @@ def load_module(path: str | Path, *, verify: bool = True) -> nn.Module:
     model = _build(folder, recipe, dequantize=False)
     if verify:
         with left_as_found(model), torch.inference_mode():
-            check_golden(lambda images: logits_of(model, torch.from_numpy(images), _mute).numpy(), folder, recipe)
+            dtype = floating_dtype(model)
+            check_golden(
+                lambda images: logits_of(model, torch.from_numpy(images).to(dtype), _mute).float().numpy(),
+                folder,
+                recipe,
+            )
     return model
 
 
@@ -110,7 +115,7 @@ def load_skeleton(path: str | Path) -> nn.Module:
         ArtifactError: a file is missing or foreign, or the weights don't fit the architecture.
     """
     folder = named_folder(path)
-    return _build(folder, open_folder(folder, verify=False), dequantize=True)
+    return _build(folder, open_folder(folder, verify=False), dequantize=True).float()
 
 
 def _read_tensors(path: Path) -> dict[str, Tensor]:
@@ -132,6 +137,7 @@ def _build(folder: Path, recipe: Recipe, *, dequantize: bool) -> nn.Module:
             _place_(model, layer, tensors, dequantize=dequantize)
         _fill_(model, tensors, recipe)
         say_heads_(model, sizes)
+        _halve_rest_(model, recipe)
     except (_MisfitError, QuantizationError) as error:
         architecture = clean(recipe.architecture)[:80]
         raise ArtifactError(
@@ -142,6 +148,13 @@ def _build(folder: Path, recipe: Recipe, *, dequantize: bool) -> nn.Module:
 
 class _MisfitError(ArtifactError):
     """What is stored doesn't fit the architecture."""
+
+
+def _halve_rest_(model: nn.Module, recipe: Recipe) -> None:
+    """Take buffers that aren't saved to the dtype of a model that is in half precision as a whole: Swin v2's table of coordinates."""
+    dtypes = {parameter.dtype for parameter in model.parameters()}
+    if not recipe.quantized and len(dtypes) == 1 and dtypes <= {torch.bfloat16, torch.float16}:
+        model.to(dtypes.pop())
 
 
 def _unfit(place: str) -> Callable[[str], _MisfitError]:

@@ -38,5 +38,9 @@ def open_session(folder: Path, *, device: str = "cpu", num_threads: int | None =
     name = recipe.deployment.runtime
     if line := missing(name):
         raise ArtifactError(f"{str(folder)!r} was saved for {name}: {line}")
+    if device != "cpu" and recipe.deployment.scheme not in runtime(name).schemes(device):
+        raise ArtifactError(
+            f"{str(folder)!r} is for {recipe.deployment.name}, which has no kernels on {device}: use device cpu"
+        )
     check_golden_images(folder, recipe.input)
     return runtime(name).open(folder, recipe, device=device, num_threads=num_threads)

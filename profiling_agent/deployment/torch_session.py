@@ -11,18 +11,12 @@ from torch import Tensor, nn
 
 from profiling_agent.deployment.protocol import Batch
 from profiling_agent.errors import ArtifactError
+from profiling_agent.modules.inference import floating_dtype
 from profiling_agent.quiet import muted
 
 # Each batch size is compiled for itself; torch gives up, and runs eagerly, after this many.
 MAX_SIZES = 32
 NUMBERS = itertools.count()
-
-
-def floating_dtype(module: nn.Module) -> torch.dtype:
-    """Return the dtype in which a model takes its images: float32, or that of a model in half precision as a whole."""
-    found = {tensor.dtype for tensor in (*module.parameters(), *module.buffers()) if tensor.is_floating_point()}
-    # Layers that compute in half precision among float32 ones cast their inputs by themselves.
-    return found.pop() if len(found) == 1 else torch.float32
 
 
 def logits_function(module: nn.Module) -> Callable[[Tensor], Tensor]:

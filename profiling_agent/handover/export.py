@@ -96,6 +96,8 @@ def _refused(recipe: Recipe, format_: str) -> str | None:
         return None
     if runtime not in TORCH:
         return f"whose graph is no {'ONNX file' if format_ == 'onnx' else 'Hugging Face model'}"
+    if format_ == "onnx" and not recipe.quantized and recipe.deployment.scheme != "float32":
+        return "whose weights are all in half precision, and an export to ONNX is of float32"
     if format_ == "hf" and not any(layer.dtype == "qint8" for layer in recipe.quantized):
         return None
     if recipe.quantized:

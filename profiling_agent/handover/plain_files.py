@@ -23,13 +23,14 @@ from profiling_agent.artifacts.recipe import CARD, CONFIG, MODEL_FILES, WEIGHTS,
 from profiling_agent.artifacts.save import write_weights
 from profiling_agent.deployment.plain import save_plain
 from profiling_agent.deployment.registry import open_session
-from profiling_agent.deployment.torch_session import floating_dtype, memory_format
+from profiling_agent.deployment.torch_session import memory_format
 from profiling_agent.documents import clean, read_json
 from profiling_agent.errors import ArtifactError
 from profiling_agent.files import file_sha256, write_text
 from profiling_agent.handover.described import describe
 from profiling_agent.handover.manifest import MANIFEST, Exported
 from profiling_agent.handover.preprocessing import preprocessing_of
+from profiling_agent.modules.inference import floating_dtype
 from profiling_agent.processes.environment import child_environment
 from profiling_agent.quantization.linear import has_vnni
 from profiling_agent.timm_config import MODEL_TYPE as TIMM

@@ -51,7 +51,7 @@ class DeploymentChoices:
     """What a run may choose a deployment from.
 
     `supported` has the schemes of each runtime that is there and may be used, which somebody asked for by name or not, `schemes` those that were asked for on
-    `layers`, and `notes` a line for each runtime that is not there.
+    `layers`, and `notes` a line for each runtime that is not there. `is_whole` says that half precision is the whole model's, as it is on CUDA.
     """
 
     supported: Mapping[RuntimeName, Sequence[Scheme]] = field(default_factory=dict)
@@ -59,6 +59,7 @@ class DeploymentChoices:
     layers: str = EVERYTHING
     notes: tuple[str, ...] = ()
     is_named: bool = False
+    is_whole: bool = False
 
 
 def deployment_choices(request: Request, device: str) -> DeploymentChoices:
@@ -78,6 +79,7 @@ def deployment_choices(request: Request, device: str) -> DeploymentChoices:
     return DeploymentChoices(
         supported=supported,
         is_named=request.names_runtimes,
+        is_whole=device != "cpu",
         schemes=schemes,
         layers=request.quantize_layers,
         notes=tuple(notes),
@@ -123,6 +125,8 @@ def why_undeployable(plan: Plan, choices: DeploymentChoices, goal: Goal) -> str 
         return None
     if goal.selection == "paper":
         return "the paper's selection judges attempts in eager float32: a plan's quantization has to be null"
+    if choices.is_whole and any(asked.layer != EVERYTHING for asked in plan.quantization):
+        return "on CUDA half precision is the whole model's: quantization may name 'all' and no layers"
     # Eager float32 is there always, and no deployment.
     if possible_deployments(plan, choices) or not schemes_of(plan.quantization):
         return None
@@ -222,6 +226,10 @@ def check_runtimes(request: Request) -> None:
     if request.device == "cuda" and request.quantize_dtype == "qint8":
         raise RequestError(
             "quantize_dtype is 'qint8' and device is 'cuda', where no runtime here has int8 kernels: use bfloat16 or float16, or device cpu"
+        )
+    if request.device == "cuda" and request.quantize_layers != EVERYTHING:
+        raise RequestError(
+            f"quantize_layers is {request.quantize_layers!r} and device is 'cuda', where half precision is the whole model's: leave it out, or use device cpu"
         )
     if request.runtimes.strip() == "auto":
         return

@@ -1,6 +1,7 @@
 """Worker: the process that does jobs, one order after another, until its parent is gone."""
 
 import errno
+import sys
 import traceback
 import warnings
 from collections.abc import Generator
@@ -13,6 +14,7 @@ from pydantic import ValidationError
 
 from profiling_agent.errors import ProfilingAgentError
 from profiling_agent.files import NO_SPACE, appearing, storage_problem, write_text
+from profiling_agent.foreign import is_out_of_memory
 from profiling_agent.jobs.context import JobContext
 from profiling_agent.jobs.store import RESULT, write_hashes
 from profiling_agent.jobs.wire import Message, Order
@@ -41,14 +43,22 @@ def main() -> None:
                 write_hashes(job.folder)
         except Exception as error:  # noqa: BLE001 - the boundary: whatever a stage or library raises is a job's result
             answer = _failure(error, Path(order.root))
+        _give_back()
         parent.send(answer)
+
+
+def _give_back() -> None:
+    """Let go of what torch holds of a device for its next tensors: what is timed next is another process."""
+    torch: Any = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 def _failure(error: Exception, root: Path) -> Message:
     """Return what to say of a job that raised; what is no error that we raise on purpose leaves its traceback in the log."""
     if isinstance(error, ProfilingAgentError):
         return Message(kind="failed", error=type(error).__name__, text=str(error))
-    if isinstance(error, MemoryError):
+    if is_out_of_memory(error):
         return Message(kind="failed", error="JobError", text="out of memory: lower batch_size or num_samples")
     traceback.print_exception(error)
     if isinstance(error, ValidationError):

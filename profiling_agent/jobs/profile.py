@@ -48,7 +48,7 @@ def measure_headline(jobs: Jobs, model: ArtifactRef, *, batch_size: int, device:
     """Return the latency and the memory of `model`; the first that a run measures is its baseline, by which its jobs' limits go."""
     headline = jobs.run(HeadlineTask(model=model, batch_size=batch_size, device=device))
     if jobs.pass_s is None:
-        jobs.pass_s, jobs.peak_bytes = headline.pass_s, headline.peak_memory_bytes
+        jobs.learn(headline, device)
     return headline
 
 

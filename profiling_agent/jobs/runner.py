@@ -25,7 +25,7 @@ from profiling_agent.jobs.timesheet import SHEET, Timesheet
 from profiling_agent.jobs.wire import Order
 from profiling_agent.memory import available_bytes
 from profiling_agent.progress import Progress, silent
-from profiling_agent.records import ArtifactRef, Record
+from profiling_agent.records import ArtifactRef, Headline, Record
 from profiling_agent.reproducibility import environment
 from profiling_agent.workspace import Workspace
 
@@ -75,6 +75,11 @@ class Jobs:
         self._there = cluster
         # What was found by doing it ahead of time.
         self._failed: dict[str, ProfilingAgentError] = {}
+
+    def learn(self, headline: Headline, device: str) -> None:
+        """Let limits of time and memory go by what the baseline took on `device`; a device's own memory isn't the machine's."""
+        self.pass_s = headline.pass_s
+        self.peak_bytes = headline.peak_memory_bytes if device == "cpu" else None
 
     def run(self, task: Task[ResultT]) -> ResultT:
         """Return the task's result, from disk where this run has it; what it needs is done before it.

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from profiling_agent.errors import RunError
 from profiling_agent.records import InputSpec
 from profiling_agent.reproducibility import available_threads
 
@@ -47,12 +48,26 @@ def device_of(model: nn.Module) -> torch.device:
     return torch.device("cpu")
 
 
+def floating_dtype(model: nn.Module) -> torch.dtype:
+    """Return the dtype in which a model takes its images: float32, or that of a model in half precision as a whole."""
+    found = {tensor.dtype for tensor in (*model.parameters(), *model.buffers()) if tensor.is_floating_point()}
+    # Layers that compute in half precision among float32 ones cast their inputs by themselves.
+    return found.pop() if len(found) == 1 else torch.float32
+
+
 def on_device(model: nn.Module, device: str) -> nn.Module:
     """Return `model` on a device, where float32 is then float32 for the whole process.
 
     On CUDA convolutions round to ten bits of a mantissa unless they are told not to, a thousandth off: golden logits would call that another model.
+
+    Raises:
+        RunError: the device was there when the run began, and is no more; no plan is at fault.
     """
     if device == "cuda":
+        if not torch.cuda.is_available():
+            raise RunError(
+                "torch finds no CUDA device: use device cpu, or resume a run that began on one where there is one"
+            )
         # Not by `fp32_precision`, after which exporting a model is an error in torch 2.11 to 2.13: it reads the older switch.
         torch.backends.cudnn.allow_tf32 = False
         torch.backends.cuda.matmul.allow_tf32 = False
@@ -70,11 +85,11 @@ def without_weights(model: nn.Module) -> nn.Module:
 
 
 def logits_of(model: nn.Module, pixel_values: torch.Tensor) -> torch.Tensor:
-    """Return the logits in eval mode, on the CPU; the model's mode is left as found."""
+    """Return the logits in eval mode, in float32 on the CPU; the model's mode is left as found."""
     was_training = model.training
     model.eval()
     try:
         with torch.inference_mode():
-            return model(pixel_values=pixel_values.to(device_of(model))).logits.cpu()
+            return model(pixel_values=pixel_values.to(device_of(model), floating_dtype(model))).logits.float().cpu()
     finally:
         model.train(was_training)

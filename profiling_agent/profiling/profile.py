@@ -9,7 +9,7 @@ from torch import nn
 
 from profiling_agent.modules.complexity import Complexity, count_complexity
 from profiling_agent.modules.hooks import counted_passes
-from profiling_agent.modules.inference import left_as_found, random_batch
+from profiling_agent.modules.inference import floating_dtype, left_as_found, random_batch
 from profiling_agent.modules.layers import activation_bytes, layer_latency
 from profiling_agent.profiling.operators import profile_operators
 from profiling_agent.progress import Progress, silent
@@ -52,7 +52,7 @@ def profile_model(  # noqa: PLR0913 (what a profile says of its model has to com
         progress("counting parameters, multiply-accumulates and units", 0, NUM_STEPS)
         complexity = count_complexity(counted, spec)
         found = find_units(counted.eval(), spec, {name: row.macs for name, row in complexity.items()})
-        batch = random_batch(spec, batch_size).to(torch.device(device))
+        batch = random_batch(spec, batch_size).to(torch.device(device), floating_dtype(model))
         measured = _measure(model.eval(), batch, headline.latency.median_ms, trace_path, progress)
         forward_passes = headline.forward_passes + num_passes()
     return ModelProfile(

@@ -216,8 +216,7 @@ class Reproduction:
                 goal=report.goal,
                 settings=Settings(batch_size=asked.batch_size, seed=asked.seed, num_sessions=asked.num_sessions),
             )
-            headline = evaluator.profile.headline
-            jobs.pass_s, jobs.peak_bytes = headline.pass_s, headline.peak_memory_bytes
+            jobs.learn(evaluator.profile.headline, evaluator.profile.device)
             yield evaluator
 
 

@@ -120,6 +120,10 @@ def test_on_cuda_nothing_is_offered_that_has_no_kernels_there():
         ({"quantize_dtype": "qint8"}, "no runtime here has int8 kernels"),
         ({"runtimes": "eager,onnxruntime"}, "runtimes asks for onnxruntime, which here runs on the CPU alone"),
         ({"runtimes": "openvino"}, "runtimes asks for openvino, which here runs on the CPU alone"),
+        (
+            {"quantize_layers": "mlp"},
+            "quantize_layers is 'mlp' and device is 'cuda', where half precision is the whole",
+        ),
     ],
 )
 def test_what_cuda_can_not_do_is_refused_before_anything_is_done(asked: dict, says: str):

@@ -111,6 +111,16 @@ def test_what_no_runtime_here_can_do_is_refused_with_what_there_is():
     assert "no runtime that is installed" in (why_undeployable(mixed, CHOICES, GOAL) or "")
 
 
+def test_layers_can_not_be_chosen_where_half_precision_is_the_whole_models():
+    cuda = DeploymentChoices({"eager": ("float32", "bfloat16")}, ASKED_SCHEMES["auto"], is_whole=True)
+
+    assert why_undeployable(Plan(quantization=(rec("all", "cast", "bfloat16"),)), cuda, GOAL) is None
+    wish = Plan(quantization=(rec("all", "cast", "bfloat16"), rec("classifier", "cast", "float32")))
+    assert why_undeployable(wish, cuda, GOAL) == (
+        "on CUDA half precision is the whole model's: quantization may name 'all' and no layers"
+    )
+
+
 def test_by_the_papers_selection_attempts_stay_in_float32_and_a_wish_is_refused():
     wish = Plan(quantization=(rec("all", "dynamic", "qint8"),))
 

@@ -23,6 +23,11 @@ from profiling_agent.records import ArtifactRef, Headline, LatencyStats, SplitIn
 from profiling_agent.workspace import Workspace
 
 NUM_IMAGES = 6
+BASELINE = Headline(
+    latency=LatencyStats(batch_size=1, median_ms=1.0, low_ms=1.0, high_ms=1.0, samples_ms=(1.0,)),
+    peak_memory_bytes=2**30,
+    forward_passes=1,
+)
 
 
 def noise_png(rng: np.random.Generator) -> bytes:
@@ -94,8 +99,6 @@ def test_a_crash_is_a_jobs_result_and_the_next_job_gets_a_new_worker(
     jobs: Jobs, baseline: tuple[Workspace, ArtifactRef]
 ):
     workspace, model = baseline
-    stats = LatencyStats(batch_size=1, median_ms=1.0, low_ms=1.0, high_ms=1.0, samples_ms=(1.0,))
-    headline = Headline(latency=stats, peak_memory_bytes=1, forward_passes=1)
 
     def kill(message: str, done: int, total: int) -> None:
         for child in copies():
@@ -103,7 +106,7 @@ def test_a_crash_is_a_jobs_result_and_the_next_job_gets_a_new_worker(
 
     jobs.progress = kill
     with pytest.raises(JobError, match=r"died with exit status -9 \(SIGKILL"):
-        jobs.run(ProfileTask(model=model, batch_size=1, device="cpu", headline=headline))
+        jobs.run(ProfileTask(model=model, batch_size=1, device="cpu", headline=BASELINE))
     jobs.progress = silent
 
     assert not list(workspace.jobs.glob(".tmp-*"))
@@ -114,8 +117,6 @@ def test_a_job_whose_process_is_killed_is_done_again_once_and_leaves_nothing(
     jobs: Jobs, baseline: tuple[Workspace, ArtifactRef]
 ):
     workspace, model = baseline
-    stats = LatencyStats(batch_size=1, median_ms=1.0, low_ms=1.0, high_ms=1.0, samples_ms=(1.0,))
-    headline = Headline(latency=stats, peak_memory_bytes=1, forward_passes=1)
     killed: list[int] = []
 
     def kill(message: str, done: int, total: int) -> None:
@@ -124,7 +125,7 @@ def test_a_job_whose_process_is_killed_is_done_again_once_and_leaves_nothing(
             child.kill()
 
     jobs.progress = kill
-    profiled = jobs.run(ProfileTask(model=model, batch_size=2, device="cpu", headline=headline))
+    profiled = jobs.run(ProfileTask(model=model, batch_size=2, device="cpu", headline=BASELINE))
     jobs.progress = silent
 
     assert killed
@@ -151,13 +152,11 @@ def test_a_job_that_there_is_no_memory_for_is_not_begun_and_goes_on_when_there_i
     workspace, model = baseline
     free = [10 * 2**30]
     jobs = Jobs(workspace, available=lambda: free[0])
-    jobs.peak_bytes = 2**30
-    for name in ("one.parquet", "two.parquet"):
+    jobs.learn(BASELINE, "cpu")
+    names = ("one.parquet", "two.parquet", "three.parquet")
+    for name in names:
         (workspace.root / name).write_bytes((workspace.root / "split.parquet").read_bytes())
-    one, two = (
-        prepared(evaluation(model, split=name).split, workspace.path(model))[0]
-        for name in ("one.parquet", "two.parquet")
-    )
+    one, two, three = (prepared(evaluation(model, split=name).split, workspace.path(model))[0] for name in names)
     free[0] = 2**30
 
     with pytest.raises(
@@ -166,6 +165,11 @@ def test_a_job_that_there_is_no_memory_for_is_not_begun_and_goes_on_when_there_i
         jobs.run(one)
 
     assert copies() == []
+    # What a device allocates is no memory of the machine's.
+    jobs.learn(BASELINE, "cuda")
+    jobs.run(three)
+    jobs.close()
+    jobs.learn(BASELINE, "cpu")
     free[0] = 2 * 2**30
     jobs.run(one)
     # What the worker holds is the run's own, and free for the next job.
