@@ -21,7 +21,8 @@ SLOW_CONVERSION_S, SLOW_SHARE = 90.0, 0.5
 # What is left undone to the last: the race of the finalists, five sessions (24 s and 80 passes each for a ViT-B/16), the first look at the held-out
 # images, the winner's profile.
 END_S, END_PASSES = 90.0, 2_000
-REPORT_S = 60.0
+# Of that, what comes after the last look at held-out images: the winner's profile (140 to 500 passes) and the report.
+REPORT_S, REPORT_PASSES = 15.0, 300
 # Making deployments, and the evidence, have this much of a budget; without one, deployments have as much of what the run may come to as makes those
 # of a ViT-B/16 that ever led.
 SEARCH_SHARE, DEFAULT_SEARCH_SHARE, EVIDENCE_SHARE = 0.2, 0.25, 0.25
@@ -82,7 +83,7 @@ class Budget:
 
     def has_time_for(self, seconds: float) -> bool:
         """Return whether such work still leaves the time to write down the answer."""
-        return self.left_s - seconds >= REPORT_S
+        return self.left_s - seconds >= REPORT_S + REPORT_PASSES * self.pass_s
 
     def is_worth(self, seconds: float) -> bool:
         """Return whether a run of a slow model without a limit may take so long yet for what only makes its answer surer."""
