@@ -135,7 +135,7 @@ def deployment_of(plan: Plan, journal: Journal, choices: DeploymentChoices, goal
     promise = {
         (option.deployment.runtime, option.deployment.scheme): option.race_result.speedup
         if option.race_result
-        else float(option.deployed is not None or option.wants_time) - 1
+        else float(option.deployed is not None or option.wants_time or option.is_larger) - 1
         for option in (search.options if search else ())
     }
     possible = by_promise(possible_deployments(plan, choices))

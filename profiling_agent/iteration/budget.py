@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from profiling_agent.errors import RequestError
 from profiling_agent.jobs.timesheet import Timesheet
+from profiling_agent.records import SHARD
 
 # Without a budget: what a run of a large model, and of a small one, may come to before more of what gains little is left out. Of five attempts on the
 # small ViT the first saved 45% of the params, the others 46 to 49%. What its end takes beside what was expected of it keeps a run below 12,000.
@@ -19,13 +20,23 @@ SLOW_PASS_S = 0.025
 # A converter that compiles takes a minute or two; for a model whose run is short otherwise that is most of it.
 SLOW_CONVERSION_S, SLOW_SHARE = 90.0, 0.5
 # What is left undone to the last: the race of the finalists, five sessions (24 s and 80 passes each for a ViT-B/16), the first look at the held-out
-# images, the winner's profile.
-END_S, END_PASSES = 90.0, 2_000
+# images, the winner's profile. Of five models of 11 to 92 ms a pass it was 51 to 130 s, about 32 s and 910 passes (docs/decisions/LOG.md, 2026-11-26).
+END_S, END_PASSES = 50.0, 1_200
+# Without a limit more is kept: a run of a large model is to stay below 12,000 passes.
+DEFAULT_END_S, DEFAULT_END_PASSES = 90.0, 2_000
+# Another candidate's sessions and its images, after one has failed on the held-out ones.
+TEST_S, TEST_PASSES = 30.0, 600
 # Of that, what comes after the last look at held-out images: the winner's profile (140 to 500 passes) and the report.
 REPORT_S, REPORT_PASSES = 15.0, 300
 # Making deployments, and the evidence, have this much of a budget; without one, deployments have as much of what the run may come to as makes those
 # of a ViT-B/16 that ever led.
 SEARCH_SHARE, DEFAULT_SEARCH_SHARE, EVIDENCE_SHARE = 0.2, 0.25, 0.25
+# And with two attempts, without which nothing is learnt, the evidence has so much.
+PRUNING_SHARE, NUM_ATTEMPTS = 0.4, 2
+# Forward and backward passes of an attempt's compensation, for each calibration image.
+PRUNE_PASSES = 3.7
+# Decoding and resizing an image.
+PREPARE_S = 0.004
 # What `pruning.calibration` asks for at least, and what is looked at where it isn't known yet how many units there are.
 MIN_CALIBRATION, NUM_UNITS = 128, 24
 # Evidence on so many images: a forward and a backward pass of three quarters of them with their moments, and for each unit two widths, half of a
@@ -50,7 +61,14 @@ class Budget:
 
     def has_room_for(self, seconds: float) -> bool:
         """Return whether work that takes so long still leaves what the end of the run needs."""
-        return self.left_s - seconds >= end_s(self.pass_s)
+        return self.left_s - seconds >= self.end_s
+
+    @property
+    def end_s(self) -> float:
+        """Return what is kept for the end of the run."""
+        if self.limit_s is None:
+            return DEFAULT_END_S + DEFAULT_END_PASSES * self.pass_s
+        return least_end_s(self.pass_s)
 
     def allows_attempt(self, seconds: float, *, is_optional: bool) -> bool:
         """Return whether another attempt that takes so long is worth it.
@@ -59,7 +77,7 @@ class Budget:
         """
         if self.limit_s is None and not is_optional:
             return True
-        return self.timesheet.spent_s + seconds + end_s(self.pass_s) <= self.worth_s
+        return self.timesheet.spent_s + seconds + self.end_s <= self.worth_s
 
     @property
     def worth_s(self) -> float:
@@ -85,6 +103,17 @@ class Budget:
         """Return whether such work still leaves the time to write down the answer."""
         return self.left_s - seconds >= REPORT_S + REPORT_PASSES * self.pass_s
 
+    def has_time_for_a_test(self) -> bool:
+        """Return whether another candidate can be timed and tested on held-out images."""
+        return self.has_time_for(TEST_S + TEST_PASSES * self.pass_s)
+
+    def most_heldout(self, num_images: int) -> int:
+        """Return how many of so many held-out images there is time for, in whole shards and one at least, by the baseline's pace for both models."""
+        if self.limit_s is None:
+            return num_images
+        affordable = (self.left_s - REPORT_S - REPORT_PASSES * self.pass_s) / (2 * self.pass_s + PREPARE_S)
+        return min(num_images, SHARD * max(1, int(affordable // SHARD)))
+
     def is_worth(self, seconds: float) -> bool:
         """Return whether a run of a slow model without a limit may take so long yet for what only makes its answer surer."""
         return not self.is_sparing or self.timesheet.spent_s + seconds <= MOST_PASSES * self.pass_s
@@ -102,7 +131,7 @@ class Budget:
         return self.is_short or self.timesheet.spent_s - began_s + next_s <= share * self.worth_s
 
 
-def end_s(pass_s: float) -> float:
+def least_end_s(pass_s: float) -> float:
     """Return what the end of a run takes."""
     return END_S + END_PASSES * pass_s
 
@@ -113,7 +142,7 @@ def evidence_passes(num_images: int, num_units: int) -> float:
 
 
 def affordable_images(limit_s: float | None, pass_s: float, num_images: int, quietest_s: float | None = None) -> int:
-    """Return how many of the calibration images a budget allows: all of them, or the fewest that evidence can be had of.
+    """Return how many of the calibration images a budget allows, for the evidence and two attempts: all of them, or the fewest that evidence can be had of.
 
     How many units there are isn't known yet; a ViT-B has 24. Refused is what doesn't fit even at the fastest pass that was seen, `quietest_s`, or
     where none is given at `pass_s`: beside other work a pass may look ten times as slow as those of the next minute are.
@@ -124,7 +153,7 @@ def affordable_images(limit_s: float | None, pass_s: float, num_images: int, qui
     if limit_s is None:
         return num_images
     least_s = pass_s if quietest_s is None else quietest_s
-    needed = LEAST_S + LEAST_PASSES * least_s + end_s(least_s)
+    needed = LEAST_S + LEAST_PASSES * least_s + least_end_s(least_s)
     if limit_s < needed:
         # Of what a fast model needs, most is what any does.
         smaller = ", or a smaller model" if needed > 2 * (LEAST_S + END_S) else ""
@@ -132,5 +161,9 @@ def affordable_images(limit_s: float | None, pass_s: float, num_images: int, qui
             f"time_budget is {limit_s:.0f} s, and a model that takes {least_s:.2g} s for an image needs at least "
             f"{math.ceil(needed / 60)}m: give it so much{smaller}"
         )
-    is_affordable = evidence_passes(num_images, NUM_UNITS) * pass_s <= EVIDENCE_SHARE * limit_s
+    evidence = evidence_passes(num_images, NUM_UNITS)
+    attempts = NUM_ATTEMPTS * PRUNE_PASSES * num_images
+    is_affordable = (
+        evidence * pass_s <= EVIDENCE_SHARE * limit_s and (evidence + attempts) * pass_s <= PRUNING_SHARE * limit_s
+    )
     return num_images if is_affordable else min(MIN_CALIBRATION, num_images)

@@ -19,6 +19,7 @@ from profiling_agent.iteration.judge import hopeless_kl, is_doubtful, is_likely,
 from profiling_agent.iteration.selection import preference, size_ratio
 from profiling_agent.jobs.tasks import LayerTimesTask
 from profiling_agent.records import (
+    SHARD,
     ArtifactRef,
     DeployedModel,
     Deployment,
@@ -112,14 +113,15 @@ def try_deployments(
     trial, timesheet = Trial(evaluator, Variant.QUANTIZED, baseline), evaluator.jobs.timesheet
     tried = TriedDeployments((), None)
     shares = linear_share_of(evaluator.profile)
-    for group in in_rounds(deployments, evaluator.budget, evaluator.goal, evaluator.choices, shares):
+    rounds = in_rounds(deployments, evaluator.budget, evaluator.goal, evaluator.choices, shares)
+    began_s, last_s, tuned = timesheet.spent_s, 0.0, set[str]()
+    for number, group in enumerate(rounds, start=1):
         if tried.best is not None and tried.best.keeps_accuracy and trial.keeps_terms(tried.best, group.pruned):
             tried = replace(tried, options=(*tried.options, *_left_out(evaluator, group.deployments)))
             continue
         if evaluator.budget.limit_s is None:
             evaluator.deployer.prepare(model, group.deployments, choose_layers=True)
         options: list[DeploymentOption] = []
-        began_s, last_s = timesheet.spent_s, 0.0
         for deployment in group.deployments:
             made = [option.deployment for option in options if option.deployed]
             # One is made in any case.
@@ -129,8 +131,12 @@ def try_deployments(
             started_s = timesheet.spent_s
             option = evaluator.deployer.make(model, deployment, choose_layers=True)
             last_s = timesheet.spent_s - started_s
+            # Looking at layers is done once for all that have the scheme.
+            if option.tuned is not None and option.tuned.model.sha256 not in tuned:
+                tuned.add(option.tuned.model.sha256)
+                last_s = max(0.0, last_s - option.tuned.seconds)
             options.append(_checked(option, evaluator.goal))
-        tried = trial.joined(tried, options)
+        tried = trial.joined(tried, options, has_more=number < len(rounds))
     return tried
 
 
@@ -142,18 +148,23 @@ class Trial:
     variant: Variant
     baseline: Evaluation
 
-    def joined(self, tried: TriedDeployments, options: Sequence[DeploymentOption]) -> TriedDeployments:
-        """Race and measure `options`, made or refused, and return them with what was `tried` before, the best of all chosen."""
+    def joined(
+        self, tried: TriedDeployments, options: Sequence[DeploymentOption], *, has_more: bool = False
+    ) -> TriedDeployments:
+        """Race and measure `options`, made or refused, and return them with what was `tried` before, the best of all chosen.
+
+        With `has_more` another round waits for what this one shows.
+        """
         race, not_raced = tried.race, tried.not_raced
         entered = [option for option in options if _is_in(option)]
-        # Without a rival, here or in a round before, there is nothing to choose; the race at the end of the run shows whether it is faster at all.
-        if len(entered) > 1 or (entered and tried.options):
+        # Without a rival, here or in another round, there is nothing to choose; the race at the end of the run shows whether it is faster at all.
+        if len(entered) > 1 or (entered and (tried.options or has_more)):
             try:
                 race = self.race(entered)
                 options = [_raced(option, race) for option in options]
             except JobError as error:
                 not_raced = str(error)
-        found = (*tried.options, *self.finish(options))
+        found = (*tried.options, *self.finish(options, has_answer=tried.best is not None and tried.best.keeps_accuracy))
         return TriedDeployments(found, self._best(found), race, not_raced)
 
     def _best(self, options: Sequence[DeploymentOption]) -> DeploymentOption | None:
@@ -201,15 +212,17 @@ class Trial:
         first = (self.baseline.variant, self.baseline.model)
         return self.evaluator.race([first, *((self.variant, _model(option)) for option in entered)])
 
-    def finish(self, options: Sequence[DeploymentOption]) -> list[DeploymentOption]:
-        """Measure what nothing speaks against, the fastest first and that in full, until enough of it keeps the accuracy."""
+    def finish(self, options: Sequence[DeploymentOption], *, has_answer: bool = False) -> list[DeploymentOption]:
+        """Measure what nothing speaks against, the fastest first and that in full, until enough of it keeps the accuracy.
+
+        The fastest is measured in any case, but where the run `has_answer` already and no time.
+        """
         done = list(options)
         waiting = [index for index, option in enumerate(done) if option.evaluation is None and _is_in(option)]
         timesheet = self.evaluator.jobs.timesheet
-        num_kept, num_after, last_s = 0, 0, 0.0
+        num_kept, num_after, last_s = 0, 0, SHARD * self.evaluator.budget.pass_s
         for place, index in enumerate(sorted(waiting, key=lambda i: self._promise(done[i]))):
-            # The fastest is measured in any case.
-            if place and not self.evaluator.budget.has_room_for(last_s):
+            if (place or has_answer) and not self.evaluator.budget.has_room_for(last_s):
                 done[index] = done[index].model_copy(
                     update={"reason": "not measured: the time budget has no room for it", "wants_time": True}
                 )
@@ -329,7 +342,7 @@ def _left_out(evaluator: Evaluator, deployments: Sequence[Deployment]) -> list[D
         "not tried: before it is pruned it is larger than the contract allows, and a smaller one keeps the contract or would if it were pruned; "
         f"--runtimes {','.join(evaluator.choices.supported)} asks for it"
     )
-    return [DeploymentOption(deployment=deployment, reason=said, wants_time=True) for deployment in deployments]
+    return [DeploymentOption(deployment=deployment, reason=said, is_larger=True) for deployment in deployments]
 
 
 def _not_made(option: DeploymentOption) -> DeploymentOption:

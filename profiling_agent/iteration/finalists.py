@@ -1,6 +1,7 @@
 """Finalists: everything that may be returned, each as it would be deployed and measured on the search images."""
 
 import math
+from collections.abc import Sequence
 
 from profiling_agent.iteration.deployer import REFUSALS
 from profiling_agent.iteration.deployment_search import MAX_SHIFT, Trial
@@ -83,9 +84,9 @@ def finalists(evaluator: Evaluator, journal: Journal, found: tuple[Candidate, ..
     if goal.selection == "paper":
         return ranked(journal, goal)
     able = tuple(one for one in found if may_be_returned(one.evaluation, journal.baseline, goal))
-    if any(_is_all_asked(one, journal, goal) for one in able):
+    if any(is_all_asked(one, journal, goal) for one in able):
         return able
-    doubtful = [one for one in found if is_doubtful(one.evaluation, goal) and _is_all_asked(one, journal, goal)]
+    doubtful = [one for one in found if is_doubtful(one.evaluation, goal) and is_all_asked(one, journal, goal)]
     first = journal.quantized
     doubtful.sort(
         key=lambda one: (first is None or one.evaluation.model != first.model, -likelihood_of(one.evaluation, goal))
@@ -94,7 +95,18 @@ def finalists(evaluator: Evaluator, journal: Journal, found: tuple[Candidate, ..
     return (*able, *(likely or doubtful)[:MAX_DOUBTFUL])
 
 
-def _is_all_asked(candidate: Candidate, journal: Journal, goal: Goal) -> bool:
+def spared(
+    journal: Journal, goal: Goal, found: Sequence[Candidate], able: Sequence[Candidate]
+) -> tuple[Candidate, ...]:
+    """Return who of `found` is tested where all of `able` that are what the contract asks for have failed: of those in doubt the likeliest that is, if it rather keeps the accuracy."""
+    if goal.selection == "paper":
+        return ()
+    others = (one for one in found if one not in able and is_doubtful(one.evaluation, goal))
+    likely = [one for one in others if is_all_asked(one, journal, goal) and is_likely(one.evaluation, goal)]
+    return tuple(sorted(likely, key=lambda one: -likelihood_of(one.evaluation, goal))[:1])
+
+
+def is_all_asked(candidate: Candidate, journal: Journal, goal: Goal) -> bool:
     """Return whether a candidate is small enough, and fast enough by what the baseline showed in its deployment; an attempt isn't slower there."""
     search, deployment = journal.deployment_search, candidate.evaluation.deployment
     options = search.options if search else ()

@@ -8,12 +8,10 @@ another machine may be twice as fast or slow, so that what attempts really took 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from profiling_agent.iteration.budget import NUM_UNITS, Budget, evidence_passes
+from profiling_agent.iteration.budget import NUM_UNITS, PRUNE_PASSES, Budget, evidence_passes
 from profiling_agent.iteration.deployment_search import NUM_MEASURED
 from profiling_agent.records import SHARD
 
-# Forward and backward passes of the compensation, for each calibration image.
-PRUNE_PASSES = 3.7
 # A conversion with its KL, and the reference logits and layers before the first.
 DEPLOY_S, DEPLOY_PASSES, FIRST_DEPLOY_S = 2.5, 150, 15.0
 # One session that chooses among many, and one of those that tell.

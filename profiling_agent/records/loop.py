@@ -55,6 +55,9 @@ class DeploymentOption(Record):
     is_doubtful: bool = Field(default=False, description="whether they show neither that nor the contrary")
     reason: str
     wants_time: bool = Field(default=False, description="whether it went no further for want of time")
+    is_larger: bool = Field(
+        default=False, description="whether it was left out because a smaller one keeps the contract and it doesn't"
+    )
 
 
 class DeploymentSearch(Record):

@@ -572,9 +572,24 @@ def test_of_a_slow_model_what_is_larger_than_the_contract_allows_is_left_out(
     held, script = deployment_search(tmp_path, ALL, pass_s=pass_s, choices=choices, **goal)
 
     assert {task.deployment.name for task in script.asked if isinstance(task, tasks.DeployTask)} == expected
-    left_out = [option for option in held.options if option.wants_time]
+    left_out = [option for option in held.options if option.is_larger]
+    assert not any(option.wants_time for option in held.options)
     assert {option.deployment.name for option in left_out} == set(ALL) - expected
     assert all("larger than the contract allows" in option.reason for option in left_out)
+
+
+def test_a_lone_survivor_is_raced_where_others_wait_for_what_it_shows(tmp_path: Path):
+    """Unraced it would miss the contract's speed, and all that is too large would be made after it."""
+    broken = Made(fails=QuantizationError("no"))
+    tried = {name: Made() if "float" in name or name == "openvino static" else broken for name in ALL}
+    held, script = deployment_search(tmp_path, tried, pass_s=0.1)
+
+    assert held.chosen is not None
+    assert held.chosen.name == "openvino static"
+    assert {option.deployment.name for option in held.options if option.is_larger} == {
+        name for name in ALL if "float" in name
+    }
+    assert sum(isinstance(task, tasks.RaceTask) for task in script.asked) == 1
 
 
 @pytest.mark.parametrize("bad", [Made(lost=200, speedup=3.0), Made(speedup=1.2)])

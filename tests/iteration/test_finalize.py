@@ -308,6 +308,52 @@ def test_of_two_in_doubt_that_lost_alike_the_one_seen_on_more_images_is_next(tmp
     assert (final.winner.evaluation.model.path, final.verdict.outcome) == ("jobs/likely", Outcome.MET)
 
 
+def shown(scheme: Any, name: str, seen: tuple[int, int], speedup: float) -> DeploymentOption:
+    """Return a deployment that keeps the accuracy by a thousand search images, of which so many were lost and gained."""
+    made_of = option("onnxruntime", scheme, name, lost=0)
+    assert made_of.evaluation is not None
+    return made_of.model_copy(
+        update={
+            "evaluation": made_of.evaluation.model_copy(update={"drop": made.drop(*seen)}),
+            "race_result": made.race_result(name, speedup, speedup - 0.1, speedup + 0.1),
+        }
+    )
+
+
+def test_where_all_that_keep_the_contract_have_failed_the_likeliest_in_doubt_is_tested(tmp_path: Path):
+    """A RegNetY's int8 of one runtime lost too much on held-out images, and nobody asked the other's, in doubt by a hair."""
+    small = shown("static", "small", (0, 5), 5.0)
+    likely = doubtful_option("static", "likely", (18, 0), 10.0)
+    search = DeploymentSearch(options=(small, likely), chosen=small.deployment)
+    final, script = chosen(
+        tmp_path,
+        (),
+        {"small": 30, "likely": 5},
+        {"small": 5.0, "likely": 10.0},
+        search=search,
+        goal={"max_size_ratio": 0.5},
+        script=Large,
+    )
+    assert script.opened == ["small", "likely"]
+    assert (final.winner.evaluation.model.path, final.verdict.outcome) == ("jobs/likely", Outcome.MET)
+
+
+def test_one_that_answers_half_as_many_images_otherwise_stays_in_line_though_it_lost_more(tmp_path: Path):
+    small, large = shown("static", "small", (40, 60), 5.0), shown("float32", "large", (3, 2), 4.0)
+    search = DeploymentSearch(options=(small, large), chosen=small.deployment)
+    final, script = chosen(
+        tmp_path,
+        (),
+        {"small": 30, "large": 1},
+        {"small": 5.0, "large": 4.0},
+        search=search,
+        goal={"max_size_ratio": 0.5},
+        script=Large,
+    )
+    assert script.opened == ["small", "large"]
+    assert (final.winner.evaluation.model.path, final.verdict.binding) == ("jobs/large", "size")
+
+
 @pytest.mark.parametrize(
     ("lost", "said"),
     [
