@@ -69,6 +69,8 @@ def fitted(
     labels = torch.tensor(chosen[label])
     names = rows.features[label].names
     _fit_(last, features, labels, len(names), num_judged)
+    # PVT's config has a number of its own beside the names.
+    model.config.num_labels = len(names)
     model.config.id2label = dict(enumerate(names))
     model.config.label2id = {each: number for number, each in enumerate(names)}
     with torch.no_grad():

@@ -34,7 +34,7 @@ def verdict_table(report: RunReport, root: Path) -> Group:
     """Return the verdict, the contract, before and after, the attempts and the files."""
     verdict = report.verdict
     head = f"{verdict.outcome}{' (certified)' if verdict.certified else ''}: {verdict.explanation}"
-    terms = folded_table("contract", "term", "asked", "measured", "holds")
+    terms = folded_table(f"contract, measured of {report.judged}", "term", "asked", "measured", "holds")
     for term in verdict.terms:
         terms.add_row(term.name, asked(term), measured(term), "yes" if term.holds else "no")
     sides = folded_table(

@@ -132,6 +132,20 @@ class RunReport(Record):
     environment: Environment
 
     @property
+    def judged(self) -> str:
+        """Return which model the contract's terms were measured of: where the baseline is returned, one that held-out images refused."""
+        is_refused = self.kept_beside is not None and self.best.variant is Variant.BASELINE
+        return "the candidate that held-out images refused, kept beside" if is_refused else "the returned model"
+
+    @property
+    def certifying(self) -> str:
+        """Return how many held-out images would certify the contract, as a sentence; nothing where that isn't known."""
+        number, there = self.verdict.images_to_certify, self.acquired.heldout.num_images
+        if not number:
+            return ""
+        return f"About {number:,} held-out images would certify it{f'; there are {there:,}' if number > there else ''}."
+
+    @property
     def race_result(self) -> RaceResult | None:
         """Return the times of the returned model; None where it was not timed."""
         return next((row.race_result for row in self.variants if row.evaluation.model == self.heldout.model), None)
