@@ -33,14 +33,25 @@ PAPER = re.compile(r"\bpaper\b")
 LOG = "docs/decisions/LOG.md"
 # Names of models in the pages, the longer ones first, and those in the files.
 MODELS = {
+    r"DINOv2-S": r"dinov2-s",
+    r"DeiT-S": r"deit-s",
+    r"Swin-T": r"swin-t",
+    r"ConvNeXt-T": r"convnext-t",
+    r"ResNet-50": r"resnet-50",
+    r"RegNetY": r"regnety",
+    r"EfficientNet": r"efficientnet",
+    r"MobileNetV2": r"mobilenetv2",
+    r"MobileViT": r"mobilevit",
+    r"SegFormer": r"segformer",
+    r"PVT-T": r"pvt-t",
     r"ViT-B": r"vit-b",
     r"DeiT-B": r"deit-b",
     r"Swin-B": r"swin-b",
     r"ResNet-101": r"resnet-101",
-    r"DeiT": r"deit(?!-b)",
+    r"DeiT": r"deit(?!-[bs])",
     r"ViT": r"vit(?!-b)",
-    r"Swin": r"swin(?!-b)",
-    r"ResNet": r"resnet(?!-101)",
+    r"Swin": r"swin(?!-[bt])",
+    r"ResNet": r"resnet(?!-101|-50)",
     r"MobileNet": r"mobilenet",
 }
 # What a label or a column's head says, and which rows of JSON that means: a field, and what it holds. The first of a field that fits counts.

@@ -50,7 +50,7 @@ def test_memory_is_looked_at_for_small_models_and_for_large_ones():
     states = {free: memory_found(free, 16e9).state for free in (3.9e9, 4e9, 9.9e9, 10e9)}
 
     assert list(states.values()) == ["problem", "note", "note", "ok"]
-    assert memory_found(5e9, 16e9).seen == "5.00 GB free of 16.00 GB"
+    assert memory_found(5e9, 16e9).seen == "5 GB free of 16 GB"
     assert "5 to 9 GB: --time-budget" in memory_found(5e9, 16e9).advice
 
 
