@@ -12,6 +12,7 @@ from profiling_agent.analysis.guards import NATS_A_POINT
 from profiling_agent.benchmarking.race import noise_warning
 from profiling_agent.deployment.layer_times import NUM_PASSES
 from profiling_agent.errors import JobError
+from profiling_agent.iteration.budget import SLOW_CONVERSION_S
 from profiling_agent.iteration.deployer import REFUSALS
 from profiling_agent.iteration.deployments import INT8, MOST_PRUNED, SLOW_TO_MAKE, in_rounds, linear_share_of
 from profiling_agent.iteration.evaluator import Evaluator
@@ -327,7 +328,9 @@ def _not_worth_it(
         return "not tried: those before it have taken what a run of such a model is worth; a --time-budget that is longer asks for it"
     has_others = any(other.runtime not in SLOW_TO_MAKE | {"eager"} for other in made)
     is_slow = deployment.runtime in SLOW_TO_MAKE and has_others and not choices.is_named
-    if is_slow and not budget.allows_slow_conversion():
+    # Of a budget it is to fit into the search's share, where without one only the run has to be worth it.
+    fits = budget.limit_s is None or budget.allows_search(began_s, SLOW_CONVERSION_S)
+    if is_slow and not (fits and budget.allows_slow_conversion()):
         if budget.limit_s is not None:
             return "not tried: the time budget has no room for a conversion that takes minutes"
         return (

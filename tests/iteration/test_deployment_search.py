@@ -535,6 +535,19 @@ def test_a_time_budget_ends_the_search_once_it_has_had_its_share(tmp_path: Path)
     assert "no room for more deployments" in reasons(held)["eager bfloat16"]
 
 
+@pytest.mark.parametrize(("time_budget_s", "is_made"), [(740.0, False), (760.0, True)])
+def test_a_conversion_that_takes_minutes_has_to_fit_into_the_searchs_share(
+    tmp_path: Path, time_budget_s: float, is_made: bool
+):
+    """A minute was used, and another would leave some of the fifth; a PVT's took 88 s, for which the run had a plan less."""
+    tried = {"openvino static": Made(), "inductor static": Made()}
+    held, script = deployment_search(tmp_path, tried, scripted=Timed, time_budget_s=time_budget_s)
+
+    made_of = [task.deployment.name for task in script.asked if isinstance(task, tasks.DeployTask)]
+    assert made_of == ["openvino static", "inductor static"][: 1 + is_made]
+    assert ("no room for a conversion that takes minutes" in reasons(held)["inductor static"]) != is_made
+
+
 @pytest.mark.parametrize(
     ("others", "is_named", "is_made"),
     [
