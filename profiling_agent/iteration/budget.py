@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from profiling_agent.errors import RequestError
 from profiling_agent.jobs.timesheet import Timesheet
-from profiling_agent.records import SHARD
 
 # Without a budget: what a run of a large model, and of a small one, may come to before more of what gains little is left out. Of five attempts on the
 # small ViT the first saved 45% of the params, the others 46 to 49%. What its end takes beside what was expected of it keeps a run below 12,000.
@@ -24,8 +23,8 @@ SLOW_CONVERSION_S, SLOW_SHARE = 90.0, 0.5
 END_S, END_PASSES = 50.0, 1_200
 # Without a limit more is kept: a run of a large model is to stay below 12,000 passes.
 DEFAULT_END_S, DEFAULT_END_PASSES = 90.0, 2_000
-# Another candidate's sessions and its images, after one has failed on the held-out ones.
-TEST_S, TEST_PASSES = 30.0, 600
+# Another candidate's sessions, after one has failed on the held-out images, and what both models take for one of these.
+TEST_S, TEST_PASSES, BOTH = 30.0, 600, 1.5
 # Of that, what comes after the last look at held-out images: the winner's profile (140 to 500 passes) and the report.
 REPORT_S, REPORT_PASSES = 15.0, 300
 # Making deployments, and the evidence, have this much of a budget; without one, deployments have as much of what the run may come to as makes those
@@ -35,8 +34,6 @@ SEARCH_SHARE, DEFAULT_SEARCH_SHARE, EVIDENCE_SHARE = 0.2, 0.25, 0.25
 PRUNING_SHARE, NUM_ATTEMPTS = 0.4, 2
 # Forward and backward passes of an attempt's compensation, for each calibration image.
 PRUNE_PASSES = 3.7
-# Decoding and resizing an image.
-PREPARE_S = 0.004
 # What `pruning.calibration` asks for at least, and what is looked at where it isn't known yet how many units there are.
 MIN_CALIBRATION, NUM_UNITS = 128, 24
 # Evidence on so many images: a forward and a backward pass of three quarters of them with their moments, and for each unit two widths, half of a
@@ -103,16 +100,10 @@ class Budget:
         """Return whether such work still leaves the time to write down the answer."""
         return self.left_s - seconds >= REPORT_S + REPORT_PASSES * self.pass_s
 
-    def has_time_for_a_test(self) -> bool:
-        """Return whether another candidate can be timed and tested on held-out images."""
-        return self.has_time_for(TEST_S + TEST_PASSES * self.pass_s)
-
-    def most_heldout(self, num_images: int) -> int:
-        """Return how many of so many held-out images there is time for, in whole shards and one at least, by the baseline's pace for both models."""
-        if self.limit_s is None:
-            return num_images
-        affordable = (self.left_s - REPORT_S - REPORT_PASSES * self.pass_s) / (2 * self.pass_s + PREPARE_S)
-        return min(num_images, SHARD * max(1, int(affordable // SHARD)))
+    def has_time_for_a_test(self, num_images: int) -> bool:
+        """Return whether another candidate can be timed, and tested on so many held-out images."""
+        seconds = TEST_S + (TEST_PASSES + BOTH * num_images) * self.pass_s
+        return self.has_time_for(seconds) and self.is_worth(seconds)
 
     def is_worth(self, seconds: float) -> bool:
         """Return whether a run of a slow model without a limit may take so long yet for what only makes its answer surer."""

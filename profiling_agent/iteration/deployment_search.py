@@ -115,7 +115,7 @@ def try_deployments(
     tried = TriedDeployments((), None)
     shares = linear_share_of(evaluator.profile)
     rounds = in_rounds(deployments, evaluator.budget, evaluator.goal, evaluator.choices, shares)
-    began_s, last_s, tuned = timesheet.spent_s, 0.0, set[str]()
+    began_s, last_s, tuned = timesheet.spent_s, 0.0, set[bool]()
     for number, group in enumerate(rounds, start=1):
         if tried.best is not None and tried.best.keeps_accuracy and trial.keeps_terms(tried.best, group.pruned):
             tried = replace(tried, options=(*tried.options, *_left_out(evaluator, group.deployments)))
@@ -123,6 +123,8 @@ def try_deployments(
         if evaluator.budget.limit_s is None:
             evaluator.deployer.prepare(model, group.deployments, choose_layers=True)
         options: list[DeploymentOption] = []
+        if evaluator.budget.limit_s is None:
+            began_s, last_s = timesheet.spent_s, 0.0
         for deployment in group.deployments:
             made = [option.deployment for option in options if option.deployed]
             # One is made in any case.
@@ -132,9 +134,9 @@ def try_deployments(
             started_s = timesheet.spent_s
             option = evaluator.deployer.make(model, deployment, choose_layers=True)
             last_s = timesheet.spent_s - started_s
-            # Looking at layers is done once for all that have the scheme.
-            if option.tuned is not None and option.tuned.model.sha256 not in tuned:
-                tuned.add(option.tuned.model.sha256)
+            # Looking at layers is done once for all that are static, and once for all that are dynamic.
+            if option.tuned is not None and (is_dynamic := deployment.scheme == "dynamic") not in tuned:
+                tuned.add(is_dynamic)
                 last_s = max(0.0, last_s - option.tuned.seconds)
             options.append(_checked(option, evaluator.goal))
         tried = trial.joined(tried, options, has_more=number < len(rounds))

@@ -73,8 +73,6 @@ class Evaluator:
     goal: Goal
     settings: Settings
     choices: DeploymentChoices = field(default_factory=DeploymentChoices)
-    # How many images of a split the baseline was shown.
-    _num_shown: dict[str, int] = field(default_factory=dict[str, int], init=False, repr=False, compare=False)
 
     @property
     def device(self) -> str:
@@ -150,10 +148,7 @@ class Evaluator:
 
     def evaluate_baseline(self, split: SplitInfo, images: range | None = None) -> Evaluation:
         """Measure the baseline on `split`, or on these images of it, whole shards; what was measured is read back."""
-        measured = self.evaluate(Variant.BASELINE, self.baseline, split, images=images)
-        shown = images.stop if images is not None else split.num_images
-        self._num_shown[split.name] = max(shown, self._num_shown.get(split.name, 0))
-        return measured
+        return self.evaluate(Variant.BASELINE, self.baseline, split, images=images)
 
     def search(
         self, variant: Variant, model: ArtifactRef, deployment: Deployment | None = None, *, in_full: bool = True
@@ -173,9 +168,8 @@ class Evaluator:
             counts = counts_of(seen.drop)
             if decide(counts, self.goal.max_accuracy_drop, EARLY_ERROR) != "undecided":
                 return seen.model_copy(update={"drop": at_a_look(counts, 2)})
-            own_s = (len(every) / SHARD - 1) * (self.jobs.timesheet.spent_s - began_s)
-            beside_s = max(0, len(every) - self._num_shown[split.name]) * self.budget.pass_s
-            has_room = self.budget.has_room_for(own_s + beside_s)
+            shard_s = SHARD * self.budget.pass_s + self.jobs.timesheet.spent_s - began_s
+            has_room = self.budget.has_room_for((len(every) / SHARD - 1) * shard_s)
             may_do = not in_full and (keeps_accuracy(seen, self.goal) or self.budget.is_slow)
             suffices = may_do or not has_room
             # So few images must not make a point estimate of what a bound of all would be.

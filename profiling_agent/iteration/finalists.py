@@ -99,7 +99,9 @@ def spared(
     journal: Journal, goal: Goal, found: Sequence[Candidate], able: Sequence[Candidate]
 ) -> tuple[Candidate, ...]:
     """Return who of `found` is tested where all of `able` that are what the contract asks for have failed: of those in doubt the likeliest that is, if it rather keeps the accuracy."""
-    if goal.selection == "paper":
+    # Two in doubt are enough; and of a spare nobody has raced the memory.
+    has_doubtful = any(is_doubtful(one.evaluation, goal) for one in able)
+    if goal.selection == "paper" or has_doubtful or goal.max_memory_ratio is not None:
         return ()
     others = (one for one in found if one not in able and is_doubtful(one.evaluation, goal))
     likely = [one for one in others if is_all_asked(one, journal, goal) and is_likely(one.evaluation, goal)]

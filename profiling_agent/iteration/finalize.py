@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 from profiling_agent.benchmarking.race import noise_warning
 from profiling_agent.errors import JobError
+from profiling_agent.iteration.budget import TEST_S
 from profiling_agent.iteration.deployment_search import memory_if_measurable
 from profiling_agent.iteration.evaluator import Evaluator
 from profiling_agent.iteration.finalists import finalists, is_all_asked, measured, spared
@@ -16,7 +17,18 @@ from profiling_agent.iteration.ranking import Ranking
 from profiling_agent.iteration.selection import changed, lost, size_ratio
 from profiling_agent.iteration.speed import better, estimate
 from profiling_agent.iteration.verdict import Facts, decide
-from profiling_agent.records import AccuracyDrop, Candidate, Evaluation, Goal, Journal, Race, Record, Variant, Verdict
+from profiling_agent.records import (
+    SHARD,
+    AccuracyDrop,
+    Candidate,
+    Evaluation,
+    Goal,
+    Journal,
+    Race,
+    Record,
+    Variant,
+    Verdict,
+)
 
 # The winner, and milder ones in its place: of the error, what a fourth would have is not worth its images.
 MAX_TESTED = 3
@@ -71,18 +83,18 @@ def finalize(evaluator: Evaluator, journal: Journal) -> FinalChoice:
     screening = ranking.race if ranking else None
     failed: list[_Tested] = []
     while line.order and len(failed) < MAX_TESTED:
-        if failed and not evaluator.budget.has_time_for_a_test():
+        if failed and not _has_time_to_test(evaluator, line.order[0]):
             notes = (*notes, f"the time budget has no room to test {_name(line.order[0])}")
             break
         try:
             winner, race = _time(evaluator, line)
         except JobError as error:
             notes = (*notes, f"{_name(line.order[0])} could not be timed: {error}")
-            line = line.without(line.order[0])
+            line = line.without(line.order[0], journal, evaluator.goal)
             continue
         if (result := race.result_of(winner.evaluation.model)).speedup_high < 1:
             notes = (*notes, f"{_name(winner)} is shown slower ({result.speedup:.2f}x) and was left out")
-            line = line.without(winner)
+            line = line.without(winner, journal, evaluator.goal)
             continue
         notes = (*notes, f"{_name(winner)} {DOUBTFUL}") if is_doubtful(winner.evaluation, evaluator.goal) else notes
         tested = _test(evaluator, winner, race, is_first=not failed)
@@ -115,16 +127,26 @@ class _Line:
     ranking: Ranking | None
     spare: tuple[Candidate, ...] = ()
 
-    def without(self, one: Candidate) -> "_Line":
-        return replace(self, order=tuple(other for other in self.order if other != one))
+    def without(self, one: Candidate, journal: Journal, goal: Goal) -> "_Line":
+        """Return who is left without one that can't be timed or is slower."""
+        return self._of(tuple(other for other in self.order if other != one), journal, goal)
 
     def after(self, failed: Candidate, journal: Journal, goal: Goal) -> "_Line":
         """Return who is left after one has failed on the held-out images."""
         order = tuple(one for one in self.order if one != failed and _is_next(one, failed, goal))
+        return self._of(order, journal, goal)
+
+    def _of(self, order: tuple[Candidate, ...], journal: Journal, goal: Goal) -> "_Line":
         if not self.spare or any(is_all_asked(one, journal, goal) for one in order):
             return replace(self, order=order)
         # They were in no race of finalists, so that nobody is their runner-up.
         return _Line((*self.spare, *order), None)
+
+
+def _has_time_to_test(evaluator: Evaluator, candidate: Candidate) -> bool:
+    """Return whether one more candidate can be tested: one in doubt sees as many images as it was searched on."""
+    in_doubt = is_doubtful(candidate.evaluation, evaluator.goal)
+    return evaluator.budget.has_time_for_a_test(candidate.evaluation.predictions.num_images if in_doubt else SHARD)
 
 
 def _test(evaluator: Evaluator, winner: Candidate, race: Race, *, is_first: bool) -> _Tested:
@@ -206,7 +228,8 @@ def _is_next(one: Candidate, failed: Candidate, goal: Goal) -> bool:
         return True
     if not is_doubtful(failed.evaluation, goal):
         # What int8 lost says little of bfloat16, which answers half as many images otherwise.
-        return not is_doubtful(one.evaluation, goal) and changed(one) <= MILDER * changed(failed)
+        is_accepted = goal.selection != "paper" and not is_doubtful(one.evaluation, goal)
+        return is_accepted and changed(one) <= MILDER * changed(failed)
     return not is_doubtful(one.evaluation, goal) or likelihood_of(one.evaluation, goal) >= likelihood_of(
         failed.evaluation, goal
     )
@@ -235,7 +258,8 @@ def _facts(evaluator: Evaluator, tested: _Tested) -> Facts:
 def _verdict(evaluator: Evaluator, journal: Journal, facts: Facts) -> Verdict:
     facts = facts.model_copy(update={"unproven": why_unproven(evaluator.acquired, evaluator.goal)})
     verdict = decide(facts, evaluator.goal)
-    if verdict.binding in ("speed", "size"):
+    # As a run with a budget looks at held-out images to its end, there may be no time to cut a model as far as is allowed, and convert it.
+    if verdict.binding in ("speed", "size") and evaluator.budget.has_time_for(TEST_S):
         return decide(facts, evaluator.goal, find_limit(evaluator, journal, verdict.binding))
     return verdict
 

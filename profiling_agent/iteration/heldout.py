@@ -5,7 +5,6 @@ from collections.abc import Iterator, Sequence
 
 from profiling_agent.evaluation.intervals import at_a_look
 from profiling_agent.evaluation.sequential import Counts, can_be_shown, decide
-from profiling_agent.iteration.budget import Budget
 from profiling_agent.iteration.evaluator import MAX_AT_ONCE, Evaluator
 from profiling_agent.jobs.tasks import OpenHeldoutTask
 from profiling_agent.records import SHARD, AccuracyDrop, Evaluation, Opening, Predictions, Record
@@ -52,8 +51,7 @@ def run_heldout_test(
     knows nothing of the answers, so that stopping by it favours none.
     `candidate` was measured on the search images. The test is noted in the user's ledger first, which says how often it may
     be wrong; `fresh` says why no test before it is to count. The baseline sees the same images and no others.
-    With `at_once` as many are looked at as the candidate was searched on, whatever they say: a sample of a fixed size, which says more. So are as many as there is
-    time for, where these are few.
+    With `at_once` as many are looked at as the candidate was searched on, whatever they say: a sample of a fixed size, which says more.
     """
     heldout = evaluator.acquired.heldout
     task = OpenHeldoutTask(baseline=evaluator.baseline, candidate=candidate.model, heldout=heldout, fresh=fresh)
@@ -61,7 +59,9 @@ def run_heldout_test(
     baselines, candidates, counts = list[Evaluation](), list[Evaluation](), Counts(0, 0, 0)
     drop: AccuracyDrop | None = None
     seen, began_s = 0, evaluator.jobs.timesheet.spent_s
-    parts, is_fixed = _planned(evaluator.budget, heldout.num_images, candidate if at_once else None)
+    # Whole shards.
+    seen_in_search = -(-candidate.predictions.num_images // SHARD) * SHARD
+    parts = iter([range(min(seen_in_search, heldout.num_images))]) if at_once else looks(heldout.num_images)
     for part in parts:
         part_s = _per_image_s(evaluator, seen, began_s) * len(part) if seen else 0.0
         if seen and not evaluator.budget.has_time_for(part_s):
@@ -78,7 +78,7 @@ def run_heldout_test(
         assert drop is not None, "a candidate is always compared with the baseline"
         seen += len(part)
         counts = counts.with_more(drop.num_lost, drop.num_gained, drop.num_images)
-        if len(part) < heldout.num_images and not is_fixed:
+        if len(part) < heldout.num_images and not at_once:
             # Whether there is to be another look was asked before each but the first, and is asked after it.
             drop = at_a_look(counts, len(baselines) + 1)
         if decide(counts, evaluator.goal.max_accuracy_drop, error_of(opening)) != "undecided":
@@ -89,14 +89,6 @@ def run_heldout_test(
         ):
             break
     return HeldoutTest(baseline=_joined(baselines), candidate=_joined(candidates, drop), opening=opening)
-
-
-def _planned(budget: Budget, num_images: int, like: Evaluation | None) -> tuple[Iterator[range], bool]:
-    """Return which of the images to look at, one part after another, and whether that is a sample of a fixed size: as many, in whole shards, as it was searched on `like`."""
-    if like is not None:
-        return iter([range(min(-(-like.predictions.num_images // SHARD) * SHARD, num_images))]), True
-    affordable = budget.most_heldout(num_images)
-    return (looks(affordable), True) if affordable <= MAX_AT_ONCE else (looks(num_images), False)
 
 
 def is_in_vain(counts: Counts, num_left: int, max_drop: float, error: float) -> bool:

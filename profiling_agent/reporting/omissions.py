@@ -12,8 +12,7 @@ def omissions(report: RunReport) -> tuple[str, ...]:
     number, most = len(report.attempts), report.request.max_iterations
     seen, heldout = report.heldout.predictions.num_images, report.acquired.heldout.num_images
     accuracy = next(term for term in report.verdict.terms if term.name == "accuracy")
-    is_undecided = accuracy.bound is not None and accuracy.bound > accuracy.required
-    is_cut = is_undecided and seen < heldout and (accuracy.holds or report.request.time_budget is not None)
+    is_cut = accuracy.holds and accuracy.bound is not None and accuracy.bound > accuracy.required and seen < heldout
     said = (
         (bool(untried), f"deployments that were not tried: {_names(untried)}"),
         (bool(unmeasured), f"deployments that were made and not measured: {_names(unmeasured)}"),

@@ -84,20 +84,14 @@ def test_fewer_images_calibrate_where_evidence_would_take_more_than_a_quarter():
     assert affordable_images(913.0, PASS_S, 256) == 128
 
 
-def test_held_out_images_are_as_many_as_there_is_time_for_both_models(tmp_path: Path):
-    # 45 s are for the report; an image takes both models 0.2 s, and 4 ms to be prepared.
-    assert budget(tmp_path, 400.0, 655.0).most_heldout(5000) == 1024
-    assert budget(tmp_path, 400.0, 653.0).most_heldout(5000) == 512
-    assert budget(tmp_path, 400.0, 401.0).most_heldout(5000) == 512
-    assert budget(tmp_path, 400.0, 655.0).most_heldout(700) == 700
-    assert budget(tmp_path, 400.0, None).most_heldout(5000) == 5000
-
-
 def test_another_test_needs_its_sessions_and_its_images(tmp_path: Path):
-    # 30 s and 600 passes, and those 45 s.
-    assert budget(tmp_path, 400.0, 535.0).has_time_for_a_test()
-    assert not budget(tmp_path, 400.0, 534.0).has_time_for_a_test()
-    assert budget(tmp_path, 400.0, None).has_time_for_a_test()
+    # 30 s and 600 passes, 1.5 for each of 400 images, and 15 s and 300 passes for the report.
+    assert budget(tmp_path, 400.0, 595.0).has_time_for_a_test(400)
+    assert not budget(tmp_path, 400.0, 594.0).has_time_for_a_test(400)
+    # Without a limit a slow model's run stays below 11,000 passes, 1,100 s.
+    assert budget(tmp_path, 950.0, None).has_time_for_a_test(400)
+    assert not budget(tmp_path, 951.0, None).has_time_for_a_test(400)
+    assert budget(tmp_path, 1e6, None, 0.001).has_time_for_a_test(400)
 
 
 def test_a_budget_for_nothing_says_what_would_do():

@@ -228,7 +228,7 @@ class Large(Script):
 
     def EvaluateTask(self, task: Any) -> Evaluated:  # noqa: N802
         done = super().EvaluateTask(task)
-        size_bytes = 1000 if task.model.path in ("jobs/small", "jobs/likely") else 4000
+        size_bytes = 1000 if task.model.path in ("jobs/small", "jobs/likely", "jobs/third") else 4000
         return done.model_copy(update={"footprint": done.footprint.model_copy(update={"size_bytes": size_bytes})})
 
     def PruneTask(self, task: Any) -> Any:  # noqa: N802
@@ -336,6 +336,34 @@ def test_where_all_that_keep_the_contract_have_failed_the_likeliest_in_doubt_is_
     )
     assert script.opened == ["small", "likely"]
     assert (final.winner.evaluation.model.path, final.verdict.outcome) == ("jobs/likely", Outcome.MET)
+
+
+def test_so_is_it_where_nobody_else_is_as_fast_as_the_baseline(tmp_path: Path):
+    small = shown("static", "small", (0, 5), 5.0)
+    likely = doubtful_option("static", "likely", (18, 0), 10.0)
+    search = DeploymentSearch(options=(small, likely), chosen=small.deployment)
+    speedups = {"small": 0.5, "likely": 10.0}
+    final, script = chosen(
+        tmp_path, (), {"likely": 5}, speedups, search=search, goal={"max_size_ratio": 0.5}, script=Large
+    )
+    assert script.opened == ["likely"]
+    assert final.winner.evaluation.model.path == "jobs/likely"
+
+
+def test_where_two_in_doubt_are_in_line_no_third_is_tested(tmp_path: Path):
+    large = option("onnxruntime", "float32", "large", lost=0, size_bytes=4000)
+    large = large.model_copy(update={"race_result": made.race_result("large", 5.0, 4.9, 5.1)})
+    small = doubtful_option("static_nncf", "small", (17, 0), 20.0)
+    likely = doubtful_option("static", "likely", (18, 0), 10.0)
+    third = doubtful_option("bfloat16", "third", (19, 0), 15.0)
+    search = DeploymentSearch(options=(large, small, likely, third), chosen=small.deployment)
+    speedups = {"large": 5.0, "small": 20.0, "likely": 10.0, "third": 15.0}
+    final, script = chosen(
+        tmp_path, (), {"small": 30}, speedups, search=search, goal={"max_size_ratio": 0.5}, script=Large
+    )
+    # The other one in doubt is less likely than the one that failed, and the third less than that.
+    assert script.opened == ["small", "large"]
+    assert final.winner.evaluation.model.path == "jobs/large"
 
 
 def test_one_that_answers_half_as_many_images_otherwise_stays_in_line_though_it_lost_more(tmp_path: Path):

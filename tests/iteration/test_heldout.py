@@ -151,23 +151,6 @@ def test_no_more_images_are_looked_at_than_a_time_budget_has_room_for(tmp_path: 
     assert jobs.asked[-1] == (CANDIDATE.path, range(3072, 4096))
 
 
-def test_where_a_time_budget_has_room_for_few_images_they_are_looked_at_at_once(tmp_path: Path):
-    """A sample of a fixed size says more than one that might have been stopped: six lost and five gained of 1,024 are shown inside a point."""
-    tester, jobs = evaluator(tmp_path, 8000, every(170))
-    jobs.right[BASELINE.path] = every(171)
-    settings = tester.settings.model_copy(update={"time_budget_s": 300.0})
-    tester = replace(tester, profile=made.profile(pass_s=0.1), settings=settings)
-    tested = run_heldout_test(tester, MEASURED)
-
-    # 45 s are for the report, and of the other 255 each image takes 0.204.
-    drop = tested.candidate.drop
-    assert drop is not None
-    assert (drop.num_images, drop.num_looks) == (1024, 1)
-    assert (drop.num_lost, drop.num_gained) == (6, 5)
-    assert one_sided_bound(drop, 1 - error_of(tested.opening)) < 0.01
-    assert jobs.asked == [(model.path, range(1024)) for model in (BASELINE, CANDIDATE)]
-
-
 @pytest.mark.parametrize(
     ("lost", "gained", "pass_s", "time_budget_s", "seen"),
     [
