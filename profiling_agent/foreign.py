@@ -34,7 +34,7 @@ def foreign_code(refuse: Refuse) -> Generator[None]:
     """
     try:
         yield
-    except (ProfilingAgentError, MemoryError):
+    except ProfilingAgentError:
         raise
     except Exception as error:
         if is_out_of_memory(error) or is_ours(error.__traceback__):

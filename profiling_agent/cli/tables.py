@@ -11,7 +11,7 @@ from rich.text import Text
 from profiling_agent.benchmarking.race import noise_warning
 from profiling_agent.benchmarking.saved import Measurements
 from profiling_agent.handover.candidates import Measured
-from profiling_agent.records import ApprovalQuestion, Comparison, ModelProfile, Race
+from profiling_agent.records import ApprovalQuestion, Comparison, ModelProfile, Race, by_cause
 from profiling_agent.reporting.machines import differences
 from profiling_agent.reporting.reflection import choices, predictions, subject_of
 from profiling_agent.reporting.report import RunReport
@@ -231,11 +231,7 @@ def profile_tables(profile: ModelProfile) -> tuple[Table, ...]:
         units.add_row(Text(unit.name), unit.kind, str(unit.width), str(unit.step), count(unit.params_per_channel))
     for kind, reason in profile.absent.items():
         units.add_row(Text(reason), kind, "none", "", "")
-    causes: dict[str, list[str]] = {}
-    for layer, reason in profile.refusals.items():
-        cause, _, told = reason.partition(": ")
-        causes.setdefault(cause, []).append(f"{layer}: {told}")
     stay = folded_table("what stays as it is", "cause", "layers", "the first of them")
-    for cause, named in causes.items():
+    for cause, named in by_cause(profile.refusals).items():
         stay.add_row(cause, str(len(named)), Text(named[0]))
     return totals, layers, operators, units, stay

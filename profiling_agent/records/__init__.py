@@ -73,6 +73,7 @@ from profiling_agent.records.profile import (
     OperatorProfile,
     Unit,
     UnitKind,
+    by_cause,
 )
 from profiling_agent.records.record import ArtifactRef, Record
 from profiling_agent.records.support import Deployability, Form, Prunable
@@ -154,6 +155,7 @@ __all__ = [
     "Variant",
     "Verdict",
     "WidthOption",
+    "by_cause",
     "in_arrays",
     "nearest_option",
     "unprinted",

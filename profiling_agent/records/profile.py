@@ -1,6 +1,6 @@
 """Profile: where a model's time, memory and parameters go, and the units of it that can be cut."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import Self
 
@@ -111,6 +111,15 @@ class Unit(Record):
         rows = stack // self.width
         starts = (number * stack + channel * rows for number in range(self.stacks) for channel in channels)
         return [start + row for start in starts for row in range(rows)]
+
+
+def by_cause(refusals: Mapping[str, str]) -> dict[str, list[str]]:
+    """Return layers that can't be pruned, each as "layer: reason", by the code that its "code: reason" begins with."""
+    found: dict[str, list[str]] = {}
+    for layer, said in refusals.items():
+        code, _, reason = said.partition(": ")
+        found.setdefault(code, []).append(f"{layer}: {reason}")
+    return found
 
 
 class ModelProfile(Record):

@@ -23,7 +23,7 @@ from profiling_agent.progress import Progress, silent
 from profiling_agent.pruning.prune import prune_model
 from profiling_agent.pruning.units import find_units
 from profiling_agent.pruning.widths import snap
-from profiling_agent.records import Cut, Deployability, Deployment, Form, InputSpec, Prunable
+from profiling_agent.records import Cut, Deployability, Deployment, Form, InputSpec, Prunable, by_cause
 from profiling_agent.shapes.resolve import check_processor, resolve_input_shape
 
 RATIO = 0.25
@@ -58,15 +58,15 @@ def lay_out(model: nn.Module, folder: Path, *, spec: InputSpec, processor: objec
         cut = prune_model(model, cuts, spec=spec).model
         left = sum(parameter.numel() for parameter in cut.parameters())
         save_derived(cut, folder / WHOLE, folder / PRUNED, cuts=cuts)
-    codes = [(reason.partition(":")[0], layer, reason) for layer, reason in found.refusals.items()]
+    refusals = by_cause(found.refusals)
     return Prunable(
         architecture=type(model).__name__,
         input=spec,
         params=params,
         units=Counter(unit.kind.value for unit in found.units),
-        refused=Counter(code for code, _, _ in codes),
+        refused={code: len(layers) for code, layers in refusals.items()},
         absent=found.absent,
-        examples={code: f"{layer}: {reason.partition(': ')[2]}" for code, layer, reason in reversed(codes)},
+        examples={code: layers[0] for code, layers in refusals.items()},
         cut_share=1 - left / params,
     )
 

@@ -235,18 +235,39 @@ class Large(Script):
         raise JobError("it died of SIGFPE")
 
 
-def doubtful_option(scheme: Any, name: str, seen: tuple[int, int], speedup: float) -> DeploymentOption:
-    """Return an int8 deployment of OpenVINO of which so many of a thousand search images were lost and gained."""
-    made_of = option("openvino", scheme, name, lost=0)
+def shown(
+    scheme: Any, name: str, seen: tuple[int, int], speedup: float, runtime: Any = "onnxruntime"
+) -> DeploymentOption:
+    """Return a deployment that keeps the accuracy by a thousand search images, of which so many were lost and gained."""
+    made_of = option(runtime, scheme, name, lost=0)
     assert made_of.evaluation is not None
     return made_of.model_copy(
         update={
             "evaluation": made_of.evaluation.model_copy(update={"drop": made.drop(*seen)}),
             "race_result": made.race_result(name, speedup, speedup - 0.1, speedup + 0.1),
-            "keeps_accuracy": False,
-            "is_doubtful": True,
         }
     )
+
+
+def doubtful_option(scheme: Any, name: str, seen: tuple[int, int], speedup: float) -> DeploymentOption:
+    """Return an int8 deployment of OpenVINO of which so many of a thousand search images were lost and gained."""
+    return shown(scheme, name, seen, speedup, "openvino").model_copy(
+        update={"keeps_accuracy": False, "is_doubtful": True}
+    )
+
+
+def large_option(lost: int = 0) -> DeploymentOption:
+    """Return a float32 deployment that is larger than half of the baseline, and five times as fast."""
+    large = option("onnxruntime", "float32", "large", lost=lost, size_bytes=4000)
+    return large.model_copy(update={"race_result": made.race_result("large", 5.0, 4.9, 5.1)})
+
+
+def among(
+    root: Path, options: tuple[DeploymentOption, ...], lost: dict[str, int], speedups: dict[str, float]
+) -> tuple[FinalChoice, Script]:
+    """Let deployments of the baseline, the first of which was chosen, be all that there is; half of the bytes are allowed."""
+    search = DeploymentSearch(options=options, chosen=options[0].deployment)
+    return chosen(root, (), lost, speedups, search=search, goal={"max_size_ratio": 0.5}, script=Large)
 
 
 def in_doubt(
@@ -260,8 +281,7 @@ def in_doubt(
     **goal: Any,
 ) -> tuple[FinalChoice, Script]:
     """Let int8, of which `seen` were lost and gained of a thousand search images where 20 may be lost, stand beside a float32 that is too large."""
-    large = option("onnxruntime", "float32", "large", lost=large_lost, size_bytes=4000)
-    large = large.model_copy(update={"race_result": made.race_result("large", 5.0, 4.9, 5.1)})
+    large = large_option(large_lost)
     small = doubtful_option("static_nncf", "small", seen, 10.0)
     search = DeploymentSearch(options=(large, small), chosen={"large": large, "small": small}[preferred].deployment)
     speedups = {"large": 5.0, "small": raced}
@@ -277,63 +297,34 @@ def test_what_may_keep_the_accuracy_is_tested_where_nothing_that_does_is_small_e
 
 def test_of_two_in_doubt_the_one_that_rather_breaks_the_contract_is_not_tested(tmp_path: Path):
     """Each test of the held-out images halves the error that the next one has: 25 of a thousand is too much, 18 is not, and 20 may be lost."""
-    large = option("onnxruntime", "float32", "large", lost=0, size_bytes=4000)
-    large = large.model_copy(update={"race_result": made.race_result("large", 5.0, 4.9, 5.1)})
+    large = large_option()
     small = doubtful_option("static_nncf", "small", (25, 0), 20.0)
     likely = doubtful_option("static", "likely", (18, 0), 10.0)
-    search = DeploymentSearch(options=(large, small, likely), chosen=small.deployment)
     speedups = {"large": 5.0, "small": 20.0, "likely": 10.0}
-    final, script = chosen(
-        tmp_path, (), {"likely": 5}, speedups, search=search, goal={"max_size_ratio": 0.5}, script=Large
-    )
+    final, script = among(tmp_path, (small, large, likely), {"likely": 5}, speedups)
     assert script.opened == ["likely"]
     assert (final.winner.evaluation.model.path, final.verdict.outcome) == ("jobs/likely", Outcome.MET)
 
 
 def test_of_two_in_doubt_that_lost_alike_the_one_seen_on_more_images_is_next(tmp_path: Path):
     """7 of 400 are fewer than 18 of 1,000, and leave a larger chance that more than 2% are lost."""
-    large = option("onnxruntime", "float32", "large", lost=0, size_bytes=4000)
-    large = large.model_copy(update={"race_result": made.race_result("large", 5.0, 4.9, 5.1)})
+    large = large_option()
     small = doubtful_option("static_nncf", "small", (7, 0), 20.0)
     assert small.evaluation is not None
     few = small.evaluation.model_copy(update={"drop": made.drop(7, 0, 400)})
     small = small.model_copy(update={"evaluation": few})
     likely = doubtful_option("static", "likely", (18, 0), 10.0)
-    search = DeploymentSearch(options=(large, small, likely), chosen=small.deployment)
     speedups = {"large": 5.0, "small": 20.0, "likely": 10.0}
-    final, script = chosen(
-        tmp_path, (), {"small": 30, "likely": 5}, speedups, search=search, goal={"max_size_ratio": 0.5}, script=Large
-    )
+    final, script = among(tmp_path, (small, large, likely), {"small": 30, "likely": 5}, speedups)
     assert script.opened == ["small", "likely"]
     assert (final.winner.evaluation.model.path, final.verdict.outcome) == ("jobs/likely", Outcome.MET)
-
-
-def shown(scheme: Any, name: str, seen: tuple[int, int], speedup: float) -> DeploymentOption:
-    """Return a deployment that keeps the accuracy by a thousand search images, of which so many were lost and gained."""
-    made_of = option("onnxruntime", scheme, name, lost=0)
-    assert made_of.evaluation is not None
-    return made_of.model_copy(
-        update={
-            "evaluation": made_of.evaluation.model_copy(update={"drop": made.drop(*seen)}),
-            "race_result": made.race_result(name, speedup, speedup - 0.1, speedup + 0.1),
-        }
-    )
 
 
 def test_where_all_that_keep_the_contract_have_failed_the_likeliest_in_doubt_is_tested(tmp_path: Path):
     """A RegNetY's int8 of one runtime lost too much on held-out images, and nobody asked the other's, in doubt by a hair."""
     small = shown("static", "small", (0, 5), 5.0)
     likely = doubtful_option("static", "likely", (18, 0), 10.0)
-    search = DeploymentSearch(options=(small, likely), chosen=small.deployment)
-    final, script = chosen(
-        tmp_path,
-        (),
-        {"small": 30, "likely": 5},
-        {"small": 5.0, "likely": 10.0},
-        search=search,
-        goal={"max_size_ratio": 0.5},
-        script=Large,
-    )
+    final, script = among(tmp_path, (small, likely), {"small": 30, "likely": 5}, {"small": 5.0, "likely": 10.0})
     assert script.opened == ["small", "likely"]
     assert (final.winner.evaluation.model.path, final.verdict.outcome) == ("jobs/likely", Outcome.MET)
 
@@ -341,26 +332,18 @@ def test_where_all_that_keep_the_contract_have_failed_the_likeliest_in_doubt_is_
 def test_so_is_it_where_nobody_else_is_as_fast_as_the_baseline(tmp_path: Path):
     small = shown("static", "small", (0, 5), 5.0)
     likely = doubtful_option("static", "likely", (18, 0), 10.0)
-    search = DeploymentSearch(options=(small, likely), chosen=small.deployment)
-    speedups = {"small": 0.5, "likely": 10.0}
-    final, script = chosen(
-        tmp_path, (), {"likely": 5}, speedups, search=search, goal={"max_size_ratio": 0.5}, script=Large
-    )
+    final, script = among(tmp_path, (small, likely), {"likely": 5}, {"small": 0.5, "likely": 10.0})
     assert script.opened == ["likely"]
     assert final.winner.evaluation.model.path == "jobs/likely"
 
 
 def test_where_two_in_doubt_are_in_line_no_third_is_tested(tmp_path: Path):
-    large = option("onnxruntime", "float32", "large", lost=0, size_bytes=4000)
-    large = large.model_copy(update={"race_result": made.race_result("large", 5.0, 4.9, 5.1)})
+    large = large_option()
     small = doubtful_option("static_nncf", "small", (17, 0), 20.0)
     likely = doubtful_option("static", "likely", (18, 0), 10.0)
     third = doubtful_option("bfloat16", "third", (19, 0), 15.0)
-    search = DeploymentSearch(options=(large, small, likely, third), chosen=small.deployment)
     speedups = {"large": 5.0, "small": 20.0, "likely": 10.0, "third": 15.0}
-    final, script = chosen(
-        tmp_path, (), {"small": 30}, speedups, search=search, goal={"max_size_ratio": 0.5}, script=Large
-    )
+    final, script = among(tmp_path, (small, large, likely, third), {"small": 30}, speedups)
     # The other one in doubt is less likely than the one that failed, and the third less than that.
     assert script.opened == ["small", "large"]
     assert final.winner.evaluation.model.path == "jobs/large"
@@ -368,16 +351,7 @@ def test_where_two_in_doubt_are_in_line_no_third_is_tested(tmp_path: Path):
 
 def test_one_that_answers_half_as_many_images_otherwise_stays_in_line_though_it_lost_more(tmp_path: Path):
     small, large = shown("static", "small", (40, 60), 5.0), shown("float32", "large", (3, 2), 4.0)
-    search = DeploymentSearch(options=(small, large), chosen=small.deployment)
-    final, script = chosen(
-        tmp_path,
-        (),
-        {"small": 30, "large": 1},
-        {"small": 5.0, "large": 4.0},
-        search=search,
-        goal={"max_size_ratio": 0.5},
-        script=Large,
-    )
+    final, script = among(tmp_path, (small, large), {"small": 30, "large": 1}, {"small": 5.0, "large": 4.0})
     assert script.opened == ["small", "large"]
     assert (final.winner.evaluation.model.path, final.verdict.binding) == ("jobs/large", "size")
 
