@@ -37,7 +37,7 @@ from profiling_agent.reproduce.paper import (
 )
 from profiling_agent.reproduce.study import KINDS, Kind, Options, Quantized, Reproduction, Subject, check_writable
 from profiling_agent.reproduce.subjects import Chosen, choose, datasets_of
-from profiling_agent.reproduce.table import METHOD, OURS, Row, Study
+from profiling_agent.reproduce.table import METHOD, OURS, Row, Study, markdown
 from profiling_agent.reproduce.tables import TABLES, reproduce, table1, table2, table3, table4, table5
 from profiling_agent.request import Request
 
@@ -639,35 +639,31 @@ def test_the_papers_method_is_run_from_its_uniform_plan(subject: Subject, tmp_pa
 
 
 @pytest.mark.slow
-def test_the_example_of_the_help_works_on_a_local_folder_with_several_configs(world: World, tmp_path: Path):
-    """As Imagenette lies on the Hub: a card that names configs, each with files of its own."""
-    data = shutil.copytree(world.data, tmp_path / "imagenette")
-    for size in ("320px", "full_size"):
-        shutil.copytree(world.data, data / size)
-    for name in ("train", "test"):
-        (data / f"{name}.parquet").unlink()
-    configs = "".join(
-        f"- config_name: {size}\n  data_files:\n"
-        f"  - {{split: train, path: {size}/train.parquet}}\n  - {{split: validation, path: {size}/test.parquet}}\n"
-        for size in ("320px", "full_size")
-    )
-    (data / "README.md").write_text(f"---\nconfigs:\n{configs}---\n")
-    asked = ["figure5", "--models", str(world.model), "--data", str(data), "--output", str(tmp_path / "runs")]
-    asked += ["--num-sessions", "2", "--num-samples", "60", "--batch-size", "16"]
+def test_the_bars_of_the_figure_are_cuts_by_a_tenth_beside_both_methods(runs: Reproduction, subject: Subject):
+    study = reproduce("figure5", runs, Chosen(subjects=(subject,)))
 
-    lacking, made = call(*asked), call(*asked, "--config", "320px", "--json")
-
-    assert lacking.exit_code == 2
-    (refusal,) = lacking.stderr.strip().splitlines()[-1:]
-    assert "has several configs" in refusal
-    assert all(name in refusal for name in ("320px", "full_size", "dataset_config"))
-    assert made.exit_code == 0
-    (study,) = (Study.model_validate(document) for document in json.loads(made.stdout))
     assert [row.what for row in study.rows] == ["l1 10%", "l2 10%", "random 10%", METHOD, OURS]
     # Memory is float32 weights, so that its bars follow from the params of the paper's first table.
     assert numbers(study.rows[0])["% of memory saved"][0] == pytest.approx(100 * (1 - 80.9 / 86.6))
     assert all(row.here("times as fast") for row in study.rows)
-    assert "█" in (tmp_path / "runs" / "tables" / "figure5.md").read_text()
+    assert "█" in markdown(study)
+
+
+def test_data_of_several_configs_are_refused_until_one_is_named(world: World, tmp_path: Path):
+    """As Imagenette lies on the Hub: a card that names configs, each with files of its own."""
+    data = shutil.copytree(world.data, tmp_path / "imagenette")
+    configs = "".join(
+        f"- config_name: {size}\n  data_files:\n  - {{split: {name}, path: {name}.parquet}}\n"
+        for size, name in (("320px", "train"), ("full_size", "test"))
+    )
+    (data / "README.md").write_text(f"---\nconfigs:\n{configs}---\n")
+
+    said = call("figure5", "--models", str(world.model), "--data", str(data), "--output", str(tmp_path / "runs"))
+
+    assert said.exit_code == 2
+    (refusal,) = said.stderr.strip().splitlines()[-1:]
+    assert "has several configs" in refusal
+    assert all(name in refusal for name in ("320px", "full_size", "dataset_config"))
 
 
 def test_refusals_of_a_pair_name_the_pair(world: World, tmp_path: Path):

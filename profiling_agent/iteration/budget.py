@@ -92,6 +92,11 @@ class Budget:
         return self.limit_s is None and self.is_slow
 
     @property
+    def is_pressed(self) -> bool:
+        """Return whether a limit was set to the run of a model so slow: what its passes take an attempt goes without."""
+        return self.limit_s is not None and self.is_slow
+
+    @property
     def is_short(self) -> bool:
         """Return whether the model is so fast that the run's time is mostly not its passes', and nobody set a limit."""
         return self.limit_s is None and not self.is_slow

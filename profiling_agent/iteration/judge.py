@@ -99,7 +99,8 @@ def judge(candidate: Evaluation, goal: Goal) -> Judgement:
     assert candidate.drop is not None, "a candidate is always compared with the baseline"
     drop = candidate.drop
     seen = f", of {drop.num_images} that were enough" if drop.num_looks > 1 else ""
-    measured = f"top-1 fell by {drop.drop:.4f} ({drop.num_lost} images lost, {drop.num_gained} gained{seen})"
+    fell = f"fell by {drop.drop:.4f}" if drop.drop >= 0 else f"rose by {-drop.drop:.4f}"
+    measured = f"top-1 {fell} ({drop.num_lost} images lost, {drop.num_gained} gained{seen})"
     if not can_be_bounded(drop, goal) and goal.selection != "paper":
         measured = f"unproven, as {drop.num_images} images can't show it: {measured}"
     if keeps_accuracy(candidate, goal):

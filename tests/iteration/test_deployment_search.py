@@ -376,6 +376,27 @@ def test_a_slow_model_is_looked_at_on_three_shards_at_most(tmp_path: Path, pass_
 
 
 @pytest.mark.parametrize(
+    ("lost", "pass_s", "budget_s", "num_shards"),
+    [
+        (4, 0.2, None, 3),
+        # One of 512 shows the contract kept, at the bound; three don't, and of a fast model the others cost seconds.
+        (4, 0.2, 7200.0, 1),
+        (12, 0.2, 7200.0, 4),
+        (4, 0.0005, 7200.0, 4),
+    ],
+)
+def test_with_a_budget_a_slow_model_is_looked_at_on_more_only_where_the_first_images_do_not_show_enough(
+    tmp_path: Path, lost: int, pass_s: float, budget_s: float | None, num_shards: int
+):
+    deployments = {"openvino static": Made(lost=lost)}
+    held, script = deployment_search(tmp_path, deployments, pass_s=pass_s, time_budget_s=budget_s)
+
+    shards = {t.shard for t in script.asked if isinstance(t, tasks.EvaluateTask) and "openvino" in t.model.path}
+    assert shards == set(range(num_shards))
+    assert "inside the contract" in reasons(held)["openvino static"]
+
+
+@pytest.mark.parametrize(
     ("asked", "expected"),
     [
         ({}, 1536),
