@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import math
 import os
 import platform
 from collections.abc import Sequence
@@ -9,7 +10,7 @@ from functools import cache
 from importlib import metadata
 from pathlib import Path
 
-from profiling_agent.files import read_bytes
+from profiling_agent.files import read_bytes, read_text
 from profiling_agent.records import Environment
 
 LIBRARIES = (
@@ -28,6 +29,8 @@ LIBRARIES = (
 )
 # Libraries that a runtime's speed depends on and that need not be installed.
 RUNTIME_LIBRARIES = ("onnx", "onnxscript", "onnxruntime", "openvino", "nncf", "torchao")
+# Of each logical processor what the kernel knows.
+CPUS = Path("/sys/devices/system/cpu")
 CPU_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx_vnni", "amx_int8", "amx_bf16")
 
 
@@ -54,9 +57,23 @@ def code_version() -> str:
     return digest.hexdigest()[:16]
 
 
-def available_threads() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0))
+def available_threads(cpus: Path = CPUS) -> int:
+    """Return how many threads a model's work is split into: one for each physical core that this process may use, or as many as `OMP_NUM_THREADS` says, if fewer.
+
+    So many do ONNX Runtime, OpenVINO and torch (with MKL) take by themselves: a second thread of a core shares its multipliers, and gains nothing.
+    """
+    allowed = os.sched_getaffinity(0)
+    cores = {_core(cpus / f"cpu{cpu}" / "topology", cpu) for cpu in allowed}
+    asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return min(len(cores), int(asked)) if asked.isdecimal() and int(asked) else len(cores)
+
+
+def _core(topology: Path, cpu: int) -> tuple[str, ...]:
+    """Return which core of which processor a logical one is part of; one of its own where the system doesn't tell."""
+    try:
+        return tuple(read_text(topology / name).strip() for name in ("physical_package_id", "core_id"))
+    except (OSError, UnicodeDecodeError):
+        return (str(cpu),)
 
 
 @cache
@@ -67,7 +84,8 @@ def environment(device: str = "cpu") -> Environment:
         cpu=_cpuinfo("model name") or platform.processor() or platform.machine(),
         cpu_flags=tuple(flag for flag in CPU_FLAGS if flag in flags),
         num_threads=available_threads(),
-        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        # In whole GiB: another kernel on the same machine keeps some pages more or fewer for itself.
+        memory_bytes=math.ceil(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30) * 2**30,
         system=f"{platform.system()} {platform.machine()}",
         device=device,
         python=platform.python_version(),

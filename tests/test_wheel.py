@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.slow
-def test_a_wheel_installed_elsewhere_has_the_command_the_graph_and_the_prompts(tmp_path: Path):
+def test_a_wheel_installed_elsewhere_has_the_command_the_graph_the_prompts_and_imagenets_numbers(tmp_path: Path):
     build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(tmp_path), str(ROOT)]
     subprocess.run(build, check=True)
     (wheel,) = tmp_path.glob("*.whl")
@@ -29,6 +29,7 @@ def test_a_wheel_installed_elsewhere_has_the_command_the_graph_and_the_prompts(t
         "import profiling_agent; from profiling_agent.prompts import render; "
         "print(profiling_agent.__file__); "
         "print(render('input_shape_resolver', config='a', rules='b')[:20]); "
+        "from profiling_agent.acquisition.labels import WNIDS; print(len(WNIDS.read_text().split())); "
         "print(profiling_agent.build_graph().name)"
     )
     printed = subprocess.run([python, "-c", code], cwd=elsewhere, capture_output=True, text=True, check=True).stdout
@@ -36,6 +37,7 @@ def test_a_wheel_installed_elsewhere_has_the_command_the_graph_and_the_prompts(t
     assert "--max-accuracy-drop" in helped.stdout
     assert str(there) in printed
     assert "Settings of the mode" in printed
+    assert "1000" in printed.splitlines()
     assert "profiling_agent" in printed.splitlines()[-1]
     assert not (there / "graphs").exists()
     assert not (there / "prompts").exists()

@@ -34,6 +34,7 @@ LOG = "docs/decisions/LOG.md"
 # Names of models in the pages, the longer ones first, and those in the files.
 MODELS = {
     r"DINOv2-S": r"dinov2-s",
+    r"BEiT-B": r"beit-b",
     r"DeiT-S": r"deit-s",
     r"Swin-T": r"swin-t",
     r"ConvNeXt-T": r"convnext-t",

@@ -19,8 +19,10 @@ from datasets.packaged_modules.webdataset.webdataset import WebDataset
 from huggingface_hub import constants
 from pydantic import Field
 
+from profiling_agent.acquisition.configs import Config, beside_others, check_config, parquet_copy
 from profiling_agent.acquisition.hub import hub_errors, is_local, local_folder, resolve_dataset
 from profiling_agent.acquisition.origin import (
+    Contents,
     Folder,
     Images,
     Origin,
@@ -31,7 +33,6 @@ from profiling_agent.acquisition.origin import (
     check_saved,
 )
 from profiling_agent.acquisition.reference import DIGITS, PREFIX, reference_dataset
-from profiling_agent.documents import clean
 from profiling_agent.errors import AcquisitionError
 from profiling_agent.foreign import foreign_code
 from profiling_agent.progress import Progress
@@ -67,16 +68,17 @@ class DataQuery(Record):
 class OpenedData:
     """A data set whose splits can be read; nothing of it has been copied or downloaded yet.
 
-    `cache` is a temporary folder for what `datasets` insists on writing of a local folder; None for the Hub.
+    `cache` is a temporary folder for what `datasets` insists on writing of a local folder; None for the Hub. `notes` say
+    what a reader of the results should know of where it comes from.
     """
 
     query: DataQuery
-    path: str
-    revision: str | None
+    config: Config
     cache: Path | None
     splits: Mapping[str, Any]
     is_parquet: bool
     images: Images
+    notes: tuple[str, ...] = ()
 
     @property
     def is_local(self) -> bool:
@@ -91,7 +93,7 @@ class OpenedData:
         """Yield a split's rows in file order as Arrow tables; of parquet, no other column is read."""
         with reading(self.query.dataset):
             if self.is_parquet:
-                builder = _builder(self.query, self.path, self.revision, self.cache, columns=columns)
+                builder = _builder(self.images.origin, self.config, self.cache, columns=columns)
                 view: Any = builder.as_streaming_dataset(split=split)
             else:
                 view = self.splits[split].select_columns(columns)
@@ -129,12 +131,22 @@ def reading(name: str) -> Generator[None]:
         raise refuse(f"{type(error).__name__} ({str(error).strip().split(chr(10), maxsplit=1)[0][:200]!r})") from error
 
 
-def _builder(query: DataQuery, path: str, revision: str | None, cache: Path | None, **options: Any) -> Any:
+def _place(origin: Origin) -> tuple[str, str | None]:
+    """Return the path or the id that `datasets` knows an origin by, and its commit."""
+    if isinstance(origin, Repository):
+        return origin.name, origin.commit
+    assert isinstance(origin, Folder), "there is no third kind"
+    return str(origin.folder), None
+
+
+def _builder(origin: Origin, config: Config, cache: Path | None, **options: Any) -> Any:
+    path, revision = _place(origin)
     builder = datasets.load_dataset_builder(
         path,
-        query.dataset_config,
+        config.name,
         revision=revision,
         cache_dir=None if cache is None else str(cache),
+        **config.files,
         **options,
     )
     # In threads of its own `datasets` would open the images of a Hub data set, whatever their cells name.
@@ -164,18 +176,12 @@ def _from_disk(origin: Folder) -> Mapping[str, Any] | None:
     return {str(loaded.split or "train"): loaded}
 
 
-def _explain_config(query: DataQuery, path: str, revision: str | None) -> None:
+def _explain_config(query: DataQuery, origin: Origin) -> None:
     """Raise the error that lists the configs, where the lack or the name of one was what went wrong."""
+    path, revision = _place(origin)
     with reading(query.dataset):
-        configs = [clean(str(name)) for name in datasets.get_dataset_config_names(path, revision=revision)]
-    if len(configs) > 1 and query.dataset_config is None:
-        raise AcquisitionError(
-            f"dataset {query.dataset!r} has several configs, {', '.join(configs)}: name one with dataset_config"
-        )
-    if query.dataset_config not in (None, *configs):
-        raise AcquisitionError(
-            f"dataset {query.dataset!r} has no config {query.dataset_config!r}: use one of {', '.join(configs)}"
-        )
+        configs = [str(name) for name in datasets.get_dataset_config_names(path, revision=revision)]
+    check_config(query.dataset, query.dataset_config, configs)
 
 
 def open_data(query: DataQuery, *, cache: Path, progress: Progress) -> OpenedData:
@@ -189,44 +195,72 @@ def open_data(query: DataQuery, *, cache: Path, progress: Progress) -> OpenedDat
     if local is None:
         progress(f"looking up {query.dataset}", 0, 0)
         _refuse_offline(query.dataset)
-        commit, files = resolve_dataset(query.dataset, query.dataset_revision)
-        return _open(query, Repository(query.dataset, commit, files), query.dataset, commit, None)
+        found = resolve_dataset(query.dataset, query.dataset_revision)
+        origin = Repository(query.dataset, found.commit, found.files, found.is_parquet_copy)
+        return _open(query, origin, None, found.notes)
     folder = Folder(query.dataset, local)
     with reading(query.dataset):
         check_folder(folder)
-    return _open(query, folder, str(local), None, cache)
+    return _open(query, folder, cache)
 
 
-def _open(query: DataQuery, origin: Origin, path: str, revision: str | None, cache: Path | None) -> OpenedData:
+def _open(query: DataQuery, origin: Origin, cache: Path | None, notes: tuple[str, ...] = ()) -> OpenedData:
     """Return a data set that is looked into before `datasets` opens it."""
     with reading(query.dataset):
-        check_origin(origin)
+        contents = check_origin(origin)
     splits = _from_disk(origin) if isinstance(origin, Folder) else None
-    is_parquet = False
+    config, is_parquet = Config(), False
     if splits is None:
         with reading(query.dataset):
-            builder = _checked_builder(query, origin, path, revision, cache)
+            config, builder = _choose_builder(query, origin, contents, cache)
             splits, is_parquet = (
                 builder.as_streaming_dataset(),
                 isinstance(builder, Parquet),
             )
     return OpenedData(
         query=query,
-        path=path,
-        revision=revision,
+        config=config,
         cache=cache,
         splits=splits,
         is_parquet=is_parquet,
         images=Images(origin),
+        notes=(*notes, *config.notes),
     )
 
 
-def _checked_builder(query: DataQuery, origin: Origin, path: str, revision: str | None, cache: Path | None) -> Any:
+def _choose_builder(query: DataQuery, origin: Origin, contents: Contents, cache: Path | None) -> tuple[Config, Any]:
+    """Return what to read of a data set, and what reads it: where no card says it, one of those that lie side by side."""
+    asked, config = query.dataset_config, None
+    if contents.names_configs:
+        config = Config(asked)
+    elif isinstance(origin, Repository) and origin.is_parquet_copy:
+        config = parquet_copy(query.dataset, asked, contents.files)
+    if config is None:
+        builder = _checked_builder(query, origin, Config(), cache)
+        config = beside_others(query.dataset, asked, _names(origin, builder))
+        if config is None and asked is None:
+            return Config(), builder
+    config = config or Config(asked)
+    return config, _checked_builder(query, origin, config, cache)
+
+
+def _names(origin: Origin, builder: Any) -> dict[str, list[str]]:
+    """Return the files that each split is read from, by their names in the data set."""
+    prefixes = origin.prefixes
+
+    def name(file: str) -> str:
+        return file.removeprefix(next(prefix for prefix in prefixes if file.startswith(prefix)))
+
+    return {split: [name(str(file)) for file in files] for split, files in (builder.config.data_files or {}).items()}
+
+
+def _checked_builder(query: DataQuery, origin: Origin, config: Config, cache: Path | None) -> Any:
     """Return what reads a data set's files: of a kind that holds images, and no file but its own."""
     try:
-        builder = _builder(query, path, revision, cache)
+        builder = _builder(origin, config, cache)
     except ValueError:
-        _explain_config(query, path, revision)
+        if not config.files:
+            _explain_config(query, origin)
         raise
     if not isinstance(builder, BUILDERS):
         held = type(builder).__module__.rsplit(".", maxsplit=1)[-1]

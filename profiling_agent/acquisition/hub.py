@@ -2,6 +2,7 @@
 
 from collections.abc import Generator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -27,6 +28,8 @@ MODEL_FILES = [
     "model.safetensors.index.json",
     "model-*-of-*.safetensors",
 ]
+# Where the Hub keeps what it made of a data set, a script's among them: CONFIG/SPLIT/*.parquet.
+PARQUET_COPY = "refs/convert/parquet"
 LOGIN = "set the HF_TOKEN environment variable or run `hf auth login`"
 
 # Of what was given for a path or an id, in a line of an error.
@@ -118,21 +121,46 @@ def hub_files(name: str, revision: str) -> list[str]:
         return HfApi().list_repo_files(name, revision=revision)
 
 
-def resolve_dataset(name: str, revision: str | None) -> tuple[str, tuple[str, ...]]:
-    """Return the commit that `revision` of a data set is, and the names of its files.
+@dataclass(frozen=True, slots=True)
+class FoundDataset:
+    """The commit that a data set is read at, the names of its files, and what a reader should know of the choice.
+
+    `is_parquet_copy` where they are the Hub's own parquet copy of it.
+    """
+
+    commit: str
+    files: tuple[str, ...]
+    is_parquet_copy: bool
+    notes: tuple[str, ...] = ()
+
+
+def resolve_dataset(name: str, revision: str | None) -> FoundDataset:
+    """Return what `revision` of a data set is; of one that a Python script makes, which is never run, the Hub's parquet copy.
 
     Raises:
-        AcquisitionError: it can't be read, or is a Python script, which is never run.
+        AcquisitionError: it can't be read, or needs a script and has no such copy, or another revision than main was named.
     """
-    api = HfApi()
     with hub_errors("dataset", name, revision):
-        info = api.dataset_info(name, revision=revision)
-        api.auth_check(name, repo_type="dataset")
-    files = tuple(sibling.rfilename for sibling in info.siblings or [])
+        found = _find(name, revision)
+        HfApi().auth_check(name, repo_type="dataset")
     script = f"{name.rsplit('/', maxsplit=1)[-1]}.py"
-    if script in files:
+    if script not in found.files:
+        return found
+    needs = f"dataset {name!r} needs its Python script {script!r}, which is never run"
+    if revision not in (None, "main"):
         raise AcquisitionError(
-            f"dataset {name!r} needs its Python script {script!r}, which is never run: "
-            "try dataset_revision 'refs/convert/parquet', or a local parquet copy"
+            f"{needs}: leave out dataset_revision {revision!r} for the Hub's parquet copy of main, or give a local one"
         )
-    return info.sha or revision or "main", files
+    with hub_errors("dataset", name, PARQUET_COPY):
+        try:
+            copy = _find(name, PARQUET_COPY)
+        except RevisionNotFoundError as error:
+            raise AcquisitionError(f"{needs}, and the Hub has no parquet copy of it: give a local one") from error
+    read = f"images are read from the Hub's parquet copy, {PARQUET_COPY} at {copy.commit}: {script!r} is never run"
+    return FoundDataset(copy.commit, copy.files, is_parquet_copy=True, notes=(read,))
+
+
+def _find(name: str, revision: str | None) -> FoundDataset:
+    info = HfApi().dataset_info(name, revision=revision)
+    files = tuple(sibling.rfilename for sibling in info.siblings or [])
+    return FoundDataset(info.sha or revision or "main", files, is_parquet_copy=revision == PARQUET_COPY)

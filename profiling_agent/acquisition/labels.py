@@ -1,17 +1,26 @@
 """Label matching: the labels of a data set as classes of a model."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
 from typing import Literal
 
 from profiling_agent.documents import MAX_QUOTED
 from profiling_agent.errors import AcquisitionError
+from profiling_agent.files import read_text
 from profiling_agent.records import LabelMatch
 
 GENERIC = re.compile(r"(?:label|class)?[ _-]?(\d+)", re.IGNORECASE)
 NUM_SHOWN = 5
+# A pair that is wrong spoils what is measured: rather a long line than one that is missing.
+MAX_GUESSES_SHOWN = 50
 # The longest synonym in ImageNet-21k has twelve.
 MAX_WORDS = 40
+# How ImageNet numbers its classes, and names folders. Models have its thousand in the order of these numbers.
+WNID = re.compile(r"n\d{8}")
+WNIDS = Path(__file__).with_name("imagenet_wnids.txt")
+FIRST, LAST = "tench", frozenset({"toilet tissue", "toilet paper", "bathroom tissue"})
 
 
 def _normalised(name: str) -> str:
@@ -44,20 +53,33 @@ def _by_id(labels: Sequence[str], id2label: Mapping[int, str]) -> list[int] | No
     return list(range(len(labels))) if _generic_ids(model_labels) == list(range(len(labels))) else None
 
 
+def _imagenet(id2label: Mapping[int, str]) -> Mapping[str, int]:
+    """Return the class of each of ImageNet-1k's wnids; of none where these aren't its classes, the background before them or not."""
+    wnids = read_text(WNIDS).split()
+    first = len(id2label) - len(wnids)
+    if first not in (0, 1) or sorted(id2label) != list(range(len(id2label))):
+        return {}
+    is_background = first == 0 or "background" in _synonyms(id2label[0])
+    if is_background and FIRST in _synonyms(id2label[first]) and LAST & _synonyms(id2label[len(id2label) - 1]):
+        return {wnid: index for index, wnid in enumerate(wnids, start=first)}
+    return {}
+
+
 class _Classes:
-    """A model's classes by name, by synonym and by the words in a row that their synonyms hold."""
+    """A model's classes by name, by synonym and by ImageNet's number."""
 
     def __init__(self, id2label: Mapping[int, str]) -> None:
+        self._id2label = id2label
         self._names: dict[str, list[int]] = {}
         self._synonyms: dict[str, list[int]] = {}
-        self._phrases: dict[str, list[int]] = {}
         for index, name in id2label.items():
             self._names.setdefault(name, []).append(index)
-            synonyms = _synonyms(name)
-            for synonym in synonyms:
+            for synonym in _synonyms(name):
                 self._synonyms.setdefault(synonym, []).append(index)
-            for phrase in {phrase for synonym in synonyms for phrase in _phrases(synonym)}:
-                self._phrases.setdefault(phrase, []).append(index)
+
+    @cached_property
+    def _of_wnid(self) -> Mapping[str, int]:
+        return _imagenet(self._id2label)
 
     def by_exact_name(self, label: str) -> list[int]:
         return self._names.get(label, [])
@@ -65,31 +87,54 @@ class _Classes:
     def by_normalised_name(self, label: str) -> list[int]:
         return sorted({index for synonym in _synonyms(label) for index in self._synonyms.get(synonym, [])})
 
-    def by_substring(self, label: str, taken: frozenset[int]) -> list[int]:
-        """Return the classes whose name holds the label or is held by it, in whole words: no cat in catamaran."""
-        ours = _normalised(label)
-        held = (index for phrase in _phrases(ours) for index in self._synonyms.get(phrase, []))
-        return sorted({*self._phrases.get(ours, []), *held} - taken)
+    def by_wnid(self, label: str) -> list[int]:
+        wnid = label.strip()
+        return [self._of_wnid[wnid]] if WNID.fullmatch(wnid) and wnid in self._of_wnid else []
+
+    def by_last_words(self, label: str, taken: frozenset[int]) -> list[int]:
+        """Return the classes named by most of the label's last words, since a sports car is a car.
+
+        Never the reverse: a model's only apple may be the custard apple, its only bird the indigo bunting, and then
+        nearly every answer would be counted wrong.
+        """
+        words = _normalised(label).split(" ")
+        for start in range(max(1, len(words) - MAX_WORDS), len(words)):
+            if hits := self._synonyms.get(" ".join(words[start:])):
+                return sorted(set(hits) - taken)
+        return []
 
 
-def _phrases(normalised: str) -> Iterator[str]:
-    """Yield every run of a name's words; of one with more words than names have, none."""
-    words = normalised.split(" ")
-    if len(words) <= MAX_WORDS:
-        yield from (" ".join(words[i:j]) for i in range(len(words)) for j in range(i + 1, len(words) + 1))
+Rule = Literal["name", "normalised name", "wnid", "substring"]
 
 
 def _match_one(label: str, id2label: Mapping[int, str], classes: _Classes, taken: frozenset[int]) -> LabelMatch:
     """Return the first rule's only hit. Substrings never reach a class that another label names in full."""
-    rules: tuple[tuple[Literal["name", "normalised name", "substring"], list[int]], ...] = (
+    rules: tuple[tuple[Rule, list[int]], ...] = (
         ("name", classes.by_exact_name(label)),
         ("normalised name", classes.by_normalised_name(label)),
-        ("substring", classes.by_substring(label, taken)),
+        ("wnid", classes.by_wnid(label)),
+        ("substring", classes.by_last_words(label, taken)),
     )
     for rule, hits in rules:
         if len(hits) == 1:
             return LabelMatch(dataset_label=label, model_id=hits[0], model_label=id2label[hits[0]], rule=rule)
     return LabelMatch(dataset_label=label, model_id=None, model_label=None, rule="unmapped")
+
+
+def guesses(matches: Sequence[LabelMatch]) -> str | None:
+    """Return what a reader should know of labels that no name of a class is equal to: each pair, and what to do if it is wrong."""
+    pairs = [
+        f"{match.dataset_label[:MAX_QUOTED]!r} is taken for {(match.model_label or '')[:MAX_QUOTED]!r}"
+        for match in matches
+        if match.rule == "substring"
+    ]
+    if not pairs:
+        return None
+    rest = f" and {len(pairs) - MAX_GUESSES_SHOWN} more alike" if len(pairs) > MAX_GUESSES_SHOWN else ""
+    return (
+        f"{', '.join(pairs[:MAX_GUESSES_SHOWN])}{rest}, by the label's last words alone: if that is wrong, every answer on its "
+        "images counts as wrong, so name the data set's classes as the model does"
+    )
 
 
 def shown(names: Sequence[str]) -> str:
@@ -104,8 +149,9 @@ def match_labels(
     """Return what each label of the data set means to the model, in the data set's order.
 
     Rules, most trusted first: the id (where names agree at every id, or one side has only numbers for names and the
-    counts agree), the exact name, the normalised name or an ImageNet synonym, and, for labels that are left over, the
-    paper's substring match. A label with several candidates stays unmapped.
+    counts agree), the exact name, the normalised name or an ImageNet synonym, ImageNet's wnid where the model has its
+    classes, and, for labels that are left over, a class that is all of the label's last words (of the paper's substring
+    match the half that holds; `guesses` says which). A label with several candidates stays unmapped.
 
     Args:
         dataset_labels: distinct label names; a label's position is its id in the data set.

@@ -151,6 +151,7 @@ class Repository:
     name: str
     commit: str
     listed: tuple[str, ...]
+    is_parquet_copy: bool = False
 
     @property
     def prefixes(self) -> tuple[str, ...]:
@@ -178,8 +179,19 @@ class Repository:
         return file if _is_plain(file) and ".." not in parts and not file.startswith("/") else None
 
 
-def check_origin(origin: Origin) -> None:
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """The names of a data set's files, and whether its card says which of them belong together."""
+
+    files: tuple[str, ...]
+    names_configs: bool
+
+
+def check_origin(origin: Origin) -> Contents:
     """Refuse a data set of which a file's name, an archive's or its card's words would have `datasets` open something else.
+
+    Returns:
+        What it holds.
 
     Raises:
         AcquisitionError: which of them, or a card that can't be read.
@@ -195,12 +207,11 @@ def check_origin(origin: Origin) -> None:
     cards = (
         [*files, STANDALONE] if isinstance(origin, Folder) and os.path.lexists(origin.folder / STANDALONE) else files
     )
-    for file in (CARD, STANDALONE):
-        if file in cards:
-            _check_card(origin, file)
+    named = [_check_card(origin, file) for file in (CARD, STANDALONE) if file in cards]
     for file in files:
         if file.lower().endswith(".zip"):
             _check_archive(origin, file)
+    return Contents(tuple(files), any(named))
 
 
 def check_folder(origin: Folder) -> None:
@@ -289,8 +300,8 @@ def _unpacked(archive: Callable[[str], zipfile.ZipFile], file: str, member: str)
         return None
 
 
-def _check_card(origin: Origin, file: str) -> None:
-    """Refuse a card that names data elsewhere, or says more than a card does."""
+def _check_card(origin: Origin, file: str) -> bool:
+    """Refuse a card that names data elsewhere, or says more than a card does; return whether it names configs."""
     try:
         text = origin.text(file)
         _check_length(origin, file, text)
@@ -306,8 +317,9 @@ def _check_card(origin: Origin, file: str) -> None:
     configs = _member(said, "configs")
     for config in configs if isinstance(configs, list) else []:
         for pattern in _strings([_member(config, "data_files"), _member(config, "data_dir")]):
-            if not _is_below(pattern):
+            if not is_below(pattern):
                 raise _outside(origin.name, pattern, f"its {file}")
+    return bool(configs)
 
 
 def _check_length(origin: Origin, file: str, text: str) -> None:
@@ -388,8 +400,8 @@ def _is_plain(path: str) -> bool:
     return "::" not in path and "://" not in path and "\0" not in path
 
 
-def _is_below(pattern: str) -> bool:
-    """Say whether a card's pattern stays below the data set, and out of hidden folders."""
+def is_below(pattern: str) -> bool:
+    """Say whether a pattern stays below the data set, and out of hidden folders."""
     parts = PurePosixPath(pattern).parts
     return (
         ":" not in pattern

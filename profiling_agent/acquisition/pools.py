@@ -1,21 +1,30 @@
-"""Pools: the labelled images of one split that can be drawn from, all of a local one, an excerpt of a stream."""
+"""Pools: the labelled images of one split that can be drawn from, all of a local one, an excerpt of a stream.
+
+Photographs are megabytes each and a draw has thousands, so that no pool holds more than a few of them in memory.
+"""
 
 import hashlib
-from collections.abc import Iterator, Sequence
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from profiling_agent.acquisition.columns import Columns, is_label
 from profiling_agent.acquisition.data import OpenedData, reading
+from profiling_agent.acquisition.origin import ZIP
 from profiling_agent.acquisition.sampling import ClassQuotas
 from profiling_agent.errors import AcquisitionError
 from profiling_agent.progress import Progress
 
 UNMAPPED = -1
 PROGRESS_EVERY = 50
+# To open an archive is to read the list of all that it holds: of its images so many are read at once, or of so many bytes.
+MOST_OF_ARCHIVE, BYTES_OF_ARCHIVE = 1024, 2**25
 
 
 class Pool(Protocol):
@@ -26,13 +35,59 @@ class Pool(Protocol):
         """Return the model's class of each row, or UNMAPPED."""
         ...
 
-    def fetch(self, rows: Sequence[int], progress: Progress) -> list[bytes | None]:
-        """Return the encoded images of `rows`, in their order; None where there are no bytes."""
+    def fetch(self, rows: Sequence[int], progress: Progress) -> Iterator[bytes | None]:
+        """Yield the encoded images of `rows`, in their order, a few in memory; None where there are no bytes."""
         ...
 
     def digests(self, rows: Sequence[int], progress: Progress) -> list[bytes | None]:
         """Return the SHA-256 of the encoded image of each of `rows`, in their order; None where there are no bytes."""
         ...
+
+
+class _Place(NamedTuple):
+    """Where in a spool an image's bytes are."""
+
+    start: int
+    size: int
+
+
+class Spool:
+    """Image cells that wait for their turn: bytes in a file without a name, which is gone with the process, the rest as it is.
+
+    The file lies in `folder`, where what is drawn goes: the system's temporary folder may be memory itself.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Make the file; OSError where the folder can't be written to."""
+        self.folder = folder
+        self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115  closed by __exit__
+        self._size = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def put(self, cell: Any) -> Any:
+        """Return what `get` makes the cell of again; bytes in it are written, OSError where they can't be."""
+        held = cell.get("bytes") if isinstance(cell, dict) else cell
+        if not isinstance(held, bytes):
+            return cell
+        place = _Place(self._size, len(held))
+        self._file.seek(place.start)
+        self._file.write(held)
+        # A full disk is to be noticed here, and not where a data set is read.
+        self._file.flush()
+        self._size += place.size
+        return place
+
+    def get(self, kept: Any) -> Any:
+        """Return a cell that was put here, of one with bytes these alone."""
+        if not isinstance(kept, _Place):
+            return kept
+        self._file.seek(kept.start)
+        return self._file.read(kept.size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,80 +98,119 @@ class LocalPool:
     data: OpenedData
     split: str
     image_column: str
+    folder: Path
 
-    def fetch(self, rows: Sequence[int], progress: Progress) -> list[bytes | None]:
-        """Read the split's image column once, up to the last row that is wanted."""
-        images = dict(self._read(rows, progress))
-        return [images.get(row) for row in rows]
+    def fetch(self, rows: Sequence[int], progress: Progress) -> Iterator[bytes | None]:
+        """Read the split's image column once, up to the last row that is wanted.
+
+        Images in it wait in `folder` for their turn, those that it names are opened when it comes.
+        """
+        with Spool(self.folder) as spool:
+            kept = {row: spool.put(cell) for row, cell in self._cells(rows, progress)}
+            yield from _encoded(self.data, (spool.get(kept.get(row)) for row in rows))
 
     def digests(self, rows: Sequence[int], progress: Progress) -> list[bytes | None]:
-        """Read it once, a table at a time, and keep no image."""
-        found = {row: _digest(image) for row, image in self._read(rows, progress)}
+        """Read it once, and keep no image."""
+        read: list[int] = []
+
+        def cells() -> Iterator[Any]:
+            for row, cell in self._cells(rows, progress):
+                read.append(row)
+                yield cell
+
+        digests = [_digest(image) for image in _encoded(self.data, cells())]
+        found = dict(zip(read, digests, strict=True))
         return [found.get(row) for row in rows]
 
-    def _read(self, rows: Sequence[int], progress: Progress) -> Iterator[tuple[int, bytes | None]]:
+    def _cells(self, rows: Sequence[int], progress: Progress) -> Iterator[tuple[int, Any]]:
+        """Yield the rows that are wanted, in the split's order, each with its cell."""
         wanted = np.unique(np.asarray(rows, dtype=np.int64))
         start, done = 0, 0
         for table in self.data.tables(self.split, [self.image_column]):
-            hits = wanted[(wanted >= start) & (wanted < start + len(table))]
-            picked = table[self.image_column].take(hits - start).to_pylist()
-            with reading(self.data.query.dataset):
-                images = self.data.images.encoded(picked)
-            yield from zip(hits.tolist(), images, strict=True)
-            start, done = start + len(table), done + len(hits)
-            progress(f"reading images of {self.split}", done, len(wanted))
+            column = table[self.image_column]
+            for hit in wanted[(wanted >= start) & (wanted < start + len(table))].tolist():
+                yield hit, column[hit - start].as_py()
+                done += 1
+                if done % PROGRESS_EVERY == 0 or done == len(wanted):
+                    progress(f"reading images of {self.split}", done, len(wanted))
+            start += len(table)
             if done == len(wanted):
                 break
 
 
 @dataclass(frozen=True, slots=True)
 class StreamedPool:
-    """What was kept of a shuffled stream; row numbers count the images in the order they were kept."""
+    """What was kept of a shuffled stream, on disk; row numbers count the images in the order they were kept."""
 
     labels: NDArray[np.int64]
-    images: list[bytes | None]
+    images: Sequence[Any]
+    spool: Spool
 
-    def fetch(self, rows: Sequence[int], progress: Progress) -> list[bytes | None]:  # noqa: ARG002  all is here
-        """Return what is already in memory."""
-        return [self.images[row] for row in rows]
+    def fetch(self, rows: Sequence[int], progress: Progress) -> Iterator[bytes | None]:  # noqa: ARG002  all is here
+        """Yield what is already here."""
+        return (self.spool.get(self.images[row]) for row in rows)
 
-    def digests(self, rows: Sequence[int], progress: Progress) -> list[bytes | None]:  # noqa: ARG002  all is here
-        """Compute them of what is already in memory."""
-        return [_digest(self.images[row]) for row in rows]
+    def digests(self, rows: Sequence[int], progress: Progress) -> list[bytes | None]:
+        """Compute them of what is already here."""
+        return [_digest(image) for image in self.fetch(rows, progress)]
 
 
 def _digest(image: bytes | None) -> bytes | None:
     return hashlib.sha256(image).digest() if image else None
 
 
-def _stream_pool(data: OpenedData, split: str, columns: Columns, target: int, progress: Progress) -> StreamedPool:
+def _encoded(data: OpenedData, cells: Iterable[Any]) -> Iterator[bytes | None]:
+    """Yield the image of each cell, one by one, those of an archive so many at once as it takes to open it seldom."""
+    waiting, length = iter(cells), 1
+    with reading(data.query.dataset):
+        while group := list(islice(waiting, length)):
+            images = data.images.encoded(group)
+            yield from images
+            fitting = BYTES_OF_ARCHIVE // max(1, *(len(image or b"") for image in images))
+            length = max(1, min(2 * length, MOST_OF_ARCHIVE, fitting)) if _is_archived(group[-1]) else 1
+
+
+def _is_archived(cell: Any) -> bool:
+    return isinstance(cell, dict) and cell.get("bytes") is None and str(cell.get("path")).startswith(ZIP)
+
+
+def _stream_pool(
+    data: OpenedData, split: str, columns: Columns, target: int, spool: Spool, progress: Progress
+) -> StreamedPool:
     quotas = ClassQuotas(target, len(set(columns.class_of.values())))
     num_names = columns.num_names(data.features(split))
     kept: dict[int, tuple[Any, int]] = {}
     for key, (cell, raw) in enumerate(data.stream(split, columns.image, columns.label, data.query.seed)):
         if (label := _class_of(raw, columns, num_names)) == UNMAPPED:
             continue
-        kept[key] = (cell, label)
-        for dropped in quotas.offer(key, label):
-            del kept[dropped]
+        dropped = quotas.offer(key, label)
+        if key not in dropped:
+            kept[key] = (spool.put(cell), label)
+        for other in dropped:
+            kept.pop(other, None)
         if key % PROGRESS_EVERY == 0:
             progress(f"streaming images of {split}", min(len(kept), target), target)
         if quotas.is_full:
             break
     drawn = [kept[key] for key in quotas.drawn()]
-    with reading(data.query.dataset):
-        images = data.images.encoded(cell for cell, _ in drawn)
-    return StreamedPool(labels=np.asarray([label for _, label in drawn], dtype=np.int64), images=images)
+    # What the stream only names costs a download, and is looked at more than once.
+    named = (cell for cell, _ in drawn if not isinstance(cell, _Place))
+    fetched = map(spool.put, _encoded(data, named))
+    images = [cell if isinstance(cell, _Place) else next(fetched) for cell, _ in drawn]
+    return StreamedPool(np.asarray([label for _, label in drawn], dtype=np.int64), images, spool)
 
 
-def open_pool(data: OpenedData, split: str, columns: Columns, *, target: int, progress: Progress) -> Pool:
-    """Return what can be drawn from a split: all of a local one, about `target` images of one on the Hub."""
+def open_pool(data: OpenedData, split: str, columns: Columns, *, target: int, spool: Spool, progress: Progress) -> Pool:
+    """Return what can be drawn from a split: all of a local one, about `target` images of one on the Hub.
+
+    What is kept of a stream waits in `spool`, which has to stay open as long as the pool is used.
+    """
     if not data.is_local:
-        return _stream_pool(data, split, columns, target, progress)
+        return _stream_pool(data, split, columns, target, spool, progress)
     progress(f"reading labels of {split}", 0, 0)
     num_names = columns.num_names(data.features(split))
     labels = [_class_of(raw, columns, num_names) for raw in data.labels(split, columns.label)]
-    return LocalPool(np.asarray(labels, dtype=np.int64), data, split, columns.image)
+    return LocalPool(np.asarray(labels, dtype=np.int64), data, split, columns.image, spool.folder)
 
 
 def _class_of(raw: Any, columns: Columns, num_names: int | None) -> int:

@@ -23,11 +23,14 @@ from profiling_agent.foreign import foreign_code, on_behalf
 from profiling_agent.progress import Progress, silent
 
 if TYPE_CHECKING:
+    from PIL.Image import Image
+
     from profiling_agent.acquisition.images import SplitImages
 
 PIXELS, LABELS = "pixels.npy", "labels.safetensors"
-# Processed at once; a photograph of twelve megapixels has 36 MB when it is decoded.
-BATCH = 32
+# Decoded and processed at once: so many images of so many pixels, or one. Four photographs of twelve megapixels have 192 MB,
+# and a processor makes copies.
+BATCH, BATCH_PIXELS = 32, 50_000_000
 NUM_CODES = 256
 
 Pixels = NDArray[np.float32]
@@ -116,8 +119,8 @@ def _write(
     """Write the array batch by batch: on a full disk, writing into mapped memory would kill the process."""
     shape: tuple[int, ...] | None = None
     with replacing(path) as stream:
-        for start in range(rows.start, rows.stop, BATCH):
-            values = _processed(split, range(start, min(start + BATCH, rows.stop)), processor)
+        done = 0
+        for values in _batches(split, rows, processor):
             held = values if codes is None else codes.encode(values)
             if shape is None:
                 shape = (len(rows), *values.shape[1:])
@@ -128,7 +131,8 @@ def _write(
                     "let it resize or crop them to one"
                 )
             stream.write(np.ascontiguousarray(held).data)
-            progress("preparing images", start + len(values) - rows.start, len(rows))
+            done += len(values)
+            progress("preparing images", done, len(rows))
     assert shape is not None, "a shard has an image at least"
     return shape
 
@@ -138,13 +142,26 @@ def _write_header(stream: IO[bytes], shape: tuple[int, ...], dtype: np.dtype[Any
     np.lib.format.write_array_header_1_0(stream, described)
 
 
-def _processed(split: "SplitImages", rows: range, processor: Any) -> Pixels:
+def _batches(split: "SplitImages", rows: range, processor: Any) -> Iterator[Pixels]:
+    """Yield the rows' pixel values, in their order, of as many images as may be decoded at once."""
+    images: list[Image] = []
+    for row in rows:
+        image = split.image(row)
+        num_pixels = sum(each.width * each.height for each in (*images, image))
+        if images and (len(images) == BATCH or num_pixels > BATCH_PIXELS):
+            values = _processed(images, range(row - len(images), row), processor)
+            images.clear()
+            yield values
+        images.append(image)
+    yield _processed(images, range(rows.stop - len(images), rows.stop), processor)
+
+
+def _processed(images: "Sequence[Image]", rows: range, processor: Any) -> Pixels:
     def refuse(said: str) -> ProfilingAgentError:
         return ArtifactError(
             f"the model's image processor can't process images {rows.start} to {rows.stop - 1} ({said})"
         )
 
-    images = [split.image(row) for row in rows]
     with foreign_code(refuse):
         values = np.asarray(on_behalf(processor, images=images, return_tensors="np")["pixel_values"], np.float32)
     if values.ndim != 4 or len(values) != len(rows):

@@ -1,7 +1,7 @@
 """Splits: which ones of a data set to use, and disjoint sets of their images, drawn once with the run's seed."""
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from profiling_agent.acquisition.columns import Columns, choose_columns, is_label, label_candidates
 from profiling_agent.acquisition.data import DataQuery, OpenedData, open_data
-from profiling_agent.acquisition.images import FORMATS, decode_rgb, write_split
-from profiling_agent.acquisition.labels import shown
-from profiling_agent.acquisition.pools import UNMAPPED, Pool, open_pool
+from profiling_agent.acquisition.images import FORMATS, decode_rgb, write_rows
+from profiling_agent.acquisition.labels import guesses, shown
+from profiling_agent.acquisition.pools import UNMAPPED, Pool, Spool, open_pool
 from profiling_agent.acquisition.sampling import (
     NUM_CALIBRATION,
     Sides,
@@ -110,23 +110,24 @@ def _order(pool: Pool, seed: int) -> NDArray[np.int64]:
 
 def _store(
     pool: Pool, rows: NDArray[np.int64], path: Path, split: str, progress: Progress
-) -> tuple[DrawnSplit, list[int]]:
-    """Write the images of `rows` that can be decoded; return the rows that can't as well."""
-    images: list[bytes] = []
-    labels: list[int] = []
-    corrupt: list[int] = []
-    for done, (row, data) in enumerate(zip(rows.tolist(), pool.fetch(rows.tolist(), progress), strict=True)):
-        try:
-            decode_rgb(data or b"")
-        except CorruptImageError:
-            corrupt.append(row)
-            continue
-        images.append(data or b"")
-        labels.append(int(pool.labels[row]))
-        if done % 100 == 0:
-            progress(f"checking images of {path.stem}", done, len(rows))
-    write_split(path, images, labels)
-    return DrawnSplit(path=path, source_split=split, num_images=len(images), num_skipped=len(corrupt)), corrupt
+) -> tuple[DrawnSplit, dict[int, str]]:
+    """Write the images of `rows` that can be decoded; return as well why the others can't be, by row."""
+    damaged: dict[int, str] = {}
+
+    def usable() -> Iterator[tuple[bytes, int]]:
+        images = pool.fetch(rows.tolist(), progress)
+        for done, (row, data) in enumerate(zip(rows.tolist(), images, strict=True)):
+            if done % 100 == 0:
+                progress(f"checking images of {path.stem}", done, len(rows))
+            try:
+                decode_rgb(data or b"")
+            except CorruptImageError as error:
+                damaged[row] = str(error)
+            else:
+                yield data or b"", int(pool.labels[row])
+
+    num_images = write_rows(path, usable())
+    return DrawnSplit(path=path, source_split=split, num_images=num_images, num_skipped=len(damaged)), damaged
 
 
 def _draw(
@@ -134,15 +135,16 @@ def _draw(
 ) -> dict[str, DrawnSplit]:
     """Write each part; AcquisitionError where more than one image in a hundred is damaged."""
     drawn: dict[str, DrawnSplit] = {}
-    corrupt: list[int] = []
+    damaged: dict[int, str] = {}
     for name, rows in parts.items():
-        drawn[name], damaged = _store(pool, rows, folder / f"{name}.parquet", split, progress)
-        corrupt += damaged
+        drawn[name], found = _store(pool, rows, folder / f"{name}.parquet", split, progress)
+        damaged |= found
     num_rows = sum(len(rows) for rows in parts.values())
-    if len(corrupt) > MAX_CORRUPT * num_rows:
+    if len(damaged) > MAX_CORRUPT * num_rows:
+        first = min(damaged)
         raise AcquisitionError(
-            f"{len(corrupt)} of {num_rows} images drawn from split {split!r} can't be decoded, the first is row "
-            f"{min(corrupt)}: repair or remove them, or save them as one of {', '.join(FORMATS)} (up to 1% are skipped)"
+            f"{len(damaged)} of {num_rows} images drawn from split {split!r} can't be decoded, the first is row {first} "
+            f"({damaged[first]}): repair or remove them, or save them as one of {', '.join(FORMATS)} (up to 1% are skipped)"
         )
     return drawn
 
@@ -161,11 +163,11 @@ def draw_splits(
             labelled split to evaluate on, no train split to recover with where that is asked for, too few images, or
             too many that are damaged, or there more than once.
     """
-    with quiet(), tempfile.TemporaryDirectory() as cache:
+    with quiet(), tempfile.TemporaryDirectory() as cache, Spool(folder) as spool:
         data = open_data(query, cache=Path(cache), progress=progress)
         evaluation = choose_evaluation_split(data)
         columns = choose_columns(data, evaluation, id2label)
-        return _draw_from(data, evaluation, columns, folder, progress)
+        return _draw_from(data, evaluation, columns, spool, progress)
 
 
 def look_up_labels(
@@ -182,8 +184,8 @@ def look_up_labels(
         return evaluation, choose_columns(data, evaluation, id2label).matches
 
 
-def _draw_from(data: OpenedData, evaluation: str, columns: Columns, folder: Path, progress: Progress) -> DrawnSplits:
-    query = data.query
+def _draw_from(data: OpenedData, evaluation: str, columns: Columns, spool: Spool, progress: Progress) -> DrawnSplits:
+    query, folder = data.query, spool.folder
     train = choose_calibration_split(data, evaluation)
     if query.num_recovery and train == evaluation:
         raise AcquisitionError(
@@ -191,7 +193,7 @@ def _draw_from(data: OpenedData, evaluation: str, columns: Columns, folder: Path
             "images that accuracy is measured on: set recover_epochs to 0, or choose a data set that has one"
         )
     num_rows = num_looked_at(query.num_samples, NUM_CALIBRATION if train == evaluation else 0)
-    pool = open_pool(data, evaluation, columns, target=num_rows, progress=progress)
+    pool = open_pool(data, evaluation, columns, target=num_rows, spool=spool, progress=progress)
     looked = _look(pool, evaluation, _order(pool, query.seed)[:num_rows].tolist(), progress)
     search = looked.stratified(looked.sides.search, query.seed)
     reserved = search[: min(NUM_CALIBRATION, len(search) // 2)] if train == evaluation else search[:0]
@@ -204,7 +206,7 @@ def _draw_from(data: OpenedData, evaluation: str, columns: Columns, folder: Path
         drawn = _draw(pool, evaluation, {"calibration": reserved, **parts}, folder, progress)
     else:
         drawn = _draw(pool, evaluation, parts, folder, progress)
-        drawn_of_train, num_in_both = _draw_train(data, train, columns, looked, folder, progress)
+        drawn_of_train, num_in_both = _draw_train(data, train, columns, looked, spool, progress)
         drawn |= drawn_of_train
     notes = (*_notes(data, evaluation, train, columns, pool, drawn), *_repeats(looked, train, num_in_both))
     return DrawnSplits(**drawn, labels=columns.matches, notes=notes)
@@ -242,7 +244,7 @@ def _look(pool: Pool, split: str, rows: list[int], progress: Progress) -> _Looke
 
 
 def _draw_train(
-    data: OpenedData, train: str, columns: Columns, measured: _Looked, folder: Path, progress: Progress
+    data: OpenedData, train: str, columns: Columns, measured: _Looked, spool: Spool, progress: Progress
 ) -> tuple[dict[str, DrawnSplit], int]:
     """Write what is drawn of the train split: calibration images and, where asked for, others to recover with.
 
@@ -251,7 +253,7 @@ def _draw_train(
     num_recovery, seed = data.query.num_recovery, data.query.seed
     wanted = NUM_CALIBRATION + num_recovery
     spare = int(MAX_REPEATED * wanted) + 1
-    pool = open_pool(data, train, columns, target=wanted + spare, progress=progress)
+    pool = open_pool(data, train, columns, target=wanted + spare, spool=spool, progress=progress)
     usable = _order(pool, seed)
     looked = _look(pool, train, usable[: wanted + spare].tolist(), progress)
     elsewhere, repeated = set(measured.digests.values()) - {None}, set(looked.sides.repeated)
@@ -274,7 +276,7 @@ def _draw_train(
                 f"split {train!r} has {len(usable)} usable images, and the first {NUM_CALIBRATION} are to calibrate with: "
                 "none is left to recover with, so set recover_epochs to 0 or choose a larger data set"
             )
-    return _draw(pool, train, parts, folder, progress), num_in_both
+    return _draw(pool, train, parts, spool.folder, progress), num_in_both
 
 
 def _repeats(looked: _Looked, train: str, num_in_both: int) -> tuple[str, ...]:
@@ -295,9 +297,10 @@ def _notes(
     num_unmapped = int((pool.labels == UNMAPPED).sum())
     unknown = [match.dataset_label for match in columns.matches if match.model_id is None]
     num_classes, num_search = len(set(columns.class_of.values())), drawn["search"].num_images
-    asked = data.query.num_samples or 0
+    asked, guessed = data.query.num_samples or 0, guesses(columns.matches)
     said = (
         (columns.note is not None, columns.note or ""),
+        (guessed is not None, guessed or ""),
         (
             evaluation in TRAIN,
             f"accuracies are measured on split {evaluation!r}, as asked: on images that the model was trained on "
@@ -332,4 +335,4 @@ def _notes(
         ),
         (not data.is_local, "images were streamed and drawn in equal numbers per class"),
     )
-    return tuple(text for holds, text in said if holds)
+    return (*data.notes, *(text for holds, text in said if holds))

@@ -34,7 +34,7 @@ SUFFIXES = frozenset({".json", ".safetensors", ".onnx", ".xml", ".md"})
 
 
 class QuantizedLayer(Record):
-    """One layer that is not plain float32, as it was saved; `reduce_range` says that its activations had 7 bits."""
+    """One layer that is not plain float32, as it was saved; `reduce_range`: activations have 7 bits, or ONNX Runtime's or NNCF's weights."""
 
     name: str
     kind: Literal["dynamic", "static", "cast"] = "dynamic"

@@ -53,6 +53,7 @@ class RaceOutcome:
     ratios: dict[int, list[Ratios]] = field(default_factory=dict[int, list[Ratios]])
     peak_bytes: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
     dropped: dict[int, str] = field(default_factory=dict[int, str])
+    killed: set[int] = field(default_factory=set[int])
     void: tuple[str, ...] = ()
     num_repeats: int = 0
     num_sessions: int = 0
@@ -79,6 +80,7 @@ class RaceOutcome:
             if index in session.peak_bytes:
                 self.peak_bytes.setdefault(index, []).append(session.peak_bytes[index])
         self.dropped |= session.lost
+        self.killed |= session.killed
         self.num_repeats += session.num_repeats
         self.num_sessions += 1
 
@@ -109,12 +111,12 @@ def screen(
 ) -> RaceOutcome:
     """Return each model's score against the first in one session, which is good enough to choose with.
 
-    Where memory doesn't hold them all at once they take turns in parts, the first in each.
+    Where memory doesn't hold them all at once they take turns in parts, the first in each; who was killed has another try in the last of them.
 
     Raises:
         JobError: the first model crashed or hung.
     """
-    outcome, waiting = RaceOutcome(), tuple(range(1, num_models))
+    outcome, waiting, again = RaceOutcome(), tuple(range(1, num_models)), set[int]()
     while True:
         with start_session((0, *waiting)) as processes:
             session = run_session(processes, limits=limits or SessionLimits(), seed=seed, progress=progress)
@@ -123,6 +125,10 @@ def screen(
             del session.ratios[0], session.samples[0]
         outcome.add(session)
         waiting = session.waiting
+        if not waiting:
+            waiting = tuple(sorted(outcome.killed - again))
+            again |= outcome.killed
+            outcome.dropped = {index: why for index, why in outcome.dropped.items() if index not in waiting}
         if not waiting:
             outcome.num_sessions = 1
             return outcome

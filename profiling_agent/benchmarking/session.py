@@ -8,8 +8,8 @@ from typing import Protocol
 import numpy as np
 
 from profiling_agent.benchmarking.statistics import NUM_RESAMPLES, Ratios, log_ratios, of_one_session
-from profiling_agent.errors import JobError
-from profiling_agent.memory import total_bytes
+from profiling_agent.errors import JobError, KilledError
+from profiling_agent.memory import available_bytes, total_bytes
 from profiling_agent.progress import Progress, silent
 
 # A session that only chooses ends once every interval is this narrow, relative to its speed-up. What equal processes differ
@@ -19,8 +19,8 @@ NARROW, NARROW_REPEATS, MAX_REPEATS = 0.04, 6, 40
 MAX_RUNS = 10
 # Whose best turn takes longer than the worst of the fastest, this many times as long, is far behind; by turns of each.
 FAR_BEHIND: Mapping[int, float] = {2: 2.0, 4: 1.3}
-# Of the machine's memory, what the processes of a session may hold together, and at most; six deployments of a ViT-B/16 hold 3 GB.
-MEMORY_FRACTION, MAX_MEMORY = 0.5, 4 * 2**30
+# Of the machine's memory, and of what is free of it, what the processes of a session may hold together, and at most; six deployments of a ViT-B/16 hold 3 GB.
+MEMORY_FRACTION, FREE_FRACTION, MAX_MEMORY = 0.5, 0.7, 4 * 2**30
 # Between turns the machine waits, and an interval is only asked whether it is narrow.
 NUM_ROUGH_RESAMPLES = NUM_RESAMPLES // 8
 
@@ -31,13 +31,18 @@ class SessionLimits:
 
     A turn has as many passes as fit in `seconds_per_turn`, and at least one; a session ends when those who are left have
     been timed for `seconds_per_model` each, on average, but not before `min_repeats` turns of each. `memory_bytes` is by default half of the machine's,
-    and 4 GiB at most.
+    seven tenths of what is free, and 4 GiB at most.
     """
 
     seconds_per_turn: float = 0.25
     seconds_per_model: float = 1.0
     min_repeats: int = 3
-    memory_bytes: int = field(default_factory=lambda: min(int(MEMORY_FRACTION * total_bytes()), MAX_MEMORY))
+    memory_bytes: int = field(default_factory=lambda: room_bytes(total_bytes(), available_bytes()))
+
+
+def room_bytes(total: int, free: int) -> int:
+    """Return how much of so much memory, of which so much is free, the processes of a session may hold."""
+    return min(int(MEMORY_FRACTION * total), int(FREE_FRACTION * free), MAX_MEMORY)
 
 
 class Timed(Protocol):
@@ -64,7 +69,8 @@ class Timed(Protocol):
 class RaceSession:
     """What one session brought, by model: its samples, and log(first's time / its time) of each of its turns.
 
-    `far_behind` stopped early, `lost` failed, with why, and `waiting` did not begin, for want of memory.
+    `far_behind` stopped early, `lost` failed, with why, and `waiting` did not begin, for want of memory. Of the lost some were
+    `killed` by somebody else, as the system does where memory is short, which says nothing of the model.
     """
 
     samples: dict[int, list[list[float]]] = field(default_factory=dict[int, list[list[float]]])
@@ -72,6 +78,7 @@ class RaceSession:
     peak_bytes: dict[int, int] = field(default_factory=dict[int, int])
     far_behind: set[int] = field(default_factory=set[int])
     lost: dict[int, str] = field(default_factory=dict[int, str])
+    killed: set[int] = field(default_factory=set[int])
     waiting: tuple[int, ...] = ()
     num_repeats: int = 0
 
@@ -176,4 +183,6 @@ def _lose(index: int, error: JobError, session: RaceSession, *, chooses: bool) -
     if index == 0 or not chooses:
         raise error
     session.lost[index] = str(error)
+    if isinstance(error, KilledError):
+        session.killed.add(index)
     session.samples.pop(index, None)

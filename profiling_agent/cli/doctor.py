@@ -33,7 +33,8 @@ from profiling_agent.processes.child import ending
 from profiling_agent.processes.environment import child_environment
 from profiling_agent.processes.started import child_command
 from profiling_agent.progress import Progress, silent
-from profiling_agent.records import RUNTIMES, Record, RuntimeName
+from profiling_agent.quantization.vnni import INSTRUCTIONS, has_vnni
+from profiling_agent.records import RUNTIMES, Environment, Record, RuntimeName
 from profiling_agent.reporting.units import percent, size
 from profiling_agent.reproducibility import environment
 from profiling_agent.request import Request
@@ -112,7 +113,7 @@ def examine(request: Request, progress: Progress = silent) -> Iterator[Finding]:
     """Give what was found, as it is found; nothing is raised."""
     looks: list[Callable[[], Finding]] = [
         _software,
-        _cpu,
+        lambda: cpu_found(environment()),
         lambda: memory_found(available_bytes(), total_bytes()),
         lambda: _disk(request.output_dir),
         _noise,
@@ -132,11 +133,15 @@ def _software() -> Finding:
     return Finding(name="software", state="ok", seen=f"Python {found.python}, {named}, code {found.code_version}")
 
 
-def _cpu() -> Finding:
-    found = environment()
+def cpu_found(found: Environment) -> Finding:
+    """Return which of a machine's instructions int8 has."""
     seen = f"{found.cpu}, {found.num_threads} threads, {', '.join(found.cpu_flags) or 'no vector flags that matter'}"
-    if not {"avx512_vnni", "avx_vnni", "amx_int8"} & set(found.cpu_flags):
+    runtimes = [name for name in INSTRUCTIONS if has_vnni(name, found.cpu_flags)]
+    if not runtimes:
         advice = "no int8 instructions (VNNI): int8 saves bytes here and less time; it is measured either way"
+        return Finding(name="CPU", state="note", seen=seen, advice=advice)
+    if len(runtimes) < len(INSTRUCTIONS):
+        advice = f"int8 instructions of AVX2 alone (VNNI): {' and '.join(runtimes)} use them, torch's int8 doesn't"
         return Finding(name="CPU", state="note", seen=seen, advice=advice)
     return Finding(name="CPU", state="ok", seen=seen)
 

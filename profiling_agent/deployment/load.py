@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor, nn
 
+from profiling_agent.acquisition.pixels import upright_rgb
 from profiling_agent.artifacts.folder import named_folder, open_folder
 from profiling_agent.artifacts.golden import check_golden
 from profiling_agent.artifacts.load import load_processor
@@ -21,7 +22,7 @@ from profiling_agent.deployment.batches import check_images
 from profiling_agent.deployment.protocol import ModelSession
 from profiling_agent.deployment.registry import open_session
 from profiling_agent.documents import clean
-from profiling_agent.errors import ArtifactError
+from profiling_agent.errors import ArtifactError, CorruptImageError
 from profiling_agent.foreign import foreign_code, on_behalf
 from profiling_agent.records import RuntimeName
 from profiling_agent.reproducibility import environment
@@ -85,7 +86,13 @@ class Deployed:
     def predict(self, images: Sequence[Image.Image]) -> list[Prediction]: ...
 
     def predict(self, images: Image.Image | Sequence[Image.Image]) -> Prediction | list[Prediction]:
-        """Return the likeliest class of a PIL image, or of each of several, which go through as one batch."""
+        """Return the likeliest class of a PIL image, or of each of several, which go through as one batch.
+
+        They are prepared as those that accuracy is measured on: turned upright as their EXIF orientation says, and 16 bits scaled to 8.
+
+        Raises:
+            ArtifactError: an image is damaged, or the model's image processor doesn't take it.
+        """
         if isinstance(images, Image.Image):
             return self.predict([images])[0]
         if not images:
@@ -99,10 +106,14 @@ class Deployed:
     def _prepared(self, images: Sequence[Image.Image]) -> NDArray[Any]:
         """Return images as the processor prepares them; ArtifactError where it can't, or gives something else."""
 
+        def damaged(said: str) -> CorruptImageError:
+            return CorruptImageError(f"an image can't be read: {said}")
+
         def refuse(said: str) -> ArtifactError:
             return ArtifactError(f"the image processor in {str(self.folder)!r} gives {said}: save the model again")
 
-        pictures = [image.convert("RGB") for image in images]
+        with foreign_code(damaged):
+            pictures = [upright_rgb(image) for image in images]
         with foreign_code(refuse):
             prepared: Any = on_behalf(self._processor, images=pictures, return_tensors="np")
         pixel_values = prepared.get("pixel_values")

@@ -15,11 +15,12 @@ import torch
 from huggingface_hub import ModelCard
 from numpy.typing import NDArray
 
+from profiling_agent.acquisition import pixels
 from profiling_agent.artifacts.card import base_name, card_head, text_templates
 from profiling_agent.artifacts.folder import appearing
 from profiling_agent.artifacts.golden import golden_distance, tolerance
 from profiling_agent.artifacts.load import load_module, load_processor
-from profiling_agent.artifacts.recipe import CARD, CONFIG, MODEL_FILES, WEIGHTS, Recipe
+from profiling_agent.artifacts.recipe import CARD, CONFIG, MODEL_FILES, WEIGHTS, QuantizedLayer, Recipe
 from profiling_agent.artifacts.save import write_weights
 from profiling_agent.deployment.plain import save_plain
 from profiling_agent.deployment.registry import open_session
@@ -32,7 +33,8 @@ from profiling_agent.handover.manifest import MANIFEST, Exported
 from profiling_agent.handover.preprocessing import preprocessing_of
 from profiling_agent.modules.inference import floating_dtype
 from profiling_agent.processes.environment import child_environment
-from profiling_agent.quantization.linear import has_vnni
+from profiling_agent.quantization.vnni import INSTRUCTIONS
+from profiling_agent.records import RuntimeName
 from profiling_agent.timm_config import MODEL_TYPE as TIMM
 from profiling_agent.timm_config import PACKAGES as TIMM_PACKAGES
 
@@ -102,7 +104,7 @@ def export_files(folder: Path, recipe: Recipe, output: Path, *, others: Sequence
                 shutil.copyfile(folder / name, temporary / name)
         write_text(temporary / PREPROCESSING, how.model_dump_json(indent=1) + "\n")
         write_text(temporary / LABELS, json.dumps(labels, indent=1, ensure_ascii=False) + "\n")
-        shutil.copyfile(HERE / PREPARE, temporary / PREPARE)
+        shutil.copyfile(pixels.__file__, temporary / PREPARE)
         requirements = _requirements(recipe)
         told: dict[str, Any] = {
             "title": f"{clean(recipe.architecture)} for {recipe.deployment.name}",
@@ -113,7 +115,7 @@ def export_files(folder: Path, recipe: Recipe, output: Path, *, others: Sequence
             "shape": spec.batch(1)[1:],
             "num_classes": len(labels),
             "fixed_size": session.fixed_size,
-            "needs_vnni": has_vnni() and any(layer.dtype == "qint8" for layer in recipe.quantized),
+            "instructions": needed_instructions(recipe.deployment.runtime, recipe.quantized),
             "is_ordinary": written is not None and written.is_ordinary,
             "is_channels_last": written is not None and written.is_channels_last,
             "dtype": written.dtype if written else "float32",
@@ -153,6 +155,15 @@ def _labels(recipe: Recipe, folder: Path) -> list[str]:
         if set(known) == set(range(len(known))) and known:
             return [known[number] for number in range(len(known))]
     raise ArtifactError(f"{str(folder)!r} doesn't name its classes from 0 on ({count} of them): save the model again")
+
+
+def needed_instructions(runtime: RuntimeName, layers: Sequence[QuantizedLayer]) -> tuple[str, ...]:
+    """Return the CPU flags of which one has to be there so that int8 sums don't saturate; none where they can't, or `layers.py` sees to it."""
+    full = any(
+        layer.dtype == "qint8" and not layer.reduce_range and not (runtime in TORCH and layer.kind == "dynamic")
+        for layer in layers
+    )
+    return INSTRUCTIONS.get(runtime, ()) if full else ()
 
 
 def _requirements(recipe: Recipe) -> tuple[str, ...]:

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from PIL import Image
 from pydantic import Field
 
+from profiling_agent.acquisition.pixels import RESAMPLE, prepare
 from profiling_agent.errors import ArtifactError
 from profiling_agent.foreign import foreign_code, on_behalf
-from profiling_agent.handover.prepare import RESAMPLE, prepare
 from profiling_agent.records import InputSpec, Record
 
 # In units of the prepared images, where a step of an 8-bit channel is 0.004 to 0.02.

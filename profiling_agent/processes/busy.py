@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 from profiling_agent.files import read_text
+from profiling_agent.reproducibility import available_threads
 
 # What OpenMP's threads, which are torch's, do at the end of a piece of work; ONNX Runtime is told by us where this is set.
 WAIT_POLICY, PASSIVE = "OMP_WAIT_POLICY", "PASSIVE"
@@ -17,13 +18,13 @@ NUM_LOOKS, PAUSE_S = 3, 0.01
 
 
 def is_busy() -> bool:
-    """Say whether more others run, whenever one looks, than there are cores that aren't ours; for whoever has no process of its own at work.
+    """Say whether more others run, whenever one looks, than there is room for beside us; for whoever has no process of its own at work.
 
     False where the system doesn't tell.
     """
-    own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
-    # What a process that is kept to some of the cores leaves to others.
-    num_spare = (os.cpu_count() or own) - own
+    allowed = len(os.sched_getaffinity(0))
+    # What a process that is kept to some of the cores leaves to others, and half of the second threads of its own.
+    num_spare = (os.cpu_count() or allowed) - allowed + (allowed - available_threads()) // 2
     for look in range(NUM_LOOKS):
         if look:
             time.sleep(PAUSE_S)

@@ -54,9 +54,7 @@ def _fits(evidence: Evidence, units: Sequence[Unit]) -> bool:
 
 
 def keep_evidence(path: Path, evidence: Evidence) -> None:
-    """Keep evidence for later runs, and let go of the oldest; not what a busy machine timed. A cache that can't be written is none."""
-    if any(row.is_unsteady for row in evidence.units):
-        return
+    """Keep evidence for later runs, whose times are their own, and let go of the oldest. A cache that can't be written is none."""
     with suppress(OSError):
         make_folders(path.parent)
         write_text(path, _Kept(taken=time.time(), evidence=evidence).model_dump_json())

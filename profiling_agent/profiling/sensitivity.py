@@ -73,16 +73,31 @@ def measure_sensitivity(  # noqa: PLR0913 (how, and on what, a study is made)
             study.gather()
             scores = study.choose(criterion, progress)
             progress("measuring sensitivity", 2, 3)
-            rows = study.measure(_chosen(scores), table or LatencyTable({}), progress)
+            rows = study.measure(_chosen(scores), progress)
         except SingularError as error:
             raise PruningError(f"what layers read varies too little beside its mean to be measured: {error}") from error
-    return Evidence(
+    evidence = Evidence(
         units=rows,
         criteria=scores,
         num_images=study.num_images,
         num_judged=study.num_measured_on,
         seconds=time.perf_counter() - started,
     )
+    return evidence if table is None else timed(evidence, units, table)
+
+
+def timed(evidence: Evidence, units: Sequence[Unit], table: LatencyTable) -> Evidence:
+    """Return the evidence on these units with the times that a table has of them, whatever was known before."""
+
+    def of(row: UnitEvidence, unit: Unit) -> UnitEvidence:
+        options = tuple(
+            option.model_copy(update={"latency_saved_ms": table.saved(unit, option.keep)}) for option in row.options
+        )
+        is_unsteady = unit.name in table.unsteady
+        return row.model_copy(update={"options": options, "latency_ms": table.of(unit), "is_unsteady": is_unsteady})
+
+    rows = tuple(of(row, unit) for row, unit in zip(evidence.units, units, strict=True))
+    return evidence.model_copy(update={"units": rows})
 
 
 def _check_images(calibration: Calibration) -> None:
@@ -168,9 +183,7 @@ class _Study:
         ]
         return _finite(mean_kl(expected, torch.cat(logits)), kind)
 
-    def measure(
-        self, chosen: Mapping[UnitKind, str], table: LatencyTable, progress: Progress
-    ) -> tuple[UnitEvidence, ...]:
+    def measure(self, chosen: Mapping[UnitKind, str], progress: Progress) -> tuple[UnitEvidence, ...]:
         """T1: the KL of some widths of every unit, one unit cut at a time."""
         orders: dict[str, tuple[int, ...]] = {}
         predicted: dict[str, dict[int, float]] = {}
@@ -186,7 +199,7 @@ class _Study:
             del self.moments[unit.name]
         measured = self._measured(folds, progress)
         return tuple(
-            _evidence(unit, orders[unit.name], predicted[unit.name], measured[unit.name], table) for unit in self.units
+            _evidence(unit, orders[unit.name], predicted[unit.name], measured[unit.name]) for unit in self.units
         )
 
     def _measured(self, folds: Mapping[tuple[str, int], Folded], progress: Progress) -> dict[str, dict[int, float]]:
@@ -224,7 +237,6 @@ def _evidence(
     order: tuple[int, ...],
     predicted: Mapping[int, float],
     measured: Mapping[int, float],
-    table: LatencyTable,
 ) -> UnitEvidence:
     drawn = through(measured, predicted)
     cuts = {keep: Cut(unit=unit, keep=keep, requested_ratio=1 - keep / unit.width) for keep in predicted}
@@ -233,20 +245,13 @@ def _evidence(
             keep=keep,
             params_saved=cut.params_saved,
             macs_saved=cut.macs_saved,
-            latency_saved_ms=table.saved(unit, keep),
             predicted_kl=predicted[keep],
             kl=drawn[keep],
             measured=keep in measured,
         )
         for keep, cut in cuts.items()
     )
-    return UnitEvidence(
-        unit=unit.name,
-        latency_ms=table.of(unit),
-        is_unsteady=unit.name in table.unsteady,
-        order=order,
-        options=options,
-    )
+    return UnitEvidence(unit=unit.name, order=order, options=options)
 
 
 def through(measured: Mapping[int, float], predicted: Mapping[int, float]) -> dict[int, float]:

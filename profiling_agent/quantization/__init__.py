@@ -6,4 +6,5 @@ calibrate    calibrate: the ranges of layers' inputs
 smooth       smoothing: SmoothQuant, site by site
 sensitivity  sensitivity: what one layer costs
 footprint    footprint: bytes
+vnni         vnni: which processors add int8 products in 32 bits, for which runtime
 """

@@ -24,8 +24,8 @@ WEIGHT_BYTES: dict[Dtype, int] = {"qint8": 1, "float16": 2}
 FLOAT_BYTES = 4
 
 
-def has_vnni() -> bool:
-    """Return whether this CPU adds int8 products in 32 bits, so that 8-bit activations can't saturate."""
+def torch_has_vnni() -> bool:
+    """Return whether torch's kernels add int8 products in 32 bits on this CPU, so that 8-bit activations can't saturate."""
     return torch.cpu._is_vnni_supported()  # pyright: ignore[reportPrivateUsage]
 
 
@@ -91,7 +91,7 @@ class DynamicLinear(QuantizedModule):
         expect_dtype(weight, *WEIGHT_DTYPES)
         is_int8 = weight.dtype == torch.int8
         packed = _pack_int8(weight, tensors["scale"], bias) if is_int8 else _pack_fp16(weight, bias)
-        reduce = bool(reduce_range) or not has_vnni()
+        reduce = bool(reduce_range) or not torch_has_vnni()
         return cls(packed, weight, reduce_range=is_int8 and reduce, has_bias=bias is not None)
 
     @property

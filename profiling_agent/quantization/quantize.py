@@ -44,6 +44,7 @@ def quantize_model(
     recommendations: Sequence[QuantizationRecommendation],
     *,
     calibration: Images | None = None,
+    reduce_range: bool | None = None,
 ) -> Quantized:
     """Return a copy of `model` on the CPU with the recommended layers quantized; the given model isn't touched.
 
@@ -52,7 +53,8 @@ def quantize_model(
     `nn.Conv2d` as well; never their subclasses, because whoever made those may read their weights. `calibration` begins
     a pass over images (b, c, h, w): static quantization needs at least 8. It first folds batch norms into the
     convolutions that it quantizes, shifts the biases of these by what rounding does to their outputs on average, and leaves a layer alone that no
-    image reaches.
+    image reaches. `reduce_range` gives the inputs of int8 layers 7 bits; by default, and dynamic ones always, they have them where torch needs it on
+    this CPU. Whoever has another runtime execute what is static says what that needs.
 
     Raises:
         PlanError: a pattern is invalid or hits no layer.
@@ -69,7 +71,9 @@ def quantize_model(
         layer = quantized.get_submodule(name)
         assert isinstance(layer, nn.Linear | nn.Conv2d), "names were taken from the same model"
         try:
-            made[name] = quantized_layer(layer, choice.quantization_type, choice.dtype, observed.get(name))
+            made[name] = quantized_layer(
+                layer, choice.quantization_type, choice.dtype, observed.get(name), reduce_range=reduce_range
+            )
         except QuantizationError as error:
             raise QuantizationError(f"layer {name!r} can't be quantized: {error}") from error
     # One that stands in two places becomes two layers, and its means are of both.
@@ -122,8 +126,10 @@ def _prepare_(
     return folded, observe(model, names, calibration)
 
 
-def quantized_layer(layer: Layer, kind: Kind, dtype: str, observed: Observed | None = None) -> QuantizedModule:
-    """Return `layer` quantized; a static one has to have been observed.
+def quantized_layer(
+    layer: Layer, kind: Kind, dtype: str, observed: Observed | None = None, *, reduce_range: bool | None = None
+) -> QuantizedModule:
+    """Return `layer` quantized, `reduce_range` as for `quantize_model`; a static one has to have been observed.
 
     Raises:
         QuantizationError: its weights or inputs aren't finite.
@@ -133,6 +139,7 @@ def quantized_layer(layer: Layer, kind: Kind, dtype: str, observed: Observed | N
         return (CastConv2d if is_conv else CastLinear).from_float(layer)
     if kind == "static":
         assert observed is not None, "static layers are observed first"
-        return (StaticConv2d if is_conv else StaticLinear).from_float(layer, *observed.range(num_levels()))
+        low, high = observed.range(num_levels(reduce_range=reduce_range))
+        return (StaticConv2d if is_conv else StaticLinear).from_float(layer, low, high, reduce_range=reduce_range)
     assert not is_conv, "dynamic quantization takes linear layers"
-    return DynamicLinear.from_linear(layer, "float16" if dtype == "float16" else "qint8")
+    return DynamicLinear.from_linear(layer, "float16" if dtype == "float16" else "qint8", reduce_range=reduce_range)

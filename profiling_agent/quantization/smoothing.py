@@ -159,7 +159,9 @@ def _modules(model: nn.Module, quantized: nn.Module, site: Site, spread: Spread,
         reader, held = modules[name], quantized.get_submodule(name)
         assert isinstance(reader, nn.Linear), "readers are linear layers"
         made[name] = (
-            quantized_layer(reader, held.kind, held.dtype, given) if isinstance(held, QuantizedModule) else reader
+            quantized_layer(reader, held.kind, held.dtype, given, reduce_range=held.reduce_range)
+            if isinstance(held, QuantizedModule)
+            else reader
         )
     return made
 

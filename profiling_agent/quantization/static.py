@@ -13,7 +13,7 @@ import torch.ao.quantization.fx._decomposed  # registers the operators  # pyrigh
 from torch import Tensor, nn
 
 from profiling_agent.errors import QuantizationError
-from profiling_agent.quantization.linear import has_vnni
+from profiling_agent.quantization.linear import torch_has_vnni
 from profiling_agent.quantization.module import (
     Geometry,
     Layer,
@@ -33,8 +33,8 @@ OPS: Any = torch.ops.quantized_decomposed
 
 
 def num_levels(*, reduce_range: bool | None = None) -> int:
-    """Return the largest step of an activation's grid: of 7 bits where that is asked for, by default where the CPU needs it."""
-    reduced = not has_vnni() if reduce_range is None else reduce_range
+    """Return the largest step of an activation's grid: of 7 bits where that is asked for, by default where torch needs it on this CPU."""
+    reduced = not torch_has_vnni() if reduce_range is None else reduce_range
     return REDUCED_LEVELS if reduced else LEVELS
 
 
@@ -113,7 +113,7 @@ class StaticModule(QuantizedModule):
     def from_float(cls, layer: Layer, low: float, high: float, *, reduce_range: bool | None = None) -> Self:
         """Return `layer` with its weights quantized, for inputs from `low` to `high`; what lies beyond is clipped.
 
-        `reduce_range` (7-bit activations) by default where the CPU needs it.
+        `reduce_range` (7-bit activations) by default where torch needs it on this CPU.
 
         Raises:
             QuantizationError: a weight or the range isn't finite.

@@ -39,7 +39,7 @@ class LabelMatch(Record):
     dataset_label: str
     model_id: int | None
     model_label: str | None
-    rule: Literal["id", "name", "normalised name", "substring", "unmapped"]
+    rule: Literal["id", "name", "normalised name", "wnid", "substring", "unmapped"]
 
 
 class SplitInfo(Record):

@@ -10,10 +10,14 @@ from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
 
 SHA = "0123456789abcdef0123456789abcdef01234567"
+COPY, COPY_SHA = "refs/convert/parquet", "fedcba9876543210fedcba9876543210fedcba98"
 
 
 class Hub(BaseHTTPRequestHandler):
-    """`root` holds models/owner/name and datasets/owner/name; names that begin with gated are gated."""
+    """`root` holds models/owner/name and datasets/owner/name; names that begin with gated are gated.
+
+    A data set whose parquet copy the Hub has, refs/convert/parquet, has this in copies/owner/name.
+    """
 
     protocol_version = "HTTP/1.1"
     root: Path
@@ -45,19 +49,28 @@ class Hub(BaseHTTPRequestHandler):
     def files(self, folder):
         return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
 
+    def at(self, kind, name, revision):
+        """Return where a revision lies and its commit; None for both where there is none."""
+        if revision in ("main", SHA):
+            return self.root / kind / name, SHA
+        copy = self.root / "copies" / name
+        is_copied = kind == "datasets" and revision in (COPY, COPY_SHA) and copy.is_dir()
+        return (copy, COPY_SHA) if is_copied else (None, None)
+
     def api(self, kind, name, route, query):
-        folder = self.root / kind / name
-        if not folder.is_dir():
+        if not (self.root / kind / name).is_dir():
             return self.refuse("RepoNotFound", 401)
         gated = name.split("/")[1].startswith("gated")
         if route == "/auth-check":
             return self.refuse("GatedRepo", 403) if gated else self.answer({})
-        if route.startswith("/revision/") and unquote(route.split("/")[2]) not in ("main", SHA):
+        asked = route.split("/")[2:]
+        folder, commit = self.at(kind, name, unquote(asked[0]) if asked else "main")
+        if folder is None:
             return self.refuse("RevisionNotFound", 404)
         if route == "" or route.startswith("/revision/"):
             siblings = [{"rfilename": file} for file in self.files(folder)]
             return self.answer(
-                {"id": name, "sha": SHA, "siblings": siblings, "gated": gated, "private": False, "tags": []}
+                {"id": name, "sha": commit, "siblings": siblings, "gated": gated, "private": False, "tags": []}
             )
         return self.listing(folder, route, query)
 
@@ -78,14 +91,17 @@ class Hub(BaseHTTPRequestHandler):
             return self.answer(list(self.entries(folder, asked)))
         return self.refuse("EntryNotFound", 404)
 
-    def resolve(self, kind, name, file):
-        path = self.root / kind / name / unquote(file)
+    def resolve(self, kind, name, revision, file):
+        folder, commit = self.at(kind, name, unquote(revision))
         if name.split("/")[1].startswith("gated"):
             return self.refuse("GatedRepo", 403)
+        if folder is None:
+            return self.refuse("RevisionNotFound", 404)
+        path = folder / unquote(file)
         if not path.is_file():
             return self.refuse("EntryNotFound", 404)
         data = path.read_bytes()
-        headers = {"ETag": f'"{sha1(data).hexdigest()}"', "X-Repo-Commit": SHA, "Accept-Ranges": "bytes"}
+        headers = {"ETag": f'"{sha1(data).hexdigest()}"', "X-Repo-Commit": commit, "Accept-Ranges": "bytes"}
         if asked := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")):
             start, end = int(asked[1]), min(int(asked[2] or len(data) - 1), len(data) - 1)
             headers["Content-Range"] = f"bytes {start}-{end}/{len(data)}"
@@ -96,8 +112,8 @@ class Hub(BaseHTTPRequestHandler):
         url = urlsplit(self.path)
         if hit := re.fullmatch(r"/api/(models|datasets)/([^/]+/[^/]+)(.*)", url.path):
             return self.api(hit[1], hit[2], hit[3], url.query)
-        if hit := re.fullmatch(r"/(datasets/)?([^/]+/[^/]+)/resolve/[^/]+/(.*)", url.path):
-            return self.resolve("datasets" if hit[1] else "models", hit[2], hit[3])
+        if hit := re.fullmatch(r"/(datasets/)?([^/]+/[^/]+)/resolve/([^/]+)/(.*)", url.path):
+            return self.resolve("datasets" if hit[1] else "models", hit[2], hit[3], hit[4])
         return self.refuse("EntryNotFound", 404)
 
     do_HEAD = do_POST = do_GET  # noqa: N815

@@ -12,7 +12,7 @@ import zoo
 from PIL import Image
 
 from profiling_agent.acquisition.batches import iter_batches, shuffled_batches
-from profiling_agent.acquisition.images import read_split, write_split
+from profiling_agent.acquisition.images import GROUP_BYTES, GROUP_IMAGES, read_split, write_rows, write_split
 from profiling_agent.acquisition.prepared import PreparedImages, write_prepared
 from profiling_agent.errors import ArtifactError
 
@@ -91,7 +91,6 @@ def test_a_split_that_is_gone_is_an_error(tmp_path):
     [
         pa.table({"image": [b"a"]}),
         pa.table({"image": [b"a"], "label": [None]}),
-        pa.table({"image": [None], "label": [0]}),
         pa.table({"image": [b"a"], "label": ["x"]}),
         pa.table({"image": [[1]], "label": [0]}),
     ],
@@ -100,6 +99,72 @@ def test_a_table_of_something_else_is_no_split(tmp_path, table):
     pq.write_table(table, tmp_path / "x.parquet")
     with pytest.raises(ArtifactError, match="can't be read"):
         read_split(tmp_path / "x.parquet")
+
+
+def test_a_split_is_stored_in_groups_that_fit_into_memory_and_the_same_images_make_the_same_file(tmp_path):
+    sizes = [100] * 70 + [GROUP_BYTES // 2, GROUP_BYTES // 2, 1, GROUP_BYTES + 1, 5]
+    images = [os.urandom(1) * size for size in sizes]
+    for name in ("one", "two"):
+        write_split(tmp_path / name, iter(images), range(len(images)))
+
+    described = pq.ParquetFile(tmp_path / "one").metadata
+    stored = [described.row_group(number).num_rows for number in range(described.num_row_groups)]
+    assert stored == [GROUP_IMAGES, 6 + 1, 1 + 1, 1, 1]
+    assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
+    split = read_split(tmp_path / "one")
+    assert [split.encoded(row) == image for row, image in enumerate(images)] == [True] * len(images)
+    assert [split.encoded(row) == images[row] for row in (74, 3, 71, 0)] == [True] * 4
+    assert split.labels.tolist() == list(range(len(images)))
+
+
+class Tracked(bytes):
+    """An image's bytes; how many there are is counted."""
+
+    alive = most = 0
+
+    def __init__(self, *_):
+        type(self).alive += 1
+        type(self).most = max(self.most, self.alive)
+
+    def __del__(self):
+        type(self).alive -= 1
+
+
+def test_of_the_images_that_are_written_a_group_is_held(tmp_path):
+    num_images = write_rows(tmp_path / "x.parquet", ((Tracked(b"image"), 0) for _ in range(5 * GROUP_IMAGES)))
+
+    assert num_images == len(read_split(tmp_path / "x.parquet")) == 5 * GROUP_IMAGES
+    assert Tracked.alive == 0
+    assert GROUP_IMAGES <= Tracked.most <= GROUP_IMAGES + 1
+
+
+def test_of_a_split_only_what_is_asked_for_is_read(tmp_path):
+    path = tmp_path / "x.parquet"
+    write_split(path, [bytes([row]) * 1000 for row in range(2 * GROUP_IMAGES)], range(2 * GROUP_IMAGES))
+    group = pq.ParquetFile(path).metadata.row_group(1).column(0)
+    with path.open("r+b") as stream:
+        stream.seek(group.dictionary_page_offset or group.data_page_offset)
+        stream.write(bytes(group.total_compressed_size))
+
+    split = read_split(path)
+
+    assert split.labels.tolist() == list(range(2 * GROUP_IMAGES))
+    assert split.encoded(GROUP_IMAGES - 1) == bytes([GROUP_IMAGES - 1]) * 1000
+    with pytest.raises(ArtifactError, match=r"can't be read.*run again"):
+        split.encoded(GROUP_IMAGES)
+
+
+def test_a_split_without_images_is_one(tmp_path):
+    write_split(tmp_path / "x.parquet", [], [])
+    split = read_split(tmp_path / "x.parquet")
+    assert len(split) == 0
+    assert split.labels.dtype == np.int64
+
+
+def test_a_row_without_an_image_is_refused_when_it_is_read(tmp_path):
+    pq.write_table(pa.table({"image": [b"a", None], "label": [0, 1]}), tmp_path / "x.parquet")
+    with pytest.raises(ArtifactError, match="can't be read"):
+        read_split(tmp_path / "x.parquet").image(0)
 
 
 def test_a_fifo_is_no_split_and_nobody_waits_for_it(tmp_path):

@@ -85,6 +85,71 @@ def test_imagenette_maps_to_imagenets_synonyms(imagenette, draw):
     assert [match.model_id for match in drawn.labels] == [0, 3, 2]
 
 
+def test_sizes_that_lie_side_by_side_without_a_card_are_never_read_as_one(imagenette, draw):
+    (imagenette / "README.md").unlink()
+    with pytest.raises(AcquisitionError, match="several configs, 160px, 320px: name one with dataset_config"):
+        draw(imagenette, IMAGENET)
+    with pytest.raises(AcquisitionError, match="no config '32px': use one of 160px, 320px"):
+        draw(imagenette, IMAGENET, dataset_config="32px")
+    named, given = draw(imagenette, IMAGENET, dataset_config="320px"), draw(imagenette / "320px", IMAGENET)
+    assert named.heldout.path.read_bytes() == given.heldout.path.read_bytes()
+
+
+def test_a_card_that_reads_them_as_one_is_believed(imagenette, draw):
+    card = "---\nconfigs:\n- config_name: all\n  data_files: [{split: train, path: '*/train*'}, {split: test, path: '*/val*'}]\n---\n"
+    (imagenette / "README.md").write_text(card)
+    assert draw(imagenette, IMAGENET, num_samples=40).search.num_images == 40
+
+
+@pytest.mark.parametrize("where", ["160px", "sizes/160px"])
+def test_folders_of_photographs_that_lie_side_by_side_are_never_read_as_one(tmp_path, make, draw, where):
+    for size, first in ((where, 0), (where.replace("160", "320"), 1000)):
+        for split in ("train", "val"):
+            for index, name in enumerate(("tench", "cassette player")):
+                place = tmp_path / "set" / size / split / name
+                place.mkdir(parents=True)
+                for row in range(20):
+                    # What a file is called says nothing of its split.
+                    (place / f"val-{row}.png").write_bytes(make.png(first + 500 * (split == "val") + 100 * index + row))
+    with pytest.raises(AcquisitionError, match=f"several configs, {where}, {where.replace('160', '320')}: name one"):
+        draw(tmp_path / "set", IMAGENET)
+    drawn = draw(tmp_path / "set", IMAGENET, dataset_config=where)
+    photographs = {make.png(500 + 100 * index + row) for index in range(2) for row in range(20)}
+    held = read_split(drawn.heldout.path)
+    assert len(held) > 5
+    assert {held.encoded(row) for row in range(len(held))} <= photographs
+
+
+def test_parts_of_a_split_in_folders_of_their_own_are_one_data_set(tmp_path, make, draw):
+    kind = ClassLabel(names=["cat", "dog"])
+    for number, folder in enumerate(("train_0", "train_1", "test_0", "test_1")):
+        (tmp_path / "set" / folder).mkdir(parents=True)
+        make.table([0, 1] * 30, kind, first=100 * number).to_parquet(tmp_path / "set" / folder / "rows.parquet")
+    drawn = draw(tmp_path / "set", ["cat", "dog"])
+    assert drawn.calibration.num_images == 120
+
+
+def test_folders_named_by_imagenets_numbers_are_its_classes(tmp_path, make, draw, imagenet):
+    for split, first in (("train", 0), ("val", 500)):
+        for index, wnid in enumerate(("n01440764", "n02102040")):
+            (tmp_path / "set" / split / wnid).mkdir(parents=True)
+            for row in range(20):
+                (tmp_path / "set" / split / wnid / f"{row}.png").write_bytes(make.png(first + 100 * index + row))
+    drawn = draw(tmp_path / "set", imagenet)
+    assert [(match.model_id, match.rule) for match in drawn.labels] == [(0, "wnid"), (217, "wnid")]
+
+
+def test_what_is_matched_by_last_words_alone_is_told_with_each_pair(parquet, make, draw):
+    kind = ClassLabel(names=["sports car", "dog", "tow truck"])
+    rows = [make.table(np.arange(90) % 3, kind, first=first) for first in (0, 500)]
+    drawn = draw(parquet(train=rows[0], test=rows[1]), ["car", "dog", "truck"])
+    (said,) = (note for note in drawn.notes if "last words" in note)
+    assert said.startswith(
+        "'sports car' is taken for 'car', 'tow truck' is taken for 'truck', by the label's last words"
+    )
+    assert "name the data set's classes as the model does" in said
+
+
 def test_a_local_copy_of_imagenet_is_evaluated_on_validation(parquet, make, draw):
     kind = ClassLabel(names=[name.split(",")[0] for name in IMAGENET])
     rows = [make.table(np.arange(80) % 4, kind, first=first) for first in (0, 500)]
@@ -205,7 +270,7 @@ def test_image_folders_are_read_with_their_folders_as_labels(tmp_path, make, dra
     split = read_split(drawn.search.path)
     folders = [{make.png(500 + 100 * index + row) for row in range(20)} for index in (1, 0)]
     assert len(split) == min(make.halves([*folders[0], *folders[1]]))
-    assert all(split.encoded[row].as_py() in folders[split.labels[row]] for row in range(len(split)))
+    assert all(split.encoded(row) in folders[split.labels[row]] for row in range(len(split)))
 
 
 @pytest.mark.parametrize("together", [True, False])

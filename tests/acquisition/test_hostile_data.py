@@ -63,7 +63,7 @@ def pictures(tmp_path, make):
 def drawn_images(drawn):
     """Return the bytes of all images that are measured on."""
     splits = [read_split(part.path) for part in (drawn.search, drawn.heldout)]
-    return {split.encoded[row].as_py() for split in splits for row in range(len(split))}
+    return {split.encoded(row) for split in splits for row in range(len(split))}
 
 
 def refusal(draw, folder, **query):

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -152,7 +153,105 @@ def test_a_model_on_the_hub_with_pickle_alone_is_refused(answers):
 
 
 def test_a_script_on_the_hub_is_refused_and_not_run(answers):
-    assert "needs its Python script 'scripted.py', which is never run" in answers["script"]
+    said = (
+        "needs its Python script 'scripted.py', which is never run, and the Hub has no parquet copy of it: give a local"
+    )
+    assert said in answers["script"]
+
+
+# Rows of each size that the Hub's copy of acme/photos has photographs in, and the number of the first.
+SIZES = {"160px": (40, 2000), "320px": (60, 3000)}
+
+
+def write_copy(folder, table, rows, first, splits=("train", "validation")):
+    """Write what the Hub's parquet copy has of one config: SPLIT/0000.parquet."""
+    for index, split in enumerate(splits):
+        (folder / split).mkdir(parents=True)
+        kind = datasets.ClassLabel(names=["ant", "bee"])
+        table(np.arange(rows) % 2, kind, first=first + 500 * index).to_parquet(folder / split / "0000.parquet")
+
+
+@pytest.fixture(scope="module")
+def copied(tmp_path_factory):
+    """Return what was answered of data sets with a script by a Hub that has parquet copies of them."""
+    root, server = tmp_path_factory.mktemp("copies"), load_sibling("hub_server")
+    table = load_sibling("conftest").table
+    for name in ("photos", "large"):
+        (root / "datasets/acme" / name).mkdir(parents=True)
+        (root / "datasets/acme" / name / f"{name}.py").write_text("raise SystemExit('ran')")
+    for config, (rows, first) in SIZES.items():
+        write_copy(root / "copies/acme/photos" / config, table, rows, first)
+    write_copy(root / "copies/acme/large/default", table, 300, 5000, ("partial-train", "test"))
+    shutil.copytree(root / "copies/acme/photos", root / "datasets/acme/cardless")
+    there, pinned = {"dataset_revision": server.COPY}, {"dataset_revision": server.COPY_SHA}
+    asked = {
+        "none named": ("photos", {}),
+        "named": ("photos", {"dataset_config": "320px"}),
+        "no such": ("photos", {"dataset_config": "32px"}),
+        "main": ("photos", {"dataset_config": "320px", "dataset_revision": "main"}),
+        "another revision": ("photos", {"dataset_config": "320px", "dataset_revision": server.SHA}),
+        "copy, none named": ("photos", there),
+        "copy, named": ("photos", {"dataset_config": "160px", **there}),
+        "copy's commit, none named": ("photos", pinned),
+        "copy's commit, named": ("photos", {"dataset_config": "160px", **pinned}),
+        "only one": ("large", {}),
+        "cardless, none named": ("cardless", {}),
+        "cardless, named": ("cardless", {"dataset_config": "320px"}),
+    }
+    with server.serve(root) as endpoint:
+        said = ask(
+            endpoint,
+            tmp_path_factory.mktemp("home"),
+            *(["data", f"acme/{name}", query] for name, query in asked.values()),
+        )
+    return dict(zip(asked, said, strict=True))
+
+
+def sizes_of(config):
+    helpers, (rows, first) = load_sibling("conftest"), SIZES[config]
+    num_search, num_heldout = helpers.halves([helpers.png(first + 500 + row) for row in range(rows)])
+    num_search = min(num_search, num_heldout)
+    return [rows, num_search, min(4 * num_search, num_heldout)]
+
+
+@pytest.mark.parametrize("what", ["named", "main"])
+def test_a_script_makes_way_for_the_hubs_parquet_copy_and_the_run_says_so(copied, what):
+    assert copied[what]["sizes"] == sizes_of("320px")
+    commit = load_sibling("hub_server").COPY_SHA
+    said = f"images are read from the Hub's parquet copy, refs/convert/parquet at {commit}: 'photos.py' is never run"
+    assert said in copied[what]["notes"]
+
+
+@pytest.mark.parametrize(
+    "what", ["none named", "copy, none named", "copy's commit, none named", "cardless, none named"]
+)
+def test_one_of_several_configs_has_to_be_named_where_no_card_names_them(copied, what):
+    assert "has several configs, 160px, 320px: name one with dataset_config" in copied[what]
+
+
+def test_a_config_that_the_copy_does_not_have_lists_those_it_has(copied):
+    assert "has no config '32px': use one of 160px, 320px" in copied["no such"]
+
+
+@pytest.mark.parametrize(
+    ("what", "config"), [("copy, named", "160px"), ("copy's commit, named", "160px"), ("cardless, named", "320px")]
+)
+def test_a_named_config_is_read_alone(copied, what, config):
+    assert copied[what]["sizes"] == sizes_of(config)
+    assert not any("parquet copy" in note for note in copied[what]["notes"])
+
+
+def test_a_copy_of_main_does_not_stand_for_another_revision(copied):
+    commit = load_sibling("hub_server").SHA
+    said = (
+        f"is never run: leave out dataset_revision '{commit}' for the Hub's parquet copy of main, or give a local one"
+    )
+    assert said in copied["another revision"]
+
+
+def test_an_only_config_needs_no_name_and_a_part_of_a_split_is_said_to_be_one(copied):
+    assert copied["only one"]["sizes"][0] == 256
+    assert "of split 'train' only the first part is read: the Hub copied no more of it" in copied["only one"]["notes"]
 
 
 def test_a_stream_fills_its_quotas(answers):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from profiling_agent.acquisition.images import MAX_ENCODED, decode_rgb
+from profiling_agent.acquisition.images import MAX_DEEP_PIXELS, MAX_ENCODED, MAX_PIXELS, decode_rgb
 from profiling_agent.errors import CorruptImageError
 
 
@@ -93,18 +93,52 @@ def test_a_format_that_pictures_are_not_kept_in_is_no_image_damaged_or_whole(kin
             decode_rgb(data)
 
 
-def test_an_image_of_more_pixels_than_any_camera_takes_is_refused_by_its_header():
-    size = 13_000
-    rows = zlib.compressobj(9)
-    row = b"\0" * (size // 8 + 1)
-    body = b"".join(rows.compress(row) for _ in range(size)) + rows.flush()
-    header = struct.pack(">IIBBBBB", size, size, 1, 0, 0, 0, 0)
+def flat_png(width, height, bits):
+    """Return a black PNG, gray, of so many bits a pixel: a few kilobytes."""
+    packed = zlib.compressobj(9)
+    row = bytes(1 + -(-width * bits // 8))
+    body = b"".join(packed.compress(row) for _ in range(height)) + packed.flush()
+    header = struct.pack(">IIBBBBB", width, height, bits, 0, 0, 0, 0)
     parts = ((b"IHDR", header), (b"IDAT", body), (b"IEND", b""))
     chunks = [
         struct.pack(">I", len(held)) + kind + held + struct.pack(">I", zlib.crc32(kind + held)) for kind, held in parts
     ]
-    with pytest.raises(CorruptImageError, match="13000x13000 pixels"):
-        decode_rgb(b"\x89PNG\r\n\x1a\n" + b"".join(chunks))
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
+
+
+def test_what_phones_call_fifty_megapixels_is_read():
+    frame = Image.new("L", (8160, 6144))
+    assert decode_rgb(encoded(frame, "JPEG")).size == frame.size
+
+
+def test_an_image_that_pillow_warns_of_is_read_without_a_warning():
+    side = 9500
+    assert Image.MAX_IMAGE_PIXELS is not None
+    assert Image.MAX_IMAGE_PIXELS < side**2 < MAX_PIXELS == 2 * Image.MAX_IMAGE_PIXELS
+    assert decode_rgb(flat_png(side, side, 1)).size == (side, side)
+
+
+def test_an_image_of_more_pixels_than_are_read_is_refused_by_its_header():
+    side = 13_400
+    assert side**2 > MAX_PIXELS
+    with pytest.raises(CorruptImageError, match="it has more than the 178,956,970 pixels that are read"):
+        decode_rgb(flat_png(side, side, 1))
+
+
+def test_of_sixteen_bits_a_third_of_the_pixels_are_read():
+    width = 7800
+    assert width**2 > MAX_DEEP_PIXELS > 8192 * 6144
+    with pytest.raises(CorruptImageError, match="it has 7800x7800 pixels of mode I;16, 59,652,323 are read"):
+        decode_rgb(flat_png(width, width, 16))
+
+
+def test_why_an_image_is_refused_names_nothing_that_is_other_the_next_time():
+    refusals = []
+    for data in (b"no image", b""):
+        with pytest.raises(CorruptImageError) as refused:
+            decode_rgb(data)
+        refusals.append(str(refused.value))
+    assert refusals == ["its beginning is damaged, or of no format that is read"] * 2
 
 
 def test_an_image_of_more_bytes_than_its_pixels_could_take_is_refused_unread():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from profiling_agent.acquisition.labels import match_labels
+from profiling_agent.acquisition.labels import guesses, match_labels
 from profiling_agent.errors import AcquisitionError
 
 ANIMALS = {0: "cat", 1: "dog", 2: "bird"}
@@ -76,14 +76,76 @@ def test_every_synonym_of_an_imagenet_label_counts():
     assert matches[3].rule == "unmapped"
 
 
-def test_substrings_match_whole_words_only_and_only_where_names_fail():
-    matches = match_labels(["retriever", "cat", "dog"], {0: "golden retriever", 1: "catamaran", 2: "dog"})
+def test_a_label_is_taken_for_the_class_that_it_says_it_is_a_kind_of_where_names_fail():
+    matches = match_labels(["golden retriever", "tomcat", "dog"], {0: "retriever", 1: "cat", 2: "dog"})
     assert ids(matches) == [0, None, 2]
     assert rules(matches) == ["substring", "unmapped", "name"]
 
 
-def test_a_substring_with_two_candidates_stays_unmapped():
-    assert ids(match_labels(["cat", "dog"], {0: "tabby cat", 1: "tiger cat", 2: "dog"})) == [None, 2]
+@pytest.mark.parametrize(
+    ("label", "kind_of_it"),
+    [
+        ("apple", "custard apple"),
+        ("train", "bullet train, bullet"),
+        ("bird", "indigo bunting, indigo finch, indigo bird, Passerina cyanea"),
+        ("rose", "hip, rose hip, rosehip"),
+        ("man", "great white shark, white shark, man-eater, man-eating shark"),
+    ],
+)
+def test_a_label_is_never_taken_for_a_kind_of_what_it_means(label, kind_of_it):
+    matches = match_labels([label, "tench"], {0: kind_of_it, 1: "tench, Tinca tinca"})
+    assert ids(matches) == [None, 1]
+
+
+def test_of_a_label_only_the_last_words_say_what_it_is():
+    assert ids(match_labels(["apple pie", "dog house", "apple"], {0: "apple", 1: "dog", 2: "pie crust"})) == [
+        None,
+        None,
+        0,
+    ]
+
+
+def test_of_several_classes_the_nearest_is_taken():
+    spaniels = {0: "spaniel", 1: "cocker spaniel, cocker", 2: "dog"}
+    assert ids(match_labels(["English cocker spaniel", "dog"], spaniels)) == [1, 2]
+    assert ids(match_labels(["English cocker spaniel", "cocker"], spaniels)) == [None, 1]
+
+
+def test_last_words_that_two_classes_have_leave_a_label_unmapped():
+    assert ids(match_labels(["old crane", "dog"], {0: "crane", 1: "crane", 2: "dog"})) == [None, 2]
+
+
+def test_every_pair_of_which_names_are_not_equal_is_told():
+    assert guesses(match_labels(["cat", "dog", "bird"], ANIMALS)) is None
+    said = guesses(match_labels(["tom cat", "dog", "sea bird"], ANIMALS))
+    assert said is not None
+    assert said.startswith(
+        "'tom cat' is taken for 'cat', 'sea bird' is taken for 'bird', by the label's last words alone"
+    )
+    many = match_labels(
+        [f"small thing {index}" for index in range(60)], {index: f"thing {index}" for index in range(60)}
+    )
+    assert "'small thing 49' is taken for 'thing 49' and 10 more alike, by" in (guesses(many) or "")
+
+
+IMAGENETTE = ["n01440764", "n02102040", "n02979186", "n15075141"]
+
+
+def test_imagenets_numbers_are_its_classes_in_their_order(imagenet):
+    matches = match_labels(IMAGENETTE, dict(enumerate(imagenet)))
+    assert ids(matches) == [0, 217, 482, 999]
+    assert rules(matches) == ["wnid"] * 4
+    assert ids(match_labels(IMAGENETTE, dict(enumerate(["background", *imagenet])))) == [1, 218, 483, 1000]
+
+
+def test_one_of_imagenets_numbers_that_is_none_of_the_thousand_stays_unmapped(imagenet):
+    assert ids(match_labels(["n01440764", "n00000001", "n014407640"], dict(enumerate(imagenet)))) == [0, None, None]
+
+
+def test_imagenets_numbers_are_no_classes_of_a_model_with_others(imagenet):
+    for names in (imagenet[::-1], [*imagenet, "background"], imagenet[1:], ["tench", "toilet tissue"]):
+        with pytest.raises(AcquisitionError, match="no label of the data set is a class of the model"):
+            match_labels(IMAGENETTE, dict(enumerate(names)))
 
 
 def test_a_substring_never_takes_a_class_that_another_label_names():

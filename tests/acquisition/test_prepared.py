@@ -15,7 +15,7 @@ from PIL import Image
 from safetensors.numpy import load_file, save_file
 from transformers import CLIPImageProcessorPil, ConvNextImageProcessorPil
 
-from profiling_agent.acquisition.images import SplitImages, read_split, write_split
+from profiling_agent.acquisition.images import SplitImages, decode_rgb, read_split, write_split
 from profiling_agent.acquisition.prepared import LABELS, PIXELS, PreparedImages, write_prepared
 from profiling_agent.errors import ArtifactError, CorruptImageError
 
@@ -26,6 +26,14 @@ IMAGENET: dict[str, Any] = {"image_mean": [0.485, 0.456, 0.406], "image_std": [0
 def encoded(rng: np.random.Generator, width: int = 30, height: int = 20) -> bytes:
     held = io.BytesIO()
     Image.fromarray(rng.integers(0, 256, (height, width, 3), dtype=np.uint8)).save(held, "PNG")
+    return held.getvalue()
+
+
+def flat(width: int, height: int, rng: np.random.Generator | None = None) -> bytes:
+    """Return a large picture of little detail, which is made and read quickly."""
+    tiny = np.zeros((3, 4), np.uint8) if rng is None else rng.integers(0, 256, (3, 4), dtype=np.uint8)
+    held = io.BytesIO()
+    Image.fromarray(tiny).resize((width, height), Image.Resampling.NEAREST).save(held, "JPEG")
     return held.getvalue()
 
 
@@ -155,6 +163,47 @@ def test_images_of_several_shapes_are_refused(tmp_path: Path):
     with pytest.raises(ArtifactError, match="can't process images 30 to 33"):
         write_prepared(tmp_path, read_split(path), range(30, 34), zoo.processor().__class__(do_resize=False))
     assert not (tmp_path / PIXELS).exists()
+
+
+class Numbering(Standardising):
+    """A processor that scales every image to one shape, and notes how many it is given at once."""
+
+    def __init__(self) -> None:
+        self.given: list[list[tuple[int, int]]] = []
+
+    def __call__(self, images: Any, return_tensors: str) -> dict[str, Any]:
+        self.given.append([image.size for image in images])
+        return super().__call__([image.resize((8, 8)) for image in images], return_tensors)
+
+
+def test_large_images_are_processed_a_few_at_once(tmp_path: Path):
+    rng, path = np.random.default_rng(0), tmp_path / "split.parquet"
+    photograph, frame, small = (flat(width, height) for width, height in ((4000, 3000), (8160, 6144), (30, 20)))
+    images = [photograph] * 6 + [frame] + [small] * 33 + [encoded(rng)]
+    write_split(path, images, range(len(images)))
+    processor = Numbering()
+
+    shape, _ = write_prepared(tmp_path, read_split(path), range(1, len(images)), processor)
+
+    assert shape == (len(images) - 1, 3, 8, 8)
+    assert [len(given) for given in processor.given] == [4, 1, 1, 32, 2] * 2
+
+
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_no_value_depends_on_the_images_that_are_processed_with_it(tmp_path: Path, name: str):
+    rng, path, processor = np.random.default_rng(0), tmp_path / "split.parquet", PROCESSORS[name]
+    sizes = [(30, 20), (40, 60), (5000, 4500), (33, 33), (5000, 6000), (20, 30)]
+    images = [encoded(rng, *size) if max(size) < 100 else flat(*size, rng=rng) for size in sizes]
+    write_split(path, images, range(len(images)))
+    decoded = [decode_rgb(image) for image in images]
+
+    write_prepared(tmp_path, read_split(path), range(len(images)), processor)
+
+    found = PreparedImages.open([tmp_path]).pixel_values(range(len(images)))
+    together = processor(images=decoded, return_tensors="np")["pixel_values"]
+    alone = [processor(images=[image], return_tensors="np")["pixel_values"] for image in decoded]
+    assert found.tobytes() == np.asarray(together, np.float32).tobytes()
+    assert found.tobytes() == np.concatenate(alone).astype(np.float32).tobytes()
 
 
 def test_an_image_that_can_not_be_decoded_is_refused(tmp_path: Path):

@@ -17,7 +17,8 @@ from profiling_agent.artifacts.load import load_recipe
 from profiling_agent.artifacts.recipe import GOLDEN
 from profiling_agent.cli.main import app
 from profiling_agent.deployment.load import Deployed, load
-from profiling_agent.quantization.linear import has_vnni
+from profiling_agent.quantization.vnni import has_vnni
+from profiling_agent.reproducibility import environment
 from profiling_agent.workspace import SCHEMA_VERSION as REPORT_VERSION
 
 MODELS = sorted(path.parent for path in SAVED.glob("*/*/recipe.json"))
@@ -34,7 +35,9 @@ def opened(folder: Path) -> Deployed:
 def test_a_model_of_an_earlier_version_says_what_it_said_then(folder: Path):
     golden, recipe = load_file(folder / GOLDEN), load_recipe(folder)
     expected = golden["logits"]
-    if recipe.deployment.runtime in ("onnxruntime", "openvino") and not has_vnni():
+    if recipe.deployment.runtime in ("onnxruntime", "openvino") and not has_vnni(
+        recipe.deployment.runtime, environment().cpu_flags
+    ):
         pytest.skip("was made with VNNI, and int8 saturates on this processor, which has none")
 
     model = opened(folder)

@@ -23,6 +23,7 @@ from profiling_agent.benchmarking.session import (
     MAX_RUNS,
     NARROW_REPEATS,
     SessionLimits,
+    room_bytes,
 )
 from profiling_agent.benchmarking.statistics import (
     bound_over_sessions,
@@ -32,19 +33,23 @@ from profiling_agent.benchmarking.statistics import (
     over_sessions,
     score,
 )
-from profiling_agent.errors import JobError
+from profiling_agent.errors import JobError, KilledError
 from profiling_agent.records import NUM_SESSIONS, Race
 
+GIB = 2**30
 LIMITS = SessionLimits(seconds_per_turn=0.1)
 # Time that is up at once: as few turns as are allowed.
 BRIEF = SessionLimits(seconds_per_turn=0.1, seconds_per_model=0)
 
 
 class Scripted:
-    """A process whose passes take what `times` says next, and None is a crash; it holds `held` bytes."""
+    """A process whose passes take what `times` says next, and None is its `end`; it holds `held` bytes."""
 
-    def __init__(self, times: Iterator[float | None], *, loads: bool = True, held: int = 0) -> None:
+    def __init__(
+        self, times: Iterator[float | None], *, loads: bool = True, held: int = 0, end: type[JobError] = JobError
+    ) -> None:
         self.times = times
+        self.end = end
         self.loads = loads
         self.held = held
         self.is_ready = False
@@ -63,7 +68,7 @@ class Scripted:
         self.samples.append(runs)
         took = next(self.times)
         if took is None:
-            raise JobError("it died of SIGFPE")
+            raise self.end("it died of SIGFPE")
         return [took] * runs
 
     def peak_bytes(self) -> int:
@@ -194,6 +199,29 @@ def test_as_many_processes_run_at_once_as_memory_holds():
     assert result.scores[4].speedup == pytest.approx(10 / 6, rel=0.03)
     assert result.against(4, 1).speedup == pytest.approx(9 / 6, rel=0.03)
     assert result.num_sessions == 1
+
+
+def test_who_is_killed_by_somebody_else_has_another_try_behind_all_others():
+    started: list[tuple[int, ...]] = []
+    killed_once = Scripted(itertools.chain([2.0, 2.0, None], itertools.repeat(2.0)), end=KilledError)
+    killed_twice = Scripted(iter([2.0, None, 2.0, None]), end=KilledError)
+    crashed = Scripted(iter([2.0, None]))
+    processes = [steady(4), killed_once, killed_twice, crashed, steady(3)]
+    result = screen(starting(processes, started), 5, limits=LIMITS)
+
+    assert started == [(0, 1, 2, 3, 4), (0, 1, 2)]
+    assert sorted(result.scores) == [0, 1, 4]
+    assert result.scores[1].speedup == pytest.approx(2, rel=0.03)
+    assert sorted(result.dropped) == [2, 3]
+    assert result.num_sessions == 1
+
+
+@pytest.mark.parametrize(
+    ("total", "free", "room"),
+    [(8 * GIB, 6 * GIB, 4 * GIB), (8 * GIB, 2 * GIB, 1.4 * GIB), (64 * GIB, 60 * GIB, 4 * GIB)],
+)
+def test_processes_of_a_session_hold_a_part_of_what_is_free(total: int, free: int, room: float):
+    assert room_bytes(total, free) == int(room)
 
 
 def test_the_baseline_and_one_more_race_whatever_they_hold():

@@ -1,3 +1,4 @@
+import html
 import json
 import shutil
 import subprocess
@@ -165,6 +166,19 @@ def test_show_prints_the_verdict_for_people(finished: Path):
 
     assert shown.exit_code == 0
     assert json.loads((finished / "report.json").read_text())["verdict"]["outcome"] in shown.output
+
+
+def test_what_was_noted_of_the_images_is_on_the_terminal_and_in_both_reports(finished: Path, tmp_path: Path):
+    run, said = tmp_path / "run", "'sports car' is taken for 'car', by the label's last words alone"
+    shutil.copytree(finished, run, symlinks=True)
+    report = json.loads((run / "report.json").read_text())
+    report["acquired"]["notes"] = report["notes"] = [said]
+    (run / "report.json").write_text(json.dumps(report))
+
+    assert said in call("show", str(run)).output
+    assert call("report", str(run)).exit_code == 0
+    assert said in (run / "report.md").read_text()
+    assert said in html.unescape((run / "report.html").read_text())
 
 
 def test_show_says_why_each_layer_was_changed_or_left_alone(finished: Path):

@@ -12,12 +12,13 @@ from broken import break_library
 from chat_server import chat_server, error, in_turn
 from typer.testing import CliRunner
 
-from profiling_agent.cli.doctor import Finding, examine, memory_found, self_tested
+from profiling_agent.cli.doctor import Finding, cpu_found, examine, memory_found, self_tested
 from profiling_agent.cli.main import app
 from profiling_agent.deployment.probe import probe
 from profiling_agent.errors import RequestError
 from profiling_agent.jobs.self_test import SelfTest, main
 from profiling_agent.records import RUNTIMES
+from profiling_agent.reproducibility import environment
 from profiling_agent.request import Request
 
 QUICK = ("software", "CPU", "memory", "disk", "noise", "language model", "Hugging Face")
@@ -44,6 +45,22 @@ def test_what_is_quick_to_find_comes_first_and_a_machine_that_is_fit_has_no_prob
     assert str(tmp_path) in found["disk"].seen
     assert found["language model"].seen == "none is configured: the built-in rules plan"
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("cpu_flags", "state", "advice"),
+    [
+        (("avx2",), "note", "no int8 instructions (VNNI)"),
+        (("avx2", "avx_vnni"), "note", "onnxruntime and openvino use them, torch's int8 doesn't"),
+        (("avx2", "avx512f", "avx512_vnni"), "ok", ""),
+    ],
+)
+def test_a_processor_is_told_by_who_can_use_its_int8_instructions(cpu_flags: tuple[str, ...], state: str, advice: str):
+    found = cpu_found(environment().model_copy(update={"cpu_flags": cpu_flags}))
+
+    assert found.state == state
+    assert advice in found.advice
+    assert ", ".join(cpu_flags) in found.seen
 
 
 def test_memory_is_looked_at_for_small_models_and_for_large_ones():

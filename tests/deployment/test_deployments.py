@@ -26,21 +26,23 @@ from profiling_agent.deployment.protocol import ModelSession, Source
 from profiling_agent.deployment.registry import open_session, runtime
 from profiling_agent.deployment.save import save_deployed
 from profiling_agent.errors import ArtifactError, JobError, PlanError
-from profiling_agent.quantization.linear import has_vnni
+from profiling_agent.quantization.vnni import has_vnni
 from profiling_agent.records import RUNTIMES, Deployment, QuantizationRecommendation
+from profiling_agent.reproducibility import environment
 
 IMAGES = noise_batch(zoo.SPEC, 3, seed=2)
 # Float32 in another order; bfloat16 has 8 significant bits; int8 of random weights and noise, of residual adds as well.
-# Where 8 bits would saturate one side of int8 has 7, whose steps are twice as wide.
-WIDE = 1 if has_vnni() else 2
-BOUNDS = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 2e-2} | {
-    "dynamic": WIDE * 6e-2,
-    "static": WIDE * 6e-2,
-    "static_nncf": WIDE * 0.2,
-}
+BOUNDS = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 2e-2, "dynamic": 6e-2, "static": 6e-2, "static_nncf": 0.2}
+INT8 = ("dynamic", "static", "static_nncf")
 # Compiling takes seconds for each size of batch, an export of int8 layers as long.
 SLOW = {("resnet", "openvino static")}
 NAMES = [deployment.name for deployment in deployed.all_deployments()]
+
+
+def bound_of(deployment: Deployment) -> float:
+    """Where 8 bits would saturate one side of int8 has 7, whose steps are twice as wide."""
+    saturates = deployment.scheme in INT8 and not has_vnni(deployment.runtime, environment().cpu_flags)
+    return BOUNDS[deployment.scheme] * (2 if saturates else 1)
 
 
 def case(family: str, name: str):
@@ -63,8 +65,8 @@ def test_an_opened_form_says_what_the_float_model_does(sources: dict[str, Source
 
     expected = deployed.float_logits(source, IMAGES)
     assert session.run(IMAGES).dtype == np.float32
-    assert deployed.distance(session.run(IMAGES), expected) < BOUNDS[deployment.scheme]
-    assert deployed.distance(session.run(IMAGES[:1]), expected[:1]) < 2 * BOUNDS[deployment.scheme]
+    assert deployed.distance(session.run(IMAGES), expected) < bound_of(deployment)
+    assert deployed.distance(session.run(IMAGES[:1]), expected[:1]) < 2 * bound_of(deployment)
     assert session.bound(IMAGES)() > 0
     assert threads_of(session) == 1
 
@@ -108,6 +110,22 @@ def test_weights_are_stored_as_small_as_they_are(sources: dict[str, Source], tmp
     expected = in_layers * each + (params - in_layers) * 4
     # Scales, the patch embedding that dynamic int8 leaves alone, and the graph itself.
     assert expected * 0.9 < weight_bytes(tmp_path / "model", deployment) < expected + 75_000
+
+
+@pytest.mark.parametrize(
+    "name", ["eager dynamic", "onnxruntime dynamic", "onnxruntime static", "openvino static", "openvino static_nncf"]
+)
+def test_one_side_of_int8_has_seven_bits_where_the_runtimes_own_kernels_saturate(sources, tmp_path: Path, name: str):
+    deployment = deployed.deployment(name)
+    saturates = not has_vnni(deployment.runtime, environment().cpu_flags)
+
+    recipe = save_deployed(sources["vit"], deployment, tmp_path / "model", num_threads=1)
+
+    assert {layer.reduce_range for layer in recipe.quantized} == {saturates}
+    if deployment.runtime == "onnxruntime":
+        held = onnx.load(tmp_path / "model" / ONNX).graph.initializer
+        steps = [onnx.numpy_helper.to_array(one) for one in held if one.data_type == TensorProto.INT8]
+        assert max(np.abs(one.astype(int)).max() for one in steps) == (64 if saturates else 127)
 
 
 @pytest.mark.parametrize("name", ["eager dynamic", "onnxruntime dynamic", "onnxruntime static", "openvino static_nncf"])
@@ -259,7 +277,7 @@ def test_forms_on_cuda(sources: dict[str, Source], tmp_path: Path, name: str):
     session: Any = open_session(tmp_path / "model", device="cuda")
 
     # CUDA multiplies float32 as tf32 where it is allowed to.
-    bound = max(1e-3, BOUNDS[deployment.scheme])
+    bound = max(1e-3, bound_of(deployment))
     assert deployed.distance(session.run(IMAGES), deployed.float_logits(source, IMAGES)) < bound
     assert session.bound(IMAGES)() > 0
     assert next(session.module.parameters()).is_cuda

@@ -13,16 +13,18 @@ import numpy as np
 import pytest
 import torch
 import zoo
+from photographs import PHOTOGRAPHS, lying_on_its_side, of_a_telephone
 from PIL import Image
 from safetensors.numpy import load_file, save_file
 
 from profiling_agent import load
+from profiling_agent.acquisition.images import decode_rgb
 from profiling_agent.artifacts.card import CardRow, write_card
 from profiling_agent.artifacts.recipe import read_recipe
 from profiling_agent.deployment.batches import noise_batch
 from profiling_agent.deployment.protocol import Source
 from profiling_agent.deployment.save import save_deployed
-from profiling_agent.errors import ArtifactError, RequestError
+from profiling_agent.errors import ArtifactError, CorruptImageError, RequestError
 from profiling_agent.files import file_sha256
 from profiling_agent.handover.export import export
 
@@ -80,6 +82,34 @@ def test_pictures_become_labels_with_their_probability(root: Path, name: str):
     assert model.predict(picture(1)).class_id == both[1].class_id
     assert model.predict(picture(1).convert("L")).label.startswith("class ")
     assert model.predict([]) == []
+
+
+@pytest.mark.parametrize("taken", PHOTOGRAPHS)
+def test_a_photograph_is_predicted_from_the_pixel_values_that_accuracy_is_measured_on(
+    root: Path, tmp_path: Path, taken
+):
+    model, path = load(folder_of(root, SIMPLE)), taken(tmp_path)
+
+    found = model.predict(Image.open(path))
+
+    measured, stored = (
+        model(zoo.processor()(images=[image], return_tensors="np")["pixel_values"]).logits.softmax(-1)[
+            0, found.class_id
+        ]
+        for image in (decode_rgb(path.read_bytes()), Image.open(path).convert("RGB"))
+    )
+    assert found.probability == pytest.approx(float(measured), rel=1e-6)
+    # The model tells an image from one that lies on its side, or is all white.
+    assert abs(float(stored - measured)) > 1e-3 * float(measured)
+
+
+def test_a_damaged_photograph_is_one_line(root: Path, tmp_path: Path):
+    path = of_a_telephone(tmp_path)
+    path.write_bytes(path.read_bytes()[:-600])
+    model = load(folder_of(root, SIMPLE))
+
+    with Image.open(path) as opened, pytest.raises(CorruptImageError, match="an image can't be read: OSError"):
+        model.predict(opened)
 
 
 def test_a_torch_model_gives_its_module_and_another_says_that_it_has_none(root: Path):
@@ -212,7 +242,7 @@ def snippet(folder: Path) -> str:
 @pytest.mark.parametrize("name", NAMES)
 def test_the_cards_way_to_run_it_without_us_works(root: Path, tmp_path: Path, name: str):
     folder = shutil.copytree(folder_of(root, name), tmp_path / "model")
-    picture(3).save(folder / "image.png")
+    picture(3).save(folder / "image.png", exif=lying_on_its_side())
     code = snippet(folder)
 
     ended = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=False)
@@ -222,7 +252,7 @@ def test_the_cards_way_to_run_it_without_us_works(root: Path, tmp_path: Path, na
     if name == "eager dynamic":
         assert "classifier.scale (5,) torch.float32" in ended.stdout
     else:
-        assert ended.stdout.strip() == load(folder_of(root, name)).predict(picture(3)).label
+        assert ended.stdout.strip() == load(folder_of(root, name)).predict(Image.open(folder / "image.png")).label
 
 
 def test_the_card_says_what_it_is_and_where_it_was_made(root: Path):

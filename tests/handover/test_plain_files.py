@@ -4,16 +4,20 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import deployed
 import fresh
 import numpy as np
 import pytest
 import zoo
+from photographs import PHOTOGRAPHS
 from PIL import Image
 from transformers import PerceiverImageProcessorPil
 
+from profiling_agent.acquisition.images import decode_rgb
 from profiling_agent.artifacts.load import load_recipe
+from profiling_agent.artifacts.recipe import QuantizedLayer
 from profiling_agent.artifacts.save import save_model
 from profiling_agent.deployment.batches import noise_batch
 from profiling_agent.deployment.load import load
@@ -22,6 +26,7 @@ from profiling_agent.deployment.registry import open_session
 from profiling_agent.deployment.save import save_deployed
 from profiling_agent.errors import ArtifactError
 from profiling_agent.handover.export import export
+from profiling_agent.handover.plain_files import needed_instructions
 from profiling_agent.pruning.prune import prune_model
 from profiling_agent.pruning.units import find_units
 from profiling_agent.records import Cut
@@ -33,6 +38,14 @@ from load import load
 assert importlib.util.find_spec("profiling_agent") is None
 assert importlib.util.find_spec("datasets") is None
 print(json.dumps(load()(np.load(sys.argv[1])).tolist()))
+"""
+PREPARED = """
+import json, sys
+from PIL import Image
+from load import load, read
+from prepare import prepare
+pixel_values = prepare([Image.open(path) for path in sys.argv[1:]], read("preprocessing.json"))
+print(json.dumps([pixel_values.tolist(), load()(pixel_values).tolist()]))
 """
 RUN = "import runpy; sys.argv[0] = sys.argv.pop(1); runpy.run_path(sys.argv[0], run_name='__main__')"
 NEEDED = {
@@ -92,6 +105,25 @@ def test_exported_files_run_by_their_runtime_alone(source: Source, tmp_path: Pat
     line = fresh.run(tmp_path / "packages", RUN, home / "load.py", image, beside=home)
     best = load(saved).predict(Image.open(image))
     assert line.strip() == f"{image}: {best.label} ({best.probability:.1%})"
+
+
+def test_exported_files_prepare_photographs_as_those_that_accuracy_is_measured_on(source: Source, tmp_path: Path):
+    saved, home = tmp_path / "saved", tmp_path / "home"
+    save_deployed(source, deployed.deployment("onnxruntime float32"), saved, num_threads=1)
+    paths = [taken(tmp_path) for taken in PHOTOGRAPHS]
+    measured = zoo.processor()(images=[decode_rgb(path.read_bytes()) for path in paths], return_tensors="np")[
+        "pixel_values"
+    ]
+
+    export(saved, "files", home)
+
+    packages = fresh.packages(tmp_path / "packages", *NEEDED["onnxruntime"])
+    pixel_values, logits = map(np.array, fresh.said(packages, PREPARED, *paths, beside=home))
+    assert np.abs(pixel_values - measured).max() < 1e-5
+    assert deployed.distance(logits, open_session(saved, num_threads=1).run(measured)) < BOUND["float32"]
+    best = load(saved).predict([Image.open(path) for path in paths])
+    lines = fresh.run(packages, RUN, home / "load.py", *paths, beside=home).splitlines()
+    assert lines == [f"{path}: {one.label} ({one.probability:.1%})" for path, one in zip(paths, best, strict=True)]
 
 
 @pytest.mark.slow
@@ -168,8 +200,22 @@ def test_the_files_say_what_they_are_and_hold_no_path(source: Source, tmp_path: 
     assert "library_name: onnx" in card
     assert "Made from `my-model`" in card
     assert f"onnxruntime=={load_recipe(saved).libraries['onnxruntime']}" in card
+    (full,) = {not layer.reduce_range for layer in load_recipe(saved).quantized}
+    assert ("in 32 bits by `avx512_vnni` or `avx_vnni`" in card) == full
     for path in home.iterdir():
         assert b"/home/somebody" not in path.read_bytes()
+
+
+def test_files_of_eight_bits_name_the_instructions_that_their_runtime_needs():
+    def needed(runtime: Any, *, reduced: bool = False, kind: Any = "static", dtype: Any = "qint8"):
+        return needed_instructions(runtime, [QuantizedLayer(name="fc", kind=kind, dtype=dtype, reduce_range=reduced)])
+
+    assert needed("onnxruntime") == needed("onnxruntime", kind="dynamic") == ("avx512_vnni", "avx_vnni")
+    assert needed("openvino") == ("avx512_vnni", "avx_vnni")
+    assert needed("inductor") == ("avx512_vnni",)
+    # Seven bits never saturate, and these layers take them where torch has to.
+    assert needed("openvino", reduced=True) == needed("eager", kind="dynamic") == ()
+    assert needed("eager", kind="cast", dtype="bfloat16") == needed_instructions("openvino", []) == ()
 
 
 def test_a_model_for_batches_of_two_says_so_and_fills_them_up(tmp_path: Path):

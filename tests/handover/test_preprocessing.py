@@ -5,8 +5,8 @@ import pytest
 import transformers as hf
 from PIL import Image
 
+from profiling_agent.acquisition.pixels import prepare
 from profiling_agent.errors import ArtifactError
-from profiling_agent.handover.prepare import prepare
 from profiling_agent.handover.preprocessing import preprocessing_of
 from profiling_agent.records import InputSpec
 

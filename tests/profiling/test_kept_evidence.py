@@ -8,8 +8,10 @@ from pathlib import Path
 import made
 import pytest
 
+from profiling_agent.benchmarking.latency_table import LatencyTable
 from profiling_agent.profiling import kept_evidence
 from profiling_agent.profiling.kept_evidence import evidence_path, keep_evidence, read_evidence
+from profiling_agent.profiling.sensitivity import timed
 from profiling_agent.pruning.widths import aligned_widths
 
 UNITS = made.profile().units
@@ -83,11 +85,26 @@ def test_what_is_old_or_of_a_time_to_come_is_measured_again(tmp_path: Path, shif
     assert read_evidence(path, UNITS) is None
 
 
-def test_what_a_busy_machine_timed_is_not_kept(tmp_path: Path):
-    first = EVIDENCE.units[0].model_copy(update={"is_unsteady": True})
-    keep_evidence(path := evidence_path(tmp_path, {}), EVIDENCE.model_copy(update={"units": (first,)}))
+def test_what_a_busy_machine_timed_is_kept_and_has_the_times_of_whoever_reads_it(tmp_path: Path):
+    slow = EVIDENCE.units[0].model_copy(update={"is_unsteady": True, "latency_ms": 500.0})
+    keep_evidence(
+        path := evidence_path(tmp_path, {}), EVIDENCE.model_copy(update={"units": (slow, *EVIDENCE.units[1:])})
+    )
+    first = UNITS[0]
+    widths = aligned_widths(first.width, first.step)
+    table = LatencyTable({first.name: {first.width: 2.0} | {width: 2.0 * width / first.width for width in widths}})
 
-    assert not path.exists()
+    known = read_evidence(path, UNITS)
+    assert known is not None
+    now = timed(known, UNITS, table)
+
+    assert (now.units[0].latency_ms, now.units[0].is_unsteady) == (2.0, False)
+    assert [option.latency_saved_ms for option in now.units[0].options] == [
+        pytest.approx(2.0 * (1 - option.keep / first.width)) for option in now.units[0].options
+    ]
+    assert [option.kl for option in now.units[0].options] == [option.kl for option in slow.options]
+    # What this run didn't time has no time, whatever an earlier one saw.
+    assert now.units[1].latency_ms is None
 
 
 def test_the_oldest_make_way(tmp_path: Path):

@@ -6,7 +6,7 @@ from torch import nn
 from torch_dynamic import torch_quantize_dynamic
 
 from profiling_agent.errors import QuantizationError
-from profiling_agent.quantization.linear import DynamicLinear, has_vnni
+from profiling_agent.quantization.linear import DynamicLinear, torch_has_vnni
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def test_float16_is_bit_equal_to_torch(linear: nn.Linear, x: torch.Tensor):
     assert torch.equal(DynamicLinear.from_linear(linear, "float16")(x), theirs(x))
 
 
-@pytest.mark.skipif(not has_vnni(), reason="this CPU needs 7-bit activations")
+@pytest.mark.skipif(not torch_has_vnni(), reason="this CPU needs 7-bit activations")
 def test_eight_bit_activations_are_closer_than_seven(linear: nn.Linear, x: torch.Tensor):
     errors = [
         relative_error(DynamicLinear.from_linear(linear, "qint8", reduce_range=reduced)(x), linear(x))

@@ -10,7 +10,7 @@ from torch_dynamic import torch_quantize_dynamic
 from profiling_agent.errors import PlanError, QuantizationError
 from profiling_agent.modules.inference import random_batch
 from profiling_agent.quantization.footprint import parameter_bytes
-from profiling_agent.quantization.linear import DynamicLinear
+from profiling_agent.quantization.linear import DynamicLinear, torch_has_vnni
 from profiling_agent.quantization.quantize import quantize_model
 from profiling_agent.records import QuantizationRecommendation
 
@@ -133,3 +133,23 @@ def test_a_model_of_int8_alone_keeps_its_activations_and_knows_its_images_type()
     assert sum(parameter.numel() for parameter in quantized.model.parameters()) == 0
     assert not any(name.endswith("typed") for name in quantized.model.state_dict())
     assert float((say(quantized.model) - say(model)).norm() / say(model).norm()) < 0.05
+
+
+@pytest.mark.parametrize("reduced", [False, True, None])
+def test_static_layers_have_as_many_steps_as_who_executes_them_can_add_up(reduced: bool | None):
+    images = random_batch(zoo.SPEC, 8)
+    asked = QuantizationRecommendation(layer="all", quantization_type="static", dtype="qint8")
+
+    quantized = quantize_model(zoo.vit(), [asked], calibration=lambda: [images], reduce_range=reduced)
+
+    layers: list[Any] = [quantized.model.get_submodule(name) for name in quantized.layers]
+    # Torch executes what nobody is named for.
+    expected = not torch_has_vnni() if reduced is None else reduced
+    assert {(layer.reduce_range, layer.grid.levels) for layer in layers} == {(expected, 127 if expected else 255)}
+
+
+def test_dynamic_layers_which_torch_executes_have_seven_bits_wherever_it_needs_them():
+    quantized = quantize_model(zoo.vit(), [asking("all")], reduce_range=False)
+
+    layers: list[Any] = [quantized.model.get_submodule(name) for name in quantized.layers]
+    assert {layer.reduce_range for layer in layers} == {not torch_has_vnni()}

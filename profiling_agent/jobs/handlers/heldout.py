@@ -12,5 +12,6 @@ from profiling_agent.records import Opening
 def open_heldout(task: OpenHeldoutTask, job: JobContext) -> Opening:
     """Note in the user's ledger that a candidate is tested."""
     model = open_folder(job.path(task.baseline), verify=False).files[WEIGHTS]
-    images = read_split(job.path(task.heldout.file)).encoded
-    return note_opening(model, task.candidate.sha256, (image.as_py() for image in images), task.fresh)
+    images = read_split(job.path(task.heldout.file))
+    encoded = (images.encoded(row) for row in range(len(images)))
+    return note_opening(model, task.candidate.sha256, encoded, task.fresh)

@@ -17,7 +17,7 @@ from profiling_agent.modules.inference import on_device, random_batch
 from profiling_agent.modules.products import quick_products
 from profiling_agent.profiling.kept_evidence import evidence_path, keep_evidence, read_evidence
 from profiling_agent.profiling.profile import profile_model
-from profiling_agent.profiling.sensitivity import measure_sensitivity
+from profiling_agent.profiling.sensitivity import measure_sensitivity, timed
 from profiling_agent.records import Evidence, ModelProfile
 from profiling_agent.reproducibility import environment
 
@@ -79,7 +79,8 @@ def _evidence(
     kept = _kept(task, path) if task.cache else None
     if kept is not None and (known := read_evidence(kept, profiled.units)) is not None:
         job.progress("evidence of an earlier run is used", 0, 0)
-        return known, None
+        # Its KLs; what units take was timed anew, and a machine that is never quiet keeps evidence too.
+        return timed(known, profiled.units, table), None
     model = on_device(load_module(path), task.device)
     read = partial(iter_batches, job.images("calibration"), batch_size=task.batch_size)
     try:

@@ -1,11 +1,11 @@
-"""Images as a model takes them, by numpy and pillow alone; `profiling-agent export` puts this very file beside a model."""
+"""Images as a model takes them, by numpy and pillow alone; `profiling-agent export` puts this very file beside a model, as `prepare.py`."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
+from PIL import Image, ImageOps
 
 RESAMPLE = {
     "nearest": Image.Resampling.NEAREST,
@@ -17,13 +17,35 @@ RESAMPLE = {
 }
 
 
+def upright_rgb(image: Image.Image) -> Image.Image:
+    """Return an image as 8-bit RGB, turned as its EXIF orientation says; more than 8 bits are scaled, and transparency is left out."""
+    image = ImageOps.exif_transpose(image)
+    if image.mode.startswith(("I", "F")):
+        image = _eight_bit(image)
+    if image.mode == "P":
+        # Transparency given as bytes survives only this way; going straight to RGB warns.
+        image = image.convert("RGBA")
+    return image if image.mode == "RGB" else image.convert("RGB")
+
+
+def _eight_bit(image: Image.Image) -> Image.Image:
+    """Return a 16-bit, 32-bit or float image as 8-bit gray; Pillow's own conversion clips them to white."""
+    values = np.asarray(image, dtype=np.float64)
+    brightest = values.max(initial=0)
+    if image.mode.startswith("I;16") or brightest > 255:
+        white = 65535.0
+    else:
+        white = 1.0 if image.mode == "F" and brightest <= 1 else 255.0
+    return Image.fromarray(np.clip(np.rint(values * (255.0 / white)), 0, 255).astype(np.uint8))
+
+
 def prepare(images: Sequence[Image.Image], how: Mapping[str, Any]) -> NDArray[np.float32]:
     """Return pixel values, float32 (n, channels, height, width), of images; `how` is what `preprocessing.json` says.
 
-    An image is resized (to a height and a width, or its shorter edge to a length), cropped in the middle, and of each
-    channel, from 0 to 1, `mean` is taken and `std` divides what is left.
+    An image is turned upright, resized (to a height and a width, or its shorter edge to a length), cropped in the middle,
+    and of each channel, from 0 to 1, `mean` is taken and `std` divides what is left.
     """
-    return np.stack([_prepared(image.convert("RGB"), how) for image in images])
+    return np.stack([_prepared(upright_rgb(image), how) for image in images])
 
 
 def _prepared(image: Image.Image, how: Mapping[str, Any]) -> NDArray[np.float32]:

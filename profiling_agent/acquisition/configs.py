@@ -1,0 +1,94 @@
+"""Configs: which of several data sets that lie side by side in one folder or repository is read.
+
+Where a card names configs, `datasets` goes by it. Where none does, it reads into a split every folder that names that split
+somewhere below: of a data set that is there in three sizes, each photograph three times, some copies of it to be searched on
+and others held out.
+"""
+
+import re
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import PurePosixPath
+from typing import Any
+
+from profiling_agent.acquisition.origin import is_below
+from profiling_agent.documents import clean
+from profiling_agent.errors import AcquisitionError
+
+# The words that `datasets` finds splits by, in names of folders and of tables.
+SPLIT = re.compile(
+    r"(?:^|[-._ 0-9])(?:train|training|validation|valid|dev|val|test|testing|eval|evaluation)(?:$|[-._ 0-9])"
+)
+# The name of a photograph says nothing of its split: its folder is its class.
+TABLES = frozenset({".parquet", ".arrow", ".csv", ".tsv", ".json", ".jsonl", ".tar", ".zip"})
+# The Hub copies the first gigabytes of a large split alone, and says so by its folder's name.
+PARTIAL = "partial-"
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """What `datasets` is asked for: a card's config by its name, or files; and what of it a reader should know."""
+
+    name: str | None = None
+    files: Mapping[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+def check_config(dataset: str, asked: str | None, names: Collection[str]) -> None:
+    """Refuse a config that a data set with these doesn't have, and none where there are several.
+
+    Raises:
+        AcquisitionError: it names them.
+    """
+    listed = ", ".join(map(clean, names))
+    if len(names) > 1 and asked is None:
+        raise AcquisitionError(f"dataset {dataset!r} has several configs, {listed}: name one with dataset_config")
+    if asked not in (None, *names):
+        raise AcquisitionError(f"dataset {dataset!r} has no config {asked!r}: use one of {listed}")
+
+
+def parquet_copy(dataset: str, asked: str | None, files: Iterable[str]) -> Config | None:
+    """Return which config to read of the Hub's parquet copy, CONFIG/SPLIT/*.parquet; None where that isn't what it holds.
+
+    Raises:
+        AcquisitionError: there are several and none was asked for, or one that isn't there.
+    """
+    folders = sorted({PurePosixPath(file).parts[:-1] for file in files if file.endswith(".parquet")})
+    configs: dict[str, list[str]] = {}
+    for config, folder in (parts for parts in folders if len(parts) == 2 and is_below("/".join(parts))):
+        configs.setdefault(config, []).append(folder)
+    if not configs:
+        return None
+    check_config(dataset, asked, configs)
+    config = asked or next(iter(configs))
+    splits = {folder.removeprefix(PARTIAL): folder for folder in configs[config]}
+    return Config(
+        files={"data_files": {split: f"{config}/{folder}/*.parquet" for split, folder in splits.items()}},
+        notes=tuple(
+            f"of split {split!r} only the first part is read: the Hub copied no more of it"
+            for split, folder in splits.items()
+            if folder != split
+        ),
+    )
+
+
+def beside_others(dataset: str, asked: str | None, files: Mapping[str, Iterable[str]]) -> Config | None:
+    """Return which folder to read of a data set without a card, whose splits would be of these files; None where it is one.
+
+    Raises:
+        AcquisitionError: several lie side by side and none was asked for, or one that isn't there.
+    """
+    above = [{folder for file in names if (folder := _above_split(file))} for names in files.values()]
+    folders = sorted({folder for found in above if len(found) > 1 for folder in found})
+    if not folders:
+        return None
+    check_config(dataset, asked, folders)
+    return Config(files={"data_dir": asked})
+
+
+def _above_split(file: str) -> str:
+    """Return the folder that names no split, in which a folder or a table does; nothing where there is none."""
+    path = PurePosixPath(file)
+    is_table = not TABLES.isdisjoint(path.suffixes)
+    named = path.parts if is_table else path.parts[:-1]
+    return "/".join(path.parts[: next((depth for depth, part in enumerate(named) if SPLIT.search(part)), 0)])

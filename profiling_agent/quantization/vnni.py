@@ -1,0 +1,22 @@
+"""VNNI: instructions that add int8 products in 32 bits, and which of them a runtime's kernels know. No torch here.
+
+Without one, two products are added in 16 bits, where 8 bits on both sides saturate: one of them is given 7.
+"""
+
+from collections.abc import Collection, Mapping
+
+from profiling_agent.records import RuntimeName
+
+# Intel's hybrid processors, from the 12th generation on, have that of AVX2 alone. ONNX Runtime (MLAS) and OpenVINO (oneDNN) have kernels for it;
+# torch (FBGEMM) asks for that of AVX-512 (docs/facts.md says where that was read).
+INSTRUCTIONS: Mapping[RuntimeName, tuple[str, ...]] = {
+    "eager": ("avx512_vnni",),
+    "inductor": ("avx512_vnni",),
+    "onnxruntime": ("avx512_vnni", "avx_vnni"),
+    "openvino": ("avx512_vnni", "avx_vnni"),
+}
+
+
+def has_vnni(runtime: RuntimeName, cpu_flags: Collection[str]) -> bool:
+    """Return whether the int8 kernels of a runtime add products in 32 bits on a CPU of these flags, as Linux names them."""
+    return not set(INSTRUCTIONS[runtime]).isdisjoint(cpu_flags)

@@ -1,0 +1,58 @@
+"""Which of several data sets that lie side by side is read; `test_hub.py` and `test_data_sets.py` have them on disk."""
+
+import pytest
+
+from profiling_agent.acquisition.configs import beside_others, parquet_copy
+from profiling_agent.errors import AcquisitionError
+
+
+def test_the_files_of_a_copied_config_are_named_by_its_splits():
+    files = (
+        ".gitattributes",
+        "a/partial-train/0000.parquet",
+        "a/test/0000.parquet",
+        "a/test/0001.parquet",
+        "b/x/0.parquet",
+    )
+    copied = parquet_copy("acme/x", "a", files)
+    assert copied is not None
+    assert copied.files == {"data_files": {"train": "a/partial-train/*.parquet", "test": "a/test/*.parquet"}}
+    assert copied.notes == ("of split 'train' only the first part is read: the Hub copied no more of it",)
+
+
+@pytest.mark.parametrize("folder", ["/", "file:/", "../", "~/", ".git/", "a/b/", ""])
+def test_what_leads_elsewhere_or_lies_otherwise_is_no_config_of_a_copy(folder):
+    assert parquet_copy("acme/x", None, [f"{folder}train/0000.parquet"]) is None
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("a/train/0.parquet", "b/train/0.parquet"),
+        ("a/train-00000-of-00001.parquet", "b/train-00000-of-00001.parquet"),
+        ("a/train.csv.gz", "b/training.csv.gz"),
+        ("a/partial-train/0.parquet", "b/train/0.parquet"),
+        ("a/train/cat/0.png", "b/train/cat/0.png"),
+    ],
+)
+def test_folders_with_the_same_split_are_told_apart(first, second):
+    with pytest.raises(AcquisitionError, match="dataset 'x' has several configs, a, b: name one with dataset_config"):
+        beside_others("x", None, {"train": [first, second]})
+    named = beside_others("x", "b", {"train": [first, second]})
+    assert named is not None
+    assert named.files == {"data_dir": "b"}
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"train": ["train/cat/0.png", "train/dog/0.png"], "test": ["test/cat/0.png"]},
+        {"train": ["cat/train-0.png", "dog/train-0.png"]},
+        {"train": ["train_0/0.parquet", "train_1/0.parquet"]},
+        {"train": ["a/train/0.parquet"], "test": ["b/test/0.parquet"]},
+        {"train": ["2024/0.parquet", "2025/0.parquet"]},
+        {"train": ["data/train-0.parquet", "data/train-1.parquet"]},
+    ],
+)
+def test_parts_of_one_data_set_are_left_together(files):
+    assert beside_others("x", None, files) is None

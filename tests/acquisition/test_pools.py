@@ -1,0 +1,167 @@
+"""Pools hold a few images, however many are drawn and however they are stored."""
+
+import io
+import json
+import zipfile
+from dataclasses import dataclass, field, replace
+from hashlib import sha256
+from typing import Any
+
+import numpy as np
+import pytest
+from datasets import ClassLabel
+
+from profiling_agent.acquisition.columns import choose_columns
+from profiling_agent.acquisition.data import DataQuery, open_data
+from profiling_agent.acquisition.origin import Folder, Images
+from profiling_agent.acquisition.pools import Spool, open_pool
+from profiling_agent.progress import silent
+
+NAMES = ["ant", "bee"]
+NUM_IMAGES = 400
+
+
+class Tracked(bytes):
+    """An image's bytes; how many there are is counted."""
+
+    alive = most = 0
+
+    def __init__(self, *_):
+        type(self).alive += 1
+        type(self).most = max(self.most, self.alive)
+
+    def __del__(self):
+        type(self).alive -= 1
+
+
+class Stream(io.BytesIO):
+    def read(self, size: int | None = -1, /) -> bytes:
+        return Tracked(super().read(size))
+
+
+@dataclass(frozen=True)
+class Counting(Folder):
+    """A data set's folder that counts how often its files are opened, and how much of them is held."""
+
+    opened: list[str] = field(default_factory=list)
+
+    def open(self, file):
+        self.opened.append(file)
+        with super().open(file) as stream:
+            held = stream.read()
+        return io.BytesIO(held) if file.endswith(".zip") else Stream(held)
+
+
+@pytest.fixture
+def photographs(tmp_path, make):
+    """Return a folder of pictures in folders of their classes, and the pictures."""
+    pictures = [make.png(row) for row in range(NUM_IMAGES)]
+    for row, picture in enumerate(pictures):
+        place = tmp_path / "photographs" / "test" / NAMES[row % 2] / f"{row:04}.png"
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_bytes(picture)
+    return tmp_path / "photographs", pictures
+
+
+@pytest.fixture
+def archived(tmp_path, make):
+    """Return a folder with an archive of pictures, and the pictures."""
+    pictures = [make.png(row) for row in range(NUM_IMAGES)]
+    (tmp_path / "archived").mkdir()
+    with zipfile.ZipFile(tmp_path / "archived" / "test.zip", "w") as held:
+        for row, picture in enumerate(pictures):
+            held.writestr(f"{row:04}.png", picture)
+        lines = [json.dumps({"file_name": f"{row:04}.png", "label": NAMES[row % 2]}) for row in range(NUM_IMAGES)]
+        held.writestr("metadata.jsonl", "\n".join(lines))
+    return tmp_path / "archived", pictures
+
+
+@pytest.fixture
+def table(parquet, make):
+    """Return a folder with a table that holds pictures, and the pictures."""
+    rows = make.table(np.arange(NUM_IMAGES) % 2, ClassLabel(names=NAMES))
+    return parquet(test=rows), [make.png(row) for row in range(NUM_IMAGES)]
+
+
+@pytest.fixture
+def opened(tmp_path):
+    """Return a function that opens a folder's pool as one of this machine or as a stream, and what counts its files."""
+    cache, out = tmp_path / "cache", tmp_path / "out"
+    cache.mkdir()
+    out.mkdir()
+    with Spool(out) as spool:
+
+        def call(folder, *, streamed=False):
+            data = open_data(DataQuery(dataset=str(folder), split="test"), cache=cache, progress=silent)
+            counting = Counting(str(folder), folder)
+            data = replace(data, images=Images(counting), cache=None if streamed else cache)
+            columns = choose_columns(data, "test", dict(enumerate(NAMES)))
+            pool = open_pool(data, "test", columns, target=NUM_IMAGES, spool=spool, progress=silent)
+            return pool, counting
+
+        yield call
+
+
+def everything(pool) -> list[int]:
+    return np.random.default_rng(0).permutation(len(pool.labels)).tolist()
+
+
+@pytest.mark.parametrize("kind", ["photographs", "archived", "table"])
+@pytest.mark.parametrize("streamed", [False, True])
+def test_images_come_in_the_order_that_they_are_asked_for_in(opened, request, kind, streamed):
+    folder, pictures = request.getfixturevalue(kind)
+    pool, _ = opened(folder, streamed=streamed)
+    rows = everything(pool)
+
+    fetched = list(pool.fetch(rows, silent))
+
+    assert set(fetched) == set(pictures)
+    assert not any(isinstance(image, bytes) for image in getattr(pool, "images", []))
+    assert pool.digests(rows, silent) == [sha256(image).digest() for image in fetched]
+    assert [next(pool.fetch([row], silent)) for row in rows[:3]] == fetched[:3]
+    assert [pictures.index(image) % 2 for image in fetched] == pool.labels[rows].tolist()
+
+
+def test_photographs_are_opened_one_by_one_as_their_turn_comes(opened, photographs):
+    folder, _ = photographs
+    pool, counting = opened(folder)
+    Tracked.most = Tracked.alive = 0
+
+    fetched = pool.fetch(everything(pool), silent)
+    for number, _ in enumerate(fetched, 1):
+        assert len(counting.opened) == number
+    pool.digests(everything(pool), silent)
+
+    assert len(counting.opened) == 2 * NUM_IMAGES
+    assert 1 <= Tracked.most <= 3
+
+
+def test_photographs_of_a_stream_are_downloaded_once_and_wait_on_disk(opened, photographs):
+    Tracked.most = Tracked.alive = 0
+    folder, _ = photographs
+    pool, counting = opened(folder, streamed=True)
+    rows = everything(pool)
+
+    pool.digests(rows, silent)
+    list(pool.fetch(rows, silent))
+
+    assert len(counting.opened) == NUM_IMAGES
+    assert 1 <= Tracked.most <= 3
+
+
+def test_an_archive_is_opened_a_few_times(opened, archived):
+    folder, _ = archived
+    pool, counting = opened(folder)
+
+    list(pool.fetch(everything(pool), silent))
+
+    assert len(counting.opened) < 12
+
+
+def test_what_waits_takes_no_name_in_the_folder_and_comes_back_as_it_was(tmp_path):
+    cells: list[Any] = [b"one", None, {"bytes": None, "path": "two.png"}, {"bytes": b"", "path": "x"}, b"three"]
+    with Spool(tmp_path) as spool:
+        kept = [spool.put(cell) for cell in cells]
+        assert not any(isinstance(cell, bytes) for cell in kept)
+        assert [spool.get(each) for each in reversed(kept)] == [b"three", b"", cells[2], None, b"one"]
+        assert list(tmp_path.iterdir()) == []
