@@ -58,14 +58,12 @@ def code_version() -> str:
 
 
 def available_threads(cpus: Path = CPUS) -> int:
-    """Return how many threads a model's work is split into: one for each physical core that this process may use, or as many as `OMP_NUM_THREADS` says, if fewer.
+    """Return how many threads a model's work is split into: one for each physical core that this process may use.
 
-    So many do ONNX Runtime, OpenVINO and torch (with MKL) take by themselves: a second thread of a core shares its multipliers, and gains nothing.
+    So many do ONNX Runtime and torch (with MKL) take by themselves: a second thread of a core shares its multipliers, and gains nothing. `OMP_NUM_THREADS`
+    isn't asked: Ray sets it, and a run that is resumed without it would be another machine's.
     """
-    allowed = os.sched_getaffinity(0)
-    cores = {_core(cpus / f"cpu{cpu}" / "topology", cpu) for cpu in allowed}
-    asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
-    return min(len(cores), int(asked)) if asked.isdecimal() and int(asked) else len(cores)
+    return len({_core(cpus / f"cpu{cpu}" / "topology", cpu) for cpu in os.sched_getaffinity(0)})
 
 
 def _core(topology: Path, cpu: int) -> tuple[str, ...]:

@@ -76,19 +76,31 @@ def beside_others(dataset: str, asked: str | None, files: Mapping[str, Iterable[
     """Return which folder to read of a data set without a card, whose splits would be of these files; None where it is one.
 
     Raises:
-        AcquisitionError: several lie side by side and none was asked for, or one that isn't there.
+        AcquisitionError: several lie side by side and none was asked for, or one that isn't there, or that has another inside.
     """
-    above = [{folder for file in names if (folder := _above_split(file))} for names in files.values()]
+    above = [{folder for file in names if (folder := _above_split(file)) is not None} for names in files.values()]
     folders = sorted({folder for found in above if len(found) > 1 for folder in found})
     if not folders:
         return None
-    check_config(dataset, asked, folders)
+    # What has another inside would be read with it.
+    outer = [
+        one for one in folders if any(other.startswith(f"{one}/" if one else "") for other in folders if other != one)
+    ]
+    inner = [folder for folder in folders if folder not in outer]
+    if outer and asked not in inner:
+        listed, at = ", ".join(map(clean, inner)), clean(outer[0]) or "the top"
+        raise AcquisitionError(
+            f"dataset {dataset!r} has splits at {at} and others inside of it, which would be read as one: name one of {listed} with "
+            "dataset_config, or move them out"
+        )
+    check_config(dataset, asked, inner)
     return Config(files={"data_dir": asked})
 
 
-def _above_split(file: str) -> str:
-    """Return the folder that names no split, in which a folder or a table does; nothing where there is none."""
+def _above_split(file: str) -> str | None:
+    """Return the folder, the top as nothing, in which a folder or a table names a split; None where none does."""
     path = PurePosixPath(file)
     is_table = not TABLES.isdisjoint(path.suffixes)
     named = path.parts if is_table else path.parts[:-1]
-    return "/".join(path.parts[: next((depth for depth, part in enumerate(named) if SPLIT.search(part)), 0)])
+    depth = next((depth for depth, part in enumerate(named) if SPLIT.search(part)), None)
+    return None if depth is None else "/".join(path.parts[:depth])

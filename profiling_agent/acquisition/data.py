@@ -43,6 +43,8 @@ READ_ERRORS = (OSError, pa.ArrowException, UnicodeDecodeError)
 # The kinds of files that hold labelled images and name no file of their own.
 BUILDERS = (Parquet, Arrow, Csv, Json, ImageFolder, WebDataset)
 BATCH_ROWS = 2048
+# A table of photographs has hundreds of megabytes by fewer.
+BATCH_IMAGES = 64
 SHUFFLE_BUFFER = 1000
 
 
@@ -89,15 +91,15 @@ class OpenedData:
         """Return the columns of a split and their types."""
         return self.splits[split].features or {}
 
-    def tables(self, split: str, columns: list[str]) -> Iterator[Any]:
-        """Yield a split's rows in file order as Arrow tables; of parquet, no other column is read."""
+    def tables(self, split: str, columns: list[str], num_rows: int = BATCH_ROWS) -> Iterator[Any]:
+        """Yield a split's rows in file order as Arrow tables of so many; of parquet, no other column is read."""
         with reading(self.query.dataset):
             if self.is_parquet:
                 builder = _builder(self.images.origin, self.config, self.cache, columns=columns)
                 view: Any = builder.as_streaming_dataset(split=split)
             else:
                 view = self.splits[split].select_columns(columns)
-            for table in view.with_format("arrow").iter(batch_size=BATCH_ROWS):
+            for table in view.with_format("arrow").iter(batch_size=num_rows):
                 # A file says itself where in it a text or an image begins; Arrow believes it until it is asked.
                 table.validate(full=True)
                 yield table
@@ -245,13 +247,17 @@ def _choose_builder(query: DataQuery, origin: Origin, contents: Contents, cache:
 
 
 def _names(origin: Origin, builder: Any) -> dict[str, list[str]]:
-    """Return the files that each split is read from, by their names in the data set."""
+    """Return the files that each split is read from, by their names in the data set; of images and what else lies there, the images and archives."""
     prefixes = origin.prefixes
+    read = (*builder.EXTENSIONS, ".zip", ".tar") if isinstance(builder, ImageFolder) else ("",)
 
     def name(file: str) -> str:
         return file.removeprefix(next(prefix for prefix in prefixes if file.startswith(prefix)))
 
-    return {split: [name(str(file)) for file in files] for split, files in (builder.config.data_files or {}).items()}
+    return {
+        split: [name(str(file)) for file in files if str(file).lower().endswith(read)]
+        for split, files in (builder.config.data_files or {}).items()
+    }
 
 
 def _checked_builder(query: DataQuery, origin: Origin, config: Config, cache: Path | None) -> Any:

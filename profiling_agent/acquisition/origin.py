@@ -258,8 +258,8 @@ class Images:
 
     origin: Origin
 
-    def encoded(self, cells: Iterable[Any]) -> list[bytes | None]:
-        """Return each image cell's bytes, at most one more than an image may have; None where there are none.
+    def encoded(self, cells: Iterable[Any]) -> Iterator[bytes | None]:
+        """Yield each image cell's bytes, at most one more than an image may have; None where there are none. An archive is opened once.
 
         Raises:
             AcquisitionError: one names a file that isn't the data set's.
@@ -274,7 +274,8 @@ class Images:
                     archives[file] = opened.enter_context(zipfile.ZipFile(stream))
                 return archives[file]
 
-            return [self._encoded(cell, archive) for cell in cells]
+            for cell in cells:
+                yield self._encoded(cell, archive)
 
     def _encoded(self, cell: Any, archive: Callable[[str], zipfile.ZipFile]) -> bytes | None:
         held, location = (cell.get("bytes"), cell.get("path")) if isinstance(cell, dict) else (cell, None)

@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
+ORIENTATION = 0x0112
 RESAMPLE = {
     "nearest": Image.Resampling.NEAREST,
     "box": Image.Resampling.BOX,
@@ -19,7 +20,10 @@ RESAMPLE = {
 
 def upright_rgb(image: Image.Image) -> Image.Image:
     """Return an image as 8-bit RGB, turned as its EXIF orientation says; more than 8 bits are scaled, and transparency is left out."""
-    image = ImageOps.exif_transpose(image)
+    image.load()
+    # What stands upright is not copied: a photograph may have hundreds of megabytes.
+    if image.getexif().get(ORIENTATION, 1) != 1:
+        image = ImageOps.exif_transpose(image)
     if image.mode.startswith(("I", "F")):
         image = _eight_bit(image)
     if image.mode == "P":

@@ -1,13 +1,13 @@
 """Pools: the labelled images of one split that can be drawn from, all of a local one, an excerpt of a stream.
 
-Photographs are megabytes each and a draw has thousands, so that no pool holds more than a few of them in memory.
+Photographs are megabytes each and a draw has thousands, so that no pool holds more than a few of them in memory, but for what
+`datasets` holds of a stream that it shuffles.
 """
 
 import hashlib
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, Self
 
@@ -15,16 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from profiling_agent.acquisition.columns import Columns, is_label
-from profiling_agent.acquisition.data import OpenedData, reading
-from profiling_agent.acquisition.origin import ZIP
+from profiling_agent.acquisition.data import BATCH_IMAGES, OpenedData, reading
 from profiling_agent.acquisition.sampling import ClassQuotas
 from profiling_agent.errors import AcquisitionError
 from profiling_agent.progress import Progress
 
 UNMAPPED = -1
 PROGRESS_EVERY = 50
-# To open an archive is to read the list of all that it holds: of its images so many are read at once, or of so many bytes.
-MOST_OF_ARCHIVE, BYTES_OF_ARCHIVE = 1024, 2**25
 
 
 class Pool(Protocol):
@@ -126,7 +123,7 @@ class LocalPool:
         """Yield the rows that are wanted, in the split's order, each with its cell."""
         wanted = np.unique(np.asarray(rows, dtype=np.int64))
         start, done = 0, 0
-        for table in self.data.tables(self.split, [self.image_column]):
+        for table in self.data.tables(self.split, [self.image_column], BATCH_IMAGES):
             column = table[self.image_column]
             for hit in wanted[(wanted >= start) & (wanted < start + len(table))].tolist():
                 yield hit, column[hit - start].as_py()
@@ -160,18 +157,9 @@ def _digest(image: bytes | None) -> bytes | None:
 
 
 def _encoded(data: OpenedData, cells: Iterable[Any]) -> Iterator[bytes | None]:
-    """Yield the image of each cell, one by one, those of an archive so many at once as it takes to open it seldom."""
-    waiting, length = iter(cells), 1
+    """Yield the image of each cell, one by one."""
     with reading(data.query.dataset):
-        while group := list(islice(waiting, length)):
-            images = data.images.encoded(group)
-            yield from images
-            fitting = BYTES_OF_ARCHIVE // max(1, *(len(image or b"") for image in images))
-            length = max(1, min(2 * length, MOST_OF_ARCHIVE, fitting)) if _is_archived(group[-1]) else 1
-
-
-def _is_archived(cell: Any) -> bool:
-    return isinstance(cell, dict) and cell.get("bytes") is None and str(cell.get("path")).startswith(ZIP)
+        yield from data.images.encoded(cells)
 
 
 def _stream_pool(

@@ -118,17 +118,25 @@ def screen(
     """
     outcome, waiting, again = RaceOutcome(), tuple(range(1, num_models)), set[int]()
     while True:
-        with start_session((0, *waiting)) as processes:
-            session = run_session(processes, limits=limits or SessionLimits(), seed=seed, progress=progress)
+        try:
+            with start_session((0, *waiting)) as processes:
+                session = run_session(processes, limits=limits or SessionLimits(), seed=seed, progress=progress)
+        except JobError:
+            # What others have shown stands, whatever becomes of another try.
+            if again.isdisjoint(waiting):
+                raise
+            outcome.num_sessions = 1
+            return outcome
         if outcome.num_sessions:
             # The first one's times against itself are there already.
             del session.ratios[0], session.samples[0]
+        for index in session.samples:
+            outcome.dropped.pop(index, None)
         outcome.add(session)
         waiting = session.waiting
         if not waiting:
             waiting = tuple(sorted(outcome.killed - again))
             again |= outcome.killed
-            outcome.dropped = {index: why for index, why in outcome.dropped.items() if index not in waiting}
         if not waiting:
             outcome.num_sessions = 1
             return outcome

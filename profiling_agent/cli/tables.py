@@ -31,7 +31,7 @@ def folded_table(title: str, first: str, *others: str) -> Table:
 
 
 def verdict_table(report: RunReport, root: Path) -> Group:
-    """Return the verdict, the contract, before and after, the attempts, what was noted of the images, and the files."""
+    """Return the verdict, the contract, before and after, the attempts, what was noted of model and images, and the files."""
     verdict = report.verdict
     head = f"{verdict.outcome}{' (certified)' if verdict.certified else ''}: {verdict.explanation}"
     terms = folded_table(f"contract, measured of {report.judged}", "term", "asked", "measured", "holds")
@@ -54,7 +54,7 @@ def verdict_table(report: RunReport, root: Path) -> Group:
             Text(attempt.reason),
         )
     timed = f"timed on {report.environment.machine}"
-    noted = [f"of the images: {note}" for note in report.acquired.notes]
+    noted = [f"noted: {note}" for note in report.acquired.notes]
     stopped = f"stopped: {report.stopped}"
     files = "\n".join(f"{name}: {root / path}" for name, path in report.artifacts.items())
     return Group(Text(head, style="bold"), terms, sides, Text(timed), tries, *map(Text, (*noted, stopped, files)))

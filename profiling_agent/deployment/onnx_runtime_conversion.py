@@ -26,10 +26,9 @@ from profiling_agent.deployment.protocol import INPUT, Batch, Source
 from profiling_agent.documents import first_line
 from profiling_agent.errors import ArtifactError, QuantizationError
 from profiling_agent.quantization.quantize import chosen_layers
-from profiling_agent.quantization.vnni import has_vnni
+from profiling_agent.quantization.vnni import saturates
 from profiling_agent.quiet import muted
 from profiling_agent.records import Deployment
-from profiling_agent.reproducibility import environment
 
 # Between int8 convolutions everything has to be int8, or each result is turned into float and back. In a transformer
 # norms, softmax, GELU and residual adds stay in float: they cost little, and int8 costs them much. A Clip (ReLU6) that isn't among them is
@@ -77,16 +76,11 @@ def write_deployment(source: Source, deployment: Deployment, folder: Path) -> Pr
         write_bare(onnx.load(path), path)
     kind = "dynamic" if deployment.scheme == "dynamic" else "static"
     quantized = tuple(
-        QuantizedLayer(name=name, kind=kind, dtype="qint8", reduce_range=_saturates())
+        QuantizedLayer(name=name, kind=kind, dtype="qint8", reduce_range=saturates("onnxruntime"))
         for name in layers
         if name in reached
     )
     return PreparedFiles(quantized=quantized, tied={})
-
-
-def _saturates() -> bool:
-    """Return whether 8 bits on both sides of a product are too many for ONNX Runtime's kernels on this CPU."""
-    return not has_vnni("onnxruntime", environment().cpu_flags)
 
 
 @contextlib.contextmanager
@@ -110,7 +104,7 @@ def _quantize_dynamic(model: onnx.ModelProto, path: Path, nodes: Collection[str]
             per_channel=True,
             weight_type=QuantType.QInt8,
             # 7-bit weights, where sums of two products saturate in 16 bits.
-            reduce_range=_saturates(),
+            reduce_range=saturates("onnxruntime"),
             # The quantizer turns each Gemm into a MatMul and an Add first, and names them anew.
             nodes_to_quantize=[*nodes, *(f"{name}_MatMul" for name in nodes)],
             # The shapes behind an operator of ONNX Runtime's own are unknown to ONNX.
@@ -134,7 +128,7 @@ def _quantize_static(model: onnx.ModelProto, path: Path, nodes: dict[str, str], 
             per_channel=True,
             activation_type=QuantType.QUInt8,
             weight_type=QuantType.QInt8,
-            reduce_range=_saturates(),
+            reduce_range=saturates("onnxruntime"),
             **which,
         )
 

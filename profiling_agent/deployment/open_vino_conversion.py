@@ -25,10 +25,9 @@ from profiling_agent.modules.divergence import relative_distance
 from profiling_agent.modules.inference import logits_of
 from profiling_agent.quantization.kinds import quantized_modules
 from profiling_agent.quantization.quantize import chosen_layers, quantize_model
-from profiling_agent.quantization.vnni import has_vnni
+from profiling_agent.quantization.vnni import saturates
 from profiling_agent.quiet import import_openvino, muted, without_telemetry
 from profiling_agent.records import Deployment
-from profiling_agent.reproducibility import environment
 
 # Below this a constant is a scale or a small bias, of which there are many and which together are nothing.
 LARGE_BYTES = 2048
@@ -127,18 +126,13 @@ def _is_added(node: Any) -> bool:
     )
 
 
-def _saturates() -> bool:
-    """Return whether 8 bits on both sides of a product are too many for OpenVINO's kernels on this CPU."""
-    return not has_vnni("openvino", environment().cpu_flags)
-
-
 def _write_ours(source: Source, deployment: Deployment, path: Path) -> PreparedFiles:
     """Quantize in torch and export that: OpenVINO finds int8 arithmetic in quantize, dequantize and matmul."""
     quantized = quantize_model(
         source.module,
         recommended(deployment),
         calibration=lambda: calibration_batches(source),
-        reduce_range=_saturates(),
+        reduce_range=saturates("openvino"),
     )
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         exported = Path(scratch) / "static.onnx"
@@ -187,7 +181,7 @@ def _write_nncf(source: Source, exported: Path, deployment: Deployment, path: Pa
     _halve_constants(quantized)
     _save(quantized, path, halve=False)
     rows = tuple(
-        QuantizedLayer(name=name, kind="static", dtype="qint8", reduce_range=_saturates())
+        QuantizedLayer(name=name, kind="static", dtype="qint8", reduce_range=saturates("openvino"))
         for name in layers
         if name in every.values()
     )
@@ -212,7 +206,7 @@ def _quantized(model: Any, images: Batch, kept: Collection[str], *, is_transform
                     fast_bias_correction=True,
                     # Products of two neighbours saturate in 16 bits where they aren't added in 32; by default NNCF sees to the first layer alone.
                     advanced_parameters=nncf.AdvancedQuantizationParameters(overflow_fix=nncf.OverflowFix.ENABLE)
-                    if _saturates()
+                    if saturates("openvino")
                     else None,
                     # Knows attention: leaves softmax and norms in float, and evens out activations (SmoothQuant).
                     model_type=nncf.ModelType.TRANSFORMER if is_transformer else None,

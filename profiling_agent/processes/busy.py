@@ -23,14 +23,18 @@ def is_busy() -> bool:
     False where the system doesn't tell.
     """
     allowed = len(os.sched_getaffinity(0))
-    # What a process that is kept to some of the cores leaves to others, and half of the second threads of its own.
-    num_spare = (os.cpu_count() or allowed) - allowed + (allowed - available_threads()) // 2
+    room = num_spare(os.cpu_count() or allowed, allowed, available_threads())
     for look in range(NUM_LOOKS):
         if look:
             time.sleep(PAUSE_S)
-        if _num_running() - 1 <= num_spare:
+        if _num_running() - 1 <= room:
             return False
     return True
+
+
+def num_spare(num_all: int, num_allowed: int, num_cores: int) -> int:
+    """Return how many threads of others have room beside ours, one on each of `num_cores`: on processors that we may not use, and on half of our cores' second threads."""
+    return num_all - num_allowed + (num_allowed - num_cores) // 2
 
 
 def _num_running() -> int:

@@ -6,6 +6,7 @@ Without one, two products are added in 16 bits, where 8 bits on both sides satur
 from collections.abc import Collection, Mapping
 
 from profiling_agent.records import RuntimeName
+from profiling_agent.reproducibility import environment
 
 # Intel's hybrid processors, from the 12th generation on, have that of AVX2 alone. ONNX Runtime (MLAS) and OpenVINO (oneDNN) have kernels for it;
 # torch (FBGEMM) asks for that of AVX-512 (docs/facts.md says where that was read).
@@ -20,3 +21,8 @@ INSTRUCTIONS: Mapping[RuntimeName, tuple[str, ...]] = {
 def has_vnni(runtime: RuntimeName, cpu_flags: Collection[str]) -> bool:
     """Return whether the int8 kernels of a runtime add products in 32 bits on a CPU of these flags, as Linux names them."""
     return not set(INSTRUCTIONS[runtime]).isdisjoint(cpu_flags)
+
+
+def saturates(runtime: RuntimeName) -> bool:
+    """Return whether 8 bits on both sides of a product are too many for a runtime's kernels on this CPU."""
+    return not has_vnni(runtime, environment().cpu_flags)

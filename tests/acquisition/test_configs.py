@@ -44,6 +44,23 @@ def test_folders_with_the_same_split_are_told_apart(first, second):
 
 
 @pytest.mark.parametrize(
+    ("outer", "at"),
+    [("train/cat/0.png", "the top"), ("photos/train/cat/0.png", "photos"), ("photos/test.parquet", "photos")],
+)
+def test_one_inside_another_may_be_read_and_not_the_other_with_it(outer, at):
+    files = {"train": [outer, "photos/small/train/cat/0.png"]}
+    said = (
+        f"dataset 'x' has splits at {at} and others inside of it, which would be read as one: name one of photos/small"
+    )
+    for asked in (None, "photos", "elsewhere"):
+        with pytest.raises(AcquisitionError, match=said):
+            beside_others("x", asked, files)
+    named = beside_others("x", "photos/small", files)
+    assert named is not None
+    assert named.files == {"data_dir": "photos/small"}
+
+
+@pytest.mark.parametrize(
     "files",
     [
         {"train": ["train/cat/0.png", "train/dog/0.png"], "test": ["test/cat/0.png"]},

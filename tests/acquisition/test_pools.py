@@ -149,13 +149,13 @@ def test_photographs_of_a_stream_are_downloaded_once_and_wait_on_disk(opened, ph
     assert 1 <= Tracked.most <= 3
 
 
-def test_an_archive_is_opened_a_few_times(opened, archived):
+def test_an_archive_is_opened_once(opened, archived):
     folder, _ = archived
     pool, counting = opened(folder)
 
     list(pool.fetch(everything(pool), silent))
 
-    assert len(counting.opened) < 12
+    assert len(counting.opened) == 1
 
 
 def test_what_waits_takes_no_name_in_the_folder_and_comes_back_as_it_was(tmp_path):

@@ -216,6 +216,17 @@ def test_who_is_killed_by_somebody_else_has_another_try_behind_all_others():
     assert result.num_sessions == 1
 
 
+def test_a_second_try_that_costs_the_baseline_leaves_what_others_have_shown():
+    baseline = Scripted(itertools.chain(itertools.repeat(4.0, 4), itertools.repeat(None)), end=KilledError)
+    killed = Scripted(iter([2.0, None]), end=KilledError)
+    limits = SessionLimits(seconds_per_turn=0.1, seconds_per_model=0)
+    result = screen(starting([baseline, killed, steady(2)]), 3, limits=limits)
+
+    assert sorted(result.scores) == [0, 2]
+    assert list(result.dropped) == [1]
+    assert result.num_sessions == 1
+
+
 @pytest.mark.parametrize(
     ("total", "free", "room"),
     [(8 * GIB, 6 * GIB, 4 * GIB), (8 * GIB, 2 * GIB, 1.4 * GIB), (64 * GIB, 60 * GIB, 4 * GIB)],

@@ -14,7 +14,7 @@ from toy_job import DoubleTask
 
 from profiling_agent.jobs.runner import Jobs
 from profiling_agent.jobs.table import TABLE, JobRow
-from profiling_agent.processes.busy import PASSIVE, WAIT_POLICY, is_busy, waits_passively
+from profiling_agent.processes.busy import PASSIVE, WAIT_POLICY, is_busy, num_spare, waits_passively
 from profiling_agent.workspace import Workspace
 
 ROW = JobRow(handler="toy_job:double", torch=False)
@@ -52,6 +52,23 @@ def jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Jobs]:
 
 def policy(pid: int) -> str | None:
     return psutil.Process(pid).environ().get(WAIT_POLICY)
+
+
+@pytest.mark.parametrize(
+    ("num_all", "num_allowed", "num_cores", "room"),
+    [
+        # Two cores of this machine, all of it; kept to one; eight cores of two threads each, all and half of them; nobody's second threads.
+        (2, 2, 2, 0),
+        (2, 1, 1, 1),
+        (16, 16, 8, 4),
+        (16, 8, 4, 10),
+        (8, 8, 8, 0),
+    ],
+)
+def test_others_have_room_where_we_may_not_be_and_on_half_of_our_second_threads(
+    num_all: int, num_allowed: int, num_cores: int, room: int
+):
+    assert num_spare(num_all, num_allowed, num_cores) == room
 
 
 @pytest.mark.usefixtures("_spinning")
