@@ -22,7 +22,6 @@ from pydantic import Field
 from profiling_agent.acquisition.configs import Config, beside_others, check_config, parquet_copy
 from profiling_agent.acquisition.hub import hub_errors, is_local, local_folder, resolve_dataset
 from profiling_agent.acquisition.origin import (
-    Contents,
     Folder,
     Images,
     Origin,
@@ -209,12 +208,12 @@ def open_data(query: DataQuery, *, cache: Path, progress: Progress) -> OpenedDat
 def _open(query: DataQuery, origin: Origin, cache: Path | None, notes: tuple[str, ...] = ()) -> OpenedData:
     """Return a data set that is looked into before `datasets` opens it."""
     with reading(query.dataset):
-        contents = check_origin(origin)
+        names_configs = check_origin(origin)
     splits = _from_disk(origin) if isinstance(origin, Folder) else None
     config, is_parquet = Config(), False
     if splits is None:
         with reading(query.dataset):
-            config, builder = _choose_builder(query, origin, contents, cache)
+            config, builder = _choose_builder(query, origin, cache, names_configs=names_configs)
             splits, is_parquet = (
                 builder.as_streaming_dataset(),
                 isinstance(builder, Parquet),
@@ -230,13 +229,13 @@ def _open(query: DataQuery, origin: Origin, cache: Path | None, notes: tuple[str
     )
 
 
-def _choose_builder(query: DataQuery, origin: Origin, contents: Contents, cache: Path | None) -> tuple[Config, Any]:
+def _choose_builder(query: DataQuery, origin: Origin, cache: Path | None, *, names_configs: bool) -> tuple[Config, Any]:
     """Return what to read of a data set, and what reads it: where no card says it, one of those that lie side by side."""
     asked, config = query.dataset_config, None
-    if contents.names_configs:
+    if names_configs:
         config = Config(asked)
     elif isinstance(origin, Repository) and origin.is_parquet_copy:
-        config = parquet_copy(query.dataset, asked, contents.files)
+        config = parquet_copy(query.dataset, asked, origin.listed)
     if config is None:
         builder = _checked_builder(query, origin, Config(), cache)
         config = beside_others(query.dataset, asked, _names(origin, builder))

@@ -179,19 +179,11 @@ class Repository:
         return file if _is_plain(file) and ".." not in parts and not file.startswith("/") else None
 
 
-@dataclass(frozen=True, slots=True)
-class Contents:
-    """The names of a data set's files, and whether its card says which of them belong together."""
-
-    files: tuple[str, ...]
-    names_configs: bool
-
-
-def check_origin(origin: Origin) -> Contents:
+def check_origin(origin: Origin) -> bool:
     """Refuse a data set of which a file's name, an archive's or its card's words would have `datasets` open something else.
 
     Returns:
-        What it holds.
+        Whether its card says which of its files belong together.
 
     Raises:
         AcquisitionError: which of them, or a card that can't be read.
@@ -211,7 +203,7 @@ def check_origin(origin: Origin) -> Contents:
     for file in files:
         if file.lower().endswith(".zip"):
             _check_archive(origin, file)
-    return Contents(tuple(files), any(named))
+    return any(named)
 
 
 def check_folder(origin: Folder) -> None:

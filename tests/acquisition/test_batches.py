@@ -10,6 +10,7 @@ import pytest
 import torch
 import zoo
 from PIL import Image
+from tracked import Tracked
 
 from profiling_agent.acquisition.batches import iter_batches, shuffled_batches
 from profiling_agent.acquisition.images import GROUP_BYTES, GROUP_IMAGES, read_split, write_rows, write_split
@@ -117,20 +118,8 @@ def test_a_split_is_stored_in_groups_that_fit_into_memory_and_the_same_images_ma
     assert split.labels.tolist() == list(range(len(images)))
 
 
-class Tracked(bytes):
-    """An image's bytes; how many there are is counted."""
-
-    alive = most = 0
-
-    def __init__(self, *_):
-        type(self).alive += 1
-        type(self).most = max(self.most, self.alive)
-
-    def __del__(self):
-        type(self).alive -= 1
-
-
 def test_of_the_images_that_are_written_a_group_is_held(tmp_path):
+    Tracked.most = Tracked.alive = 0
     num_images = write_rows(tmp_path / "x.parquet", ((Tracked(b"image"), 0) for _ in range(5 * GROUP_IMAGES)))
 
     assert num_images == len(read_split(tmp_path / "x.parquet")) == 5 * GROUP_IMAGES

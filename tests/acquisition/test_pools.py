@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from datasets import ClassLabel
+from tracked import Tracked
 
 from profiling_agent.acquisition.columns import choose_columns
 from profiling_agent.acquisition.data import DataQuery, open_data
@@ -19,19 +20,6 @@ from profiling_agent.progress import silent
 
 NAMES = ["ant", "bee"]
 NUM_IMAGES = 400
-
-
-class Tracked(bytes):
-    """An image's bytes; how many there are is counted."""
-
-    alive = most = 0
-
-    def __init__(self, *_):
-        type(self).alive += 1
-        type(self).most = max(self.most, self.alive)
-
-    def __del__(self):
-        type(self).alive -= 1
 
 
 class Stream(io.BytesIO):
