@@ -51,7 +51,7 @@ def test_a_number_whose_last_digit_is_another_is_found_nowhere():
 
 PAGE = """# Page
 
-From `verdicts.json`:
+From `verdicts_xeon.json`:
 
 | model | processor | bytes | times as fast | run takes (not kept) |
 |---|---|---|---|---|
@@ -76,10 +76,10 @@ def test_what_a_page_claims_is_read_with_its_words_and_sources(page: Path):
     found = {claim.printed: (claim.said, claim.sources) for claim in claims(page)}
 
     assert found == {
-        "20.5%": ("ViT, 1.2 M, Xeon\nbytes\nmodel", ("verdicts.json",)),
-        "3.91 [3.79, 4.03]": ("ViT, 1.2 M, Xeon\ntimes as fast\nmodel", ("verdicts.json",)),
-        "0.66": ("", ("verdicts.json",)),
-        "7,500.5": ("", ("verdicts.json",)),
+        "20.5%": ("ViT, 1.2 M, Xeon\nbytes\nmodel", ("verdicts_xeon.json",)),
+        "3.91 [3.79, 4.03]": ("ViT, 1.2 M, Xeon\ntimes as fast\nmodel", ("verdicts_xeon.json",)),
+        "0.66": ("", ("verdicts_xeon.json",)),
+        "7,500.5": ("", ("verdicts_xeon.json",)),
         "4.44": ("", ()),
     }
 
@@ -96,5 +96,5 @@ def test_a_number_of_another_model_or_processor_or_without_a_file_is_unfounded(p
 
 def test_a_file_that_is_not_there_holds_nothing():
     assert places("nowhere.json") == ()
-    assert places("verdicts.json")[0].fields["processor"].startswith("Intel")
+    assert places("verdicts_xeon.json")[0].fields["processor"].startswith("Intel")
     assert places("full_run_*.json")
