@@ -19,6 +19,9 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 ASK = """
 import json, sys, tempfile
 from pathlib import Path
+import datasets.config
+# By default 5 s at the end of each stream, for threads of parquet's reader.
+datasets.config.SLEEP_TIME_ON_THREADS_SHUTDOWN = 0.5
 from profiling_agent.acquisition.models import load_model
 from profiling_agent.acquisition.data import DataQuery
 from profiling_agent.acquisition.splits import draw_splits
