@@ -189,7 +189,7 @@ def test_a_stream_that_holds_no_answer_is_an_error_that_says_so(tmp_path: Path, 
 @pytest.mark.parametrize("name", NO_ANSWER)
 def test_what_is_no_answer_is_none_where_a_stream_was_asked_for(tmp_path: Path, name: str):
     with hostile_server(lambda _: NO_ANSWER[name]) as server, pytest.raises(AdvisorError):
-        heard(server, tmp_path)
+        heard(server, tmp_path, deadline_s=5.0)
 
 
 def test_a_stream_without_end_is_cut_when_its_time_has_passed(tmp_path: Path):
