@@ -1,10 +1,10 @@
 """Every family in every deployment: what can be cut, made, opened elsewhere, and how far it is from float32; docs/support.md is made of it.
 
-    python benchmarks/support.py [--families NAME...] [--runtimes NAME...] [--json FILE] [--table FILE]
+    python benchmarks/support.py [--families NAME...] [--runtimes NAME...] [--json FILE] [--table FILE...]
 
 Tiny models of each architecture with random weights, whole and with a quarter off every unit, as in the tests. Distances are
 ||logits - float32 logits|| / ||float32 logits|| on noise: they say that a deployment computes the same function, not what it costs.
-With --table the page is written anew from FILE alone. timm's are among them where it is installed: of `make test-timm`, with
+With --table the page is written anew from the files alone. timm's are among them where it is installed: of `make test-timm`, with
 PYTHONPATH=.venv/timm:tests.
 """
 
@@ -73,14 +73,16 @@ def measured(families: Sequence[str], runtimes: Sequence[RuntimeName]) -> Iterat
         yield row
 
 
-def page(results: dict[str, Any]) -> str:
-    """Return docs/support.md, as the results say it."""
-    rows = results["rows"]
+def page(files: Sequence[Path]) -> str:
+    """Return docs/support.md, as these files of results say it."""
+    rows = [row for file in files for row in json.loads(file.read_text(encoding="utf-8"))["rows"]]
     columns = list(dict.fromkeys((each["runtime"], each["scheme"]) for row in rows for each in row["deployable"]))
     lines = [
         "# What can be cut and deployed",
         "",
-        "Made by `benchmarks/support.py` from `benchmarks/results/support.json`; of a model of yours `profiling-agent doctor --model M` says the same, before a run.",
+        "Made by `benchmarks/support.py` from "
+        + " and ".join(f"`benchmarks/results/{file.name}`" for file in files)
+        + "; of a model of yours `profiling-agent doctor --model M` says the same, before a run.",
         "",
         "Tiny models of each architecture with random weights. A number is the distance of the logits from float32's, relative, on noise: whole / with a quarter off "
         "every unit. It says that the deployment computes the same function, and was opened by a process that had not made it; what it costs in accuracy a run measures."
@@ -129,10 +131,12 @@ def main() -> int:
     parser.add_argument("--families", nargs="*", default=HERE)
     parser.add_argument("--runtimes", nargs="*", default=[name for name in RUNTIMES if not registry.missing(name)])
     parser.add_argument("--json", type=Path, default=RESULTS)
-    parser.add_argument("--table", type=Path, help="write docs/support.md from these results, and measure nothing")
+    parser.add_argument(
+        "--table", type=Path, nargs="+", help="write docs/support.md from these results, and measure nothing"
+    )
     asked = parser.parse_args()
     if asked.table:
-        PAGE.write_text(page(json.loads(asked.table.read_text())))
+        PAGE.write_text(page(asked.table), encoding="utf-8")
         return 0
     rows = [stamped(row) for row in measured(asked.families, asked.runtimes)]
     every = [each for row in rows for each in row["deployable"]]
