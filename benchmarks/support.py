@@ -4,8 +4,8 @@
 
 Tiny models of each architecture with random weights, whole and with a quarter off every unit, as in the tests. Distances are
 ||logits - float32 logits|| / ||float32 logits|| on noise: they say that a deployment computes the same function, not what it costs.
-With --table the page is written anew from the files alone. timm's are among them where it is installed: of `make test-timm`, with
-PYTHONPATH=.venv/timm:tests.
+With --table the page is written anew from the files alone. timm's families are looked at where it is installed: of `make test-timm`,
+with PYTHONPATH=.venv/timm:tests.
 """
 
 import argparse
