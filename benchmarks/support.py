@@ -28,7 +28,8 @@ sys.path.append(str(ROOT / "tests"))
 
 from pruning.families import FAMILIES, TIMM_FAMILIES, processor_of, spec_of  # noqa: E402
 
-RESULTS, PAGE = ROOT / "benchmarks" / "results" / "support.json", ROOT / "docs" / "support.md"
+RESULTS, TIMM_RESULTS = (ROOT / "benchmarks" / "results" / name for name in ("support.json", "support_timm.json"))
+PAGE = ROOT / "docs" / "support.md"
 SHORT: dict[Scheme, str] = {
     "float32": "fp32",
     "bfloat16": "bf16",
