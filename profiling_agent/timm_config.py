@@ -19,10 +19,12 @@ if TYPE_CHECKING:
 MODEL_TYPE, EXTRA, PACKAGES = "timm_wrapper", "timm", ("timm", "torchvision")
 # How `timm.create_model` and what it calls are told where weights come from, and that a model isn't a classifier.
 NOT_OF_AN_ARCHITECTURE = frozenset(
-    {"model_name", "num_classes", "checkpoint_path", "cache_dir", "scriptable", "exportable", "no_jit"}
+    {"model_name", "checkpoint_path", "cache_dir", "scriptable", "exportable", "no_jit"}
     | {"features_only", "feature_cfg", "out_indices", "kwargs_filter"}
 )
 LOADING = "pretrained"
+MAX_DIGITS = 10
+NUM_CLASSES, NAMES, OLD_NAMES, ARGUMENTS = "num_classes", "label_names", "labels", "model_args"
 LINEAR = "timm.layers.linear"
 
 
@@ -31,14 +33,45 @@ def is_timm(config: Mapping[str, Any]) -> bool:
     return config.get("model_type", MODEL_TYPE if "pretrained_cfg" in config else None) == MODEL_TYPE
 
 
+def settled(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a timm model's config in the form that transformers reads, as far as it can be brought into it.
+
+    timm's exports have the number of classes among the arguments too, where transformers would pass it twice, and may have names of classes by number,
+    of which transformers would take the numbers for the names.
+    """
+    said, arguments = dict(config), config.get(ARGUMENTS)
+    if isinstance(arguments, dict) and NUM_CLASSES in arguments:
+        said.setdefault(NUM_CLASSES, arguments[NUM_CLASSES])
+        if said[NUM_CLASSES] == arguments[NUM_CLASSES]:
+            said[ARGUMENTS] = {name: value for name, value in arguments.items() if name != NUM_CLASSES}
+    for names in (said.get(OLD_NAMES), said.get(NAMES)):
+        if names and isinstance(names, list | dict):
+            said[NAMES] = _in_order(names, said.get(NUM_CLASSES)) if isinstance(names, dict) else names
+    return said
+
+
+def _in_order(names: Mapping[str, Any], num_classes: Any) -> list[Any] | Mapping[str, Any]:
+    """Return names that are numbered as a list, those that nobody named by their number; as they were where they aren't a model's classes."""
+    numbered = {int(number): name for number, name in names.items() if number.isdecimal() and len(number) < MAX_DIGITS}
+    count = num_classes if isinstance(num_classes, int) else len(names)
+    if len(numbered) < len(names) or max(numbered) >= count:
+        return names
+    return [numbered.get(number, f"LABEL_{number}") for number in range(count)]
+
+
 def check_timm(config: Mapping[str, Any], refuse: Refuse) -> None:
-    """Raise `refuse` of what a timm model's config asks for and doesn't get, and where timm isn't installed."""
-    architecture, arguments = config.get("architecture"), config.get("model_args")
+    """Raise `refuse` of what a timm model's config, `settled`, asks for and doesn't get, and where timm isn't installed."""
+    architecture, arguments = config.get("architecture"), config.get(ARGUMENTS)
     # timm reads what has a scheme as an address, of the Hub or of a folder.
     if ":" in str(architecture):
         raise refuse("it names another model as its architecture, which is never fetched")
     if arguments is not None and not isinstance(arguments, dict):
         raise refuse("its model_args are no JSON object")
+    if NUM_CLASSES in (arguments or {}):
+        raise refuse(
+            f"its model_args ask for {_quoted(str(arguments[NUM_CLASSES]))} classes, and the model has {_quoted(str(config.get(NUM_CLASSES)))}: leave one out"
+        )
+    _check_names(config, refuse)
     for name in arguments or {}:
         if name in NOT_OF_AN_ARCHITECTURE or name.startswith(LOADING):
             raise refuse(f"its model_args set {_quoted(name)}, which is no setting of an architecture: leave it out")
@@ -54,6 +87,17 @@ def make_plain_(model: "nn.Module") -> None:
     for module in model.modules():
         if isinstance(module, nn.Linear) and type(module).__module__ == LINEAR:
             module.__class__ = nn.Linear
+
+
+def _check_names(config: Mapping[str, Any], refuse: Refuse) -> None:
+    names, count = config.get(NAMES), config.get(NUM_CLASSES)
+    # transformers would take none of them, and number the classes.
+    if isinstance(names, list) and isinstance(count, int) and len(names) != count:
+        raise refuse(f"it has {count} classes and {len(names)} {NAMES}: name each class")
+    if isinstance(names, dict):
+        raise refuse(
+            f"its {NAMES} don't number its classes from 0: give them as a list, in the order of the model's outputs"
+        )
 
 
 def _check_known(architecture: Any, refuse: Refuse) -> None:

@@ -4,6 +4,7 @@ Whatever else lies there (code, adapters that name another model, pickles) isn't
 what is there is a regular file of the model's own.
 """
 
+import json
 import tempfile
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from profiling_agent.acquisition.hub import files_root
 from profiling_agent.documents import MAX_QUOTED, DocumentError, clean, parse_json
 from profiling_agent.errors import AcquisitionError
 from profiling_agent.files import inside, open_regular, read_bytes, write_bytes
-from profiling_agent.timm_config import check_timm, is_timm
+from profiling_agent.timm_config import check_timm, is_timm, settled
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 PROCESSORS = ("preprocessor_config.json", "processor_config.json")
@@ -38,8 +39,10 @@ def checked(folder: Path, name: str) -> Generator[Path]:
         staged = Path(made)
         for file, check in ((CONFIG, _check_config), *((file, _check_processor) for file in PROCESSORS)):
             if (data := _read(folder, name, file)) is not None:
-                check(_parsed(name, file, data), name, file)
-                write_bytes(staged / file, data)
+                said = _parsed(name, file, data)
+                check(said, name, file)
+                is_timms = file == CONFIG and is_timm(said)
+                write_bytes(staged / file, json.dumps(settled(said)).encode() if is_timms else data)
         if not (staged / CONFIG).is_file():
             raise AcquisitionError(
                 f"model {name!r} has no config.json: give an ordinary Hugging Face model folder or id"
@@ -132,8 +135,6 @@ def _check_config(config: dict[str, Any], name: str, file: str) -> None:
         raise AcquisitionError(
             f"model {name!r} is quantized already (quantization_config): give the one it was made from"
         )
-    if is_timm(config):
-        check_timm(config, lambda said: AcquisitionError(f"model {name!r} can't be built: {said}"))
     for key, number in _numbers(config):
         last = key.rpartition(".")[2]
         if last in ("num_labels", "num_classes"):
@@ -150,6 +151,8 @@ def _check_config(config: dict[str, Any], name: str, file: str) -> None:
         )
     if labels and len(labels) > MAX_CLASSES:
         raise AcquisitionError(f"model {name!r} has a {file} with {len(labels)} classes, {MAX_CLASSES} are read")
+    if is_timm(config):
+        check_timm(settled(config), lambda said: AcquisitionError(f"model {name!r} can't be built: {said}"))
 
 
 def _check_processor(settings: dict[str, Any], name: str, file: str) -> None:

@@ -137,9 +137,14 @@ def _check_shapes(name: str, config: Any, mismatched: Iterable[tuple[str, Sequen
         return
     (key, held, said), num_names = found[0], len(config.id2label)
     if all(by_config[:1] == (num_names,) for _, _, by_config in found):
+        is_timms = config.model_type == TIMM
+        by, advice = (
+            ("num_classes", "say so there, in label_names too")
+            if is_timms
+            else ("id2label; 2 where it has none", "name each of these in id2label")
+        )
         raise AcquisitionError(
-            f"model {name!r} has {num_names} classes by its config.json (id2label; 2 where it has none), and {held[0]} by "
-            f"its weights ({key!r}): name each of these in id2label"
+            f"model {name!r} has {num_names} classes by its config.json ({by}), and {held[0]} by its weights ({key!r}): {advice}"
         )
     raise AcquisitionError(
         f"model {name!r} has weights that aren't its config.json's: {key!r} has the shape {held}, {said} by the config, and "

@@ -12,6 +12,7 @@ import transformers as hf
 import zoo
 from needs import TIMM
 from PIL import Image
+from pruning.families import TIMM_FAMILIES
 from safetensors.torch import load_file, save_file
 
 from profiling_agent.acquisition.models import load_model
@@ -70,6 +71,34 @@ class TestRead:
         assert loaded.architecture == "TimmWrapperForImageClassification"
         assert zoo.inside(loaded.model).config.id2label == zoo.LABELS
         assert resolve_input_shape(loaded.model, loaded.processor).batch(1) == (1, 3, 32, 32)
+
+    @pytest.mark.parametrize("family", list(TIMM_FAMILIES))
+    def test_a_folder_that_timm_itself_writes_is_read(self, family, tmp_path):
+        from timm.models import save_for_hf
+
+        model = TIMM_FAMILIES[family]()
+        names = [f"fruit {number}" for number in range(model.config.num_labels)]
+        save_for_hf(model.timm_model, tmp_path / "net", model_config={"label_names": names}, safe_serialization=True)
+        said = json.loads((tmp_path / "net" / "config.json").read_text())
+        images = torch.randn(2, 3, 32, 32)
+
+        loaded = zoo.inside(load_model(str(tmp_path / "net")).model)
+
+        # What transformers alone can't read: it passes the number of classes by itself too.
+        assert said["model_args"]["num_classes"] == said["num_classes"] == len(names)
+        assert list(loaded.config.id2label.values()) == names
+        with torch.inference_mode():
+            assert torch.allclose(
+                loaded(pixel_values=images).logits, model.eval()(pixel_values=images).logits, atol=1e-5
+            )
+
+    def test_names_by_number_are_those_of_their_classes_and_a_class_may_have_none(self, folder):
+        rewrite(folder, num_classes=None, model_args=SETTINGS | {"num_classes": 5}, id2label=None, label2id=None)
+        rewrite(folder, label_names={"4": "pear", "0": "apple", "2": "fig"})
+
+        loaded = zoo.inside(load_model(str(folder)).model)
+
+        assert loaded.config.id2label == {0: "apple", 1: "LABEL_1", 2: "fig", 3: "LABEL_3", 4: "pear"}
 
     def test_what_was_read_is_saved_and_comes_back_without_timms_own_processor(self, folder, tmp_path):
         loaded = load_model(str(folder))
@@ -158,7 +187,19 @@ class TestRead:
             ({"model_args": {"no_such": 1}}, "no_such"),
             ({"model_args": {"depth": 10**5}}, "depth = 100000"),
             ({"model_args": SETTINGS | {"embed_dim": 128}}, "has the shape (64,), (128,) by the config"),
-            ({"num_classes": 0}, "names of classes"),
+            ({"num_classes": 0}, "it has 0 classes and 5 label_names"),
+            ({"model_args": SETTINGS | {"num_classes": 7}}, "ask for '7' classes, and the model has '5'"),
+            (
+                {"label_names": {"1": "a", "2": "b", "3": "c", "4": "d", "5": "e"}},
+                "label_names don't number its classes",
+            ),
+            ({"label_names": {"apple": 0}}, "label_names don't number its classes"),
+            ({"label_names": {"9" * 5000: "a"}}, "label_names don't number its classes"),
+            ({"label_names": ["a", "b", "c", "d"]}, "it has 5 classes and 4 label_names: name each class"),
+            (
+                {"num_classes": 4, "label_names": ["a", "b", "c", "d"]},
+                "4 classes by its config.json (num_classes), and 5 by",
+            ),
             ({"label_names": [1, 2, 3, 4, 5]}, "names of classes"),
         ],
     )
