@@ -58,7 +58,8 @@ def quantize_model(
 
     Raises:
         PlanError: a pattern is invalid or hits no layer.
-        QuantizationError: a layer's weights or inputs aren't finite; the images are missing, too few, or don't fit.
+        QuantizationError: what it hits is of kinds that aren't quantized so; a layer's weights or inputs aren't finite; the images are missing, too
+            few, or don't fit.
     """
     chosen = chosen_layers(model, recommendations)
     quantized = copy.deepcopy(model).cpu()
@@ -93,6 +94,7 @@ def chosen_layers(
 
     Raises:
         PlanError: a pattern is invalid or hits no layer.
+        QuantizationError: there are layers, and none is of a kind that is quantized so.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     chosen: dict[str, QuantizationRecommendation] = {}
@@ -101,12 +103,29 @@ def chosen_layers(
         names = [name for name, module in modules.items() if can_be(kind, module)]
         hits = names if pattern == EVERYTHING else matching_names(pattern, names)
         if not hits:
-            near = near_names(pattern, names)
-            advice = f"near names: {', '.join(map(repr, near))}" if near else f"use {EVERYTHING!r} for every layer"
-            takes = "nn.Linear" if kind == "dynamic" else "nn.Linear or nn.Conv2d"
-            raise PlanError(f"the layer pattern {pattern!r} hits no {takes} to quantize; {advice}")
+            raise _missed(recommendation, modules)
         chosen |= dict.fromkeys(hits, recommendation)
     return {name: chosen[name] for name in modules if name in chosen and chosen[name].dtype != "float32"}
+
+
+def _missed(
+    recommendation: QuantizationRecommendation, modules: Mapping[str, nn.Module]
+) -> PlanError | QuantizationError:
+    """Return what is wrong with a recommendation that hits no layer of its kind.
+
+    A scheme that has nothing to do in a model, or in the layers that were asked for, costs that scheme its place; a pattern that no layer of any kind
+    is meant by is a mistake of whoever wrote it.
+    """
+    pattern, kind = recommendation.layer, recommendation.quantization_type
+    takes = "nn.Linear" if kind == "dynamic" else "nn.Linear or nn.Conv2d"
+    every = [name for name, module in modules.items() if can_be("static", module)]
+    if pattern == EVERYTHING or matching_names(pattern, every):
+        whose = "the model has" if pattern == EVERYTHING else f"the layer pattern {pattern!r} hits"
+        more = "; static int8 and bfloat16 take nn.Conv2d as well" if kind == "dynamic" else ""
+        return QuantizationError(f"{whose} no {takes}, which alone this quantizes{more}")
+    near = near_names(pattern, [name for name in every if can_be(kind, modules[name])] or every)
+    advice = f"near names: {', '.join(map(repr, near))}" if near else f"use {EVERYTHING!r} for every layer"
+    return PlanError(f"the layer pattern {pattern!r} hits no {takes} to quantize; {advice}")
 
 
 def _prepare_(

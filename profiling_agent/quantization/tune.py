@@ -62,8 +62,7 @@ def tune(
     `latency_shares` has the layers' shares of the time by name, where they are known.
 
     Raises:
-        PlanError: the model has no layer that the scheme takes.
-        QuantizationError: images are missing, too few for the scheme, or don't fit; or a weight isn't finite.
+        QuantizationError: the model has no layer that the scheme takes; images are missing, too few for the scheme, or don't fit; or a weight isn't finite.
     """
     taken = _first(images)
     everything = QuantizationRecommendation(layer=EVERYTHING, quantization_type=scheme, dtype="qint8")

@@ -66,7 +66,7 @@ def test_a_pattern_that_hits_nothing_gets_near_names():
 
 
 def test_a_convolution_is_no_linear():
-    with pytest.raises(PlanError, match=r"no nn\.Linear"):
+    with pytest.raises(QuantizationError, match=r"hits no nn\.Linear, which alone"):
         quantize_model(zoo.resnet(), [asking("convolution")])
 
 

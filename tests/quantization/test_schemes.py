@@ -7,7 +7,7 @@ import torch
 import zoo
 from torch import nn
 
-from profiling_agent.errors import PlanError, QuantizationError
+from profiling_agent.errors import QuantizationError
 from profiling_agent.modules.inference import random_batch
 from profiling_agent.quantization.kinds import quantized_modules
 from profiling_agent.quantization.norms import fold_norms_
@@ -109,7 +109,7 @@ def test_dynamic_quantization_takes_no_convolution():
     layers = quantize_model(zoo.vit(), [asking("all", "dynamic")]).layers
 
     assert "vit.embeddings.patch_embeddings.projection" not in layers
-    with pytest.raises(PlanError, match=r"no nn\.Linear to"):
+    with pytest.raises(QuantizationError, match=r"hits no nn\.Linear, which alone"):
         quantize_model(zoo.vit(), [asking("projection", "dynamic")])
 
 
