@@ -1,5 +1,6 @@
 """A world small enough to run the whole product in: five colours, and a zoo ViT that can tell them apart."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -20,8 +21,8 @@ def pictures(num_images: int, seed: int) -> tuple[list[Pillow.Image], list[int]]
     return [Pillow.fromarray(image) for image in pixels], labels
 
 
-def write_data(folder: Path, num_test: int = NUM_TEST) -> Path:
-    features = Features({"image": Image(), "label": ClassLabel(names=list(zoo.LABELS.values()))})
+def write_data(folder: Path, num_test: int = NUM_TEST, names: Iterable[str] = zoo.LABELS.values()) -> Path:
+    features = Features({"image": Image(), "label": ClassLabel(names=list(names))})
     folder.mkdir(parents=True)
     for name, num_images, seed in (("train", NUM_TRAIN, 1), ("test", num_test, 2)):
         images, labels = pictures(num_images, seed)

@@ -123,18 +123,38 @@ def _match_one(label: str, id2label: Mapping[int, str], classes: _Classes, taken
 
 def guesses(matches: Sequence[LabelMatch]) -> str | None:
     """Return what a reader should know of labels that no name of a class is equal to: each pair, and what to do if it is wrong."""
+    by_words = [match for match in matches if match.rule == "substring"]
+    by_place = [match for match in matches if is_by_place(match)]
+    if by_words:
+        return (
+            f"{_pairs(by_words)}, by the label's last words alone: if that is wrong, every answer on its "
+            "images counts as wrong, so name the data set's classes as the model does"
+        )
+    if by_place:
+        return (
+            f"{_pairs(by_place)}, by their places alone, as the model has no names for its classes and the data set's are in the order of its own list or of sorted "
+            "folders (A before a, 10 before 2): if it was trained with another order, as timm's own, answers count as wrong that are right, so name its classes in config.json "
+            "(id2label, or timm's label_names)"
+        )
+    return None
+
+
+def is_by_place(match: LabelMatch) -> bool:
+    """Say whether a label was taken for a class by its place alone, as the class has no name; a label that is a number is its own class's."""
+    return match.rule == "id" and _is_generic(match.model_label) and not _is_generic(match.dataset_label)
+
+
+def _pairs(matches: Sequence[LabelMatch]) -> str:
     pairs = [
         f"{match.dataset_label[:MAX_QUOTED]!r} is taken for {(match.model_label or '')[:MAX_QUOTED]!r}"
-        for match in matches
-        if match.rule == "substring"
+        for match in matches[:MAX_GUESSES_SHOWN]
     ]
-    if not pairs:
-        return None
-    rest = f" and {len(pairs) - MAX_GUESSES_SHOWN} more alike" if len(pairs) > MAX_GUESSES_SHOWN else ""
-    return (
-        f"{', '.join(pairs[:MAX_GUESSES_SHOWN])}{rest}, by the label's last words alone: if that is wrong, every answer on its "
-        "images counts as wrong, so name the data set's classes as the model does"
-    )
+    rest = f" and {len(matches) - MAX_GUESSES_SHOWN} more alike" if len(matches) > MAX_GUESSES_SHOWN else ""
+    return ", ".join(pairs) + rest
+
+
+def _is_generic(name: str | None) -> bool:
+    return name is not None and GENERIC.fullmatch(name.strip()) is not None
 
 
 def shown(names: Sequence[str]) -> str:

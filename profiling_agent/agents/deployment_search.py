@@ -6,8 +6,9 @@ from profiling_agent.agents.state import RunState
 from profiling_agent.analysis.dry_run import dry_run
 from profiling_agent.errors import PlanError
 from profiling_agent.iteration.attempt import open_journal
-from profiling_agent.iteration.deployments import why_undeployable
-from profiling_agent.records import Plan
+from profiling_agent.iteration.deployments import schemes_of, why_undeployable
+from profiling_agent.iteration.labelling import with_checked_labels
+from profiling_agent.records import Journal, Plan
 
 
 def deployment_search(state: RunState, session: RunSession) -> Update:
@@ -22,4 +23,16 @@ def deployment_search(state: RunState, session: RunSession) -> Update:
         # The paper's plans have both halves; its loop judges the pruned one in float32.
         if why and state.goal.selection != "paper":
             raise PlanError(why)
-    return {"journal": open_journal(evaluator, state.proposal or Plan())}
+    acquired = with_checked_labels(evaluator)
+    journal = open_journal(evaluator, state.proposal or Plan())
+    if state.proposal is not None and (why := _why_unmade(state.proposal, journal)):
+        raise PlanError(why)
+    return {"journal": journal, "acquired": acquired}
+
+
+def _why_unmade(plan: Plan, journal: Journal) -> str | None:
+    """Return why nothing could be made of the model as the user's own plan asks of quantization; None where something was, or nothing is asked."""
+    search = journal.deployment_search
+    if not schemes_of(plan.quantization or ()) or search is None or any(option.deployed for option in search.options):
+        return None
+    return f"what the plan asks of quantization can't be made of this model: {search.options[0].reason}"

@@ -9,7 +9,7 @@ import numpy.typing as npt
 from profiling_agent.benchmarking.race import Entries
 from profiling_agent.errors import RequestError
 from profiling_agent.evaluation.intervals import at_a_look, compare, counts_of, least_images
-from profiling_agent.evaluation.predictions import read_predictions
+from profiling_agent.evaluation.predictions import Answers, joined, read_predictions
 from profiling_agent.evaluation.sequential import decide
 from profiling_agent.iteration.budget import Budget
 from profiling_agent.iteration.deployer import Deployer
@@ -176,6 +176,10 @@ class Evaluator:
             if suffices and can_be_bounded(seen.drop, self.goal):
                 return seen
         return self.evaluate(variant, model, split, self.evaluate_baseline(split, every), deployment, images=every)
+
+    def answers(self, measured: Evaluation) -> Answers:
+        """Return what a model answered on the images that it was measured on, in the split's order."""
+        return joined([read_predictions(self.jobs.path(file)) for file in measured.predictions.files])
 
     def _correct(self, predictions: Predictions) -> npt.NDArray[np.bool_]:
         """Return which images were answered right, in the split's order."""

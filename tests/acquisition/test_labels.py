@@ -128,6 +128,19 @@ def test_every_pair_of_which_names_are_not_equal_is_told():
     assert "'small thing 49' is taken for 'thing 49' and 10 more alike, by" in (guesses(many) or "")
 
 
+def test_labels_that_are_taken_by_their_places_alone_are_told():
+    unnamed = {0: "LABEL_0", 1: "LABEL_1", 2: "LABEL_2"}
+
+    said = guesses(match_labels(["Apple", "Cherry", "banana"], unnamed)) or ""
+
+    assert said.startswith(
+        "'Apple' is taken for 'LABEL_0', 'Cherry' is taken for 'LABEL_1', 'banana' is taken for 'LABEL_2', by their places"
+    )
+    # A label that is a number is its own class's, and names that are equal leave nothing to guess.
+    assert guesses(match_labels(["2", "0", "1"], unnamed)) is None
+    assert guesses(match_labels(["class 0", "class 1"], {0: "class 0", 1: "class 1"})) is None
+
+
 IMAGENETTE = ["n01440764", "n02102040", "n02979186", "n15075141"]
 
 

@@ -1,25 +1,58 @@
 import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 import zoo
 from conftest import World
+from transformers import ViTForImageClassification
+from world import write_data
 
-from profiling_agent import Request, build_graph, load
-from profiling_agent.agents.session import Sessions
+from profiling_agent import Request, build_graph, load, optimize
+from profiling_agent.agents.deployment_search import deployment_search
+from profiling_agent.agents.session import RunSession, Sessions
 from profiling_agent.agents.state import RunState
 from profiling_agent.analysis.rules import analyse
+from profiling_agent.deployment.choices import recommend
+from profiling_agent.errors import AcquisitionError, PlanError
 from profiling_agent.iteration.attempt import measure_attempt, open_journal, prune_attempt, quantize_attempt
 from profiling_agent.iteration.propose import propose
 from profiling_agent.jobs.tasks import ResolvedShape
 from profiling_agent.modules.inference import random_batch
-from profiling_agent.records import Outcome, Plan
+from profiling_agent.records import Deployment, Outcome, Plan
 from profiling_agent.reporting.report import RunReport
 from profiling_agent.workspace import Workspace, read_manifest
 
 
 def report_of(run: Path) -> RunReport:
     return RunReport.model_validate_json((run / "report.json").read_text())
+
+
+@contextmanager
+def opened(run: Path) -> Iterator[tuple[RunState, RunSession]]:
+    """Give a finished run's state before its deployments are searched, and its session."""
+    report, request = report_of(run), read_manifest(run).request
+    session = Sessions().open(Workspace(run), request)
+    try:
+        yield (
+            RunState(
+                **request.model_dump(),
+                run_dir=str(run),
+                acquired=report.acquired,
+                resolved=ResolvedShape(
+                    input=report.input,
+                    baseline=report.variants[0].evaluation.model,
+                    device=report.acquired.source.device,
+                ),
+                profiled=report.profiles["baseline"],
+            ),
+            session,
+        )
+    finally:
+        session.close()
 
 
 def job_names(run: Path) -> set[str]:
@@ -69,36 +102,64 @@ def test_the_returned_models_card_says_what_was_measured(finished: Path):
 
 
 def test_the_graph_and_a_plain_loop_yield_the_same_journal(finished: Path):
-    report = report_of(finished)
-    request = read_manifest(finished).request
-    workspace = Workspace(finished)
-    session = Sessions().open(workspace, request)
-    state = RunState(
-        **request.model_dump(),
-        run_dir=str(finished),
-        acquired=report.acquired,
-        resolved=ResolvedShape(
-            input=report.input,
-            baseline=report.variants[0].evaluation.model,
-            device=report.acquired.source.device,
-        ),
-        profiled=report.profiles["baseline"],
-    )
-    evaluator, before = session.evaluator(state), job_names(finished)
+    report, before = report_of(finished), job_names(finished)
 
-    plan, journal = analyse(evaluator.profile, evaluator.goal), None
-    while isinstance(plan, Plan):
-        candidate = prune_attempt(evaluator, plan)
-        journal = journal or open_journal(evaluator, plan)
-        candidate = quantize_attempt(evaluator, candidate, journal.deployment)
-        journal = journal.with_attempt(measure_attempt(evaluator, candidate, journal))
-        plan = propose(evaluator.goal, evaluator.profile, journal, max_iterations=request.max_iterations)
-    session.close()
+    with opened(finished) as (state, session):
+        evaluator = session.evaluator(state)
+        plan, journal = analyse(evaluator.profile, evaluator.goal), None
+        while isinstance(plan, Plan):
+            candidate = prune_attempt(evaluator, plan)
+            journal = journal or open_journal(evaluator, plan)
+            candidate = quantize_attempt(evaluator, candidate, journal.deployment)
+            journal = journal.with_attempt(measure_attempt(evaluator, candidate, journal))
+            plan = propose(evaluator.goal, evaluator.profile, journal, max_iterations=state.max_iterations)
 
     assert journal is not None
     assert journal.attempts == report.attempts
     assert plan is report.stopped
     assert job_names(finished) == before
+
+
+def test_a_scheme_that_takes_none_of_the_layers_asked_for_costs_itself_alone(finished: Path, tmp_path: Path):
+    run = shutil.copytree(finished, tmp_path / "quick", symlinks=True)
+    dynamic = Deployment(runtime="eager", scheme="dynamic", recommendations=recommend("dynamic", "projection"))
+    unknown = dynamic.model_copy(update={"recommendations": recommend("dynamic", "no_such_layer")})
+
+    with opened(run) as (state, session):
+        evaluator = session.evaluator(state)
+        option = evaluator.deployer.make(evaluator.baseline, dynamic)
+        with pytest.raises(PlanError, match=r"'no_such_layer' hits no nn\.Linear to quantize; near names: "):
+            evaluator.deployer.make(evaluator.baseline, unknown)
+        # Whoever asks for it alone is told, and gets no float32 in its place.
+        asks = state.model_copy(update={"proposal": Plan(quantization=dynamic.recommendations)})
+        with pytest.raises(PlanError, match=r"can't be made of this model: .*'projection' hits no nn\.Linear, which"):
+            deployment_search(asks, session)
+
+    assert option.deployed is None
+    assert option.reason.startswith("the layer pattern 'projection' hits no nn.Linear, which alone this quantizes")
+
+
+@pytest.mark.slow
+def test_labels_taken_by_their_places_against_what_the_model_answers_are_refused(world: World, tmp_path: Path):
+    """Trained with the folders in another order than they are sorted in, and saved without their names."""
+    model = shutil.copytree(world.model, tmp_path / "model")
+    turned = zoo.inside(ViTForImageClassification.from_pretrained(model))
+    with torch.no_grad():
+        for held in turned.classifier.parameters():
+            held.copy_(held.roll(1, 0))
+    turned.config.id2label = {index: f"LABEL_{index}" for index in range(5)}
+    turned.save_pretrained(model)
+    data = write_data(tmp_path / "data", 600, ["red", "green", "blue", "yellow", "cyan"])
+    asked = Request(
+        model=str(model), dataset=str(data), output=str(tmp_path / "runs"), runtimes="eager", num_samples=300
+    )
+
+    with pytest.raises(
+        AcquisitionError, match=r"answers 0% of the images right .* and 100% with 'red' as 'LABEL_1' and not 'LABEL_0'"
+    ):
+        optimize(asked)
+
+    assert not list((tmp_path / "runs").iterdir())
 
 
 @pytest.mark.slow
@@ -120,8 +181,6 @@ def test_invoking_the_same_request_again_repeats_no_job(world: World, tmp_path: 
 
 
 def test_a_request_that_can_not_be_carried_out_leaves_nothing_behind(tmp_path: Path):
-    from profiling_agent.errors import AcquisitionError
-
     sessions = Sessions()
     with pytest.raises(AcquisitionError):
         build_graph(sessions=sessions).invoke(Request(model=str(tmp_path / "nowhere"), output=str(tmp_path / "runs")))
