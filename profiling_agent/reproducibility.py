@@ -12,6 +12,7 @@ from pathlib import Path
 
 from profiling_agent.files import read_bytes, read_text
 from profiling_agent.records import Environment
+from profiling_agent.timm_config import PACKAGES as TIMM_PACKAGES
 
 LIBRARIES = (
     "datasets",
@@ -87,7 +88,7 @@ def environment(device: str = "cpu") -> Environment:
         system=f"{platform.system()} {platform.machine()}",
         device=device,
         python=platform.python_version(),
-        libraries={name: metadata.version(name) for name in LIBRARIES},
+        libraries={name: metadata.version(name) for name in LIBRARIES} | _timm(),
         runtimes=_installed(RUNTIME_LIBRARIES),
         code_version=code_version(),
     )
@@ -99,3 +100,9 @@ def _installed(names: Sequence[str]) -> dict[str, str]:
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
     return versions
+
+
+def _timm() -> dict[str, str]:
+    """Return the versions of what timm's models are made of; none without timm, where torchvision, if it is there, has a part in nothing."""
+    versions = _installed(TIMM_PACKAGES)
+    return versions if "timm" in versions else {}

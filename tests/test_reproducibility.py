@@ -1,13 +1,25 @@
-"""How many threads a model's work is split into, and what is the same machine."""
+"""How many threads a model's work is split into, and what is the same machine and installation."""
 
+import json
 import os
+import subprocess
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from profiling_agent.reproducibility import available_threads, environment
+from profiling_agent.reproducibility import LIBRARIES, available_threads, environment
 
 ALLOWED = sorted(os.sched_getaffinity(0))
+ASK = """
+import json
+from profiling_agent.jobs.runner import job_key
+from profiling_agent.jobs.tasks import SurveyShapeTask
+from profiling_agent.reproducibility import environment
+assert not SurveyShapeTask.uses_runtimes
+print(json.dumps([environment().libraries, job_key(SurveyShapeTask(model="nowhere"))]))
+"""
 
 
 def described(folder: Path, cores: dict[int, tuple[int, int]]) -> Path:
@@ -43,3 +55,31 @@ def test_a_machine_has_whole_gigabytes_whatever_its_kernel_keeps():
 
     assert environment().memory_bytes % 2**30 == 0
     assert 0 <= environment().memory_bytes - physical < 2**30
+
+
+def found(folder: Path, **versions: str) -> tuple[dict[str, str], str]:
+    """Return the libraries, and the key of a job that has no part in any runtime, where packages of these versions are installed besides."""
+    for name, version in versions.items():
+        (package := folder / f"{name}-{version}.dist-info").mkdir(parents=True)
+        (package / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    told = os.environ | {"PYTHONPATH": str(folder)}
+    ended = subprocess.run([sys.executable, "-c", ASK], env=told, capture_output=True, text=True, check=True)
+    libraries, key = json.loads(ended.stdout)
+    return libraries, key
+
+
+def test_another_timm_or_torchvision_is_another_installation_whose_jobs_are_done_again(tmp_path: Path):
+    versions = {"first": ("1.0", "0.1"), "timm": ("2.0", "0.1"), "torchvision": ("1.0", "0.2")}
+
+    told = {name: found(tmp_path / name, timm=timm, torchvision=vision) for name, (timm, vision) in versions.items()}
+
+    assert {name: (one["timm"], one["torchvision"]) for name, (one, _) in told.items()} == versions
+    assert len({key for _, key in told.values()}) == 3
+
+
+@pytest.mark.skipif(find_spec("timm") is not None, reason="timm is installed")
+def test_without_timm_neither_has_a_part_in_anything(tmp_path: Path):
+    alone, beside = found(tmp_path / "none"), found(tmp_path / "torchvision", torchvision="0.1")
+
+    assert alone == beside
+    assert set(alone[0]) == set(LIBRARIES)

@@ -24,7 +24,8 @@ from profiling_agent.deployment.registry import open_session
 from profiling_agent.documents import clean
 from profiling_agent.errors import ArtifactError, CorruptImageError
 from profiling_agent.foreign import foreign_code, on_behalf
-from profiling_agent.records import RuntimeName
+from profiling_agent.quantization.vnni import has_vnni, needed_instructions
+from profiling_agent.records import Environment, RuntimeName
 from profiling_agent.reproducibility import environment
 
 
@@ -134,7 +135,7 @@ def load(path: str | Path, *, verify: bool = True, device: str = "cpu") -> Deplo
     """Return a saved model that is called as `model(pixel_values).logits` whatever its runtime.
 
     `verify` compares every file with its sha256, and what the model says of two images with what it said when it was
-    saved. Warns where it was made on another type of CPU: another deployment may be faster here.
+    saved. Warns where it was made on another type of CPU: another deployment may be faster here, or its int8 sums saturate.
 
     Raises:
         ArtifactError: a file is missing, foreign or damaged, the model doesn't compute what it did, or its runtime
@@ -143,12 +144,25 @@ def load(path: str | Path, *, verify: bool = True, device: str = "cpu") -> Deplo
     folder = named_folder(path)
     recipe = open_folder(folder, verify=verify)
     session = open_session(folder, device=device)
-    if recipe.cpu != environment().cpu:
-        warnings.warn(
-            f"{str(folder)!r} was made on {clean(recipe.cpu)[:100]}, this is {environment().cpu}: it computes the same, but another "
-            "deployment may be faster here; `profiling-agent race` finds out",
-            stacklevel=2,
-        )
+    if noted := cpu_note(folder, recipe, environment()):
+        warnings.warn(noted, stacklevel=2)
     if verify:
         check_golden(session.run, folder, recipe)
     return Deployed(folder, recipe, session)
+
+
+def cpu_note(folder: Path, recipe: Recipe, here: Environment) -> str | None:
+    """Return what a saved model's user should know on the machine `here`, whose CPU may be another than the one it was made on; None where nothing."""
+    said = f"{str(folder)!r} was made on {clean(recipe.cpu)[:100]}, this is {here.cpu}"
+    runtime = recipe.deployment.runtime
+    # By flags alone: a cloud has one name for processors that can do different things.
+    if (needed := needed_instructions(runtime, recipe.quantized)) and not has_vnni(runtime, here.cpu_flags):
+        return (
+            f"{said}, which has no {' or '.join(needed)}: its int8 sums may saturate here, and its answers be others; a run on this "
+            "machine (`profiling-agent run`) makes a model whose sums don't"
+        )
+    if recipe.cpu != here.cpu:
+        return (
+            f"{said}: it computes the same, but another deployment may be faster here; `profiling-agent race` finds out"
+        )
+    return None

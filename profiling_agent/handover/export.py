@@ -16,9 +16,14 @@ from profiling_agent.errors import ArtifactError, RequestError
 from profiling_agent.files import make_folders, open_regular, replacing
 from profiling_agent.handover.plain_files import export_files
 from profiling_agent.handover.source import model_folder
+from profiling_agent.quantization.vnni import needed_instructions
 
 FORMATS = ("files", "onnx", "hf")
 TORCH = frozenset({"eager", "inductor"})
+# What the format takes as it is, and a run has usually measured.
+MORE = {
+    "onnx": ", pick a candidate for ONNX Runtime (`profiling-agent pick RUN` lists what was measured), or run with --runtimes onnxruntime"
+}
 
 
 def export(source: Path, format_: str, output: Path, *, batch_size: int | None = None) -> str:
@@ -41,7 +46,9 @@ def export(source: Path, format_: str, output: Path, *, batch_size: int | None =
     folder = named_folder(model_folder(source))
     recipe = open_folder(folder, verify=True)
     if refused := _refused(recipe, format_):
-        raise ArtifactError(f"{str(folder)!r} is for {recipe.deployment.name}, {refused}: use --format files")
+        raise ArtifactError(
+            f"{str(folder)!r} is for {recipe.deployment.name}, {refused}: use --format files{MORE.get(format_, '')}"
+        )
     write = {"files": _write_files, "onnx": _write_onnx, "hf": _write_hf}[format_]
     try:
         return write(folder, recipe, output, batch_size)
@@ -116,4 +123,6 @@ def _copy_graph(folder: Path, recipe: Recipe, output: Path, batch_size: int | No
     make_folders(output.parent)
     with open_regular(folder / ONNX, max_bytes=None, under=folder) as graph, replacing(output) as stream:
         shutil.copyfileobj(graph, stream)
-    return f"wrote {output}, the graph as ONNX Runtime runs it; it gives the saved model's logits"
+    needed = needed_instructions(recipe.deployment.runtime, recipe.quantized)
+    where = f" here; on a processor without {' or '.join(needed)} its int8 sums may saturate" if needed else ""
+    return f"wrote {output}, the graph as ONNX Runtime runs it; it gives the saved model's logits{where}"

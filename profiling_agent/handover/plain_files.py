@@ -20,7 +20,7 @@ from profiling_agent.artifacts.card import base_name, card_head, text_templates
 from profiling_agent.artifacts.folder import appearing
 from profiling_agent.artifacts.golden import golden_distance, tolerance
 from profiling_agent.artifacts.load import load_module, load_processor
-from profiling_agent.artifacts.recipe import CARD, CONFIG, MODEL_FILES, WEIGHTS, QuantizedLayer, Recipe
+from profiling_agent.artifacts.recipe import CARD, CONFIG, MODEL_FILES, WEIGHTS, Recipe
 from profiling_agent.artifacts.save import write_weights
 from profiling_agent.deployment.plain import save_plain
 from profiling_agent.deployment.registry import open_session
@@ -33,8 +33,7 @@ from profiling_agent.handover.manifest import MANIFEST, Exported
 from profiling_agent.handover.preprocessing import preprocessing_of
 from profiling_agent.modules.inference import floating_dtype
 from profiling_agent.processes.environment import child_environment
-from profiling_agent.quantization.vnni import INSTRUCTIONS
-from profiling_agent.records import RuntimeName
+from profiling_agent.quantization.vnni import needed_instructions
 from profiling_agent.timm_config import MODEL_TYPE as TIMM
 from profiling_agent.timm_config import PACKAGES as TIMM_PACKAGES
 
@@ -155,15 +154,6 @@ def _labels(recipe: Recipe, folder: Path) -> list[str]:
         if set(known) == set(range(len(known))) and known:
             return [known[number] for number in range(len(known))]
     raise ArtifactError(f"{str(folder)!r} doesn't name its classes from 0 on ({count} of them): save the model again")
-
-
-def needed_instructions(runtime: RuntimeName, layers: Sequence[QuantizedLayer]) -> tuple[str, ...]:
-    """Return the CPU flags of which one has to be there so that int8 sums don't saturate; none where they can't, or `layers.py` sees to it."""
-    full = any(
-        layer.dtype == "qint8" and not layer.reduce_range and not (runtime in TORCH and layer.kind == "dynamic")
-        for layer in layers
-    )
-    return INSTRUCTIONS.get(runtime, ()) if full else ()
 
 
 def _requirements(recipe: Recipe) -> tuple[str, ...]:

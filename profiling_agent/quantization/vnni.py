@@ -3,7 +3,8 @@
 Without one, two products are added in 16 bits, where 8 bits on both sides saturate: one of them is given 7.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from typing import Protocol
 
 from profiling_agent.records import RuntimeName
 from profiling_agent.reproducibility import environment
@@ -16,6 +17,22 @@ INSTRUCTIONS: Mapping[RuntimeName, tuple[str, ...]] = {
     "onnxruntime": ("avx512_vnni", "avx_vnni"),
     "openvino": ("avx512_vnni", "avx_vnni"),
 }
+# torch's layers of which no sum saturates on any CPU: dynamic ones take 7 bits where one would, and static ones compute in float32 unless inductor
+# makes int8 products of them.
+SAFE: Mapping[RuntimeName, tuple[str, ...]] = {"eager": ("dynamic", "static"), "inductor": ("dynamic",)}
+
+
+class _Layer(Protocol):
+    """What a recipe notes of a quantized layer."""
+
+    @property
+    def kind(self) -> str: ...
+
+    @property
+    def dtype(self) -> str: ...
+
+    @property
+    def reduce_range(self) -> bool: ...
 
 
 def has_vnni(runtime: RuntimeName, cpu_flags: Collection[str]) -> bool:
@@ -26,3 +43,12 @@ def has_vnni(runtime: RuntimeName, cpu_flags: Collection[str]) -> bool:
 def saturates(runtime: RuntimeName) -> bool:
     """Return whether 8 bits on both sides of a product are too many for a runtime's kernels on this CPU."""
     return not has_vnni(runtime, environment().cpu_flags)
+
+
+def needed_instructions(runtime: RuntimeName, layers: Iterable[_Layer]) -> tuple[str, ...]:
+    """Return the CPU flags of which one has to be there so that int8 sums of these layers don't saturate; none where they can't."""
+    full = any(
+        layer.dtype == "qint8" and not layer.reduce_range and layer.kind not in SAFE.get(runtime, ())
+        for layer in layers
+    )
+    return INSTRUCTIONS.get(runtime, ()) if full else ()

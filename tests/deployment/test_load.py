@@ -20,13 +20,15 @@ from safetensors.numpy import load_file, save_file
 from profiling_agent import load
 from profiling_agent.acquisition.images import decode_rgb
 from profiling_agent.artifacts.card import CardRow, write_card
-from profiling_agent.artifacts.recipe import read_recipe
+from profiling_agent.artifacts.recipe import QuantizedLayer, read_recipe
 from profiling_agent.deployment.batches import noise_batch
+from profiling_agent.deployment.load import cpu_note
 from profiling_agent.deployment.protocol import Source
 from profiling_agent.deployment.save import save_deployed
 from profiling_agent.errors import ArtifactError, CorruptImageError, RequestError
 from profiling_agent.files import file_sha256
 from profiling_agent.handover.export import export
+from profiling_agent.reproducibility import environment
 
 IMAGES = noise_batch(zoo.SPEC, 3, seed=2)
 NAMES = ("eager float32", "eager dynamic", "onnxruntime float32", "openvino float32")
@@ -185,6 +187,45 @@ def test_an_artifact_of_another_cpu_loads_with_a_warning(copy: Path):
         model = load(copy)
 
     assert model(IMAGES).logits.shape == (3, 5)
+
+
+@pytest.mark.parametrize(
+    ("name", "layer", "cpu_flags", "lacks"),
+    [
+        ("onnxruntime static", {}, ("avx2",), "avx512_vnni or avx_vnni"),
+        ("onnxruntime dynamic", {"kind": "dynamic"}, (), "avx512_vnni or avx_vnni"),
+        ("openvino static_nncf", {}, ("avx2", "avx512f"), "avx512_vnni or avx_vnni"),
+        ("inductor static", {}, ("avx2", "avx_vnni"), "avx512_vnni"),
+        ("onnxruntime static", {}, ("avx2", "avx_vnni"), None),
+        ("inductor static", {}, ("avx512_vnni",), None),
+        # Seven bits, which torch's dynamic layers take by themselves, and int8 that is computed in float32.
+        ("onnxruntime static", {"reduce_range": True}, ("avx2",), None),
+        ("eager dynamic", {"kind": "dynamic"}, ("avx2",), None),
+        ("eager static", {}, ("avx2",), None),
+        ("openvino bfloat16", {"kind": "cast", "dtype": "bfloat16"}, ("avx2",), None),
+    ],
+)
+def test_int8_of_eight_bits_is_never_said_to_compute_the_same_where_its_sums_may_saturate(
+    root: Path, name: str, layer, cpu_flags, lacks: str | None
+):
+    made = QuantizedLayer.model_validate({"name": "fc", "kind": "static", "dtype": "qint8"} | layer)
+    changes = {"deployment": deployed.deployment(name), "quantized": (made,)}
+    recipe = read_recipe(folder_of(root, SIMPLE)).model_copy(update=changes)
+    here = environment().model_copy(update={"cpu_flags": cpu_flags})
+
+    same, other = (cpu_note(root, recipe.model_copy(update={"cpu": cpu}), here) for cpu in (here.cpu, "Z80"))
+
+    assert other is not None
+    if lacks is None:
+        assert same is None
+        assert "it computes the same" in other
+        return
+    # Two processors may have one name.
+    for said in (same, other):
+        assert said is not None
+        assert f"which has no {lacks}: its int8 sums may saturate here" in said
+        assert "`profiling-agent run`" in said
+        assert "the same" not in said
 
 
 def test_a_runtime_that_is_not_there_is_named_with_its_extra(root: Path):

@@ -26,9 +26,9 @@ from profiling_agent.deployment.registry import open_session
 from profiling_agent.deployment.save import save_deployed
 from profiling_agent.errors import ArtifactError
 from profiling_agent.handover.export import export
-from profiling_agent.handover.plain_files import needed_instructions
 from profiling_agent.pruning.prune import prune_model
 from profiling_agent.pruning.units import find_units
+from profiling_agent.quantization.vnni import needed_instructions
 from profiling_agent.records import Cut
 
 ASK = """
@@ -214,7 +214,11 @@ def test_files_of_eight_bits_name_the_instructions_that_their_runtime_needs():
     assert needed("openvino") == ("avx512_vnni", "avx_vnni")
     assert needed("inductor") == ("avx512_vnni",)
     # Seven bits never saturate, and these layers take them where torch has to.
-    assert needed("openvino", reduced=True) == needed("eager", kind="dynamic") == ()
+    assert (
+        needed("openvino", reduced=True) == needed("eager", kind="dynamic") == needed("inductor", kind="dynamic") == ()
+    )
+    # Uncompiled they compute in float32.
+    assert needed("eager") == ()
     assert needed("eager", kind="cast", dtype="bfloat16") == needed_instructions("openvino", []) == ()
 
 

@@ -1,6 +1,7 @@
 """timm's models leave as files and as Hugging Face folders too; what they need says so."""
 
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 
 import deployed
@@ -18,7 +19,7 @@ pytestmark = TIMM
 # Norms of the first have an activation in them, which is left where the norm is folded away; the second has none.
 @pytest.mark.parametrize("family", ["timm_efficientnet", "timm_vit"])
 @pytest.mark.parametrize("name", ["eager float32", "inductor static"])
-def test_a_timm_model_is_exported_as_files_whose_requirements_name_timm(tmp_path: Path, family: str, name: str):
+def test_a_timm_model_is_exported_as_files_whose_requirements_pin_timm(tmp_path: Path, family: str, name: str):
     model = FAMILIES[family]()
     spec = spec_of(model)
     save_model(model, tmp_path / "model", spec=spec, processor=processor_of(spec), base_model="zoo")
@@ -29,7 +30,8 @@ def test_a_timm_model_is_exported_as_files_whose_requirements_name_timm(tmp_path
     export(tmp_path / "saved", "files", tmp_path / "home")
 
     card = (tmp_path / "home" / "README.md").read_text()
-    assert "timm" in card.partition("```console")[2].partition("```")[0]
+    required = card.partition("```console")[2].partition("```")[0].split()
+    assert {f"{each}=={metadata.version(each).partition('+')[0]}" for each in ("timm", "torchvision")} <= set(required)
 
 
 def test_a_timm_model_that_was_not_changed_is_an_ordinary_folder(tmp_path: Path):
