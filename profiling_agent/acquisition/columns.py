@@ -87,13 +87,14 @@ def find_image_column(features: Mapping[str, Any], named: str | None) -> str:
     return usual[0] if usual else found[0]
 
 
-def label_candidates(features: Mapping[str, Any], named: str | None) -> list[list[str]]:
-    """Return the columns that may hold labels, in tiers: class labels, then strings, then integers of a usual name.
+def label_candidates(data: OpenedData, split: str) -> list[list[str]]:
+    """Return the columns of a split that may hold labels, in tiers: class labels, then strings, then integers of a usual name.
 
     Raises:
         AcquisitionError: there are none.
     """
-    if named is not None:
+    features = data.features(split)
+    if (named := data.query.label_column) is not None:
         if not _is_label_kind(features[_require(named, features, "label_column")]):
             raise AcquisitionError(
                 f"label_column {named!r} holds neither class labels nor names nor whole numbers: the columns are "
@@ -107,9 +108,8 @@ def label_candidates(features: Mapping[str, Any], named: str | None) -> list[lis
         [name for name in usual if _dtype(features[name]).startswith(("int", "uint"))],
     ]
     if not any(tiers):
-        raise AcquisitionError(
-            f"the data set has no label column: its columns are {_listed(features)}; name label_column"
-        )
+        why = data.stray_image(split) or f"its columns are {_listed(features)}; name label_column"
+        raise AcquisitionError(f"the data set has no label column: {why}")
     return [tier for tier in tiers if tier]
 
 
@@ -197,7 +197,7 @@ def choose_columns(data: OpenedData, split: str, id2label: Mapping[int, str]) ->
     features = data.features(split)
     image = find_image_column(features, data.query.image_column)
     refusal: AcquisitionError | None = None
-    for tier in label_candidates(features, data.query.label_column):
+    for tier in label_candidates(data, split):
         found: dict[str, tuple[tuple[LabelMatch, ...], dict[Any, int]]] = {}
         for column in tier:
             try:

@@ -2,11 +2,13 @@
 
 Where a card names configs, `datasets` goes by it. Where none does, it reads into a split every folder that names that split
 somewhere below: of a data set that is there in three sizes, each photograph three times, some copies of it to be searched on
-and others held out.
+and others held out. And where folders aren't named or nested as it expects, it leaves out splits or labels without a word:
+what is wrong is found here.
 """
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any
@@ -16,13 +18,15 @@ from profiling_agent.documents import clean
 from profiling_agent.errors import AcquisitionError
 
 # The words that `datasets` finds splits by, in names of folders and of tables.
-SPLIT = re.compile(
-    r"(?:^|[-._ 0-9])(?:train|training|validation|valid|dev|val|test|testing|eval|evaluation)(?:$|[-._ 0-9])"
-)
+WORDS = ("train", "training", "validation", "valid", "dev", "val", "test", "testing", "eval", "evaluation")
+SPLIT = re.compile(rf"(?:^|[-._ 0-9])(?:{'|'.join(WORDS)})(?:$|[-._ 0-9])")
 # The name of a photograph says nothing of its split: its folder is its class.
 TABLES = frozenset({".parquet", ".arrow", ".csv", ".tsv", ".json", ".jsonl", ".tar", ".zip"})
 # The Hub copies the first gigabytes of a large split alone, and says so by its folder's name.
 PARTIAL = "partial-"
+# A file's own name is at the end of its path.
+MAX_PATH = 200
+NUM_MISNAMED = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,3 +108,34 @@ def _above_split(file: str) -> str | None:
     named = path.parts if is_table else path.parts[:-1]
     depth = next((depth for depth, part in enumerate(named) if SPLIT.search(part)), None)
     return None if depth is None else "/".join(path.parts[:depth])
+
+
+def misnamed_splits(files: Iterable[str], splits: Collection[str]) -> tuple[str, ...]:
+    """Return what to call the top folders that name a split but for their case, where they aren't among the splits."""
+    tops = {PurePosixPath(file).parts[0] for file in files if "/" in file}
+    found = sorted(top for top in tops if top.lower() in WORDS and top not in (*WORDS, *splits))
+    return tuple(f"its folder {top!r} isn't read as a split: call it {top.lower()!r}" for top in found[:NUM_MISNAMED])
+
+
+def odd_depth(images: Sequence[str]) -> str | None:
+    """Return which image lies deeper or less deep than most, and what to do; None where all lie at one depth.
+
+    `datasets` takes folders for labels only where all do, over all splits.
+    """
+    depths = Counter(image.count("/") for image in images)
+    if len(depths) < 2:
+        return None
+    ((usual, num_usual),) = depths.most_common(1)
+    one = next(image for image in images if image.count("/") == usual)
+    odd = next(image for image in images if image.count("/") != usual)
+    return (
+        f"folders are labels only where all images lie equally deep, and {len(images) - num_usual} of {len(images)} don't lie "
+        f"as deep as {quoted_path(one)}, the first is {quoted_path(odd)}: move it into its class's folder, or out of the "
+        "data set"
+    )
+
+
+def quoted_path(path: str) -> str:
+    """Return a file's path in quotes as it may be shown, of a long one the end."""
+    shown = clean(path)
+    return f"'{shown}'" if len(shown) <= MAX_PATH else f"'...{shown[-MAX_PATH:]}'"

@@ -19,9 +19,18 @@ from datasets.packaged_modules.webdataset.webdataset import WebDataset
 from huggingface_hub import constants
 from pydantic import Field
 
-from profiling_agent.acquisition.configs import Config, beside_others, check_config, parquet_copy
+from profiling_agent.acquisition.configs import (
+    Config,
+    beside_others,
+    check_config,
+    misnamed_splits,
+    odd_depth,
+    parquet_copy,
+    quoted_path,
+)
 from profiling_agent.acquisition.hub import hub_errors, is_local, local_folder, resolve_dataset
 from profiling_agent.acquisition.origin import (
+    ZIP,
     Folder,
     Images,
     Origin,
@@ -41,6 +50,7 @@ from profiling_agent.records import Record
 READ_ERRORS = (OSError, pa.ArrowException, UnicodeDecodeError)
 # The kinds of files that hold labelled images and name no file of their own.
 BUILDERS = (Parquet, Arrow, Csv, Json, ImageFolder, WebDataset)
+ARCHIVES = (".zip", ".tar")
 BATCH_ROWS = 2048
 # A table of photographs has hundreds of megabytes by fewer.
 BATCH_IMAGES = 64
@@ -69,15 +79,15 @@ class DataQuery(Record):
 class OpenedData:
     """A data set whose splits can be read; nothing of it has been copied or downloaded yet.
 
-    `cache` is a temporary folder for what `datasets` insists on writing of a local folder; None for the Hub. `notes` say
-    what a reader of the results should know of where it comes from.
+    `cache` is a temporary folder for what `datasets` insists on writing of a local folder; None for the Hub. `builder` reads
+    its files; None of what `save_to_disk` wrote. `notes` say what a reader of the results should know of where it comes from.
     """
 
     query: DataQuery
     config: Config
     cache: Path | None
     splits: Mapping[str, Any]
-    is_parquet: bool
+    builder: Any
     images: Images
     notes: tuple[str, ...] = ()
 
@@ -86,9 +96,39 @@ class OpenedData:
         """Say whether rows cost no download."""
         return self.cache is not None
 
+    @property
+    def is_parquet(self) -> bool:
+        """Say whether a column is read without the others."""
+        return isinstance(self.builder, Parquet)
+
+    @property
+    def is_image_folder(self) -> bool:
+        """Say whether images lie in it as files, with their folders for labels."""
+        return isinstance(self.builder, ImageFolder)
+
     def features(self, split: str) -> Mapping[str, Any]:
         """Return the columns of a split and their types."""
         return self.splits[split].features or {}
+
+    def file_name(self, location: str) -> str:
+        """Return the path in the data set of what a cell names, in an archive below the archive's; quoted, as it may be shown."""
+        is_packed = location.startswith(ZIP)
+        member, _, file = location.removeprefix(ZIP).rpartition("::") if is_packed else ("", "", location)
+        prefix = next((prefix for prefix in self.images.origin.prefixes if file.startswith(prefix)), "")
+        path = file.removeprefix(prefix)
+        return quoted_path(f"{path}/{member}" if member else path)
+
+    def stray_image(self, split: str) -> str | None:
+        """Return which image keeps folders from being labels, and what to do; None where it isn't that."""
+        if not self.is_image_folder or self.builder.config.drop_labels or len(self.features(split)) > 1:
+            return None
+        files = itertools.chain.from_iterable(_names(self.images.origin, self.builder).values())
+        return odd_depth([file for file in files if not file.lower().endswith(ARCHIVES)])
+
+    def misnamed_splits(self) -> tuple[str, ...]:
+        """Return what to call the folders that would be splits but for their case; the data set is looked through."""
+        with reading(self.query.dataset):
+            return misnamed_splits(self.images.origin.files(), self.splits)
 
     def tables(self, split: str, columns: list[str], num_rows: int = BATCH_ROWS) -> Iterator[Any]:
         """Yield a split's rows in file order as Arrow tables of so many; of parquet, no other column is read."""
@@ -210,20 +250,17 @@ def _open(query: DataQuery, origin: Origin, cache: Path | None, notes: tuple[str
     with reading(query.dataset):
         names_configs = check_origin(origin)
     splits = _from_disk(origin) if isinstance(origin, Folder) else None
-    config, is_parquet = Config(), False
+    config, builder = Config(), None
     if splits is None:
         with reading(query.dataset):
             config, builder = _choose_builder(query, origin, cache, names_configs=names_configs)
-            splits, is_parquet = (
-                builder.as_streaming_dataset(),
-                isinstance(builder, Parquet),
-            )
+            splits = builder.as_streaming_dataset()
     return OpenedData(
         query=query,
         config=config,
         cache=cache,
         splits=splits,
-        is_parquet=is_parquet,
+        builder=builder,
         images=Images(origin),
         notes=(*notes, *config.notes),
     )
@@ -248,7 +285,7 @@ def _choose_builder(query: DataQuery, origin: Origin, cache: Path | None, *, nam
 def _names(origin: Origin, builder: Any) -> dict[str, list[str]]:
     """Return the files that each split is read from, by their names in the data set; of images and what else lies there, the images and archives."""
     prefixes = origin.prefixes
-    read = (*builder.EXTENSIONS, ".zip", ".tar") if isinstance(builder, ImageFolder) else ("",)
+    read = (*builder.EXTENSIONS, *ARCHIVES) if isinstance(builder, ImageFolder) else ("",)
 
     def name(file: str) -> str:
         return file.removeprefix(next(prefix for prefix in prefixes if file.startswith(prefix)))

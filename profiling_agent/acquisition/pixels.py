@@ -1,13 +1,38 @@
 """Images as a model takes them, by numpy and pillow alone; `profiling-agent export` puts this very file beside a model, as `prepare.py`."""
 
+import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageOps
+from PIL import Image
 
 ORIENTATION = 0x0112
+# How an image of each orientation but the first comes to stand upright.
+TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+# Where Pillow keeps what says an image's orientation.
+NOTED = ("exif", "Raw profile type exif", "XML:com.adobe.xmp", "xmp")
+# What Pillow raises where that is broken, of an image that it decodes all the same.
+BROKEN = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    OSError,
+    SyntaxError,
+    TypeError,
+    ValueError,
+    struct.error,
+)
 RESAMPLE = {
     "nearest": Image.Resampling.NEAREST,
     "box": Image.Resampling.BOX,
@@ -22,14 +47,26 @@ def upright_rgb(image: Image.Image) -> Image.Image:
     """Return an image as 8-bit RGB, turned as its EXIF orientation says; more than 8 bits are scaled, and transparency is left out."""
     image.load()
     # What stands upright is not copied: a photograph may have hundreds of megabytes.
-    if image.getexif().get(ORIENTATION, 1) != 1:
-        image = ImageOps.exif_transpose(image)
+    if (turn := _turn(image)) is not None:
+        image = image.transpose(turn)
+        # Else whoever looks at it next would turn it once more. Pillow's own way of this writes the whole EXIF anew, and
+        # can't where a tag is odd.
+        for note in NOTED:
+            image.info.pop(note, None)
     if image.mode.startswith(("I", "F")):
         image = _eight_bit(image)
     if image.mode == "P":
         # Transparency given as bytes survives only this way; going straight to RGB warns.
         image = image.convert("RGBA")
     return image if image.mode == "RGB" else image.convert("RGB")
+
+
+def _turn(image: Image.Image) -> Image.Transpose | None:
+    """Return what an image's EXIF orientation asks for; None where that is nothing, or where the EXIF is broken."""
+    try:
+        return TURNS.get(image.getexif().get(ORIENTATION, 1))
+    except BROKEN:
+        return None
 
 
 def _eight_bit(image: Image.Image) -> Image.Image:

@@ -7,7 +7,7 @@ Photographs are megabytes each and a draw has thousands, so that no pool holds m
 import hashlib
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, Self
 
@@ -22,6 +22,8 @@ from profiling_agent.progress import Progress
 
 UNMAPPED = -1
 PROGRESS_EVERY = 50
+# No system opens a path of more; a table may say anything.
+MAX_LOCATION = 4096
 
 
 class Pool(Protocol):
@@ -39,6 +41,17 @@ class Pool(Protocol):
     def digests(self, rows: Sequence[int], progress: Progress) -> list[bytes | None]:
         """Return the SHA-256 of the encoded image of each of `rows`, in their order; None where there are no bytes."""
         ...
+
+    def where(self, row: int) -> str:
+        """Return how a person finds the image of a row that was read: its file, or its number where it has none."""
+        ...
+
+
+class _Source(NamedTuple):
+    """What a cell says of where its image comes from, and whether it is read from there."""
+
+    location: str
+    is_read: bool
 
 
 class _Place(NamedTuple):
@@ -96,6 +109,7 @@ class LocalPool:
     split: str
     image_column: str
     folder: Path
+    sources: dict[int, _Source] = field(default_factory=dict[int, _Source])
 
     def fetch(self, rows: Sequence[int], progress: Progress) -> Iterator[bytes | None]:
         """Read the split's image column once, up to the last row that is wanted.
@@ -119,6 +133,13 @@ class LocalPool:
         found = dict(zip(read, digests, strict=True))
         return [found.get(row) for row in rows]
 
+    def where(self, row: int) -> str:
+        """Return its file; of an image in a table its number, and what it is called there."""
+        if (source := self.sources.get(row)) is None:
+            return f"row {row}"
+        name = self.data.file_name(source.location)
+        return name if source.is_read else f"{name} in row {row}"
+
     def _cells(self, rows: Sequence[int], progress: Progress) -> Iterator[tuple[int, Any]]:
         """Yield the rows that are wanted, in the split's order, each with its cell."""
         wanted = np.unique(np.asarray(rows, dtype=np.int64))
@@ -126,7 +147,10 @@ class LocalPool:
         for table in self.data.tables(self.split, [self.image_column], BATCH_IMAGES):
             column = table[self.image_column]
             for hit in wanted[(wanted >= start) & (wanted < start + len(table))].tolist():
-                yield hit, column[hit - start].as_py()
+                cell = column[hit - start].as_py()
+                if (source := _source(cell)) is not None:
+                    self.sources[hit] = source
+                yield hit, cell
                 done += 1
                 if done % PROGRESS_EVERY == 0 or done == len(wanted):
                     progress(f"reading images of {self.split}", done, len(wanted))
@@ -142,6 +166,8 @@ class StreamedPool:
     labels: NDArray[np.int64]
     images: Sequence[Any]
     spool: Spool
+    data: OpenedData
+    sources: Sequence[_Source | None]
 
     def fetch(self, rows: Sequence[int], progress: Progress) -> Iterator[bytes | None]:  # noqa: ARG002  all is here
         """Yield what is already here."""
@@ -150,6 +176,18 @@ class StreamedPool:
     def digests(self, rows: Sequence[int], progress: Progress) -> list[bytes | None]:
         """Compute them of what is already here."""
         return [_digest(image) for image in self.fetch(rows, progress)]
+
+    def where(self, row: int) -> str:
+        """Return its file, or what it is called in a table: its number there isn't known."""
+        source = self.sources[row]
+        return f"row {row}" if source is None else self.data.file_name(source.location)
+
+
+def _source(cell: Any) -> _Source | None:
+    location = cell.get("path") if isinstance(cell, dict) else None
+    if not isinstance(location, str) or not 0 < len(location) <= MAX_LOCATION:
+        return None
+    return _Source(location, is_read=cell.get("bytes") is None)
 
 
 def _digest(image: bytes | None) -> bytes | None:
@@ -167,13 +205,13 @@ def _stream_pool(
 ) -> StreamedPool:
     quotas = ClassQuotas(target, len(set(columns.class_of.values())))
     num_names = columns.num_names(data.features(split))
-    kept: dict[int, tuple[Any, int]] = {}
+    kept: dict[int, tuple[Any, int, _Source | None]] = {}
     for key, (cell, raw) in enumerate(data.stream(split, columns.image, columns.label, data.query.seed)):
         if (label := _class_of(raw, columns, num_names)) == UNMAPPED:
             continue
         dropped = quotas.offer(key, label)
         if key not in dropped:
-            kept[key] = (spool.put(cell), label)
+            kept[key] = (spool.put(cell), label, _source(cell))
         for other in dropped:
             kept.pop(other, None)
         if key % PROGRESS_EVERY == 0:
@@ -182,10 +220,11 @@ def _stream_pool(
             break
     drawn = [kept[key] for key in quotas.drawn()]
     # What the stream only names costs a download, and is looked at more than once.
-    named = (cell for cell, _ in drawn if not isinstance(cell, _Place))
+    named = (cell for cell, _, _ in drawn if not isinstance(cell, _Place))
     fetched = map(spool.put, _encoded(data, named))
-    images = [cell if isinstance(cell, _Place) else next(fetched) for cell, _ in drawn]
-    return StreamedPool(np.asarray([label for _, label in drawn], dtype=np.int64), images, spool)
+    images = [cell if isinstance(cell, _Place) else next(fetched) for cell, _, _ in drawn]
+    labels = np.asarray([label for _, label, _ in drawn], dtype=np.int64)
+    return StreamedPool(labels, images, spool, data, [source for _, _, source in drawn])
 
 
 def open_pool(data: OpenedData, split: str, columns: Columns, *, target: int, spool: Spool, progress: Progress) -> Pool:

@@ -37,7 +37,7 @@ NUM_LABELS_SEEN = 100
 
 def _is_labelled(data: OpenedData, split: str) -> bool:
     """Say whether any of a split's first rows has a label; columns are checked on the way."""
-    tiers = label_candidates(data.features(split), data.query.label_column)
+    tiers = label_candidates(data, split)
     return any(
         is_label(cell)
         for tier in tiers
@@ -55,7 +55,8 @@ def choose_evaluation_split(data: OpenedData) -> str:
     name, there = data.query.dataset, clean(", ".join(data.splits))
     if (named := data.query.split) is not None:
         if named not in data.splits:
-            raise AcquisitionError(f"dataset {name!r} has no split {named!r}: use one of {there}")
+            advice = "; ".join([f"use one of {there}", *data.misnamed_splits()])
+            raise AcquisitionError(f"dataset {name!r} has no split {named!r}: {advice}")
         if not _is_labelled(data, named):
             raise AcquisitionError(f"split {named!r} of {name!r} has no labels (missing or -1): use another of {there}")
         return named
@@ -67,10 +68,12 @@ def choose_evaluation_split(data: OpenedData) -> str:
         except AcquisitionError as error:
             # A test split may come without the label column that the others have.
             refusal = refusal or error
-    raise refusal or AcquisitionError(
-        f"dataset {name!r} has no labelled test or validation split (it has {there}): name one with split; "
-        "accuracies on images that the model was trained on are optimistic"
+    if refusal is not None:
+        raise refusal
+    advice = "; ".join(data.misnamed_splits()) or (
+        "name one with split; accuracies on images that the model was trained on are optimistic"
     )
+    raise AcquisitionError(f"dataset {name!r} has no labelled test or validation split (it has {there}): {advice}")
 
 
 def choose_calibration_split(data: OpenedData, evaluation: str) -> str:
@@ -79,6 +82,7 @@ def choose_calibration_split(data: OpenedData, evaluation: str) -> str:
 
 
 MAX_CORRUPT = MAX_REPEATED = 0.01
+NUM_NAMED = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,10 +145,12 @@ def _draw(
         damaged |= found
     num_rows = sum(len(rows) for rows in parts.values())
     if len(damaged) > MAX_CORRUPT * num_rows:
-        first = min(damaged)
+        first, *others = sorted(damaged)[:NUM_NAMED]
+        more = f", others are {', '.join(map(pool.where, others))}" if others else ""
         raise AcquisitionError(
-            f"{len(damaged)} of {num_rows} images drawn from split {split!r} can't be decoded, the first is row {first} "
-            f"({damaged[first]}): repair or remove them, or save them as one of {', '.join(FORMATS)} (up to 1% are skipped)"
+            f"{len(damaged)} of {num_rows} images drawn from split {split!r} can't be decoded, the first is "
+            f"{pool.where(first)} ({damaged[first]}){more}: repair or remove them, or save them as one of "
+            f"{', '.join(FORMATS)} (up to 1% are skipped)"
         )
     return drawn
 
@@ -188,9 +194,10 @@ def _draw_from(data: OpenedData, evaluation: str, columns: Columns, spool: Spool
     query, folder = data.query, spool.folder
     train = choose_calibration_split(data, evaluation)
     if query.num_recovery and train == evaluation:
+        advice = "; ".join(["set recover_epochs to 0, or choose a data set that has one", *data.misnamed_splits()])
         raise AcquisitionError(
             f"dataset {query.dataset!r} has no train split beside {evaluation!r}, and to recover would be to train on the "
-            "images that accuracy is measured on: set recover_epochs to 0, or choose a data set that has one"
+            f"images that accuracy is measured on: {advice}"
         )
     num_rows = num_looked_at(query.num_samples, NUM_CALIBRATION if train == evaluation else 0)
     pool = open_pool(data, evaluation, columns, target=num_rows, spool=spool, progress=progress)
@@ -230,17 +237,24 @@ class _Looked:
         """Return rows in the order that their images decide, every prefix stratified."""
         return rows[content_order(self.pool.labels[rows], [self.digests[row] or b"" for row in rows.tolist()])]
 
+    def where(self, digest: bytes | None) -> str:
+        """Return how a person finds the first image that was looked at and has this digest."""
+        return self.pool.where(next(row for row, own in self.digests.items() if own == digest))
+
 
 def _look(pool: Pool, split: str, rows: list[int], progress: Progress) -> _Looked:
     """Read the images of `rows`; AcquisitionError where more than one in a hundred is another's again."""
     digests = pool.digests(rows, progress)
     found = sides(rows, digests)
+    looked = _Looked(pool, split, dict(zip(rows, digests, strict=True)), found)
     if len(found.repeated) > MAX_REPEATED * len(rows):
+        first = min(found.repeated)
         raise AcquisitionError(
             f"{len(found.repeated)} of {len(rows)} images of split {split!r} that were looked at are there more than once, "
-            f"the first copy is row {min(found.repeated)}: remove the copies (up to 1% are counted once)"
+            f"the first copy is {pool.where(first)}, of {looked.where(looked.digests[first])}: remove the copies (up to 1% are "
+            "counted once)"
         )
-    return _Looked(pool, split, dict(zip(rows, digests, strict=True)), found)
+    return looked
 
 
 def _draw_train(
@@ -264,8 +278,8 @@ def _draw_train(
         first = next(row for row in rows if looked.digests[row] in elsewhere)
         raise AcquisitionError(
             f"{num_in_both} of {len(rows)} images drawn from split {train!r} are in split {measured.split!r} too, the first "
-            f"is row {first}: accuracies would be measured on what models are made with, so remove them from one "
-            "(up to 1% are left out)"
+            f"is {pool.where(first)}, there {measured.where(looked.digests[first])}: accuracies would be measured on what models "
+            "are made with, so remove them from one (up to 1% are left out)"
         )
     order = np.asarray(own[:wanted], dtype=np.int64)
     parts = {"calibration": order[:NUM_CALIBRATION]}

@@ -63,6 +63,31 @@ def parquet(tmp_path):
 
 
 @pytest.fixture
+def photographs(tmp_path):
+    """Return a function that writes pictures, by their paths, as a folder of images and returns it."""
+
+    def write(pictures):
+        for path, held in pictures.items():
+            place = tmp_path / "photographs" / path
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.write_bytes(held)
+        return tmp_path / "photographs"
+
+    return write
+
+
+@pytest.fixture
+def cats_and_dogs():
+    """Return 80 pictures of a train split and 80 of a test split, by their paths, in folders of their classes."""
+    return {
+        f"{split}/{name}/{row}.png": png(1000 * first + 100 * index + row)
+        for first, split in enumerate(("train", "test"))
+        for index, name in enumerate(("cat", "dog"))
+        for row in range(40)
+    }
+
+
+@pytest.fixture
 def draw(tmp_path):
     """Return a function that draws from a folder into an empty one, for a model with these class names."""
     taken = iter(range(100))

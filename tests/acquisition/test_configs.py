@@ -2,7 +2,14 @@
 
 import pytest
 
-from profiling_agent.acquisition.configs import beside_others, parquet_copy
+from profiling_agent.acquisition.configs import (
+    MAX_PATH,
+    beside_others,
+    misnamed_splits,
+    odd_depth,
+    parquet_copy,
+    quoted_path,
+)
 from profiling_agent.errors import AcquisitionError
 
 
@@ -73,3 +80,32 @@ def test_one_inside_another_may_be_read_and_not_the_other_with_it(outer, at):
 )
 def test_parts_of_one_data_set_are_left_together(files):
     assert beside_others("x", None, files) is None
+
+
+@pytest.mark.parametrize(
+    ("files", "told"),
+    [
+        (["Val/cat/0.png", "train/cat/0.png"], ["Val"]),
+        (["VAL/0.png", "TEST/0.png"], ["TEST", "VAL"]),
+        (["val/Test/0.png", "Train.png", "Values/0.png", "my Val/0.png"], []),
+        (["Dev/data.arrow"], []),
+    ],
+)
+def test_a_top_folder_that_names_a_split_but_for_its_case_is_told_unless_it_is_one(files, told):
+    said = [f"its folder {name!r} isn't read as a split: call it {name.lower()!r}" for name in told]
+    assert misnamed_splits(files, {"train", "Dev"}) == tuple(said)
+
+
+def test_of_images_at_two_depths_the_first_of_the_rarer_is_told():
+    said = odd_depth(["train/a/0.png", "train/a/2/0.png", "train/a/1.png", "train/a/1/0.png", "train/a/2.png"])
+    assert said is not None
+    assert "2 of 5 don't lie as deep as 'train/a/0.png', the first is 'train/a/2/0.png'" in said
+    assert odd_depth(["train/a/0.png", "test/b/0.png"]) is odd_depth([]) is None
+
+
+def test_of_a_long_path_the_end_is_shown_and_nothing_moves_the_cursor():
+    assert quoted_path("train/a b/0.png") == "'train/a b/0.png'"
+    assert quoted_path("a\n\x1b[31m.png") == r"'a\n\x1b[31m.png'"
+    shown = quoted_path("folder/" * 100 + "0.png")
+    assert len(shown) == MAX_PATH + 5
+    assert shown.endswith("/folder/0.png'")

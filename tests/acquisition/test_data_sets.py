@@ -273,6 +273,30 @@ def test_image_folders_are_read_with_their_folders_as_labels(tmp_path, make, dra
     assert all(split.encoded(row) in folders[split.labels[row]] for row in range(len(split)))
 
 
+@pytest.mark.parametrize("stray", ["train/cover.png", "test/cat/2023/0.png", "test/0.PNG"])
+def test_an_image_that_lies_deeper_or_less_deep_than_most_is_named(photographs, cats_and_dogs, make, draw, stray):
+    folder = photographs(cats_and_dogs | {stray: make.png(7777)})
+    said = (
+        rf"no label column: folders are labels only where.*1 of 161 don't lie as deep as 'train/cat/\d+\.png', "
+        rf"the first is '{stray}': move it into its class's folder, or out"
+    )
+    with pytest.raises(AcquisitionError, match=said):
+        draw(folder, ["cat", "dog"])
+    (folder / stray).unlink()
+    assert draw(folder, ["cat", "dog"]).calibration.num_images == 80
+
+
+def test_what_is_no_image_may_lie_at_any_depth(photographs, cats_and_dogs, draw):
+    folder = photographs(cats_and_dogs | {"train/notes.txt": b"", "README.txt": b"", "test/cat/more/notes.txt": b""})
+    assert draw(folder, ["cat", "dog"]).calibration.num_images == 80
+
+
+def test_images_without_folders_of_classes_have_no_label_column(photographs, cats_and_dogs, draw):
+    folder = photographs({path.replace("cat/", "dog/1"): held for path, held in cats_and_dogs.items()})
+    with pytest.raises(AcquisitionError, match=r"no label column: its columns are image \(.*\); name label_column"):
+        draw(folder, ["cat", "dog"])
+
+
 @pytest.mark.parametrize("together", [True, False])
 def test_what_save_to_disk_wrote_is_read_in_place(tmp_path, make, draw, together):
     kind = ClassLabel(names=["cat", "dog"])

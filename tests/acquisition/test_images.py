@@ -6,9 +6,11 @@ import zlib
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageOps
+from PIL.PngImagePlugin import PngInfo
 
 from profiling_agent.acquisition.images import MAX_DEEP_PIXELS, MAX_ENCODED, MAX_PIXELS, decode_rgb
+from profiling_agent.acquisition.pixels import upright_rgb
 from profiling_agent.errors import CorruptImageError
 
 
@@ -60,6 +62,58 @@ def test_an_image_that_was_stored_turned_stands_upright():
     exif[0x0112] = 6
     decoded = decode_rgb(encoded(Image.new("RGB", (10, 4)), "JPEG", exif=exif))
     assert decoded.size == (4, 10)
+
+
+def noise():
+    return Image.fromarray(np.random.default_rng(3).integers(0, 256, (16, 24, 3), dtype=np.uint8))
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_an_image_of_any_orientation_is_turned_as_pillow_turns_it_and_only_once(kind, orientation):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    data = encoded(noise(), kind, exif=exif)
+    expected = ImageOps.exif_transpose(Image.open(io.BytesIO(data))).convert("RGB")
+    decoded = decode_rgb(data)
+    for image in (decoded, upright_rgb(decoded)):
+        assert (image.size, image.tobytes()) == (expected.size, expected.tobytes())
+
+
+def test_an_orientation_that_xmp_tells_is_followed_once():
+    decoded = decode_rgb(encoded(Image.new("RGB", (10, 4)), "JPEG", xmp=b'<x tiff:Orientation="6"/>'))
+    assert decoded.size == upright_rgb(decoded).size == (4, 10)
+
+
+def test_an_orientation_beside_a_tag_that_can_not_be_written_again_is_followed():
+    # A width of letters, and the orientation 6.
+    width, turned = struct.pack("<HHL4s", 0x0100, 2, 4, b"abc"), struct.pack("<HHLHH", 0x0112, 3, 1, 6, 0)
+    exif = b"Exif\0\0II*\0" + struct.pack("<LH", 8, 2) + width + turned + bytes(4)
+    upright = decode_rgb(encoded(noise(), "JPEG")).transpose(Image.Transpose.ROTATE_270)
+    assert decode_rgb(encoded(noise(), "JPEG", exif=exif)).tobytes() == upright.tobytes()
+
+
+def png_text(key, value):
+    info = PngInfo()
+    info.add_text(key, value)
+    return info
+
+
+# Where a JPEG's header has the resolution, Pillow doesn't look for it in the EXIF, and stumbles when it is asked for that.
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("JPEG", {"dpi": (72, 72), "exif": b"Exif\0\0XX*\0" + bytes(20)}),
+        ("JPEG", {"dpi": (72, 72), "exif": b"Exif\0\0II*\0\x08"}),
+        ("JPEG", {"dpi": (72, 72), "exif": b"Exif\0\0II+\0" + bytes(4)}),
+        ("PNG", {"pnginfo": png_text("Raw profile type exif", "\nexif\n   4\nno digits\n")}),
+    ],
+)
+def test_an_image_with_a_broken_exif_block_is_read_as_it_lies(kind, options):
+    data = encoded(noise(), kind, **options)
+    with pytest.raises((SyntaxError, ValueError, struct.error)):
+        Image.open(io.BytesIO(data)).getexif()
+    assert decode_rgb(data).tobytes() == decode_rgb(encoded(noise(), kind)).tobytes()
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "GIF", "BMP", "TIFF", "WEBP", "AVIF", "PPM"])

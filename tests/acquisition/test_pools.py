@@ -8,6 +8,8 @@ from hashlib import sha256
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from datasets import ClassLabel
 from tracked import Tracked
@@ -135,6 +137,38 @@ def test_photographs_of_a_stream_are_downloaded_once_and_wait_on_disk(opened, ph
 
     assert len(counting.opened) == NUM_IMAGES
     assert 1 <= Tracked.most <= 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "form"), [("photographs", "'test/{name}/{number:04}.png'"), ("archived", "'test.zip/{number:04}.png'")]
+)
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_row_is_found_by_the_file_that_its_image_is_read_from(opened, request, kind, form, streamed):
+    folder, pictures = request.getfixturevalue(kind)
+    pool, _ = opened(folder, streamed=streamed)
+    rows = everything(pool)
+    numbers = [pictures.index(image) for image in pool.fetch(rows, silent)]
+    assert [pool.where(row) for row in rows] == [form.format(name=NAMES[n % 2], number=n) for n in numbers]
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize(
+    ("path", "whole"), [("{row}.png", True), ("", False), pytest.param("x" * 5000, False, id="longer than a path")]
+)
+def test_an_image_in_a_table_is_found_by_its_row_and_by_what_the_table_calls_it(
+    opened, tmp_path, make, streamed, path, whole
+):
+    pictures = [make.png(row) for row in range(NUM_IMAGES)]
+    cells = [{"bytes": image, "path": path.format(row=row)} for row, image in enumerate(pictures)]
+    (tmp_path / "named").mkdir()
+    labels = [NAMES[row % 2] for row in range(NUM_IMAGES)]
+    pq.write_table(pa.table({"image": cells, "label": labels}), tmp_path / "named" / "test.parquet")
+    pool, _ = opened(tmp_path / "named", streamed=streamed)
+    for row, image in zip(range(5), pool.fetch(range(5), silent), strict=True):
+        number = pictures.index(image)
+        assert streamed or number == row
+        called = f"'{number}.png'" if streamed else f"'{number}.png' in row {row}"
+        assert pool.where(row) == (called if whole else f"row {row}")
 
 
 def test_an_archive_is_opened_once(opened, archived):

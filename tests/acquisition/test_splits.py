@@ -1,6 +1,8 @@
 """Three disjoint sets: how many, from where, which rows."""
 
 import hashlib
+import itertools
+import re
 from typing import Any
 
 import datasets
@@ -91,6 +93,21 @@ def test_images_of_the_train_split_that_are_measured_on_are_left_out_or_refused(
         draw(many, NAMES)
 
 
+def test_a_copy_and_what_it_is_a_copy_of_are_named_by_their_files(photographs, cats_and_dogs, draw):
+    folder = photographs(cats_and_dogs | {"test/cat/again.png": cats_and_dogs["test/cat/7.png"]})
+    with pytest.raises(AcquisitionError, match=r"1 of 81 images of split 'test'") as caught:
+        draw(folder, ["cat", "dog"])
+    (pair,) = re.findall(r"the first copy is '(\S+)', of '(\S+)': remove", str(caught.value))
+    assert set(pair) == {"test/cat/7.png", "test/cat/again.png"}
+
+
+def test_an_image_of_both_splits_is_named_by_its_file_in_each(photographs, cats_and_dogs, draw):
+    folder = photographs(cats_and_dogs | {"train/dog/leaked.png": cats_and_dogs["test/dog/7.png"]})
+    said = r"1 of 81 images.*in split 'test' too, the first is 'train/dog/leaked\.png', there 'test/dog/7\.png': acc"
+    with pytest.raises(AcquisitionError, match=said):
+        draw(folder, ["cat", "dog"])
+
+
 def test_fewer_images_than_classes_are_said(parquet, make, draw):
     kind = ClassLabel(names=[f"c{number}" for number in range(50)])
     drawn = draw(parquet(test=make.table(np.arange(100) % 50, kind)), kind.names)
@@ -175,6 +192,31 @@ def test_a_split_that_is_not_there_lists_those_that_are(folder, draw):
         draw(folder, NAMES, split="dev")
 
 
+def renamed(pictures, **names):
+    """Return pictures in other top folders."""
+    return {
+        path.replace(top, names.get(top, top), 1): held
+        for path, held in pictures.items()
+        for top in [path.split("/")[0]]
+    }
+
+
+def test_folders_that_would_be_splits_but_for_their_case_are_told(photographs, cats_and_dogs, draw):
+    folder = photographs(renamed(cats_and_dogs, train="Train", test="Val"))
+    train, val = (f"its folder '{name}' isn't read as a split: call it '{name.lower()}'" for name in ("Train", "Val"))
+    with pytest.raises(AcquisitionError, match=rf"validation split \(it has train\): {train}; {val}$"):
+        draw(folder, ["cat", "dog"])
+    with pytest.raises(AcquisitionError, match=f"has no split 'val': use one of train; {train}; {val}$"):
+        draw(folder, ["cat", "dog"], split="val")
+
+
+def test_a_train_folder_in_capitals_is_told_where_one_is_needed_to_recover(photographs, cats_and_dogs, draw):
+    folder = photographs(renamed(cats_and_dogs, train="TRAIN"))
+    said = "no train split beside 'test'.*its folder 'TRAIN' isn't read as a split: call it 'train'$"
+    with pytest.raises(AcquisitionError, match=said):
+        draw(folder, ["cat", "dog"], num_recovery=10)
+
+
 def test_train_alone_is_an_error_unless_it_was_named(parquet, make, draw):
     folder = parquet(train=make.table(np.arange(1200) % 3, KIND))
     with pytest.raises(AcquisitionError, match="no labelled test or validation split"):
@@ -257,9 +299,22 @@ def test_a_damaged_image_is_skipped_and_counted(parquet, make, draw):
 def test_more_than_one_damaged_image_in_a_hundred_is_an_error(parquet, make, draw):
     test = make.table(np.arange(300) % 3, KIND, first=1000, broken=range(11, 21))
     folder = parquet(train=make.table(np.arange(600) % 3, KIND), test=test)
-    said = r"\d+ of \d+ images.*'test'.*the first is row 1\d \(its beginning is damaged, or of no format that is read\): repair"
+    why = "its beginning is damaged, or of no format that is read"
+    said = rf"\d+ of \d+ images.*'test'.*the first is row 1\d \({why}\), others are row \d\d(, row \d\d){{,3}}: repair"
     with pytest.raises(AcquisitionError, match=said):
         draw(folder, NAMES)
+
+
+@pytest.mark.parametrize(("called", "shown"), [("bad", "bad"), ("b\x1b", r"b\x1b"), ("b\u202e", r"b\u202e")])
+def test_five_damaged_images_are_named_by_their_files(photographs, cats_and_dogs, make, draw, called, shown):
+    # All that are to be held out are drawn.
+    damaged = (data for data in (f"damaged {n}".encode() for n in itertools.count()) if make.is_heldout(data))
+    bad = {f"test/cat/{called}{n}.png": data for n, data in enumerate(itertools.islice(damaged, 7))}
+    with pytest.raises(AcquisitionError, match=r"7 of \d+ images drawn from split 'test' can't be decoded") as caught:
+        draw(photographs(cats_and_dogs | bad), ["cat", "dog"])
+    named = re.findall(rf"'test/cat/{re.escape(shown)}\d\.png'", str(caught.value))
+    assert len(named) == len(set(named)) == 5
+    assert " row " not in str(caught.value)
 
 
 def test_the_same_draw_writes_the_same_files(folder, draw):
