@@ -231,7 +231,7 @@ class Trial:
                 )
                 continue
             # Of a slow model each costs minutes: once one keeps the accuracy, two more are looked at, whatever they do.
-            if (num_after if self.evaluator.budget.is_slow else num_kept) == NUM_MEASURED:
+            if (num_after if self.evaluator.budget.is_slow else num_kept) == NUM_MEASURED and not self._seeks_memory:
                 said = f"behind {NUM_MEASURED} others, so it was not measured"
                 done[index] = done[index].model_copy(update={"reason": said})
                 continue
@@ -242,9 +242,18 @@ class Trial:
             in_full = num_kept == 0 and not self._is_likely_to_lose(done[index])
             done[index] = _unless_slower(self.measure(done[index], in_full=in_full))
             last_s = timesheet.spent_s - began_s
-            num_kept += done[index].keeps_accuracy
+            num_kept += done[index].keeps_accuracy and self._keeps_memory(done[index])
             num_after += bool(num_kept)
         return done
+
+    @property
+    def _seeks_memory(self) -> bool:
+        """Return whether the least memory wins, which nothing that is known before an option is measured foretells."""
+        return self.evaluator.goal.objective == "memory"
+
+    def _keeps_memory(self, option: DeploymentOption) -> bool:
+        limit, held = self.evaluator.goal.max_memory_ratio, option.memory_ratio
+        return limit is None or (held is not None and held <= limit)
 
     def _leader(self, options: Sequence[DeploymentOption]) -> DeploymentOption | None:
         """Return the best of those that are shown to keep the accuracy, where it keeps the other terms, or of a slow model would if it were pruned."""

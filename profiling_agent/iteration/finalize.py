@@ -198,7 +198,7 @@ def _time(evaluator: Evaluator, line: _Line) -> tuple[Candidate, Race]:
     if second is not None:
         try:
             race = estimate(evaluator, [first, second])
-            return better(first, second, race), race
+            return better(first, second, race, evaluator.goal.min_speedup), race
         except JobError:
             # One of the two can't be run again and again; whether it is the first is asked of the first alone.
             pass

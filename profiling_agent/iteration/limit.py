@@ -5,26 +5,30 @@ from collections.abc import Sequence
 from profiling_agent.benchmarking.race import hold_sessions, pool
 from profiling_agent.errors import JobError, ProfilingAgentError
 from profiling_agent.iteration.deployer import REFUSALS
+from profiling_agent.iteration.deployments import possible_deployments
 from profiling_agent.iteration.evaluator import Evaluator
 from profiling_agent.iteration.verdict import Limit, out_of_reach
 from profiling_agent.jobs.tasks import PruneTask
 from profiling_agent.pruning.widths import snap
-from profiling_agent.records import ArtifactRef, Cut, Deployment, Journal, RaceResult, Variant
+from profiling_agent.records import ArtifactRef, Cut, Deployment, Journal, Plan, RaceResult, Variant
 
 
 def find_limit(evaluator: Evaluator, journal: Journal, term: str) -> Limit | None:
-    """Return the least bytes, or the most speed, that any deployment of the most cut model has.
+    """Return the least bytes, or the most speed, that any deployment of the most cut model has, or of the unpruned one as the run has made it.
 
-    The most promising deployment is made first, and one that keeps the term ends it: nothing is infeasible then. None where
+    The most promising deployment is made first, of all its layers, and one that keeps the term ends it: nothing is infeasible then. None where
     nothing can be made or timed.
     """
+    options = journal.deployment_search.options if journal.deployment_search else ()
+    seen = [option.deployed.model for option in options if option.deployed]
+    raced = [option.race_result.speedup_high for option in options if option.race_result]
     try:
         model = _cheapest(evaluator)
     except ProfilingAgentError:
         return None
     limit: Limit | None = None
     made: list[ArtifactRef] = []
-    for number, deployment in enumerate(promising := _promising(journal, term)):
+    for number, deployment in enumerate(promising := _promising(evaluator, journal, term)):
         # Of the deployments that there was time for nothing can be said of all.
         if made and not evaluator.budget.has_room_for(0):
             return None
@@ -34,9 +38,9 @@ def find_limit(evaluator: Evaluator, journal: Journal, term: str) -> Limit | Non
             continue
         # Races take long: one of the most promising, and one of all where that doesn't reach.
         if term == "size":
-            limit = Limit(size_ratio=min(_size(evaluator, one) for one in made))
+            limit = Limit(size_ratio=min(_size(evaluator, one) for one in (*made, *seen)))
         elif len(made) == 1 or number == len(promising) - 1:
-            limit = _fastest(evaluator, made)
+            limit = _fastest(evaluator, made, raced)
         if limit is not None and out_of_reach(limit, evaluator.goal) != term:
             break
     return limit
@@ -66,9 +70,16 @@ def _cheapest(evaluator: Evaluator) -> ArtifactRef:
     return evaluator.jobs.run(task).model
 
 
-def _promising(journal: Journal, term: str) -> Sequence[Deployment]:
-    """Return the deployments that the baseline was tried in, first those in which it took least, and eager float32."""
+def _promising(evaluator: Evaluator, journal: Journal, term: str) -> Sequence[Deployment]:
+    """Return the deployments that the baseline was tried in, first those in which it took least, and eager float32.
+
+    As they were asked for: layers that were left in float for the sake of accuracy, which is no matter here, take bytes and time.
+    """
     options = list(journal.deployment_search.options) if journal.deployment_search else []
+    asked = {
+        (each.runtime, each.scheme): each
+        for each in possible_deployments(Plan(quantization=journal.wish), evaluator.choices)
+    }
 
     def wanted(place: int) -> tuple[bool, float]:
         option = options[place]
@@ -76,15 +87,16 @@ def _promising(journal: Journal, term: str) -> Sequence[Deployment]:
             return option.deployed is None, option.deployed.model.size_bytes if option.deployed else 0.0
         return option.race_result is None, -option.race_result.speedup if option.race_result else 0.0
 
-    return [*(options[place].deployment for place in sorted(range(len(options)), key=wanted)), Deployment()]
+    tried = [options[place].deployment for place in sorted(range(len(options)), key=wanted)]
+    return [*(asked.get((each.runtime, each.scheme), each) for each in tried), Deployment()]
 
 
 def _size(evaluator: Evaluator, model: ArtifactRef) -> float:
     return model.size_bytes / evaluator.baseline.size_bytes
 
 
-def _fastest(evaluator: Evaluator, made: Sequence[ArtifactRef]) -> Limit | None:
-    """Return the most that the fastest of them may be faster: by sessions of its own, by one session for the others."""
+def _fastest(evaluator: Evaluator, made: Sequence[ArtifactRef], before: Sequence[float]) -> Limit | None:
+    """Return the most that the fastest of them may be faster: by sessions of its own, by one session for the others, and what was raced `before`."""
     entries = [(Variant.BASELINE, evaluator.baseline), *((Variant.BOTH, model) for model in made)]
     try:
         race = evaluator.race(entries)
@@ -95,7 +107,7 @@ def _fastest(evaluator: Evaluator, made: Sequence[ArtifactRef]) -> Limit | None:
         highs = [result.speedup_high for result in raced if result.model != best.model]
         if best.speedup < evaluator.goal.min_speedup:
             best = _again(evaluator, best)
-        return Limit(speedup_high=max(best.speedup_high, *highs, 0.0))
+        return Limit(speedup_high=max(best.speedup_high, *highs, *before, 0.0))
     except JobError:
         return None
 

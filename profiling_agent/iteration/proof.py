@@ -1,10 +1,17 @@
 """Proof: whether there are images enough to show a contract kept, said before any work."""
 
-from profiling_agent.evaluation.intervals import least_images, perfect_bound
+from profiling_agent.evaluation.intervals import (
+    certain_perfect_bound,
+    least_certain_images,
+    least_images,
+    perfect_bound,
+)
 from profiling_agent.evaluation.openings import share
+from profiling_agent.evaluation.sequential import Counts, images_until_kept, upper_bound
+from profiling_agent.iteration.evaluator import MAX_AT_ONCE
 from profiling_agent.iteration.heldout import ACCURACY_ERROR
 from profiling_agent.iteration.judge import SEARCH_CONFIDENCE
-from profiling_agent.records import Acquired, Goal, SplitInfo
+from profiling_agent.records import Acquired, Goal
 
 
 def why_unproven(acquired: Acquired, goal: Goal) -> str | None:
@@ -12,18 +19,32 @@ def why_unproven(acquired: Acquired, goal: Goal) -> str | None:
 
     Counted is what a model takes that answers nothing differently: any other takes more.
     """
-    lines = [
-        _too_few(acquired.search, "search", goal.max_accuracy_drop, SEARCH_CONFIDENCE),
-        _too_few(acquired.heldout, "held-out", goal.max_accuracy_drop, 1 - ACCURACY_ERROR * share(1)),
-    ]
-    said = [line for line in lines if line]
-    return f"whatever is returned will be unproven: {'; '.join(said)}" if said else None
+    asked, error = goal.max_accuracy_drop, ACCURACY_ERROR * share(1)
+    num_search, num_heldout = acquired.search.num_images, acquired.heldout.num_images
+    lines: list[str] = []
+    if (bound := perfect_bound(num_search, SEARCH_CONFIDENCE)) > asked:
+        lines.append(_too_few(num_search, "search", least_images(asked, SEARCH_CONFIDENCE), bound))
+    if (bound := _heldout_bound(num_heldout, error)) > asked:
+        lines.append(_too_few(num_heldout, "held-out", _least_heldout(asked, error), bound))
+    return f"whatever is returned will be unproven: {'; '.join(lines)}" if lines else None
 
 
-def _too_few(split: SplitInfo, name: str, max_drop: float, confidence: float) -> str | None:
-    bound = perfect_bound(split.num_images, confidence)
-    if bound <= max_drop:
-        return None
-    needed = least_images(max_drop, confidence)
-    more = "" if needed is None else f"{needed - split.num_images:,} more {name} images or "
+def _heldout_bound(num_images: int, error: float) -> float:
+    """Return the least that a test of all held-out images can show: looked at once, or more and more of many."""
+    if num_images <= MAX_AT_ONCE:
+        return certain_perfect_bound(num_images, 1 - error)
+    return upper_bound(Counts(0, 0, num_images), error)
+
+
+def _least_heldout(max_drop: float, error: float) -> int | None:
+    least = least_certain_images(max_drop, 1 - error)
+    if least is None or least <= MAX_AT_ONCE:
+        return least
+    # Of fewer the other test decides.
+    needed = images_until_kept(Counts(0, 0, MAX_AT_ONCE + 1), max_drop, error)
+    return None if needed is None else max(needed, MAX_AT_ONCE + 1)
+
+
+def _too_few(num_images: int, name: str, needed: int | None, bound: float) -> str:
+    more = "" if needed is None else f"{needed - num_images:,} more {name} images or "
     return f"it takes {more}a bound of {bound * 100:.2g} points"

@@ -39,13 +39,15 @@ def estimate(evaluator: Evaluator, candidates: Sequence[Candidate]) -> Race:
     return pool(*hold_sessions(hold, evaluator.settings.num_sessions))
 
 
-def better(first: Candidate, second: Candidate, race: Race) -> Candidate:
-    """Return `second` where the sessions show it faster than `first`; both keep the same terms of the contract.
+def better(first: Candidate, second: Candidate, race: Race, min_speedup: float) -> Candidate:
+    """Return whichever the sessions have as fast as the contract asks, if that is one of the two, else `second` where they show it faster than `first`.
 
-    Otherwise the two can't be told apart, and `first` is the more accurate or the smaller.
+    Otherwise the two can't be told apart, and `first` is the more accurate or the smaller; in the screening both kept the same terms.
     """
-    results = [race.result_of(candidate.evaluation.model) for candidate in (second, first)]
-    return second if compare(*results).is_shown_faster else first
+    theirs, its = (race.result_of(candidate.evaluation.model) for candidate in (second, first))
+    if (theirs.speedup >= min_speedup) != (its.speedup >= min_speedup):
+        return second if theirs.speedup >= min_speedup else first
+    return second if compare(theirs, its).is_shown_faster else first
 
 
 def timed(evaluator: Evaluator, attempt: Attempt) -> Attempt:

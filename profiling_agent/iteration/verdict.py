@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 
 from profiling_agent.benchmarking.statistics import bound_over_sessions
-from profiling_agent.evaluation.intervals import images_to_certify, one_sided_bound
+from profiling_agent.evaluation.intervals import certain_bound, images_to_certify
 from profiling_agent.iteration.heldout import ACCURACY_ERROR
 from profiling_agent.records import AccuracyDrop, ArtifactRef, Goal, Outcome, Race, Record, Term, Verdict
 
@@ -44,7 +44,7 @@ def _accuracy(facts: Facts, goal: Goal) -> Term:
     asked = goal.max_accuracy_drop
     if facts.drop is None:
         return Term(name="accuracy", required=asked, measured=0.0, bound=0.0, holds=True)
-    bound = one_sided_bound(facts.drop, 1 - facts.accuracy_error)
+    bound = certain_bound(facts.drop, 1 - facts.accuracy_error)
     measured = facts.drop.drop
     holds = measured <= asked and facts.refused is None
     return Term(name="accuracy", required=asked, measured=measured, bound=bound, holds=holds)

@@ -66,11 +66,15 @@ def test_what_a_power_loss_left_half_written_is_swept_up(ledger: Path):
     assert sorted(path.name for path in ledger.parent.iterdir()) == ["ledgers.lock", "model.json"]
 
 
-def test_where_nothing_can_be_kept_the_run_goes_on_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("data", ["file", "~nobody-of-that-name/data"])
+def test_where_nothing_can_be_kept_the_run_goes_on_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: str
+):
     (tmp_path / "file").write_text("")
-    monkeypatch.setenv(VARIABLE, str(tmp_path / "file"))
-    opening = note_opening("model", "a", IMAGES)
-    assert opening.number == 1
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(VARIABLE, data)
+    opening = note_opening("model", "a", IMAGES, fresh="new photographs")
+    assert (opening.number, opening.share, opening.fresh) == (1, share(1), "new photographs")
     assert opening.note is not None
     assert VARIABLE in opening.note
 

@@ -171,7 +171,7 @@ def evaluator_of(
         heldout=split("heldout"),
         labels=(),
     )
-    script.deployments["m0"] = Made(speedup=1.0, size_bytes=4000)
+    script.deployments.setdefault("m0", Made(speedup=1.0, size_bytes=4000))
     evaluator = Evaluator(
         jobs=script,
         acquired=acquired,
@@ -451,6 +451,32 @@ def test_the_contract_may_ask_for_size_or_memory_instead(tmp_path: Path, objecti
             "onnxruntime dynamic": Made(speedup=3.0, size_bytes=1100, peak=100),
         },
         objective=objective,
+    )
+
+    assert held.chosen is not None
+    assert held.chosen.name == expected
+
+
+@pytest.mark.parametrize(
+    ("goal", "expected"),
+    [
+        ({}, "openvino static"),
+        ({"max_memory_ratio": 0.6}, "onnxruntime static"),
+        ({"objective": "memory"}, "onnxruntime static"),
+    ],
+)
+def test_three_that_take_too_much_memory_hide_no_fourth(tmp_path: Path, goal: dict[str, Any], expected: str):
+    """Three that keep the accuracy are enough, the fastest first: of memory nothing is known before it is read."""
+    held, _ = deployment_search(
+        tmp_path,
+        {
+            "m0": Made(speedup=1.0, size_bytes=4000, peak=1000),
+            "openvino static": Made(speedup=8.0, peak=900),
+            "openvino static_nncf": Made(speedup=7.0, peak=900),
+            "onnxruntime dynamic": Made(speedup=6.5, peak=1000),
+            "onnxruntime static": Made(speedup=6.0, peak=350),
+        },
+        **goal,
     )
 
     assert held.chosen is not None
