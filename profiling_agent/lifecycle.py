@@ -23,6 +23,7 @@ from profiling_agent.reporting.report import RunReport
 from profiling_agent.reporting.results import REPORT, read_report
 from profiling_agent.reproducibility import environment
 from profiling_agent.request import Request
+from profiling_agent.stopping import interruptible
 from profiling_agent.workspace import Workspace, create_workspace, read_manifest, storage_told
 
 Listener = Callable[[ProgressEvent], None]
@@ -47,7 +48,7 @@ def _drive(
     answer: Approval | None = None,
 ) -> RunReport:
     """Run the graph on the thread that the run folder is named after, until its report is there or nobody answers."""
-    with storage_told(workspace.root):
+    with storage_told(workspace.root), interruptible():
         if request.engine == "ray":
             where = request.ray_address or "of this machine alone"
             listener(ProgressEvent(stage="cluster", message=f"joining the cluster {where}"))

@@ -4,9 +4,13 @@ A graph's nodes run in threads of LangGraph's, which it waits for when the main 
 has to look. Process-wide, as signals are.
 """
 
+import signal
 import threading
+from collections.abc import Generator
+from contextlib import contextmanager
+from types import FrameType
 
-_asked = threading.Event()
+_asked, _interrupted = threading.Event(), threading.Event()
 
 
 def ask_to_stop() -> None:
@@ -16,5 +20,28 @@ def ask_to_stop() -> None:
 
 def end_if_asked() -> None:
     """Raise KeyboardInterrupt in this thread where the process was told to end."""
-    if _asked.is_set():
+    if _asked.is_set() or _interrupted.is_set():
         raise KeyboardInterrupt
+
+
+@contextmanager
+def interruptible() -> Generator[None]:
+    """Have an interrupt of the main thread, as a notebook sends it, end what waits in other threads too; once this is left, the process goes on as before.
+
+    Whoever else handles SIGINT still does. Elsewhere than in the main thread, which alone hears of signals, nothing changes.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield
+        return
+
+    def hear(number: int, frame: FrameType | None) -> None:
+        _interrupted.set()
+        before(number, frame)
+
+    signal.signal(signal.SIGINT, hear)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        _interrupted.clear()

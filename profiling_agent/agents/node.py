@@ -13,6 +13,7 @@ from profiling_agent.errors import RequestError, RunError
 from profiling_agent.iteration.forecast import Forecast
 from profiling_agent.iteration.selection import ranked, size_ratio
 from profiling_agent.records import Candidate, Journal, Record
+from profiling_agent.stopping import end_if_asked
 from profiling_agent.workspace import storage_told
 
 Update = dict[str, Any]
@@ -73,7 +74,10 @@ def run_node(
     try:
         progress("started", 0, 0)
         with storage_told(session.workspace.root):
-            return work()
+            update = work()
+        # What was interrupted may have come to an end that says nothing of the work, as with a compiler that heard it too.
+        end_if_asked()
+        return update  # noqa: TRY300
     except RunError:
         # The run itself: its disk is full, something in it is damaged. What it has measured stays.
         session.close()

@@ -136,6 +136,8 @@ class Child(Generic[AnswerT]):
         end_if_asked()
         line = self._next_line(deadline, late)
         if line is None:
+            # A terminal's Ctrl-C is everybody's: what it ended is no failure of the work.
+            end_if_asked()
             raise self._death()
         try:
             return self._answer.model_validate_json(line)

@@ -2,6 +2,7 @@
 
 import os
 import queue
+import signal
 import sys
 import threading
 from typing import TypeVar
@@ -19,7 +20,9 @@ class Parent:
     """
 
     def __init__(self) -> None:
-        """Begin to listen."""
+        """Begin to listen, and leave a terminal's Ctrl-C, which is sent to children too, to the parent."""
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
         self._channel = private_stdout()
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         threading.Thread(target=self._listen, daemon=True).start()

@@ -49,7 +49,8 @@ def test_a_signal_ends_a_run_with_the_command_that_resumes_it_and_leaves_no_proc
     assert process.stdout is not None
     assert any(line.startswith("profiling") for line in iter(process.stdout.readline, ""))
 
-    process.send_signal(sent)
+    # As a terminal does: Ctrl-C is the whole group's, workers among them.
+    os.killpg(process.pid, sent) if sent == signal.SIGINT else process.send_signal(sent)
     # The pipes are closed when the last process that has them is gone.
     _, complained = process.communicate(timeout=120)
 
@@ -58,6 +59,46 @@ def test_a_signal_ends_a_run_with_the_command_that_resumes_it_and_leaves_no_proc
     assert read_manifest(run).request.model == str(world.model)
     assert (run / "checkpoints.sqlite").exists()
     assert not (run / "report.json").exists()
+
+
+PROGRAM = """
+import sys
+from profiling_agent import Request, optimize, resume
+asked = Request(model=sys.argv[1], dataset=sys.argv[2], output=sys.argv[3], run_id="cut", runtimes="eager", quantize_dtype="qint8",
+                batch_size=16, num_sessions=2, max_iterations=2)
+try:
+    optimize(asked, lambda event: print(event.stage, flush=True))
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+report = resume(sys.argv[3] + "/cut")
+print(report.verdict.outcome, *(attempt.reason for attempt in report.attempts), sep="\\n")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_hears_ctrl_c")
+def test_an_interrupt_as_a_notebook_sends_it_is_no_failure_of_the_work_and_the_same_process_goes_on(
+    world: World, tmp_path: Path
+):
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, str(world.model), str(world.data), str(tmp_path)],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    # Its work is one job: what is interrupted there is told in the attempt, if it is told at all.
+    assert any(line.strip() == "pruning" for line in iter(process.stdout.readline, ""))
+
+    os.killpg(process.pid, signal.SIGINT)
+    said, _ = process.communicate(timeout=300)
+
+    assert process.returncode == 0
+    _, _, after = said.partition("interrupted\n")
+    outcome, *reasons = after.splitlines()
+    assert outcome
+    assert reasons
+    assert not any("SIGINT" in reason or "died" in reason for reason in reasons)
 
 
 def with_command(body: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
