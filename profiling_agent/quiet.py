@@ -9,6 +9,7 @@ import io
 import logging
 import os
 import sys
+import threading
 import warnings
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -17,6 +18,10 @@ from types import ModuleType
 # CUDA libraries that no CPU has, and a deprecation between torchao and torch: nothing that a user of ours could mend.
 UNWANTED = {"torchao": "Failed to load", "torch.utils._pytree": "is an Enum subclass and is now natively supported"}
 TELEMETRY, ORT_SWITCH = "openvino_telemetry", "ORT_DISABLE_TELEMETRY"
+# For whoever changes for a while what all threads of the process share: of two that overlap the second would find what the first
+# had set, and put that back for good. It is held through whole exports and compilations, where those alone wait that change it
+# too. A copy of a fork server finds it free: the server has no other thread, and changes nothing while it forks.
+ALONE = threading.RLock()
 
 
 def _is_wanted(record: logging.LogRecord) -> bool:
@@ -69,17 +74,19 @@ def without_telemetry() -> Generator[None]:
     """Hide the package through which OpenVINO and NNCF report their use; both fall back on stubs, and keep them.
 
     OpenVINO reports its import, NNCF each call: to the network, without asking, unless the machine says it is a CI.
+    One thread at a time; it may hide what it has hidden.
     """
-    absent = object()
-    before: object = sys.modules.get(TELEMETRY, absent)
-    sys.modules[TELEMETRY] = None  # pyright: ignore[reportArgumentType] - the import system's own way to say "not there"
-    try:
-        yield
-    finally:
-        if isinstance(before, ModuleType):
-            sys.modules[TELEMETRY] = before
-        else:
-            del sys.modules[TELEMETRY]
+    with ALONE:
+        absent = object()
+        before: object = sys.modules.get(TELEMETRY, absent)
+        sys.modules[TELEMETRY] = None  # pyright: ignore[reportArgumentType] - the import system's own way to say "not there"
+        try:
+            yield
+        finally:
+            if before is absent:
+                sys.modules.pop(TELEMETRY, None)
+            else:
+                sys.modules[TELEMETRY] = before  # pyright: ignore[reportArgumentType] - None, where it was hidden already
 
 
 def import_openvino() -> ModuleType:
@@ -90,32 +97,37 @@ def import_openvino() -> ModuleType:
 
 def import_onnxruntime() -> ModuleType:
     """Return `onnxruntime`, which then notes nothing of its use: from 1.31 on it writes an id of the machine into the user's cache as it is imported."""
-    asked = os.environ.get(ORT_SWITCH)
-    os.environ[ORT_SWITCH] = "1"
-    try:
-        return importlib.import_module("onnxruntime")
-    finally:
-        if asked is None:
-            del os.environ[ORT_SWITCH]
-        else:
-            os.environ[ORT_SWITCH] = asked
+    with ALONE:
+        asked = os.environ.get(ORT_SWITCH)
+        os.environ[ORT_SWITCH] = "1"
+        try:
+            return importlib.import_module("onnxruntime")
+        finally:
+            if asked is None:
+                del os.environ[ORT_SWITCH]
+            else:
+                os.environ[ORT_SWITCH] = asked
 
 
 @contextmanager
 def muted(*loggers: str) -> Generator[None]:
-    """Mute loggers, warnings and what is printed: advice for others; what goes wrong is raised."""
+    """Mute loggers, warnings and what is printed: advice for others; what goes wrong is raised.
+
+    One thread at a time: a second waits. What any other prints meanwhile is muted too.
+    """
     found = [logging.getLogger(name) for name in loggers]
-    levels = [logger.level for logger in found]
-    for logger in found:
-        logger.setLevel(logging.CRITICAL)
-    try:
-        with (
-            warnings.catch_warnings(),
-            contextlib.redirect_stdout(io.StringIO()),
-            contextlib.redirect_stderr(io.StringIO()),
-        ):
-            warnings.simplefilter("ignore")
+    with (
+        ALONE,
+        warnings.catch_warnings(),
+        contextlib.redirect_stdout(io.StringIO()),
+        contextlib.redirect_stderr(io.StringIO()),
+    ):
+        warnings.simplefilter("ignore")
+        levels = [logger.level for logger in found]
+        for logger in found:
+            logger.setLevel(logging.CRITICAL)
+        try:
             yield
-    finally:
-        for logger, level in zip(found, levels, strict=True):
-            logger.setLevel(level)
+        finally:
+            for logger, level in zip(found, levels, strict=True):
+                logger.setLevel(level)

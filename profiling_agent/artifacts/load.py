@@ -1,8 +1,9 @@
 """Reading a model that `save_model` wrote, in any process, without pickle and without remote code."""
 
+import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from profiling_agent.modules.inference import floating_dtype, left_as_found
 from profiling_agent.modules.norms import BATCH_NORMS, unnormed
 from profiling_agent.modules.widths import fit_widths_
 from profiling_agent.quantization.kinds import rebuilt
-from profiling_agent.quiet import muted
+from profiling_agent.quiet import ALONE, muted
 from profiling_agent.records import UnitKind
 from profiling_agent.timm_config import MODEL_TYPE as TIMM
 from profiling_agent.timm_config import check_timm, make_plain_
@@ -179,7 +180,8 @@ def _architecture(recipe: Recipe, tensors: dict[str, Tensor]) -> nn.Module:
 
     if name == TIMM:
         check_timm(fields, refuse)
-    with foreign_code(refuse), torch.random.fork_rng(devices=[]), no_init_weights():
+    # Transformers takes torch's initialisers away from all threads, torch's generator is everybody's.
+    with ALONE, foreign_code(refuse), torch.random.fork_rng(devices=[]), no_init_weights():
         # As a partial: fields may be called as anything, also as an argument of ours.
         config = on_behalf(partial(AutoConfig.for_model, name, **fields))
         build = partial(AutoModelForImageClassification.from_config, config, trust_remote_code=False)
@@ -191,34 +193,49 @@ def _architecture(recipe: Recipe, tensors: dict[str, Tensor]) -> nn.Module:
     return model
 
 
+class _Room(threading.local):
+    """What modules may still hold that this thread builds; None where it builds none of ours."""
+
+    left: dict[str, int] | None = None
+
+
+_room = _Room()
+
+
 @contextmanager
 def _bounded(num_tensors: int, num_values: int) -> Generator[None]:
-    """Raise _MisfitError as soon as what is built has more parameters, or is far larger, than what is stored.
+    """Raise _MisfitError as soon as what this thread builds has more parameters, or is far larger, than what is stored.
 
     What was cut away isn't stored, so that the model may be larger; a unit keeps one channel of a few thousand at least.
     """
-    room = {"tensors": num_tensors, "values": MAX_CUT * num_values, "computed": MAX_COMPUTED}
+    _watch()
+    _room.left = {"tensors": num_tensors, "values": MAX_CUT * num_values, "computed": MAX_COMPUTED}
+    try:
+        yield
+    finally:
+        _room.left = None
 
-    def take(kind: str, amount: int) -> None:
+
+@cache
+def _watch() -> None:
+    """Have torch show what modules are given, from now on: a hook can't be removed while another thread builds a module, which walks through them."""
+
+    def take(room: dict[str, int], kind: str, amount: int) -> None:
         room[kind] -= amount
         if room[kind] < 0:
             raise _MisfitError("the config describes a larger model than is stored")
 
     def parameter(_module: nn.Module, _name: str, held: Any) -> None:
-        if held is not None:
-            take("tensors", 1)
-            take("values", held.numel())
+        if _room.left is not None and held is not None:
+            take(_room.left, "tensors", 1)
+            take(_room.left, "values", held.numel())
 
     def buffer(_module: nn.Module, _name: str, held: Any) -> None:
-        if held is not None:
-            take("computed", held.numel())
+        if _room.left is not None and held is not None:
+            take(_room.left, "computed", held.numel())
 
-    handles = [register_module_parameter_registration_hook(parameter), register_module_buffer_registration_hook(buffer)]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    register_module_parameter_registration_hook(parameter)
+    register_module_buffer_registration_hook(buffer)
 
 
 def _too_large(document: Any, limit: int) -> int | None:

@@ -1,13 +1,14 @@
 """OpenVINO on the CPU: float32, bfloat16, and static int8 by our own layers or by NNCF. Opening imports no torch."""
 
 import re
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from profiling_agent.artifacts.recipe import IR, Recipe
+from profiling_agent.artifacts.recipe import IR, IR_WEIGHTS, Recipe
 from profiling_agent.deployment.batches import check_fixed_batch
 from profiling_agent.deployment.protocol import MODULE, Batch, OperatorTime, missing_packages
 from profiling_agent.errors import ArtifactError
@@ -19,10 +20,11 @@ from profiling_agent.records import Scheme
 # In what the parts compute that aren't int8. Without a hint OpenVINO takes bfloat16 wherever the CPU has it.
 PRECISIONS: dict[Scheme, str] = {"bfloat16": "bf16"}
 # A graph is compiled for each batch size, which is a few per cent faster than for any (a quarter for a small convnet at
-# batch 1); so many are kept. Not the graphs of our int8 layers: with all shapes known OpenVINO takes their quantizing apart,
-# and a ViT is 1.6 to 1.9 times slower for it (2026.4.1).
-MAX_SIZES = 2
+# batch 1). Not the graphs of our int8 layers: with all shapes known OpenVINO takes their quantizing apart, and a ViT is 1.6
+# to 1.9 times slower for it (2026.4.1).
 ANY = 0
+# Sizes that are kept at least and at most; in between as many as have room for their weights, which each lays out anew.
+MIN_SIZES, MAX_SIZES, MAX_KEPT_BYTES = 2, 8, 2**31
 OF_IMAGES = 4
 MAX_BEGINNING = 2**16
 GRAPH = re.compile(rb'\s*(<\?xml[^<>]*\?>)?\s*<net\s[^<>]*\bversion="1[01]"')
@@ -46,8 +48,13 @@ def schemes(device: str) -> tuple[Scheme, ...]:
     return ("float32", "bfloat16", "static", "static_nncf") if device == "cpu" else ()
 
 
+def num_kept(weight_bytes: int) -> int:
+    """Return for how many batch sizes a graph with so many bytes of weights stays compiled at a time."""
+    return min(MAX_SIZES, max(MIN_SIZES, MAX_KEPT_BYTES // max(weight_bytes, 1)))
+
+
 class OpenVinoSession:
-    """An OpenVINO graph, compiled for each batch size that it is given, or once for all."""
+    """An OpenVINO graph, compiled for each batch size that it is given, or once for all; threads that share it take turns."""
 
     def __init__(
         self, core: Any, path: Path, *, scheme: Scheme, num_threads: int | None, profiled: bool = False
@@ -63,8 +70,12 @@ class OpenVinoSession:
         }
         if num_threads:
             self._properties["INFERENCE_NUM_THREADS"] = num_threads
+        # What was used last stands last. A request has one place for its images and one for its answer: whoever finds one
+        # here has the lock until the answer is taken.
         self._requests: dict[int, Any] = {}
+        self._lock = threading.Lock()
         self.fixed_size = self._batch_size()
+        self._num_kept = num_kept(path.with_name(IR_WEIGHTS).stat().st_size)
 
     def _refuse(self, said: str) -> ArtifactError:
         return ArtifactError(f"OpenVINO can't read {str(self._path)!r} ({said}): save it again")
@@ -92,30 +103,34 @@ class OpenVinoSession:
             return on_behalf(self._core.read_model, self._path)
 
     def _request(self, pixel_values: Batch) -> Any:
-        """Return an infer request for batches of this shape."""
+        """Return an infer request for batches of this shape, to whoever has the lock."""
         check_fixed_batch(self.fixed_size, pixel_values)
         size = ANY if self._is_for_any_size else len(pixel_values)
-        if size not in self._requests:
+        request = self._requests.pop(size, None)
+        if request is None:
             model = self._read()
-            while len(self._requests) >= MAX_SIZES:
+            while len(self._requests) >= self._num_kept:
                 del self._requests[next(iter(self._requests))]
             with foreign_code(self._refuse):
                 if size != ANY:
                     on_behalf(model.reshape, list(pixel_values.shape))
                 compiled = on_behalf(self._core.compile_model, model, "CPU", self._properties)
-                self._requests[size] = compiled.create_infer_request()
-        return self._requests[size]
+                request = compiled.create_infer_request()
+        self._requests[size] = request
+        return request
 
     def run(self, pixel_values: Batch) -> Batch:
         """Return the logits, float32 (n, classes), of images (n, channels, height, width)."""
-        request = self._request(pixel_values)
-        with foreign_code(lambda said: ArtifactError(f"OpenVINO can't run the model: {said}")):
-            (logits,) = on_behalf(request.infer, [pixel_values]).values()
-        return logits.copy()
+        with self._lock:
+            request = self._request(pixel_values)
+            with foreign_code(lambda said: ArtifactError(f"OpenVINO can't run the model: {said}")):
+                (logits,) = on_behalf(request.infer, [pixel_values]).values()
+            return logits.copy()
 
     def bound(self, pixel_values: Batch) -> Callable[[], float]:
         """Return a function that runs these images once and returns the milliseconds it took."""
-        request, feed = self._request(pixel_values), [pixel_values]
+        with self._lock:
+            request, feed = self._request(pixel_values), [pixel_values]
 
         def run_once() -> float:
             started = time.perf_counter()
@@ -126,7 +141,8 @@ class OpenVinoSession:
 
     def operator_times(self, pixel_values: Batch, passes: int) -> list[OperatorTime]:
         """Return the operators of a profiled graph in their order: the median over `passes`."""
-        request = self._request(pixel_values)
+        with self._lock:
+            request = self._request(pixel_values)
         took: dict[tuple[int, str], list[float]] = {}
         # The first pass finds nothing where it will be, and isn't counted.
         for number in range(passes + 1):

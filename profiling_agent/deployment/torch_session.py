@@ -107,7 +107,8 @@ class InductorSession(TorchSession):
         """Return the logits, float32 (n, classes), of images (n, channels, height, width)."""
         size, last = len(pixel_values), self._last
         self._last = size
-        larger = [other for other in self._sizes if other > size]
+        # A set that another thread adds to can't be walked through.
+        larger = [other for other in tuple(self._sizes) if other > size]
         if size in self._sizes or size == last or not larger:
             self._sizes.add(size)
             return super().run(pixel_values)
@@ -149,9 +150,10 @@ def _compiled(module: nn.Module) -> Callable[[Tensor], Tensor]:
         # Frozen weights are constants that kernels may lay out anew; what is set here counts while it is compiled. A
         # pool of compiling processes would outlive a killed worker.
         with (
+            # First, since one thread at a time is muted: in older torch what is configured is so for all threads.
+            muted("torch._inductor", "torch._dynamo"),
             inductor.patch(freezing=True, compile_threads=1),
             torch._dynamo.config.patch(recompile_limit=MAX_SIZES),  # pyright: ignore[reportPrivateUsage]
-            muted("torch._inductor", "torch._dynamo"),
         ):
             logits = compiled(pixel_values)
         known.add(pixel_values.shape)

@@ -1,0 +1,106 @@
+"""Two threads of which one loads a model while the other loads or builds one: neither does anything to the other."""
+
+import threading
+from collections.abc import Callable, Generator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from transformers import PreTrainedModel
+
+from profiling_agent.artifacts.load import load_module
+from profiling_agent.artifacts.save import save_model
+
+# How long the second thread has to begin: all of it passes where it is made to wait, as it should be.
+CHANCE_S = 0.2
+LONG_S = 30
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    save_model(zoo.vit(), tmp_path / "model", spec=zoo.SPEC, processor=zoo.processor(), base_model="zoo")
+    return tmp_path / "model"
+
+
+@contextmanager
+def at_first_parameters(first: Callable[[], None], second: Callable[[], None]) -> Generator[tuple[Any, Any]]:
+    """Give two threads, one worker each, that call these as soon as a module of theirs is given its first parameter."""
+    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
+        waiting = {one.submit(threading.get_ident).result(): first, other.submit(threading.get_ident).result(): second}
+
+        def begin(_module: nn.Module, _name: str, _held: Any) -> None:
+            waiting.pop(threading.get_ident(), lambda: None)()
+
+        handle = register_module_parameter_registration_hook(begin)
+        try:
+            yield one, other
+        finally:
+            one.shutdown()
+            other.shutdown()
+            handle.remove()
+
+
+def test_a_folder_is_read_while_another_thread_builds_a_larger_model_than_it_holds(folder: Path):
+    begun, built = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        begun.set()
+        built.wait(LONG_S)
+
+    def build() -> int:
+        begun.wait(LONG_S)
+        try:
+            layers = [nn.Linear(1, 1) for _ in range(500)]
+            # It has no number of values yet.
+            layers[0].register_parameter("later", nn.UninitializedParameter())  # pyright: ignore[reportArgumentType] - it is one, by its metaclass
+            return len(layers)
+        finally:
+            built.set()
+
+    with at_first_parameters(wait, lambda: None) as (one, other):
+        loaded, made = one.submit(load_module, folder), other.submit(build)
+
+        assert made.result() == 500
+        assert isinstance(loaded.result(), nn.Module)
+
+
+def test_two_threads_that_load_at_once_leave_torchs_initialisers_to_others(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    first_in, second_in, first_out = threading.Event(), threading.Event(), threading.Event()
+    places = ((nn.init, "kaiming_uniform_"), (nn.init, "normal_"), (PreTrainedModel, "init_weights"))
+    before = [getattr(place, name) for place, name in places]
+    for (place, name), held in zip(places, before, strict=True):
+        # Put back by pytest, so that no other test suffers where this one fails.
+        monkeypatch.setattr(place, name, held)
+
+    def first_begins() -> None:
+        first_in.set()
+        second_in.wait(CHANCE_S)
+
+    def second_begins() -> None:
+        second_in.set()
+        first_out.wait(LONG_S)
+
+    def load_first() -> nn.Module:
+        try:
+            return load_module(folder)
+        finally:
+            first_out.set()
+
+    def load_second() -> nn.Module:
+        first_in.wait(LONG_S)
+        return load_module(folder)
+
+    with at_first_parameters(first_begins, second_begins) as (one, other):
+        models = [running.result() for running in (one.submit(load_first), other.submit(load_second))]
+
+    weights, others = (model.state_dict() for model in models)
+    assert all(torch.equal(tensor, others[name]) for name, tensor in weights.items())
+    assert [getattr(place, name) for place, name in places] == before
