@@ -10,15 +10,29 @@ import platformdirs
 from filelock import FileLock
 
 from profiling_agent.errors import AcquisitionError
-from profiling_agent.files import make_folders, sync_names, sync_tree
+from profiling_agent.files import FileRefusedError, make_folders, sync_names, sync_tree
 
 VARIABLE = "PROFILING_AGENT_CACHE"
 
 
 def cache_folder() -> Path:
-    """Return the folder named by PROFILING_AGENT_CACHE, or the user's cache folder."""
-    named = os.environ.get(VARIABLE)
-    return Path(named).expanduser().absolute() if named else platformdirs.user_cache_path("profiling-agent")
+    """Return the folder named by PROFILING_AGENT_CACHE, or the user's cache folder; OSError as `user_folder`."""
+    return user_folder(VARIABLE, platformdirs.user_cache_path)
+
+
+def user_folder(variable: str, default: Callable[[str], Path]) -> Path:
+    """Return the folder that a variable of the environment names, or the `default` one of a program of our name.
+
+    Raises:
+        OSError: it lies in a home folder that can't be found, as in a container whose user has neither HOME nor an
+            entry among the system's users; `strerror` names the variable.
+    """
+    named = os.environ.get(variable)
+    try:
+        return Path(named).expanduser().absolute() if named else default("profiling-agent")
+    except RuntimeError as error:
+        reason = f"the home folder can't be found: set {variable} to an absolute path"
+        raise FileRefusedError(Path(named or "~"), reason) from error
 
 
 def cached(name: str, build: Callable[[Path], None]) -> Path:
@@ -29,7 +43,10 @@ def cached(name: str, build: Callable[[Path], None]) -> Path:
     Raises:
         AcquisitionError: the cache can't be written.
     """
-    folder = cache_folder() / name
+    try:
+        folder = cache_folder() / name
+    except OSError as error:
+        raise AcquisitionError(f"the cache folder isn't known ({error.strerror})") from error
     if folder.is_dir():
         return folder
     try:

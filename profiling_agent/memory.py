@@ -29,15 +29,23 @@ def available_bytes(groups: Path = GROUPS, own: Path = OWN_GROUPS) -> int:
 def _limits(groups: Path, own: Path) -> Iterator[tuple[int, int]]:
     """Yield (limit, used) of this process's control group and those above it, as far as they have a limit."""
     for controller, limit_name, used_name, files_names in NAMES:
-        root = groups / controller
-        folder = root / _own_group(own, controller)
-        # In a container what lies outside isn't there, and its own group is the root.
-        for group in (folder, *folder.parents):
+        for group in own_groups(controller, groups, own):
             limit, used = _number(group / limit_name), _number(group / used_name)
             if limit is not None and used is not None:
                 yield limit, max(used - _files(group / "memory.stat", files_names), 0)
-            if group == root:
-                break
+
+
+def own_groups(controller: str, groups: Path, own: Path) -> Iterator[Path]:
+    """Yield the folders of this process's control group and of those above it: of a controller in version 1, of "" in version 2.
+
+    A folder may not be there: in a container, what lies outside isn't, and its own group is the last.
+    """
+    root = groups / controller
+    folder = root / _own_group(own, controller)
+    for group in (folder, *folder.parents):
+        yield group
+        if group == root:
+            break
 
 
 def _own_group(own: Path, controller: str) -> str:

@@ -11,6 +11,7 @@ from importlib import metadata
 from pathlib import Path
 
 from profiling_agent.files import read_bytes, read_text
+from profiling_agent.memory import GROUPS, OWN_GROUPS, own_groups
 from profiling_agent.records import Environment
 from profiling_agent.timm_config import PACKAGES as TIMM_PACKAGES
 
@@ -32,6 +33,8 @@ LIBRARIES = (
 RUNTIME_LIBRARIES = ("onnx", "onnxscript", "onnxruntime", "openvino", "nncf", "torchao")
 # Of each logical processor what the kernel knows.
 CPUS = Path("/sys/devices/system/cpu")
+# The files that hold the quota of a control group and the period that it is for, in versions 2 and 1.
+QUOTAS = (("", ("cpu.max",)), ("cpu", ("cpu.cfs_quota_us", "cpu.cfs_period_us")))
 CPU_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx_vnni", "amx_int8", "amx_bf16")
 
 
@@ -58,12 +61,19 @@ def code_version() -> str:
     return digest.hexdigest()[:16]
 
 
-def available_threads(cpus: Path = CPUS) -> int:
-    """Return how many threads a model's work is split into: one for each physical core that this process may use.
+def available_threads(cpus: Path = CPUS, groups: Path = GROUPS, own: Path = OWN_GROUPS) -> int:
+    """Return how many threads a model's work is split into: one for each physical core that this process may use, and no more than a container's quota has time for.
 
-    So many do ONNX Runtime and torch (with MKL) take by themselves: a second thread of a core shares its multipliers, and gains nothing. `OMP_NUM_THREADS`
+    As many as there are cores do ONNX Runtime and torch (with MKL) take by themselves: a second thread of a core shares its multipliers, and gains nothing.
+    More threads than the quota has processors use it up early in each period, and all stand still for the rest of it. `OMP_NUM_THREADS`
     isn't asked: Ray sets it, and a run that is resumed without it would be another machine's.
     """
+    cores, quota = available_cores(cpus), cpu_quota(groups, own)
+    return cores if quota is None else min(cores, math.ceil(quota))
+
+
+def available_cores(cpus: Path = CPUS) -> int:
+    """Return how many physical cores this process may use, whatever time it may have of them."""
     return len({_core(cpus / f"cpu{cpu}" / "topology", cpu) for cpu in os.sched_getaffinity(0)})
 
 
@@ -73,6 +83,27 @@ def _core(topology: Path, cpu: int) -> tuple[str, ...]:
         return tuple(read_text(topology / name).strip() for name in ("physical_package_id", "core_id"))
     except (OSError, UnicodeDecodeError):
         return (str(cpu),)
+
+
+def cpu_quota(groups: Path = GROUPS, own: Path = OWN_GROUPS) -> float | None:
+    """Return how many processors' time this process's control group and those above it leave it, more than 0; None where that has no bound."""
+    quotas = (
+        _quota([group / name for name in names])
+        for controller, names in QUOTAS
+        for group in own_groups(controller, groups, own)
+    )
+    return min((quota for quota in quotas if quota is not None), default=None)
+
+
+def _quota(files: Sequence[Path]) -> float | None:
+    """Return the quota in these files, in periods; None where there is none, as in "max 100000", or in -1 beside 100000."""
+    try:
+        words = [word for file in files for word in read_text(file).split()]
+    except (OSError, UnicodeDecodeError):
+        return None
+    numbers = [int(word) for word in words if word.isdecimal()]
+    # The kernel takes a 0 for neither.
+    return numbers[0] / numbers[1] if len(numbers) == len(words) == 2 and all(numbers) else None
 
 
 @cache

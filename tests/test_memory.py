@@ -5,7 +5,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from profiling_agent.memory import available_bytes, total_bytes
+from profiling_agent.memory import available_bytes, own_groups, total_bytes
 
 GIB = 2**30
 
@@ -53,6 +53,12 @@ def test_the_older_control_groups_are_read_as_well(tmp_path: Path, own: Path):
     group(tmp_path / "groups" / "memory" / "app" / "one", str(GIB), GIB // 2, files=GIB // 8, version=1)
 
     assert available_bytes(tmp_path / "groups", own) == GIB // 2 + GIB // 8
+
+
+def test_the_own_group_comes_first_and_the_root_last(tmp_path: Path, own: Path):
+    assert list(own_groups("", tmp_path, own)) == [tmp_path / "app" / "one", tmp_path / "app", tmp_path]
+    assert list(own_groups("cpu", tmp_path, own)) == [tmp_path / "cpu"]
+    assert list(own_groups("memory", tmp_path, tmp_path / "none")) == [tmp_path / "memory"]
 
 
 @pytest.mark.parametrize("limit", ["max", "", "9223372036854771712"])

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from profiling_agent.reproducibility import LIBRARIES, available_threads, environment
+from profiling_agent.reproducibility import LIBRARIES, available_cores, available_threads, cpu_quota, environment
 
 ALLOWED = sorted(os.sched_getaffinity(0))
 ASK = """
@@ -36,18 +36,70 @@ def test_second_threads_of_a_core_are_none_of_ours(tmp_path: Path):
     # The same number on another processor is another core; what this process may not use counts for nothing.
     apart = described(tmp_path / "each", {cpu: (cpu, 0) for cpu in ALLOWED} | {max(ALLOWED) + 1: (99, 0)})
 
-    assert available_threads(both) == 1
-    assert available_threads(apart) == len(ALLOWED)
+    assert available_cores(both) == available_threads(both, tmp_path) == 1
+    assert available_cores(apart) == available_threads(apart, tmp_path) == len(ALLOWED)
 
 
 def test_where_the_system_does_not_tell_each_is_a_core(tmp_path: Path):
-    assert available_threads(tmp_path) == len(ALLOWED)
+    assert available_threads(tmp_path, tmp_path) == len(ALLOWED)
 
 
 def test_what_ray_sets_for_each_of_its_tasks_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
-    assert available_threads(tmp_path) == len(ALLOWED)
+    assert available_threads(tmp_path, tmp_path) == len(ALLOWED)
+
+
+def held(folder: Path, files: dict[str, str]) -> tuple[Path, Path]:
+    """Return a folder of control groups that holds these files, and the file that says which is ours: /app/one."""
+    (own := folder / "own").write_text("4:memory:/\n1:cpu,cpuacct:/app/one\n0::/app/one\n")
+    for name, text in files.items():
+        (path := folder / "groups" / name).parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{text}\n")
+    return folder / "groups", own
+
+
+def older(folder: str, quota: str, period: str = "100000") -> dict[str, str]:
+    return {f"{folder}/cpu.cfs_quota_us": quota, f"{folder}/cpu.cfs_period_us": period}
+
+
+@pytest.mark.parametrize(
+    ("files", "quota"),
+    [
+        ({"app/one/cpu.max": "800000 100000"}, 8),
+        ({"app/one/cpu.max": "75000 50000"}, 1.5),
+        ({"app/one/cpu.max": "max 100000", "app/cpu.max": "400000 100000", "cpu.max": "800000 100000"}, 4),
+        # In a container the own group is the root, whatever it is called outside.
+        ({"cpu.max": "200000 100000"}, 2),
+        (older("cpu/app/one", "300000"), 3),
+        (older("cpu/app/one", "-1") | older("cpu/app", "50000"), 0.5),
+        (older("cpu", "-1") | {"app/one/cpu.max": "600000 100000"}, 6),
+        # Somebody else's.
+        ({"app/other/cpu.max": "100000 100000"}, None),
+        ({"app/one/cpu.max": "max 100000"}, None),
+        (older("cpu/app/one", "-1"), None),
+        ({"cpu/app/one/cpu.cfs_quota_us": "100000"}, None),
+        (older("cpu/app/one", "100000", "0"), None),
+        ({"app/one/cpu.max": ""}, None),
+        ({}, None),
+    ],
+)
+def test_the_narrowest_quota_on_the_way_up_counts_in_both_versions_of_control_groups(
+    tmp_path: Path, files: dict[str, str], quota: float | None
+):
+    assert cpu_quota(*held(tmp_path, files)) == quota
+
+
+@pytest.mark.parametrize(
+    ("quota", "most"), [("1000", 1), ("50000", 1), ("100000", 1), ("150000", 2), ("100000000", 1000), ("max", 10**6)]
+)
+def test_no_more_threads_than_a_quota_has_time_for_and_no_more_than_there_are_cores(
+    tmp_path: Path, quota: str, most: int
+):
+    groups, own = held(tmp_path, {"app/one/cpu.max": f"{quota} 100000"})
+
+    assert available_threads(tmp_path, groups, own) == min(most, len(ALLOWED))
+    assert available_cores(tmp_path) == len(ALLOWED)
 
 
 def test_a_machine_has_whole_gigabytes_whatever_its_kernel_keeps():

@@ -105,8 +105,8 @@ def time_units(
     timed again where it is older than thirty days or of a time to come, and where it isn't steady; then the better of both
     is used. `model` is left as it was found.
     """
-    path = file or cache_folder() / "latency" / f"{_fingerprint(batch.device)}.json"
-    known, shapes = read_samples(path), _shapes(model, units, batch)
+    path = file or _kept_file(batch)
+    known, shapes = read_samples(path) if path else {}, _shapes(model, units, batch)
     settled: dict[str, WidthSamples] = {}
     rows: dict[str, WidthSamples] = {}
     for number, unit in enumerate(units):
@@ -115,11 +115,19 @@ def time_units(
         # Timed once a run, steady or not.
         if key not in settled:
             settled[key] = _settled(known.get(key), unit, parts, batch)
-            if settled[key] is not known.get(key):
+            if path and settled[key] is not known.get(key):
                 add_samples(path, key, settled[key])
         rows[unit.name] = settled[key]
         progress("timing widths", number + 1, len(units))
     return draw_table(units, rows)
+
+
+def _kept_file(batch: Tensor) -> Path | None:
+    """Return where this machine's times are kept; None without a cache folder."""
+    try:
+        return cache_folder() / "latency" / f"{_fingerprint(batch.device)}.json"
+    except OSError:
+        return None
 
 
 def draw_table(units: Sequence[Unit], samples: Mapping[str, WidthSamples]) -> LatencyTable:

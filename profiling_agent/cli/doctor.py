@@ -36,7 +36,7 @@ from profiling_agent.progress import Progress, silent
 from profiling_agent.quantization.vnni import INSTRUCTIONS, has_vnni
 from profiling_agent.records import RUNTIMES, Environment, Record, RuntimeName
 from profiling_agent.reporting.units import percent, size
-from profiling_agent.reproducibility import environment
+from profiling_agent.reproducibility import available_cores, cpu_quota, environment
 from profiling_agent.request import Request
 
 # What a run of a small model asks for, and what the default ones of the paper's models held at most: 5.7 GB a ResNet-101, 9.1 a Swin-B.
@@ -113,7 +113,7 @@ def examine(request: Request, progress: Progress = silent) -> Iterator[Finding]:
     """Give what was found, as it is found; nothing is raised."""
     looks: list[Callable[[], Finding]] = [
         _software,
-        lambda: cpu_found(environment()),
+        lambda: cpu_found(environment(), cpu_quota()),
         lambda: memory_found(available_bytes(), total_bytes()),
         lambda: _disk(request.output_dir),
         _noise,
@@ -133,9 +133,12 @@ def _software() -> Finding:
     return Finding(name="software", state="ok", seen=f"Python {found.python}, {named}, code {found.code_version}")
 
 
-def cpu_found(found: Environment) -> Finding:
-    """Return which of a machine's instructions int8 has."""
-    seen = f"{found.cpu}, {found.num_threads} threads, {', '.join(found.cpu_flags) or 'no vector flags that matter'}"
+def cpu_found(found: Environment, quota: float | None = None) -> Finding:
+    """Return which of a machine's instructions int8 has, and of how many processors a container's quota has the time, where there is one."""
+    kept = "" if quota is None else f" (a quota of {quota:g} CPUs)"
+    seen = (
+        f"{found.cpu}, {found.num_threads} threads{kept}, {', '.join(found.cpu_flags) or 'no vector flags that matter'}"
+    )
     runtimes = [name for name in INSTRUCTIONS if has_vnni(name, found.cpu_flags)]
     if not runtimes:
         advice = "no int8 instructions (VNNI): int8 saves bytes here and less time; it is measured either way"
@@ -168,7 +171,11 @@ def _disk(output: Path) -> Finding:
     except OSError as error:
         seen = f"{folder} can't be written ({error.strerror})"
         return Finding(name="disk", state="problem", seen=seen, advice="choose another --output")
-    seen = f"{size(free)} free under {folder}; cache in {cache_folder()}"
+    try:
+        seen = f"{size(free)} free under {folder}; cache in {cache_folder()}"
+    except OSError as error:
+        seen = f"{size(free)} free under {folder}; the cache folder isn't known"
+        return Finding(name="disk", state="note", seen=seen, advice=f"{error.strerror}")
     if free < FREE_DISK:
         return Finding(name="disk", state="problem", seen=seen, advice="make room, or choose another --output")
     return Finding(name="disk", state="ok", seen=seen)
@@ -186,7 +193,8 @@ def _noise() -> Finding:
     low, median, high = statistics.quantiles(repeats[NUM_REPEATS // 4 :], n=4)
     spread, load = (high - low) / median, os.getloadavg()[0]
     seen = f"equal work differs by {percent(spread)} between quartiles; load {load:.1f}"
-    if spread > NOISY or load > environment().num_threads:
+    # The load is the whole machine's, in a container with a quota too.
+    if spread > NOISY or load > available_cores():
         return Finding(
             name="noise", state="note", seen=seen, advice="races take longer and tell less: end other programs"
         )

@@ -18,7 +18,7 @@ from profiling_agent.cluster.kind import kind_of
 from profiling_agent.cluster.wire import Join, Said, Submit
 from profiling_agent.deployment.protocol import missing_packages
 from profiling_agent.errors import JobError, ProfilingAgentError, RequestError, RunError
-from profiling_agent.files import TEMPORARY, read_text, write_text
+from profiling_agent.files import TEMPORARY, expanded, read_text, write_text
 from profiling_agent.holder import remove_left
 from profiling_agent.jobs.engine import Batch, Ended, Listener
 from profiling_agent.jobs.store import RESULT
@@ -135,7 +135,7 @@ class RayEngine:
                 "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
             }
             told.pop("RAY_AUTH_TOKEN", None)
-        elif "RAY_AUTH_TOKEN" in told or Path(told.get("RAY_AUTH_TOKEN_PATH") or RAYS_TOKEN).expanduser().exists():
+        elif "RAY_AUTH_TOKEN" in told or _is_there(told.get("RAY_AUTH_TOKEN_PATH") or RAYS_TOKEN):
             # A cluster is taken to be locked by the token that is here, as one has to be whose machines others can reach.
             told.setdefault("RAY_AUTH_MODE", "token")
 
@@ -264,6 +264,14 @@ class RayEngine:
         _, alive = psutil.wait_procs(started, END_S)
         for process in alive:
             process.kill()
+
+
+def _is_there(named: str) -> bool:
+    """Say whether a file is there; not, where it lies in a home folder that can't be found."""
+    try:
+        return expanded(named).exists()
+    except OSError:
+        return False
 
 
 def _token(path: Path) -> str:

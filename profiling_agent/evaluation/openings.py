@@ -6,7 +6,6 @@ it is for, and has a share of the error that all of them together may make.
 """
 
 import hashlib
-import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import platformdirs
 from filelock import FileLock
 from pydantic import Field
 
+from profiling_agent.cache import user_folder
 from profiling_agent.documents import DocumentError, read_record
 from profiling_agent.files import make_folders, sweep, write_text
 from profiling_agent.records import Opening, Record
@@ -42,9 +42,8 @@ class _Ledger(Record):
 
 
 def data_folder() -> Path:
-    """Return the folder named by PROFILING_AGENT_DATA, or the user's data folder."""
-    named = os.environ.get(VARIABLE)
-    return Path(named).expanduser().absolute() if named else platformdirs.user_data_path("profiling-agent")
+    """Return the folder named by PROFILING_AGENT_DATA, or the user's data folder; OSError as `user_folder`."""
+    return user_folder(VARIABLE, platformdirs.user_data_path)
 
 
 def share(number: int) -> float:
@@ -59,7 +58,10 @@ def note_opening(model: str, candidate: str, images: Iterable[bytes], fresh: str
     are not to count. Where no ledger can be kept, that is said in the opening's note, and the run goes on.
     """
     own = {hashlib.sha256(image).hexdigest()[:DIGITS] for image in images}
-    path = data_folder() / "heldout" / f"{model}.json"
+    try:
+        path = data_folder() / "heldout" / f"{model}.json"
+    except OSError as error:
+        return _uncounted(f"({error.strerror})", fresh)
     try:
         make_folders(path.parent)
         # One lock for all ledgers: whoever holds it may sweep up what a power loss left of any.
@@ -67,8 +69,12 @@ def note_opening(model: str, candidate: str, images: Iterable[bytes], fresh: str
             sweep(path.parent)
             return _noted(path, candidate, own, fresh)
     except OSError as error:
-        said = f"openings of the held-out images can't be counted in {str(path.parent)!r} ({error.strerror}): set {VARIABLE}"
-        return Opening(number=1, share=share(1), fresh=fresh, note=said)
+        return _uncounted(f"in {str(path.parent)!r} ({error.strerror}): set {VARIABLE}", fresh)
+
+
+def _uncounted(why: str, fresh: str | None) -> Opening:
+    note = f"openings of the held-out images can't be counted {why}"
+    return Opening(number=1, share=share(1), fresh=fresh, note=note)
 
 
 def _noted(path: Path, candidate: str, own: set[str], fresh: str | None) -> Opening:

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from profiling_agent.files import read_text
-from profiling_agent.reproducibility import available_threads
+from profiling_agent.reproducibility import available_cores, available_threads
 
 # What OpenMP's threads, which are torch's, do at the end of a piece of work; ONNX Runtime is told by us where this is set.
 WAIT_POLICY, PASSIVE = "OMP_WAIT_POLICY", "PASSIVE"
@@ -20,10 +20,10 @@ NUM_LOOKS, PAUSE_S = 3, 0.01
 def is_busy() -> bool:
     """Say whether more others run, whenever one looks, than there is room for beside us; for whoever has no process of its own at work.
 
-    False where the system doesn't tell.
+    False where the system doesn't tell, as of others in a container that take of our quota.
     """
     allowed = len(os.sched_getaffinity(0))
-    room = num_spare(os.cpu_count() or allowed, allowed, available_threads())
+    room = num_spare(os.cpu_count() or allowed, allowed, available_cores(), available_threads())
     for look in range(NUM_LOOKS):
         if look:
             time.sleep(PAUSE_S)
@@ -32,9 +32,14 @@ def is_busy() -> bool:
     return True
 
 
-def num_spare(num_all: int, num_allowed: int, num_cores: int) -> int:
-    """Return how many threads of others have room beside ours, one on each of `num_cores`: on processors that we may not use, and on half of our cores' second threads."""
-    return num_all - num_allowed + (num_allowed - num_cores) // 2
+def num_spare(num_all: int, num_allowed: int, num_cores: int, num_threads: int) -> int:
+    """Return how many threads of others have room beside `num_threads` of ours, each on one of the `num_cores` that we may use.
+
+    Which is on all processors but those of our threads' cores, and on half of these cores' second threads. Where a quota keeps us to fewer threads than there are
+    cores, what runs is still counted on the whole machine: other tenants have the cores that the quota leaves idle.
+    """
+    num_ours = num_allowed * num_threads // num_cores
+    return num_all - num_ours + (num_ours - num_threads) // 2
 
 
 def _num_running() -> int:

@@ -51,8 +51,8 @@ def machine_lock(progress: Progress = silent, what: str = "another run") -> Gene
 
 def _taken(progress: Progress, what: str) -> FileLock | None:
     """Return the machine's lock, once it is ours; None where there is no cache to keep it in."""
-    folder = cache_folder()
     try:
+        folder = cache_folder()
         folder.mkdir(parents=True, exist_ok=True)
         lock = FileLock(folder / LOCK)
         _acquire(lock, folder / HOLDER, progress)

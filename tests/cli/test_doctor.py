@@ -12,6 +12,7 @@ from broken import break_library
 from chat_server import chat_server, error, in_turn
 from typer.testing import CliRunner
 
+from profiling_agent.cache import VARIABLE
 from profiling_agent.cli.doctor import Finding, cpu_found, examine, memory_found, self_tested
 from profiling_agent.cli.main import app
 from profiling_agent.deployment.probe import probe
@@ -63,6 +64,13 @@ def test_a_processor_is_told_by_who_can_use_its_int8_instructions(cpu_flags: tup
     assert ", ".join(cpu_flags) in found.seen
 
 
+def test_a_quota_is_told_beside_the_threads_that_it_leaves():
+    here = environment().model_copy(update={"num_threads": 2})
+
+    assert ", 2 threads (a quota of 1.5 CPUs), " in cpu_found(here, 1.5).seen
+    assert ", 2 threads, " in cpu_found(here).seen
+
+
 def test_memory_is_looked_at_for_small_models_and_for_large_ones():
     states = {free: memory_found(free, 16e9).state for free in (3.9e9, 4e9, 9.9e9, 10e9)}
 
@@ -90,6 +98,16 @@ def test_an_output_folder_that_can_not_be_made_is_a_problem_with_advice(tmp_path
         assert disk.state == "problem"
         assert "can't be written" in disk.seen
         assert disk.advice == "choose another --output"
+
+
+def test_a_cache_whose_home_folder_can_not_be_found_is_noted_with_advice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv(VARIABLE, "~nobody-of-that-name/cache")
+    disk = looked(tmp_path)["disk"]
+
+    assert (disk.state, disk.seen.endswith("the cache folder isn't known")) == ("note", True)
+    assert disk.advice == f"the home folder can't be found: set {VARIABLE} to an absolute path"
 
 
 def test_a_language_model_that_is_there_answers_and_one_that_its_server_lacks_is_a_problem(tmp_path: Path):

@@ -55,20 +55,24 @@ def policy(pid: int) -> str | None:
 
 
 @pytest.mark.parametrize(
-    ("num_all", "num_allowed", "num_cores", "room"),
+    ("num_all", "num_allowed", "num_cores", "num_threads", "room"),
     [
         # Two cores of this machine, all of it; kept to one; eight cores of two threads each, all and half of them; nobody's second threads.
-        (2, 2, 2, 0),
-        (2, 1, 1, 1),
-        (16, 16, 8, 4),
-        (16, 8, 4, 10),
-        (8, 8, 8, 0),
+        (2, 2, 2, 2, 0),
+        (2, 1, 1, 1, 1),
+        (16, 16, 8, 8, 4),
+        (16, 8, 4, 4, 10),
+        (8, 8, 8, 8, 0),
+        # A quota of eight CPUs on 64 cores, of one thread and of two each; of one CPU on half of eight cores.
+        (64, 64, 64, 8, 56),
+        (128, 128, 64, 8, 116),
+        (16, 8, 4, 1, 14),
     ],
 )
-def test_others_have_room_where_we_may_not_be_and_on_half_of_our_second_threads(
-    num_all: int, num_allowed: int, num_cores: int, room: int
+def test_others_have_room_where_we_are_not_and_on_half_of_our_second_threads(
+    num_all: int, num_allowed: int, num_cores: int, num_threads: int, room: int
 ):
-    assert num_spare(num_all, num_allowed, num_cores) == room
+    assert num_spare(num_all, num_allowed, num_cores, num_threads) == room
 
 
 @pytest.mark.usefixtures("_spinning")

@@ -55,9 +55,11 @@ def test_nothing_is_said_where_the_machine_is_free(tmp_path: Path, monkeypatch: 
     assert heard == []
 
 
-def test_without_a_cache_that_can_be_written_work_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("cache", ["file/cache", "~nobody-of-that-name/cache"])
+def test_without_a_cache_that_can_be_written_work_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: str):
     (tmp_path / "file").write_text("")
-    monkeypatch.setenv(VARIABLE, str(tmp_path / "file" / "cache"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(VARIABLE, cache)
 
     with machine_lock():
         done = True

@@ -101,8 +101,12 @@ def _evidence(
     return evidence, None
 
 
-def _kept(task: EvidenceTask, model: Path) -> Path:
-    """Return where evidence is kept that depends on the same: model, images, what was asked for, code and machine."""
+def _kept(task: EvidenceTask, model: Path) -> Path | None:
+    """Return where evidence is kept that depends on the same: model, images, what was asked for, code and machine; None without a cache folder."""
+    try:
+        folder = cache_folder() / "evidence"
+    except OSError:
+        return None
     images = task.calibration
     depends_on = {
         "model": task.model.sha256,
@@ -110,4 +114,4 @@ def _kept(task: EvidenceTask, model: Path) -> Path:
         "asked": [task.batch_size, task.device, task.criterion, task.seed],
         "environment": environment(task.device).model_dump(mode="json", exclude={"runtimes"}),
     }
-    return evidence_path(cache_folder() / "evidence", depends_on)
+    return evidence_path(folder, depends_on)
