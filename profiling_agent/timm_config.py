@@ -67,7 +67,7 @@ def check_timm(config: Mapping[str, Any], refuse: Refuse) -> None:
         raise refuse("it names another model as its architecture, which is never fetched")
     if arguments is not None and not isinstance(arguments, dict):
         raise refuse("its model_args are no JSON object")
-    if NUM_CLASSES in (arguments or {}):
+    if arguments is not None and NUM_CLASSES in arguments:
         raise refuse(
             f"its model_args ask for {_quoted(str(arguments[NUM_CLASSES]))} classes, and the model has {_quoted(str(config.get(NUM_CLASSES)))}: leave one out"
         )

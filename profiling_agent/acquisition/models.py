@@ -1,6 +1,8 @@
 """Models: an image classifier and its image processor, from the Hub, a folder or the references, and where it runs."""
 
 import copy
+import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 import transformers
+from safetensors import safe_open
 from torch import nn
 from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageClassification
 from transformers.models.auto.auto_mappings import CONFIG_MAPPING_NAMES
@@ -25,6 +28,8 @@ from profiling_agent.quiet import quiet
 from profiling_agent.timm_config import MODEL_TYPE as TIMM
 from profiling_agent.timm_config import is_timm, make_plain_
 
+# As safetensors calls them.
+HALVES = {"BF16": "bfloat16", "F16": "float16"}
 # A head of ImageNet-21k on the widest of models has fifty million parameters.
 MAX_MISSING = 100_000_000
 
@@ -33,7 +38,8 @@ MAX_MISSING = 100_000_000
 class LoadedModel:
     """A classifier in eval mode and float32 on its device, and where it came from.
 
-    `source` is the name that was asked for, `revision` the Hub commit, or None for a folder.
+    `source` is the name that was asked for, `revision` the Hub commit, or None for a folder. `note` says where its weights are stored in fewer bits
+    than it has here.
     """
 
     model: nn.Module
@@ -41,6 +47,7 @@ class LoadedModel:
     source: str
     revision: str | None
     architecture: str
+    note: str | None = None
 
 
 def _locate(name: str, revision: str | None, progress: Progress) -> tuple[Path, str | None]:
@@ -236,6 +243,7 @@ def load_model(
             _check_size(staged, name, config)
             model: Any = _read_weights(staged, name, config)
             processor = _read_processor(staged, name, config)
+            note = _stored_note(staged)
         # transformers notes where it loaded from.
         model.config.name_or_path = model.name_or_path = str(folder)
     return LoadedModel(
@@ -244,6 +252,24 @@ def load_model(
         source=name,
         revision=commit,
         architecture=type(model).__name__,
+        note=note,
+    )
+
+
+def _stored_note(staged: Path) -> str | None:
+    """Return a line where most of a checkpoint's numbers are in half precision: what it is compared with is float32, of twice the bytes."""
+    numbers = Counter[str]()
+    for file in staged.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as opened:
+            for key in opened.keys():  # noqa: SIM118 (no mapping)
+                held = opened.get_slice(key)
+                numbers[held.get_dtype()] += math.prod(held.get_shape())
+    stored, num_stored = max(numbers.items(), key=lambda each: each[1], default=("", 0))
+    if stored not in HALVES:
+        return None
+    return (
+        f"the weights are stored in {HALVES[stored]}, {2 * num_stored / 1e6:.3g} MB: the baseline is float32, of twice that, and all sizes and "
+        "speeds are told beside that"
     )
 
 

@@ -44,9 +44,16 @@ def test_each_family_loads_with_the_weights_it_was_saved_with(family, tmp_path):
     assert type(loaded.processor).__name__ == "ViTImageProcessorPil"
 
 
-def test_half_precision_weights_are_loaded_as_float32(tmp_path):
-    loaded = load_model(str(zoo.save(zoo.vit().half(), tmp_path / "half")))
+@pytest.mark.parametrize(("dtype", "name"), [(torch.float16, "float16"), (torch.bfloat16, "bfloat16")])
+def test_half_precision_weights_are_loaded_as_float32_and_that_is_noted(tmp_path, dtype, name):
+    loaded = load_model(str(zoo.save(zoo.vit(hidden_size=128, intermediate_size=1024).to(dtype), tmp_path / "half")))
+    num_bytes = 2 * sum(tensor.numel() for tensor in loaded.model.parameters())
     assert {tensor.dtype for tensor in loaded.model.parameters()} == {torch.float32}
+    assert loaded.note is not None
+    assert loaded.note.startswith(
+        f"the weights are stored in {name}, {num_bytes / 1e6:.3g} MB: the baseline is float32"
+    )
+    assert load_model(str(zoo.save(zoo.vit(), tmp_path / "whole"))).note is None
 
 
 def test_a_path_that_is_not_there_is_named(tmp_path):

@@ -1,6 +1,6 @@
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -32,7 +32,7 @@ def report_of(run: Path) -> RunReport:
 
 
 @contextmanager
-def opened(run: Path) -> Iterator[tuple[RunState, RunSession]]:
+def opened(run: Path) -> Generator[tuple[RunState, RunSession]]:
     """Give a finished run's state before its deployments are searched, and its session."""
     report, request = report_of(run), read_manifest(run).request
     session = Sessions().open(Workspace(run), request)

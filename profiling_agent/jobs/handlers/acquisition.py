@@ -34,7 +34,8 @@ def acquire(task: AcquireTask, job: JobContext) -> Acquired:
     shared = task.model_dump(include=set(DataQuery.model_fields))
     config: Any = loaded.model.config
     drawn = draw_splits(DataQuery(**shared), id2label=config.id2label, folder=job.folder, progress=job.progress)
-    for said in drawn.notes:
+    notes = (*drawn.notes, *([loaded.note] if loaded.note else []))
+    for said in notes:
         job.progress(said, 0, 0)
 
     def info(name: Any, split: DrawnSplit) -> SplitInfo:
@@ -59,7 +60,7 @@ def acquire(task: AcquireTask, job: JobContext) -> Acquired:
         heldout=info("heldout", drawn.heldout),
         recovery=info("recovery", drawn.recovery) if drawn.recovery else None,
         labels=drawn.labels,
-        notes=(*drawn.notes, *([note] if note else [])),
+        notes=(*notes, *([note] if note else [])),
     )
 
 
