@@ -10,7 +10,7 @@ from rich.text import Text
 
 from profiling_agent.benchmarking.race import noise_warning
 from profiling_agent.benchmarking.saved import Measurements
-from profiling_agent.handover.candidates import Measured
+from profiling_agent.handover.candidates import FAILED, Measured
 from profiling_agent.records import ApprovalQuestion, Comparison, ModelProfile, Race, by_cause
 from profiling_agent.reporting.machines import differences
 from profiling_agent.reporting.reflection import choices, predictions, subject_of
@@ -178,6 +178,8 @@ def picked_table(picked: Measured) -> Group:
 
 
 def _holds(one: Measured) -> str:
+    if FAILED in one.notes:
+        return "doesn't hold (held-out images)"
     missed = ", ".join(term.name for term in one.terms if not term.holds)
     return {True: "holds", False: f"doesn't hold ({missed})", None: "may hold"}[one.holds]
 

@@ -16,6 +16,7 @@ from profiling_agent.reporting.results import read_report
 
 Objective = Literal["speed", "size", "memory", "accuracy"]
 OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
+FAILED = "it failed on the held-out images, and was refused"
 
 
 class Measured(Record):
@@ -179,9 +180,16 @@ def _memory_ratio(own: RaceResult | None, baseline: RaceResult | None) -> float 
 def _refusals(report: RunReport, evaluation: Evaluation) -> tuple[str, ...]:
     """Return what the held-out images said against a model; of several in one deployment the run's own words say which."""
     if report.kept_beside == evaluation.model.path:
-        return ("it failed on the held-out images, and was refused",)
-    said = f"({evaluation.deployment.name}) "
-    return tuple(f"the run says: {note}" for note in report.notes if note.endswith("and was refused") and said in note)
+        return (FAILED,)
+    number = next(
+        (each.number for each in report.attempts if each.deployed and each.deployed.model == evaluation.model), None
+    )
+    own = f"({evaluation.deployment.name}) "
+    if number is not None:
+        own = f"attempt {number} {own}"
+    elif evaluation.variant is Variant.QUANTIZED:
+        own = f"{evaluation.variant} {own}"
+    return tuple(f"the run says: {note}" for note in report.notes if note.endswith("and was refused") and own in note)
 
 
 def _is_beaten(one: Measured, found: Sequence[Measured]) -> bool:

@@ -116,7 +116,8 @@ def _is_certain(term: Term) -> bool:
 def _met(facts: Facts, goal: Goal, terms: tuple[Term, ...]) -> Verdict:
     certified = all(_is_certain(term) for term in terms)
     needed = None
-    if facts.drop and not _is_certain(terms[0]):
+    # Where another term isn't certain either, no number of images would do.
+    if facts.drop and not _is_certain(terms[0]) and all(_is_certain(term) for term in terms[1:]):
         needed = images_to_certify(facts.drop, goal.max_accuracy_drop, 1 - facts.accuracy_error)
     said = "its bounds, together at 95%, meet it too" if certified else "its bounds, together at 95%, do not"
     if facts.unproven is not None and not certified:

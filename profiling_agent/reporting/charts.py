@@ -133,13 +133,9 @@ def against_speed(report: RunReport) -> go.Figure | None:
         if option.race_result and option.evaluation
     ]
     guessed = [
-        (
-            raced[-1][0] * share,
-            _top1(attempt.deployed, report),
-            f"attempt {attempt.number}: time by its MACs, not raced",
-        )
+        (whole * share, _top1(attempt.deployed, report), f"attempt {attempt.number}: time by its MACs, not raced")
         for attempt in report.attempts
-        if attempt.deployed and (share := _macs_share(attempt, report)) is not None
+        if attempt.deployed and (share := _guessed_share(attempt.deployed, report)) is not None
     ]
     figure = new_figure("Accuracy against latency", "milliseconds a batch", "top-1, search images")
     add_points(figure, "attempt, not raced", MUTED, guessed, symbol="circle-open", line={"width": 2, "color": MUTED})
@@ -149,11 +145,13 @@ def against_speed(report: RunReport) -> go.Figure | None:
     return add_front(figure, [*raced, *deployments])
 
 
-def _macs_share(attempt: Attempt, report: RunReport) -> float | None:
-    """Return an attempt's MACs as a share of the returned model's; None of the one that was returned."""
-    if attempt.deployed is None or attempt.number == report.best.attempt:
+def _guessed_share(own: Evaluation, report: RunReport) -> float | None:
+    """Return an attempt's time as a share of the baseline's, by its MACs beside the returned model's; None where it raced itself, or in another deployment."""
+    returned = report.race_result
+    has_raced = any(row.race_result for row in report.variants if row.evaluation.model == own.model)
+    if returned is None or has_raced or own.deployment != report.heldout.deployment:
         return None
-    return attempt.deployed.footprint.macs / max(report.best.macs, 1)
+    return own.footprint.macs / max(report.best.macs, 1) / returned.speedup
 
 
 def _options(report: RunReport) -> tuple[DeploymentOption, ...]:

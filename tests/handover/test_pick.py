@@ -66,6 +66,16 @@ def test_what_held_out_images_were_against_comes_last():
     assert best_for("speed", (FOUND[0], refused), GOAL).number == 1
 
 
+def test_a_candidate_that_held_out_images_refused_is_listed_as_such():
+    refused = FOUND[1].model_copy(update={"notes": ("it failed on the held-out images, and was refused",)})
+    console = Console(file=io.StringIO(), width=500)
+
+    console.print(candidates_table((FOUND[0], refused)))
+
+    assert isinstance(console.file, io.StringIO)
+    assert "doesn't hold (held-out images)" in console.file.getvalue()
+
+
 def test_what_can_not_be_chosen_by_is_one_line():
     untimed = (FOUND[0], FOUND[6])
 
@@ -105,6 +115,25 @@ def test_every_candidate_of_a_run_can_be_taken_and_loads(finished: Path, tmp_pat
         recipe = load(tmp_path / str(one.number)).recipe
         assert recipe.deployment.runtime == report.variants[one.number].evaluation.deployment.runtime
     assert (finished / "best").resolve() == before
+
+
+def test_a_refusal_is_told_of_the_attempt_that_it_names(finished: Path):
+    report = report_of(finished)
+    made_by = {each.deployed.model: each.number for each in report.attempts if each.deployed}
+    row, number = next(
+        (row, made_by[row.evaluation.model]) for row in report.variants if row.evaluation.model in made_by
+    )
+    deployment = row.evaluation.deployment.name
+
+    def told(of: int) -> tuple[str, ...]:
+        notes = (f"attempt {of} ({deployment}) lost 2.00 points of held-out images and was refused",)
+        found = candidates_of(report.model_copy(update={"notes": notes, "kept_beside": None}))
+        return next(one.notes for one in found if one.evaluation.model == row.evaluation.model)
+
+    assert told(number + 1) == ()
+    assert told(number) == (
+        f"the run says: attempt {number} ({deployment}) lost 2.00 points of held-out images and was refused",
+    )
 
 
 def test_what_the_run_returned_keeps_its_verdict_and_its_card(finished: Path, tmp_path: Path):

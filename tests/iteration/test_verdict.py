@@ -29,6 +29,13 @@ def test_met_by_the_point_estimate_alone_is_not_certified_and_says_how_many_imag
     assert verdict.images_to_certify > 1000
 
 
+def test_no_number_of_images_certifies_what_the_sessions_leave_uncertain():
+    facts = GOOD.model_copy(update={"drop": drop(30, 24, 1000), **raced(1.2, 0.8, 1.8)})
+    verdict = decide(facts, GOAL)
+
+    assert (verdict.outcome, verdict.certified, verdict.images_to_certify) == (Outcome.MET, False, None)
+
+
 @pytest.mark.parametrize(
     ("facts", "binding"),
     [
