@@ -91,12 +91,17 @@ def without_telemetry() -> Generator[None]:
 
 def import_openvino() -> ModuleType:
     """Return `openvino`, which then sends nothing."""
+    # What is there needs nothing hidden, and waits for no other thread's compilation.
+    if "openvino" in sys.modules:
+        return importlib.import_module("openvino")
     with without_telemetry():
         return importlib.import_module("openvino")
 
 
 def import_onnxruntime() -> ModuleType:
     """Return `onnxruntime`, which then notes nothing of its use: from 1.31 on it writes an id of the machine into the user's cache as it is imported."""
+    if "onnxruntime" in sys.modules:
+        return importlib.import_module("onnxruntime")
     with ALONE:
         asked = os.environ.get(ORT_SWITCH)
         os.environ[ORT_SWITCH] = "1"

@@ -10,7 +10,13 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from types import FrameType
 
-_asked, _interrupted = threading.Event(), threading.Event()
+_asked = threading.Event()
+
+
+class _Heard:
+    """Whether the main thread was interrupted. No Event: its lock isn't one that a handler, which may interrupt itself, can take twice."""
+
+    interrupted = False
 
 
 def ask_to_stop() -> None:
@@ -20,7 +26,7 @@ def ask_to_stop() -> None:
 
 def end_if_asked() -> None:
     """Raise KeyboardInterrupt in this thread where the process was told to end."""
-    if _asked.is_set() or _interrupted.is_set():
+    if _asked.is_set() or _Heard.interrupted:
         raise KeyboardInterrupt
 
 
@@ -36,7 +42,7 @@ def interruptible() -> Generator[None]:
         return
 
     def hear(number: int, frame: FrameType | None) -> None:
-        _interrupted.set()
+        _Heard.interrupted = True
         before(number, frame)
 
     signal.signal(signal.SIGINT, hear)
@@ -44,4 +50,4 @@ def interruptible() -> Generator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-        _interrupted.clear()
+        _Heard.interrupted = False

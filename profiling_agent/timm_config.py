@@ -71,7 +71,6 @@ def check_timm(config: Mapping[str, Any], refuse: Refuse) -> None:
         raise refuse(
             f"its model_args ask for {_quoted(str(arguments[NUM_CLASSES]))} classes, and the model has {_quoted(str(config.get(NUM_CLASSES)))}: leave one out"
         )
-    _check_names(config, refuse)
     for name in arguments or {}:
         if name in NOT_OF_AN_ARCHITECTURE or name.startswith(LOADING):
             raise refuse(f"its model_args set {_quoted(name)}, which is no setting of an architecture: leave it out")
@@ -89,7 +88,8 @@ def make_plain_(model: "nn.Module") -> None:
             module.__class__ = nn.Linear
 
 
-def _check_names(config: Mapping[str, Any], refuse: Refuse) -> None:
+def check_names(config: Mapping[str, Any], refuse: Refuse) -> None:
+    """Raise `refuse` of a timm model's names of classes, `settled`, that aren't one for each of its classes."""
     names, count = config.get(NAMES), config.get(NUM_CLASSES)
     # transformers would take none of them, and number the classes.
     if isinstance(names, list) and isinstance(count, int) and len(names) != count:

@@ -15,7 +15,8 @@ from profiling_agent.acquisition.hub import files_root
 from profiling_agent.documents import MAX_QUOTED, DocumentError, clean, parse_json
 from profiling_agent.errors import AcquisitionError
 from profiling_agent.files import inside, open_regular, read_bytes, write_bytes
-from profiling_agent.timm_config import check_timm, is_timm, settled
+from profiling_agent.foreign import Refuse
+from profiling_agent.timm_config import check_names, check_timm, is_timm, settled
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 PROCESSORS = ("preprocessor_config.json", "processor_config.json")
@@ -152,7 +153,12 @@ def _check_config(config: dict[str, Any], name: str, file: str) -> None:
     if labels and len(labels) > MAX_CLASSES:
         raise AcquisitionError(f"model {name!r} has a {file} with {len(labels)} classes, {MAX_CLASSES} are read")
     if is_timm(config):
-        check_timm(settled(config), lambda said: AcquisitionError(f"model {name!r} can't be built: {said}"))
+        _check_timm(settled(config), lambda said: AcquisitionError(f"model {name!r} can't be built: {said}"))
+
+
+def _check_timm(config: dict[str, Any], refuse: Refuse) -> None:
+    check_timm(config, refuse)
+    check_names(config, refuse)
 
 
 def _check_processor(settings: dict[str, Any], name: str, file: str) -> None:

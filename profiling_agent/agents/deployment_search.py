@@ -31,8 +31,11 @@ def deployment_search(state: RunState, session: RunSession) -> Update:
 
 
 def _why_unmade(plan: Plan, journal: Journal) -> str | None:
-    """Return why nothing could be made of the model as the user's own plan asks of quantization; None where something was, or nothing is asked."""
-    search = journal.deployment_search
-    if not schemes_of(plan.quantization or ()) or search is None or any(option.deployed for option in search.options):
+    """Return why what the user's own plan asks of quantization fits nothing of the model; None where something was made, or nothing is asked.
+
+    A conversion that crashed or took too long says nothing against the plan.
+    """
+    options = journal.deployment_search.options if journal.deployment_search else ()
+    if not schemes_of(plan.quantization or ()) or not options or not all(option.is_unfit for option in options):
         return None
-    return f"what the plan asks of quantization can't be made of this model: {search.options[0].reason}"
+    return f"what the plan asks of quantization can't be made of this model: {options[0].reason}"

@@ -21,7 +21,7 @@ from profiling_agent.errors import ArtifactError
 from profiling_agent.foreign import foreign_code, on_behalf
 from profiling_agent.modules.inference import logits_of, random_batch
 from profiling_agent.quantization.linear import DynamicLinear
-from profiling_agent.quiet import quiet
+from profiling_agent.quiet import ALONE, quiet
 from profiling_agent.records import Cut, InputSpec, UnitKind
 
 # What a config calls these, over all families; which field does it is found by trying.
@@ -156,7 +156,8 @@ def _written(plain: Any, processor: Any, folder: Path) -> nn.Module:
     def refuse(said: str) -> ArtifactError:
         return ArtifactError(f"transformers can't write and load the model ({said}): deploy the saved folder instead")
 
-    with foreign_code(refuse):
+    # Transformers builds what it loads without initialisers, of which it takes all threads'.
+    with ALONE, foreign_code(refuse):
         on_behalf(plain.save_pretrained, folder)
         on_behalf(processor.save_pretrained, folder)
         return on_behalf(
@@ -171,7 +172,7 @@ def _written(plain: Any, processor: Any, folder: Path) -> nn.Module:
 def build(fields: Fields) -> nn.Module:
     """Return the model of a config on the meta device: names and shapes without weights."""
     kinds = {name: value for name, value in fields.items() if name != "model_type"}
-    with torch.random.fork_rng(devices=[]), torch.device("meta"), no_init_weights(), quiet():
+    with ALONE, torch.random.fork_rng(devices=[]), torch.device("meta"), no_init_weights(), quiet():
         config = AutoConfig.for_model(fields["model_type"], **kinds)
         return AutoModelForImageClassification.from_config(config, trust_remote_code=False)
 

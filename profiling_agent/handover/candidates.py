@@ -1,5 +1,6 @@
 """Candidates of a finished run: every model that it measured, as its report has it, and what the contract says of each."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
@@ -184,12 +185,17 @@ def _refusals(report: RunReport, evaluation: Evaluation) -> tuple[str, ...]:
     number = next(
         (each.number for each in report.attempts if each.deployed and each.deployed.model == evaluation.model), None
     )
-    own = f"({evaluation.deployment.name}) "
     if number is not None:
-        own = f"attempt {number} {own}"
+        who = f"attempt {number} "
     elif evaluation.variant is Variant.QUANTIZED:
-        own = f"{evaluation.variant} {own}"
-    return tuple(f"the run says: {note}" for note in report.notes if note.endswith("and was refused") and own in note)
+        who = f"{evaluation.variant} "
+    else:
+        # An attempt's in another deployment than it was judged in; which one's, nobody noted.
+        who = r"attempt \d+ "
+    said = re.compile(who + re.escape(f"({evaluation.deployment.name}) "))
+    return tuple(
+        f"the run says: {note}" for note in report.notes if note.endswith("and was refused") and said.match(note)
+    )
 
 
 def _is_beaten(one: Measured, found: Sequence[Measured]) -> bool:

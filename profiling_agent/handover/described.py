@@ -9,6 +9,7 @@ from transformers.initialization import no_init_weights
 
 from profiling_agent.artifacts.recipe import Recipe
 from profiling_agent.foreign import Refuse, foreign_code, on_behalf
+from profiling_agent.quiet import ALONE
 
 
 def describe(model: nn.Module, recipe: Recipe, refuse: Refuse) -> dict[str, Any]:
@@ -19,7 +20,7 @@ def describe(model: nn.Module, recipe: Recipe, refuse: Refuse) -> dict[str, Any]
     """
     fields = dict(recipe.config)
     name = str(fields.pop("model_type", ""))
-    with foreign_code(refuse), no_init_weights():
+    with ALONE, foreign_code(refuse), no_init_weights():
         config = on_behalf(AutoConfig.for_model, name, **fields)
         fresh = on_behalf(AutoModelForImageClassification.from_config, config, trust_remote_code=False).eval()
     return {

@@ -42,7 +42,8 @@ class Deployer:
                     deployment = _with_kept(deployment, tuned)
             deployed = self.jobs.run(self.deploy_task(tuned.model if tuned else model, deployment))
         except REFUSALS as error:
-            return DeploymentOption(deployment=deployment, tuned=tuned, reason=str(error))
+            is_unfit = isinstance(error, QuantizationError)
+            return DeploymentOption(deployment=deployment, tuned=tuned, reason=str(error), is_unfit=is_unfit)
         return DeploymentOption(deployment=deployment, tuned=tuned, deployed=deployed, reason="")
 
     def prepare(self, model: ArtifactRef, deployments: Sequence[Deployment], *, choose_layers: bool = False) -> None:

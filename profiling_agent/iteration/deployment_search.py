@@ -223,7 +223,7 @@ class Trial:
         done = list(options)
         waiting = [index for index, option in enumerate(done) if option.evaluation is None and _is_in(option)]
         timesheet = self.evaluator.jobs.timesheet
-        num_kept, num_after, last_s = 0, 0, SHARD * self.evaluator.budget.pass_s
+        num_kept, num_enough, num_after, last_s = 0, 0, 0, SHARD * self.evaluator.budget.pass_s
         for place, index in enumerate(sorted(waiting, key=lambda i: self._promise(done[i]))):
             if (place or has_answer) and not self.evaluator.budget.has_room_for(last_s):
                 done[index] = done[index].model_copy(
@@ -231,7 +231,7 @@ class Trial:
                 )
                 continue
             # Of a slow model each costs minutes: once one keeps the accuracy, two more are looked at, whatever they do.
-            if (num_after if self.evaluator.budget.is_slow else num_kept) == NUM_MEASURED and not self._seeks_memory:
+            if (num_after if self.evaluator.budget.is_slow else num_enough) == NUM_MEASURED and not self._seeks_memory:
                 said = f"behind {NUM_MEASURED} others, so it was not measured"
                 done[index] = done[index].model_copy(update={"reason": said})
                 continue
@@ -242,7 +242,8 @@ class Trial:
             in_full = num_kept == 0 and not self._is_likely_to_lose(done[index])
             done[index] = _unless_slower(self.measure(done[index], in_full=in_full))
             last_s = timesheet.spent_s - began_s
-            num_kept += done[index].keeps_accuracy and self._keeps_memory(done[index])
+            num_kept += done[index].keeps_accuracy
+            num_enough += done[index].keeps_accuracy and self._keeps_memory(done[index])
             num_after += bool(num_kept)
         return done
 

@@ -25,7 +25,7 @@ def why_unproven(acquired: Acquired, goal: Goal) -> str | None:
     if (bound := perfect_bound(num_search, SEARCH_CONFIDENCE)) > asked:
         lines.append(_too_few(num_search, "search", least_images(asked, SEARCH_CONFIDENCE), bound))
     if (bound := _heldout_bound(num_heldout, error)) > asked:
-        lines.append(_too_few(num_heldout, "held-out", _least_heldout(asked, error), bound))
+        lines.append(_too_few(num_heldout, "held-out", _least_heldout(num_heldout, asked, error), bound))
     return f"whatever is returned will be unproven: {'; '.join(lines)}" if lines else None
 
 
@@ -36,11 +36,11 @@ def _heldout_bound(num_images: int, error: float) -> float:
     return upper_bound(Counts(0, 0, num_images), error)
 
 
-def _least_heldout(max_drop: float, error: float) -> int | None:
+def _least_heldout(num_images: int, max_drop: float, error: float) -> int | None:
+    """Return how many images would do, at least as many as there are; the test of more than are looked at once is another."""
     least = least_certain_images(max_drop, 1 - error)
-    if least is None or least <= MAX_AT_ONCE:
+    if least is None or max(least, num_images) <= MAX_AT_ONCE:
         return least
-    # Of fewer the other test decides.
     needed = images_until_kept(Counts(0, 0, MAX_AT_ONCE + 1), max_drop, error)
     return None if needed is None else max(needed, MAX_AT_ONCE + 1)
 

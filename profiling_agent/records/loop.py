@@ -54,6 +54,9 @@ class DeploymentOption(Record):
     keeps_accuracy: bool = Field(default=False, description="whether the search images show it")
     is_doubtful: bool = Field(default=False, description="whether they show neither that nor the contrary")
     reason: str
+    is_unfit: bool = Field(
+        default=False, description="whether it has no layer to take there, or weights or images that it can't take"
+    )
     wants_time: bool = Field(default=False, description="whether it went no further for want of time")
     is_larger: bool = Field(
         default=False, description="whether it was left out because a smaller one keeps the contract and it doesn't"

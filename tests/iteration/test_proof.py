@@ -1,0 +1,63 @@
+"""Whether there are images enough, said before any work: by the test that as many held-out images get."""
+
+import re
+from typing import Any
+
+import made
+import pytest
+
+from profiling_agent.iteration.proof import why_unproven
+from profiling_agent.records import Acquired, ModelSource, SplitInfo
+
+
+def acquired(num_search: int, num_heldout: int) -> Acquired:
+    def split(name: Any, num_images: int) -> SplitInfo:
+        return SplitInfo(name=name, source_split="test", num_images=num_images, file=made.ref(name, "split"))
+
+    return Acquired(
+        source=ModelSource(name="m", architecture="A", device="cpu"),
+        calibration=split("calibration", 256),
+        search=split("search", num_search),
+        heldout=split("heldout", num_heldout),
+        labels=(),
+    )
+
+
+def said(num_heldout: int, max_drop: float, num_search: int = 10**6) -> str | None:
+    return why_unproven(acquired(num_search, num_heldout), made.GOAL.model_copy(update={"max_accuracy_drop": max_drop}))
+
+
+def test_enough_images_leave_nothing_to_say():
+    assert said(418, 0.01) is None
+
+
+def test_what_is_missing_is_said_in_images_and_in_points():
+    # z^2 / (n + z^2) for z = 2.0537: 418 images for one point, and 344 bound 1.2.
+    assert said(344, 0.01) == (
+        "whatever is returned will be unproven: it takes 74 more held-out images or a bound of 1.2 points"
+    )
+    # 1.2816 sqrt(2) / (n + 2) for 100 search images.
+    assert "it takes 80 more search images or a bound of 1.8 points; " in (said(344, 0.01, num_search=100) or "")
+
+
+@pytest.mark.parametrize("max_drop", [0.002, 0.0045, 0.005, 0.0058, 0.01])
+@pytest.mark.parametrize("num_heldout", [100, 600, 1024, 1025, 1100, 2000])
+def test_as_many_as_are_said_to_be_missing_suffice_and_are_never_less_than_none(num_heldout: int, max_drop: float):
+    """Up to 1,024 images are looked at once; what more and more are looked at of takes twice as many to show as much."""
+    text = said(num_heldout, max_drop)
+    if text is None:
+        return
+    missing = re.search(r"it takes ([\d,]+) more held-out images", text)
+
+    assert missing is not None
+    needed = int(missing[1].replace(",", ""))
+    assert needed > 0
+    # The sequential test's number is within a hundredth.
+    assert said(round(1.02 * (num_heldout + needed)), max_drop) is None
+
+
+def test_a_contract_of_nothing_is_never_proven_and_asks_for_no_number():
+    assert (
+        said(5000, 0.0)
+        == "whatever is returned will be unproven: it takes a bound of 0.00018 points; it takes a bound of 0.12 points"
+    )
