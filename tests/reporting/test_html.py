@@ -3,6 +3,7 @@
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -69,7 +70,8 @@ def test_the_time_of_an_attempt_that_did_not_race_is_the_returned_models_by_its_
         attempts = tuple(one.model_copy(update={"deployed": each}) for each in measured)
         figure = against_speed(report.model_copy(update={"attempts": attempts}))
         assert figure is not None
-        return [x for trace in figure.data if trace.name == "attempt, not raced" for x in trace.x]
+        drawn: Any = figure.data
+        return [x for trace in drawn if trace.name == "attempt, not raced" for x in trace.x]
 
     raced = [row.evaluation for row in report.variants if row.race_result]
     assert guessed(*raced, elsewhere) == []
