@@ -15,7 +15,6 @@ from profiling_agent.acquisition.hub import files_root
 from profiling_agent.documents import MAX_QUOTED, DocumentError, clean, parse_json
 from profiling_agent.errors import AcquisitionError
 from profiling_agent.files import inside, open_regular, read_bytes, write_bytes
-from profiling_agent.foreign import Refuse
 from profiling_agent.timm_config import check_names, check_timm, is_timm, settled
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -42,8 +41,9 @@ def checked(folder: Path, name: str) -> Generator[Path]:
             if (data := _read(folder, name, file)) is not None:
                 said = _parsed(name, file, data)
                 check(said, name, file)
-                is_timms = file == CONFIG and is_timm(said)
-                write_bytes(staged / file, json.dumps(settled(said)).encode() if is_timms else data)
+                if file == CONFIG and is_timm(said):
+                    data = _timms(said, name)
+                write_bytes(staged / file, data)
         if not (staged / CONFIG).is_file():
             raise AcquisitionError(
                 f"model {name!r} has no config.json: give an ordinary Hugging Face model folder or id"
@@ -152,13 +152,18 @@ def _check_config(config: dict[str, Any], name: str, file: str) -> None:
         )
     if labels and len(labels) > MAX_CLASSES:
         raise AcquisitionError(f"model {name!r} has a {file} with {len(labels)} classes, {MAX_CLASSES} are read")
-    if is_timm(config):
-        _check_timm(settled(config), lambda said: AcquisitionError(f"model {name!r} can't be built: {said}"))
 
 
-def _check_timm(config: dict[str, Any], refuse: Refuse) -> None:
+def _timms(config: dict[str, Any], name: str) -> bytes:
+    """Return the config of a timm model as transformers reads it, once it is known to ask for nothing that it doesn't get."""
+
+    def refuse(said: str) -> AcquisitionError:
+        return AcquisitionError(f"model {name!r} can't be built: {said}")
+
+    config = settled(config)
     check_timm(config, refuse)
     check_names(config, refuse)
+    return json.dumps(config).encode()
 
 
 def _check_processor(settings: dict[str, Any], name: str, file: str) -> None:

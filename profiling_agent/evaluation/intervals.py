@@ -93,10 +93,14 @@ def one_sided_bound(drop: AccuracyDrop, confidence: float) -> float:
 
 def certain_bound(drop: AccuracyDrop, confidence: float) -> float:
     """Return the value that the true drop is certain to stay below with this confidence: the larger of `one_sided_bound` and the score test's."""
-    bound = one_sided_bound(drop, confidence)
     if drop.num_looks > 1:
-        return bound
-    return max(bound, _score_bound(drop.num_lost, drop.num_gained, drop.num_images, _normal_quantile(confidence)))
+        return one_sided_bound(drop, confidence)
+    return _certain_bound(drop.num_lost, drop.num_gained, drop.num_images, _normal_quantile(confidence))
+
+
+def _certain_bound(num_lost: float, num_gained: float, num_images: float, quantile: float) -> float:
+    centre, error = _centre_and_error(num_lost, num_gained, num_images)
+    return max(min(centre + quantile * error, 1.0), _score_bound(num_lost, num_gained, num_images, quantile))
 
 
 def _score_bound(num_lost: float, num_gained: float, num_images: float, quantile: float) -> float:
@@ -170,9 +174,7 @@ def images_to_certify(drop: AccuracyDrop, max_drop: float, confidence: float = C
     quantile = _normal_quantile(confidence)
 
     def suffices(num_images: int) -> bool:
-        centre, error = _centre_and_error(lost * num_images, gained * num_images, num_images)
-        score = _score_bound(lost * num_images, gained * num_images, num_images, quantile)
-        return max(centre + quantile * error, score) <= max_drop
+        return _certain_bound(lost * num_images, gained * num_images, num_images, quantile) <= max_drop
 
     enough = 1
     while not suffices(enough):
@@ -192,7 +194,7 @@ def perfect_bound(num_images: int, confidence: float) -> float:
 
 def certain_perfect_bound(num_images: int, confidence: float) -> float:
     """Return `certain_bound` where not one of so many images is answered differently."""
-    return max(perfect_bound(num_images, confidence), _score_bound(0, 0, num_images, _normal_quantile(confidence)))
+    return _certain_bound(0, 0, num_images, _normal_quantile(confidence))
 
 
 def least_images(max_drop: float, confidence: float) -> int | None:
