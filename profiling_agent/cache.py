@@ -20,6 +20,14 @@ def cache_folder() -> Path:
     return user_folder(VARIABLE, platformdirs.user_cache_path)
 
 
+def kept_folder(name: str) -> Path | None:
+    """Return where what a later run may use again is kept, in the cache folder; None where that isn't known, and nothing is."""
+    try:
+        return cache_folder() / name
+    except OSError:
+        return None
+
+
 def user_folder(variable: str, default: Callable[[str], Path]) -> Path:
     """Return the folder that a variable of the environment names, or the `default` one of a program of our name.
 

@@ -25,7 +25,7 @@ from profiling_agent.benchmarking.width_samples import (
     add_samples,
     read_samples,
 )
-from profiling_agent.cache import cache_folder
+from profiling_agent.cache import kept_folder
 from profiling_agent.errors import ArtifactError
 from profiling_agent.files import read_bytes, write_text
 from profiling_agent.modules.hooks import watching
@@ -124,10 +124,8 @@ def time_units(
 
 def _kept_file(batch: Tensor) -> Path | None:
     """Return where this machine's times are kept; None without a cache folder."""
-    try:
-        return cache_folder() / "latency" / f"{_fingerprint(batch.device)}.json"
-    except OSError:
-        return None
+    folder = kept_folder("latency")
+    return folder / f"{_fingerprint(batch.device)}.json" if folder else None
 
 
 def draw_table(units: Sequence[Unit], samples: Mapping[str, WidthSamples]) -> LatencyTable:

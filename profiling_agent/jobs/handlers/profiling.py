@@ -7,7 +7,7 @@ from profiling_agent.acquisition.batches import iter_batches
 from profiling_agent.artifacts.folder import model_bytes, processor_text
 from profiling_agent.artifacts.load import load_module, load_recipe, load_skeleton
 from profiling_agent.benchmarking.latency_table import LatencyTable, read_table, time_units, write_table
-from profiling_agent.cache import cache_folder
+from profiling_agent.cache import kept_folder
 from profiling_agent.documents import DocumentError, read_record
 from profiling_agent.errors import ArtifactError, PruningError
 from profiling_agent.files import write_text
@@ -103,9 +103,7 @@ def _evidence(
 
 def _kept(task: EvidenceTask, model: Path) -> Path | None:
     """Return where evidence is kept that depends on the same: model, images, what was asked for, code and machine; None without a cache folder."""
-    try:
-        folder = cache_folder() / "evidence"
-    except OSError:
+    if (folder := kept_folder("evidence")) is None:
         return None
     images = task.calibration
     depends_on = {
