@@ -286,6 +286,21 @@ def appearing(folder: Path) -> Generator[Path, None, None]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
+@contextmanager
+def scratch_in(folder: Path) -> Generator[Path, None, None]:
+    """Give a temporary folder inside `folder`, for what libraries leave in temporary files too; it is gone when the block ends.
+
+    The disk that what is made goes to has room for it: /tmp may be a container's 64 MB, or memory. All threads' temporary files
+    go there meanwhile, as they do in a notebook of one.
+    """
+    with tempfile.TemporaryDirectory(prefix=TEMPORARY, dir=resolved(folder)) as scratch:
+        before, tempfile.tempdir = tempfile.tempdir, scratch
+        try:
+            yield Path(scratch)
+        finally:
+            tempfile.tempdir = before
+
+
 def sweep(folder: Path, name: str = "") -> None:
     """Remove what a killed process left half-written in a folder, of files so named alone; for the holder of their lock."""
     for leftover in folder.glob(f"{TEMPORARY}{glob.escape(name)}*"):

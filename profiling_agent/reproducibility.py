@@ -72,6 +72,12 @@ def available_threads(cpus: Path = CPUS, groups: Path = GROUPS, own: Path = OWN_
     return cores if quota is None else min(cores, math.ceil(quota))
 
 
+def quota_threads(cpus: Path = CPUS, groups: Path = GROUPS, own: Path = OWN_GROUPS) -> int | None:
+    """Return how many threads a container's quota has time for, where libraries, which ask for cores alone, would take more; None where they wouldn't."""
+    threads = available_threads(cpus, groups, own)
+    return threads if threads < available_cores(cpus) else None
+
+
 def available_cores(cpus: Path = CPUS) -> int:
     """Return how many physical cores this process may use, whatever time it may have of them."""
     return len({_core(cpus / f"cpu{cpu}" / "topology", cpu) for cpu in os.sched_getaffinity(0)})

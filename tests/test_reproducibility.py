@@ -9,7 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from profiling_agent.reproducibility import LIBRARIES, available_cores, available_threads, cpu_quota, environment
+from profiling_agent.reproducibility import (
+    LIBRARIES,
+    available_cores,
+    available_threads,
+    cpu_quota,
+    environment,
+    quota_threads,
+)
 
 ALLOWED = sorted(os.sched_getaffinity(0))
 ASK = """
@@ -98,7 +105,10 @@ def test_no_more_threads_than_a_quota_has_time_for_and_no_more_than_there_are_co
 ):
     groups, own = held(tmp_path, {"app/one/cpu.max": f"{quota} 100000"})
 
-    assert available_threads(tmp_path, groups, own) == min(most, len(ALLOWED))
+    threads = available_threads(tmp_path, groups, own)
+    assert threads == min(most, len(ALLOWED))
+    # A library that is told nothing takes as many as there are cores.
+    assert quota_threads(tmp_path, groups, own) == (threads if most < len(ALLOWED) else None)
     assert available_cores(tmp_path) == len(ALLOWED)
 
 

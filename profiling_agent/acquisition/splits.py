@@ -25,6 +25,7 @@ from profiling_agent.acquisition.sampling import (
 )
 from profiling_agent.documents import clean
 from profiling_agent.errors import AcquisitionError, CorruptImageError
+from profiling_agent.files import scratch_in
 from profiling_agent.progress import Progress, silent
 from profiling_agent.quiet import quiet
 from profiling_agent.records import LabelMatch
@@ -169,8 +170,8 @@ def draw_splits(
             labelled split to evaluate on, no train split to recover with where that is asked for, too few images, or
             too many that are damaged, or there more than once.
     """
-    with quiet(), tempfile.TemporaryDirectory() as cache, Spool(folder) as spool:
-        data = open_data(query, cache=Path(cache), progress=progress)
+    with quiet(), scratch_in(folder) as cache, Spool(folder) as spool:
+        data = open_data(query, cache=cache, progress=progress)
         evaluation = choose_evaluation_split(data)
         columns = choose_columns(data, evaluation, id2label)
         return _draw_from(data, evaluation, columns, spool, progress)

@@ -22,7 +22,7 @@ from profiling_agent.deployment.batches import check_images
 from profiling_agent.deployment.protocol import ModelSession
 from profiling_agent.deployment.registry import open_session
 from profiling_agent.documents import clean
-from profiling_agent.errors import ArtifactError, CorruptImageError
+from profiling_agent.errors import ArtifactError, CorruptImageError, RequestError
 from profiling_agent.foreign import foreign_code, on_behalf
 from profiling_agent.quantization.vnni import has_vnni, needed_instructions
 from profiling_agent.records import Environment, RuntimeName
@@ -131,19 +131,23 @@ class Deployed:
         return clean(str(names.get(str(class_id), class_id))) if isinstance(names, dict) else str(class_id)
 
 
-def load(path: str | Path, *, verify: bool = True, device: str = "cpu") -> Deployed:
+def load(path: str | Path, *, verify: bool = True, device: str = "cpu", num_threads: int | None = None) -> Deployed:
     """Return a saved model that is called as `model(pixel_values).logits` whatever its runtime.
 
     `verify` compares every file with its sha256, and what the model says of two images with what it said when it was
-    saved. Warns where it was made on another type of CPU: another deployment may be faster here, or its int8 sums saturate.
+    saved. `num_threads` are those that it runs in, in torch all of the process; by default ONNX Runtime and OpenVINO take one for each core that a
+    container's quota has time for, and torch those that the process has. Warns where it was made on another type of CPU: another deployment may be faster here, or its int8 sums saturate.
 
     Raises:
         ArtifactError: a file is missing, foreign or damaged, the model doesn't compute what it did, or its runtime
             isn't installed.
+        RequestError: `num_threads` isn't 1 or more.
     """
+    if num_threads is not None and num_threads < 1:
+        raise RequestError(f"num_threads is {num_threads}: give 1 or more, or None for as many as there are cores")
     folder = named_folder(path)
     recipe = open_folder(folder, verify=verify)
-    session = open_session(folder, device=device)
+    session = open_session(folder, device=device, num_threads=num_threads)
     if noted := cpu_note(folder, recipe, environment()):
         warnings.warn(noted, stacklevel=2)
     if verify:

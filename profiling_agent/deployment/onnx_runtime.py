@@ -16,6 +16,7 @@ from profiling_agent.foreign import foreign_code, on_behalf
 from profiling_agent.processes.busy import waits_passively
 from profiling_agent.quiet import import_onnxruntime
 from profiling_agent.records import Scheme
+from profiling_agent.reproducibility import quota_threads
 
 if TYPE_CHECKING:
     from onnxruntime import InferenceSession
@@ -70,7 +71,7 @@ class OnnxSession:
 
 
 def open(folder: Path, recipe: Recipe, *, device: str, num_threads: int | None) -> OnnxSession:  # noqa: ARG001 (every runtime's name and signature)
-    """Open a saved folder; without `num_threads` there is a thread for each core."""
+    """Open a saved folder; without `num_threads` there is a thread for each core that a container's quota has time for."""
     return OnnxSession(_session(folder, _options(num_threads)))
 
 
@@ -115,7 +116,7 @@ def _options(num_threads: int | None) -> Any:
     # Errors alone: the advice is about the graph's optimisation.
     options.log_severity_level = 3
     # 0 means that the library chooses.
-    options.intra_op_num_threads = num_threads or 0
+    options.intra_op_num_threads = num_threads or quota_threads() or 0
     options.inter_op_num_threads = 1
     # Its threads wait for the next pass by spinning, which takes the cores from whoever runs next.
     options.add_session_config_entry("session.force_spinning_stop", "1")

@@ -6,7 +6,6 @@ once, and no transposed copy is written. ViT-B in dynamic int8 is 8% faster for 
 
 import contextlib
 import itertools
-import tempfile
 from collections import defaultdict
 from collections.abc import Collection, Generator, Iterator, Mapping
 from pathlib import Path
@@ -25,6 +24,7 @@ from profiling_agent.deployment.onnx_names import LAYER_OPS, is_convnet, layer_o
 from profiling_agent.deployment.protocol import INPUT, Batch, Source
 from profiling_agent.documents import first_line
 from profiling_agent.errors import ArtifactError, QuantizationError
+from profiling_agent.files import scratch_in
 from profiling_agent.quantization.quantize import chosen_layers
 from profiling_agent.quantization.vnni import saturates
 from profiling_agent.quiet import muted
@@ -72,7 +72,7 @@ def write_deployment(source: Source, deployment: Deployment, folder: Path) -> Pr
         _quantize_dynamic(model, path, [*nodes, *attentions])
     else:
         _quantize_static(model, path, nodes, source.calibration)
-    with _quantizer():
+    with _quantizer(path.parent):
         write_bare(onnx.load(path), path)
     kind = "dynamic" if deployment.scheme == "dynamic" else "static"
     quantized = tuple(
@@ -84,10 +84,11 @@ def write_deployment(source: Source, deployment: Deployment, folder: Path) -> Pr
 
 
 @contextlib.contextmanager
-def _quantizer() -> Generator[None]:
-    """Mute the quantizer, which advises on the root logger, have it leave nothing in the working folder, name its errors."""
+def _quantizer(folder: Path) -> Generator[None]:
+    """Mute the quantizer, which advises on the root logger, have it write below `folder` alone, name its errors."""
     try:
-        with tempfile.TemporaryDirectory() as scratch, contextlib.chdir(scratch), muted(""):
+        # The lock of `muted` first: a second thread's files are its own.
+        with muted(""), scratch_in(folder) as scratch, contextlib.chdir(scratch):
             yield
     except ERRORS as error:
         line = first_line(error)[:200]
@@ -96,7 +97,7 @@ def _quantizer() -> Generator[None]:
 
 def _quantize_dynamic(model: onnx.ModelProto, path: Path, nodes: Collection[str]) -> None:
     # Unsigned weights are twice as slow, and convolutions have no fast dynamic kernel.
-    with _quantizer():
+    with _quantizer(path.parent):
         quantize_dynamic(
             model,
             path,
@@ -119,7 +120,7 @@ def _quantize_static(model: onnx.ModelProto, path: Path, nodes: dict[str, str], 
     else:
         which = {"op_types_to_quantize": list(LAYER_OPS), "nodes_to_quantize": list(nodes)}
     # Signed activations are up to twice as slow here (ResNet 0.33 ms instead of 0.16), and no more accurate.
-    with _quantizer():
+    with _quantizer(path.parent):
         quantize_static(
             model,
             path,

@@ -16,6 +16,7 @@ from profiling_agent.files import open_regular
 from profiling_agent.foreign import foreign_code, on_behalf
 from profiling_agent.quiet import import_openvino
 from profiling_agent.records import Scheme
+from profiling_agent.reproducibility import quota_threads
 
 # In what the parts compute that aren't int8. Without a hint OpenVINO takes bfloat16 wherever the CPU has it.
 PRECISIONS: dict[Scheme, str] = {"bfloat16": "bf16"}
@@ -68,8 +69,8 @@ class OpenVinoSession:
             "PERFORMANCE_HINT": "LATENCY",
             "PERF_COUNT": profiled,
         }
-        if num_threads:
-            self._properties["INFERENCE_NUM_THREADS"] = num_threads
+        if threads := num_threads or quota_threads():
+            self._properties["INFERENCE_NUM_THREADS"] = threads
         # What was used last stands last. A request has one place for its images and one for its answer: whoever finds one
         # here has the lock until the answer is taken.
         self._requests: dict[int, Any] = {}
@@ -185,7 +186,7 @@ def original(name: str) -> str:
 
 
 def open(folder: Path, recipe: Recipe, *, device: str, num_threads: int | None) -> OpenVinoSession:  # noqa: ARG001 (every runtime's name and signature)
-    """Open a saved folder; without `num_threads` there is a thread for each core."""
+    """Open a saved folder; without `num_threads` there is a thread for each core that a container's quota has time for."""
     core = import_openvino().Core()
     return OpenVinoSession(core, folder / IR, scheme=recipe.deployment.scheme, num_threads=num_threads)
 

@@ -3,6 +3,7 @@
 import hashlib
 import itertools
 import re
+import tempfile
 from typing import Any
 
 import datasets
@@ -40,6 +41,16 @@ def test_calibration_comes_from_train_and_the_rest_from_test(folder, draw, make)
     assert (drawn.search.source_split, drawn.search.num_images) == ("test", min(num_search, num_heldout))
     assert (drawn.heldout.source_split, drawn.heldout.num_images) == ("test", num_heldout)
     assert drawn.notes == ()
+
+
+def test_a_data_set_is_read_through_the_folder_that_the_images_go_to(folder, draw, tmp_path, monkeypatch):
+    # What `datasets` makes of files is as large as they are, and /tmp may be memory.
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
+    drawn = draw(folder, NAMES)
+    assert {path.name for path in drawn.search.path.parent.iterdir()} == {
+        f"{name}.parquet" for name in ("calibration", "search", "heldout")
+    }
+    assert tempfile.tempdir == str(tmp_path / "nowhere")
 
 
 def test_no_image_is_in_two_sets(folder, draw):

@@ -249,6 +249,30 @@ def test_a_runtime_that_is_not_there_is_named_with_its_extra(root: Path):
     assert said.count("\n") == 1
 
 
+def test_a_model_runs_in_as_many_threads_as_it_is_told(root: Path):
+    code = (
+        "import os, sys\n"
+        "import torch\n"
+        "from profiling_agent import load\n"
+        "import onnxruntime\n"
+        "onnx, eager = sys.argv[1:]\n"
+        "load(onnx, num_threads=1)\n"
+        "before = len(os.listdir('/proc/self/task'))\n"
+        "model = load(onnx, num_threads=3)\n"
+        "print(len(os.listdir('/proc/self/task')) - before)\n"
+        "load(eager, num_threads=3)\n"
+        "print(torch.get_num_threads())\n"
+    )
+    command = [sys.executable, "-c", code, str(folder_of(root, SIMPLE)), str(folder_of(root, "eager float32"))]
+
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    # Whoever asks is the third.
+    assert said.split() == ["2", "3"]
+    with pytest.raises(RequestError, match="num_threads is 0: give 1 or more"):
+        load(folder_of(root, SIMPLE), num_threads=0)
+
+
 def test_a_disk_that_fills_leaves_nothing_and_is_one_line(tmp_path: Path):
     code = (
         "import resource, signal, sys\n"
