@@ -1,7 +1,9 @@
-"""Proof: whether there are images enough to show a contract kept, said before any work."""
+"""Proof: whether there are images enough to show a contract kept, said before any work, and how many would have been after it."""
 
 from profiling_agent.evaluation.intervals import (
     certain_perfect_bound,
+    counts_of,
+    images_to_certify,
     least_certain_images,
     least_images,
     perfect_bound,
@@ -11,7 +13,7 @@ from profiling_agent.evaluation.sequential import Counts, images_until_kept, upp
 from profiling_agent.iteration.evaluator import MAX_AT_ONCE
 from profiling_agent.iteration.heldout import ACCURACY_ERROR
 from profiling_agent.iteration.judge import SEARCH_CONFIDENCE
-from profiling_agent.records import Acquired, Goal
+from profiling_agent.records import AccuracyDrop, Acquired, Goal
 
 
 def why_unproven(acquired: Acquired, goal: Goal) -> str | None:
@@ -27,6 +29,18 @@ def why_unproven(acquired: Acquired, goal: Goal) -> str | None:
     if (bound := _heldout_bound(num_heldout, error)) > asked:
         lines.append(_too_few(num_heldout, "held-out", _least_heldout(num_heldout, asked, error), bound))
     return f"whatever is returned will be unproven: {'; '.join(lines)}" if lines else None
+
+
+def images_that_certify(drop: AccuracyDrop, max_drop: float, error: float) -> int | None:
+    """Return about how many held-out images would show the loss below `max_drop`, were all answered as those of `drop`, by the test that so many get.
+
+    None where no number would.
+    """
+    needed = images_to_certify(drop, max_drop, 1 - error)
+    if needed is None or needed <= MAX_AT_ONCE:
+        return needed
+    needed = images_until_kept(counts_of(drop), max_drop, error)
+    return None if needed is None else max(needed, MAX_AT_ONCE + 1)
 
 
 def _heldout_bound(num_images: int, error: float) -> float:

@@ -4,8 +4,9 @@ import math
 from collections.abc import Sequence
 
 from profiling_agent.benchmarking.statistics import bound_over_sessions
-from profiling_agent.evaluation.intervals import certain_bound, images_to_certify
+from profiling_agent.evaluation.intervals import certain_bound
 from profiling_agent.iteration.heldout import ACCURACY_ERROR
+from profiling_agent.iteration.proof import images_that_certify
 from profiling_agent.records import AccuracyDrop, ArtifactRef, Goal, Outcome, Race, Record, Term, Verdict
 
 # Of the 5% that `certified` may be wrong in, what the accuracy leaves: for the speed, or half each for speed and memory.
@@ -118,7 +119,7 @@ def _met(facts: Facts, goal: Goal, terms: tuple[Term, ...]) -> Verdict:
     needed = None
     # Where another term isn't certain either, no number of images would do.
     if facts.drop and not _is_certain(terms[0]) and all(_is_certain(term) for term in terms[1:]):
-        needed = images_to_certify(facts.drop, goal.max_accuracy_drop, 1 - facts.accuracy_error)
+        needed = images_that_certify(facts.drop, goal.max_accuracy_drop, facts.accuracy_error)
     said = "its bounds, together at 95%, meet it too" if certified else "its bounds, together at 95%, do not"
     if facts.unproven is not None and not certified:
         said = f"{said}; {facts.unproven}"

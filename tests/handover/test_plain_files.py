@@ -37,7 +37,7 @@ import numpy as np
 from load import load
 assert importlib.util.find_spec("profiling_agent") is None
 assert importlib.util.find_spec("datasets") is None
-print(json.dumps(load()(np.load(sys.argv[1])).tolist()))
+print(json.dumps(load(num_threads=1)(np.load(sys.argv[1])).tolist()))
 """
 PREPARED = """
 import json, sys
@@ -139,7 +139,7 @@ def test_static_layers_of_torch_compute_from_the_same_integers(source: Source, t
     (tmp_path / "images.npy").parent.mkdir(exist_ok=True)
     np.save(tmp_path / "images.npy", images)
     packages = fresh.packages(tmp_path / "packages", *NEEDED["eager"])
-    ask = ASK.replace("load()(", "load(is_compiled=False)(")
+    ask = ASK.replace("load(num_threads=1)(", "load(is_compiled=False)(")
     found = np.array(fresh.said(packages, ask, tmp_path / "images.npy", beside=home), np.float32)
     expected = TorchSession(load_module(saved), device="cpu").run(images)
     assert deployed.distance(found, expected) < 1e-5

@@ -6,7 +6,9 @@ from typing import Any
 import made
 import pytest
 
-from profiling_agent.iteration.proof import why_unproven
+from profiling_agent.evaluation.intervals import images_to_certify
+from profiling_agent.evaluation.sequential import Counts, upper_bound
+from profiling_agent.iteration.proof import images_that_certify, why_unproven
 from profiling_agent.records import Acquired, ModelSource, SplitInfo
 
 
@@ -54,6 +56,23 @@ def test_as_many_as_are_said_to_be_missing_suffice_and_are_never_less_than_none(
     assert needed > 0
     # The sequential test's number is within a hundredth.
     assert said(round(1.02 * (num_heldout + needed)), max_drop) is None
+
+
+@pytest.mark.parametrize(("lost", "gained", "num_images"), [(30, 24, 1000), (12, 2, 1024), (1, 0, 300)])
+def test_as_many_as_are_said_to_certify_do_by_the_test_that_so_many_get(lost: int, gained: int, num_images: int):
+    """What 1,024 images are looked at once for takes more where another run would look at more and more of them."""
+    drop = made.drop(lost, gained, num_images)
+    needed = images_that_certify(drop, 0.02, 0.02)
+    at_once = images_to_certify(drop, 0.02, 0.98)
+
+    assert needed is not None
+    assert at_once is not None
+    if at_once <= 1024:
+        assert needed == at_once
+        return
+    times = 1.02 * needed / num_images
+    assert needed > at_once
+    assert upper_bound(Counts(round(times * lost), round(times * gained), round(times * num_images)), 0.02) <= 0.02
 
 
 def test_a_contract_of_nothing_is_never_proven_and_asks_for_no_number():
