@@ -12,6 +12,9 @@ from profiling_agent.artifacts.recipe import CARD, MODEL_FILES, PROCESSOR, RECIP
 from profiling_agent.errors import ArtifactError, StorageError
 from profiling_agent.files import file_sha256, open_regular, read_text, resolved
 
+# What git and the Hub's client leave beside what they fetch; nothing of it is read.
+OF_DOWNLOADS = frozenset({".git", ".gitattributes", ".cache"})
+
 
 @contextmanager
 def appearing(folder: Path) -> Generator[Path]:
@@ -55,25 +58,31 @@ def named_folder(path: str | Path) -> Path:
 
 
 def open_folder(folder: Path, *, verify: bool) -> Recipe:
-    """Return the recipe of a folder in which nothing is missing and nothing foreign; `verify` compares every hash.
+    """Return the recipe of a folder in which nothing is missing and nothing foreign but what a download leaves; `verify` compares every hash.
 
     Raises:
         ArtifactError: names the file that is missing, foreign, a link, or not the one that was saved.
     """
     recipe = read_recipe(folder)
     try:
-        present = sorted(folder.iterdir())
+        present = sorted(path for path in folder.iterdir() if path.name not in OF_DOWNLOADS)
     except OSError as error:
         raise ArtifactError(f"{str(folder)!r} can't be read ({error.strerror}): make it readable") from error
     for path in present:
         if path.is_symlink():
-            raise ArtifactError(f"{str(path)!r} is a symbolic link: a saved model holds plain files alone; remove it")
+            where = "download it with `hf download` and --local-dir" if _is_snapshot(folder) else "remove it"
+            raise ArtifactError(f"{str(path)!r} is a symbolic link: a saved model holds plain files alone; {where}")
         # The card is for people: nothing is read from it.
         if path.name not in (RECIPE, CARD) and path.name not in recipe.files:
             raise ArtifactError(f"{str(path)!r} isn't in the recipe: remove it, or save the model again")
     for name, sha256 in recipe.files.items():
         _check_file(folder / name, sha256 if verify else None)
     return recipe
+
+
+def _is_snapshot(folder: Path) -> bool:
+    """Return whether a folder is one of the Hub's cache, whose files are links."""
+    return folder.parent.name == "snapshots" and (folder.parents[1] / "blobs").is_dir()
 
 
 def processor_text(folder: Path) -> str:

@@ -129,7 +129,7 @@ def read_recipe(folder: Path) -> Recipe:
     except (FileNotFoundError, NotADirectoryError):
         lacks = f"it has no {RECIPE!r}" if folder.is_dir() else "there is no such folder"
         raise ArtifactError(
-            f"{str(folder)!r} is no saved model: {lacks}; give a run, or a folder that a run or `profiling-agent pick` wrote"
+            f"{str(folder)!r} is no saved model: {lacks}; give the `best` of a run, or a folder that `profiling-agent pick` wrote"
         ) from None
     except OSError as error:
         raise ArtifactError(f"{str(path)!r} can't be read ({error.strerror}): save the model again") from error

@@ -9,16 +9,17 @@ from pydantic import Field
 
 from profiling_agent.artifacts.folder import model_bytes, named_folder, open_folder
 from profiling_agent.artifacts.recipe import RECIPE
-from profiling_agent.benchmarking.race import TIMED, Track, hold_one, hold_sessions, pool, runs_torch
+from profiling_agent.benchmarking.race import SHORT, TIMED, Track, choose, hold_one, hold_sessions, pool, runs_torch
 from profiling_agent.benchmarking.throughput import check_same_machine, compare, memory_use, taken, throughput
+from profiling_agent.deployment.registry import missing
 from profiling_agent.documents import DocumentError, read_record
-from profiling_agent.errors import RequestError
+from profiling_agent.errors import ArtifactError, RequestError
 from profiling_agent.files import file_sha256
 from profiling_agent.processes.environment import child_environment
 from profiling_agent.processes.machine_lock import machine_lock
 from profiling_agent.processes.started import fork_server
 from profiling_agent.progress import Progress, silent
-from profiling_agent.records import NUM_SESSIONS, ArtifactRef, Comparison, Race, Record, Taken, Variant
+from profiling_agent.records import NUM_SESSIONS, ArtifactRef, Comparison, Dropped, Race, Record, Taken, Variant
 from profiling_agent.reproducibility import environment
 
 
@@ -41,24 +42,37 @@ def race_saved(
 ) -> tuple[dict[str, str], Race]:
     """Return the race of saved models, compared with the first, and the name of each by the path in its race result.
 
-    Every session starts all of them anew.
+    Every session starts all of them anew. What this machine can't run, by its runtime or in a session beforehand, has dropped out.
 
     Raises:
-        JobError: one of them can't be run.
-        RequestError: there are fewer than two models.
+        ArtifactError: one of them isn't there, or the first one's runtime isn't installed.
+        JobError: the first can't be run.
+        RequestError: there are fewer than two models, or nothing can be run beside the first.
     """
     if len(models) < 2:
         raise RequestError(f"a race takes two models, {len(models)} was given: name a run, or another saved model")
-    refs = tuple((model.variant, _ref(model.folder)) for model in models)
+    refs = [_ref(model.folder) for model in models]
+    entries = [(model.variant, ref) for model, ref in zip(models, refs, strict=True)]
+    lacking = {place: line for place, model in enumerate(models) if (line := _lacks(model.folder))}
+    if 0 in lacking:
+        raise ArtifactError(f"{models[0].name}, which all are compared with, can't be run here: {lacking[0]}")
+    dropped = [Dropped(variant=entries[place][0], model=refs[place], reason=line) for place, line in lacking.items()]
+    entries = [entry for place, entry in enumerate(entries) if place not in lacking]
     copies = any(runs_torch(model.folder) for model in models)
     with (
         machine_lock(progress, "a measurement of saved models"),
         fork_server(TIMED, child_environment()) if copies else nullcontext() as server,
     ):
         track = Track(root=Path("/"), batch_size=batch_size, device=device, server=server)
-        sessions, void = hold_sessions(lambda number: hold_one(refs, track, number, progress=progress), num_sessions)
-    held = pool(sessions, void)
-    return {ref.path: model.name for (_, ref), model in zip(refs, models, strict=True)}, held
+        first = choose(entries, track, limits=SHORT, progress=progress)
+        dropped += first.dropped
+        out = {each.model for each in first.dropped}
+        entries = [entry for entry in entries if entry[1] not in out]
+        if len(entries) < 2:
+            raise RequestError(f"none but the first can be run here: {'; '.join(each.reason for each in dropped)}")
+        sessions, void = hold_sessions(lambda number: hold_one(entries, track, number, progress=progress), num_sessions)
+    held = pool(sessions, void).model_copy(update={"dropped": tuple(dropped)})
+    return {ref.path: model.name for ref, model in zip(refs, models, strict=True)}, held
 
 
 class MeasuredModel(Record):
@@ -117,6 +131,13 @@ def saved_model(source: Path) -> SavedModel:
     return SavedModel(f"{source} ({open_folder(folder, verify=False).deployment.name})", Variant.BASELINE, folder)
 
 
+def _lacks(folder: Path) -> str | None:
+    """Return what has to be installed to run a saved model here, None where nothing."""
+    return missing(open_folder(folder, verify=False).deployment.runtime)
+
+
 def _ref(folder: Path) -> ArtifactRef:
+    """Return a saved model; ArtifactError where it isn't there, or not whole."""
+    open_folder(folder, verify=False)
     sha256, size_bytes = file_sha256(folder / RECIPE), model_bytes(folder)
     return ArtifactRef(path=str(folder), sha256=sha256, size_bytes=size_bytes, kind="model")

@@ -29,7 +29,7 @@ from profiling_agent.cli.terminal import (
 )
 from profiling_agent.cli.watching import Work, watch
 from profiling_agent.documents import first_problem
-from profiling_agent.errors import ProfilingAgentError, RequestError
+from profiling_agent.errors import ProfilingAgentError, RequestError, RunError
 from profiling_agent.files import read_text
 from profiling_agent.reporting.report import RunReport
 from profiling_agent.reporting.results import read_report
@@ -143,7 +143,14 @@ def report(run: RunArgument) -> None:
     from profiling_agent.reporting.write import write_report
 
     read = _read(run)
-    write_report(read, run)
+    with refusing():
+        try:
+            write_report(read, run)
+        except OSError as error:
+            said = f"the report can't be written to {str(run)!r} ({error.strerror})"
+            raise RunError(
+                f"{said}: copy the run to where you may write, or read it with `profiling-agent show {run}`"
+            ) from error
     console.print(Markdown(read_text(run / "report.md", under=run)))
 
 

@@ -36,11 +36,11 @@ def race(
     """
     from profiling_agent.benchmarking.saved import race_saved
     from profiling_agent.cli.tables import race_table
-    from profiling_agent.reporting.results import models_of
+    from profiling_agent.reporting.results import models_of_all
 
     try:
         with open_display(errors) as display:
-            models = [model for source in sources for model in models_of(source)]
+            models = models_of_all(sources)
             names, held = race_saved(models, batch_size=batch_size, device=device, progress=display.stage("race"))
     except ProfilingAgentError as error:
         refuse(str(error))

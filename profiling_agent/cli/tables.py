@@ -15,6 +15,7 @@ from profiling_agent.records import ApprovalQuestion, Comparison, ModelProfile, 
 from profiling_agent.reporting.machines import differences
 from profiling_agent.reporting.reflection import choices, predictions, subject_of
 from profiling_agent.reporting.report import RunReport
+from profiling_agent.reporting.results import model_path
 from profiling_agent.reporting.units import asked, count, drop, measured, ms, percent, size, speedup
 
 # Of candidates that were looked at on search images alone.
@@ -56,7 +57,7 @@ def verdict_table(report: RunReport, root: Path) -> Group:
     timed = f"timed on {report.environment.machine}"
     noted = [f"noted: {note}" for note in report.acquired.notes]
     stopped = f"stopped: {report.stopped}"
-    files = "\n".join(f"{name}: {root / path}" for name, path in report.artifacts.items())
+    files = "\n".join(f"{name}: {model_path(root, path)}" for name, path in report.artifacts.items())
     return Group(Text(head, style="bold"), terms, sides, Text(timed), tries, *map(Text, (*noted, stopped, files)))
 
 

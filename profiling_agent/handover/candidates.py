@@ -8,6 +8,7 @@ from typing import Literal, get_args
 
 from pydantic import Field
 
+from profiling_agent.benchmarking.race import compare
 from profiling_agent.errors import RequestError, RunError
 from profiling_agent.iteration.judge import keeps_accuracy
 from profiling_agent.iteration.selection import preference, size_ratio
@@ -23,12 +24,16 @@ FAILED = "it failed on the held-out images, and was refused"
 class Measured(Record):
     """One candidate: its number in the report, what was measured of it, and the terms of the contract that this answers.
 
+    `race_result` is of the sessions where it had any; `chosen_by` is of the one session that all were in, so that candidates are
+    compared by that: of who is the fastest in one session the others say a little less.
+
     `terms` are on held-out images where it `is_judged`, on search images otherwise; what was not measured has none.
     """
 
     number: int
     evaluation: Evaluation
     race_result: RaceResult | None
+    chosen_by: RaceResult | None = None
     terms: tuple[Term, ...]
     unmeasured: tuple[str, ...] = Field(default=(), description="terms of the contract of which nothing was measured")
     is_judged: bool = Field(description="whether it is what the run returned, with held-out images and a verdict")
@@ -44,6 +49,12 @@ class Measured(Record):
     def lost(self) -> float:
         """Return the top-1 that it lost on search images; of the baseline nothing."""
         return self.evaluation.drop.drop if self.evaluation.drop else 0.0
+
+    @property
+    def speedup(self) -> float:
+        """Return how many times as fast it was, where all were timed together as far as they were; 0 where nobody timed it."""
+        told = self.chosen_by or self.race_result
+        return told.speedup if told else 0.0
 
     @property
     def holds(self) -> bool | None:
@@ -66,6 +77,7 @@ def candidates_of(report: RunReport) -> tuple[Measured, ...]:
     """Return what `candidates` does of a report that was read."""
     rows, goal = report.variants, report.goal
     baseline = rows[0]
+    screened = {one.model.sha256: one for one in report.screening.results} if report.screening else {}
     found: list[Measured] = []
     for number, row in enumerate(rows):
         model = row.evaluation.model
@@ -80,6 +92,7 @@ def candidates_of(report: RunReport) -> tuple[Measured, ...]:
                 number=number,
                 evaluation=row.evaluation,
                 race_result=row.race_result,
+                chosen_by=screened.get(model.sha256),
                 terms=terms,
                 unmeasured=unmeasured,
                 is_judged=is_judged,
@@ -93,7 +106,7 @@ def candidates_of(report: RunReport) -> tuple[Measured, ...]:
 def best_for(objective: str, found: Sequence[Measured], goal: Goal) -> Measured:
     """Return the candidate that a contract with this objective prefers, by what was measured: its terms kept, then the objective.
 
-    What held-out images were against comes last. The baseline is none of them: it is what everything is compared with.
+    What held-out images were against comes last. Of two that can't be told apart by their speed what the run returned comes first. The baseline is none of them: it is what everything is compared with.
 
     Raises:
         RequestError: there is no such objective.
@@ -116,7 +129,7 @@ def best_for(objective: str, found: Sequence[Measured], goal: Goal) -> Measured:
         *missed, wanted = preference(
             goal if objective == "accuracy" else goal.model_copy(update={"objective": objective}),
             size=size,
-            speedup=one.race_result.speedup if one.race_result else 0.0,
+            speedup=one.speedup,
             memory=_memory_ratio(one.race_result, found[0].race_result),
         )
         refused = bool(one.notes) and not one.is_judged
@@ -124,7 +137,10 @@ def best_for(objective: str, found: Sequence[Measured], goal: Goal) -> Measured:
             return (refused, *missed, one.lost, size)
         return (refused, not _keeps(one.evaluation, goal), *missed, wanted, one.lost, size)
 
-    return min(others, key=rank)
+    best = min(others, key=rank)
+    returned = next((one for one in others if one.is_judged), best)
+    is_level = objective == "speed" and rank(returned)[:-3] == rank(best)[:-3] and not _is_faster(best, returned)
+    return returned if is_level else best
 
 
 def named(candidate: str, found: Sequence[Measured]) -> Measured:
@@ -198,10 +214,14 @@ def _refusals(report: RunReport, evaluation: Evaluation) -> tuple[str, ...]:
     )
 
 
+def _is_faster(one: Measured, other: Measured) -> bool:
+    """Return whether the session that both were in shows one to be faster."""
+    return one.chosen_by is None or other.chosen_by is None or compare(one.chosen_by, other.chosen_by).low > 1
+
+
 def _is_beaten(one: Measured, found: Sequence[Measured]) -> bool:
     def merits(each: Measured) -> tuple[float, float, float]:
-        speedup = each.race_result.speedup if each.race_result else 0.0
-        return -each.lost, speedup, -each.evaluation.footprint.size_bytes
+        return -each.lost, each.speedup, -each.evaluation.footprint.size_bytes
 
     own = merits(one)
     return any(

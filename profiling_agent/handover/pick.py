@@ -79,7 +79,8 @@ def _notes(report: RunReport, picked: Measured) -> tuple[str, ...]:
     own, here = picked.evaluation, report.environment
     notes = [f"Top-1 lost on search images: {drop(own.drop)}."] if own.drop else []
     if picked.race_result:
-        notes.append(f"Times as fast as the baseline in eager float32: {speedup(picked.race_result)}.")
+        where = "" if len(picked.race_result.turns) > 1 else ", in the one session that chose"
+        notes.append(f"Times as fast as the baseline in eager float32: {speedup(picked.race_result)}{where}.")
     else:
         notes.append("How fast it is was not measured.")
     if own.variant is not Variant.BASELINE:

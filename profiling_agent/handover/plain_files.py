@@ -91,7 +91,7 @@ def export_files(folder: Path, recipe: Recipe, output: Path, *, others: Sequence
             so; or what was written computes something else. Nothing is left behind.
     """
     spec = recipe.input
-    how = preprocessing_of(load_processor(folder), spec, otherwise=_unprepared(recipe, others))
+    prepared = preprocessing_of(load_processor(folder), spec, otherwise=_unprepared(recipe, others))
     session = open_session(folder)
     labels = _labels(recipe, folder)
     with appearing(output) as temporary:
@@ -101,7 +101,7 @@ def export_files(folder: Path, recipe: Recipe, output: Path, *, others: Sequence
         else:
             for name in MODEL_FILES[recipe.deployment.runtime]:
                 shutil.copyfile(folder / name, temporary / name)
-        write_text(temporary / PREPROCESSING, how.model_dump_json(indent=1) + "\n")
+        write_text(temporary / PREPROCESSING, prepared.model_dump_json(indent=1) + "\n")
         write_text(temporary / LABELS, json.dumps(labels, indent=1, ensure_ascii=False) + "\n")
         shutil.copyfile(pixels.__file__, temporary / PREPARE)
         requirements = _requirements(recipe)
@@ -137,7 +137,8 @@ def export_files(folder: Path, recipe: Recipe, output: Path, *, others: Sequence
         )
         write_text(temporary / MANIFEST, exported.model_dump_json(indent=1) + "\n")
         files = {name: MEANINGS.get(name, "what transformers reads beside it") for name in (*exported.files, MANIFEST)}
-        _write_card(folder, recipe, temporary, _rendered("files.md.jinja", told | {"files": files}))
+        how = _rendered("files.md.jinja", told | {"files": files})
+        _write_card(folder, recipe, temporary, how, is_ordinary=told["is_ordinary"])
     return f"wrote {output}, which runs without profiling-agent and gives the saved model's logits: python {output / LOADER} image.png"
 
 
@@ -264,9 +265,9 @@ def _unprepared(recipe: Recipe, others: Sequence[str]) -> str:
     return f"{_offered(recipe)}, and prepare images with transformers"
 
 
-def _write_card(folder: Path, recipe: Recipe, temporary: Path, how: str) -> None:
+def _write_card(folder: Path, recipe: Recipe, temporary: Path, how: str, *, is_ordinary: bool) -> None:
     head = card_head(folder).replace(f"`{CONFIG}`.", f"`{LABELS}`.")
     card = ModelCard(f"{head}{how}", ignore_metadata_errors=True)
     metadata: Any = card.data
-    metadata.library_name = LIBRARIES.get(recipe.deployment.runtime, "transformers")
+    metadata.library_name = LIBRARIES.get(recipe.deployment.runtime, "transformers" if is_ordinary else "pytorch")
     write_text(temporary / CARD, str(card))

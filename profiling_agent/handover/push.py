@@ -52,8 +52,12 @@ class _There(Record):
 
 
 class _Staged(Record):
-    """A copy of what is to go up; `base` and `revision` are what it was made from, where that is on the Hub."""
+    """What is to go up: a copy in `folder` of what names paths of this machine, the rest as it lies in `source`.
 
+    `base` and `revision` are what it was made from, where that is on the Hub.
+    """
+
+    source: Path
     folder: Path
     files: tuple[str, ...]
     base: str
@@ -107,7 +111,8 @@ def _check_id(repo_id: str) -> None:
 
 
 def _commit(api: HfApi, repo_id: str, staged: _Staged, there: Iterable[str]) -> Pushed:
-    added = [CommitOperationAdd(name, staged.folder / name) for name in staged.files]
+    # Weights go up from where they lie: the system's temporary folder may be too small for a copy.
+    added = [CommitOperationAdd(name, _held_in(staged, name)) for name in staged.files]
     gone = [CommitOperationDelete(name) for name in sorted(set(there) - set(staged.files))]
     committed = on_behalf(
         api.create_commit, repo_id, [*added, *gone], commit_message="A model by profiling-agent", revision="main"
@@ -115,19 +120,24 @@ def _commit(api: HfApi, repo_id: str, staged: _Staged, there: Iterable[str]) -> 
     return Pushed(url=f"{constants.ENDPOINT}/{repo_id}", commit=committed.oid, files=staged.files)
 
 
+def _held_in(staged: _Staged, name: str) -> Path:
+    copy = staged.folder / name
+    return copy if copy.exists() else staged.source / name
+
+
 def _stage(folder: Path, scratch: Path) -> _Staged:
-    """Copy a model that is whole to `scratch`, without the paths that it was made from."""
+    """Copy what describes a model that is whole to `scratch`, without the paths that it was made from."""
     if (folder / MANIFEST).is_file():
         exported = read_exported(folder)
         names, base, revision = (MANIFEST, *exported.files), exported.base_model, exported.base_revision
     else:
         recipe = open_folder(folder, verify=True)
         names, base, revision = (RECIPE, *recipe.files), recipe.base_model, recipe.base_revision
-    for name in names:
+    for name in {CONFIG, RECIPE, MANIFEST} & set(names):
         shutil.copyfile(folder / name, scratch / name)
     write_text(scratch / CARD, read_card(folder))
     _forget_paths(scratch, base)
-    return _Staged(folder=scratch, files=(*sorted(names), CARD), base=base, revision=revision)
+    return _Staged(source=folder, folder=scratch, files=(*sorted(names), CARD), base=base, revision=revision)
 
 
 def _forget_paths(folder: Path, base: str) -> None:

@@ -256,7 +256,11 @@ def build_report(request: Request, final: FinalChoice, sources: Sources) -> RunR
     kept = final.kept_beside.evaluation.model.path if final.kept_beside else None
     artifacts = {"best": "best", "report": "report.html", "text": "report.md", "json": "report.json"}
     artifacts |= {f"{name} profile": profiled.profile.path for name, (profiled, _) in profiles.items()}
-    artifacts |= {f"{row.variant} model ({row.deployment.name})": row.model.path for row in final.variants}
+    # Several attempts may end in one deployment: they have the numbers by which `pick` knows them.
+    artifacts |= {
+        f"candidate {number}, {row.variant} ({row.deployment.name})": row.model.path
+        for number, row in enumerate(final.variants)
+    }
     return RunReport(
         run_id=request.run_id or "",
         verdict=final.verdict,

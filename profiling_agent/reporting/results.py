@@ -1,6 +1,8 @@
 """A run's results, read back: its report, and the models that it names."""
 
 import hashlib
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -8,6 +10,7 @@ from profiling_agent.benchmarking.saved import SavedModel, saved_model
 from profiling_agent.documents import DocumentError, parse_json, parse_record
 from profiling_agent.errors import RunError
 from profiling_agent.files import read_bytes
+from profiling_agent.records import ArtifactRef
 from profiling_agent.reporting.report import RunReport
 from profiling_agent.workspace import MANIFEST, Workspace, check_version, read_manifest
 
@@ -59,26 +62,55 @@ def run_of(folder: Path) -> Path:
 
 
 def models_of(source: Path) -> list[SavedModel]:
-    """Return the models that a run's verdict rests on, the baseline first; of a saved model, itself.
+    """Return the models that a run's verdict rests on, by the numbers that `pick` knows them by, the baseline first; of a saved model, itself.
 
     Raises:
         ArtifactError: it is neither a run nor a saved model.
         RunError: the run has no report yet.
     """
-    if not ((source / MANIFEST).is_file() or (source / REPORT).is_file()):
+    if not _is_run(source):
         return [saved_model(source)]
-    rows, root = [row.evaluation for row in read_report(source).variants], run_of(source)
+    models = (model for _, model in _measured(source))
+    return [replace(model, name=f"{number} {model.name}") for number, model in enumerate(models)]
+
+
+def models_of_all(sources: Sequence[Path]) -> list[SavedModel]:
+    """Return the models of several runs and saved models, those of runs with the run's path before their names."""
+    if len(sources) == 1:
+        return models_of(sources[0])
     return [
-        SavedModel(f"{row.variant} ({row.deployment.name})", row.variant, Workspace(root).path(row.model).resolve())
-        for row in rows
+        replace(model, name=f"{source}: {model.name}") if _is_run(source) else model
+        for source in sources
+        for model in models_of(source)
     ]
 
 
 def before_and_after(source: Path) -> list[SavedModel]:
-    """Return a run's baseline and its best model; of a saved model, itself. Raises what `models_of` does."""
-    models = models_of(source)
-    best = (source / "best").resolve()
-    return [models[0], *(model for model in models[1:] if model.folder == best)]
+    """Return a run's baseline and the model that it returned; of a saved model, itself. Raises what `models_of` does."""
+    if not _is_run(source):
+        return [saved_model(source)]
+    models, returned = _measured(source), read_report(source).heldout.model
+    return [models[0][1], *(model for ref, model in models[1:] if ref == returned)]
+
+
+def _is_run(source: Path) -> bool:
+    return (source / MANIFEST).is_file() or (source / REPORT).is_file()
+
+
+def _measured(source: Path) -> list[tuple[ArtifactRef, SavedModel]]:
+    rows, workspace = [row.evaluation for row in read_report(source).variants], Workspace(run_of(source))
+    return [
+        (
+            row.model,
+            SavedModel(f"{row.variant} ({row.deployment.name})", row.variant, workspace.path(row.model).resolve()),
+        )
+        for row in rows
+    ]
+
+
+def model_path(root: Path, path: str) -> Path:
+    """Return where a file lies that the report in `root` names: the jobs of a fork are those of its run."""
+    return root / path if (root / path).exists() else run_of(root) / path
 
 
 def _question(report: RunReport) -> tuple[str, ...]:

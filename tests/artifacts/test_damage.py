@@ -83,6 +83,22 @@ def test_a_foreign_file_is_named(folder: Path):
         load_module(folder)
 
 
+def test_what_git_and_the_hub_leave_beside_a_download_is_not_read(folder: Path):
+    (folder / ".gitattributes").write_text("*.safetensors filter=lfs")
+    for name in (".git", ".cache"):
+        (folder / name).mkdir()
+    load_module(folder)
+
+    snapshot = folder.parent / "models--me--x" / "snapshots" / "c0ffee"
+    (snapshot.parents[1] / "blobs").mkdir(parents=True)
+    snapshot.parent.mkdir()
+    folder.rename(snapshot)
+    (snapshot / "config.json").rename(snapshot.parents[1] / "blobs" / "1")
+    (snapshot / "config.json").symlink_to("../../blobs/1")
+    with pytest.raises(ArtifactError, match=r"is a symbolic link: .* download it with `hf download` and --local-dir"):
+        load_module(snapshot)
+
+
 def test_a_pickle_is_refused_even_where_the_recipe_lists_it(folder: Path):
     (folder / "weights.bin").write_bytes(pickle.dumps({}))
     files = load_recipe_files(folder) | {"weights.bin": file_sha256(folder / "weights.bin")}

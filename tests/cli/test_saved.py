@@ -13,8 +13,10 @@ from profiling_agent.benchmarking.saved import Measurements, compare_measurement
 from profiling_agent.cli.main import app
 from profiling_agent.cli.tables import compare_table, measurement_table
 from profiling_agent.files import write_text
+from profiling_agent.handover.source import model_folder
 from profiling_agent.records import Race
 from profiling_agent.reporting.report import RunReport
+from profiling_agent.reporting.results import before_and_after, models_of_all, read_report
 
 
 def call(*arguments: str):
@@ -22,14 +24,57 @@ def call(*arguments: str):
 
 
 @pytest.mark.slow
-def test_a_finished_run_is_raced_again_at_another_batch_size(finished: Path):
-    said = call("race", str(finished), "--batch-size", "2", "--json")
+def test_a_finished_run_is_raced_again_at_another_batch_size_without_what_can_not_be_run(
+    finished: Path, tmp_path: Path
+):
+    broken = shutil.copytree(finished / "best", tmp_path / "broken")
+    (broken / "model.safetensors").write_bytes(b"no weights")
+    said = call("race", str(finished), str(broken), "--batch-size", "2", "--json")
 
     race = Race.model_validate_json(said.stdout)
     report = json.loads((finished / "report.json").read_text())
     assert len(race.results) == len(report["variants"])
     assert all(race_result.latency.batch_size == 2 for race_result in race.results)
     assert race.results[0].speedup == 1
+    assert [dropped.model.path for dropped in race.dropped] == [str(broken.resolve())]
+
+
+def test_models_of_a_run_are_known_by_the_numbers_of_pick_and_by_their_run(finished: Path, tmp_path: Path):
+    returned = read_report(finished).heldout.model
+    names = [model.name for model in models_of_all([finished])]
+    # As `scp -r` and `aws s3 sync` copy a run: `best` is no link there.
+    copy = shutil.copytree(finished, tmp_path / "copy")
+    both = before_and_after(copy)
+
+    assert names[0].startswith("0 baseline ")
+    assert len(set(names)) == len(names)
+    assert [model.name for model in models_of_all([finished, copy])] == [
+        f"{run}: {name}" for run in (finished, copy) for name in names
+    ]
+    assert [model.folder for model in both][1:] == [(copy / returned.path).resolve()]
+
+
+def test_a_fork_is_handed_over_as_its_run_is(finished: Path, tmp_path: Path):
+    run = shutil.copytree(finished, tmp_path / "run", symlinks=True)
+    fork = run / "forks" / "c0ffee"
+    fork.mkdir(parents=True)
+    shutil.copy(run / "report.json", fork)
+    (fork / "best").symlink_to((run / "best").resolve())
+
+    assert model_folder(fork) == (run / "best").resolve()
+    assert f"best: {fork / 'best'}" in call("show", str(fork)).stdout
+    assert str(run / read_report(run).variants[0].evaluation.model.path) in call("show", str(fork)).stdout
+
+
+def test_a_report_that_can_not_be_written_is_one_line(finished: Path, tmp_path: Path):
+    run = shutil.copytree(finished, tmp_path / "run", symlinks=True)
+    (run / "report.md").unlink()
+    (run / "report.md").mkdir()
+
+    said = call("report", str(run))
+
+    assert said.exit_code == 2
+    assert "the report can't be written to" in said.stderr
 
 
 @pytest.mark.slow
@@ -62,6 +107,8 @@ def test_what_models_take_is_measured_and_compared_on_one_machine_alone(finished
         (("race", "{best}"), "takes two models"),
         (("measure", "{best}", "--against", "{tmp}/nothing.json"), "profiling-agent measure --json"),
         (("race", "{run}"), "has no report yet"),
+        (("race", "{bare}"), "there is no such folder"),
+        (("measure", "{bare}"), "there is no such folder"),
     ],
 )
 def test_what_can_not_be_raced_or_measured_is_refused_in_one_line(
@@ -70,7 +117,9 @@ def test_what_can_not_be_raced_or_measured_is_refused_in_one_line(
     run = tmp_path / "run"
     run.mkdir()
     write_text(run / "request.json", (finished / "request.json").read_text())
-    places = {"tmp": str(tmp_path), "best": str(finished / "best"), "run": str(run)}
+    # A run that was copied without its jobs.
+    shutil.copytree(finished, tmp_path / "bare", symlinks=True, ignore=shutil.ignore_patterns("jobs"))
+    places = {"bare": str(tmp_path / "bare"), "tmp": str(tmp_path), "best": str(finished / "best"), "run": str(run)}
 
     said = call(*(argument.format(**places) for argument in arguments))
 

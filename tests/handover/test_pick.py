@@ -66,6 +66,17 @@ def test_what_held_out_images_were_against_comes_last():
     assert best_for("speed", (FOUND[0], refused), GOAL).number == 1
 
 
+@pytest.mark.parametrize(("high", "number"), [(3.1, 2), (9.0, 1)])
+def test_candidates_are_compared_in_the_session_that_all_were_in(high: float, number: int):
+    """The sessions say less of the returned model than the one that chose it, and nothing of the others."""
+    screened = made.race_result("small", 3.0, 2.9, 3.1)
+    returned = FOUND[2].model_copy(update={"chosen_by": screened, "is_judged": True})
+    other = FOUND[1].model_copy(update={"chosen_by": made.race_result("fast", high - 0.1, high - 0.2, high)})
+
+    assert best_for("speed", (FOUND[0], other, returned), GOAL).number == number
+    assert returned.speedup > FOUND[2].speedup
+
+
 def test_a_candidate_that_held_out_images_refused_is_listed_as_such():
     refused = FOUND[1].model_copy(update={"notes": ("it failed on the held-out images, and was refused",)})
     console = Console(file=io.StringIO(), width=500)

@@ -95,6 +95,10 @@ def test_exported_files_run_by_their_runtime_alone(source: Source, tmp_path: Pat
 
     export(saved, "files", home)
 
+    library = {"onnxruntime": "onnx", "openvino": "openvino"}.get(form.runtime, "transformers")
+    # What transformers would read otherwise than it is meant isn't offered as its own.
+    told = "pytorch" if name in ("eager bfloat16", "eager dynamic") else library
+    assert f"library_name: {told}\n" in (home / "README.md").read_text()
     found = heard(home, NEEDED[form.runtime], images, tmp_path)
     expected = open_session(saved, num_threads=1).run(images)
     assert deployed.distance(found, expected) < BOUND.get(form.scheme, STEPS)

@@ -174,7 +174,6 @@ def test_a_runs_model_goes_up_whole_and_loads_from_there(world):
         "preprocessor_config.json",
         "recipe.json",
     }
-    (root / "me/small" / ".gitattributes").rename(root / "gitattributes")
     assert load(root / "me/small").runtime == "onnxruntime"
 
 

@@ -3,12 +3,16 @@
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import deployed
 import pytest
 from needs import TIMM
+from PIL import Image
 from pruning.families import FAMILIES, processor_of, spec_of
 
+from profiling_agent import load
+from profiling_agent.artifacts.card import write_card
 from profiling_agent.artifacts.save import save_model
 from profiling_agent.deployment.save import save_deployed
 from profiling_agent.handover.export import export
@@ -32,6 +36,25 @@ def test_a_timm_model_is_exported_as_files_whose_requirements_pin_timm(tmp_path:
     card = (tmp_path / "home" / "README.md").read_text()
     required = card.partition("```console")[2].partition("```")[0].split()
     assert {f"{each}=={metadata.version(each).partition('+')[0]}" for each in ("timm", "torchvision")} <= set(required)
+
+
+def test_the_cards_own_lines_run_a_timm_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """transformers would take timm's config for its processor's, which gives torch alone."""
+    model = FAMILIES["timm_vit"]()
+    spec = spec_of(model)
+    save_model(model, tmp_path / "model", spec=spec, processor=processor_of(spec), base_model="zoo")
+    source = replace(deployed.saved_source(tmp_path), processor=processor_of(spec))
+    save_deployed(source, deployed.deployment("onnxruntime float32"), tmp_path / "saved", num_threads=1)
+    write_card(tmp_path / "saved")
+    Image.new("RGB", (40, 40)).save(tmp_path / "saved" / "image.png")
+    monkeypatch.chdir(tmp_path / "saved")
+    _, without_us = (tmp_path / "saved" / "README.md").read_text().split("## Run it without\n")
+    said: dict[str, Any] = {"print": lambda label: said.update(label=label)}
+
+    exec(without_us.partition("```python")[2].partition("```")[0], said)
+
+    (tmp_path / "saved" / "image.png").unlink()
+    assert said["label"] == load(tmp_path / "saved").predict(Image.new("RGB", (40, 40))).label
 
 
 def test_a_timm_model_that_was_not_changed_is_an_ordinary_folder(tmp_path: Path):
