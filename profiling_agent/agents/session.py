@@ -84,6 +84,8 @@ class RunSession:
         self.addresses = set(addresses)
         # Whether whoever asks is somebody else than whose machine this is.
         self.is_served = False
+        # Whether a graph's own request began it, which may come again, and be another.
+        self.is_begun = False
         # Closed in the other order: nobody else may have the run before its worker has ended.
         with storage_told(workspace.root), ExitStack() as opened:
             opened.callback(workspace.lock().release)
@@ -276,12 +278,14 @@ class Sessions:
         """Start, or start again, the run that the request asks for; RequestError where this server's limits forbid it."""
         self._check(request)
         run_id = choose_run_id(request, thread)
-        if (known := self.by_run.get(run_id)) is not None:
-            return known
-        created = not (request.output_dir / run_id / MANIFEST).exists()
+        known, root = self.by_run.get(run_id), request.output_dir / run_id
+        if known is not None and not (known.is_begun and _is_same(known.workspace.root, root)):
+            # Its driver has compared the requests; in another folder it is a namesake, and refused.
+            return self.open(Workspace(root), request)
+        created = not (root / MANIFEST).exists()
         workspace = open_workspace(request, run_id)
         try:
-            return self.open(workspace, request, created=created)
+            session = self.open(workspace, request, created=created)
         except RunError:
             raise
         except RequestError:
@@ -289,6 +293,8 @@ class Sessions:
             if created:
                 shutil.rmtree(workspace.root, ignore_errors=True)
             raise
+        session.is_begun = True
+        return session
 
     def _check(self, request: Request) -> None:
         if self.limits is not None:

@@ -17,7 +17,7 @@ from profiling_agent.agents.session import RunSession, Sessions
 from profiling_agent.agents.state import RunState
 from profiling_agent.analysis.rules import analyse
 from profiling_agent.deployment.choices import recommend
-from profiling_agent.errors import AcquisitionError, PlanError
+from profiling_agent.errors import AcquisitionError, PlanError, RunError
 from profiling_agent.iteration.attempt import measure_attempt, open_journal, prune_attempt, quantize_attempt
 from profiling_agent.iteration.propose import propose
 from profiling_agent.jobs.tasks import ResolvedShape
@@ -187,6 +187,21 @@ def test_a_request_that_can_not_be_carried_out_leaves_nothing_behind(tmp_path: P
 
     assert not list((tmp_path / "runs").iterdir())
     assert not sessions.by_run
+
+
+def test_another_request_does_not_go_on_with_a_run_that_was_left_open(tmp_path: Path):
+    """As after `break` in a stream: the session is still there when the cell runs again, with another contract."""
+    sessions, asked = Sessions(), Request(model="reference:vit", run_id="left", output=str(tmp_path / "runs"))
+    left = sessions.begin(asked, None)
+    try:
+        assert sessions.begin(asked, None) is left
+        with pytest.raises(RunError, match=r"was begun with another request \(max_accuracy_drop was 0\.01"):
+            sessions.begin(asked.model_copy(update={"max_accuracy_drop": 0.02}), None)
+        with pytest.raises(RunError, match="a run called 'left' is under way in this process"):
+            sessions.begin(asked.model_copy(update={"output": str(tmp_path / "elsewhere")}), None)
+    finally:
+        left.close()
+    assert not (tmp_path / "elsewhere").exists()
 
 
 def test_langgraph_json_names_a_graph_without_a_checkpointer_and_our_saver():
