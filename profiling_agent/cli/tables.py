@@ -11,7 +11,7 @@ from rich.text import Text
 from profiling_agent.benchmarking.race import noise_warning
 from profiling_agent.benchmarking.saved import Measurements
 from profiling_agent.handover.candidates import FAILED, Measured
-from profiling_agent.records import ApprovalQuestion, Comparison, ModelProfile, Race, by_cause
+from profiling_agent.records import ApprovalQuestion, Comparison, ModelProfile, Race, Variant, by_cause
 from profiling_agent.reporting.machines import differences
 from profiling_agent.reporting.reflection import choices, predictions, subject_of
 from profiling_agent.reporting.report import RunReport
@@ -174,6 +174,8 @@ def picked_table(picked: Measured) -> Group:
     lines.append(f"top-1 {percent(own.top1)} on {seen}{f', lost {drop(own.drop)}' if own.drop else ''}")
     lines += [f"times as fast as the baseline: {speedup(picked.race_result)}"] if picked.race_result else []
     judged = "the run returned it: the contract's terms are of held-out images"
+    if picked.evaluation.variant is Variant.BASELINE:
+        judged = "the run returned it, which is the model that it was given: against itself it loses nothing"
     unjudged = f"never judged on held-out images; by what was measured the contract {_holds(picked)}\n{BY_BOUND}"
     return Group(*map(Text, lines), terms, Text(judged if picked.is_judged else unjudged), *map(Text, picked.notes))
 

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from profiling_agent import pick
 from profiling_agent.cli.main import app
-from profiling_agent.cli.tables import candidates_table
+from profiling_agent.cli.tables import candidates_table, picked_table
 from profiling_agent.deployment.load import load
 from profiling_agent.errors import ArtifactError, RequestError, RunError
 from profiling_agent.handover.candidates import Measured, best_for, candidates, candidates_of, named
@@ -203,6 +203,14 @@ def test_a_contract_that_does_not_hold_names_the_terms_that_are_missed():
         wide.print(candidates_table((FOUND[0], FOUND[1].model_copy(update={"terms": terms}))))
 
     assert "doesn't hold (speed, size)" in drawn.get()
+
+
+def test_a_returned_baseline_is_not_said_to_be_judged():
+    wide = Console(width=500, file=io.StringIO())
+    with wide.capture() as drawn:
+        wide.print(picked_table(FOUND[0].model_copy(update={"is_judged": True})))
+
+    assert "held-out" not in drawn.get()
 
 
 def test_a_bad_pick_is_one_line_and_writes_nothing(finished: Path, tmp_path: Path):
