@@ -13,12 +13,21 @@ from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any
 
-from profiling_agent.acquisition.origin import is_below
+from profiling_agent.acquisition.origin import PATTERN, is_below
 from profiling_agent.documents import clean
 from profiling_agent.errors import AcquisitionError
 
-# The words that `datasets` finds splits by, in names of folders and of tables.
-WORDS = ("train", "training", "validation", "valid", "dev", "val", "test", "testing", "eval", "evaluation")
+# The words that `datasets` finds splits by, in names of folders and of tables, and which split each means.
+SPLIT_OF = {
+    word: words[0]
+    for words in (
+        ("train", "training"),
+        ("validation", "valid", "dev", "val"),
+        ("test", "testing", "eval", "evaluation"),
+    )
+    for word in words
+}
+WORDS = tuple(SPLIT_OF)
 SPLIT = re.compile(rf"(?:^|[-._ 0-9])(?:{'|'.join(WORDS)})(?:$|[-._ 0-9])")
 # The name of a photograph says nothing of its split: its folder is its class.
 TABLES = frozenset({".parquet", ".arrow", ".csv", ".tsv", ".json", ".jsonl", ".tar", ".zip"})
@@ -101,13 +110,42 @@ def beside_others(dataset: str, asked: str | None, files: Mapping[str, Iterable[
     return Config(files={"data_dir": asked})
 
 
-def _above_split(file: str) -> str | None:
-    """Return the folder, the top as nothing, in which a folder or a table names a split; None where none does."""
+def each_once(files: Mapping[str, Sequence[str]]) -> Config | None:
+    """Return what to read of images of which some would be read into two splits, as where a class is called train.
+
+    Each is left to the split that its outermost folder names. None where none is read twice, or such a folder names two splits.
+    """
+    splits: dict[str, set[str]] = {}
+    for split, names in files.items():
+        for name in names:
+            splits.setdefault(name, set()).add(split)
+    if all(len(found) == 1 for found in splits.values()):
+        return None
+    patterns: dict[str, set[str]] = {}
+    for name in splits:
+        depth, parts = _depth_of_split(name), PurePosixPath(name).parts
+        if depth is None or len(parts) == depth + 1:
+            return None
+        folder = "/".join(parts[: depth + 1])
+        meant = {SPLIT_OF[word] for word in re.split(r"[-._ 0-9]", parts[depth]) if word in SPLIT_OF}
+        if len(meant) != 1 or PATTERN & set(folder):
+            return None
+        patterns.setdefault(meant.pop(), set()).add(f"{folder}/**")
+    return Config(files={"data_files": {split: sorted(found) for split, found in patterns.items()}})
+
+
+def _depth_of_split(file: str) -> int | None:
+    """Return how deep the first folder or table lies that names a split; None where none does."""
     path = PurePosixPath(file)
     is_table = not TABLES.isdisjoint(path.suffixes)
     named = path.parts if is_table else path.parts[:-1]
-    depth = next((depth for depth, part in enumerate(named) if SPLIT.search(part)), None)
-    return None if depth is None else "/".join(path.parts[:depth])
+    return next((depth for depth, part in enumerate(named) if SPLIT.search(part)), None)
+
+
+def _above_split(file: str) -> str | None:
+    """Return the folder, the top as nothing, in which a folder or a table names a split; None where none does."""
+    depth = _depth_of_split(file)
+    return None if depth is None else "/".join(PurePosixPath(file).parts[:depth])
 
 
 def misnamed_splits(files: Iterable[str], splits: Collection[str]) -> tuple[str, ...]:

@@ -3,8 +3,8 @@
 import itertools
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import datasets
@@ -23,6 +23,7 @@ from profiling_agent.acquisition.configs import (
     Config,
     beside_others,
     check_config,
+    each_once,
     misnamed_splits,
     odd_depth,
     parquet_copy,
@@ -51,6 +52,7 @@ READ_ERRORS = (OSError, pa.ArrowException, UnicodeDecodeError)
 # The kinds of files that hold labelled images and name no file of their own.
 BUILDERS = (Parquet, Arrow, Csv, Json, ImageFolder, WebDataset)
 ARCHIVES = (".zip", ".tar")
+BY_TABLE = "a table that names images is read where it is called metadata.csv, its column of paths file_name, and it lies beside the images"
 BATCH_ROWS = 2048
 # A table of photographs has hundreds of megabytes by fewer.
 BATCH_IMAGES = 64
@@ -270,16 +272,27 @@ def _choose_builder(query: DataQuery, origin: Origin, cache: Path | None, *, nam
     """Return what to read of a data set, and what reads it: where no card says it, one of those that lie side by side."""
     asked, config = query.dataset_config, None
     if names_configs:
-        config = Config(asked)
-    elif isinstance(origin, Repository) and origin.is_parquet_copy:
+        return Config(asked), _checked_builder(query, origin, Config(asked), cache)
+    if isinstance(origin, Repository) and origin.is_parquet_copy:
         config = parquet_copy(query.dataset, asked, origin.listed)
     if config is None:
         builder = _checked_builder(query, origin, Config(), cache)
         config = beside_others(query.dataset, asked, _names(origin, builder))
         if config is None and asked is None:
-            return Config(), builder
+            return _read_once(query, origin, Config(), builder, cache)
     config = config or Config(asked)
-    return config, _checked_builder(query, origin, config, cache)
+    return _read_once(query, origin, config, _checked_builder(query, origin, config, cache), cache)
+
+
+def _read_once(
+    query: DataQuery, origin: Origin, config: Config, builder: Any, cache: Path | None
+) -> tuple[Config, Any]:
+    """Return what to read instead where images would be read into two splits; not where a table labels them, wherever it lies."""
+    own = each_once(_names(origin, builder)) if isinstance(builder, ImageFolder) else None
+    if own is None or any(PurePosixPath(file).name in builder.METADATA_FILENAMES for file in origin.files()):
+        return config, builder
+    own = replace(own, notes=config.notes)
+    return own, _checked_builder(query, origin, own, cache)
 
 
 def _names(origin: Origin, builder: Any) -> dict[str, list[str]]:
@@ -308,7 +321,7 @@ def _checked_builder(query: DataQuery, origin: Origin, config: Config, cache: Pa
         held = type(builder).__module__.rsplit(".", maxsplit=1)[-1]
         raise AcquisitionError(
             f"dataset {query.dataset!r} holds files of kind {held!r}, which hold no labelled images: "
-            "give parquet, arrow, CSV, JSON, tar or image files"
+            f"give parquet, arrow, tar or image files; {BY_TABLE}"
         )
     for files in (builder.config.data_files or {}).values():
         check_files(origin, files)

@@ -1,7 +1,7 @@
 """Label matching: the labels of a data set as classes of a model."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
@@ -11,12 +11,15 @@ from profiling_agent.errors import AcquisitionError
 from profiling_agent.files import read_text
 from profiling_agent.records import LabelMatch
 
-GENERIC = re.compile(r"(?:label|class)?[ _-]?(\d+)", re.IGNORECASE)
+# No class has a longer number, and Python refuses to read one of thousands of digits.
+GENERIC = re.compile(r"(?:label|class)?[ _-]?(\d{1,18})", re.IGNORECASE)
 NUM_SHOWN = 5
 # A pair that is wrong spoils what is measured: rather a long line than one that is missing.
 MAX_GUESSES_SHOWN = 50
 # The longest synonym in ImageNet-21k has twelve.
 MAX_WORDS = 40
+# As models with a class more than ImageNet call their first.
+BACKGROUND = "background"
 # How ImageNet numbers its classes, and names folders. Models have its thousand in the order of these numbers.
 WNID = re.compile(r"n\d{8}")
 WNIDS = Path(__file__).with_name("imagenet_wnids.txt")
@@ -33,20 +36,40 @@ def _synonyms(name: str) -> frozenset[str]:
     return frozenset(normalised for part in parts if (normalised := _normalised(part)))
 
 
+def _number(name: str) -> int | None:
+    """Return the number that a name is nothing but, as LABEL_3 or 3."""
+    hit = GENERIC.fullmatch(name.strip())
+    return int(hit.group(1)) if hit else None
+
+
 def _generic_ids(names: Sequence[str]) -> list[int] | None:
     """Return the number in each name where the names are nothing but the numbers 0 to n-1, as in LABEL_3 or 3."""
-    hits = [GENERIC.fullmatch(name.strip()) for name in names]
-    numbers = [int(hit.group(1)) for hit in hits if hit]
+    numbers = [number for name in names if (number := _number(name)) is not None]
     return numbers if sorted(numbers) == list(range(len(names))) else None
+
+
+def _agree(labels: Sequence[str], model_labels: Sequence[str]) -> bool:
+    return all(_synonyms(ours) & _synonyms(theirs) for ours, theirs in zip(labels, model_labels, strict=True))
+
+
+def _are_moved(labels: Sequence[str], model_labels: Sequence[str]) -> bool:
+    """Say whether both are the same names in different orders, each there once."""
+    names = set(labels)
+    return list(labels) != list(model_labels) and len(names) == len(labels) and names == set(model_labels)
 
 
 def _by_id(labels: Sequence[str], id2label: Mapping[int, str]) -> list[int] | None:
     """Return every label's class by position, or by its own number, where that is beyond doubt."""
-    if sorted(id2label) != list(range(len(labels))):
+    first = len(id2label) - len(labels)
+    if first not in (0, 1) or sorted(id2label) != list(range(len(id2label))):
         return None
-    model_labels = [id2label[index] for index in range(len(labels))]
-    if all(_synonyms(ours) & _synonyms(theirs) for ours, theirs in zip(labels, model_labels, strict=True)):
-        return list(range(len(labels)))
+    model_labels = [id2label[index] for index in range(first, len(id2label))]
+    if _are_moved(labels, model_labels) or _are_moved([*map(_normalised, labels)], [*map(_normalised, model_labels)]):
+        return None
+    if labels and (first == 0 or BACKGROUND in _synonyms(id2label[0])) and _agree(labels, model_labels):
+        return list(range(first, len(id2label)))
+    if first:
+        return None
     if (numbers := _generic_ids(labels)) is not None:
         return numbers
     # Only names like LABEL_3 in LABEL_3's place: the position is all that the model says about its classes.
@@ -59,7 +82,7 @@ def _imagenet(id2label: Mapping[int, str]) -> Mapping[str, int]:
     first = len(id2label) - len(wnids)
     if first not in (0, 1) or sorted(id2label) != list(range(len(id2label))):
         return {}
-    is_background = first == 0 or "background" in _synonyms(id2label[0])
+    is_background = first == 0 or BACKGROUND in _synonyms(id2label[0])
     if is_background and FIRST in _synonyms(id2label[first]) and LAST & _synonyms(id2label[len(id2label) - 1]):
         return {wnid: index for index, wnid in enumerate(wnids, start=first)}
     return {}
@@ -71,9 +94,11 @@ class _Classes:
     def __init__(self, id2label: Mapping[int, str]) -> None:
         self._id2label = id2label
         self._names: dict[str, list[int]] = {}
+        self._normalised: dict[str, list[int]] = {}
         self._synonyms: dict[str, list[int]] = {}
         for index, name in id2label.items():
             self._names.setdefault(name, []).append(index)
+            self._normalised.setdefault(_normalised(name), []).append(index)
             for synonym in _synonyms(name):
                 self._synonyms.setdefault(synonym, []).append(index)
 
@@ -85,6 +110,9 @@ class _Classes:
         return self._names.get(label, [])
 
     def by_normalised_name(self, label: str) -> list[int]:
+        return self._normalised.get(_normalised(label), [])
+
+    def by_synonym(self, label: str) -> list[int]:
         return sorted({index for synonym in _synonyms(label) for index in self._synonyms.get(synonym, [])})
 
     def by_wnid(self, label: str) -> list[int]:
@@ -112,6 +140,7 @@ def _match_one(label: str, id2label: Mapping[int, str], classes: _Classes, taken
     rules: tuple[tuple[Rule, list[int]], ...] = (
         ("name", classes.by_exact_name(label)),
         ("normalised name", classes.by_normalised_name(label)),
+        ("normalised name", classes.by_synonym(label)),
         ("wnid", classes.by_wnid(label)),
         ("substring", classes.by_last_words(label, taken)),
     )
@@ -125,10 +154,16 @@ def guesses(matches: Sequence[LabelMatch]) -> str | None:
     """Return what a reader should know of labels that no name of a class is equal to: each pair, and what to do if it is wrong."""
     by_words = [match for match in matches if match.rule == "substring"]
     by_place = [match for match in matches if is_by_place(match)]
+    by_number = [match for match in by_place if _number(match.dataset_label) is not None]
     if by_words:
         return (
             f"{_pairs(by_words)}, by the label's last words alone: if that is wrong, every answer on its "
             "images counts as wrong, so name the data set's classes as the model does"
+        )
+    if by_number:
+        return (
+            f"{_pairs(by_number, NUM_SHOWN)}, by their numbers alone, as they stand and from 0: if the data set counts its classes in "
+            "another order or from 1, every answer counts as wrong, so name its classes as the model does"
         )
     if by_place:
         return (
@@ -140,21 +175,21 @@ def guesses(matches: Sequence[LabelMatch]) -> str | None:
 
 
 def is_by_place(match: LabelMatch) -> bool:
-    """Say whether a label was taken for a class by its place alone, as the class has no name; a label that is a number is its own class's."""
-    return match.rule == "id" and _is_generic(match.model_label) and not _is_generic(match.dataset_label)
+    """Say whether a label was taken for a class by its place or its number alone, as one of them has no name.
+
+    Of two names that are the same number there is nothing to guess.
+    """
+    ours, theirs = match.dataset_label, match.model_label or ""
+    return match.rule == "id" and _number(ours) != _number(theirs) and not _synonyms(ours) & _synonyms(theirs)
 
 
-def _pairs(matches: Sequence[LabelMatch]) -> str:
+def _pairs(matches: Sequence[LabelMatch], most: int = MAX_GUESSES_SHOWN) -> str:
     pairs = [
         f"{match.dataset_label[:MAX_QUOTED]!r} is taken for {(match.model_label or '')[:MAX_QUOTED]!r}"
-        for match in matches[:MAX_GUESSES_SHOWN]
+        for match in matches[:most]
     ]
-    rest = f" and {len(matches) - MAX_GUESSES_SHOWN} more alike" if len(matches) > MAX_GUESSES_SHOWN else ""
+    rest = f" and {len(matches) - most} more alike" if len(matches) > most else ""
     return ", ".join(pairs) + rest
-
-
-def _is_generic(name: str | None) -> bool:
-    return name is not None and GENERIC.fullmatch(name.strip()) is not None
 
 
 def shown(names: Sequence[str]) -> str:
@@ -168,8 +203,9 @@ def match_labels(
 ) -> tuple[LabelMatch, ...]:
     """Return what each label of the data set means to the model, in the data set's order.
 
-    Rules, most trusted first: the id (where names agree at every id, or one side has only numbers for names and the
-    counts agree), the exact name, the normalised name or an ImageNet synonym, ImageNet's wnid where the model has its
+    Rules, most trusted first: the id (where names agree at every id, those after a background too, or one side has only
+    numbers for names and the counts agree; not where both have the same names in other orders), the exact name, the
+    normalised name or an ImageNet synonym, ImageNet's wnid where the model has its
     classes, and, for labels that are left over, a class that is all of the label's last words (of the paper's substring
     match the half that holds; `guesses` says which). A label with several candidates stays unmapped.
 
@@ -198,3 +234,24 @@ def match_labels(
             "choose a model that was trained on these classes, or another label_column"
         )
     return matches
+
+
+def match_numbers(numbers: Iterable[int], id2label: Mapping[int, str]) -> tuple[tuple[LabelMatch, ...], dict[int, int]]:
+    """Return what whole numbers, all of them ids of the model, mean to it, and the class of each number there may be.
+
+    They are the classes that are called so where the model has one for each, else ids as they stand: never shifted.
+    """
+    ordered = sorted(numbers)
+    ids = {name: index for index, name in id2label.items()}
+    # Classes that are called 1 to n are that many.
+    class_of = {number: ids[str(number)] for number in range(len(id2label) + 1) if str(number) in ids}
+    rule: Literal["name", "id"] = "name"
+    if len(ids) != len(id2label) or not class_of.keys() >= set(ordered):
+        class_of, rule = {index: index for index in sorted(id2label)}, "id"
+    matches = tuple(
+        LabelMatch(
+            dataset_label=str(number), model_id=class_of[number], model_label=id2label[class_of[number]], rule=rule
+        )
+        for number in ordered
+    )
+    return matches, class_of

@@ -14,9 +14,10 @@ from typing import Any, NamedTuple, Protocol, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from profiling_agent.acquisition.columns import Columns, is_label
+from profiling_agent.acquisition.columns import MAX_STREAMED_LABELS, Columns, is_label
 from profiling_agent.acquisition.data import BATCH_IMAGES, OpenedData, reading
 from profiling_agent.acquisition.sampling import ClassQuotas
+from profiling_agent.documents import MAX_QUOTED
 from profiling_agent.errors import AcquisitionError
 from profiling_agent.progress import Progress
 
@@ -203,7 +204,7 @@ def _encoded(data: OpenedData, cells: Iterable[Any]) -> Iterator[bytes | None]:
 def _stream_pool(
     data: OpenedData, split: str, columns: Columns, target: int, spool: Spool, progress: Progress
 ) -> StreamedPool:
-    quotas = ClassQuotas(target, len(set(columns.class_of.values())))
+    quotas = ClassQuotas(target, columns.num_classes)
     num_names = columns.num_names(data.features(split))
     kept: dict[int, tuple[Any, int, _Source | None]] = {}
     for key, (cell, raw) in enumerate(data.stream(split, columns.image, columns.label, data.query.seed)):
@@ -241,10 +242,22 @@ def open_pool(data: OpenedData, split: str, columns: Columns, *, target: int, sp
 
 
 def _class_of(raw: Any, columns: Columns, num_names: int | None) -> int:
-    """Return the model's class of a raw label, or UNMAPPED; AcquisitionError where the data set itself has no name for it."""
+    """Return the model's class of a raw label, or UNMAPPED; AcquisitionError where it is none that there may be."""
     if num_names is not None and is_label(raw) and not 0 <= raw < num_names:
         raise AcquisitionError(
             f"label column {columns.label!r} holds {raw}, but the data set names {num_names} classes, 0 to {num_names - 1}: "
             "correct its labels or its names, or name another with label_column"
         )
+    if columns.known is not None and is_label(raw) and raw not in columns.known:
+        raise AcquisitionError(_why_unknown(raw, columns))
     return columns.class_of.get(raw, UNMAPPED)
+
+
+def _why_unknown(raw: Any, columns: Columns) -> str:
+    held = f"label column {columns.label!r} holds {str(raw)[:MAX_QUOTED]!r}"
+    if isinstance(raw, int):
+        return f"{held}, which is no class of the model: correct its labels, or name another with label_column"
+    return (
+        f"{held}, which none of the first {MAX_STREAMED_LABELS} rows to evaluate on has, and of such a stream no others "
+        "are read to find its classes: download the data set (hf download) and give its folder, or shuffle its rows"
+    )

@@ -311,10 +311,9 @@ def _notes(
     calibration, recovery = drawn["calibration"], drawn.get("recovery")
     num_unmapped = int((pool.labels == UNMAPPED).sum())
     unknown = [match.dataset_label for match in columns.matches if match.model_id is None]
-    num_classes, num_search = len(set(columns.class_of.values())), drawn["search"].num_images
+    num_classes, num_search = columns.num_classes, drawn["search"].num_images
     asked, guessed = data.query.num_samples or 0, guesses(columns.matches)
     said = (
-        (columns.note is not None, columns.note or ""),
         (guessed is not None, guessed or ""),
         (
             evaluation in TRAIN,
@@ -337,8 +336,8 @@ def _notes(
         (num_unmapped > 0, f"{num_unmapped} images of split {evaluation!r} have no label that the model knows"),
         (
             bool(unknown),
-            f"{len(unknown)} of the data set's {len(columns.matches)} labels are no classes of the model, and their images "
-            f"were left out: {shown(unknown)}",
+            f"{len(unknown)} of the data set's {len(columns.matches)} labels match no class of the model or several, and their "
+            f"images were left out: {shown(unknown)}",
         ),
         (
             num_search + drawn["search"].num_skipped < asked,
@@ -350,4 +349,4 @@ def _notes(
         ),
         (not data.is_local, "images were streamed and drawn in equal numbers per class"),
     )
-    return (*data.notes, *(text for holds, text in said if holds))
+    return (*data.notes, *columns.notes, *(text for holds, text in said if holds))

@@ -5,6 +5,7 @@ import pytest
 from profiling_agent.acquisition.configs import (
     MAX_PATH,
     beside_others,
+    each_once,
     misnamed_splits,
     odd_depth,
     parquet_copy,
@@ -80,6 +81,22 @@ def test_one_inside_another_may_be_read_and_not_the_other_with_it(outer, at):
 )
 def test_parts_of_one_data_set_are_left_together(files):
     assert beside_others("x", None, files) is None
+
+
+@pytest.mark.parametrize(
+    ("both", "patterns"),
+    [
+        ("test/train/0[1].png", {"train": ["train/**"], "test": ["test/**"]}),
+        ("a/val 2/train/0.png", {"train": ["train/**"], "validation": ["a/val 2/**"]}),
+        ("train-test/cat/0.png", None),
+        ("test[1]/train/0.png", None),
+        ("test-train.zip", None),
+    ],
+)
+def test_what_two_splits_have_is_left_to_the_one_that_its_first_folder_names(both, patterns):
+    read = each_once({"train": ["train/cat/0.png", both], "test": [both]})
+    assert (read and read.files) == (patterns and {"data_files": patterns})
+    assert each_once({"train": ["train/cat/0.png"], "test": [both]}) is None
 
 
 @pytest.mark.parametrize(

@@ -174,12 +174,22 @@ def test_strings_are_labels_too(parquet, make, draw):
     assert {match.dataset_label: match.model_id for match in drawn.labels} == {"ant eater": 1, "cat": 2, "dog": 0}
 
 
-def test_plain_integers_are_class_ids_where_the_counts_agree(parquet, make, draw):
-    rows = [make.table(np.arange(60) % 3, Value("int64"), first=first) for first in (0, 500)]
-    folder = parquet(train=rows[0], test=rows[1])
-    assert [match.model_id for match in draw(folder, ["a", "b", "c"]).labels] == [0, 1, 2]
-    with pytest.raises(AcquisitionError, match="no label of the data set"):
-        draw(folder, ["a", "b", "c", "d"])
+def test_plain_integers_are_class_ids_of_which_a_split_may_lack_some(parquet, make, draw):
+    train = make.table(np.arange(60) % 4, Value("int64"))
+    test = make.table(1 + np.arange(60) % 2, Value("int64"), first=500)
+    drawn = draw(parquet(train=train, test=test), ["a", "b", "c", "d"])
+    assert [match.model_id for match in drawn.labels] == [1, 2]
+    assert set(read_split(drawn.heldout.path).labels) == {1, 2}
+    assert set(read_split(drawn.calibration.path).labels) == {0, 1, 2, 3}
+    assert any("by their numbers alone" in note for note in drawn.notes)
+    assert any("no label of split 'test' was seen to be 0" in note for note in drawn.notes)
+
+
+def test_a_train_split_of_numbers_that_the_model_lacks_is_refused_where_the_test_split_has_none(parquet, make, draw):
+    train = make.table(1 + np.arange(60) % 4, Value("int64"))
+    test = make.table(1 + np.arange(60) % 3, Value("int64"), first=500)
+    with pytest.raises(AcquisitionError, match="'label' holds '4', which is no class of the model"):
+        draw(parquet(train=train, test=test), ["a", "b", "c", "d"])
 
 
 @pytest.fixture
@@ -248,10 +258,12 @@ def test_a_column_of_captions_holds_no_names_of_classes(labelled, draw):
         draw(labelled(captions), ["a", "b"])
 
 
-def test_parquet_that_datasets_did_not_write_is_read(tmp_path, make, draw):
+@pytest.mark.parametrize("kind", [None, pa.binary(), pa.large_binary(), pa.binary_view()])
+def test_parquet_that_datasets_did_not_write_is_read(tmp_path, make, draw, kind):
     (tmp_path / "plain").mkdir()
     for split, first in (("train", 0), ("test", 100)):
-        cells = [{"bytes": make.png(first + row), "path": ""} for row in range(60)]
+        held = [make.png(first + row) for row in range(60)]
+        cells = pa.array(held, kind) if kind else [{"bytes": each, "path": ""} for each in held]
         pq.write_table(
             pa.table({"image": cells, "label": [row % 3 for row in range(60)]}), tmp_path / f"plain/{split}.parquet"
         )
@@ -271,6 +283,22 @@ def test_image_folders_are_read_with_their_folders_as_labels(tmp_path, make, dra
     folders = [{make.png(500 + 100 * index + row) for row in range(20)} for index in (1, 0)]
     assert len(split) == min(make.halves([*folders[0], *folders[1]]))
     assert all(split.encoded(row) in folders[split.labels[row]] for row in range(len(split)))
+
+
+@pytest.mark.parametrize("cat", ["train", "test tube", "eval-cat"])
+@pytest.mark.parametrize("above", ["", "photos/"])
+def test_a_class_may_be_called_as_a_split_is(photographs, cats_and_dogs, draw, cat, above):
+    folder = photographs({above + path.replace("cat", cat): held for path, held in cats_and_dogs.items()})
+    drawn = draw(folder, [cat, "dog"])
+    assert [match.model_id for match in sorted(drawn.labels, key=lambda match: match.dataset_label == "dog")] == [0, 1]
+    assert drawn.calibration.num_images == 80
+    held = {
+        (cats_and_dogs[f"test/{name}/{row}.png"], label)
+        for label, name in enumerate(("cat", "dog"))
+        for row in range(40)
+    }
+    split = read_split(drawn.search.path)
+    assert {(split.encoded(row), split.labels[row]) for row in range(len(split))} <= held
 
 
 @pytest.mark.parametrize("stray", ["train/cover.png", "test/cat/2023/0.png", "test/0.PNG"])
@@ -293,7 +321,9 @@ def test_what_is_no_image_may_lie_at_any_depth(photographs, cats_and_dogs, draw)
 
 def test_images_without_folders_of_classes_have_no_label_column(photographs, cats_and_dogs, draw):
     folder = photographs({path.replace("cat/", "dog/1"): held for path, held in cats_and_dogs.items()})
-    with pytest.raises(AcquisitionError, match=r"no label column: its columns are image \(.*\); name label_column"):
+    with pytest.raises(
+        AcquisitionError, match=r"no label column: its columns are image \(.*\); name label_column, or .*metadata\.csv"
+    ):
         draw(folder, ["cat", "dog"])
 
 
@@ -336,6 +366,19 @@ def test_a_data_set_without_images_lists_its_columns(tmp_path, draw):
     pq.write_table(pa.table({"text": ["a"], "label": [0]}), tmp_path / "set/test.parquet")
     with pytest.raises(AcquisitionError, match=r"no image column: its columns are text \(string\), label \(int64\)"):
         draw(tmp_path / "set", CIFAR10)
+
+
+@pytest.mark.parametrize(
+    ("kind", "column", "said"),
+    [("csv", "image", "holds no images, as no CSV"), ("parquet", "image", "no image"), ("parquet", "path", "no image")],
+)
+def test_a_table_that_names_images_is_told_what_to_be_called(tmp_path, draw, kind, column, said):
+    (tmp_path / "set").mkdir()
+    rows = datasets.Dataset.from_dict({column: ["a/0.png", "a/1.png"], "label": ["cat", "dog"]})
+    write = rows.to_csv if kind == "csv" else rows.to_parquet
+    write(tmp_path / "set" / f"test.{kind}")
+    with pytest.raises(AcquisitionError, match=rf"{said}.*called metadata\.csv, its column of paths file_name"):
+        draw(tmp_path / "set", ["cat", "dog"])
 
 
 def test_a_data_set_without_labels_lists_its_columns(parquet, make, draw):

@@ -18,6 +18,7 @@ from profiling_agent.acquisition.columns import choose_columns
 from profiling_agent.acquisition.data import DataQuery, open_data
 from profiling_agent.acquisition.origin import Folder, Images
 from profiling_agent.acquisition.pools import Spool, open_pool
+from profiling_agent.errors import AcquisitionError
 from profiling_agent.progress import silent
 
 NAMES = ["ant", "bee"]
@@ -187,3 +188,31 @@ def test_what_waits_takes_no_name_in_the_folder_and_comes_back_as_it_was(tmp_pat
         assert not any(isinstance(cell, bytes) for cell in kept)
         assert [spool.get(each) for each in reversed(kept)] == [b"three", b"", cells[2], None, b"one"]
         assert list(tmp_path.iterdir()) == []
+
+
+def test_of_a_stream_of_images_that_are_named_alone_all_labels_are_read(opened, tmp_path, make):
+    (tmp_path / "named" / "test").mkdir(parents=True)
+    (tmp_path / "named" / "test" / "0.png").write_bytes(make.png(0))
+    lines = [json.dumps({"file_name": "0.png", "label": NAMES[row // 2100]}) for row in range(2400)]
+    (tmp_path / "named" / "test" / "metadata.jsonl").write_text("\n".join(lines))
+    pool, _ = opened(tmp_path / "named", streamed=True)
+    assert set(pool.labels) == {0, 1}
+
+
+def test_a_label_that_the_first_rows_of_a_stream_lack_is_noted_or_refused(tmp_path, make):
+    (tmp_path / "set" / "test").mkdir(parents=True)
+    labels = [NAMES[row % 1000 == 0] for row in range(2100)] + ["cat"] * 900
+    rows = pa.table({"image": [{"bytes": make.png(0), "path": None}] * len(labels), "label": labels})
+    with pa.ipc.new_stream(str(tmp_path / "set" / "test" / "0.arrow"), rows.schema) as stream:
+        stream.write_table(rows)
+    (tmp_path / "cache").mkdir()
+    data = open_data(DataQuery(dataset=str(tmp_path / "set")), cache=tmp_path / "cache", progress=silent)
+    data = replace(data, cache=None)
+    columns = choose_columns(data, "test", dict(enumerate([*NAMES, "cat"])))
+    (note,) = columns.notes
+    assert "the first 2000 rows of split 'test' have 2: the verdict is about no others" in note
+    with (
+        Spool(tmp_path) as spool,
+        pytest.raises(AcquisitionError, match="'label' holds 'cat', which none of the first 2000 rows"),
+    ):
+        open_pool(data, "test", columns, target=NUM_IMAGES, spool=spool, progress=silent)

@@ -291,7 +291,9 @@ def test_images_without_a_known_label_are_left_out_and_counted(parquet, make, dr
     assert (drawn.search.num_images, drawn.heldout.num_images) == (min(num_search, num_heldout), num_heldout)
     assert sorted(set(labels(drawn.search).tolist())) == [0, 2]
     assert "100 images of split 'test' have no label that the model knows" in drawn.notes
-    left_out = "1 of the data set's 3 labels are no classes of the model, and their images were left out: 'unicorn'"
+    left_out = (
+        "1 of the data set's 3 labels match no class of the model or several, and their images were left out: 'unicorn'"
+    )
     assert left_out in drawn.notes
     assert [match.rule for match in drawn.labels] == ["name", "name", "unmapped"]
 
