@@ -468,7 +468,8 @@ def main() -> int:
     started = time.monotonic()
     root = Path(tempfile.mkdtemp(prefix="bad-inputs-"))
     os.environ["HF_HOME"] = str(root / "hf")
-    for name in ("OPENAI_API_KEY", "OPENAI_BASE_URL", "AZURE_OPENAI_API_KEY", "AZURE_OPENAI_ENDPOINT", "HF_TOKEN"):
+    openai = ("OPENAI_API_KEY", "OPENAI_BASE_URL", "OPENAI_API_BASE", "AZURE_OPENAI_API_KEY", "AZURE_OPENAI_ENDPOINT")
+    for name in (*openai, "HF_TOKEN"):
         os.environ.pop(name, None)
     zygote.warm_up()
     kinds = [asked.case.rpartition(":")[0]] if asked.case else asked.kind or [*KINDS]

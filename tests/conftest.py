@@ -83,7 +83,10 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         found = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
         patch.setenv("PYTHONPATH", os.pathsep.join(dict.fromkeys((str(Path(__file__).parent), *found))))
         # Whoever runs the tests may have a key; no test is to use it.
-        for name in ("OPENAI_API_KEY", "OPENAI_BASE_URL", "AZURE_OPENAI_API_KEY", "AZURE_OPENAI_ENDPOINT"):
+        for name in (
+            *("OPENAI_API_KEY", "OPENAI_BASE_URL", "OPENAI_API_BASE"),
+            *("AZURE_OPENAI_API_KEY", "AZURE_OPENAI_ENDPOINT"),
+        ):
             patch.delenv(name, raising=False)
         yield
 

@@ -32,7 +32,7 @@ def choose_advisor(request: Request, advisor: Any, trusted: Collection[str]) -> 
 
     Keys go to `trusted` addresses alone. One that the environment alone speaks for is left out instead.
     """
-    if advisor is not None:
+    if advisor is not None and request.planner != "rules":
         from profiling_agent.llm.open import name_of
 
         return _planned_by(name_of(advisor), request, advisor_object=name_of(advisor))
@@ -48,12 +48,13 @@ def choose_advisor(request: Request, advisor: Any, trusted: Collection[str]) -> 
             return {"advisor_note": "the built-in rules plan: no key and no address of a language model is configured"}
         from profiling_agent.llm.open import look_at
 
-        look_at(endpoint, trusted)
+        unlisted = look_at(endpoint, trusted)
     except RequestError as error:
         if not by_environment:
             raise
         return {"advisor_note": f"the built-in rules plan: {error}"}
-    return _planned_by(endpoint.name, request, endpoint=endpoint)
+    chosen = _planned_by(endpoint.name, request, endpoint=endpoint)
+    return chosen | {"advisor_note": f"{chosen['advisor_note']} ({unlisted})"} if unlisted else chosen
 
 
 def _planned_by(name: str, request: Request, **chosen: Any) -> Update:

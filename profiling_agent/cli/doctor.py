@@ -274,12 +274,15 @@ def _advisor(request: Request) -> Finding:
             return Finding(name="language model", state="ok", seen="none is configured: the built-in rules plan")
         from profiling_agent.llm.open import look_at
 
-        look_at(endpoint, trusted_addresses(os.environ, request.base_url))
+        unlisted = look_at(endpoint, trusted_addresses(os.environ, request.base_url))
     except RequestError as error:
         # One that the environment alone speaks for is left out by a run, which then works without it.
         if request.advisor == "auto" and request.base_url is None:
             return Finding(name="language model", state="note", seen=str(error), advice="the built-in rules would plan")
         return Finding(name="language model", state="problem", seen=str(error), advice="or use --advisor rules")
+    if unlisted:
+        advice = "name one of these, unless it answers for more"
+        return Finding(name="language model", state="note", seen=unlisted, advice=advice)
     return Finding(name="language model", state="ok", seen=f"{endpoint.name} answers")
 
 

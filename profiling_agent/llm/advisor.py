@@ -82,8 +82,12 @@ class _Talk:
         complaint: str | None = None
         turn = self._after_tools(tools) if tools else None
         for repair in range(max_repairs + 1):
-            if turn is None:
-                turn = self._chat.ask(self._messages, self._schema, deadline_s=self._left(), agent=self._question.agent)
+            try:
+                turn = turn or self._asked()
+            except AdvisorError:
+                if usable is None:
+                    raise
+                return usable
             value, complaint = _read(turn.text, answer_type)
             if value is not None:
                 complaint = check(value) if check else None
@@ -97,18 +101,30 @@ class _Talk:
             raise AdvisorError(f"{self._chat.name} gave no valid answer in {max_repairs + 1} turns ({complaint})")
         return usable
 
+    def _asked(self) -> ChatTurn:
+        return self._chat.ask(self._messages, self._schema, deadline_s=self._left(), agent=self._question.agent)
+
     def _after_tools(self, tools: Sequence[Tool]) -> ChatTurn | None:
         """Let the model call tools; return what it said when it was done, None where it is still to be asked."""
         by_name = {tool.__name__: tool for tool in tools}
+        heard: list[str] = []
         for _ in range(MAX_TOOL_ROUNDS):
             turn = self._chat.ask_with_tools(self._messages, tools, deadline_s=self._left(), agent=self._question.agent)
-            if turn is None or not turn.calls:
+            if turn is None:
+                break
+            if not turn.calls:
                 return turn
             self._note(turn, None)
             self._messages.append(AIMessage(turn.text[:MAX_QUOTED], tool_calls=[call.said for call in turn.calls]))
+            told = [self._told(call, by_name, turn.num_calls) for call in turn.calls]
             self._messages += [
-                ToolMessage(self._told(call, by_name, turn.num_calls), tool_call_id=call.id) for call in turn.calls
+                ToolMessage(said, tool_call_id=call.id) for call, said in zip(turn.calls, told, strict=True)
             ]
+            heard += [f"{call.name}({call.text}): {said}" for call, said in zip(turn.calls, told, strict=True)]
+        if heard:
+            # As one text: some servers refuse a history of calls without the thoughts between them, or without the tools.
+            said = "\n".join([self._question.evidence, "", "What the tools said when they were called:", *heard])
+            self._messages[1:] = [HumanMessage(said)]
         return None
 
     def _told(self, call: Call, tools: Mapping[str, Tool], num_calls: int) -> str:

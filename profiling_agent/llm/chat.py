@@ -23,6 +23,7 @@ from langchain_core.exceptions import (
     ModelInvalidRequestError,
     ModelNotFoundError,
     ModelPermissionDeniedError,
+    ModelTimeoutError,
 )
 from langchain_core.language_models import BaseChatModel
 from langchain_core.messages import AIMessage, BaseMessage
@@ -42,6 +43,20 @@ MAX_TRIES = 4
 TOO_LONG = re.compile(r"context (length|window|size)|context_length|prompt is too long", re.IGNORECASE)
 # A wrong key, a wrong model: asking again changes nothing, and every question would fail.
 FATAL = (ModelAuthenticationError, ModelPermissionDeniedError, ModelNotFoundError)
+TOO_LARGE, FAILED = 413, 500
+# What servers say of tools, schemas and streams that they don't know, beside 400; some fail at them, time after time.
+REFUSALS = (422, FAILED, 501)
+# OpenRouter says 404 where a model is there, and nobody who runs it with tools.
+ABOUT_WAYS = re.compile(r"\btools?\b|response_format|requested parameters", re.IGNORECASE)
+
+
+class _RefusedError(Exception):
+    """The server doesn't take a question in the way that it was asked; its cause says why."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+        self.is_failure = getattr(error, "status_code", None) == FAILED
 
 
 @dataclass(frozen=True)
@@ -79,17 +94,19 @@ class Chat:
             ContextTooLongError: the messages are too long for the model.
             AdvisorError: nothing came within the deadline, the server refused, or the budget is spent.
         """
-        started = time.monotonic()
+        started, tries = time.monotonic(), MAX_TRIES
         while True:
             left = deadline_s - (time.monotonic() - started)
             try:
-                return self._tried(lambda: self._structured(messages, schema, agent), left)
-            except ModelInvalidRequestError as error:
-                if self._stops_streaming(error):
+                return self._tried(lambda: self._structured(messages, schema, agent), left, tries)
+            except _RefusedError as refused:
+                if self._stops_streaming(refused):
                     continue
                 if len(self._modes) == 1:
-                    raise AdvisorError(f"{self.name} refused the request ({said_by(error)})") from error
+                    raise self._given_up(refused) from refused.error
                 self._modes.pop(0)
+                # It has had its time to recover.
+                tries = 1 if refused.is_failure else MAX_TRIES
 
     def ask_with_tools(
         self, messages: Sequence[BaseMessage], tools: Sequence[Any], *, deadline_s: float, agent: str = "advisor"
@@ -100,13 +117,20 @@ class Chat:
             left = deadline_s - (time.monotonic() - started)
             try:
                 return self._tried(lambda: self._with_tools(messages, tools, agent), left)
-            except ModelInvalidRequestError as error:
-                self._knows_tools = self._stops_streaming(error)
+            except _RefusedError as refused:
+                self._knows_tools = self._stops_streaming(refused)
         return None
 
-    def _stops_streaming(self, error: ModelInvalidRequestError) -> bool:
+    def _given_up(self, refused: _RefusedError) -> AdvisorError:
+        if not refused.is_failure:
+            return AdvisorError(f"{self.name} refused the request ({said_by(refused.error)})")
+        # Whoever fails whatever is asked says nothing of the ways of asking.
+        self._modes, self._knows_tools = list(MODES), True
+        return self._no_answer(refused.error)
+
+    def _stops_streaming(self, refused: _RefusedError) -> bool:
         """Return whether what the server refused was a stream, as somebody listens; no other is asked for then."""
-        if not _was_streamed(error) or self._model.disable_streaming is True:
+        if refused.is_failure or not _was_streamed(refused.error) or self._model.disable_streaming is True:
             return False
         self._model = self._model.model_copy(update={"disable_streaming": True})
         return True
@@ -127,13 +151,18 @@ class Chat:
             answer = cast("dict[str, Any]", first.invoke(list(messages), {"run_name": agent}))
         except NotImplementedError as error:
             raise ModelInvalidRequestError(str(error)) from error
-        return answer["raw"]
+        return _with_text(answer["raw"])
 
-    def _tried(self, call: Callable[[], Any], deadline_s: float) -> ChatTurn:
-        """Return what `call`, which does nothing but ask the model, comes back with; what passes is tried again."""
+    def _tried(self, call: Callable[[], Any], deadline_s: float, tries: int = MAX_TRIES) -> ChatTurn:
+        """Return what `call`, which does nothing but ask the model, comes back with; what passes is tried again.
+
+        Raises:
+            _RefusedError: the server doesn't take it in this way.
+            AdvisorError: nothing came, and in no other way would.
+        """
         retrying = tenacity.Retrying(
             retry=tenacity.retry_if_exception(_is_passing),
-            stop=tenacity.stop_after_attempt(MAX_TRIES) | tenacity.stop_before_delay(deadline_s),
+            stop=tenacity.stop_after_attempt(tries) | tenacity.stop_before_delay(deadline_s),
             wait=_wait,
             reraise=True,
         )
@@ -150,16 +179,20 @@ class Chat:
 
         try:
             return retrying(once)
-        except ContextOverflowError as error:
-            raise ContextTooLongError(f"the question is too long for {self.name}") from error
-        except ModelInvalidRequestError as error:
-            if _is_too_long(error):
-                raise ContextTooLongError(f"the question is too long for {self.name}") from error
-            raise
-        except FATAL as error:
-            raise AdvisorError(f"{self.name} can't be asked ({said_by(error)})") from error
-        except ModelError as error:
-            raise self._no_answer(error) from error
+        except (ModelError, openai.APIStatusError) as error:
+            raise self._meaning(error) from error
+
+    def _meaning(self, error: Exception) -> Exception:
+        """Return what an error of the server's, or of its client's, says of the question."""
+        status = getattr(error, "status_code", None)
+        is_refusal = isinstance(error, ModelInvalidRequestError) or status in REFUSALS
+        if status == TOO_LARGE or isinstance(error, ContextOverflowError) or (is_refusal and _is_too_long(error)):
+            return ContextTooLongError(f"the question is too long for {self.name}")
+        if is_refusal or (isinstance(error, ModelNotFoundError) and ABOUT_WAYS.search(str(error))):
+            return _RefusedError(error)
+        if isinstance(error, FATAL):
+            return AdvisorError(f"{self.name} can't be asked ({said_by(error)})")
+        return self._no_answer(error)
 
     def _asked(self, call: Callable[[], Any], seconds: float) -> ChatTurn:
         """Return the turn of one request; ModelError comes out as it is, for whoever tries again."""
@@ -167,7 +200,7 @@ class Chat:
             return _within(seconds, lambda: _turn(call()))
         except openai.LengthFinishReasonError as error:
             return _cut_off(error)
-        except (ModelError, ProfilingAgentError, MemoryError):
+        except (ModelError, openai.APIStatusError, ProfilingAgentError, MemoryError):
             raise
         except TimeoutError as error:
             raise self._no_answer(error) from error
@@ -177,7 +210,8 @@ class Chat:
             raise self._no_answer(error) from error
 
     def _no_answer(self, error: Exception) -> AdvisorError:
-        return AdvisorError(f"{self.name} gave no answer ({type(error).__name__}: {said_by(error)})")
+        advice = ": --advisor-timeout-s gives it longer" if isinstance(error, (TimeoutError, ModelTimeoutError)) else ""
+        return AdvisorError(f"{self.name} gave no answer ({type(error).__name__}: {said_by(error)}){advice}")
 
 
 def said_by(error: BaseException) -> str:
@@ -185,12 +219,12 @@ def said_by(error: BaseException) -> str:
     return clean(redacted(first_line(error))[:200])
 
 
-def _is_too_long(error: ModelInvalidRequestError) -> bool:
+def _is_too_long(error: Exception) -> bool:
     """Return whether a server says so, each in its own words."""
     return getattr(error, "code", None) == "context_length_exceeded" or bool(TOO_LONG.search(str(error)))
 
 
-def _was_streamed(error: ModelInvalidRequestError) -> bool:
+def _was_streamed(error: Exception) -> bool:
     """Return whether the request that was refused asked for a stream; nobody knows of clients that don't show what they sent."""
     try:
         sent = parse_json(getattr(getattr(error, "request", None), "content", b"{}"))
@@ -200,7 +234,7 @@ def _was_streamed(error: ModelInvalidRequestError) -> bool:
 
 
 def _is_passing(error: BaseException) -> bool:
-    return isinstance(error, ModelError) and bool(error.is_retryable)
+    return isinstance(error, ModelError) and bool(error.is_retryable) and getattr(error, "status_code", None) != 501
 
 
 def _wait(state: tenacity.RetryCallState) -> float:
@@ -238,6 +272,13 @@ def _within(seconds: float, call: Callable[[], Any]) -> Any:
     if error is not None:
         raise error
     return value
+
+
+def _with_text(message: Any) -> Any:
+    """Return a message that holds an answer; where it is a call, as of clients that make a tool of a schema, as a text."""
+    if not isinstance(message, AIMessage) or not message.tool_calls or "{" in message.text:
+        return message
+    return message.model_copy(update={"content": calls_of(message)[0].text, "tool_calls": []})
 
 
 def _turn(message: Any) -> ChatTurn:

@@ -17,6 +17,10 @@ Provider = Literal["openai", "azure_openai"]
 PROVIDERS: tuple[Provider, ...] = ("openai", "azure_openai")
 KEYS: Mapping[Provider, str] = {"openai": "OPENAI_API_KEY", "azure_openai": "AZURE_OPENAI_API_KEY"}
 URLS: Mapping[Provider, str] = {"openai": "OPENAI_BASE_URL", "azure_openai": "AZURE_OPENAI_ENDPOINT"}
+# LangChain's name for OPENAI_BASE_URL, from before there was that one.
+OLDER_URL = "OPENAI_API_BASE"
+# Said to the clients, which would find another in the environment: a proxy's, or a gateway's of LANGSMITH_GATEWAY.
+OPENAI_URL = "https://api.openai.com/v1"
 # What else the clients read from the environment and send wherever they are pointed.
 SECRETS: Mapping[Provider, tuple[str, ...]] = {
     "openai": (KEYS["openai"], "OPENAI_ADMIN_KEY", "OPENAI_CUSTOM_HEADERS"),
@@ -42,10 +46,15 @@ class Endpoint(Record):
         """Return what `advisor` would have to say."""
         return f"{self.provider}:{self.model}"
 
+    @property
+    def is_providers_own(self) -> bool:
+        """Return whether the address is that of the company whose dialect it is."""
+        return self.base_url is None or _plain(self.base_url) == OPENAI_URL
+
 
 def trusted_addresses(environment: Mapping[str, str], *given: str | None) -> frozenset[str]:
     """Return where keys of the environment may go: the addresses that it names itself, and those `given` by a person now."""
-    named = (*(environment.get(name) for name in URLS.values()), *given)
+    named = (*(environment.get(name) for name in (*URLS.values(), OLDER_URL)), *given)
     return frozenset(_plain(url) for url in named if url)
 
 
@@ -72,8 +81,8 @@ def key_for(endpoint: Endpoint, trusted: Collection[str], environment: Mapping[s
         if environment.get(name, "") not in ("", NO_KEY):
             raise RunError(
                 f"{name} would go to {endpoint.base_url!r}, which the run names and nobody has in this call: allow it with "
-                f"`profiling-agent resume RUN --base-url {endpoint.base_url}` (base_url=... in Python, build_graph(addresses=...), or "
-                f"{URLS[endpoint.provider]}), or unset {name}"
+                f"`profiling-agent resume RUN --base-url {endpoint.base_url}` (in Python resume(run, base_url=...); for a graph "
+                f"build_graph(addresses=[...])), or name it in {URLS[endpoint.provider]}, or unset {name}"
             )
     return key
 
@@ -122,7 +131,7 @@ def choose_endpoint(advisor: str, base_url: str | None, environment: Mapping[str
         model = environment.get("PROFILING_AGENT_MODEL", DEFAULT_MODEL)
     else:
         provider, model = _named(advisor)
-    url = checked_url(base_url or environment.get(URLS[provider]) or None)
+    url = checked_url(base_url or _address(provider, environment))
     if not environment.get(KEYS[provider]) and (url is None or provider == "azure_openai"):
         raise RequestError(
             f"advisor is {advisor!r} but {KEYS[provider]} isn't set: set it, name a server of your own with base_url, "
@@ -136,7 +145,12 @@ def choose_endpoint(advisor: str, base_url: str | None, environment: Mapping[str
 def _configured(base_url: str | None, environment: Mapping[str, str]) -> Provider | None:
     if base_url:
         return "openai"
-    return next((name for name in PROVIDERS if environment.get(KEYS[name]) or environment.get(URLS[name])), None)
+    return next((name for name in PROVIDERS if environment.get(KEYS[name]) or _address(name, environment)), None)
+
+
+def _address(provider: Provider, environment: Mapping[str, str]) -> str | None:
+    older = environment.get(OLDER_URL) if provider == "openai" else None
+    return environment.get(URLS[provider]) or older or None
 
 
 def _named(advisor: str) -> tuple[Provider, str]:

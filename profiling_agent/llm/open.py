@@ -13,7 +13,7 @@ from profiling_agent.documents import clean
 from profiling_agent.errors import AdvisorError, RequestError
 from profiling_agent.llm.advisor import Advisor
 from profiling_agent.llm.chat import Chat, said_by
-from profiling_agent.llm.endpoint import KEYS, Endpoint, key_for
+from profiling_agent.llm.endpoint import KEYS, OPENAI_URL, Endpoint, key_for
 from profiling_agent.llm.ledger import Ledger
 from profiling_agent.llm.transport import open_client
 from profiling_agent.request import Request
@@ -70,20 +70,27 @@ def open_model(endpoint: Endpoint, trusted: Collection[str], *, timeout_s: float
             api_version=os.environ.get("OPENAI_API_VERSION", AZURE_API_VERSION),
             **bounded,
         )
-    return ChatOpenAI(model=endpoint.model, base_url=endpoint.base_url, api_key=key, **bounded)
+    return ChatOpenAI(model=endpoint.model, base_url=endpoint.base_url or OPENAI_URL, api_key=key, **bounded)
 
 
-def look_at(endpoint: Endpoint, trusted: Collection[str]) -> None:
-    """Raise RequestError where the server can't be reached, isn't one, mustn't have the key or refuses it, or lacks the model.
+def look_at(endpoint: Endpoint, trusted: Collection[str]) -> str | None:
+    """Return what there is to say of the model at its server: None, or that it isn't listed there.
 
     A server that doesn't list its models is believed to have this one.
+
+    Raises:
+        RequestError: the server can't be reached, isn't one, mustn't have the key or refuses it; or the provider lacks the model.
     """
     if endpoint.provider == "azure_openai":
-        return
+        return None
     key = key_for(endpoint, trusted)
     where = endpoint.base_url or "the provider"
     client = openai.OpenAI(
-        api_key=key, base_url=endpoint.base_url, timeout=LOOK_S, max_retries=1, http_client=open_client(LOOK_S)
+        api_key=key,
+        base_url=endpoint.base_url or OPENAI_URL,
+        timeout=LOOK_S,
+        max_retries=1,
+        http_client=open_client(LOOK_S),
     )
     try:
         listed = [model.id for model in client.models.list().data]
@@ -92,14 +99,29 @@ def look_at(endpoint: Endpoint, trusted: Collection[str]) -> None:
     except openai.APIConnectionError as error:
         raise RequestError(f"{where} can't be reached ({said_by(error)}): check base_url") from error
     except openai.APIStatusError:
-        return
+        return None
     except (openai.OpenAIError, AdvisorError, AttributeError, TypeError, ValueError) as error:
         said = f" ({error})" if isinstance(error, AdvisorError) else ""
         raise RequestError(f"{where} doesn't answer as an OpenAI-compatible server{said}: check base_url") from error
     finally:
         client.close()
-    if listed and endpoint.model not in listed:
-        has = ", ".join(clean(name[:80]) for name in sorted(listed)[:8])
-        raise RequestError(
-            f"{where} has no model {endpoint.model!r}, it has {has}: name one with advisor=openai:<model>"
-        )
+    return unlisted(endpoint, listed)
+
+
+def unlisted(endpoint: Endpoint, listed: Collection[str]) -> str | None:
+    """Return that a list of models lacks the endpoint's, None where it has it by any of the names that a server may list it by.
+
+    Servers list what they have at hand, and many answer for more: a proxy for whatever it forwards, llama.cpp for any name.
+
+    Raises:
+        RequestError: the list is the provider's own, which has no others.
+    """
+    model = endpoint.model
+    # Ollama lists a tag with each, Gemini a folder.
+    if not listed or any(name in (model, f"{model}:latest") or name.endswith(f"/{model}") for name in listed):
+        return None
+    where = endpoint.base_url or "the provider"
+    has = ", ".join(clean(name[:80]) for name in sorted(listed)[:8])
+    if endpoint.is_providers_own:
+        raise RequestError(f"{where} has no model {model!r}, it has {has}: name one with advisor=openai:<model>")
+    return f"{where} doesn't list {model!r}, it lists {has}"

@@ -29,6 +29,8 @@ MAX_ERROR = 10_000
 # An event a token, and 16,000 tokens are a long answer; the client takes its time for each.
 MAX_EVENTS = 50_000
 EVENT_STREAM, END = "text/event-stream", "[DONE]"
+# Of the Responses API, whose events are others, and end without the word.
+RESPONSES, RESPONSE_ENDS = "responses", ("response.completed", "response.incomplete", "response.failed")
 # Their return values are the streams whose sockets have to be cut; with TLS the second replaces the first.
 CONNECTED = ("connect_tcp.complete", "start_tls.complete")
 
@@ -80,7 +82,7 @@ class _Events(httpx2.SyncByteStream):
         self._response, self._held = response, held
 
     def __iter__(self) -> Iterator[bytes]:
-        is_whole = False
+        is_whole, path = False, str(self._response.request.url.path)
         try:
             for number, event in enumerate(_events(self._response)):
                 if number == MAX_EVENTS:
@@ -88,8 +90,8 @@ class _Events(httpx2.SyncByteStream):
                 if event == END:
                     is_whole = True
                     break
-                piece = completion_piece(parse_json(event, max_bytes=MAX_BODY))
-                is_whole |= any(choice["finish_reason"] is not None for choice in piece["choices"])
+                piece, is_last = _piece(path, parse_json(event, max_bytes=MAX_BODY))
+                is_whole |= is_last
                 yield _event(piece)
         except DocumentError as error:
             raise AdvisorError(f"the reply can't be used: {error}") from None
@@ -104,6 +106,15 @@ class _Events(httpx2.SyncByteStream):
     def close(self) -> None:
         """Close the connection."""
         self._held.close()
+
+
+def _piece(path: str, document: Any) -> tuple[dict[str, Any], bool]:
+    """Return what an event holds, and whether the answer is whole with it; DocumentError where it holds none of an answer."""
+    if path.rpartition("/")[2] == RESPONSES:
+        event = as_it_is(document)
+        return event, event.get("type") in RESPONSE_ENDS
+    piece = completion_piece(document)
+    return piece, any(choice["finish_reason"] is not None for choice in piece["choices"])
 
 
 def _streamed(response: httpx2.Response, request: Any, events: httpx2.SyncByteStream) -> httpx2.Response:

@@ -88,7 +88,6 @@ def test_an_object_plans_as_well_and_is_needed_again(world: World, tmp_path: Pat
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ({"advisor": "openai:other"}, "has no model 'other', it has scripted"),
         ({"advisor": "openai:scripted", "base_url": "http://127.0.0.1:9/v1"}, "can't be reached"),
         ({"advisor": "openai:scripted", "base_url": None}, "OPENAI_API_KEY isn't set"),
     ],

@@ -7,6 +7,8 @@ import pytest
 from advisors import advisor_of
 from chat_server import Said, chat_server, error, in_turn
 from langchain_core.language_models.fake_chat_models import FakeListChatModel
+from langchain_core.messages import AIMessage
+from langchain_core.runnables import RunnableLambda
 from pydantic import BaseModel, ConfigDict, Field
 
 from profiling_agent.errors import AdvisorError, ContextTooLongError
@@ -92,9 +94,29 @@ def test_the_askers_own_check_is_a_repair_too_and_its_last_word_is_kept(tmp_path
     assert "too much" in server.asked[1]["messages"][-1]["content"]
 
 
-def test_servers_that_know_no_schema_are_asked_in_simpler_ways_and_that_is_remembered(tmp_path: Path):
+def test_a_valid_answer_is_kept_where_its_repair_gets_none(tmp_path: Path):
+    with chat_server(in_turn(GOOD, error(401))) as server:
+        found = advisor_of(server, tmp_path).ask(QUESTION, Ratio, check=lambda answer: "too much")
+
+    assert (found.value.ratio, found.complaint, len(server.asked)) == (0.25, "too much", 2)
+
+
+@pytest.mark.parametrize(
+    ("refusal", "tries"),
+    [
+        (error(400, "response_format is not supported"), 1),
+        (error(404, "No endpoints found that can handle the requested parameters"), 1),
+        (error(422, "no such field"), 1),
+        (error(501), 1),
+        (error(500, retry_after="0"), 4),
+    ],
+    ids=["400", "404", "422", "501", "500"],
+)
+def test_servers_that_know_no_schema_are_asked_in_simpler_ways_and_that_is_remembered(
+    tmp_path: Path, refusal: Said, tries: int
+):
     def script(payload: dict, number: int) -> Said:
-        return error(400, "response_format is not supported") if "response_format" in payload else GOOD
+        return refusal if "response_format" in payload else GOOD
 
     with chat_server(script) as server:
         asked = advisor_of(server, tmp_path)
@@ -102,7 +124,33 @@ def test_servers_that_know_no_schema_are_asked_in_simpler_ways_and_that_is_remem
         asked.ask(QUESTION.model_copy(update={"evidence": "And now?"}), Ratio)
 
     kinds = [payload.get("response_format", {}).get("type") for payload in server.asked]
-    assert kinds == ["json_schema", "json_object", None, None]
+    assert kinds == ["json_schema"] * tries + ["json_object", None, None]
+
+
+def test_a_server_that_fails_whatever_it_is_asked_is_asked_as_before_when_it_is_back(tmp_path: Path):
+    down = error(500, retry_after="0")
+    with chat_server(in_turn(*[down] * 6, GOOD)) as server:
+        asked = advisor_of(server, tmp_path)
+        with pytest.raises(AdvisorError, match="gave no answer"):
+            asked.ask(QUESTION, Ratio)
+        asked.ask(QUESTION, Ratio)
+
+    assert len(server.asked) == 7
+    assert server.asked[-1]["response_format"]["type"] == "json_schema"
+
+
+def test_an_answer_that_comes_as_a_call_is_one(tmp_path: Path):
+    class Calls(FakeListChatModel):
+        def bind_tools(self, tools, **options):
+            call = {"name": "Ratio", "args": {"ratio": 0.25}, "id": "1"}
+            return RunnableLambda(lambda messages: AIMessage("Here it is.", tool_calls=[call]))
+
+    ledger = Ledger(tmp_path, max_requests=9, max_tokens=1000)
+    found = Advisor(Chat(Calls(responses=[""]), "object", spend=ledger.spend), ledger, deadline_s=20).ask(
+        QUESTION, Ratio
+    )
+
+    assert (found.value.ratio, found.repairs) == (0.25, 0)
 
 
 @pytest.mark.parametrize(
@@ -129,6 +177,15 @@ def test_a_server_that_hangs_is_left_at_the_deadline(tmp_path: Path):
         pytest.raises(AdvisorError, match="no answer"),
     ):
         advisor_of(server, tmp_path, deadline_s=0.3).ask(QUESTION, Ratio)
+
+
+def test_what_came_too_late_says_what_gives_it_longer(tmp_path: Path):
+    with (
+        chat_server(in_turn(GOOD)) as server,
+        pytest.raises(AdvisorError, match=r"passed.*: --advisor-timeout-s gives"),
+    ):
+        advisor_of(server, tmp_path, deadline_s=1e-9).ask(QUESTION, Ratio)
+    assert server.asked == []
 
 
 @pytest.mark.parametrize(
@@ -203,16 +260,17 @@ def test_a_bug_of_a_tool_comes_out_as_what_it_is_and_a_call_that_doesnt_fit_goes
 
 
 @pytest.mark.parametrize(
-    "said",
+    ("status", "said"),
     [
-        {"message": "too long", "code": "context_length_exceeded"},
-        {"message": "This model's maximum context length is 4096 tokens. However, you requested 9000."},
-        {"message": "the request exceeds the available context size"},
+        (400, {"message": "too long", "code": "context_length_exceeded"}),
+        (400, {"message": "This model's maximum context length is 4096 tokens. However, you requested 9000."}),
+        (400, {"message": "the request exceeds the available context size"}),
+        (413, {"message": "Request body too large for this model. Max size: 8000 tokens."}),
     ],
 )
-def test_a_question_that_is_too_long_says_so(tmp_path: Path, said: dict):
+def test_a_question_that_is_too_long_says_so(tmp_path: Path, status: int, said: dict):
     body = json.dumps({"error": said})
-    with chat_server(in_turn(Said(status=400, body=body))) as server, pytest.raises(ContextTooLongError):
+    with chat_server(in_turn(Said(status=status, body=body))) as server, pytest.raises(ContextTooLongError):
         advisor_of(server, tmp_path).ask(QUESTION, Ratio)
 
 
@@ -268,7 +326,7 @@ def test_the_key_is_sent_and_never_written_down(tmp_path: Path, monkeypatch: pyt
     "said",
     [
         error(401, "wrong key: sk-very-secret"),
-        error(500, "while using sk-very-secret"),
+        error(500, "while using sk-very-secret", retry_after="0"),
         Said(content='{"ratio": "sk-very-secret"}'),
         Said(tool_calls=(("look", {"key": "sk-very-secret"}),)),
     ],
@@ -321,10 +379,32 @@ def test_calls_of_tools_are_bounded_and_a_server_without_tools_is_asked_plainly(
         assert advisor_of(server, tmp_path).ask(QUESTION, Ratio, tools=[look]).value.ratio == 0.25
     assert sum("tools" in payload for payload in server.asked) == 4
 
-    refuses = lambda payload, number: error(400, "tools?") if "tools" in payload else GOOD  # noqa: E731
-    with chat_server(refuses) as server:
-        (tmp_path / "other").mkdir()
-        assert advisor_of(server, tmp_path / "other", max_requests=3).ask(QUESTION, Ratio, tools=[look]).repairs == 0
+
+@pytest.mark.parametrize(
+    "refusal",
+    [error(400, "tools?"), error(404, "No endpoints found that support tool use"), error(422), error(501)],
+    ids=["400", "404", "422", "501"],
+)
+@pytest.mark.parametrize("num_calls", [0, 1])
+def test_a_server_that_refuses_tools_or_what_comes_of_them_is_asked_plainly(
+    tmp_path: Path, refusal: Said, num_calls: int
+):
+    def width_of(group: str) -> str:
+        """Return how wide a group of layers is."""
+        return f"{group} is 64 wide"
+
+    def script(payload: dict, number: int) -> Said:
+        if number < num_calls:
+            return Said(tool_calls=(("width_of", {"group": "mlp"}),))
+        return refusal if "tools" in payload or len(payload["messages"]) > 2 else GOOD
+
+    with chat_server(script) as server:
+        asked = advisor_of(server, tmp_path, max_requests=2 + num_calls)
+        assert asked.ask(QUESTION, Ratio, tools=[width_of]).repairs == 0
+
+    told = server.asked[-1]["messages"][1]["content"]
+    assert told.startswith("How much?")
+    assert told.count('width_of({"group": "mlp"}): mlp is 64 wide') == num_calls
 
 
 def test_a_chat_model_that_knows_neither_schemas_nor_tools_is_asked_in_words(tmp_path: Path):

@@ -1,7 +1,10 @@
+from typing import Any, cast
+
 import pytest
 
 from profiling_agent.errors import RequestError
-from profiling_agent.llm.endpoint import Endpoint, choose_endpoint
+from profiling_agent.llm.endpoint import Endpoint, choose_endpoint, key_for, trusted_addresses
+from profiling_agent.llm.open import open_model
 
 KEY = {"OPENAI_API_KEY": "sk-1"}
 
@@ -18,6 +21,12 @@ KEY = {"OPENAI_API_KEY": "sk-1"}
             "auto",
             None,
             {"OPENAI_BASE_URL": "http://h/v1"},
+            Endpoint(provider="openai", model="gpt-4o", base_url="http://h/v1"),
+        ),
+        (
+            "auto",
+            None,
+            {"OPENAI_API_BASE": "http://h/v1"},
             Endpoint(provider="openai", model="gpt-4o", base_url="http://h/v1"),
         ),
         ("openai:qwen3:8b", "http://h/v1", {}, Endpoint(provider="openai", model="qwen3:8b", base_url="http://h/v1")),
@@ -54,3 +63,19 @@ def test_what_cant_be_asked_is_refused_in_one_line(advisor, url, environment, sa
         choose_endpoint(advisor, url, environment)
     assert "secret" not in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_key_goes_where_it_is_said_to_whatever_else_the_client_would_read(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-1")
+    monkeypatch.setenv("LANGSMITH_GATEWAY", "true")
+    endpoint = Endpoint(provider="openai", model="gpt-4o")
+    model: Any = cast("Any", open_model(endpoint, (), timeout_s=1.0))
+    assert str(model.root_client.base_url) == "https://api.openai.com/v1/"
+
+    older = {"OPENAI_API_BASE": "http://proxy.example/v1", "OPENAI_API_KEY": "sk-1"}
+    chosen = choose_endpoint("openai:gpt-4o", None, older)
+    assert chosen is not None
+    assert (chosen.base_url, key_for(chosen, trusted_addresses(older), older)) == ("http://proxy.example/v1", "sk-1")
+    both = choose_endpoint("openai:gpt-4o", None, older | {"OPENAI_BASE_URL": "http://own.example/v1"})
+    assert both is not None
+    assert both.base_url == "http://own.example/v1"

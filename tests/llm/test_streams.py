@@ -17,7 +17,11 @@ from langgraph.graph import END, START, StateGraph
 from pydantic import BaseModel
 
 from profiling_agent.errors import AdvisorError
-from profiling_agent.llm.ledger import read_spent
+from profiling_agent.llm.advisor import Advisor
+from profiling_agent.llm.chat import Chat
+from profiling_agent.llm.endpoint import Endpoint
+from profiling_agent.llm.ledger import Ledger, read_spent
+from profiling_agent.llm.open import open_model
 from profiling_agent.llm.question import Question
 
 QUESTION = Question(agent="analysis", instructions="Answer in JSON.", evidence="How much?")
@@ -156,6 +160,42 @@ PIECE = {"id": "1", "object": "chat.completion.chunk", "choices": [{"index": 0, 
 
 def event(said: Any) -> bytes:
     return f"data: {said if isinstance(said, str) else json.dumps(said)}\n\n".encode()
+
+
+def test_a_model_of_the_responses_api_is_heard_too(tmp_path: Path):
+    text = {"type": "output_text", "text": GOOD.content, "annotations": []}
+    said = {"type": "message", "id": "m", "role": "assistant", "status": "completed", "content": [text]}
+    usage = {"input_tokens": 100, "output_tokens": 10, "total_tokens": 110}
+    usage |= {"input_tokens_details": {"cached_tokens": 0}, "output_tokens_details": {"reasoning_tokens": 0}}
+    begun = {
+        "id": "r",
+        "object": "response",
+        "created_at": 0,
+        "model": "codex-mini",
+        "output": [],
+        "status": "in_progress",
+    }
+    at = {"item_id": "m", "output_index": 0, "content_index": 0, "logprobs": []}
+    events = [
+        {"type": "response.created", "response": begun},
+        {"type": "response.output_text.delta", "delta": GOOD.content, **at},
+        {"type": "response.completed", "response": begun | {"status": "completed", "output": [said], "usage": usage}},
+    ]
+    sent = [STREAM, *[event(each | {"sequence_number": number}) for number, each in enumerate(events)]]
+    with hostile_server(lambda _: lambda: sent) as server:
+        endpoint = Endpoint(provider="openai", model="codex-mini", base_url=server.url)
+        ledger = Ledger(tmp_path, max_requests=1, max_tokens=1000)
+        chat = Chat(open_model(endpoint, {server.url}, timeout_s=20.0), endpoint.name, spend=ledger.spend)
+
+        def planner(state: State) -> State:
+            return {"ratio": Advisor(chat, ledger, deadline_s=20.0).ask(QUESTION, Ratio).value.ratio}
+
+        graph = StateGraph(State).add_node("planner", planner).add_edge(START, "planner").compile()
+        told = list(graph.stream({"ratio": 0.0}, stream_mode="messages"))
+
+    assert "/responses" in server.asked[0]
+    assert any(isinstance(message, AIMessageChunk) and message.text == GOOD.content for message, _ in told)
+    assert (ledger.spent.input_tokens, ledger.spent.output_tokens) == (100, 10)
 
 
 def delta(**said: Any) -> bytes:
