@@ -137,8 +137,9 @@ def _check_config(config: dict[str, Any], name: str, file: str) -> None:
             f"model {name!r} is quantized already (quantization_config): give the one it was made from"
         )
     for key, number in _numbers(config):
-        last = key.rpartition(".")[2]
-        if last in ("num_labels", "num_classes"):
+        *within, last = key.split(".")
+        # A class may be called anything: ImageNet-21k has depth finders.
+        if last in ("num_labels", "num_classes") or not {"label2id", "id2label"}.isdisjoint(within):
             limit = MAX_CLASSES
         elif "layers" in last or "depth" in last:
             limit = MAX_LAYERS

@@ -65,14 +65,20 @@ def _check_weights(folder: Path, name: str, commit: str | None) -> None:
     """Refuse a model without weights that are loaded, and say whether it has others."""
     if has_weights(folder):
         return
-    files: Iterable[str] = hub_files(name, commit) if commit else (path.name for path in folder.iterdir())
-    pickles = sorted(file for file in files if file.endswith(PICKLES))
+    pickles = _pickles(path.name for path in folder.iterdir())
+    # They aren't fetched, so that as a rule the Hub alone knows of them; it may be out of reach where some lie here.
+    if commit and not pickles:
+        pickles = _pickles(hub_files(name, commit))
     if pickles:
         raise AcquisitionError(
             f"model {name!r} has its weights only as pickle ({pickles[0]!r}), which is never loaded: "
             "convert them to safetensors"
         )
     raise AcquisitionError(f"model {name!r} has no weights: model.safetensors is missing")
+
+
+def _pickles(files: Iterable[str]) -> list[str]:
+    return sorted(file for file in files if file.endswith(PICKLES))
 
 
 def _check_kind(raw: Any, name: str) -> None:

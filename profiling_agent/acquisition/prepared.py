@@ -88,6 +88,12 @@ class _Codes:
         return guessed.clip(0, NUM_CODES - 1).astype(np.uint8)
 
 
+def in_its_channels(image: "Image", processor: Any) -> "Image":
+    """Return an RGB image as a processor takes it: gray where its `image_mean` is of one channel."""
+    mean = getattr(processor, "image_mean", None)
+    return image.convert("L") if isinstance(mean, list | tuple) and len(mean) == 1 else image
+
+
 def write_prepared(
     folder: Path, split: "SplitImages", rows: range, processor: Any, *, progress: Progress = silent
 ) -> tuple[tuple[int, ...], str]:
@@ -146,7 +152,7 @@ def _batches(split: "SplitImages", rows: range, processor: Any) -> Iterator[Pixe
     """Yield the rows' pixel values, in their order, of as many images as may be decoded at once."""
     images: list[Image] = []
     for row in rows:
-        image = split.image(row)
+        image = in_its_channels(split.image(row), processor)
         num_pixels = sum(each.width * each.height for each in (*images, image))
         if images and (len(images) == BATCH or num_pixels > BATCH_PIXELS):
             values = _processed(images, range(row - len(images), row), processor)

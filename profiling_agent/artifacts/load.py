@@ -225,10 +225,12 @@ def _watch() -> None:
         if room[kind] < 0:
             raise _MisfitError("the config describes a larger model than is stored")
 
-    def parameter(_module: nn.Module, _name: str, held: Any) -> None:
+    def parameter(module: nn.Module, name: str, held: Any) -> None:
         if _room.left is not None and held is not None:
-            take(_room.left, "tensors", 1)
-            take(_room.left, "values", held.numel())
+            # It takes the place of one that was counted: timm's distilled DeiT makes its position embedding twice.
+            before = dict(module.named_parameters(recurse=False)).get(name)
+            take(_room.left, "tensors", int(before is None))
+            take(_room.left, "values", held.numel() - (0 if before is None else before.numel()))
 
     def buffer(_module: nn.Module, _name: str, held: Any) -> None:
         if _room.left is not None and held is not None:

@@ -14,6 +14,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from profiling_agent.acquisition.pixels import upright_rgb
+from profiling_agent.acquisition.prepared import in_its_channels
 from profiling_agent.artifacts.folder import named_folder, open_folder
 from profiling_agent.artifacts.golden import check_golden
 from profiling_agent.artifacts.load import load_processor
@@ -113,10 +114,11 @@ class Deployed:
         def refuse(said: str) -> ArtifactError:
             return ArtifactError(f"the image processor in {str(self.folder)!r} gives {said}: save the model again")
 
+        processor = self._processor
         with foreign_code(damaged):
-            pictures = [upright_rgb(image) for image in images]
+            pictures = [in_its_channels(upright_rgb(image), processor) for image in images]
         with foreign_code(refuse):
-            prepared: Any = on_behalf(self._processor, images=pictures, return_tensors="np")
+            prepared: Any = on_behalf(processor, images=pictures, return_tensors="np")
         pixel_values = prepared.get("pixel_values")
         if not isinstance(pixel_values, np.ndarray):
             raise refuse(f"{type(pixel_values).__name__} instead of pixel values")

@@ -137,11 +137,18 @@ def write_graph(model: nn.Module, path: Path, *, spec: InputSpec, batch_size: in
                 output_names=[OUTPUT],
                 dynamic_shapes={INPUT: {0: "batch"}} if is_dynamic else None,
             )
+            _fold_(program)
             program.save(str(path), external_data=False)
     # A model above protobuf's 2 GB is a ValueError.
     except (torch.onnx.OnnxExporterError, RuntimeError, ValueError) as error:
         advice = "a fixed batch size may work" if is_dynamic else "deploy the saved folder instead"
         raise ArtifactError(f"torch can't export the model to ONNX ({_cause(error)}): {advice}") from error
+
+
+def _fold_(program: Any) -> None:
+    from profiling_agent.deployment.onnx_resizes import fold_resizes_
+
+    fold_resizes_(program.model)
 
 
 def _fit_pools_(model: nn.Module, batch: Tensor) -> None:

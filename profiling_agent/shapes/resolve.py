@@ -56,8 +56,14 @@ def check_processor(model: nn.Module, processor: Any) -> None:
     except ShapeUnresolvedError as error:
         stated = _ask(from_config, model, processor)
         said = f", and its config.json says {stated.channels}x{stated.height}x{stated.width}" if stated else ""
+        channels = getattr(getattr(model, "config", None), "num_channels", spec.channels)
+        advice = (
+            "correct size and crop_size"
+            if channels == spec.channels
+            else f"it has {channels} channels: give image_mean and image_std of as many values, {channels},"
+        )
         raise ShapeUnresolvedError(
-            f"the image processor doesn't fit the model: {error}{said}; correct size and crop_size in preprocessor_config.json"
+            f"the image processor doesn't fit the model: {error}{said}; {advice} in preprocessor_config.json"
         ) from error
 
 

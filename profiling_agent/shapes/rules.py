@@ -7,6 +7,7 @@ import torch
 from PIL import Image
 from torch import nn
 
+from profiling_agent.acquisition.prepared import in_its_channels
 from profiling_agent.errors import ShapeUnresolvedError
 from profiling_agent.foreign import foreign_code, on_behalf
 from profiling_agent.records import InputSpec
@@ -18,12 +19,12 @@ BLANK_SIZES = ((320, 320), (480, 320))
 USUAL_SIZE = 224
 
 
-def from_processor(model: nn.Module, processor: Any) -> InputSpec | None:
+def from_processor(model: nn.Module, processor: Any) -> InputSpec | None:  # noqa: ARG001 (a rule sees both)
     """Read the shape that the image processor really gives, whatever its settings say; None where it gives several."""
     if processor is None:
         return None
-    mode = "L" if getattr(getattr(model, "config", None), "num_channels", 3) == 1 else "RGB"
-    shapes = {_processed_shape(processor, Image.new(mode, size)) for size in BLANK_SIZES}
+    blanks = (in_its_channels(Image.new("RGB", size), processor) for size in BLANK_SIZES)
+    shapes = {_processed_shape(processor, blank) for blank in blanks}
     shape = shapes.pop()
     if shapes or shape is None:
         return None

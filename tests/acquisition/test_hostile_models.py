@@ -90,6 +90,13 @@ def test_a_configuration_that_counts_what_no_memory_holds_is_refused_unbuilt(fol
     assert f"has a config.json with {setting}" in refusal(folder)
 
 
+def test_a_class_may_be_called_as_a_setting_is(folder):
+    rewrite(folder, "config.json", label2id={"depth finder": 6230, "layers": 4800})
+    assert load_model(str(folder)).architecture == "ViTForImageClassification"
+    rewrite(folder, "config.json", label2id={"ant": 10**6})
+    assert "has a config.json with label2id.ant" in refusal(folder)
+
+
 @pytest.mark.parametrize(
     ("setting", "value"),
     [

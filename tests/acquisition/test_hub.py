@@ -123,10 +123,17 @@ def answers(tmp_path_factory):
             ["data", "acme/cells", {"split": "test"}],
             ["data", "acme/chain", {"split": "test"}],
         )  # fmt: skip
-    offline = ask(endpoint, home, ["model", "acme/vit", {}], ["model", "acme/other", {}], ["data", "acme/insects", {}])
+    (home / "hub/models--acme--pickle/snapshots" / COMMIT / "pytorch_model.bin").touch()
+    offline = ask(
+        endpoint, home,
+        ["model", "acme/vit", {}],
+        ["model", "acme/other", {}],
+        ["data", "acme/insects", {}],
+        ["model", "acme/pickle", {}],
+    )  # fmt: skip
     names = ("model", "gated model", "pickle", "no model", "no revision", "gated data", "no data", "script",
              "no data revision", "stream", "no split", "pictures", "card",
-             "cells", "chain", "cached model", "unreachable model", "unreachable data")  # fmt: skip
+             "cells", "chain", "cached model", "unreachable model", "unreachable data", "cached pickle")  # fmt: skip
     return dict(zip(names, [*online, *offline], strict=True))
 
 
@@ -151,8 +158,9 @@ def test_a_revision_that_is_not_there_is_named(answers, what):
     assert "has no revision 'v9'" in answers[what]
 
 
-def test_a_model_on_the_hub_with_pickle_alone_is_refused(answers):
-    assert "only as pickle ('pytorch_model.bin')" in answers["pickle"]
+@pytest.mark.parametrize("what", ["pickle", "cached pickle"])
+def test_a_model_on_the_hub_with_pickle_alone_is_refused(answers, what):
+    assert "only as pickle ('pytorch_model.bin')" in answers[what]
 
 
 def test_a_script_on_the_hub_is_refused_and_not_run(answers):

@@ -62,6 +62,7 @@ PROCESSORS = {
     "convnext": ConvNextImageProcessorPil(size={"shortest_edge": 32}, **IMAGENET),
     "rescaled alone": zoo.processor().__class__(size={"height": 32, "width": 32}, do_normalize=False),
     "bytes": zoo.processor().__class__(size={"height": 32, "width": 32}, do_normalize=False, do_rescale=False),
+    "gray": zoo.processor().__class__(size={"height": 32, "width": 32}, image_mean=[0.5], image_std=[0.5]),
 }
 
 
@@ -75,8 +76,8 @@ def test_every_pixel_is_the_processors_to_the_bit_in_a_quarter_of_the_space(
     shape, dtype = write_prepared(tmp_path, counted, range(NUM_IMAGES), processor)
 
     images = PreparedImages.open([tmp_path])
-    given = processor(images=[split.image(row) for row in range(NUM_IMAGES)], return_tensors="pt")["pixel_values"]
-    expected = given.float().numpy()
+    taken = [split.image(row).convert("L" if name == "gray" else "RGB") for row in range(NUM_IMAGES)]
+    expected = processor(images=taken, return_tensors="pt")["pixel_values"].float().numpy()
     assert (shape, dtype) == (expected.shape, "uint8")
     assert images.pixel_values(range(NUM_IMAGES)).tobytes() == expected.tobytes()
     assert images.labels.tolist() == list(range(NUM_IMAGES))
@@ -195,7 +196,7 @@ def test_no_value_depends_on_the_images_that_are_processed_with_it(tmp_path: Pat
     sizes = [(30, 20), (40, 60), (5000, 4500), (33, 33), (5000, 6000), (20, 30)]
     images = [encoded(rng, *size) if max(size) < 100 else flat(*size, rng=rng) for size in sizes]
     write_split(path, images, range(len(images)))
-    decoded = [decode_rgb(image) for image in images]
+    decoded = [decode_rgb(image).convert("L" if name == "gray" else "RGB") for image in images]
 
     write_prepared(tmp_path, read_split(path), range(len(images)), processor)
 

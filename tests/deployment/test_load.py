@@ -21,6 +21,7 @@ from profiling_agent import load
 from profiling_agent.acquisition.images import decode_rgb
 from profiling_agent.artifacts.card import CardRow, write_card
 from profiling_agent.artifacts.recipe import QuantizedLayer, read_recipe
+from profiling_agent.artifacts.save import save_model
 from profiling_agent.deployment.batches import noise_batch
 from profiling_agent.deployment.load import cpu_note
 from profiling_agent.deployment.protocol import Source
@@ -103,6 +104,20 @@ def test_a_photograph_is_predicted_from_the_pixel_values_that_accuracy_is_measur
     assert found.probability == pytest.approx(float(measured), rel=1e-6)
     # The model tells an image from one that lies on its side, or is all white.
     assert abs(float(stored - measured)) > 1e-3 * float(measured)
+
+
+def test_a_model_of_gray_images_is_given_gray_ones(tmp_path: Path):
+    spec = zoo.SPEC.model_copy(update={"channels": 1})
+    processor = zoo.processor().__class__(size={"height": 32, "width": 32}, image_mean=[0.5], image_std=[0.5])
+    gray = zoo.vit(num_channels=1, num_hidden_layers=1)
+    save_model(gray, tmp_path / "model", spec=spec, processor=processor, base_model="zoo")
+    model, pictures = load(tmp_path / "model"), [picture(0), picture(1).convert("L")]
+
+    found = model.predict(pictures)
+
+    pixel_values = processor(images=[each.convert("L") for each in pictures], return_tensors="np")["pixel_values"]
+    likelihoods = model(pixel_values).logits.softmax(-1)
+    assert [each.probability for each in found] == pytest.approx(likelihoods.amax(-1).tolist())
 
 
 def test_a_damaged_photograph_is_one_line(root: Path, tmp_path: Path):

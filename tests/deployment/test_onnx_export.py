@@ -3,14 +3,20 @@
 import logging
 import sys
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import onnx
+import openvino
 import pytest
 import torch
 import zoo
+from transformers import Dinov2WithRegistersConfig, Dinov2WithRegistersForImageClassification
 
 from profiling_agent.deployment.onnx_export import export_onnx
 from profiling_agent.errors import ArtifactError
+from profiling_agent.modules.divergence import relative_distance
+from profiling_agent.modules.inference import logits_of, random_batch
 from profiling_agent.pruning.prune import prune_model
 from profiling_agent.pruning.units import find_units
 from profiling_agent.pruning.widths import snap
@@ -60,6 +66,20 @@ def test_the_file_is_one_graph_from_pixel_values_to_logits_with_a_free_batch(tmp
     onnx.checker.check_model(saved)
     assert [(each.name, dims(each)) for each in saved.graph.input] == [("pixel_values", ["batch", 3, 32, 32])]
     assert [(each.name, dims(each)) for each in saved.graph.output] == [("logits", ["batch", 5])]
+
+
+def test_positions_that_are_resized_to_the_images_are_openvinos_too(tmp_path: Path):
+    settings: dict[str, Any] = zoo.PLAIN | {"image_size": 96, "num_hidden_layers": 1}
+    model = zoo.randomised(Dinov2WithRegistersForImageClassification(Dinov2WithRegistersConfig(**settings)))
+    export_onnx(model, tmp_path / "model.onnx", spec=zoo.SPEC)
+    saved, images = onnx.load(tmp_path / "model.onnx"), random_batch(zoo.SPEC, 3, seed=3)
+
+    compiled = openvino.compile_model(tmp_path / "model.onnx", "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+
+    onnx.checker.check_model(saved)
+    assert "Resize" not in {node.op_type for node in saved.graph.node}
+    found = torch.from_numpy(np.asarray(compiled(images.numpy())[0]))
+    assert relative_distance(found, logits_of(model, images)) < 1e-5
 
 
 def test_an_export_is_silent_and_leaves_the_model_as_it_was(

@@ -115,7 +115,10 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "beit": family("Beit", **PLAIN, use_relative_position_bias=True, layer_scale_init_value=0.3),
     "dinov2": family("Dinov2", **PLAIN, mlp_ratio=4),
     "dinov2_swiglu": family("Dinov2", **PLAIN, mlp_ratio=4, use_swiglu_ffn=True),
-    "dinov2_registers": family("Dinov2WithRegisters", **PLAIN, mlp_ratio=4, num_register_tokens=2),
+    # Larger than the images that it gets, as those that people have: positions are interpolated.
+    "dinov2_registers": family(
+        "Dinov2WithRegisters", **(PLAIN | {"image_size": 96}), mlp_ratio=4, num_register_tokens=2
+    ),
     "mobilevit": family(
         "MobileViT",
         image_size=64,
@@ -185,6 +188,7 @@ FOUR_STAGES = {"layers": [1] * 4, "channels": [64, 64, 128, 128]}
 TIMM_FAMILIES: dict[str, Callable[[], Any]] = {
     "timm_vit": timm("vit_tiny_patch16_224", **TOKENS),
     "timm_deit3": timm("deit3_small_patch16_224", **TOKENS),
+    "timm_deit_distilled": timm("deit_tiny_distilled_patch16_224", **TOKENS),
     "timm_vit_swiglu": timm("vit_giant_patch14_dinov2", **TOKENS, mlp_ratio=4),
     "timm_eva02": timm("eva02_tiny_patch14_224", **TOKENS),
     "timm_swin": timm("swin_tiny_patch4_window7_224", **SHIFTED),

@@ -101,6 +101,21 @@ def test_a_processor_whose_images_the_model_refuses_is_told_with_what_the_config
 
 
 @pytest.mark.parametrize(
+    ("num_channels", "mean", "said"),
+    [(1, [0.5] * 3, "'3x32x32'"), (1, 0.5, "'3x32x32'"), (3, [0.5], "'1x32x32'")],
+)
+def test_a_processor_of_other_channels_than_the_models_is_told_before_images_are_drawn(num_channels, mean, said):
+    images = ViTImageProcessorPil(size={"height": 32, "width": 32}, image_mean=mean, image_std=mean)
+
+    with pytest.raises(
+        ShapeUnresolvedError, match=f"image_mean and image_std of as many values, {num_channels},"
+    ) as told:
+        check_processor(zoo.vit(num_channels=num_channels), images)
+
+    assert said in str(told.value)
+
+
+@pytest.mark.parametrize(
     ("model", "images"),
     [
         (zoo.vit, zoo.processor()),
