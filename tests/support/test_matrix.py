@@ -25,7 +25,7 @@ WITHOUT_LINEAR = {"timm_resnetv2"}
 OF_LINEAR = {"eager float16", "eager dynamic", "onnxruntime dynamic"}
 REFUSALS = ("conversion: OpenVINO computes something else", "conversion: the model has no nn.Linear,")
 # To a deployment they are what timm's ViT, RegNet-Y and MobileNetV3 are, and half a minute each.
-ALIKE = {"timm_deit3", "timm_seresnet", "timm_mobilenetv4"}
+ALIKE = {"timm_deit3", "timm_deit_distilled", "timm_seresnet", "timm_mobilenetv4"}
 REOPEN = """
 import sys
 from pathlib import Path
