@@ -14,6 +14,7 @@ import shutil
 import sqlite3
 import stat
 import tempfile
+import threading
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -286,14 +287,18 @@ def appearing(folder: Path) -> Generator[Path, None, None]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
+# Of two that overlap the second would find what the first had set, and put that back for good.
+_SCRATCH = threading.RLock()
+
+
 @contextmanager
 def scratch_in(folder: Path) -> Generator[Path, None, None]:
     """Give a temporary folder inside `folder`, for what libraries leave in temporary files too; it is gone when the block ends.
 
-    The disk that what is made goes to has room for it: /tmp may be a container's 64 MB, or memory. All threads' temporary files
-    go there meanwhile, as they do in a notebook of one.
+    The disk that what is made goes to has room for it: /tmp may be a container's 64 MB, or memory. One thread at a time; all
+    threads' temporary files go there meanwhile, and with it.
     """
-    with tempfile.TemporaryDirectory(prefix=TEMPORARY, dir=resolved(folder)) as scratch:
+    with _SCRATCH, tempfile.TemporaryDirectory(prefix=TEMPORARY, dir=resolved(folder)) as scratch:
         before, tempfile.tempdir = tempfile.tempdir, scratch
         try:
             yield Path(scratch)

@@ -8,7 +8,7 @@ from typing import Any, cast
 import datasets
 
 from profiling_agent.acquisition.data import BATCH_ROWS, BY_TABLE, OpenedData
-from profiling_agent.acquisition.labels import match_labels, match_numbers
+from profiling_agent.acquisition.labels import called_by_number, match_labels, match_numbers
 from profiling_agent.documents import clean
 from profiling_agent.errors import AcquisitionError
 from profiling_agent.records import LabelMatch
@@ -153,17 +153,17 @@ def _whole_labels(data: OpenedData, split: str, column: str, id2label: Mapping[i
     """Return the numbers that a column of whole numbers holds.
 
     Raises:
-        AcquisitionError: it holds others than the model's classes, as one of dates or of row numbers does, or none.
+        AcquisitionError: it holds others than the model's classes, or those called so, as one of dates or of row numbers does, or none.
     """
-    found: set[int] = set()
+    found, called = set[int](), called_by_number(id2label)
     for batch in _batches(data, split, column):
-        if any(cell not in id2label for cell in batch):
+        found |= {int(cell) for cell in batch}
+        if not (found <= id2label.keys() or found <= called.keys()):
             raise AcquisitionError(
                 f"label column {column!r} holds whole numbers as large as {max(batch)} and as small as "
                 f"{min(batch)}, but the model has {len(id2label)} classes, 0 to {len(id2label) - 1}: name another with "
                 "label_column, or choose a model that was trained on these classes"
             )
-        found |= {int(cell) for cell in batch}
     if not found:
         raise AcquisitionError(
             f"label column {column!r} of split {split!r} holds no label: name another with label_column"

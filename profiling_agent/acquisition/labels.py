@@ -236,17 +236,23 @@ def match_labels(
     return matches
 
 
+def called_by_number(id2label: Mapping[int, str]) -> dict[int, int]:
+    """Return the class of each number that one is called by; none where several are called alike."""
+    if len(set(id2label.values())) != len(id2label):
+        return {}
+    short = {name: index for index, name in id2label.items() if name.isascii() and name.isdecimal() and len(name) < 10}
+    return {int(name): index for name, index in short.items() if str(int(name)) == name}
+
+
 def match_numbers(numbers: Iterable[int], id2label: Mapping[int, str]) -> tuple[tuple[LabelMatch, ...], dict[int, int]]:
-    """Return what whole numbers, all of them ids of the model, mean to it, and the class of each number there may be.
+    """Return what whole numbers, all of them ids of the model or all called so, mean to it, and the class of each number there may be.
 
     They are the classes that are called so where the model has one for each, else ids as they stand: never shifted.
     """
     ordered = sorted(numbers)
-    ids = {name: index for index, name in id2label.items()}
-    # Classes that are called 1 to n are that many.
-    class_of = {number: ids[str(number)] for number in range(len(id2label) + 1) if str(number) in ids}
+    class_of = called_by_number(id2label)
     rule: Literal["name", "id"] = "name"
-    if len(ids) != len(id2label) or not class_of.keys() >= set(ordered):
+    if not class_of.keys() >= set(ordered):
         class_of, rule = {index: index for index in sorted(id2label)}, "id"
     matches = tuple(
         LabelMatch(

@@ -84,7 +84,7 @@ class RunSession:
         self.addresses = set(addresses)
         # Whether whoever asks is somebody else than whose machine this is.
         self.is_served = False
-        # Whether a graph's own request began it, which may come again, and be another.
+        # Whether a graph opened it by itself, to which another request may come under the same id, and no driver.
         self.is_begun = False
         # Closed in the other order: nobody else may have the run before its worker has ended.
         with storage_told(workspace.root), ExitStack() as opened:
@@ -279,8 +279,10 @@ class Sessions:
         self._check(request)
         run_id = choose_run_id(request, thread)
         known, root = self.by_run.get(run_id), request.output_dir / run_id
-        if known is not None and not (known.is_begun and _is_same(known.workspace.root, root)):
-            # Its driver has compared the requests; in another folder it is a namesake, and refused.
+        if known is not None and not known.is_begun:
+            # Its driver has compared the requests, and knows where a run that was moved lies.
+            return known
+        if known is not None and not _is_same(known.workspace.root, root):
             return self.open(Workspace(root), request)
         created = not (root / MANIFEST).exists()
         workspace = open_workspace(request, run_id)
@@ -324,6 +326,7 @@ class Sessions:
         if known is None:
             read_manifest(root)
         session = known or self.open(Workspace(root), state)
+        session.is_begun |= known is None
         self._check_key(state, session)
         return session
 

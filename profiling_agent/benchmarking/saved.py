@@ -66,7 +66,7 @@ def race_saved(
         track = Track(root=Path("/"), batch_size=batch_size, device=device, server=server)
         first = choose(entries, track, limits=SHORT, progress=progress)
         dropped += first.dropped
-        out = {each.model for each in first.dropped}
+        out = [each.model for each in first.dropped]
         entries = [entry for entry in entries if entry[1] not in out]
         if len(entries) < 2:
             raise RequestError(f"none but the first can be run here: {'; '.join(each.reason for each in dropped)}")

@@ -14,11 +14,16 @@ from profiling_agent.quiet import import_onnxruntime
 
 
 def fold_resizes_(model: Any) -> None:
-    """Set in the place of every antialiased resize that depends on no image what it gives; the model is onnxscript's."""
+    """Set in the place of every antialiased resize that depends on no image what it gives; the model is onnxscript's.
+
+    What ONNX Runtime can't compute by itself stays as it is.
+    """
     resizes = [node for node in model.graph if _is_antialiased(node)]
     for node in resizes:
-        if (needed := _needed(model, node)) is not None:
-            _hold_(model, node.outputs[0], _computed(model, needed, node.outputs[0].name))
+        if (needed := _needed(model, node)) is None:
+            continue
+        if (result := _computed(model, needed, node.outputs[0].name)) is not None:
+            _hold_(model, node.outputs[0], result)
     if resizes:
         optimizer.remove_unused_nodes(model)
 
@@ -56,10 +61,15 @@ def _computed(model: Any, nodes: Sequence[Any], name: str) -> Any:
     )
     opsets = [helper.make_opsetid(domain, version) for domain, version in model.opset_imports.items()]
     onnxruntime = import_onnxruntime()
+    from onnxruntime.capi.onnxruntime_pybind11_state import Fail, InvalidArgument, InvalidGraph, NotImplemented
+
     options = onnxruntime.SessionOptions()
     options.log_severity_level, options.intra_op_num_threads = 3, 1
     whole = helper.make_model(graph, opset_imports=opsets, ir_version=model.ir_version).SerializeToString()
-    return onnxruntime.InferenceSession(whole, options, providers=["CPUExecutionProvider"]).run([name], {})[0]
+    try:
+        return onnxruntime.InferenceSession(whole, options, providers=["CPUExecutionProvider"]).run([name], {})[0]
+    except (Fail, InvalidArgument, InvalidGraph, NotImplemented):
+        return None
 
 
 def _hold_(model: Any, output: Any, result: Any) -> None:

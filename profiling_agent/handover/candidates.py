@@ -125,22 +125,28 @@ def best_for(objective: str, found: Sequence[Measured], goal: Goal) -> Measured:
         raise RunError(f"the run measured the {objective} of no candidate: pick one by its number")
 
     def rank(one: Measured) -> tuple[float, ...]:
-        size = size_ratio(one.evaluation, found[0].evaluation)
-        *missed, wanted = preference(
-            goal if objective == "accuracy" else goal.model_copy(update={"objective": objective}),
-            size=size,
-            speedup=one.speedup,
-            memory=_memory_ratio(one.race_result, found[0].race_result),
-        )
-        refused = bool(one.notes) and not one.is_judged
-        if objective == "accuracy":
-            return (refused, *missed, one.lost, size)
-        return (refused, not _keeps(one.evaluation, goal), *missed, wanted, one.lost, size)
+        return _rank(one, objective, found[0], goal)
 
     best = min(others, key=rank)
     returned = next((one for one in others if one.is_judged), best)
     is_level = objective == "speed" and rank(returned)[:-3] == rank(best)[:-3] and not _is_faster(best, returned)
     return returned if is_level else best
+
+
+def _rank(one: Measured, objective: str, baseline: Measured, goal: Goal) -> tuple[float, ...]:
+    """Return what an objective prefers, least first: what was refused or breaks a term last, by what was measured of it as a term."""
+    size = size_ratio(one.evaluation, baseline.evaluation)
+    *missed, wanted = preference(
+        goal if objective == "accuracy" else goal.model_copy(update={"objective": objective}),
+        size=size,
+        speedup=one.race_result.speedup if one.race_result else 0.0,
+        memory=_memory_ratio(one.race_result, baseline.race_result),
+    )
+    refused = bool(one.notes) and not one.is_judged
+    if objective == "accuracy":
+        return (refused, *missed, one.lost, size)
+    wanted = -one.speedup if objective == "speed" else wanted
+    return (refused, not _keeps(one.evaluation, goal), *missed, wanted, one.lost, size)
 
 
 def named(candidate: str, found: Sequence[Measured]) -> Measured:
@@ -215,8 +221,8 @@ def _refusals(report: RunReport, evaluation: Evaluation) -> tuple[str, ...]:
 
 
 def _is_faster(one: Measured, other: Measured) -> bool:
-    """Return whether the session that both were in shows one to be faster."""
-    return one.chosen_by is None or other.chosen_by is None or compare(one.chosen_by, other.chosen_by).low > 1
+    """Return whether the session that both were in shows one to be faster; one that wasn't in it is by no other's."""
+    return one.chosen_by is not None and other.chosen_by is not None and compare(one.chosen_by, other.chosen_by).low > 1
 
 
 def _is_beaten(one: Measured, found: Sequence[Measured]) -> bool:

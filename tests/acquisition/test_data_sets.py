@@ -221,6 +221,11 @@ def test_whole_numbers_that_are_no_classes_of_the_model_are_refused_and_named(la
         draw(labelled(labels), ["a", "b", "c"])
 
 
+def test_numbers_that_classes_are_called_by_may_reach_beyond_the_last_class(labelled, draw):
+    with pytest.raises(AcquisitionError, match=r"there more than once|no image"):
+        draw(labelled(pa.array([1, 2, 3])), ["1", "2", "3"])
+
+
 @pytest.mark.parametrize("wrong", [3, -2])
 def test_a_class_label_that_the_data_set_has_no_name_for_is_refused(tmp_path, make, draw, wrong):
     (tmp_path / "set").mkdir()
