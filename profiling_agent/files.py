@@ -96,6 +96,11 @@ def inside(path: Path, folder: Path) -> Path:
     return found
 
 
+def is_snapshot(folder: Path) -> bool:
+    """Say whether a folder is one of the Hub's cache, whose files are links to its repository's blobs."""
+    return folder.parent.name == "snapshots" and (folder.parent.parent / "blobs").is_dir()
+
+
 def open_regular(path: Path, *, max_bytes: int | None, under: Path | None = None) -> io.BufferedReader:
     """Open a regular file of at most `max_bytes` (None for any size) for reading, below `under` where that is given.
 

@@ -19,6 +19,7 @@ from huggingface_hub.errors import (
 
 from profiling_agent.documents import MAX_QUOTED
 from profiling_agent.errors import AcquisitionError
+from profiling_agent.files import is_snapshot
 
 MODEL_FILES = [
     "config.json",
@@ -71,13 +72,8 @@ def local_folder(name: str, kind: Kind) -> Path:
 
 
 def files_root(folder: Path) -> Path:
-    """Return the folder that the files of `folder` may lie in: itself, or its repository's where it is a snapshot.
-
-    In the Hub's cache a snapshot is a folder of links to its repository's blobs.
-    """
-    repository = folder.parent.parent
-    is_snapshot = folder.parent.name == "snapshots" and (repository / "blobs").is_dir()
-    return repository if is_snapshot else folder
+    """Return the folder that the files of `folder` may lie in: itself, or its repository's where it is a snapshot."""
+    return folder.parent.parent if is_snapshot(folder) else folder
 
 
 @contextmanager

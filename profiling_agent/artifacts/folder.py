@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 from profiling_agent import files
 from profiling_agent.artifacts.recipe import CARD, MODEL_FILES, PROCESSOR, RECIPE, Recipe, read_recipe
 from profiling_agent.errors import ArtifactError, StorageError
-from profiling_agent.files import file_sha256, open_regular, read_text, resolved
+from profiling_agent.files import file_sha256, is_snapshot, open_regular, read_text, resolved
 
 # What git and the Hub's client leave beside what they fetch; nothing of it is read.
 OF_DOWNLOADS = frozenset({".git", ".gitattributes", ".cache"})
@@ -70,7 +70,7 @@ def open_folder(folder: Path, *, verify: bool) -> Recipe:
         raise ArtifactError(f"{str(folder)!r} can't be read ({error.strerror}): make it readable") from error
     for path in present:
         if path.is_symlink():
-            where = "download it with `hf download` and --local-dir" if _is_snapshot(folder) else "remove it"
+            where = "download it with `hf download` and --local-dir" if is_snapshot(folder) else "remove it"
             raise ArtifactError(f"{str(path)!r} is a symbolic link: a saved model holds plain files alone; {where}")
         # The card is for people: nothing is read from it.
         if path.name not in (RECIPE, CARD) and path.name not in recipe.files:
@@ -78,11 +78,6 @@ def open_folder(folder: Path, *, verify: bool) -> Recipe:
     for name, sha256 in recipe.files.items():
         _check_file(folder / name, sha256 if verify else None)
     return recipe
-
-
-def _is_snapshot(folder: Path) -> bool:
-    """Return whether a folder is one of the Hub's cache, whose files are links."""
-    return folder.parent.name == "snapshots" and (folder.parents[1] / "blobs").is_dir()
 
 
 def processor_text(folder: Path) -> str:

@@ -5,8 +5,7 @@ from pathlib import Path
 
 from profiling_agent.errors import RunError
 from profiling_agent.files import inside
-from profiling_agent.reporting.results import REPORT, run_of
-from profiling_agent.workspace import MANIFEST
+from profiling_agent.reporting.results import is_run, run_of
 
 
 def model_folder(source: Path) -> Path:
@@ -15,7 +14,7 @@ def model_folder(source: Path) -> Path:
     Raises:
         RunError: the run has no model yet, or its `best` leads elsewhere.
     """
-    if not ((source / MANIFEST).is_file() or (source / REPORT).is_file()):
+    if not is_run(source):
         return source
     if not os.path.lexists(source / "best"):
         raise RunError(f"run {str(source)!r} has no model yet: finish it with `profiling-agent resume {source}`")

@@ -68,7 +68,7 @@ def models_of(source: Path) -> list[SavedModel]:
         ArtifactError: it is neither a run nor a saved model.
         RunError: the run has no report yet.
     """
-    if not _is_run(source):
+    if not is_run(source):
         return [saved_model(source)]
     models = (model for _, model in _measured(source))
     return [replace(model, name=f"{number} {model.name}") for number, model in enumerate(models)]
@@ -79,7 +79,7 @@ def models_of_all(sources: Sequence[Path]) -> list[SavedModel]:
     if len(sources) == 1:
         return models_of(sources[0])
     return [
-        replace(model, name=f"{source}: {model.name}") if _is_run(source) else model
+        replace(model, name=f"{source}: {model.name}") if is_run(source) else model
         for source in sources
         for model in models_of(source)
     ]
@@ -87,13 +87,14 @@ def models_of_all(sources: Sequence[Path]) -> list[SavedModel]:
 
 def before_and_after(source: Path) -> list[SavedModel]:
     """Return a run's baseline and the model that it returned; of a saved model, itself. Raises what `models_of` does."""
-    if not _is_run(source):
+    if not is_run(source):
         return [saved_model(source)]
     models, returned = _measured(source), read_report(source).heldout.model
     return [models[0][1], *(model for ref, model in models[1:] if ref == returned)]
 
 
-def _is_run(source: Path) -> bool:
+def is_run(source: Path) -> bool:
+    """Say whether a folder is a run's, or a fork's."""
     return (source / MANIFEST).is_file() or (source / REPORT).is_file()
 
 
