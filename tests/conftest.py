@@ -15,6 +15,7 @@ if (worker := os.environ.get("PYTEST_XDIST_WORKER")) is not None:
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[int(worker.removeprefix("gw")) % len(cores)]})
 
+import datasets
 import torch  # it counts the cores when it is imported
 import world as made_world
 from xdist.remote import Producer
@@ -27,6 +28,8 @@ from profiling_agent.processes.started import fork_server
 
 # The models are so small that a second thread costs more than it gives.
 torch.set_num_threads(1)
+# As a worker has it: no test's stream ends within seconds of its process.
+datasets.config.SLEEP_TIME_ON_THREADS_SHUTDOWN = 0
 
 
 @dataclass(frozen=True)

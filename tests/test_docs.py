@@ -25,7 +25,7 @@ LINK = re.compile(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)")
 NAMED = re.compile(r"`((?:profiling_agent|graphs|prompts|tests|docs|benchmarks|notebooks)/[\w./]*)(?:::\w+)?`")
 CITED = re.compile(r"\b(?:[\w/]*facts/\w+\.md|docs/[\w/-]+\.md|[A-Z]{4,}\.md)")
 # What a run in these pages is asked for besides, so that it ends soon: its plan is asked about, and that is enough here.
-QUICK = "--runtimes eager --max-iterations 1 --num-samples 60 --quantize-dtype none --approve plan"
+QUICK = "--runtimes eager --max-iterations 1 --num-samples 60 --quantize-dtype none --num-sessions 2 --approve plan"
 SWEPT = "request: {runtimes: eager, max_iterations: 1, num_samples: 60, quantize_dtype: none, num_sessions: 2}"
 # Two models under one contract are runs enough; a sweep of two contracts is in cli/test_sweep.py.
 SWEPT_BESIDES = re.compile(r"^  - .*objective: size.*\n", re.MULTILINE)

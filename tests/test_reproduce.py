@@ -546,6 +546,7 @@ def test_a_model_on_which_a_table_can_not_be_made_is_told_of_beside_the_others(r
     assert any(Path(subject.model).name in line for line in study.differences)
 
 
+@pytest.mark.slow
 def test_the_command_shows_tables_and_writes_them_down(runs: Reproduction, world: World, tmp_path: Path):
     data = f"CIFAR-10={world.data}"
     asked = ("table2", "--models", str(world.model), "--data", data, "--output", str(tmp_path))

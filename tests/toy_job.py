@@ -13,11 +13,12 @@ from profiling_agent.records import ArtifactRef, Record
 
 
 class Doubled(Record):
-    """Twice a number, and which process found it."""
+    """Twice a number, which process found it, and how long a stream's end takes there; None where no stream can be read."""
 
     twice: int
     pid: int
     has_torch: bool
+    stream_ends_s: float | None = None
 
 
 class DoubleTask(Task[Doubled]):
@@ -35,7 +36,13 @@ def double(task: DoubleTask, job: JobContext) -> Doubled:
         raise ZeroDivisionError("a bug of ours")
     job.progress("doubling", 1, 1)
     (job.folder / "working.txt").write_text(f"{task.number} + {task.number}", encoding="utf-8")
-    return Doubled(twice=2 * task.number, pid=os.getpid(), has_torch="torch" in sys.modules)
+    reads = sys.modules.get("datasets.config")
+    return Doubled(
+        twice=2 * task.number,
+        pid=os.getpid(),
+        has_torch="torch" in sys.modules,
+        stream_ends_s=reads.SLEEP_TIME_ON_THREADS_SHUTDOWN if reads else None,
+    )
 
 
 class KillTask(Task[Doubled]):

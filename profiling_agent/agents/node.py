@@ -12,6 +12,7 @@ from profiling_agent.agents.state import RunState
 from profiling_agent.errors import RequestError, RunError
 from profiling_agent.iteration.forecast import Forecast
 from profiling_agent.iteration.selection import ranked, size_ratio
+from profiling_agent.progress import silent
 from profiling_agent.records import Candidate, Journal, Record
 from profiling_agent.stopping import end_if_asked
 from profiling_agent.workspace import storage_told
@@ -88,6 +89,9 @@ def run_node(
     except BaseException:
         session.close()
         raise
+    finally:
+        # It knows the stream, and through it the graph: whoever leaves both is to be found gone.
+        session.jobs.progress = silent
 
 
 def standing_of(state: RunState, stage: str) -> ProgressEvent:

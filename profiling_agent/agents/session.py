@@ -1,11 +1,14 @@
 """Run session: what one run keeps open in a process, and the registry that the nodes of a graph ask for it."""
 
+import gc
 import hashlib
 import os
 import shutil
+import weakref
 from collections.abc import Iterable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from profiling_agent.agents.limits import Limits
@@ -240,6 +243,19 @@ class RunSession:
             root.rmdir()
 
 
+# The runs that graphs left open which are gone, as after `break` in a stream of `build_graph()`. What may be put to from a finalizer.
+_abandoned = SimpleQueue[dict[str, RunSession]]()
+
+
+def _close_abandoned() -> None:
+    """Close what was left open by graphs that nobody can reach any more, so that another graph may have their runs."""
+    gc.collect()
+    with suppress(Empty):
+        while True:
+            for session in tuple(_abandoned.get_nowait().values()):
+                session.close()
+
+
 class Sessions:
     """The runs that are open in this process, by run id.
 
@@ -259,11 +275,14 @@ class Sessions:
         self.addresses = frozenset(url for url in addresses if url) | (limits.addresses if limits else frozenset())
         self.limits = limits
         self.by_run: dict[str, RunSession] = {}
+        # Noted and not closed there and then: Python finds what is gone in whatever thread, amid whatever.
+        weakref.finalize(self, _abandoned.put, self.by_run).atexit = False
 
     def open(self, workspace: Workspace, request: Request, *, created: bool = False) -> RunSession:
         """Return the run's session; RunError where another process has the run, or this one has its namesake."""
         run_id = workspace.root.name
         if (known := self.by_run.get(run_id)) is None:
+            _close_abandoned()
             known = RunSession(
                 workspace, request, chat_model=self.chat_model, addresses=self.addresses, created=created
             )

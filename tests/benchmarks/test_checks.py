@@ -67,6 +67,7 @@ def test_rows_say_what_they_were_measured_with(tmp_path):
     assert (second["session"], second["commit"]) == (1, "abc1234")
 
 
+@pytest.mark.slow
 def test_one_session_races_real_processes_as_they_would_run_deployed(tmp_path):
     for name in ("one", "two"):
         save_model(zoo.vit(), tmp_path / name, spec=zoo.SPEC, processor=zoo.processor(), base_model="zoo")

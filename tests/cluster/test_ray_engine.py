@@ -272,6 +272,7 @@ def test_a_cluster_that_goes_away_ends_the_run_with_a_line_that_says_how_to_go_o
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_one_of_this_machine_alone_is_started_and_ends_with_the_run(tmp_path: Path):
     root = tmp_path / "run"
     before = {process.pid for process in psutil.Process().children(recursive=True)}

@@ -61,6 +61,7 @@ def test_a_run_beside_a_hostile_server_reaches_its_verdict(name: str, world: Wor
         "runtimes": "eager",
         "quantize_dtype": "qint8",
         "max_iterations": "2",
+        "num_sessions": "2",
         "batch_size": "64",
         "max_accuracy_drop": "0.5",
         "max_size_ratio": "1",

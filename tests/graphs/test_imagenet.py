@@ -23,7 +23,8 @@ def test_int8_of_the_convolutions_meets_a_contract_of_two_points_and_a_third_of_
         dataset=str(DATASET),
         max_accuracy_drop=0.02,
         max_size_ratio=0.3,
-        max_iterations=2,
+        max_iterations=1,
+        num_sessions=2,
         batch_size=8,
         output=str(tmp_path),
     )

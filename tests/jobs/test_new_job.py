@@ -68,6 +68,10 @@ def test_a_job_that_measures_its_own_process_has_one_that_is_started_anew(jobs: 
     assert (copied.has_torch, anew.has_torch) == (True, False)
 
 
+def test_the_end_of_a_stream_is_not_waited_for_where_no_python_shuts_down(jobs: Jobs):
+    assert jobs.run(DoubleTask(number=7)).stream_ends_s == 0
+
+
 def test_equal_tasks_have_equal_keys_wherever_they_run():
     assert job_key(DoubleTask(number=1)) == job_key(DoubleTask.model_validate({"isolated": False, "number": 1}))
     assert len({job_key(DoubleTask(number=1, isolated=isolated)) for isolated in (False, True)}) == 2

@@ -206,7 +206,7 @@ NO_STREAM: dict[str, tuple[list[bytes], str]] = {
     "no JSON": ([event("{no")], "the reply can't be used"),
     "an error in it": ([delta(content="{"), event({"error": {"message": "no memory"}})], "it says 'no memory'"),
     "deep nesting": ([event("[" * 100_000)], "the reply can't be used"),
-    "pieces without end": ([event({"choices": []}) * 60_000], "more than 50,000 pieces"),
+    "pieces without end": ([event({"choices": []}) * 50_100], "more than 50,000 pieces"),
     "one that is too large": ([b"data: ", b"x" * 5 * 2**20], "larger than 4,194,304 bytes"),
     "comments alone": ([b": nothing\n\n" * 10], "gave no answer"),
     "an end alone": ([event("[DONE]")], "no answer|no JSON object|no valid answer"),

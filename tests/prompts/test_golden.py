@@ -46,6 +46,7 @@ def searched_everywhere() -> DeploymentSearch:
     return DeploymentSearch(options=options, chosen=options[0].deployment)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DEEP)
 def test_a_model_of_full_depth_fits(name: str):
     found = judged_deep(name)

@@ -72,6 +72,7 @@ def test_a_model_is_looked_at_from_its_folder_and_nothing_is_left(tmp_path: Path
     assert set(Path(tempfile.gettempdir()).glob("pa-*")) <= before
 
 
+@pytest.mark.slow
 def test_a_look_is_shown_as_tables_with_a_reason_for_what_stays(tmp_path: Path):
     zoo.save(zoo.vit(num_hidden_layers=1), tmp_path / "model")
 
