@@ -39,6 +39,8 @@ MIN_CALIBRATION, NUM_UNITS = 128, 24
 # Evidence on so many images: a forward and a backward pass of three quarters of them with their moments, and for each unit two widths, half of a
 # pass on average, on 16 images, with its linear algebra.
 MOMENTS_PASSES, MEASURED_PASSES = 3.5, 36
+# One session that chooses among many.
+RACE_S, RACE_PASSES = 20.0, 300
 # Conversions and processes of the least run that ends with anything.
 LEAST_S, LEAST_PASSES = 120.0, 1_200
 
@@ -59,6 +61,10 @@ class Budget:
     def has_room_for(self, seconds: float) -> bool:
         """Return whether work that takes so long still leaves what the end of the run needs."""
         return self.left_s - seconds >= self.end_s
+
+    def has_room_for_an_attempt_after(self, seconds: float) -> bool:
+        """Return whether work that takes so long leaves an attempt, which takes as long and its compensation, and what the end of the run needs."""
+        return self.has_room_for(2 * seconds + PRUNE_PASSES * MIN_CALIBRATION * self.pass_s)
 
     @property
     def end_s(self) -> float:
@@ -130,6 +136,11 @@ class Budget:
 def least_end_s(pass_s: float) -> float:
     """Return what the end of a run takes."""
     return END_S + END_PASSES * pass_s
+
+
+def race_s(pass_s: float) -> float:
+    """Return what a race takes of a model of which an image takes so long."""
+    return RACE_S + RACE_PASSES * pass_s
 
 
 def evidence_passes(num_images: int, num_units: int) -> float:

@@ -12,9 +12,9 @@ from profiling_agent.analysis.guards import NATS_A_POINT
 from profiling_agent.benchmarking.race import noise_warning
 from profiling_agent.deployment.layer_times import NUM_PASSES
 from profiling_agent.errors import JobError
-from profiling_agent.iteration.budget import SLOW_CONVERSION_S
+from profiling_agent.iteration.budget import SLOW_CONVERSION_S, race_s
 from profiling_agent.iteration.deployer import REFUSALS
-from profiling_agent.iteration.deployments import INT8, MOST_PRUNED, SLOW_TO_MAKE, in_rounds, linear_share_of
+from profiling_agent.iteration.deployments import INT8, MOST_PRUNED, SLOW_TO_MAKE, Round, in_rounds, linear_share_of
 from profiling_agent.iteration.evaluator import Evaluator
 from profiling_agent.iteration.judge import hopeless_kl, is_doubtful, is_likely, judge, likelihood_of
 from profiling_agent.iteration.selection import preference, size_ratio
@@ -109,16 +109,17 @@ def try_deployments(
 
     There are many to tell apart: their logits on calibration images are looked at before the race, and search images after it, the
     fastest's first, until enough of them keep the accuracy. Whatever a conversion or a runtime does costs that deployment its place and the run
-    nothing. Of a slow model those that are larger than the contract allows wait until none of the others keeps the contract, or would if it were pruned.
+    nothing. Of a slow model those that are larger than the contract allows wait until none of the others keeps the contract, or would if it were pruned;
+    with a time budget they are left out where there is something and they would take an attempt's time: pruning gains more than they.
     """
     trial, timesheet = Trial(evaluator, Variant.QUANTIZED, baseline), evaluator.jobs.timesheet
     tried = TriedDeployments((), None)
     shares = linear_share_of(evaluator.profile)
     rounds = in_rounds(deployments, evaluator.budget, evaluator.goal, evaluator.choices, shares)
-    began_s, last_s, tuned = timesheet.spent_s, 0.0, set[bool]()
+    began_s, last_s, longest_s, tuned = timesheet.spent_s, 0.0, 0.0, set[bool]()
     for number, group in enumerate(rounds, start=1):
-        if tried.best is not None and tried.best.keeps_accuracy and trial.keeps_terms(tried.best, group.pruned):
-            tried = replace(tried, options=(*tried.options, *_left_out(evaluator, group.deployments)))
+        if left_out := _left_out(trial, tried.best, group, longest_s):
+            tried = replace(tried, options=(*tried.options, *left_out))
             continue
         if evaluator.budget.limit_s is None:
             evaluator.deployer.prepare(model, group.deployments, choose_layers=True)
@@ -138,6 +139,7 @@ def try_deployments(
             if option.tuned is not None and (is_dynamic := deployment.scheme == "dynamic") not in tuned:
                 tuned.add(is_dynamic)
                 last_s = max(0.0, last_s - option.tuned.seconds)
+            longest_s = max(longest_s, last_s)
             options.append(_checked(option, evaluator.goal))
         tried = trial.joined(tried, options, has_more=number < len(rounds))
     return tried
@@ -352,12 +354,24 @@ def _not_worth_it(
     return ""
 
 
-def _left_out(evaluator: Evaluator, deployments: Sequence[Deployment]) -> list[DeploymentOption]:
-    said = (
-        "not tried: before it is pruned it is larger than the contract allows, and a smaller one keeps the contract or would if it were pruned; "
-        f"--runtimes {','.join(evaluator.choices.supported)} asks for it"
-    )
-    return [DeploymentOption(deployment=deployment, reason=said, is_larger=True) for deployment in deployments]
+def _left_out(trial: Trial, best: DeploymentOption | None, group: Round, longest_s: float) -> list[DeploymentOption]:
+    """Return a round's deployments with why they are left out beside the best so far; none where they are to be tried.
+
+    `longest_s` is what a conversion has taken at most.
+    """
+    if best is None:
+        return []
+    evaluator, too_large = trial.evaluator, "not tried: before it is pruned it is larger than the contract allows, and"
+    if best.keeps_accuracy and trial.keeps_terms(best, group.pruned):
+        runtimes = ",".join(evaluator.choices.supported)
+        said = f"{too_large} a smaller one keeps the contract or would if it were pruned; --runtimes {runtimes} asks for it"
+        return [DeploymentOption(deployment=one, reason=said, is_larger=True) for one in group.deployments]
+    pass_s = evaluator.budget.pass_s
+    # One conversion, a race, and a look at search images.
+    if not evaluator.budget.has_room_for_an_attempt_after(longest_s + race_s(pass_s) + SHARD * pass_s):
+        said = f"{too_large} the time budget has no room for it beside an attempt"
+        return [DeploymentOption(deployment=one, reason=said, wants_time=True) for one in group.deployments]
+    return []
 
 
 def _not_made(option: DeploymentOption) -> DeploymentOption:

@@ -8,14 +8,13 @@ another machine may be twice as fast or slow, so that what attempts really took 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from profiling_agent.iteration.budget import NUM_UNITS, PRUNE_PASSES, Budget, evidence_passes
+from profiling_agent.iteration.budget import NUM_UNITS, PRUNE_PASSES, Budget, evidence_passes, race_s
 from profiling_agent.iteration.deployment_search import NUM_MEASURED
 from profiling_agent.records import SHARD
 
 # A conversion with its KL, and the reference logits and layers before the first.
 DEPLOY_S, DEPLOY_PASSES, FIRST_DEPLOY_S = 2.5, 150, 15.0
-# One session that chooses among many, and one of those that tell.
-RACE_S, RACE_PASSES = 20.0, 300
+# A session of those that tell.
 SESSION_S, SESSION_PASSES = 5.0, 230
 # A deployed model's pass, of the baseline's; int8 and pruned are a third to a half.
 DEPLOYED = 0.5
@@ -29,11 +28,6 @@ EARLY, ROUND, LAST = (
     ("pruning", "quantization", "evaluation"),
     ("verdict", "report"),
 )
-
-
-def race_s(pass_s: float) -> float:
-    """Return what a race takes of a model of which an image takes so long."""
-    return RACE_S + RACE_PASSES * pass_s
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from functools import partial
 
 from profiling_agent.benchmarking.race import compare, hold_sessions, pool
 from profiling_agent.errors import JobError
+from profiling_agent.iteration.budget import race_s
 from profiling_agent.iteration.deployer import REFUSALS
 from profiling_agent.iteration.evaluator import Evaluator
-from profiling_agent.iteration.forecast import race_s
 from profiling_agent.iteration.heldout import first_look
 from profiling_agent.records import ArtifactRef, Attempt, Candidate, Headline, Race, Variant
 

@@ -682,6 +682,23 @@ def test_of_a_slow_model_the_largest_are_left_out_where_pruning_would_make_what_
 
 
 @pytest.mark.parametrize(
+    ("lost", "time_budget_s", "is_tried"), [(20, 1_300.0, True), (20, 600.0, False), (200, 600.0, True)]
+)
+def test_a_time_budget_leaves_large_ones_out_where_something_may_do_and_they_would_take_an_attempts_time(
+    tmp_path: Path, lost: int, time_budget_s: float, is_tried: bool
+):
+    """A ViT-B/16's bfloat16 and float32 took 212 s of its last 478, and with its attempt it went four minutes over its twenty."""
+    # A point is what may be lost, and ten leave nothing that may do.
+    tried = {name: Made() if "float" in name else Made(lost=lost) for name in ALL}
+    held, _ = deployment_search(tmp_path, tried, scripted=Timed, pass_s=0.1, time_budget_s=time_budget_s)
+
+    (large,) = (option for option in held.options if option.deployment.scheme == "bfloat16")
+    assert held.chosen is not None
+    assert (large.evaluation is not None) == is_tried, reasons(held)
+    assert ("no room for it beside an attempt" in large.reason, large.wants_time) == (not is_tried, not is_tried)
+
+
+@pytest.mark.parametrize(
     ("linear_share", "rounds"), [(1.0, [4, 1, 1]), (0.8, [4, 1, 1]), (0.6, [3, 2, 1]), (0.1, [3, 1, 2])]
 )
 def test_dynamic_int8_is_as_large_as_what_it_leaves_in_float(linear_share: float, rounds: list[int], tmp_path: Path):
