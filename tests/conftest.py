@@ -28,8 +28,8 @@ from profiling_agent.processes.started import fork_server
 
 # The models are so small that a second thread costs more than it gives.
 torch.set_num_threads(1)
-# As a worker has it: no test's stream ends within seconds of its process.
-datasets.config.SLEEP_TIME_ON_THREADS_SHUTDOWN = 0
+# Nearly as a worker has it: tests alone end their Python, and a tenth of a second is enough for that.
+datasets.config.SLEEP_TIME_ON_THREADS_SHUTDOWN = 0.2
 
 
 @dataclass(frozen=True)

@@ -243,8 +243,9 @@ class RunSession:
             root.rmdir()
 
 
-# The runs that graphs left open which are gone, as after `break` in a stream of `build_graph()`. What may be put to from a finalizer.
-_abandoned = SimpleQueue[dict[str, RunSession]]()
+# The runs that graphs left open which are gone, as after `break` in a stream of `build_graph()`, and whose process opened them. What may be put to
+# from a finalizer.
+_abandoned = SimpleQueue[tuple[int, dict[str, RunSession]]]()
 
 
 def _close_abandoned() -> None:
@@ -252,8 +253,12 @@ def _close_abandoned() -> None:
     gc.collect()
     with suppress(Empty):
         while True:
-            for session in tuple(_abandoned.get_nowait().values()):
-                session.close()
+            process, by_run = _abandoned.get_nowait()
+            # A copy of the process has its parent's objects, and not its runs.
+            for session in tuple(by_run.values()) if process == os.getpid() else ():
+                # What goes wrong with them is not the fault of the run that is opened.
+                with suppress(Exception):
+                    session.close()
 
 
 class Sessions:
@@ -276,7 +281,7 @@ class Sessions:
         self.limits = limits
         self.by_run: dict[str, RunSession] = {}
         # Noted and not closed there and then: Python finds what is gone in whatever thread, amid whatever.
-        weakref.finalize(self, _abandoned.put, self.by_run).atexit = False
+        weakref.finalize(self, _abandoned.put, (os.getpid(), self.by_run)).atexit = False
 
     def open(self, workspace: Workspace, request: Request, *, created: bool = False) -> RunSession:
         """Return the run's session; RunError where another process has the run, or this one has its namesake."""

@@ -1,6 +1,6 @@
 """Attempt: a plan on its way to being judged; the graph's nodes and a plain loop call the same functions."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 
 from profiling_agent.analysis.dry_run import dry_run
@@ -164,8 +164,8 @@ def quantize_attempt(evaluator: Evaluator, prepared: PreparedAttempt, deployment
     return planned.model_copy(update={"deployed": option.deployed.model})
 
 
-def open_journal(evaluator: Evaluator, plan: Plan) -> Journal:
-    """Measure what every attempt is compared with: the baseline, and the deployments that are possible for it."""
+def open_journal(evaluator: Evaluator, plan: Plan, known: Collection[str] = ()) -> Journal:
+    """Measure what every attempt is compared with: the baseline, and the deployments that are possible for it; those that are `known` were measured before."""
     contract = evaluator.goal.without_demands
     if evaluator.goal.selection == "paper":
         return Journal(
@@ -179,7 +179,7 @@ def open_journal(evaluator: Evaluator, plan: Plan) -> Journal:
     deployments = possible_deployments(plan, evaluator.choices)
     if not deployments:
         return opened
-    tried = try_deployments(evaluator, evaluator.baseline, deployments, baseline)
+    tried = try_deployments(evaluator, evaluator.baseline, deployments, baseline, known)
     search = as_search(tried, evaluator.choices.notes)
     if evaluator.settings.is_advised and evaluator.device == "cpu" and tried.best is not None:
         search = with_unit_times(evaluator, search, tried.best)
@@ -191,7 +191,9 @@ def reopened(evaluator: Evaluator, journal: Journal) -> Journal:
     """Return the journal with its deployments judged by the contract as it is now, an edit or a fork having changed it; what was measured is read back."""
     if journal.contract in (None, evaluator.goal.without_demands):
         return journal
-    opened = open_journal(evaluator, Plan(quantization=journal.wish))
+    before = journal.deployment_search.options if journal.deployment_search else ()
+    known = {option.deployment.name for option in before if option.evaluation is not None}
+    opened = open_journal(evaluator, Plan(quantization=journal.wish), known)
     return opened.model_copy(update={"attempts": journal.attempts, "rejected": journal.rejected})
 
 

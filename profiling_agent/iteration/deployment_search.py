@@ -5,7 +5,7 @@ and at the batch size that will be deployed: for the baseline in everything that
 suited the baseline.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from profiling_agent.analysis.guards import NATS_A_POINT
@@ -103,14 +103,19 @@ def with_unit_times(evaluator: Evaluator, search: DeploymentSearch, chosen: Depl
 
 
 def try_deployments(
-    evaluator: Evaluator, model: ArtifactRef, deployments: Sequence[Deployment], baseline: Evaluation
+    evaluator: Evaluator,
+    model: ArtifactRef,
+    deployments: Sequence[Deployment],
+    baseline: Evaluation,
+    known: Collection[str] = (),
 ) -> TriedDeployments:
     """Make `model`, float32, in each of `deployments`; check, race and rank them.
 
     There are many to tell apart: their logits on calibration images are looked at before the race, and search images after it, the
     fastest's first, until enough of them keep the accuracy. Whatever a conversion or a runtime does costs that deployment its place and the run
     nothing. Of a slow model those that are larger than the contract allows wait until none of the others keeps the contract, or would if it were pruned;
-    with a time budget they are left out where there is something and they would take an attempt's time: pruning gains more than they.
+    with a time budget they are left out where there is something and they would take an attempt's time: pruning gains more than they. Those that are
+    `known` by name were measured before, and are read back.
     """
     trial, timesheet = Trial(evaluator, Variant.QUANTIZED, baseline), evaluator.jobs.timesheet
     tried = TriedDeployments((), None)
@@ -118,7 +123,7 @@ def try_deployments(
     rounds = in_rounds(deployments, evaluator.budget, evaluator.goal, evaluator.choices, shares)
     began_s, last_s, longest_s, tuned = timesheet.spent_s, 0.0, 0.0, set[bool]()
     for number, group in enumerate(rounds, start=1):
-        if left_out := _left_out(trial, tried.best, group, longest_s):
+        if left_out := _left_out(trial, tried.best, group, longest_s, known):
             tried = replace(tried, options=(*tried.options, *left_out))
             continue
         if evaluator.budget.limit_s is None:
@@ -139,7 +144,7 @@ def try_deployments(
             if option.tuned is not None and (is_dynamic := deployment.scheme == "dynamic") not in tuned:
                 tuned.add(is_dynamic)
                 last_s = max(0.0, last_s - option.tuned.seconds)
-            longest_s = max(longest_s, last_s)
+            longest_s = max(longest_s, _of_another_s(option, last_s))
             options.append(_checked(option, evaluator.goal))
         tried = trial.joined(tried, options, has_more=number < len(rounds))
     return tried
@@ -354,22 +359,32 @@ def _not_worth_it(
     return ""
 
 
-def _left_out(trial: Trial, best: DeploymentOption | None, group: Round, longest_s: float) -> list[DeploymentOption]:
+def _of_another_s(option: DeploymentOption, took_s: float) -> float:
+    """Return what one deployment's conversion foretells of another's: what compiles for minutes, or hung and failed, is no measure."""
+    is_measure = option.deployed is not None and option.deployment.runtime not in SLOW_TO_MAKE
+    return took_s if is_measure else 0.0
+
+
+def _left_out(
+    trial: Trial, best: DeploymentOption | None, group: Round, longest_s: float, known: Collection[str]
+) -> list[DeploymentOption]:
     """Return a round's deployments with why they are left out beside the best so far; none where they are to be tried.
 
-    `longest_s` is what a conversion has taken at most.
+    `longest_s` is what a conversion has taken at most. A round of those that are `known` takes no time.
     """
     if best is None:
         return []
+    is_known = any(deployment.name in known for deployment in group.deployments)
     evaluator, too_large = trial.evaluator, "not tried: before it is pruned it is larger than the contract allows, and"
+    runtimes = ",".join(evaluator.choices.supported)
     if best.keeps_accuracy and trial.keeps_terms(best, group.pruned):
-        runtimes = ",".join(evaluator.choices.supported)
         said = f"{too_large} a smaller one keeps the contract or would if it were pruned; --runtimes {runtimes} asks for it"
         return [DeploymentOption(deployment=one, reason=said, is_larger=True) for one in group.deployments]
     pass_s = evaluator.budget.pass_s
     # One conversion, a race, and a look at search images.
-    if not evaluator.budget.has_room_for_an_attempt_after(longest_s + race_s(pass_s) + SHARD * pass_s):
-        said = f"{too_large} the time budget has no room for it beside an attempt"
+    once_s = longest_s + race_s(pass_s) + SHARD * pass_s
+    if not is_known and not evaluator.budget.has_room_for_an_attempt_after(once_s):
+        said = f"{too_large} the time budget has no room for it beside an attempt; --runtimes {runtimes} asks for it"
         return [DeploymentOption(deployment=one, reason=said, wants_time=True) for one in group.deployments]
     return []
 

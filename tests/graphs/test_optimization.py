@@ -35,7 +35,8 @@ def report_of(run: Path) -> RunReport:
 def opened(run: Path) -> Generator[tuple[RunState, RunSession]]:
     """Give a finished run's state before its deployments are searched, and its session."""
     report, request = report_of(run), read_manifest(run).request
-    session = Sessions().open(Workspace(run), request)
+    sessions = Sessions()
+    session = sessions.open(Workspace(run), request)
     try:
         yield (
             RunState(
@@ -207,17 +208,24 @@ def test_another_request_does_not_go_on_with_a_run_that_was_left_open(tmp_path: 
 def test_a_stream_that_was_left_gives_its_run_back_once_its_graph_is_gone(world: World, tmp_path: Path):
     request = world.request(tmp_path, run_id="left")
 
-    for _ in build_graph().stream(request):
+    left, kept = Sessions(), Sessions()
+    runs = left.by_run
+    for _ in build_graph(sessions=left).stream(request):
         break
-    kept = Sessions()
+    assert list(runs) == ["left"]
+    del left
+
     for _ in build_graph(sessions=kept).stream(request):
         break
-
-    assert list(kept.by_run) == ["left"]
-    # Whoever has its sessions yet has the run.
-    with pytest.raises(RunError, match="'left' is in use by another graph of this process"):
-        next(build_graph().stream(request))
-    kept.close()
+    try:
+        # Closed, with its worker, and not only forgotten.
+        assert not runs
+        # Whoever has its sessions yet has the run.
+        with pytest.raises(RunError, match="'left' is in use by another graph of this process"):
+            next(build_graph().stream(request))
+        assert list(kept.by_run) == ["left"]
+    finally:
+        kept.close()
 
 
 def test_langgraph_json_names_a_graph_without_a_checkpointer_and_our_saver():

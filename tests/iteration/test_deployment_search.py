@@ -698,6 +698,24 @@ def test_a_time_budget_leaves_large_ones_out_where_something_may_do_and_they_wou
     assert ("no room for it beside an attempt" in large.reason, large.wants_time) == (not is_tried, not is_tried)
 
 
+def test_a_contract_that_has_changed_reads_back_what_was_tried_whatever_time_is_left(tmp_path: Path):
+    tried = {"openvino static": Made(lost=20), "eager bfloat16": Made()}
+    choices = DeploymentChoices({"eager": ("bfloat16",), "openvino": ("static",)}, ASKED_SCHEMES["auto"])
+    asked: Any = {"pass_s": 0.1, "time_budget_s": 1_300.0, "choices": choices}
+    before, _ = evaluator_of(tmp_path, tried, **asked)
+    opened = open_journal(before, Plan())
+    stricter, script = evaluator_of(tmp_path, tried, max_accuracy_drop=0.011, **asked)
+    script.timesheet.note("attempts", 1_000.0)
+
+    again = reopened(stricter, opened)
+
+    for journal in (opened, again):
+        assert journal.deployment_search is not None
+        measured = {option.deployment.name for option in journal.deployment_search.options if option.evaluation}
+        assert "eager bfloat16" in measured
+    assert again.contract != opened.contract
+
+
 @pytest.mark.parametrize(
     ("linear_share", "rounds"), [(1.0, [4, 1, 1]), (0.8, [4, 1, 1]), (0.6, [3, 2, 1]), (0.1, [3, 1, 2])]
 )
