@@ -15,9 +15,9 @@ if (worker := os.environ.get("PYTEST_XDIST_WORKER")) is not None:
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[int(worker.removeprefix("gw")) % len(cores)]})
 
-import datasets
 import torch  # it counts the cores when it is imported
 import world as made_world
+from datasets import config as datasets_config
 from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
 
@@ -29,7 +29,7 @@ from profiling_agent.processes.started import fork_server
 # The models are so small that a second thread costs more than it gives.
 torch.set_num_threads(1)
 # Nearly as a worker has it: tests alone end their Python, and a tenth of a second is enough for that.
-datasets.config.SLEEP_TIME_ON_THREADS_SHUTDOWN = 0.2
+datasets_config.SLEEP_TIME_ON_THREADS_SHUTDOWN = 0.2
 
 
 @dataclass(frozen=True)
