@@ -28,7 +28,7 @@ from profiling_agent.processes.started import fork_server
 
 # The models are so small that a second thread costs more than it gives.
 torch.set_num_threads(1)
-# Nearly as a worker has it: tests alone end their Python, and a tenth of a second is enough for that.
+# Nearly as a worker has it: tests alone end their Python, for which two tenths of a second are enough.
 datasets_config.SLEEP_TIME_ON_THREADS_SHUTDOWN = 0.2
 
 
