@@ -243,8 +243,8 @@ class RunSession:
             root.rmdir()
 
 
-# The runs that graphs left open which are gone, as after `break` in a stream of `build_graph()`, and whose process opened them. What may be put to
-# from a finalizer.
+# The runs that graphs left open which are gone, as after `break` in a stream of `build_graph()`, each with the process that opened them. A simple
+# queue takes them from a finalizer, whatever that interrupts.
 _abandoned = SimpleQueue[tuple[int, dict[str, RunSession]]]()
 
 
@@ -255,7 +255,9 @@ def _close_abandoned() -> None:
         while True:
             process, by_run = _abandoned.get_nowait()
             # A copy of the process has its parent's objects, and not its runs.
-            for session in tuple(by_run.values()) if process == os.getpid() else ():
+            if process != os.getpid():
+                continue
+            for session in tuple(by_run.values()):
                 # What goes wrong with them is not the fault of the run that is opened.
                 with suppress(Exception):
                     session.close()

@@ -374,7 +374,6 @@ def _left_out(
     """
     if best is None:
         return []
-    is_known = any(deployment.name in known for deployment in group.deployments)
     evaluator, too_large = trial.evaluator, "not tried: before it is pruned it is larger than the contract allows, and"
     runtimes = ",".join(evaluator.choices.supported)
     if best.keeps_accuracy and trial.keeps_terms(best, group.pruned):
@@ -383,6 +382,7 @@ def _left_out(
     pass_s = evaluator.budget.pass_s
     # One conversion, a race, and a look at search images.
     once_s = longest_s + race_s(pass_s) + SHARD * pass_s
+    is_known = any(one.name in known for one in group.deployments)
     if not is_known and not evaluator.budget.has_room_for_an_attempt_after(once_s):
         said = f"{too_large} the time budget has no room for it beside an attempt; --runtimes {runtimes} asks for it"
         return [DeploymentOption(deployment=one, reason=said, wants_time=True) for one in group.deployments]
