@@ -40,7 +40,7 @@ configs:
 COMMANDS = {
     # Not met and waiting are answers too: what is tested is that the command does what the page says.
     "profiling-agent": f"""
-case "$1" in run) set -- "$@" {QUICK};; reproduce) set -- "$@" --num-samples 60 --num-sessions 2;; esac
+case "$1" in run) set -- "$@" {QUICK};; reproduce) set -- "$@" --num-samples 60 --num-sessions 2;; race) set -- "$@" --num-sessions 2;; esac
 {sys.executable} -m profiling_agent.cli.main "$@" || {{ code=$?; [ $code = 1 ] || [ $code = 3 ] || exit $code; }}""",
     # Installing and serving have tests of their own (test_wheel.py, server/): here, that what is named exists.
     "make": f'exec {shutil.which("make")} --dry-run --silent -C {ROOT} "$@" > made.txt',

@@ -8,6 +8,7 @@ import typer
 from profiling_agent.cli.progress import open_display
 from profiling_agent.cli.terminal import JsonOption, console, echo_json, errors, refuse, run_folder
 from profiling_agent.errors import ProfilingAgentError
+from profiling_agent.records import NUM_SESSIONS
 
 
 def _device(named: str) -> str:
@@ -25,6 +26,9 @@ def race(
         typer.Argument(parser=run_folder, metavar="RUN_OR_FOLDER...", help="a run (its models), or saved models"),
     ],
     batch_size: Annotated[int, typer.Option(min=1, max=4096, help="images in a forward pass")] = 32,
+    num_sessions: Annotated[
+        int, typer.Option(min=2, max=100, help="times that all start anew; fewer are quicker and prove less")
+    ] = NUM_SESSIONS,
     device: DeviceOption = "cpu",
     json_: JsonOption = False,  # noqa: FBT002 - a flag
 ) -> None:
@@ -41,7 +45,13 @@ def race(
     try:
         with open_display(errors) as display:
             models = models_of_all(sources)
-            names, held = race_saved(models, batch_size=batch_size, device=device, progress=display.stage("race"))
+            names, held = race_saved(
+                models,
+                batch_size=batch_size,
+                num_sessions=num_sessions,
+                device=device,
+                progress=display.stage("race"),
+            )
     except ProfilingAgentError as error:
         refuse(str(error))
     if json_:

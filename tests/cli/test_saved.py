@@ -29,10 +29,11 @@ def test_a_finished_run_is_raced_again_at_another_batch_size_without_what_can_no
 ):
     broken = shutil.copytree(finished / "best", tmp_path / "broken")
     (broken / "model.safetensors").write_bytes(b"no weights")
-    said = call("race", str(finished), str(broken), "--batch-size", "2", "--json")
+    said = call("race", str(finished), str(broken), "--batch-size", "2", "--num-sessions", "2", "--json")
 
     race = Race.model_validate_json(said.stdout)
     report = json.loads((finished / "report.json").read_text())
+    assert race.num_sessions == 2
     assert len(race.results) == len(report["variants"])
     assert all(race_result.latency.batch_size == 2 for race_result in race.results)
     assert race.results[0].speedup == 1

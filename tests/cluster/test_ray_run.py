@@ -45,8 +45,8 @@ def test_a_run_on_three_nodes_decides_what_one_here_does(large: Any, cluster: Ra
     assert decisions(there) == decisions(here)
     assert predictions_of(tmp_path / "there") == predictions_of(tmp_path / "here")
     assert here.nodes == {}
-    # A shard each.
-    assert len(there.nodes) == 3
+    # Which of the three does how many is left to Ray: a shard may be done before a further node has its process. test_ray_engine.py holds all three to it.
+    assert there.nodes
     name, work = next(iter(there.nodes.items()))
     assert work.jobs
     for page in ("report.md", "report.html"):
