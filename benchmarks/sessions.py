@@ -8,16 +8,18 @@ headline pools five, by Student's t over them.
 import argparse
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from checks import Estimate, stamped
 
-from profiling_agent.benchmarking.session import RaceSession, SessionLimits, run_session
+from profiling_agent.benchmarking.session import FREE_FRACTION, RaceSession, SessionLimits, run_session
 from profiling_agent.benchmarking.statistics import log_ratios, over_sessions
 from profiling_agent.benchmarking.timed_process import TimedProcess
 from profiling_agent.benchmarking.worker import Start
+from profiling_agent.errors import JobError
+from profiling_agent.memory import available_bytes
 from profiling_agent.records import NUM_SESSIONS
 
 
@@ -65,14 +67,19 @@ class Sessions:
         One that `chooses` goes on without who fails or is far behind; another is all of them from beginning to end.
 
         Raises:
-            JobError: the first model crashed or hung, or any did where the session doesn't choose.
+            JobError: the first model crashed or hung, or any did where the session doesn't choose; or memory doesn't hold them all.
         """
         with ExitStack() as stack:
             processes = {
                 place: stack.enter_context(TimedProcess(command, self.start))
                 for place, command in enumerate(self.commands)
             }
-            self.held.append(run_session(processes, limits=self.limits, seed=len(self.held), chooses=chooses))
+            # The product would have them take turns in parts; here all that memory holds are of one session, and a table without some isn't one.
+            limits = replace(self.limits, memory_bytes=int(FREE_FRACTION * available_bytes()))
+            session = run_session(processes, limits=limits, seed=len(self.held), chooses=chooses)
+        if session.waiting:
+            raise JobError(f"there is no memory for {len(session.waiting)} of {len(self.commands)} models at once")
+        self.held.append(session)
         self.stamps.append(stamped({}, session=len(self.held)))
 
     @property

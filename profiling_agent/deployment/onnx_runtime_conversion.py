@@ -52,7 +52,7 @@ def write_deployment(source: Source, deployment: Deployment, folder: Path) -> Pr
         QuantizationError: ONNX Runtime can't quantize the file.
     """
     if source.onnx is None:
-        raise ArtifactError("ONNX Runtime needs the model as ONNX, which torch could not export")
+        raise ArtifactError("ONNX Runtime needs the model as ONNX, and was given none")
     path = (folder / ONNX).resolve()
     model = onnx.load(source.onnx)
     layers = chosen_layers(source.module, recommended(deployment)) if deployment.scheme != "float32" else {}

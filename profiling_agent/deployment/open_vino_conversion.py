@@ -52,7 +52,7 @@ def write_deployment(source: Source, deployment: Deployment, folder: Path) -> Pr
     if deployment.scheme == "static":
         return _write_ours(source, deployment, path)
     if source.onnx is None:
-        raise ArtifactError("OpenVINO needs the model as ONNX, which torch could not export")
+        raise ArtifactError("OpenVINO needs the model as ONNX, and was given none")
     if deployment.scheme == "static_nncf":
         return _write_nncf(source, source.onnx, deployment, path)
     # bfloat16 is how it computes; half of the bytes are what float16 weights take.

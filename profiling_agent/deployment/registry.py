@@ -8,7 +8,7 @@ from profiling_agent.artifacts.folder import open_folder
 from profiling_agent.artifacts.golden import check_golden_images
 from profiling_agent.deployment.protocol import ModelSession, Runtime
 from profiling_agent.errors import ArtifactError
-from profiling_agent.records import RuntimeName
+from profiling_agent.records import Deployment, RuntimeName
 
 MODULES: dict[RuntimeName, str] = {
     "eager": "profiling_agent.deployment.torch_eager",
@@ -26,6 +26,11 @@ def runtime(name: RuntimeName) -> Runtime:
 def missing(name: RuntimeName) -> str | None:
     """Return what has to be installed for a runtime, as one line, or None."""
     return runtime(name).missing()
+
+
+def reads_onnx(deployment: Deployment) -> bool:
+    """Return whether it is made of the float32 model as ONNX; OpenVINO's `static` is exported with its int8 layers instead."""
+    return deployment.runtime == "onnxruntime" or (deployment.runtime == "openvino" and deployment.scheme != "static")
 
 
 def open_session(folder: Path, *, device: str = "cpu", num_threads: int | None = None) -> ModelSession:

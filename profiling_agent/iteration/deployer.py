@@ -3,16 +3,15 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from profiling_agent.deployment.registry import reads_onnx
 from profiling_agent.errors import ArtifactError, JobError, QuantizationError
 from profiling_agent.iteration.deployments import INT8, leaving_in_float
 from profiling_agent.jobs.runner import Jobs
 from profiling_agent.jobs.tasks import DeployTask, ExportTask, TuneTask
-from profiling_agent.records import ArtifactRef, Deployment, DeploymentOption, RuntimeName, SplitInfo, Tuned
+from profiling_agent.records import ArtifactRef, Deployment, DeploymentOption, SplitInfo, Tuned
 
 # What a conversion or a runtime may end with; it costs the deployment its place, or the attempt, and never the run.
 REFUSALS = (ArtifactError, JobError, QuantizationError)
-# The runtimes that read the float32 model as ONNX; OpenVINO's `static` is exported with its int8 layers instead.
-READS_ONNX: frozenset[RuntimeName] = frozenset({"onnxruntime", "openvino"})
 
 
 @dataclass(frozen=True)
@@ -59,13 +58,13 @@ class Deployer:
             if tuned is not None or deployment not in tuning:
                 kept = _with_kept(deployment, tuned) if tuned is not None and choose_layers else deployment
                 chosen.append((tuned.model if tuned else model, kept))
-        self.jobs.ahead([ExportTask(model=made) for made, deployment in chosen if _reads_onnx(deployment)])
+        self.jobs.ahead([ExportTask(model=made) for made, deployment in chosen if reads_onnx(deployment)])
         made_from = [(made, each, self.jobs.found(ExportTask(model=made))) for made, each in chosen]
         self.jobs.ahead(
             [
-                self._deploy_task(made, each, exported.onnx if exported and _reads_onnx(each) else None)
+                self._deploy_task(made, each, exported.onnx if exported and reads_onnx(each) else None)
                 for made, each, exported in made_from
-                if exported or not _reads_onnx(each)
+                if exported or not reads_onnx(each)
             ]
         )
 
@@ -96,12 +95,7 @@ class Deployer:
 
     def exported(self, model: ArtifactRef, deployment: Deployment) -> ArtifactRef | None:
         """Return a float32 model as ONNX, written where it isn't yet; None where the runtime reads none for this deployment."""
-        return self.jobs.run(ExportTask(model=model)).onnx if _reads_onnx(deployment) else None
-
-
-def _reads_onnx(deployment: Deployment) -> bool:
-    name = deployment.runtime
-    return name in READS_ONNX and (name, deployment.scheme) != ("openvino", "static")
+        return self.jobs.run(ExportTask(model=model)).onnx if reads_onnx(deployment) else None
 
 
 def _with_kept(deployment: Deployment, tuned: Tuned) -> Deployment:

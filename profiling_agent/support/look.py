@@ -71,10 +71,11 @@ class Look:
         rows = list[Deployability]()
         for number, deployment in enumerate(wanted):
             self._progress(f"{form}: {deployment.name}", number, len(wanted))
-            row = self._tried("make", Deployability(form=form, deployment=deployment))
-            if row.refused and export and deployment.runtime in ("onnxruntime", "openvino"):
-                row = row.model_copy(update={"refused": export})
-            rows.append(row)
+            row = Deployability(form=form, deployment=deployment)
+            if export and registry.reads_onnx(deployment):
+                rows.append(row.model_copy(update={"refused": export}))
+            else:
+                rows.append(self._tried("make", row))
         # In a process that has made none of them, and in one of its own what takes that down.
         self._end()
         for number, row in enumerate(rows):

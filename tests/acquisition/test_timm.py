@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -14,11 +15,16 @@ from needs import TIMM
 from PIL import Image
 from pruning.families import TIMM_FAMILIES
 from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+from world import fitted, pictures, write_data
 
+from profiling_agent import Request, load, optimize
 from profiling_agent.acquisition.models import load_model
 from profiling_agent.artifacts.load import load_module, load_processor
 from profiling_agent.artifacts.save import save_model
+from profiling_agent.cli.main import app
 from profiling_agent.errors import AcquisitionError, ArtifactError
+from profiling_agent.records import Outcome
 from profiling_agent.shapes.resolve import resolve_input_shape
 
 SETTINGS = {"img_size": 32, "patch_size": 8, "embed_dim": 64, "depth": 1, "num_heads": 4}
@@ -62,6 +68,17 @@ def refusal(folder):
     return str(caught.value)
 
 
+def one_line_of_the_command(folder, scratch, said):
+    arguments = ["run", "--model", str(folder), "--dataset", str(write_data(scratch / "data")), "--quiet"]
+
+    ended = CliRunner().invoke(app, [*arguments, "--output", str(scratch / "runs")], env={"COLUMNS": "200"})
+
+    assert ended.exit_code == 2
+    assert said in ended.stderr
+    assert len(ended.stderr.strip().splitlines()) == 1
+    assert not list((scratch / "runs").glob("*"))
+
+
 class TestRead:
     pytestmark = TIMM
 
@@ -91,6 +108,44 @@ class TestRead:
             assert torch.allclose(
                 loaded(pixel_values=images).logits, model.eval()(pixel_values=images).logits, atol=1e-5
             )
+
+    def test_what_timm_has_nothing_for_is_one_line_of_the_command_and_leaves_nothing(self, folder, tmp_path):
+        rewrite(folder, architecture="resnet5o")
+
+        one_line_of_the_command(folder, tmp_path, "has no architecture 'resnet5o' (near: resnet50,")
+
+    def test_a_checkpoint_of_timms_comes_to_its_verdict_pruned_and_loads(self, tmp_path):
+        from timm.models import save_for_hf  # pyright: ignore[reportMissingImports] - make test-timm has it
+
+        torch.manual_seed(0)
+        settings = SETTINGS | {"embed_dim": 128, "depth": 2, "mlp_ratio": 8}
+        config = hf.TimmWrapperConfig(architecture="vit_tiny_patch16_224", model_args=settings, id2label=zoo.LABELS)
+        model = fitted(hf.TimmWrapperForImageClassification(config))
+        names = list(zoo.LABELS.values())
+        save_for_hf(model.timm_model, tmp_path / "net", model_config={"label_names": names}, safe_serialization=True)
+        rewrite(tmp_path / "net", pretrained_cfg=PREPARED | {"crop_pct": 1.0, "mean": [0.5] * 3, "std": [0.5] * 3})
+        data = write_data(tmp_path / "data")
+
+        report = optimize(
+            Request(
+                model=str(tmp_path / "net"),
+                dataset=str(data),
+                output=str(tmp_path / "runs"),
+                run_id="timm",
+                runtimes="eager,onnxruntime",
+                batch_size=4,
+                max_accuracy_drop=0.03,
+                max_iterations=2,
+                num_sessions=2,
+            )
+        )
+
+        assert report.verdict.outcome is Outcome.MET, report.verdict.explanation
+        cuts = [cut for attempt in report.attempts if attempt.dry_run for cut in attempt.dry_run.cuts]
+        assert {cut.unit.kind.value for cut in cuts} == {"heads", "mlp"}
+        best = load(tmp_path / "runs" / "timm" / report.artifacts["best"])
+        images, labels = pictures(20, 3)
+        assert sum(best.predict(image).label == names[label] for image, label in zip(images, labels, strict=True)) >= 18
 
     def test_names_by_number_are_those_of_their_classes_and_a_class_may_have_none(self, folder):
         rewrite(folder, num_classes=None, model_args=SETTINGS | {"num_classes": 5}, id2label=None, label2id=None)
@@ -235,6 +290,15 @@ except AcquisitionError as error:
     said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
 
     assert f"one of timm's, and {missing} isn't installed: pip install 'profiling-agent[timm]'" in said
+
+
+@pytest.mark.skipif(find_spec("timm") is not None, reason="timm is installed")
+def test_without_timm_the_command_ends_in_one_line_and_leaves_nothing(tmp_path):
+    (tmp_path / "net").mkdir()
+    (tmp_path / "net" / "config.json").write_text(json.dumps({"architecture": "resnet50", "pretrained_cfg": PREPARED}))
+    (tmp_path / "net" / "model.safetensors").touch()
+
+    one_line_of_the_command(tmp_path / "net", tmp_path, "pip install 'profiling-agent[timm]'")
 
 
 def picture(size):

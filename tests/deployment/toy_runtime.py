@@ -24,7 +24,7 @@ def schemes(device: str) -> tuple[Scheme, ...]:
 
 def write_deployment(source: Source, deployment: Deployment, folder: Path) -> PreparedFiles:
     if source.onnx is None:
-        raise ArtifactError(f"{deployment.runtime} needs the model as ONNX, which torch could not export")
+        raise ArtifactError(f"{deployment.runtime} needs the model as ONNX, and was given none")
     shutil.copyfile(source.onnx, folder / ONNX)
     return PreparedFiles(quantized=(), tied={})
 

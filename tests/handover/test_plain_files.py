@@ -2,7 +2,9 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +59,7 @@ NEEDED = {
 BOUND = {"float32": 1e-5, "float16": 1e-4}
 STEPS = 2e-2
 # What torch runs takes seconds to import, and what inductor does a minute to compile.
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("eager bfloat16", "eager dynamic", "inductor float32")]
+SLOW = ("eager bfloat16", "eager float16", "eager dynamic", "inductor float32")
 NAMES = [
     "onnxruntime float32",
     "onnxruntime dynamic",
@@ -66,13 +68,22 @@ NAMES = [
     "openvino bfloat16",
     "openvino static",
     "openvino static_nncf",
-    *SLOW,
+]
+EXPORTED = [
+    *(("vit", name) for name in NAMES),
+    *(("resnet", name) for name in NAMES if "static" in name),
+    *(pytest.param("vit", name, marks=pytest.mark.slow) for name in SLOW),
 ]
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Source:
-    return deployed.source_of("vit", tmp_path_factory.mktemp("source") / "vit")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Source]:
+    return cache(lambda family: deployed.source_of(family, tmp_path_factory.mktemp("source") / family))
+
+
+@pytest.fixture(scope="module")
+def source(sources: Callable[[str], Source]) -> Source:
+    return sources("vit")
 
 
 def picture(path: Path) -> Path:
@@ -87,11 +98,13 @@ def heard(folder: Path, needed: tuple[str, ...], images: np.ndarray, scratch: Pa
     return np.array(fresh.said(packages, ASK, scratch / "images.npy", beside=folder), np.float32)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_exported_files_run_by_their_runtime_alone(source: Source, tmp_path: Path, name: str):
+@pytest.mark.parametrize(("family", "name"), EXPORTED)
+def test_exported_files_run_by_their_runtime_alone(
+    sources: Callable[[str], Source], tmp_path: Path, family: str, name: str
+):
     saved, home, images = tmp_path / "saved", tmp_path / "home", noise_batch(zoo.SPEC, 3, seed=9)
     form = deployed.deployment(name)
-    save_deployed(source, form, saved, num_threads=1)
+    save_deployed(sources(family), form, saved, num_threads=1)
 
     export(saved, "files", home)
 

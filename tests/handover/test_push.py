@@ -149,8 +149,10 @@ def world(tmp_path_factory):
         )  # fmt: skip
         by_command = command(hub.address, home, run, "me/commanded", HF_TOKEN="hf_mine")
         refused = command(hub.address, home, run, "me/commanded", HF_TOKEN="hf_mine")
+        tokenless = command(hub.address, home, run, "me/new")
+        elsewhere = command(hub.address, home, run, "other/new", HF_TOKEN="hf_mine")
     unreachable = ask(hub.address, home, ("unreachable", "hf_mine", run, "me/new", {}))
-    commands = {"command": by_command, "refused command": refused}
+    commands = {"command": by_command, "refused command": refused, "without a token": tokenless, "elsewhere": elsewhere}
     return root / "models", answers | unreachable | commands, hub
 
 
@@ -251,11 +253,24 @@ def test_what_was_refused_made_no_repository(world):
     assert names_in(root / "me/notes") == ["notes.txt"]
 
 
-def test_the_command_says_where_it_lies_or_ends_with_code_2(world):
-    _, answers, hub = world
-    done, refused = answers["command"], answers["refused command"]
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [
+        ("refused command", "with --update"),
+        ("without a token", "needs a token, and there is none"),
+        ("elsewhere", "you may not write to 'other/new' on the Hub"),
+    ],
+)
+def test_the_command_ends_with_code_2_and_one_line(world, what, says):
+    _, answers, _ = world
 
-    assert (done.returncode, refused.returncode) == (0, 2)
-    assert done.stdout.startswith(f"{hub.address}/me/commanded holds config.json, golden.safetensors, ")
-    assert len(refused.stderr.strip().splitlines()) == 1
-    assert "with --update" in refused.stderr
+    assert answers[what].returncode == 2
+    assert says in answers[what].stderr
+    assert len(answers[what].stderr.strip().splitlines()) == 1
+
+
+def test_the_command_says_where_it_lies(world):
+    _, answers, hub = world
+
+    assert answers["command"].returncode == 0
+    assert answers["command"].stdout.startswith(f"{hub.address}/me/commanded holds config.json, golden.safetensors, ")

@@ -37,7 +37,7 @@ def test_a_deployment_that_can_not_be_made_says_why(tmp_path: Path):
 
     row = steps.make(tmp_path, "pruned", Deployment(runtime="openvino", scheme="float32"))
 
-    assert row.refused == "conversion: OpenVINO needs the model as ONNX, which torch could not export"
+    assert row.refused == "conversion: OpenVINO needs the model as ONNX, and was given none"
 
 
 def test_a_damaged_deployment_is_told_when_it_is_opened_again(tmp_path: Path):
@@ -127,5 +127,5 @@ def test_a_model_that_is_none_is_one_line(tmp_path: Path):
     ended = CliRunner().invoke(app, ["doctor", "--model", str(tmp_path / "model"), "--runtimes", "eager"])
 
     assert ended.exit_code == 2
-    assert len(ended.stderr.strip().splitlines()[-1:]) == 1
+    assert len(ended.stderr.strip().splitlines()) == 1
     assert "without a model_type" in ended.stderr
