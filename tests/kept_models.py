@@ -38,7 +38,7 @@ MODELS = {
     "vit": lambda: zoo.vit(hidden_size=16, num_hidden_layers=1, num_attention_heads=4, intermediate_size=64),
     "resnet": lambda: zoo.resnet("basic", embedding_size=16, hidden_sizes=[16, 32], depths=[1, 1]),
 }
-# What inductor runs is what eager keeps, compiled when it is opened.
+# What inductor runs is compiled when it is opened, for minutes: none of it is kept.
 KEPT = {
     "vit": tuple(each.name for each in all_deployments() if each.runtime != "inductor"),
     "resnet": ("eager static", "onnxruntime static", "openvino static"),

@@ -118,6 +118,21 @@ def test_a_process_that_a_runtime_takes_down_is_a_refusal_and_the_others_are_tri
 
 
 @pytest.mark.slow
+def test_an_export_that_fails_costs_those_alone_that_read_it(tmp_path: Path):
+    zoo.save(zoo.vit(num_hidden_layers=1), tmp_path / "model")
+
+    with Look() as look:
+        look.prunable(str(tmp_path / "model"))
+        # Where the file would be written.
+        (look.folder / "whole.onnx").mkdir()
+        refused = {row.deployment.scheme: row.refused for row in look.deployable("whole", ["openvino"])}
+
+    # It is exported anew, with its int8 layers.
+    assert refused.pop("static") == ""
+    assert all(said.startswith("export: ") for said in refused.values())
+
+
+@pytest.mark.slow
 def test_a_model_that_is_none_is_one_line(tmp_path: Path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
@@ -127,5 +142,7 @@ def test_a_model_that_is_none_is_one_line(tmp_path: Path):
     ended = CliRunner().invoke(app, ["doctor", "--model", str(tmp_path / "model"), "--runtimes", "eager"])
 
     assert ended.exit_code == 2
-    assert len(ended.stderr.strip().splitlines()) == 1
-    assert "without a model_type" in ended.stderr
+    lines = ended.stderr.splitlines()
+    # What is being done is said as well, further in.
+    assert [line for line in lines if not line.startswith("  ")] == lines[-1:]
+    assert "without a model_type" in lines[-1]
