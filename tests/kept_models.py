@@ -9,7 +9,7 @@ that version have on their disks.
 
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -60,13 +60,12 @@ def kept_names() -> dict[str, tuple[str, str]]:
     return {"-".join((family, *name.split())): (family, name) for family, names in KEPT.items() for name in names}
 
 
-def write_models(folder: Path, names: Sequence[str]) -> None:
-    """Write pruned models to `folder` by the names of theirs; each appears complete or not at all."""
+def write_models(folder: Path, wanted: Mapping[str, tuple[str, str]]) -> None:
+    """Write pruned models to `folder`, of the family and in the deployment that stand by the name of each, which appears complete or not at all."""
     make_folders(folder)
     with tempfile.TemporaryDirectory() as scratch:
         source = cache(lambda family: _pruned(family, Path(scratch) / family))
-        for name in names:
-            family, form = kept_names()[name]
+        for name, (family, form) in wanted.items():
             save_deployed(source(family), deployment(form), folder / name, num_threads=1)
 
 
@@ -115,7 +114,7 @@ def write_kept_report(file: Path) -> None:
 def main() -> int:
     """Write what isn't kept of this version yet; return 1 where all of it is."""
     models, report = models_of_this_version(), report_of_this_version()
-    missing = [name for name in kept_names() if not (models / name).exists()]
+    missing = {name: told for name, told in kept_names().items() if not (models / name).exists()}
     if not missing and report.exists():
         sys.stderr.write(
             f"{models} and {report} are there, and what a version wrote is never replaced: raise the version first\n"

@@ -66,8 +66,10 @@ class Look:
         wanted = [
             Deployment(runtime=name, scheme=s) for name in runtimes for s in registry.runtime(name).schemes("cpu")
         ]
-        self._progress(f"{form}: exporting to ONNX", 0, len(wanted))
-        export = self._export(form)
+        export = ""
+        if any(map(registry.reads_onnx, wanted)):
+            self._progress(f"{form}: exporting to ONNX", 0, len(wanted))
+            export = self._export(form)
         rows = list[Deployability]()
         for number, deployment in enumerate(wanted):
             self._progress(f"{form}: {deployment.name}", number, len(wanted))

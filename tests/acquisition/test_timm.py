@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers as hf
 import zoo
+from conftest import World
 from needs import TIMM
 from PIL import Image
 from pruning.families import TIMM_FAMILIES
@@ -18,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 from world import fitted, pictures, write_data
 
-from profiling_agent import Request, load, optimize
+from profiling_agent import load, optimize
 from profiling_agent.acquisition.models import load_model
 from profiling_agent.artifacts.load import load_module, load_processor
 from profiling_agent.artifacts.save import save_model
@@ -124,21 +125,10 @@ class TestRead:
         names = list(zoo.LABELS.values())
         save_for_hf(model.timm_model, tmp_path / "net", model_config={"label_names": names}, safe_serialization=True)
         rewrite(tmp_path / "net", pretrained_cfg=PREPARED | {"crop_pct": 1.0, "mean": [0.5] * 3, "std": [0.5] * 3})
-        data = write_data(tmp_path / "data")
+        world = World(tmp_path / "net", write_data(tmp_path / "data"))
+        asked = {"runtimes": "eager,onnxruntime", "quantize_dtype": "auto", "batch_size": 4, "max_iterations": 2}
 
-        report = optimize(
-            Request(
-                model=str(tmp_path / "net"),
-                dataset=str(data),
-                output=str(tmp_path / "runs"),
-                run_id="timm",
-                runtimes="eager,onnxruntime",
-                batch_size=4,
-                max_accuracy_drop=0.03,
-                max_iterations=2,
-                num_sessions=2,
-            )
-        )
+        report = optimize(world.request(tmp_path / "runs", run_id="timm", max_accuracy_drop=0.03, **asked))
 
         assert report.verdict.outcome is Outcome.MET, report.verdict.explanation
         cuts = [cut for attempt in report.attempts if attempt.dry_run for cut in attempt.dry_run.cuts]

@@ -110,7 +110,7 @@ def test_exported_files_run_by_their_runtime_alone(
 
     library = {"onnxruntime": "onnx", "openvino": "openvino"}.get(form.runtime, "transformers")
     # What transformers would read otherwise than it is meant isn't offered as its own.
-    told = "pytorch" if name in ("eager bfloat16", "eager float16", "eager dynamic") else library
+    told = "pytorch" if form.runtime == "eager" else library
     assert f"library_name: {told}\n" in (home / "README.md").read_text()
     found = heard(home, NEEDED[form.runtime], images, tmp_path)
     expected = open_session(saved, num_threads=1).run(images)
