@@ -67,13 +67,31 @@ def golden_distance(run: Callable[[NDArray[np.float32]], NDArray[Any]], folder: 
     Raises:
         ArtifactError: the images can't be read or run.
     """
-    golden = _read(folder, recipe.input)
+    golden = read_golden(folder, recipe.input)
     logits = _answered(run, golden, folder)
     # A float32 may be as large as its square isn't.
     with np.errstate(all="ignore"):
         smallest = np.finfo(np.float64).tiny
         expected = golden.logits.astype(np.float64)
         return float(np.linalg.norm(logits - expected) / max(np.linalg.norm(expected), smallest))
+
+
+def read_golden(folder: Path, spec: InputSpec) -> Golden:
+    """Return the golden images and logits of a saved folder; raise ArtifactError where they are damaged or of another shape."""
+    path = folder / GOLDEN
+    _check_size(path)
+    with foreign_code(_damaged(path)):
+        held = on_behalf(load_file, path)
+    for name in (IMAGES, LOGITS):
+        if name not in held:
+            raise ArtifactError(f"{str(path)!r} is damaged and has no {name}: save the model again")
+        if not np.issubdtype(held[name].dtype, np.floating):
+            raise _damaged(path)(f"its {name} are {held[name].dtype}")
+    golden = Golden(held[IMAGES], held[LOGITS])
+    _expect_images(path, golden.pixel_values.shape, spec)
+    if golden.logits.ndim != 2 or len(golden.logits) != len(golden.pixel_values) or not golden.logits.size:
+        raise _damaged(path)(f"{len(golden.pixel_values)} images, logits of shape {golden.logits.shape}")
+    return golden
 
 
 def check_golden_images(folder: Path, spec: InputSpec) -> None:
@@ -113,23 +131,6 @@ def _check_size(path: Path) -> None:
         open_regular(path, max_bytes=MAX_BYTES, under=path.parent).close()
     except OSError as error:
         raise _damaged(path)(str(error.strerror)) from error
-
-
-def _read(folder: Path, spec: InputSpec) -> Golden:
-    path = folder / GOLDEN
-    _check_size(path)
-    with foreign_code(_damaged(path)):
-        held = on_behalf(load_file, path)
-    for name in (IMAGES, LOGITS):
-        if name not in held:
-            raise ArtifactError(f"{str(path)!r} is damaged and has no {name}: save the model again")
-        if not np.issubdtype(held[name].dtype, np.floating):
-            raise _damaged(path)(f"its {name} are {held[name].dtype}")
-    golden = Golden(held[IMAGES], held[LOGITS])
-    _expect_images(path, golden.pixel_values.shape, spec)
-    if golden.logits.ndim != 2 or len(golden.logits) != len(golden.pixel_values) or not golden.logits.size:
-        raise _damaged(path)(f"{len(golden.pixel_values)} images, logits of shape {golden.logits.shape}")
-    return golden
 
 
 def _expect_images(path: Path, shape: tuple[int, ...], spec: InputSpec) -> None:

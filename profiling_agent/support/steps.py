@@ -3,12 +3,13 @@
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import nn
 
 from profiling_agent.acquisition.models import load_model
 from profiling_agent.artifacts.folder import model_bytes
-from profiling_agent.artifacts.golden import check_golden
+from profiling_agent.artifacts.golden import check_golden, read_golden
 from profiling_agent.artifacts.load import load_module, load_processor, load_recipe
 from profiling_agent.artifacts.save import save_derived, save_model
 from profiling_agent.deployment.batches import noise_batch
@@ -28,7 +29,7 @@ from profiling_agent.shapes.resolve import check_processor, resolve_input_shape
 
 RATIO = 0.25
 # Ranges are of noise here: what is asked is whether a deployment can be made, not how good it is.
-NUM_CALIBRATION, NUM_COMPARED, BATCH = 16, 3, 8
+NUM_CALIBRATION, BATCH = 16, 8
 WHOLE, PRUNED = "whole", "pruned"
 
 
@@ -89,11 +90,10 @@ def write_onnx(folder: Path, form: Form) -> str | None:
 
 
 def make(folder: Path, form: Form, deployment: Deployment, *, num_threads: int | None = None) -> Deployability:
-    """Bring a form into a deployment, in a folder beside it, and open it; return how far its logits are, or why it can't be."""
+    """Bring a form into a deployment, in a folder beside it; return how far its logits on the golden images are, or why it can't be."""
     told = Deployability(form=form, deployment=deployment)
     source, onnx = folder / form, folder / f"{form}.onnx"
     module, base = load_module(source), load_recipe(source)
-    images = noise_batch(base.input, NUM_COMPARED, seed=2)
     given = Source(
         module=module,
         recipe=base,
@@ -105,14 +105,16 @@ def make(folder: Path, form: Form, deployment: Deployment, *, num_threads: int |
     made = made_folder(folder, form, deployment)
     try:
         recipe = save_deployed(given, deployment, made, num_threads=num_threads)
-        found = open_session(made, num_threads=num_threads).run(images)
+        # What it said when it was saved: opening it once more, which another process does, would compile it once more.
+        golden = read_golden(made, base.input)
     except (ArtifactError, PlanError, QuantizationError) as error:
         return told.model_copy(update={"refused": f"conversion: {error}"})
+    expected = logits_of(module, torch.from_numpy(golden.pixel_values.astype(np.float32)))
     return told.model_copy(
         update={
             "num_layers": len(recipe.quantized),
             "size_ratio": model_bytes(made) / model_bytes(folder / WHOLE),
-            "distance": relative_distance(torch.from_numpy(found), logits_of(module, torch.from_numpy(images))),
+            "distance": relative_distance(torch.from_numpy(golden.logits), expected),
         }
     )
 
