@@ -25,7 +25,7 @@ from profiling_agent.errors import ArtifactError, QuantizationError
 from profiling_agent.foreign import foreign_code, logits_of, on_behalf
 from profiling_agent.modules.attention import head_sizes, say_heads_
 from profiling_agent.modules.inference import floating_dtype, left_as_found
-from profiling_agent.modules.norms import BATCH_NORMS, unnormed
+from profiling_agent.modules.norms import BATCH_NORMS, Folded
 from profiling_agent.modules.widths import fit_widths_
 from profiling_agent.quantization.kinds import rebuilt
 from profiling_agent.quiet import ALONE, muted
@@ -265,7 +265,7 @@ def _unfold_(model: nn.Module, name: str) -> None:
     if not isinstance(norm, BATCH_NORMS):
         raise _MisfitError(f"{clean(name)[:80]}: no batch norm is there")
     with foreign_code(_unfit(name)):
-        on_behalf(model.set_submodule, name, unnormed(norm), strict=True)
+        on_behalf(model.set_submodule, name, Folded(norm), strict=True)
 
 
 class _LayerTensors(dict[str, Tensor]):

@@ -19,13 +19,46 @@ OPS: Any = torch.ops.quantized_decomposed
 PACKED: Any = torch.ops.quantized
 
 
+def plain_attributes(module: nn.Module) -> dict[str, Any]:
+    """Return what a module says of itself that is neither a tensor nor a module."""
+    return {name: held for name, held in vars(module).items() if not name.startswith("_")}
+
+
+class Folded(nn.Module):
+    """What stands in the place of a norm whose work a convolution does; it answers the plain attributes of that, and keeps what is in it."""
+
+    def __init__(self, like: nn.Module) -> None:
+        """Take the norm that it stands for; timm's have an activation in them."""
+        super().__init__()
+        vars(self).update(plain_attributes(like))
+        self.num_features: int
+        for name, module in like.named_children():
+            self.add_module(name, module)
+
+    @property
+    def weight(self) -> Tensor:
+        """Return the scales of a norm that changes nothing."""
+        return torch.ones(self.num_features)
+
+    @property
+    def bias(self) -> Tensor:
+        """Return the shifts of a norm that changes nothing."""
+        return torch.zeros(self.num_features)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the input, or its activation."""
+        for module in self.children():
+            x = module(x)
+        return x
+
+
 class Layer(nn.Module):
     """What stands in the place of a linear layer or a convolution; it answers the plain attributes of that."""
 
     def __init__(self, like: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         """Take the layer that it stands for, and the tensors of its own."""
         super().__init__()
-        vars(self).update({name: held for name, held in vars(like).items() if not name.startswith("_")})
+        vars(self).update(plain_attributes(like))
         self.moves = {name: held for name in MOVES if (held := getattr(like, name, None)) is not None}
         self.steps: Tensor
         self.scale: Tensor | None
@@ -114,9 +147,7 @@ def build(config: Any, described: Mapping[str, Any], tensors: Mapping[str, Tenso
         for attribute, value in stated.items():
             setattr(model.get_submodule(name), attribute, tuple(value) if isinstance(value, list) else value)
     for name in described["identities"]:
-        # timm's norms have an activation in them.
-        rest = [module for module in model.get_submodule(name).children() if not isinstance(module, nn.Identity)]
-        model.set_submodule(name, nn.Sequential(*rest))
+        model.set_submodule(name, Folded(model.get_submodule(name)))
     left = dict(tensors)
     for name, said in described["layers"].items():
         own = {leaf: left.pop(leaf) for leaf in list(left) if leaf.rpartition(".")[0] == name}

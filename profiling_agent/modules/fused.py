@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
-from profiling_agent.modules.norms import following_norms, unnormed
+from profiling_agent.modules.norms import Folded, following_norms
 
 # Of the logits' own spread; what is left of a norm that fits its convolution is rounding, 1e-6.
 MAX_DISTANCE = 1e-4
@@ -30,7 +30,7 @@ def fuse_norms_(model: nn.Module, images: Tensor) -> int:
     for name, norm in pairs.items():
         fused = fuse_conv_bn_eval(modules[name], modules[norm])  # pyright: ignore[reportArgumentType]
         model.set_submodule(name, fused)
-        model.set_submodule(norm, unnormed(modules[norm]))
+        model.set_submodule(norm, Folded(modules[norm]))
     found = model(pixel_values=images).logits
     if (found - expected).abs().max() <= MAX_DISTANCE * expected.std():
         return len(pairs)

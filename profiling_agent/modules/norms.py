@@ -3,6 +3,7 @@
 from collections.abc import Collection
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from profiling_agent.modules.hooks import watching
@@ -15,10 +16,35 @@ def batch_norms(model: nn.Module) -> list[nn.BatchNorm1d | nn.BatchNorm2d | nn.B
     return [module for module in model.modules() if isinstance(module, BATCH_NORMS) and module.track_running_stats]
 
 
-def unnormed(norm: nn.Module) -> nn.Module:
-    """Return what is left of a batch norm that a convolution does the work of: timm's have an activation in them, others nothing."""
-    rest = [module for module in norm.children() if not isinstance(module, nn.Identity)]
-    return nn.Sequential(*rest) if rest else nn.Identity()
+class Folded(nn.Module):
+    """What stands in the place of a batch norm that a convolution does the work of: it changes nothing, and answers as that norm would.
+
+    timm's norms have an activation in them, which stays. A model's own code may read what a norm says of itself, as of any layer.
+    """
+
+    def __init__(self, norm: nn.Module) -> None:
+        """Take over what is plain of `norm`, and the modules in it."""
+        super().__init__()
+        vars(self).update({name: held for name, held in vars(norm).items() if not name.startswith("_")})
+        for name, module in norm.named_children():
+            self.add_module(name, module)
+        self.num_features: int
+
+    @property
+    def weight(self) -> Tensor:
+        """Return the scales of a norm that changes nothing."""
+        return torch.ones(self.num_features)
+
+    @property
+    def bias(self) -> Tensor:
+        """Return the shifts of a norm that changes nothing."""
+        return torch.zeros(self.num_features)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return `x`, or its activation."""
+        for module in self.children():
+            x = module(x)
+        return x
 
 
 def has_bias(layer: nn.Module) -> bool:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
-from profiling_agent.modules.norms import following_norms, unnormed
+from profiling_agent.modules.norms import Folded, following_norms
 from profiling_agent.modules.places import places
 from profiling_agent.quantization.calibrate import run
 
@@ -55,7 +55,7 @@ def _fold_(model: nn.Module, pairs: Mapping[str, str]) -> None:
         assert isinstance(layer, nn.Conv2d), "only convolutions were watched"
         assert isinstance(following, nn.BatchNorm2d), "only such pairs were taken"
         model.set_submodule(convolution, fuse_conv_bn_eval(layer, following))
-        model.set_submodule(norm, unnormed(following))
+        model.set_submodule(norm, Folded(following))
 
 
 def is_near(logits: Tensor, expected: Tensor) -> bool:

@@ -9,6 +9,7 @@ from activated import activated
 from torch import nn
 
 from profiling_agent.modules.fused import fuse_norms_
+from profiling_agent.modules.norms import Folded
 
 IMAGES = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
 
@@ -47,7 +48,8 @@ def test_a_norm_that_has_an_activation_leaves_it_behind():
         found = model(pixel_values=IMAGES).logits
 
     assert fused == 1
-    assert isinstance(zoo.inside(model).norm[0], nn.ReLU)
+    assert isinstance(zoo.inside(model).norm, Folded)
+    assert isinstance(zoo.inside(model).norm.act, nn.ReLU)
     assert torch.allclose(found, expected, rtol=1e-4, atol=1e-5)
 
 

@@ -7,10 +7,13 @@ from typing import Any
 import pytest
 import torch
 import zoo
+from activated import ActivatedNorm
 from pruning.families import FAMILIES, TYPICAL_FIRST
 from torch import nn
 
 from profiling_agent.errors import QuantizationError
+from profiling_agent.handover import layers
+from profiling_agent.modules import norms
 from profiling_agent.quantization.kinds import CLASSES, quantized_modules
 from profiling_agent.quantization.quantize import quantize_model
 from profiling_agent.records import QuantizationRecommendation
@@ -65,9 +68,16 @@ LAYERS: dict[type[nn.Module], Callable[[], nn.Linear | nn.Conv2d]] = {
 }
 
 
+def plain(layer: nn.Module) -> list[str]:
+    """What a layer says of itself: its widths, how it moves."""
+    return [name for name in vars(layer) if not name.startswith("_") and name != "training"]
+
+
 @pytest.mark.parametrize(("kind", "replaced"), list(CLASSES), ids=lambda value: getattr(value, "__name__", value))
 @pytest.mark.parametrize("bias", [True, False])
-def test_what_takes_a_layers_place_answers_its_attributes(kind: Any, replaced: type[nn.Module], bias: bool):
+def test_what_takes_a_layers_place_answers_its_attributes_here_and_in_exported_files(
+    kind: Any, replaced: type[nn.Module], bias: bool
+):
     layer = LAYERS[replaced]()
     if not bias:
         layer.register_parameter("bias", None)
@@ -75,10 +85,29 @@ def test_what_takes_a_layers_place_answers_its_attributes(kind: Any, replaced: t
     dtype: Any = {"dynamic": "qint8", "static": "qint8", "cast": "bfloat16"}[kind]
     asked = QuantizationRecommendation(layer="all", quantization_type=kind, dtype=dtype)
 
-    found = quantize_model(OneLayer(layer), [asked], calibration=lambda: [images, images]).model
-    found = zoo.inside(found).layer
+    quantized = quantize_model(OneLayer(layer), [asked], calibration=lambda: [images, images]).model
+    ours = zoo.inside(quantized).layer
+    put: Any = layers.KINDS[kind]
+    exported = put(layer, ours.state_dict(), reduce_range=False)
 
-    told = [name for name in vars(layer) if not name.startswith("_") and name != "training"]
-    assert {name: getattr(found, name) for name in told} == {name: getattr(layer, name) for name in told}
-    assert torch.allclose(found.weight, layer.weight, atol=0.02)
-    assert (found.bias is None) == (layer.bias is None)
+    for found in (ours, exported):
+        assert {name: getattr(found, name) for name in plain(layer)} == {
+            name: getattr(layer, name) for name in plain(layer)
+        }
+        assert torch.allclose(found.weight, layer.weight, atol=0.02)
+        assert (found.bias is None) == (layer.bias is None)
+
+
+@pytest.mark.parametrize("folded", [norms.Folded, layers.Folded], ids=["here", "in exported files"])
+def test_what_takes_a_norms_place_answers_its_attributes_and_keeps_its_activation(folded: type[nn.Module]):
+    norm, images = ActivatedNorm(8).eval(), torch.randn(2, 8, 4, 4)
+
+    found: Any = folded(norm)
+
+    assert {"num_features", "eps", "momentum"} <= set(plain(norm))
+    assert {name: getattr(found, name) for name in plain(norm)} == {name: getattr(norm, name) for name in plain(norm)}
+    assert found.act is norm.act
+    assert torch.equal(found(images.clone()), images.relu())
+    # It is what a norm does whose statistics are those of white noise.
+    assert torch.equal(found.weight, torch.ones(8))
+    assert torch.equal(found.bias, torch.zeros(8))
