@@ -6,7 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import deployed
+import fresh
+import numpy as np
 import pytest
+import torchvision_names
 from needs import TIMM
 from PIL import Image
 from pruning.families import FAMILIES, processor_of, spec_of
@@ -14,10 +17,23 @@ from pruning.families import FAMILIES, processor_of, spec_of
 from profiling_agent import load
 from profiling_agent.artifacts.card import write_card
 from profiling_agent.artifacts.save import save_model
+from profiling_agent.deployment.batches import noise_batch
+from profiling_agent.deployment.registry import open_session
 from profiling_agent.deployment.save import save_deployed
 from profiling_agent.handover.export import export
 
 pytestmark = TIMM
+
+PACKAGES = ("numpy", "pillow", "torch", "transformers", "safetensors", "timm", "torchvision")
+# A process of its own has the names of torchvision's operators from nowhere but here.
+ASK = """
+import importlib.util, json, sys
+import numpy as np
+import torchvision_names
+from load import load
+assert importlib.util.find_spec("profiling_agent") is None
+print(json.dumps(load(num_threads=1)(np.load(sys.argv[1])).tolist()))
+"""
 
 
 # Norms of the first have an activation in them, which is left where the norm is folded away; the second has none.
@@ -36,6 +52,25 @@ def test_a_timm_model_is_exported_as_files_whose_requirements_pin_timm(tmp_path:
     card = (tmp_path / "home" / "README.md").read_text()
     required = card.partition("```console")[2].partition("```")[0].split()
     assert {f"{each}=={metadata.version(each).partition('+')[0]}" for each in ("timm", "torchvision")} <= set(required)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["eager float32", "eager dynamic"])
+def test_exported_files_of_a_timm_model_run_where_nothing_of_ours_is_installed(tmp_path: Path, name: str):
+    model, images = FAMILIES["timm_efficientnet"](), tmp_path / "images.npy"
+    spec = spec_of(model)
+    save_model(model, tmp_path / "model", spec=spec, processor=processor_of(spec), base_model="zoo")
+    source = replace(deployed.saved_source(tmp_path), processor=processor_of(spec))
+    save_deployed(source, deployed.deployment(name), tmp_path / "saved", num_threads=1)
+    np.save(images, noise_batch(spec, 3, seed=9))
+
+    export(tmp_path / "saved", "files", tmp_path / "home")
+
+    packages = fresh.packages(tmp_path / "packages", *PACKAGES)
+    (packages / "torchvision_names.py").symlink_to(torchvision_names.__file__)
+    found = np.array(fresh.said(packages, ASK, images, beside=tmp_path / "home"), np.float32)
+    expected = open_session(tmp_path / "saved", num_threads=1).run(np.load(images))
+    assert deployed.distance(found, expected) < 1e-5
 
 
 def test_the_cards_own_lines_run_a_timm_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -46,6 +46,18 @@ def test_each_session_is_shown_and_says_where_it_holds(finished: Path):
     assert f"{where} sessions</td>" in (finished / "report.html").read_text(encoding="utf-8")
 
 
+def test_the_headline_names_the_machine_that_its_speed_is_a_property_of(finished: Path):
+    report = read_report(finished)
+    headline = re.search(
+        r'<div class="card"><b>[^<]*</b><span>(as fast .*)</span>',
+        (finished / "report.html").read_text(encoding="utf-8"),
+    )
+
+    assert report.environment.cpu
+    assert headline is not None
+    assert headline[1].endswith(f"{report.best.deployment.name}, on {report.environment.machine}")
+
+
 def test_every_chart_that_has_something_to_show_is_there(finished: Path):
     report = read_report(finished)
     made = charts(report)

@@ -16,8 +16,9 @@ from profiling_agent.records import Deployability, Deployment, RuntimeName
 from profiling_agent.support import steps
 
 RUNTIMES: tuple[RuntimeName, ...] = ("eager", "onnxruntime", "openvino")
-# Of random weights and noise: NNCF's ranges are of 16 images, and rounding is fed through all layers.
-BOUNDS = {"float32": 1e-5, "float16": 3e-3, "bfloat16": 0.12, "dynamic": 0.15, "static": 0.3, "static_nncf": 0.8}
+# Of random weights, on two images of noise: ranges are of 16 images, and rounding is fed through all layers. A whole
+# MobileNetV1 is by far the furthest, 0.41 in static int8 and 0.68 in NNCF's; all others are within 0.2 and 0.6.
+BOUNDS = {"float32": 1e-5, "float16": 3e-3, "bfloat16": 0.12, "dynamic": 0.15, "static": 0.5, "static_nncf": 0.8}
 # What OpenVINO makes of these isn't what their graphs say (docs/support.md).
 MISCOMPILED = {("swiftformer", "openvino static"), ("levit", "openvino static")}
 # Their classifier is a convolution, and these schemes are linear layers' alone.
