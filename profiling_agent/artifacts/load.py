@@ -1,7 +1,7 @@
 """Reading a model that `save_model` wrote, in any process, without pickle and without remote code."""
 
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
@@ -29,7 +29,7 @@ from profiling_agent.modules.norms import BATCH_NORMS, Folded
 from profiling_agent.modules.widths import fit_widths_
 from profiling_agent.quantization.kinds import rebuilt
 from profiling_agent.quiet import ALONE, muted
-from profiling_agent.records import UnitKind
+from profiling_agent.records import Cut, UnitKind
 from profiling_agent.timm_config import MODEL_TYPE as TIMM
 from profiling_agent.timm_config import check_timm, make_plain_
 
@@ -133,7 +133,7 @@ def _build(folder: Path, recipe: Recipe, *, dequantize: bool) -> nn.Module:
         sizes = head_sizes(model)
         _check_names(model, recipe)
         for norm in recipe.folded:
-            _unfold_(model, norm)
+            _unfold_(model, norm, recipe.cuts)
         for layer in recipe.quantized:
             _place_(model, layer, tensors, dequantize=dequantize)
         _fill_(model, tensors, recipe)
@@ -259,13 +259,17 @@ def _check_names(model: nn.Module, recipe: Recipe) -> None:
             raise _MisfitError(f"there is no module {clean(name)[:80]!r}")
 
 
-def _unfold_(model: nn.Module, name: str) -> None:
-    """Set what is left of a batch norm that went into its convolution in its place."""
+def _unfold_(model: nn.Module, name: str, cuts: Iterable[Cut]) -> None:
+    """Set what is left of a batch norm that went into its convolution in its place; no tensor is stored that would say how wide it was."""
     norm = model.get_submodule(name)
     if not isinstance(norm, BATCH_NORMS):
         raise _MisfitError(f"{clean(name)[:80]}: no batch norm is there")
+    folded = Folded(norm)
+    for cut in cuts:
+        if name in cut.unit.inner:
+            folded.num_features = folded.num_features * cut.keep // cut.unit.width
     with foreign_code(_unfit(name)):
-        on_behalf(model.set_submodule, name, Folded(norm), strict=True)
+        on_behalf(model.set_submodule, name, folded, strict=True)
 
 
 class _LayerTensors(dict[str, Tensor]):

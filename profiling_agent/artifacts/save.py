@@ -119,7 +119,7 @@ def save_model(  # noqa: PLR0913 (a recipe says where a model comes from)
     """Write `model` and its image processor to `folder`, which appears complete or not at all; return its recipe.
 
     `model` is a Hugging Face image classifier, pruned or quantized or neither; `cuts` say how its widths came about,
-    `folded` names the batch norms that are identities now, and `deployment` what runs it, eager torch by default.
+    `folded` names the batch norms that change nothing now, and `deployment` what runs it, eager torch by default.
     Weights keep their live names; quantized layers are stored as plain int8 or fp16 tensors; shared ones once.
 
     Raises:
@@ -154,7 +154,7 @@ def save_derived(
 ) -> None:
     """Write `model`, made of the saved model in `source`, to `folder`: same input, same processor, same origin.
 
-    Without `cuts` it has those of its source, and so with `folded`, the batch norms that are identities, and `deployment`.
+    Without `cuts` it has those of its source, and so with `folded`, the batch norms that change nothing, and `deployment`.
 
     Raises:
         ArtifactError: `folder` exists, or `source` is damaged.

@@ -37,11 +37,11 @@ def describe(model: nn.Module, recipe: Recipe, refuse: Refuse) -> dict[str, Any]
 def _attributes(model: nn.Module, fresh: nn.Module, folded: Collection[str]) -> dict[str, dict[str, Any]]:
     """Return the numbers that modules state otherwise than those of the config: widths, groups, heads.
 
-    A norm that was folded away states none, and neither does what was in it.
+    What was in a norm that was folded away states none: it has another name now.
     """
     found: dict[str, dict[str, Any]] = {}
     for name, before in fresh.named_modules():
-        if any(f"{name}.".startswith(f"{norm}.") for norm in folded):
+        if any(name.startswith(f"{norm}.") for norm in folded):
             continue
         after = vars(model.get_submodule(name))
         changed = {

@@ -20,30 +20,43 @@ PACKED: Any = torch.ops.quantized
 
 
 def plain_attributes(module: nn.Module) -> dict[str, Any]:
-    """Return what a module says of itself that is neither a tensor nor a module."""
-    return {name: held for name, held in vars(module).items() if not name.startswith("_")}
+    """Return what a module says of itself that is neither a tensor nor a module, nor does anything."""
+    return {name: held for name, held in vars(module).items() if not name.startswith("_") and not callable(held)}
 
 
 class Folded(nn.Module):
-    """What stands in the place of a norm whose work a convolution does; it answers the plain attributes of that, and keeps what is in it."""
+    """What stands in the place of a norm whose work a convolution does: it answers as a norm that changes nothing, and keeps what is in it."""
+
+    num_features: int
+    affine: bool
 
     def __init__(self, like: nn.Module) -> None:
         """Take the norm that it stands for; timm's have an activation in them."""
         super().__init__()
-        vars(self).update(plain_attributes(like))
-        self.num_features: int
-        for name, module in like.named_children():
-            self.add_module(name, module)
+        vars(self).update(plain_attributes(like) | dict(like.named_children()))
+        rest = (module for module in like.children() if not isinstance(module, nn.Identity))
+        for number, module in enumerate(rest):
+            self.add_module(str(number), module)
 
     @property
-    def weight(self) -> Tensor:
-        """Return the scales of a norm that changes nothing."""
+    def running_mean(self) -> Tensor:
+        """Return a mean of nothing."""
+        return torch.zeros(self.num_features)
+
+    @property
+    def running_var(self) -> Tensor:
+        """Return a variance of one."""
         return torch.ones(self.num_features)
 
     @property
-    def bias(self) -> Tensor:
-        """Return the shifts of a norm that changes nothing."""
-        return torch.zeros(self.num_features)
+    def weight(self) -> Tensor | None:
+        """Return scales of one, where the norm had any."""
+        return self.running_var if self.affine else None
+
+    @property
+    def bias(self) -> Tensor | None:
+        """Return shifts of nothing, where the norm had any."""
+        return self.running_mean if self.affine else None
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the input, or its activation."""

@@ -17,28 +17,43 @@ def batch_norms(model: nn.Module) -> list[nn.BatchNorm1d | nn.BatchNorm2d | nn.B
 
 
 class Folded(nn.Module):
-    """What stands in the place of a batch norm that a convolution does the work of: it changes nothing, and answers as that norm would.
+    """What stands in the place of a batch norm that a convolution does the work of: it changes nothing, and answers as a norm that changes nothing would.
 
     timm's norms have an activation in them, which stays. A model's own code may read what a norm says of itself, as of any layer.
     """
 
+    num_features: int
+    affine: bool
+
     def __init__(self, norm: nn.Module) -> None:
-        """Take over what is plain of `norm`, and the modules in it."""
+        """Take over what is plain of `norm`, and the modules in it that do something."""
         super().__init__()
-        vars(self).update({name: held for name, held in vars(norm).items() if not name.startswith("_")})
-        for name, module in norm.named_children():
-            self.add_module(name, module)
-        self.num_features: int
+        plain = {name: held for name, held in vars(norm).items() if not name.startswith("_") and not callable(held)}
+        vars(self).update(plain | dict(norm.named_children()))
+        # Saved models name them so.
+        rest = (module for module in norm.children() if not isinstance(module, nn.Identity))
+        for number, module in enumerate(rest):
+            self.add_module(str(number), module)
 
     @property
-    def weight(self) -> Tensor:
-        """Return the scales of a norm that changes nothing."""
+    def running_mean(self) -> Tensor:
+        """Return a mean of nothing."""
+        return torch.zeros(self.num_features)
+
+    @property
+    def running_var(self) -> Tensor:
+        """Return a variance of one."""
         return torch.ones(self.num_features)
 
     @property
-    def bias(self) -> Tensor:
-        """Return the shifts of a norm that changes nothing."""
-        return torch.zeros(self.num_features)
+    def weight(self) -> Tensor | None:
+        """Return scales of one, where the norm had any."""
+        return self.running_var if self.affine else None
+
+    @property
+    def bias(self) -> Tensor | None:
+        """Return shifts of nothing, where the norm had any."""
+        return self.running_mean if self.affine else None
 
     def forward(self, x: Tensor) -> Tensor:
         """Return `x`, or its activation."""

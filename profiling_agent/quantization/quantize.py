@@ -29,7 +29,7 @@ NUM_CHECKED = 4
 class Quantized:
     """A quantized copy of a model, and the names of the layers that were quantized, in the model's order.
 
-    `folded` names the batch norms that went into the convolutions before them, and are identities now; `shifts` is what was added to the biases of
+    `folded` names the batch norms that went into the convolutions before them, and change nothing now; `shifts` is what was added to the biases of
     layers for what rounding does there and in the layers before.
     """
 

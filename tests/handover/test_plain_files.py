@@ -12,13 +12,15 @@ import deployed
 import fresh
 import numpy as np
 import pytest
+import torch
 import zoo
 from photographs import PHOTOGRAPHS
 from PIL import Image
-from transformers import PerceiverImageProcessorPil
+from safetensors.torch import load_file
+from transformers import AutoConfig, PerceiverImageProcessorPil
 
 from profiling_agent.acquisition.images import decode_rgb
-from profiling_agent.artifacts.load import load_recipe
+from profiling_agent.artifacts.load import load_module, load_recipe
 from profiling_agent.artifacts.recipe import QuantizedLayer
 from profiling_agent.artifacts.save import save_model
 from profiling_agent.deployment.batches import noise_batch
@@ -27,11 +29,13 @@ from profiling_agent.deployment.protocol import Source
 from profiling_agent.deployment.registry import open_session
 from profiling_agent.deployment.save import save_deployed
 from profiling_agent.errors import ArtifactError
+from profiling_agent.handover import layers
 from profiling_agent.handover.export import export
 from profiling_agent.pruning.prune import prune_model
 from profiling_agent.pruning.units import find_units
+from profiling_agent.quantization.quantize import quantize_model
 from profiling_agent.quantization.vnni import needed_instructions
-from profiling_agent.records import Cut
+from profiling_agent.records import Cut, QuantizationRecommendation
 
 ASK = """
 import importlib.util, json, sys
@@ -145,7 +149,6 @@ def test_exported_files_prepare_photographs_as_those_that_accuracy_is_measured_o
 
 @pytest.mark.slow
 def test_static_layers_of_torch_compute_from_the_same_integers(source: Source, tmp_path: Path):
-    from profiling_agent.artifacts.load import load_module
     from profiling_agent.deployment.torch_session import TorchSession
 
     saved, home, images = tmp_path / "saved", tmp_path / "home", noise_batch(zoo.SPEC, 3, seed=9)
@@ -184,6 +187,32 @@ def test_a_model_whose_layers_were_cut_differently_is_described_layer_by_layer(t
     assert described["attributes"]["vit.layers.0.mlp.fc1"] == {"out_features": 128}
     found = heard(tmp_path / "home", NEEDED["eager"], images, tmp_path)
     assert deployed.distance(found, open_session(tmp_path / "saved").run(images)) < 1e-5
+
+
+def test_folded_norms_of_a_cut_model_answer_its_widths_when_it_is_loaded_and_in_exported_files(tmp_path: Path):
+    model, saved, home = zoo.resnet("basic"), tmp_path / "saved", tmp_path / "home"
+    cuts = [Cut(unit=unit, keep=unit.width // 2, requested_ratio=0.5) for unit in find_units(model, zoo.SPEC, {}).units]
+    small = prune_model(model, cuts, spec=zoo.SPEC).model
+    asked = QuantizationRecommendation(layer="all", quantization_type="static", dtype="qint8")
+    calibration = torch.from_numpy(noise_batch(zoo.SPEC, 8, seed=9))
+    made = quantize_model(small, [asked], calibration=lambda: [calibration])
+    described = {"spec": zoo.SPEC, "processor": zoo.processor(), "base_model": "zoo"}
+    save_model(made.model, saved, **described, cuts=cuts, folded=made.folded)
+
+    export(saved, "files", home)
+
+    said = json.loads((home / "layers.json").read_text())
+    built = layers.build(AutoConfig.from_pretrained(home), said, load_file(home / "model.safetensors"))
+    for found in (made.model, load_module(saved), built):
+        widths = {
+            name: (
+                zoo.inside(found.get_submodule(name)).num_features,
+                zoo.inside(found.get_submodule(name.replace("normalization", "convolution"))).out_channels,
+            )
+            for name in made.folded
+        }
+        assert all(stated == made_of for stated, made_of in widths.values())
+        assert {stated for stated, _ in widths.values()} == {32, 64, 128, 256}
 
 
 def test_the_files_say_what_they_are_and_hold_no_path(source: Source, tmp_path: Path):

@@ -109,5 +109,18 @@ def test_what_takes_a_norms_place_answers_its_attributes_and_keeps_its_activatio
     assert found.act is norm.act
     assert torch.equal(found(images.clone()), images.relu())
     # It is what a norm does whose statistics are those of white noise.
-    assert torch.equal(found.weight, torch.ones(8))
-    assert torch.equal(found.bias, torch.zeros(8))
+    for name, value in (("weight", 1), ("bias", 0), ("running_mean", 0), ("running_var", 1)):
+        assert torch.equal(getattr(found, name), torch.full((8,), float(value)))
+    assert {id(module) for module in found.children()} == {id(norm.act)}
+
+
+@pytest.mark.parametrize("folded", [norms.Folded, layers.Folded], ids=["here", "in exported files"])
+def test_a_norm_without_scales_has_none_and_what_a_stranger_hung_on_it_is_left(folded: type[nn.Module]):
+    norm = nn.BatchNorm2d(8, affine=False).eval()
+    # As hooks of other libraries wrap it.
+    norm.forward = lambda input: input * 9
+
+    found: Any = folded(norm)
+
+    assert (found.weight, found.bias) == (None, None)
+    assert torch.equal(found(torch.ones(1, 8, 2, 2)), torch.ones(1, 8, 2, 2))

@@ -16,9 +16,10 @@ from profiling_agent.records import Deployability, Deployment, RuntimeName
 from profiling_agent.support import steps
 
 RUNTIMES: tuple[RuntimeName, ...] = ("eager", "onnxruntime", "openvino")
-# Of random weights, on two images of noise: ranges are of 16 images, and rounding is fed through all layers. A whole
-# MobileNetV1 is by far the furthest, 0.41 in static int8 and 0.68 in NNCF's; all others are within 0.2 and 0.6.
-BOUNDS = {"float32": 1e-5, "float16": 3e-3, "bfloat16": 0.12, "dynamic": 0.15, "static": 0.5, "static_nncf": 0.8}
+# Of random weights, on two images of noise: ranges are of 16 images, and rounding is fed through all layers.
+BOUNDS = {"float32": 1e-5, "float16": 3e-3, "bfloat16": 0.12, "dynamic": 0.15, "static": 0.25, "static_nncf": 0.8}
+# Its 28 layers of depthwise convolutions are 0.41 away, all others 0.17 at most.
+FURTHER = {("mobilenet_v1", "whole", "static"): 0.5}
 # What OpenVINO makes of these isn't what their graphs say (docs/support.md).
 MISCOMPILED = {("swiftformer", "openvino static"), ("levit", "openvino static")}
 # Their classifier is a convolution, and these schemes are linear layers' alone.
@@ -62,6 +63,11 @@ def reopen() -> Iterator[Reopen]:
         told.close()
 
 
+def bound(family: str, row: Deployability) -> float:
+    scheme = row.deployment.scheme
+    return FURTHER.get((family, row.form, scheme), BOUNDS[scheme])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", marked(name for name in FAMILIES if name not in ALIKE))
 def test_a_family_is_made_in_every_deployment_stays_near_and_is_opened_elsewhere(
@@ -85,7 +91,7 @@ def test_a_family_is_made_in_every_deployment_stays_near_and_is_opened_elsewhere
     expected = {name for of, name in MISCOMPILED if of == family} | (OF_LINEAR if family in WITHOUT_LINEAR else set())
     assert refused == expected, [row.refused for row in rows if row.refused]
     assert all(row.refused.startswith(REFUSALS) for row in rows if row.refused)
-    far = [row for row in rows if not row.refused and not row.distance < BOUNDS[row.deployment.scheme]]
+    far = [row for row in rows if not row.refused and not row.distance < bound(family, row)]
     assert far == []
     kept = [row for row in rows if not row.refused]
     assert [reopen(folder, row) for row in kept] == kept
