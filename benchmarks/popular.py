@@ -55,7 +55,6 @@ from transformers import (
 
 from profiling_agent import Request, optimize
 from profiling_agent.cache import VARIABLE
-from profiling_agent.deployment.registry import runtime
 from profiling_agent.errors import ProfilingAgentError
 from profiling_agent.records import DeploymentOption
 from profiling_agent.reporting.report import RunReport
@@ -150,15 +149,14 @@ def _noise() -> Tensor:
 
 
 def can_do(family: str) -> set[tuple[str, str]]:
-    """Return runtime and scheme of what the family's tiny model is deployed in, unpruned; torch.compile, of which that file has none, takes all."""
+    """Return runtime and scheme of what the family's tiny model is deployed in, unpruned."""
     rows = json.loads(SUPPORT.read_text(encoding="utf-8"))["rows"]
     (row,) = [row for row in rows if row["family"] == family]
-    able = {
+    return {
         (each["runtime"], each["scheme"])
         for each in row["deployable"]
         if each["form"] == "whole" and not each["refused"]
     }
-    return able | {("inductor", scheme) for scheme in runtime("inductor").schemes("cpu")}
 
 
 def missed(options: Sequence[DeploymentOption], family: str) -> list[str]:

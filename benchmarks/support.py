@@ -38,6 +38,7 @@ SHORT: dict[Scheme, str] = {
     "static": "int8 static",
     "static_nncf": "int8 NNCF",
 }
+UNTRIED = "-"
 EXPECTED = ("computes something else", "the model has no nn.Linear")
 HERE = [name for name in FAMILIES if name not in TIMM_FAMILIES or find_spec("timm")]
 KINDS = {"heads": "heads", "mlp": "MLP", "conv_inner": "convolution", "inverted_residual": "inverted residual"}
@@ -106,12 +107,8 @@ def page(files: Sequence[Path]) -> str:
         "",
         "Tiny models of each architecture with random weights. A number is the distance of the logits from float32's, relative, on noise: whole / with a quarter off "
         "every unit. It says that the deployment can be made, and computes the model's function as near as its numbers can: the logits of random weights on noise lie close together, so that int8, whose ranges are of "
-        f"16 images here, is up to {furthest:.1g} of them away, and no measure of what it costs a trained model, which a run measures. Each was opened by a process that had not made it."
-        + (
-            ""
-            if "inductor" in {runtime for runtime, _ in columns}
-            else " torch.compile's (inductor), which take minutes each, are not among them: of a ViT and a ResNet they are made in the tests."
-        ),
+        f"16 images here, is up to {furthest:.1g} of them away, and no measure of what it costs a trained model, which a run measures. Each was opened by a process that had not made it; "
+        f"{UNTRIED} is what was not tried: torch.compile (inductor) takes up to minutes for each, so of timm's it has those that are cut.",
         "",
         "| | units | " + " | ".join(f"{runtime} {SHORT[scheme]}" for runtime, scheme in columns) + " |",
         "|---|---|" + "---|" * len(columns),
@@ -132,18 +129,18 @@ def page(files: Sequence[Path]) -> str:
 
 
 def _cell(row: dict[str, Any], runtime: str, scheme: str, notes: list[str]) -> str:
-    told: list[str] = []
-    for each in row["deployable"]:
-        if (each["runtime"], each["scheme"]) != (runtime, scheme):
-            continue
-        if not each["refused"]:
-            told.append(f"{each['distance']:.1g}")
-            continue
-        note = each["refused"]
-        if note not in notes:
-            notes.append(note)
-        told.append(f"no ({notes.index(note) + 1})")
-    return " / ".join(told)
+    tried = {each["form"]: each for each in row["deployable"] if (each["runtime"], each["scheme"]) == (runtime, scheme)}
+    forms = dict.fromkeys(each["form"] for each in row["deployable"])
+    return " / ".join(_told(tried[form], notes) if form in tried else UNTRIED for form in forms)
+
+
+def _told(deployed: dict[str, Any], notes: list[str]) -> str:
+    if not deployed["refused"]:
+        return f"{deployed['distance']:.1g}"
+    note = deployed["refused"]
+    if note not in notes:
+        notes.append(note)
+    return f"no ({notes.index(note) + 1})"
 
 
 def main() -> int:
