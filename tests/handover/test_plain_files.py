@@ -196,8 +196,15 @@ def test_folded_norms_of_a_cut_model_answer_its_widths_when_it_is_loaded_and_in_
     asked = QuantizationRecommendation(layer="all", quantization_type="static", dtype="qint8")
     calibration = torch.from_numpy(noise_batch(zoo.SPEC, 8, seed=9))
     made = quantize_model(small, [asked], calibration=lambda: [calibration])
-    described = {"spec": zoo.SPEC, "processor": zoo.processor(), "base_model": "zoo"}
-    save_model(made.model, saved, **described, cuts=cuts, folded=made.folded)
+    save_model(
+        made.model,
+        saved,
+        spec=zoo.SPEC,
+        processor=zoo.processor(),
+        base_model="zoo",
+        cuts=cuts,
+        folded=made.folded,
+    )
 
     export(saved, "files", home)
 
