@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from profiling_agent.deployment.protocol import Batch
 from profiling_agent.errors import ArtifactError
+from profiling_agent.foreign import foreign_code, on_behalf
 from profiling_agent.modules.inference import floating_dtype
 from profiling_agent.quiet import muted
 
@@ -135,6 +136,10 @@ def _with_own_code(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], T
     return FunctionType(code, function.__globals__, function.__name__, function.__defaults__, closure)
 
 
+def _refused(said: str) -> ArtifactError:
+    return ArtifactError(f"compiled by torch.compile the model can't be run ({said}): deploy it in another runtime")
+
+
 def _compiled(module: nn.Module) -> Callable[[Tensor], Tensor]:
     with muted("torch.utils._pytree", "torchao"):
         # Without it, inductor doesn't see int8 arithmetic in quantize, dequantize and matmul.
@@ -154,8 +159,9 @@ def _compiled(module: nn.Module) -> Callable[[Tensor], Tensor]:
             muted("torch._inductor", "torch._dynamo"),
             inductor.patch(freezing=True, compile_threads=1),
             torch._dynamo.config.patch(recompile_limit=MAX_SIZES),  # pyright: ignore[reportPrivateUsage]
+            foreign_code(_refused),
         ):
-            logits = compiled(pixel_values)
+            logits = on_behalf(compiled, pixel_values)
         known.add(pixel_values.shape)
         return logits
 

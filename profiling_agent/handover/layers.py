@@ -24,6 +24,14 @@ def plain_attributes(module: nn.Module) -> dict[str, Any]:
     return {name: held for name, held in vars(module).items() if not name.startswith("_") and not callable(held)}
 
 
+def border(conv: Any) -> tuple[tuple[int, int], tuple[int, int, int, int]]:
+    """Return the border of a convolution that has it by name: what is on both sides, and what is on one; compilers' int8 kernels want numbers."""
+    if conv.padding == "valid":
+        return (0, 0), (0, 0, 0, 0)
+    height, width = (step * (size - 1) for size, step in zip(conv.kernel_size, conv.dilation, strict=True))
+    return (height // 2, width // 2), (0, width % 2, 0, height % 2)
+
+
 class Folded(nn.Module):
     """What stands in the place of a norm whose work a convolution does: it answers as a norm that changes nothing, and keeps what is in it."""
 
@@ -72,7 +80,10 @@ class Layer(nn.Module):
         """Take the layer that it stands for, and the tensors of its own."""
         super().__init__()
         vars(self).update(plain_attributes(like))
-        self.moves = {name: held for name in MOVES if (held := getattr(like, name, None)) is not None}
+        self.moves: dict[str, Any] = {name: held for name in MOVES if (held := getattr(like, name, None)) is not None}
+        self.uneven = (0, 0, 0, 0)
+        if isinstance(self.moves.get("padding"), str):
+            self.moves["padding"], self.uneven = border(like)
         self.steps: Tensor
         self.scale: Tensor | None
         self.bias: Tensor | None
@@ -84,6 +95,10 @@ class Layer(nn.Module):
         """Return the weight that it computes with, in float32."""
         weight = self.steps.float()
         return weight if self.scale is None else weight * self.scale.view(-1, *[1] * (weight.dim() - 1))
+
+    def padded(self, x: Tensor) -> Tensor:
+        """Return the input with as much of its border as lies on one side alone; rounded later, since zero stays zero."""
+        return functional.pad(x, self.uneven) if any(self.uneven) else x
 
     def computed(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return the product or the convolution."""
@@ -130,7 +145,7 @@ class Static(Layer):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return what the float layer would, from rounded inputs and weights."""
-        steps = OPS.quantize_per_tensor.default(x, *self.grid)
+        steps = OPS.quantize_per_tensor.default(self.padded(x), *self.grid)
         return self.computed(OPS.dequantize_per_tensor.default(steps, *self.grid), self.weight, self.bias)
 
 
@@ -143,7 +158,7 @@ class Cast(Layer):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return what the float layer would, computed in bfloat16."""
-        return self.computed(x.to(torch.bfloat16), self.steps, self.bias).to(x.dtype)
+        return self.computed(self.padded(x).to(torch.bfloat16), self.steps, self.bias).to(x.dtype)
 
 
 KINDS: dict[str, type[Layer]] = {"dynamic": Dynamic, "static": Static, "cast": Cast}

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from profiling_agent.modules.borders import border_of
 from profiling_agent.records import Unit
 
 # Pixels of one image that a convolution's statistics are taken from: more of them repeat each other.
@@ -34,14 +35,8 @@ def features(layer: nn.Module, inputs: Tensor) -> Tensor:
 
 def _padded(layer: nn.Conv2d, inputs: Tensor) -> Tensor:
     """Return the inputs with the border that the convolution puts around them."""
-    if isinstance(layer.padding, str):
-        named = zip(layer.kernel_size, layer.dilation, strict=True)
-        around = [step * (size - 1) if layer.padding == "same" else 0 for size, step in named]
-        (top, left), (bottom, right) = [each // 2 for each in around], [each - each // 2 for each in around]
-    else:
-        top, left = bottom, right = layer.padding
     mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
-    return F.pad(inputs, (left, right, top, bottom), mode=mode)
+    return F.pad(inputs, border_of(layer), mode=mode)
 
 
 def outputs_of(layer: nn.Module, outputs: Tensor) -> Tensor:

@@ -116,4 +116,4 @@ class CastConv2d(CastModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the convolution."""
-        return self.geometry.apply(x.to(torch.bfloat16), self.rounded, self.bias).to(x.dtype)
+        return self.geometry.apply(self.geometry.padded(x).to(torch.bfloat16), self.rounded, self.bias).to(x.dtype)

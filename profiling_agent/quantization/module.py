@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from profiling_agent.errors import QuantizationError
+from profiling_agent.modules.borders import border_of
 
 Kind = Literal["dynamic", "static", "cast"]
 Dtype = Literal["qint8", "float16", "bfloat16"]
@@ -93,6 +94,13 @@ class Geometry:
         moves: Any = (like.stride, like.padding, like.dilation)
         self.stride, self.padding, self.dilation = moves
         self.groups = like.groups * num_filters // like.out_channels if like.groups > 1 else 1
+        # Int8 kernels that compilers choose take neither a name for the border nor one that is wider on one side.
+        left, right, top, bottom = border_of(like)
+        self.border, self.uneven = (top, left), (0, right - left, 0, bottom - top)
+
+    def padded(self, x: Tensor) -> Tensor:
+        """Return the input with as much of its border as lies on one side alone, before it is rounded: zero stays zero then."""
+        return nn.functional.pad(x, self.uneven) if any(self.uneven) else x
 
     def tell_(self, module: Any, weight: Tensor) -> None:
         """Give `module`, whose weight this is, the attributes by which an `nn.Conv2d` says how it moves."""
@@ -107,8 +115,8 @@ class Geometry:
         module.padding_mode, module.transposed, module.output_padding = "zeros", False, (0, 0)
 
     def apply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the convolution of x (b, c, h, w)."""
-        return nn.functional.conv2d(x, weight, bias, self.stride, self.padding, self.dilation, self.groups)
+        """Return the convolution of x (b, c, h, w), which is `padded`."""
+        return nn.functional.conv2d(x, weight, bias, self.stride, self.border, self.dilation, self.groups)
 
     def float_conv(self, weight: Tensor, bias: Tensor | None) -> nn.Conv2d:
         """Return an `nn.Conv2d` that holds these very tensors."""

@@ -205,4 +205,4 @@ class StaticConv2d(StaticModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the convolution."""
-        return self.geometry.apply(self.grid.rounded(x), self.weight, self.bias)
+        return self.geometry.apply(self.grid.rounded(self.geometry.padded(x)), self.weight, self.bias)

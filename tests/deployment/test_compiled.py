@@ -1,4 +1,4 @@
-"""Every model that a process opens with torch.compile is compiled, however many were before it."""
+"""Every model that a process opens with torch.compile is compiled, however many were before it, or is refused with the compiler's reason."""
 
 import pytest
 import torch
@@ -7,6 +7,7 @@ from torch._dynamo.utils import counters
 from transformers.modeling_outputs import ImageClassifierOutput
 
 from profiling_agent.deployment.torch_session import MAX_SIZES, InductorSession
+from profiling_agent.errors import ArtifactError
 
 
 class Tiny(nn.Module):
@@ -27,3 +28,31 @@ def test_a_process_compiles_more_models_than_torch_keeps_of_one():
         InductorSession(Tiny().eval(), device="cpu").run(images)
 
     assert counters["stats"]["unique_graphs"] == MAX_SIZES + 2
+
+
+class Rounded(nn.Module):
+    """A convolution of int8 whose border has a name, which the kernel that the compiler chooses for it doesn't take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.ones(8, 16, 3, 3, dtype=torch.int8))
+        self.register_buffer("scale", torch.full((8,), 0.1))
+        self.register_buffer("zeros", torch.zeros(8, dtype=torch.int64))
+
+    def forward(self, pixel_values: torch.Tensor) -> ImageClassifierOutput:
+        operators = torch.ops.quantized_decomposed
+        grid = (0.1, 0, 0, 255, torch.uint8)
+        x = operators.dequantize_per_tensor(operators.quantize_per_tensor(pixel_values, *grid), *grid)
+        weight = operators.dequantize_per_channel(self.steps, self.scale, self.zeros, 0, -128, 127, torch.int8)
+        return ImageClassifierOutput(logits=nn.functional.conv2d(x, weight, padding="valid").mean((2, 3)))
+
+
+@pytest.mark.slow
+def test_what_can_not_be_compiled_says_what_the_compiler_said():
+    session = InductorSession(Rounded().eval(), device="cpu")
+
+    with pytest.raises(
+        ArtifactError,
+        match=r"^compiled by torch\.compile the model can't be run .*padding only.*: deploy it in another",
+    ):
+        session.run(torch.ones(2, 16, 8, 8).numpy())

@@ -1,6 +1,7 @@
 """Every family in every scheme of torch's own layers: each can be made, answers its layers' attributes, and is near."""
 
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 import zoo
 from activated import ActivatedNorm
-from pruning.families import FAMILIES, TYPICAL_FIRST
+from pruning.families import FAMILIES, TYPICAL_FIRST, processor_of, spec_of
 from torch import nn
 
 from profiling_agent.errors import QuantizationError
@@ -16,7 +17,8 @@ from profiling_agent.handover import layers
 from profiling_agent.modules import norms
 from profiling_agent.quantization.kinds import CLASSES, quantized_modules
 from profiling_agent.quantization.quantize import quantize_model
-from profiling_agent.records import QuantizationRecommendation
+from profiling_agent.records import Deployment, QuantizationRecommendation
+from profiling_agent.support import steps
 
 SCHEMES: dict[str, tuple[Any, Any]] = {
     "dynamic": ("dynamic", "qint8"),
@@ -96,6 +98,45 @@ def test_what_takes_a_layers_place_answers_its_attributes_here_and_in_exported_f
         }
         assert torch.allclose(found.weight, layer.weight, atol=0.02)
         assert (found.bias is None) == (layer.bias is None)
+
+
+# An even kernel puts one pixel more on one side than on the other, which torch warns of.
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
+@pytest.mark.parametrize(("padding", "kernel"), [("valid", 3), ("same", 3), ("same", (2, 5))])
+@pytest.mark.parametrize("kind", ["static", "cast"])
+def test_a_border_that_has_a_name_is_one_in_numbers_here_and_in_exported_files(kind: Any, padding: str, kernel: Any):
+    layer = nn.Conv2d(8, 6, kernel, padding=padding, dilation=(1, 2))
+    images = torch.randn(8, 8, 9, 9, generator=torch.Generator().manual_seed(1))
+    dtype: Any = {"static": "qint8", "cast": "bfloat16"}[kind]
+    asked = QuantizationRecommendation(layer="all", quantization_type=kind, dtype=dtype)
+
+    ours = zoo.inside(quantize_model(OneLayer(layer), [asked], calibration=lambda: [images]).model).layer
+    put: Any = layers.KINDS[kind]
+    exported = put(layer, ours.state_dict(), reduce_range=ours.reduce_range)
+
+    with torch.inference_mode():
+        expected = layer(images)
+        found, elsewhere = ours(images), exported(images)
+    assert ours.padding == exported.padding == padding
+    assert found.shape == expected.shape
+    assert torch.equal(found, elsewhere)
+    assert float((found - expected).norm() / expected.norm()) < 0.02
+    for each in (ours.geometry.border, exported.moves["padding"]):
+        assert all(isinstance(side, int) for side in each)
+
+
+@pytest.mark.slow
+def test_a_convolution_whose_border_has_a_name_is_compiled_in_int8(tmp_path: Path):
+    """SigLIP's patches and EfficientNet's stem are such: the int8 kernel that torch.compile chooses takes no name."""
+    model = FAMILIES["siglip"]()
+    spec = spec_of(model)
+    deployment = Deployment(runtime="inductor", scheme="static")
+    steps.lay_out(model, tmp_path, spec=spec, processor=processor_of(spec), name="siglip")
+
+    told = steps.make(tmp_path, "whole", deployment, num_threads=1)
+
+    assert told.refused == ""
+    assert 0 < told.distance < 0.25
 
 
 @pytest.mark.parametrize("folded", [norms.Folded, layers.Folded], ids=["here", "in exported files"])
