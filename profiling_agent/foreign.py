@@ -39,7 +39,7 @@ def foreign_code(refuse: Refuse) -> Generator[None]:
     except Exception as error:
         if is_out_of_memory(error) or is_ours(error.__traceback__):
             raise
-        raise refuse(_told(_first_cause(error))) from error
+        raise refuse(told(_first_cause(error))) from error
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -47,7 +47,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or any(kind.__name__ == "OutOfMemoryError" for kind in type(error).__mro__)
 
 
-def _told(error: BaseException) -> str:
+def told(error: BaseException) -> str:
+    """Return the kind of an error and what it says, in one line."""
     return f"{type(error).__name__} ({' '.join(str(error).split())[:MAX_TEXT]!r})"
 
 

@@ -1,5 +1,7 @@
 """Every model that a process opens with torch.compile is compiled, however many were before it, or is refused with the compiler's reason."""
 
+import errno
+
 import pytest
 import torch
 from torch import nn
@@ -56,3 +58,31 @@ def test_what_can_not_be_compiled_says_what_the_compiler_said():
         match=r"^compiled by torch\.compile the model can't be run .*padding only.*: deploy it in another",
     ):
         session.run(torch.ones(2, 16, 8, 8).numpy())
+
+
+class Short(nn.Module):
+    """What asks for more than a machine has, or finds its disk full, while it is run."""
+
+    def __init__(self, error: BaseException | None) -> None:
+        super().__init__()
+        self.error = error
+
+    @torch.compiler.disable
+    def held(self, pixel_values: torch.Tensor) -> torch.Tensor:
+        if self.error:
+            raise self.error
+        return torch.empty(2**55).sum() + pixel_values
+
+    def forward(self, pixel_values: torch.Tensor) -> ImageClassifierOutput:
+        return ImageClassifierOutput(logits=self.held(pixel_values).mean((2, 3)))
+
+
+@pytest.mark.parametrize("error", [MemoryError("none left"), OSError(errno.ENOSPC, "No space left on device"), None])
+def test_what_the_machine_is_short_of_is_no_refusal_of_the_model(error: BaseException | None):
+    session = InductorSession(Short(error).eval(), device="cpu")
+
+    with pytest.raises(type(error) if error else RuntimeError) as raised:
+        session.run(torch.ones(2, 3, 2, 2).numpy())
+
+    assert not isinstance(raised.value, ArtifactError)
+    assert error is None or raised.value is error
