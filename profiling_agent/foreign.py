@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 MAX_TEXT = 200
+# What torch's allocator for CPUs says in a plain RuntimeError.
+NO_MEMORY = "DefaultCPUAllocator: can't allocate memory"
 # They raise on behalf of whoever calls them.
 TOOLS = frozenset({"torch", *sys.stdlib_module_names})
 OURS = __name__.partition(".")[0]
@@ -39,7 +41,32 @@ def foreign_code(refuse: Refuse) -> Generator[None]:
     except Exception as error:
         if is_out_of_memory(error) or is_ours(error.__traceback__):
             raise
-        raise refuse(told(_first_cause(error))) from error
+        raise refuse(_told(_first_cause(error))) from error
+
+
+@contextmanager
+def compiled_code(refuse: Refuse) -> Generator[None]:
+    """Do as `foreign_code` where torch compiles what the block runs, by what was raised first: torch wraps it several times.
+
+    What the machine is short of, disk too, goes through as it is: it is no model's fault.
+    """
+    try:
+        yield
+    except Exception as error:
+        cause = _innermost(error)
+        is_short = isinstance(cause, OSError) or is_out_of_memory(cause) or NO_MEMORY in str(cause)
+        if is_short or isinstance(cause, ProfilingAgentError) or is_ours(error.__traceback__):
+            raise cause from (None if cause is error else error)
+        raise refuse(_told(cause)) from error
+
+
+def _innermost(error: BaseException) -> BaseException:
+    """Return what torch's compilers wrapped, some of them without saying that it was the cause."""
+    seen = {id(error)}
+    while (inner := getattr(error, "inner_exception", None) or error.__cause__) and id(inner) not in seen:
+        seen.add(id(inner))
+        error = inner
+    return error
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -47,8 +74,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or any(kind.__name__ == "OutOfMemoryError" for kind in type(error).__mro__)
 
 
-def told(error: BaseException) -> str:
-    """Return the kind of an error and what it says, in one line."""
+def _told(error: BaseException) -> str:
     return f"{type(error).__name__} ({' '.join(str(error).split())[:MAX_TEXT]!r})"
 
 

@@ -10,16 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from profiling_agent.deployment.protocol import Batch
-from profiling_agent.errors import ArtifactError, ProfilingAgentError
-from profiling_agent.foreign import is_ours, is_out_of_memory, on_behalf, told
+from profiling_agent.errors import ArtifactError
+from profiling_agent.foreign import compiled_code, on_behalf
 from profiling_agent.modules.inference import floating_dtype
 from profiling_agent.quiet import muted
 
 # Each batch size is compiled for itself; torch gives up, and runs eagerly, after this many.
 MAX_SIZES = 32
 NUMBERS = itertools.count()
-# What the CPU's allocator says in a plain RuntimeError.
-NO_MEMORY = "DefaultCPUAllocator: can't allocate memory"
 
 
 def logits_function(module: nn.Module) -> Callable[[Tensor], Tensor]:
@@ -138,32 +136,8 @@ def _with_own_code(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], T
     return FunctionType(code, function.__globals__, function.__name__, function.__defaults__, closure)
 
 
-def _first_answer(compiled: Callable[[Tensor], Tensor], pixel_values: Tensor) -> Tensor:
-    """Return the logits of a function that is compiled by this.
-
-    Raises:
-        ArtifactError: it can't be compiled, or not be run; with what was raised first, which torch wraps several times.
-        OSError, MemoryError, torch.OutOfMemoryError: the machine is short of something; so is no model's fault.
-    """
-    try:
-        return on_behalf(compiled, pixel_values)
-    except Exception as error:
-        cause = _innermost(error)
-        is_short = isinstance(cause, OSError) or is_out_of_memory(cause) or NO_MEMORY in str(cause)
-        if is_short or isinstance(cause, ProfilingAgentError) or is_ours(error.__traceback__):
-            raise cause from error
-        raise ArtifactError(
-            f"compiled by torch.compile the model can't be run ({told(cause)}): deploy it in another runtime"
-        ) from error
-
-
-def _innermost(error: BaseException) -> BaseException:
-    """Return what torch's compilers wrapped, some of them without saying that it was the cause."""
-    seen = {id(error)}
-    while (inner := getattr(error, "inner_exception", None) or error.__cause__) and id(inner) not in seen:
-        seen.add(id(inner))
-        error = inner
-    return error
+def _refused(said: str) -> ArtifactError:
+    return ArtifactError(f"compiled by torch.compile the model can't be run ({said}): deploy it in another runtime")
 
 
 def _compiled(module: nn.Module) -> Callable[[Tensor], Tensor]:
@@ -185,8 +159,9 @@ def _compiled(module: nn.Module) -> Callable[[Tensor], Tensor]:
             muted("torch._inductor", "torch._dynamo"),
             inductor.patch(freezing=True, compile_threads=1),
             torch._dynamo.config.patch(recompile_limit=MAX_SIZES),  # pyright: ignore[reportPrivateUsage]
+            compiled_code(_refused),
         ):
-            logits = _first_answer(compiled, pixel_values)
+            logits = on_behalf(compiled, pixel_values)
         known.add(pixel_values.shape)
         return logits
 
