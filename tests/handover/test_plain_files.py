@@ -147,6 +147,19 @@ def test_exported_files_prepare_photographs_as_those_that_accuracy_is_measured_o
     assert lines == [f"{path}: {one.label} ({one.probability:.1%})" for path, one in zip(paths, best, strict=True)]
 
 
+def test_nothing_of_an_export_is_reported_to_a_runtimes_maker(
+    source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    save_deployed(source, deployed.deployment("openvino float32"), tmp_path / "saved", num_threads=1)
+    monkeypatch.setenv("HOME", str(tmp_path / "user"))
+    (tmp_path / "user").mkdir()
+
+    export(tmp_path / "saved", "files", tmp_path / "home")
+
+    # Where it keeps whom it reports as.
+    assert list((tmp_path / "user").iterdir()) == []
+
+
 @pytest.mark.slow
 def test_static_layers_of_torch_compute_from_the_same_integers(source: Source, tmp_path: Path):
     from profiling_agent.deployment.torch_session import TorchSession
