@@ -29,10 +29,8 @@ def test_every_file_of_results_that_the_page_names_is_there_and_names_its_proces
 
     assert names
     assert all(sorted(RESULTS.glob(name.split("results/")[-1])) for name in names), names
-    # What was measured before benchmarks said their processor; the pages say "not kept" of its machine, or count and don't time.
-    unstamped = {"kill_resume.json"}
     for file in RESULTS.glob("*.json"):
-        if file.name not in unstamped and file.name != "prompt_examples.json":
+        if file.name != "prompt_examples.json":
             assert json.loads(file.read_text(encoding="utf-8"))["environment"]["processor"], file.name
 
 
