@@ -278,7 +278,7 @@ def make_stub(folder: Path, server: Path, log: Path) -> Path:
     return path
 
 
-def run_case(  # noqa: PLR0913 (all that differs between cases)
+def run_case(
     work: Callable[[], Any],
     folder: Path,
     *,

@@ -141,7 +141,7 @@ def complete(request: Request, listener: Listener = ignore) -> RunReport:
     return optimize(request, listener)
 
 
-def resume(  # noqa: PLR0913 (who plans, who answers, who does the work)
+def resume(
     run: str | Path,
     listener: Listener = ignore,
     *,

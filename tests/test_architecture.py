@@ -104,69 +104,6 @@ def test_broad_excepts_stand_at_the_boundaries_only():
     }
 
 
-# Everything else goes through files.py and documents.py. A log's or a pipe's own stream, and what a library made a moment
-# ago in memory, are no documents of a stranger's.
-OPENING = {"read_text", "write_text", "read_bytes", "write_bytes", "fdopen", "loads", "load", "model_validate_json"}
-OWN = {
-    "profiling_agent/files.py",
-    "profiling_agent/documents.py",
-    # Files of the package's own.
-    "prompts/__init__.py",
-    # Lines of our own child or parent process, and of a machine that works for us.
-    "profiling_agent/cluster/__main__.py",
-    "profiling_agent/cluster/node.py",
-    "profiling_agent/processes/child.py",
-    "profiling_agent/processes/forking.py",
-    "profiling_agent/processes/serve.py",
-    "profiling_agent/processes/started.py",
-    "profiling_agent/processes/streams.py",
-}
-
-
-def test_files_and_documents_are_opened_through_their_doors():
-    found = {
-        f"{path.relative_to(ROOT).as_posix()}:{node.lineno}"
-        for path in sources()
-        if path.relative_to(ROOT).as_posix() not in OWN
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Call) and _opens(node)
-    }
-
-    assert found == set()
-
-
-def _opens(call: ast.Call) -> bool:
-    """Return whether a call opens a file or reads JSON by itself: `open(...)`, `path.read_text()`, `json.loads(...)`."""
-    called = call.func
-    if isinstance(called, ast.Name):
-        return called.id == "open"
-    if not isinstance(called, ast.Attribute):
-        return False
-    owner = called.value.id if isinstance(called.value, ast.Name) else ""
-    if called.attr in ("load", "loads"):
-        return owner == "json"
-    if called.attr == "open":
-        return owner in ("io", "os") or any(isinstance(given, ast.Constant) for given in call.args[:1])
-    return called.attr in OPENING
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "open('a')",
-        "path.open('rb')",
-        "path.read_text()",
-        "Path('a').write_bytes(b'')",
-        "json.loads(x)",
-        "os.open(a, 0)",
-    ],
-)
-def test_a_door_that_is_gone_round_is_found(line: str):
-    (call,) = (node for node in ast.walk(ast.parse(line)) if isinstance(node, ast.Call) and _opens(node))
-
-    assert call.lineno == 1
-
-
 def test_every_package_on_disk_is_in_the_wheel():
     listed = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
     on_disk = {".".join(path.parent.relative_to(ROOT).parts) for path in PACKAGE.rglob("__init__.py")}

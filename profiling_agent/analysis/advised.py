@@ -144,7 +144,7 @@ def first_plan(
     return Advised(guarded=guarded, reason=advice.value.reason, repairs=advice.repairs)
 
 
-def next_plan(  # noqa: PLR0913 (all that a plan is made from)
+def next_plan(
     advisor: Asks,
     profile: ModelProfile,
     goal: Goal,
@@ -179,7 +179,7 @@ def first_question(
     return _question("analysis", profile, goal, setting, **told)
 
 
-def next_question(  # noqa: PLR0913 (all that a plan is made from)
+def next_question(
     profile: ModelProfile,
     goal: Goal,
     journal: Journal,
@@ -251,7 +251,7 @@ def _question(agent: str, profile: ModelProfile, goal: Goal, setting: Setting, *
     )
 
 
-def _ask(  # noqa: PLR0913 (who is asked what, and what the answer is held against)
+def _ask(
     advisor: Asks,
     asked: Callable[[int], Question],
     answer_type: type[AnyPlan],

@@ -25,7 +25,7 @@ def saving_of(option: WidthOption, metric: str) -> float:
     return float(option.params_saved if metric == "params" else option.macs_saved)
 
 
-def allocate(  # noqa: PLR0913 (what may be cut, how far, and who counts it)
+def allocate(
     units: Sequence[Unit],
     evidence: Evidence,
     target: Target,

@@ -37,7 +37,7 @@ from profiling_agent.records import Cut, Deployment, InputSpec
 from profiling_agent.reproducibility import environment
 
 
-def write_artifact(  # noqa: PLR0913 (one writer for what all runtimes leave)
+def write_artifact(
     description: Description,
     folder: Path,
     *,

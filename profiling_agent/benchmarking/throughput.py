@@ -36,7 +36,7 @@ MEMORY_PASSES = 3
 LIMITS = SessionLimits(seconds_per_model=2.0)
 
 
-def throughput(  # noqa: PLR0913 (how it is measured belongs to the result)
+def throughput(
     models: Sequence[ArtifactRef],
     *,
     root: Path,

@@ -51,7 +51,7 @@ NUM_REPEATS = 40
 COLORS = {"ok": "green", "note": "yellow", "problem": "red"}
 
 
-def doctor(  # noqa: PLR0913, PLR0917 (a command's options)
+def doctor(
     output: Annotated[Path, typer.Option(help="folder that would hold the run folders")] = Path("runs"),
     advisor: Annotated[str, typer.Option(help="the language model that would plan")] = "auto",
     base_url: Annotated[str | None, typer.Option(help="address of its server")] = None,

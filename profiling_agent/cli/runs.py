@@ -93,7 +93,7 @@ def run(request: Request, *, quiet: QuietOption = False, json_: EventsOption = F
     watch(work, root, is_quiet=quiet, is_json=json_)
 
 
-def resume(  # noqa: PLR0913 (its options)
+def resume(
     run: RunArgument,
     *,
     base_url: AddressOption = None,

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from profiling_agent.sweep.results import RunResult
 
 
-def sweep(  # noqa: PLR0913, PLR0917 (its options)
+def sweep(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="YAML file that says which runs; see above")],
     output: Annotated[
         str, typer.Option(help="folder of the runs and of sweep.html; what is complete there isn't done again")

@@ -77,7 +77,7 @@ def admission_text(planner: Planner, *, is_first: bool) -> str:
     return f"{ALWAYS}, {AS_THE_ALLOCATOR}, and {IS_NEW}. {ELSE}."
 
 
-def first_proposal(  # noqa: PLR0913 (all that a plan is made from)
+def first_proposal(
     advisor: Asks | None,
     planner: Planner,
     profile: ModelProfile,
@@ -111,7 +111,7 @@ def first_proposal(  # noqa: PLR0913 (all that a plan is made from)
     return advised.guarded.plan, _origin(advisor, advised)
 
 
-def next_proposal(  # noqa: PLR0913 (all that a plan is made from)
+def next_proposal(
     advisor: Asks | None,
     planner: Planner,
     profile: ModelProfile,

@@ -41,7 +41,7 @@ MAX_PIXELS, BYTES_PER_PIXEL, GRADIENT_SHARE = 8 * 224 * 224, 7_000, 3
 COMPARED_SHARE = 0.5
 
 
-def measure_sensitivity(  # noqa: PLR0913 (how, and on what, a study is made)
+def measure_sensitivity(
     model: nn.Module,
     units: Sequence[Unit],
     batches: Callable[[], Iterable[tuple[Tensor, Tensor]]],

@@ -38,7 +38,7 @@ class Compensated:
     note: str | None = None
 
 
-def compensate(  # noqa: PLR0913 (all that the result depends on)
+def compensate(
     baseline: nn.Module,
     pruned: nn.Module,
     cuts: Sequence[Cut],

@@ -30,7 +30,7 @@ class Pruned:
     keep: dict[str, list[int]]
 
 
-def prune_model(  # noqa: PLR0913 (what chooses the channels, and what goes through the gate)
+def prune_model(
     model: nn.Module,
     cuts: Sequence[Cut],
     *,

@@ -54,7 +54,7 @@ class RivalPruned:
     cuts: tuple[Cut, ...] = ()
 
 
-def uniform_prune(  # noqa: PLR0913 (a comparison names all that it was made with)
+def uniform_prune(
     model: nn.Module,
     units: Sequence[Unit],
     spec: InputSpec,
@@ -115,7 +115,7 @@ def paper_prune(
 
 
 @contextmanager
-def torch_pruning_ranking(  # noqa: PLR0913 (a comparison names all that it was made with)
+def torch_pruning_ranking(
     model: nn.Module,
     units: Sequence[Unit],
     spec: InputSpec,
