@@ -29,9 +29,7 @@ def followed(client: SyncLangGraphClient, thread: str, **how: Any) -> list[dict[
 
 
 @pytest.mark.slow
-def test_studio_sees_the_form_follows_a_run_answers_it_and_forks_it(
-    world: World, tmp_path: Path
-):
+def test_studio_sees_the_form_follows_a_run_answers_it_and_forks_it(world: World, tmp_path: Path):
     with serving(tmp_path, PROFILING_AGENT_FOLDERS=str(world.model.parent)) as (server, client):
         (assistant,) = client.assistants.search(graph_id=ASSISTANT)
         schemas = client.assistants.get_schemas(assistant["assistant_id"])
