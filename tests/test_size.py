@@ -1,0 +1,33 @@
+"""The project's size: limits that may only fall."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+MAX_LINES = {"profiling_agent graphs": 40_818, "tests": 37_553, "benchmarks": 8_384}
+MAX_MODULES = 330
+
+
+def python_files(folders: str) -> list[Path]:
+    """Return the Python files that git tracks in these folders."""
+    listed = subprocess.run(
+        ["git", "ls-files", *(f"{folder}/*.py" for folder in folders.split())],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return [ROOT / name for name in listed.stdout.split()]
+
+
+@pytest.mark.parametrize("folders", MAX_LINES)
+def test_a_folder_has_no_more_lines_than_its_limit(folders: str):
+    lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in python_files(folders))
+
+    assert lines <= MAX_LINES[folders], "a change that adds something removes something: see CONTRIBUTING.md"
+
+
+def test_the_package_has_no_more_modules_than_its_limit():
+    assert len(python_files("profiling_agent graphs")) <= MAX_MODULES
