@@ -1,4 +1,4 @@
-"""What is looked at after a run was killed, stopped or lost its power: what it decided, and what it left behind."""
+"""Decisions of a run and what it left behind, for runs that are killed and resumed."""
 
 import hashlib
 import os

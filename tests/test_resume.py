@@ -38,7 +38,7 @@ def kill_at(request: Request, stage: str, after: int) -> None:
 
 @pytest.mark.slow
 def test_a_killed_run_resumes_to_the_same_decisions(world: World, finished: Path, tmp_path: Path):
-    # Other moments, other processes and power losses: benchmarks/kill_resume.py.
+    # Other moments and other processes: benchmarks/kill_resume.py.
     run = tmp_path / "quick"
     kill_at(world.request(tmp_path), "evaluation", 2)
     assert is_left_alone(run), "a killed parent leaves no child behind"
