@@ -26,6 +26,8 @@ from profiling_agent.reporting.results import read_report
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 
+import contextlib
+
 import world
 from interrupted import decisions, finished_jobs, held_locks, is_left_alone, processes_of, temporary_files
 
@@ -66,10 +68,8 @@ def workers_of(process: Process) -> list[psutil.Process]:
 def interrupt(folder: Path, name: str, kind: str, at_s: float) -> tuple[bool, dict[str, int], int]:
     """Kill a run or its worker after `at_s` seconds; return whether it was hit, the jobs done, and the exit code."""
     process, run = start(folder, name), folder / "runs" / name
-    try:
+    with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(timeout=at_s)
-    except subprocess.TimeoutExpired:
-        pass
     if kind == "parent":
         hit = process.poll() is None
         process.kill()
