@@ -1,7 +1,7 @@
 """`report.html`: one file that loads nothing, from the template, the style and the script beside this file."""
 
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,13 @@ def environment(package: str) -> Environment:
 def source(name: str) -> str:
     """Return a file beside this one as it is, which isn't a template: the style and the script of our pages."""
     return read_text(Path(__file__).with_name(name))
+
+
+def render_sweep(rows: Sequence[Any], number: int) -> str:
+    """Return the page of a sweep's rows so far, of `number` runs."""
+    style, script = Markup(source("report.css")), Markup(source("report.js"))
+    template = environment(PACKAGE).get_template("sweep.html.jinja")
+    return template.render(rows=rows, number=number, style=style, script=script)
 
 
 def render_html(report: RunReport) -> str:
