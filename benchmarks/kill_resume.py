@@ -73,11 +73,10 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Scene:
-    """Where all of it happens: a model, its data, and `disk`, which holds the runs and the cache; `where` has flags that say who does the work."""
+    """Where all of it happens: a model, its data, and `disk`, which holds the runs and the cache."""
 
     folder: Path
     selection: str
-    where: tuple[str, ...] = ()
 
     @property
     def disk(self) -> Path:
@@ -97,7 +96,7 @@ class Scene:
         """Return the command line that starts a run."""
         source = ("--model", str(self.folder / "model"), "--dataset", str(self.folder / "data"))
         place = ("--output", str(self.disk / "runs"), "--run-id", name, "--max-iterations", ITERATIONS)
-        return [*COMMAND, "run", *source, *place, "--selection", self.selection, *ASKED, *self.where]
+        return [*COMMAND, "run", *source, *place, "--selection", self.selection, *ASKED]
 
     def start(self, name: str, base: Mapping[str, str] = os.environ) -> "subprocess.Popen[str]":
         """Start a run; what it says is kept beside the disk."""

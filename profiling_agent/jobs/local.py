@@ -1,4 +1,4 @@
-"""Local engine: most jobs in one warm worker, isolated ones in a process of their own, one at a time on a machine."""
+"""Child processes of a run: most jobs in one warm worker, isolated ones in a process of their own, one at a time on a machine."""
 
 import time
 from collections.abc import Callable, Generator, Sequence
