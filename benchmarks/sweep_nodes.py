@@ -17,7 +17,7 @@ from profiling_agent import Request, optimize_many
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 MODELS = ("vit", "deit", "swin", "resnet")
-OPTIONS = {"num_samples": 200, "num_sessions": 2, "runtimes": "eager", "max_iterations": 1}
+OPTIONS = {"num_samples": 100, "num_sessions": 2, "runtimes": "eager", "max_iterations": 1}
 
 
 def swept(output: Path, address: str | None) -> list[dict[str, Any]]:
