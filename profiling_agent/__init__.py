@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from profiling_agent.handover.pick import pick
     from profiling_agent.handover.push import push
     from profiling_agent.lifecycle import approve, optimize, pending, resume
-    from profiling_agent.sweep.many import optimize_many
+    from profiling_agent.sweep import optimize_many
 
 __all__ = [
     "Approval",
@@ -49,7 +49,7 @@ _LAZY = {
     "build_graph": "profiling_agent.graphs.optimization",
     "load": "profiling_agent.deployment.load",
     "optimize": "profiling_agent.lifecycle",
-    "optimize_many": "profiling_agent.sweep.many",
+    "optimize_many": "profiling_agent.sweep",
     "pending": "profiling_agent.lifecycle",
     "pick": "profiling_agent.handover.pick",
     "push": "profiling_agent.handover.push",

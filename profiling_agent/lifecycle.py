@@ -8,13 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from langchain_core.runnables import RunnableConfig
-from pydantic import ValidationError
 
 from profiling_agent.agents.approval import question_in, resuming
 from profiling_agent.agents.checkpoints import RunSaver
 from profiling_agent.agents.node import ProgressEvent
 from profiling_agent.agents.session import Sessions
-from profiling_agent.documents import first_problem
 from profiling_agent.errors import ApprovalPendingError, RequestError, RunError
 from profiling_agent.files import FileRefusedError, expanded, resolved
 from profiling_agent.graphs.optimization import build_graph  # pyright: ignore[reportMissingImports] - mapped on install
@@ -24,7 +22,7 @@ from profiling_agent.reporting.results import REPORT, read_report
 from profiling_agent.reproducibility import environment
 from profiling_agent.request import Request
 from profiling_agent.stopping import interruptible
-from profiling_agent.workspace import Workspace, create_workspace, read_manifest, storage_told
+from profiling_agent.workspace import Workspace, changed_fields, create_workspace, read_manifest, storage_told
 
 Listener = Callable[[ProgressEvent], None]
 Approver = Callable[[ApprovalQuestion], Approval]
@@ -49,10 +47,7 @@ def _drive(
 ) -> RunReport:
     """Run the graph on the thread that the run folder is named after, until its report is there or nobody answers."""
     with storage_told(workspace.root), interruptible():
-        if request.engine == "ray":
-            where = request.ray_address or "of this machine alone"
-            listener(ProgressEvent(stage="cluster", message=f"joining the cluster {where}"))
-        sessions.open(workspace, request)
+        sessions.open(workspace)
         saver = RunSaver(workspace.root.parent)
         config: RunnableConfig = {"configurable": {"thread_id": workspace.root.name}}
         try:
@@ -70,7 +65,7 @@ def _drive(
                 if approver is None:
                     raise ApprovalPendingError(_waiting(workspace, question))
                 # The gate has let the run go: while somebody thinks, nobody else is to answer.
-                sessions.open(workspace, request)
+                sessions.open(workspace)
                 graph_input = resuming(approver(question))
             report: Any = graph.get_state(config).values.get("report")
         finally:
@@ -125,19 +120,23 @@ def optimize(
 
 
 def complete(request: Request, listener: Listener = ignore) -> RunReport:
-    """Return the report of a request's run, which has to be named: read back where it is complete, gone on with where it was cut, run where there is none."""
+    """Return the report of a request with a run id: of the finished run, of the cut one once resumed, or of a new one.
+
+    A run that was cut on another kind of machine starts again: times of both are never mixed. Raises RunError if the
+    folder holds another request's run.
+    """
     folder = request.output_dir / str(request.run_id)
+    if folder.exists():
+        manifest = read_manifest(folder)
+        if changed := changed_fields(manifest.request, request):
+            raise RunError(f"run {request.run_id!r} was begun with another {changed[0]}: choose another run_id")
+        if not (folder / REPORT).exists() and manifest.machine not in ("", environment().machine):
+            Workspace(folder).lock().release()
+            shutil.rmtree(folder)
     if (folder / REPORT).exists():
         return read_report(folder)
     if folder.exists():
-        return resume(
-            folder,
-            listener,
-            base_url=request.base_url,
-            engine=request.engine,
-            ray_address=request.ray_address,
-            ray_store=request.ray_store,
-        )
+        return resume(folder, listener, base_url=request.base_url)
     return optimize(request, listener)
 
 
@@ -148,38 +147,14 @@ def resume(
     advisor: Any = None,
     base_url: str | None = None,
     approver: Approver | None = None,
-    engine: str | None = None,
-    ray_address: str | None = None,
-    ray_store: str | None = None,
 ) -> RunReport:
     """Go on with a run that was cut, from its last checkpoint; a finished run gives its report again.
 
     A run that was begun with an `advisor` needs it again. One that asks a language model at an address that isn't the
-    provider's or the environment's gets the environment's key where that address is given again, as `base_url`. With an `engine` the rest is
-    done there, whatever did the work before; machines that don't share its folder hand each other files at `ray_store`.
-
-    Raises RequestError for an engine that isn't known, or an address without one.
+    provider's or the environment's gets the environment's key where that address is given again, as `base_url`.
     """
     request, workspace = _reopened(run)
-    request = _on(request, engine, ray_address, ray_store)
     return _drive(request, workspace, Sessions(advisor, addresses=(base_url,)), listener, approver)
-
-
-def _on(request: Request, engine: str | None, ray_address: str | None, ray_store: str | None) -> Request:
-    """Return a request with its work done elsewhere, where that is asked for."""
-    if engine is None and ray_address is None and ray_store is None:
-        return request
-    told: dict[str, Any] = {
-        "engine": engine or "ray",
-        "ray_address": ray_address or request.ray_address,
-        "ray_store": ray_store or request.ray_store,
-    }
-    if engine == "local":
-        told |= {"ray_address": ray_address, "ray_store": ray_store}
-    try:
-        return Request.model_validate({**request.model_dump(), **told})
-    except ValidationError as error:
-        raise RequestError(first_problem(error)) from error
 
 
 def approve(

@@ -5,7 +5,7 @@
 
 import re
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self, cast
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
@@ -58,14 +58,21 @@ def holds_more_than_an_address(url: str) -> bool:
     return parts.username is not None or parts.password is not None or bool(parts.query or parts.fragment)
 
 
-def _is_plain_address(url: str) -> bool:
-    """Return whether an address of files holds a scheme and nothing secret; fsspec chains several with `::`, of which no reader of addresses knows."""
-    return "://" in url and "::" not in url and "@" not in url and not holds_more_than_an_address(url)
-
-
 MORE_THAN_AN_ADDRESS = (
     "base_url holds more than an address (a user, a password, a query): put the key into OPENAI_API_KEY instead"
 )
+
+
+# Fields that requests of earlier versions have.
+RETIRED = ("engine", "ray_address", "ray_store")
+
+
+def without_retired(document: Any) -> Any:
+    """Return the JSON of a manifest or a report without what only earlier versions write."""
+    if not isinstance(document, dict) or not isinstance(document.get("request"), dict):
+        return cast("Any", document)
+    kept = {name: value for name, value in cast("dict[str, Any]", document).items() if name != "nodes"}
+    return kept | {"request": {name: value for name, value in kept["request"].items() if name not in RETIRED}}
 
 
 class Request(BaseModel):
@@ -209,22 +216,6 @@ class Request(BaseModel):
     advisor_timeout_s: float = Field(
         default=120.0, gt=0, le=3600, description="seconds for one question, repairs included"
     )
-    engine: Literal["local", "ray"] = Field(
-        default="local", description="where the work is done: here, or on the machines of a Ray cluster"
-    )
-    ray_address: str | None = Field(
-        default=None,
-        min_length=1,
-        max_length=200,
-        description="running Ray cluster that this machine is part of, as HOST:PORT or auto; without, one of this machine alone is started",
-    )
-    ray_store: str | None = Field(
-        default=None,
-        min_length=3,
-        max_length=500,
-        description="where machines that don't share the output folder hand each other files: an address that fsspec knows, such as s3://bucket/runs; "
-        "keys to it are each machine's own",
-    )
     tracker: Literal["none", "mlflow"] = Field(
         default="none", description="experiment tracker to log the finished run to; MLFLOW_TRACKING_URI says where"
     )
@@ -275,26 +266,6 @@ class Request(BaseModel):
         if self.quantize_dtype == "none" and self.quantize_layers != "all":
             raise ValueError(
                 f"quantize_dtype is 'none' but quantize_layers is {self.quantize_layers!r}: drop one of them"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _one_place(self) -> Self:
-        if self.ray_store is not None and self.engine != "ray":
-            raise ValueError(f"ray_store is {self.ray_store!r} but engine is {self.engine!r}: use engine=ray")
-        if self.ray_store is not None and not _is_plain_address(self.ray_store):
-            raise ValueError(
-                "ray_store has to be an address such as s3://bucket/runs, without user, password or query: give each machine its keys by its environment"
-            )
-        if self.engine == "ray" and self.device == "cuda":
-            raise ValueError(
-                "device is 'cuda' but engine is 'ray', which knows machines by their processors: use engine=local"
-            )
-        if self.ray_address is not None and self.engine != "ray":
-            raise ValueError(f"ray_address is {self.ray_address!r} but engine is {self.engine!r}: use engine=ray")
-        if self.ray_address is not None and ("://" in self.ray_address or self.ray_address == "local"):
-            raise ValueError(
-                f"ray_address is {self.ray_address!r}: give HOST:PORT or auto, on a machine of the cluster; clients can't measure"
             )
         return self
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 
 from profiling_agent.documents import DocumentError, parse_json
 from profiling_agent.errors import ArtifactError, RequestError, RunError, StorageError
@@ -35,7 +35,7 @@ from profiling_agent.files import (
 from profiling_agent.holder import holder_said, note_holder, remove_left
 from profiling_agent.records import ArtifactRef, Record
 from profiling_agent.reproducibility import environment
-from profiling_agent.request import Request
+from profiling_agent.request import Request, without_retired
 
 SCHEMA_VERSION = 6
 # What a folder holds that is a run of ours.
@@ -44,8 +44,6 @@ MANIFEST = "request.json"
 ORDERS = "orders"
 LOCK, HOLDER = "run.lock", "holder.json"
 MAX_MANIFEST = 2**20
-# Where a run is done and kept, which changes nothing of it.
-PLACES = frozenset({"output", "engine", "ray_address", "ray_store"})
 SLUG = re.compile(r"[^a-z0-9]+")
 
 
@@ -55,6 +53,8 @@ class Manifest(Record):
     schema_version: int
     request: Request
     machine: str = Field(default="", description="where the run was begun: processor and threads")
+
+    _drop_retired = model_validator(mode="before")(without_retired)
 
 
 @contextmanager
@@ -187,7 +187,7 @@ def name_run(parts: Iterable[str], asked: object, *, digits: int) -> str:
 
 def changed_fields(begun: Request, asked: Request) -> list[str]:
     """Return what is asked otherwise than when a run was begun, as far as it has a part in what comes out; it may have been moved since."""
-    asked_for = [name for name in Request.model_fields if name not in PLACES]
+    asked_for = [name for name in Request.model_fields if name != "output"]
     return [name for name in asked_for if getattr(begun, name) != getattr(asked, name)]
 
 

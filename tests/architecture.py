@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "architecture.md"
 BEGIN, END = "<!-- drawn from the imports by tests/architecture.py -->", "<!-- end of the drawing -->"
 
-# The root's modules that everything may use; `lifecycle` and the package itself are the front door.
+# The root's modules that everything may use; `lifecycle`, `sweep` and the package itself are the front door.
 BASE = (
     "errors",
     "files",
@@ -46,7 +46,6 @@ ORDER = (
     "analysis",
     "support",
     "jobs",
-    "cluster",
     "iteration",
     "reporting",
     "handover",

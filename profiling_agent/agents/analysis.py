@@ -6,7 +6,6 @@ from profiling_agent.agents.state import RunState
 from profiling_agent.analysis.advised import UNKNOWN
 from profiling_agent.analysis.demands import obeying
 from profiling_agent.analysis.rules import analyse
-from profiling_agent.iteration.attempt import prune_ahead
 from profiling_agent.iteration.planners import first_proposal, setting_of
 from profiling_agent.iteration.propose import milder
 from profiling_agent.records import Origin
@@ -21,7 +20,4 @@ def analysis(state: RunState, session: RunSession) -> Update:
     advisor = session.advisor(state)
     setting = setting_of(session.evaluator(state), state.seen) if advisor else UNKNOWN
     plan, origin = first_proposal(advisor, state.planner, profile, state.goal, rules, state.seen, setting=setting)
-    if origin.by != "rules" and state.approve == "never":
-        # The rules' own is measured after it, whatever comes of it but in few cases.
-        prune_ahead(session.evaluator(state), [plan, rules])
     return {"proposal": plan, "origin": origin}

@@ -39,10 +39,6 @@ class Limits:
         self._check_source("model", request.model)
         self._check_source("dataset", request.dataset)
         self._check_address(request.base_url)
-        if request.engine != "local":
-            raise RequestError(
-                f"engine is {request.engine!r}: what is asked for from outside is done on this machine alone"
-            )
         if request.tracker != "none" and not self.has_tracker:
             raise RequestError(
                 f"tracker is {request.tracker!r}: this server's operator has to name where, in {TRACKER}"

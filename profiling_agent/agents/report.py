@@ -54,7 +54,6 @@ def report(state: RunState, session: RunSession) -> Update:
             decisions=state.decisions,
             profiles=profiles,
             times=session.jobs.timesheet.by_kind(),
-            nodes=session.jobs.timesheet.by_node(),
         ),
     )
     folder = results_folder(workspace.root, written)

@@ -13,9 +13,7 @@ from typing import Any
 
 from profiling_agent.agents.limits import Limits
 from profiling_agent.agents.state import RunState
-from profiling_agent.cluster.engine import RAY_LOG, joined
-from profiling_agent.cluster.wire import NODE_LOGS
-from profiling_agent.errors import RequestError, RunError
+from profiling_agent.errors import RunError
 from profiling_agent.files import FileRefusedError, inside, resolved
 from profiling_agent.iteration.budget import Budget, affordable_images
 from profiling_agent.iteration.deployments import deployment_choices, num_tried_first
@@ -26,7 +24,7 @@ from profiling_agent.jobs.profile import measure_headline, profile_artifact, rea
 from profiling_agent.jobs.runner import Jobs
 from profiling_agent.jobs.store import artifacts_of
 from profiling_agent.jobs.tasks import Profiled
-from profiling_agent.jobs.timesheet import ASIDE, SHEET
+from profiling_agent.jobs.timesheet import SHEET
 from profiling_agent.llm.endpoint import key_for, trusted_addresses
 from profiling_agent.llm.ledger import Ledger, read_spent
 from profiling_agent.llm.question import Asks
@@ -71,7 +69,6 @@ class RunSession:
     def __init__(
         self,
         workspace: Workspace,
-        request: Request,
         *,
         chat_model: Any = None,
         addresses: Iterable[str] = (),
@@ -79,7 +76,7 @@ class RunSession:
     ) -> None:
         """Take the run for this process, and clear what a killed one left.
 
-        Raises RunError where another process has it, and RequestError where its cluster won't do.
+        Raises RunError where another process has it.
         """
         self.workspace = workspace
         self.chat_model = chat_model
@@ -93,9 +90,8 @@ class RunSession:
         with storage_told(workspace.root), ExitStack() as opened:
             opened.callback(workspace.lock().release)
             workspace.sweep()
-            cluster = opened.enter_context(joined(workspace, request))
             self.resources = opened.pop_all()
-        self.jobs = Jobs(workspace, cluster=cluster)
+        self.jobs = Jobs(workspace)
         self.resources.callback(self.jobs.close)
         self._created = created
         self._advisor: Asks | None = None
@@ -234,9 +230,9 @@ class RunSession:
         root = self.workspace.root
         if not self._created:
             return
-        for folder in (self.workspace.jobs, root / ORDERS, root / "recovery", root / NODE_LOGS):
+        for folder in (self.workspace.jobs, root / ORDERS, root / "recovery"):
             shutil.rmtree(folder, ignore_errors=True)
-        for name in (MANIFEST, SHEET, ASIDE, JOB_LOG, RAY_LOG, LOCK, HOLDER):
+        for name in (MANIFEST, SHEET, JOB_LOG, LOCK, HOLDER):
             (root / name).unlink(missing_ok=True)
         # A checkpointer's file may lie here, and it is the checkpointer's to remove.
         if not any(root.iterdir()):
@@ -285,14 +281,12 @@ class Sessions:
         # Noted and not closed there and then: Python finds what is gone in whatever thread, amid whatever.
         weakref.finalize(self, _abandoned.put, (os.getpid(), self.by_run)).atexit = False
 
-    def open(self, workspace: Workspace, request: Request, *, created: bool = False) -> RunSession:
+    def open(self, workspace: Workspace, *, created: bool = False) -> RunSession:
         """Return the run's session; RunError where another process has the run, or this one has its namesake."""
         run_id = workspace.root.name
         if (known := self.by_run.get(run_id)) is None:
             _close_abandoned()
-            known = RunSession(
-                workspace, request, chat_model=self.chat_model, addresses=self.addresses, created=created
-            )
+            known = RunSession(workspace, chat_model=self.chat_model, addresses=self.addresses, created=created)
             known.is_served = self.limits is not None
             known.resources.callback(self.by_run.pop, run_id)
             self.by_run[run_id] = known
@@ -309,18 +303,10 @@ class Sessions:
             # Its driver has compared the requests, and knows where a run that was moved lies.
             return known
         if known is not None and not _is_same(known.workspace.root, root):
-            return self.open(Workspace(root), request)
+            return self.open(Workspace(root))
         created = not (root / MANIFEST).exists()
         workspace = open_workspace(request, run_id)
-        try:
-            session = self.open(workspace, request, created=created)
-        except RunError:
-            raise
-        except RequestError:
-            # Its cluster won't do: nothing was begun.
-            if created:
-                shutil.rmtree(workspace.root, ignore_errors=True)
-            raise
+        session = self.open(workspace, created=created)
         session.is_begun = True
         return session
 
@@ -351,7 +337,7 @@ class Sessions:
         _check_artifacts(state, known.workspace.root if known else root)
         if known is None:
             read_manifest(root)
-        session = known or self.open(Workspace(root), state)
+        session = known or self.open(Workspace(root))
         session.is_begun |= known is None
         self._check_key(state, session)
         return session

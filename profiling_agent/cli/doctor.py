@@ -8,7 +8,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -21,9 +20,7 @@ from profiling_agent.cli.progress import open_display
 from profiling_agent.cli.support import look_at_model
 from profiling_agent.cli.tables import folded_table
 from profiling_agent.cli.terminal import JsonOption, console, echo_json, errors, refusing
-from profiling_agent.cluster.kind import kind_of, start_line
 from profiling_agent.deployment import registry
-from profiling_agent.deployment.protocol import missing_packages
 from profiling_agent.documents import parse_json
 from profiling_agent.errors import RequestError
 from profiling_agent.llm.endpoint import choose_endpoint, trusted_addresses
@@ -121,7 +118,7 @@ def examine(request: Request, progress: Progress = silent) -> Iterator[Finding]:
     looks += [lambda: _advisor(request), _hub]
     # Last: each takes seconds.
     looks += [partial(_runtime, name) for name in RUNTIMES]
-    looks += [partial(_device, request.device), _ray]
+    looks += [partial(_device, request.device)]
     for number, look in enumerate(looks):
         progress("looking", number, len(looks))
         yield look()
@@ -219,14 +216,6 @@ def _runtime(name: RuntimeName) -> Finding:
         return Finding(name=name, state="problem", seen=f"{ending(ended.returncode)}: {last}", advice=advice)
     latency_ms = parse_json(ended.stdout.strip().splitlines()[-1])["latency_ms"]
     return Finding(name=name, state="ok", seen=f"runs a tiny model in {latency_ms:.2f} ms")
-
-
-def _ray() -> Finding:
-    """Say how this machine is added to a cluster."""
-    if line := missing_packages(("ray",), extra="ray"):
-        return Finding(name="ray", state="note", seen="not installed", advice=f"to work on several machines, {line}")
-    seen = f"Ray {metadata.version('ray')}, a machine of kind {kind_of(environment())}"
-    return Finding(name="ray", state="ok", seen=seen, advice=f"to add it to a cluster: {start_line()}")
 
 
 def _device(name: str) -> Finding:

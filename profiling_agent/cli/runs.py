@@ -14,13 +14,10 @@ from profiling_agent.cli.progress import open_display
 from profiling_agent.cli.tables import plan_table, verdict_table
 from profiling_agent.cli.terminal import (
     AddressOption,
-    ClusterOption,
-    EngineOption,
     EventsOption,
     JsonOption,
     QuietOption,
     RunArgument,
-    StoreOption,
     console,
     echo_json,
     errors,
@@ -97,24 +94,13 @@ def resume(
     run: RunArgument,
     *,
     base_url: AddressOption = None,
-    engine: EngineOption = None,
-    ray_address: ClusterOption = None,
-    ray_store: StoreOption = None,
     quiet: QuietOption = False,
     json_: EventsOption = False,
 ) -> None:
-    """Go on with a run that was cut, from its last checkpoint, where it was done before or on another engine."""
+    """Go on with a run that was cut, from its last checkpoint."""
     from profiling_agent.lifecycle import resume as go_on
 
-    work: Work = lambda listener, approver: go_on(  # noqa: E731
-        run,
-        listener,
-        base_url=base_url,
-        approver=approver,
-        engine=engine,
-        ray_address=ray_address,
-        ray_store=ray_store,
-    )
+    work: Work = lambda listener, approver: go_on(run, listener, base_url=base_url, approver=approver)  # noqa: E731
     watch(work, run, is_quiet=quiet, is_json=json_)
 
 

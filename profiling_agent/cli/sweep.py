@@ -1,50 +1,58 @@
-"""`sweep`: the command that makes every run of a sweep file, and says before what that takes."""
+"""`sweep`: the command that makes every run of a sweep file."""
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.text import Text
 
-from profiling_agent.cli.progress import Display, about, open_display
+from profiling_agent.cli.progress import open_display
 from profiling_agent.cli.tables import folded_table
 from profiling_agent.cli.terminal import (
     EXIT_MET,
     EXIT_NOT_MET,
     GOES_ON,
-    ClusterOption,
     JsonOption,
-    StoreOption,
     console,
     echo_json,
     errors,
+    refuse,
     refusing,
 )
 from profiling_agent.processes.streams import keep_stdout
+from profiling_agent.records import Outcome
 from profiling_agent.reporting.units import drop, percent, speedup
 from profiling_agent.request import Request
 
 if TYPE_CHECKING:
-    from profiling_agent.sweep.cost import Cost
-    from profiling_agent.sweep.results import RunResult
+    from profiling_agent.sweep import SweepRow
+
+# What `--json` prints of each run; its report has the rest.
+FIGURES = {
+    "request": True,
+    "failure": True,
+    "report": {"verdict": True, "baseline": True, "best": True, "heldout": {"drop"}, "environment": True},
+}
 
 
 def sweep(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="YAML file that says which runs; see above")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="YAML file of the runs; see above")],
     output: Annotated[
-        str, typer.Option(help="folder of the runs and of sweep.html; what is complete there isn't done again")
+        str, typer.Option(help="folder of the runs and of sweep.html; finished runs there are read back")
     ] = "runs/sweep",
-    engine: Annotated[str, typer.Option(help="where the work is done: local, or ray, run beside run")] = "local",
-    ray_address: ClusterOption = None,
-    ray_store: StoreOption = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="time each model, say what each run takes")] = False,  # noqa: FBT002 - a flag
+    engine: Annotated[
+        Literal["local", "ray"], typer.Option(help="local: one run after the other; ray: one on each node of a cluster")
+    ] = "local",
+    ray_address: Annotated[
+        str | None,
+        typer.Option(metavar="ADDRESS", help="with --engine ray: HOST:PORT of the cluster; by default this machine's"),
+    ] = None,
     json_: JsonOption = False,  # noqa: FBT002 - a flag
 ) -> None:
-    """Run every combination of the models, data sets, contracts and seeds in a file; the same command goes on where it was stopped.
+    """Run every combination of the models, data sets, contracts and seeds in a file; the same command resumes it.
 
-    All is looked at before the first run begins: the file, and that each model and its data can be had and go together. A run that fails costs itself
-    alone, and is tried again by the next call. OUTPUT/sweep.html has them all.
+    Before the first run begins, the file is checked, and that each model fits its data. A run that fails is a row of
+    the table with its reason; the next call tries it again. OUTPUT/sweep.html has all of them.
 
     models: [./my-vit, {model: microsoft/resnet-50, revision: main}]
 
@@ -56,95 +64,44 @@ def sweep(
 
     request: {batch_size: 8, time_budget: 20m}
 
-    `profiling-agent sweep sweep.yaml --dry-run`
+    `profiling-agent sweep sweep.yaml --output runs/sweep`
     """
+    from profiling_agent.jobs.match import check_matches
+    from profiling_agent.sweep import PAGE, optimize_many, read_sweep
+
+    if ray_address and engine == "local":
+        refuse(f"--ray-address is {ray_address!r} but --engine is 'local': use --engine ray")
     if json_:
         keep_stdout()
     with refusing(GOES_ON):
-        place = Request.model_validate(
-            {"output": output, "engine": engine, "ray_address": ray_address, "ray_store": ray_store}
-        )
-        if dry_run:
-            _tell_costs(_foretold(file, place), json_=json_)
-        else:
-            _tell_results(*_swept(file, place), json_=json_)
-
-
-def _looked_at(file: Path, root: Path, display: Display) -> tuple[Request, ...]:
-    """Return the runs that are asked for, below `root`, once each model and its data were had and go together."""
-    from profiling_agent.jobs.match import check_matches
-    from profiling_agent.sweep.sheet import read_sweep
-
-    requests = read_sweep(file, str(root))
-    check_matches(requests, display.stage("what is there"))
-    return requests
-
-
-def _foretold(file: Path, place: Request) -> "tuple[Cost, ...]":
-    from profiling_agent.sweep.cost import foretell
-
-    with open_display(errors) as display:
-        requests = _looked_at(file, place.output_dir, display)
-        return foretell(requests, display.stage("what it takes"))
-
-
-def _swept(file: Path, place: Request) -> "tuple[tuple[RunResult, ...], Path]":
-    from profiling_agent.cluster.engine import count_machines
-    from profiling_agent.sweep.folder import PAGE, locked
-    from profiling_agent.sweep.many import optimize_many
-
-    root, there = place.output_dir, place.model_dump(include={"engine", "ray_address", "ray_store"})
-    with open_display(errors) as display:
-        requests = tuple(one.model_copy(update=there) for one in _looked_at(file, root, display))
-        progress = display.stage("sweep")
-
-        def begins(done: int, total: int, request: Request) -> None:
-            progress(f"run {done + 1} of {total}: {request.run_id}", done, total)
-
-        with locked(root, requests) as folder:
-            # Before the first run begins: a cluster that won't do is refused.
-            number = count_machines(root, place)
-            done = optimize_many(requests, display.hear, begins=begins, ends=folder.note, num_at_once=number)
-            return done, root / PAGE
-
-
-def _tell_costs(costs: "Sequence[Cost]", *, json_: bool) -> NoReturn:
-    _tell(costs, [_cost_row(cost) for cost in costs], json_=json_)
-    if not json_:
-        console.print(f"all of them: {about(sum(cost.seconds for cost in costs))}", markup=False)
-    raise typer.Exit(EXIT_NOT_MET if any(cost.problem for cost in costs) else EXIT_MET)
-
-
-def _tell_results(results: "Sequence[RunResult]", page: Path, *, json_: bool) -> NoReturn:
-    _tell(results, [_result_row(result) for result in results], json_=json_)
-    if not json_:
-        console.print(str(page), markup=False, soft_wrap=True)
-    raise typer.Exit(EXIT_MET if all(result.is_met for result in results) else EXIT_NOT_MET)
-
-
-def _tell(rows: Sequence[Any], lines: Sequence[dict[str, str]], *, json_: bool) -> None:
+        root = Request.model_validate({"output": output}).output_dir
+        with open_display(errors) as display:
+            requests = read_sweep(file, str(root))
+            check_matches(requests, display.stage("models and data"))
+            address = (ray_address or "auto") if engine == "ray" else None
+            rows = optimize_many(requests, display.hear, ray_address=address)
     if json_:
-        echo_json([row.model_dump(mode="json") for row in rows])
-        return
-    first, *others = lines[0]
-    table = folded_table("sweep", first, *others)
-    for line in lines:
-        table.add_row(*map(Text, line.values()))
+        echo_json([row.model_dump(mode="json", include=FIGURES) for row in rows])
+    else:
+        _print_table(rows)
+        console.print(str(root / PAGE), markup=False, soft_wrap=True)
+    is_met = all(row.report is not None and row.report.verdict.outcome is Outcome.MET for row in rows)
+    raise typer.Exit(EXIT_MET if is_met else EXIT_NOT_MET)
+
+
+def _print_table(rows: "tuple[SweepRow, ...]") -> None:
+    table = folded_table("sweep", "run", "verdict", "accuracy lost", "times as fast", "bytes", "failure")
+    for row in rows:
+        report = row.report
+        if report is None:
+            cells = ("failed", "", "", "", row.failure)
+        else:
+            cells = (
+                f"{report.verdict.outcome}{', certified' if report.verdict.certified else ''}",
+                drop(report.heldout.drop) if report.heldout.drop else "",
+                speedup(report.race_result) if report.race_result else "not raced",
+                percent(report.best.size_bytes / report.baseline.size_bytes),
+                "",
+            )
+        table.add_row(str(row.request.run_id), *map(Text, cells))
     console.print(table)
-
-
-def _cost_row(cost: "Cost") -> dict[str, str]:
-    told = cost.problem or about(cost.seconds)
-    return {"run": cost.run_id, "a pass": f"{1e3 * cost.pass_s:.3g} ms" if cost.pass_s else "", "takes": told}
-
-
-def _result_row(result: "RunResult") -> dict[str, str]:
-    met = f"{result.outcome}{', certified' if result.certified else ''}" if not result.failure else "failed"
-    return {
-        "run": result.run_id,
-        "verdict": met,
-        "lost": drop(result.drop) if result.drop else "",
-        "times as fast": speedup(result.race_result) if result.race_result else "",
-        "bytes": percent(result.size_ratio) if not result.failure else "",
-        "why": result.failure,
-    }

@@ -156,21 +156,6 @@ AddressOption = Annotated[
     str | None,
     typer.Option(metavar="ADDRESS", help="the run's language model is at this address, and may have your key"),
 ]
-EngineOption = Annotated[
-    str | None, typer.Option(help="do the rest of the work here (local), or on a Ray cluster (ray)", show_default=False)
-]
-ClusterOption = Annotated[
-    str | None,
-    typer.Option(
-        "--ray-address", metavar="ADDRESS", help="a running Ray cluster that this machine is part of, HOST:PORT or auto"
-    ),
-]
-StoreOption = Annotated[
-    str | None,
-    typer.Option(
-        "--ray-store", metavar="ADDRESS", help="where machines that don't share the output folder hand each other files"
-    ),
-]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="the verdict alone, in one line")]
 EventsOption = Annotated[bool, typer.Option("--json", help="a JSON line for each event, the verdict last")]
 JsonOption = Annotated[bool, typer.Option("--json", help="one JSON document on standard output")]

@@ -1,7 +1,6 @@
 """Attempt: a plan on its way to being judged; the graph's nodes and a plain loop call the same functions."""
 
-from collections.abc import Collection, Sequence
-from contextlib import suppress
+from collections.abc import Collection
 
 from profiling_agent.analysis.dry_run import dry_run
 from profiling_agent.errors import ArtifactError, JobError, PlanError, PruningError
@@ -70,16 +69,6 @@ def prune_attempt(evaluator: Evaluator, plan: Plan) -> PreparedAttempt:
     except (PruningError, JobError) as error:
         return PreparedAttempt(plan=plan, dry_run=dry, failure=str(error))
     return _recovered(evaluator, PreparedAttempt(plan=plan, dry_run=dry, pruned=pruned))
-
-
-def prune_ahead(evaluator: Evaluator, plans: Sequence[Plan]) -> None:
-    """Prune by plans that don't depend on one another's outcome side by side, where a cluster works for the run."""
-    tasks: list[PruneTask] = []
-    for plan in plans:
-        with suppress(PlanError):
-            if (plan.pruning or plan.target is not None) and (dry := dry_run(plan, evaluator.profile)).cuts:
-                tasks.append(_prune_task(evaluator, dry))
-    evaluator.jobs.ahead(tasks)
 
 
 def _prune_task(evaluator: Evaluator, dry: DryRun) -> PruneTask:

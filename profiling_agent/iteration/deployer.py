@@ -1,6 +1,6 @@
 """Deployer: float32 models into deployments, all of a run's calibrated on the same images."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from profiling_agent.deployment.registry import reads_onnx
@@ -45,29 +45,6 @@ class Deployer:
             return DeploymentOption(deployment=deployment, tuned=tuned, reason=str(error), is_unfit=is_unfit)
         return DeploymentOption(deployment=deployment, tuned=tuned, deployed=deployed, reason="")
 
-    def prepare(self, model: ArtifactRef, deployments: Sequence[Deployment], *, choose_layers: bool = False) -> None:
-        """Have all that making these takes done side by side, where a cluster works for the run; `make` then finds it."""
-        if not self.jobs.does_ahead:
-            return
-        tuning = {each: self._tune_task(model, each) for each in deployments if self.tunes and each.scheme in INT8}
-        self.jobs.ahead(list(tuning.values()))
-        chosen: list[tuple[ArtifactRef, Deployment]] = []
-        for deployment in deployments:
-            tuned = self.jobs.found(tuning[deployment]) if deployment in tuning else None
-            # Without what tuning it says there is nothing to make.
-            if tuned is not None or deployment not in tuning:
-                kept = _with_kept(deployment, tuned) if tuned is not None and choose_layers else deployment
-                chosen.append((tuned.model if tuned else model, kept))
-        self.jobs.ahead([ExportTask(model=made) for made, deployment in chosen if reads_onnx(deployment)])
-        made_from = [(made, each, self.jobs.found(ExportTask(model=made))) for made, each in chosen]
-        self.jobs.ahead(
-            [
-                self._deploy_task(made, each, exported.onnx if exported and reads_onnx(each) else None)
-                for made, each, exported in made_from
-                if exported or not reads_onnx(each)
-            ]
-        )
-
     def _tune_task(self, model: ArtifactRef, deployment: Deployment) -> TuneTask:
         return TuneTask(
             model=model,
@@ -79,14 +56,11 @@ class Deployer:
 
     def deploy_task(self, model: ArtifactRef, deployment: Deployment) -> DeployTask:
         """Return the job that converts a float32 model as it is; where the runtime reads ONNX, that is written first."""
-        return self._deploy_task(model, deployment, self.exported(model, deployment))
-
-    def _deploy_task(self, model: ArtifactRef, deployment: Deployment, onnx: ArtifactRef | None) -> DeployTask:
         return DeployTask(
             model=model,
             deployment=deployment,
             calibration=self.calibration,
-            onnx=onnx,
+            onnx=self.exported(model, deployment),
             batch_size=self.batch_size,
             device=self.device,
             # Converters and compilers of other runtimes crash and hang.

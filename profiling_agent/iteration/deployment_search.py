@@ -126,8 +126,6 @@ def try_deployments(
         if left_out := _left_out(trial, tried.best, group, longest_s, known):
             tried = replace(tried, options=(*tried.options, *left_out))
             continue
-        if evaluator.budget.limit_s is None:
-            evaluator.deployer.prepare(model, group.deployments, choose_layers=True)
         options: list[DeploymentOption] = []
         if evaluator.budget.limit_s is None:
             began_s, last_s = timesheet.spent_s, 0.0

@@ -1,16 +1,17 @@
-"""Local engine: most jobs in one warm worker, isolated ones in a process of their own, one at a time on a machine."""
+"""Child processes of a run: most jobs in one warm worker, isolated ones in a process of their own, one at a time on a machine."""
 
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import IO
 
+from pydantic import Field
+
 from profiling_agent.errors import JobError, KilledError, ProfilingAgentError, RunError
 from profiling_agent.files import storage_problem, sweep
-from profiling_agent.jobs.engine import Batch, Ended, Listener
 from profiling_agent.jobs.store import holds
 from profiling_agent.jobs.table import MODULES
-from profiling_agent.jobs.wire import ERRORS, Message
+from profiling_agent.jobs.wire import ERRORS, Message, Order
 from profiling_agent.memory import available_bytes
 from profiling_agent.processes.busy import PASSIVE, WAIT_POLICY, is_busy
 from profiling_agent.processes.child import Child, Wording
@@ -18,6 +19,7 @@ from profiling_agent.processes.environment import child_environment, withheld
 from profiling_agent.processes.machine_lock import machine_lock
 from profiling_agent.processes.started import ForkServer, OwnForkServer, Started, child_command, fork_server, start
 from profiling_agent.progress import Progress
+from profiling_agent.records import Record
 from profiling_agent.stopping import end_if_asked
 from profiling_agent.workspace import Workspace
 
@@ -36,10 +38,28 @@ WORDING = Wording(
 )
 
 
+class Batch(Record):
+    """Orders of one kind, which one process does one after the other, and what it may take for each.
+
+    An `isolated` one has a process of its own. `secrets` are variables of the environment that it may see; where it starts `anew` it
+    measures its own process; what is `timed` waits for a quieter moment. Nothing is begun where less than `least_bytes` of memory are free.
+    """
+
+    orders: tuple[Order, ...]
+    timeout_s: float
+    isolated: bool = False
+    secrets: tuple[str, ...] = ()
+    anew: bool = False
+    timed: bool = False
+    least_bytes: int = Field(default=0, ge=0)
+
+
+# Called after each job with its key, the seconds from its order to its end (the start of its process included), and its error.
+Listener = Callable[[str, float, ProfilingAgentError | None], None]
+
+
 class LocalEngine:
     """The processes that do the jobs of one run folder on this machine."""
-
-    num_at_once = 1
 
     def __init__(
         self, workspace: Workspace, *, available: Callable[[], int] = available_bytes, log: str = JOB_LOG
@@ -58,18 +78,16 @@ class LocalEngine:
         self._patience_s = PATIENCE_S
 
     def carry_out(self, batches: Sequence[Batch], progress: Progress, ended: Listener) -> None:
-        """Do one batch after the other, until a job fails; RunError where too little memory is free to begin."""
+        """Do one batch after the other; raises the first job's error, and RunError where too little memory is free to begin."""
         for batch in batches:
             # Others wait no longer than one batch takes.
             with machine_lock(progress, f"run {self.workspace.root.name!r}"):
                 self._check_memory(batch)
-                is_done = self._do(batch, progress, ended)
-            if not is_done:
-                return
+                self._do(batch, progress, ended)
 
-    def _do(self, batch: Batch, progress: Progress, ended: Listener) -> bool:
-        """Do one batch; return whether all of it was done."""
-        orders, tries, started = list(batch.orders), 1, time.monotonic()
+    def _do(self, batch: Batch, progress: Progress, ended: Listener) -> None:
+        """Do one batch; raises the first job's error."""
+        orders, was_killed, started = list(batch.orders), False, time.monotonic()
         while orders:
             error: ProfilingAgentError | None = None
             with self._process(batch, progress) as process:
@@ -81,19 +99,18 @@ class LocalEngine:
                             process.send(orders[0])
                             self._hear(process, batch.timeout_s, progress)
                     except ProfilingAgentError as raised:
-                        # Or by a machine that was taken for lost, meanwhile.
+                        # Or its process ended just after it.
                         error = None if holds(self.workspace.jobs / key) else raised
                     if error is None:
                         del orders[0]
-                        ended(Ended(key=key, seconds=time.monotonic() - started, tries=tries))
-                        tries, started = 1, time.monotonic()
+                        ended(key, time.monotonic() - started, None)
+                        was_killed, started = False, time.monotonic()
             # A kill says nothing of the job, and must not count against what it measures; twice it may be the memory.
-            if isinstance(error, KilledError) and tries == 1:
-                tries = 2
+            if isinstance(error, KilledError) and not was_killed:
+                was_killed = True
             elif error is not None:
-                ended(Ended(key=orders[0].key, seconds=time.monotonic() - started, tries=tries, error=error))
-                return False
-        return True
+                ended(orders[0].key, time.monotonic() - started, error)
+                raise error
 
     def _check_memory(self, batch: Batch) -> None:
         """Refuse to begin where the job would take memory that others have.

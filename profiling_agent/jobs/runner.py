@@ -1,13 +1,11 @@
-"""Jobs as the parent sees them: a task in, its record out, done at most once in a run, by an engine."""
+"""Jobs as the parent sees them: a task in, its record out, done at most once in a run."""
 
 import hashlib
 import itertools
 import json
-import math
 import tempfile
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,8 +14,7 @@ from profiling_agent.artifacts.recipe import RECIPE
 from profiling_agent.documents import DocumentError
 from profiling_agent.errors import ProfilingAgentError, RunError
 from profiling_agent.files import file_sha256
-from profiling_agent.jobs.engine import Batch, Ended, Engine
-from profiling_agent.jobs.local import LocalEngine
+from profiling_agent.jobs.local import Batch, LocalEngine
 from profiling_agent.jobs.store import TIMED, JobStore, artifacts_of, key_of
 from profiling_agent.jobs.table import TABLE, Table
 from profiling_agent.jobs.tasks import PrepareTask, Task
@@ -47,7 +44,7 @@ def _name(kind: type[Task[Any]]) -> str:
 
 
 class Jobs:
-    """The jobs of one run folder: those that the run has are read back, the others are done by an engine."""
+    """The jobs of one run folder: those that the run has are read back, the others are done in child processes."""
 
     def __init__(
         self,
@@ -55,12 +52,10 @@ class Jobs:
         progress: Progress = silent,
         table: Table = TABLE,
         available: Callable[[], int] = available_bytes,
-        cluster: Engine | None = None,
     ) -> None:
         """Use `workspace`; nothing is started before the first job.
 
-        `table` has a row for every task that will be run; `available` tells the bytes of memory that are free. With a `cluster`, which is
-        the caller's to close, all but what reads the user's own files is done there.
+        `table` has a row for every task that will be run; `available` returns the bytes of memory that are free.
         """
         self.workspace = workspace
         self.progress = progress
@@ -72,9 +67,6 @@ class Jobs:
         # And the memory of a process that does nothing else.
         self.peak_bytes: int | None = None
         self.here = LocalEngine(workspace, available=available)
-        self._there = cluster
-        # What was found by doing it ahead of time.
-        self._failed: dict[str, ProfilingAgentError] = {}
 
     def learn(self, headline: Headline, device: str) -> None:
         """Let limits of time and memory go by what the baseline took on `device`; a device's own memory isn't the machine's."""
@@ -89,131 +81,74 @@ class Jobs:
         key = job_key(task)
         if (known := self._known(key, task)) is not None:
             return known
-        for error in self._make({key: task}).values():
-            raise error
+        self._make({key: task})
         return self._store.result(key, task)
 
     def run_each(self, tasks: Sequence[Task[ResultT]]) -> list[ResultT]:
-        """Return the results of tasks of one kind, in their order; those that aren't on disk are done in one process, or one of each machine.
+        """Return the results of tasks of one kind, in their order; those that aren't on disk are done in one process.
 
         Where the tasks are isolated, that process ends with the last of them. Raises as `run`: what was done before stays.
         """
         assert len({(type(task), task.isolated) for task in tasks}) <= 1, "jobs that share a process are of one kind"
         keyed = [(job_key(task), task) for task in tasks]
         known = {key: result for key, task in keyed if (result := self._known(key, task)) is not None}
-        for error in self._make({key: task for key, task in keyed if key not in known}).values():
-            raise error
+        self._make({key: task for key, task in keyed if key not in known})
         return [known[key] if key in known else self._store.result(key, task) for key, task in keyed]
 
     def _known(self, key: str, task: Task[ResultT]) -> ResultT | None:
-        """Return the result that is there of a task that is asked for; raises what kept it from being done ahead."""
+        """Return the result of a task that the run has, and count its time as used."""
         result = self._stored(key, task)
-        if result is not None or key in self._failed:
-            self._reach(key, task)
-        if key in self._failed:
-            raise self._failed[key]
+        if result is not None:
+            self.timesheet.reach(key)
         return result
 
-    def _reach(self, key: str, task: Task[Any]) -> None:
-        """Count the time of a job that is there; of one that was done ahead, that of what it needed too."""
-        if self.timesheet.is_aside(key):
-            for need in itertools.chain.from_iterable(task.needs(self.path).values()):
-                self._reach(job_key(need), need)
-        self.timesheet.reach(key)
+    def _make(self, tasks: Mapping[str, Task[Any]]) -> None:
+        """Do tasks, after what they need and isn't there; raises the first error.
 
-    @property
-    def does_ahead(self) -> bool:
-        """Return whether several machines work for the run, so that what will be asked for is done side by side."""
-        return self._there is not None and self._there.num_at_once > 1
-
-    def found(self, task: Task[ResultT]) -> ResultT | None:
-        """Return what the run has of a task, without asking for it."""
-        return self._stored(job_key(task), task)
-
-    def ahead(self, tasks: Sequence[Task[Any]]) -> None:
-        """Do tasks side by side that will be asked for one by one, where there is a cluster; what fails does so for whoever asks.
-
-        Raises RunError where nothing can be done any more.
+        The artifacts that each reads are there by then, made again where they were damaged.
         """
-        if not self.does_ahead:
-            return
-        keyed = {job_key(task): task for task in tasks}
-        missing = {key: task for key, task in keyed.items() if self._stored(key, task) is None}
-        for key, error in self._make(missing, ahead=True).items():
-            if isinstance(error, RunError):
-                raise error
-            if key in missing:
-                self._failed[key] = error
-
-    def _make(self, tasks: Mapping[str, Task[Any]], *, ahead: bool = False) -> dict[str, ProfilingAgentError]:
-        """Do tasks, after what they need and isn't there; return what went wrong, by the jobs with which it did, needed ones first.
-
-        The artifacts that each reads are there by then, made again where they were damaged. Done `ahead`, what is isolated
-        shares its process with nothing, and what lacks nothing is done whatever became of the others.
-        """
-        waves, needing = [dict(tasks)], dict[str, list[str]]()
+        waves = [dict(tasks)]
         while waves[-1]:
-            waves.append(self._needed(waves[-1], needing))
-        errors: dict[str, ProfilingAgentError] = {}
+            waves.append(self._needed(waves[-1]))
         for wave in reversed(waves):
-            # What lacks something can't be done.
-            errors |= {key: errors[need] for key in wave for need in reversed(needing[key]) if need in errors}
-            if errors and not ahead:
-                break
             # One task's need may be another of the tasks, and done by now.
-            left = {key: task for key, task in wave.items() if key not in errors and self._stored(key, task) is None}
-            for engine in filter(None, (self.here, self._there)):
-                own = {key: task for key, task in left.items() if self._engine(task) is engine}
-                end = partial(self._end, errors, self.timesheet.set_aside if ahead else self.timesheet.note)
-                engine.carry_out(self._batches(engine, own, are_apart=ahead), self.progress, end)
-        # In an order that doesn't depend on who was done first.
-        return {key: errors[key] for wave in reversed(waves) for key in wave if key in errors}
+            left = {key: task for key, task in wave.items() if self._stored(key, task) is None}
+            self.here.carry_out(self._batches(left), self.progress, self._end)
 
-    def _needed(self, tasks: Mapping[str, Task[Any]], needing: dict[str, list[str]]) -> dict[str, Task[Any]]:
-        """Return what tasks need and isn't there, and note who needs what; the artifacts that they read are there then."""
+    def _needed(self, tasks: Mapping[str, Task[Any]]) -> dict[str, Task[Any]]:
+        """Return what tasks need and isn't there; the artifacts that they read are there then."""
         needed: dict[str, Task[Any]] = {}
-        for key, task in tasks.items():
+        for task in tasks.values():
             for ref in artifacts_of(task):
                 self.path(ref)
             needs = {job_key(need): need for need in itertools.chain.from_iterable(task.needs(self.path).values())}
-            needing[key] = list(needs)
-            needed |= {name: need for name, need in needs.items() if self._stored(name, need) is None}
+            needed |= {key: need for key, need in needs.items() if self._stored(key, need) is None}
         return needed
 
-    def _end(self, errors: dict[str, ProfilingAgentError], note: Callable[..., None], ended: Ended) -> None:
-        # What was refused took its time all the same.
-        note(ended.key, ended.seconds, at=ended.at, node=ended.node, tries=ended.tries)
-        if ended.error is None:
-            self._store.believe(ended.key)
-        else:
-            errors[ended.key] = ended.error
+    def _end(self, key: str, seconds: float, error: ProfilingAgentError | None) -> None:
+        # A job that failed took its time all the same.
+        self.timesheet.note(key, seconds)
+        if error is None:
+            self._store.believe(key)
 
-    def _engine(self, task: Task[Any]) -> Engine:
-        return self.here if self._there is None or self._table[type(task)].here else self._there
-
-    def _batches(self, engine: Engine, tasks: Mapping[str, Task[Any]], *, are_apart: bool) -> list[Batch]:
-        """Return the tasks by kind, those of one kind in as many batches as are done at once."""
+    def _batches(self, tasks: Mapping[str, Task[Any]]) -> list[Batch]:
+        """Return one batch for the tasks of each kind."""
         kinds: dict[tuple[type[Task[Any]], bool], list[Order]] = {}
         for key, task in tasks.items():
             self._store.remove(key)
             kinds.setdefault((type(task), task.isolated), []).append(self._order(task))
-        batches: list[Batch] = []
-        for (kind, isolated), orders in kinds.items():
-            row = self._table[kind]
-            size = 1 if are_apart and isolated else math.ceil(len(orders) / engine.num_at_once)
-            batches += [
-                Batch(
-                    orders=tuple(orders[start : start + size]),
-                    timeout_s=row.limit_s(isolated=isolated, pass_s=self.pass_s),
-                    isolated=isolated,
-                    secrets=row.secrets,
-                    anew=row.anew,
-                    timed=row.timed,
-                    least_bytes=int(LEAST_MEMORY * (self.peak_bytes or 0)),
-                )
-                for start in range(0, len(orders), size)
-            ]
-        return batches
+        return [
+            Batch(
+                orders=tuple(orders),
+                timeout_s=self._table[kind].limit_s(isolated=isolated, pass_s=self.pass_s),
+                isolated=isolated,
+                secrets=self._table[kind].secrets,
+                anew=self._table[kind].anew,
+                timed=self._table[kind].timed,
+                least_bytes=int(LEAST_MEMORY * (self.peak_bytes or 0)),
+            )
+            for (kind, isolated), orders in kinds.items()
+        ]
 
     def _stored(self, key: str, task: Task[ResultT]) -> ResultT | None:
         if not self._store.is_whole(key):

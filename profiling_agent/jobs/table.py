@@ -20,8 +20,7 @@ class JobRow:
 
     With `torch` the process has torch's threads and seed set before. An isolated job has a time limit of its own; either is longer for a slow
     model, by `passes` of the baseline for one image, several times what the job should need. `secrets` are variables of the environment that only processes of such jobs see. One that starts `anew` measures its own process,
-    where what others import would count; what is `timed` waits as a user's process does, and for a quieter moment. What reads the user's own
-    files, or the Hub, is done `here` and not on a cluster.
+    where what others import would count; what is `timed` waits as a user's process does, and for a quieter moment.
     """
 
     handler: str
@@ -32,7 +31,6 @@ class JobRow:
     secrets: tuple[str, ...] = ()
     anew: bool = False
     timed: bool = False
-    here: bool = False
 
     def limit_s(self, *, isolated: bool, pass_s: float | None = None) -> float:
         """Return how long the job may take, where the baseline takes `pass_s` for an image."""
@@ -44,17 +42,11 @@ Table = Mapping[type[tasks.Task[Any]], JobRow]
 
 TABLE: Table = {
     # All four read the model where it was found, which may be the Hub.
-    tasks.MatchLabelsTask: JobRow(
-        handler="profiling_agent.jobs.handlers.acquisition:match_labels", secrets=HUB, here=True
-    ),
-    tasks.AcquireTask: JobRow(handler="profiling_agent.jobs.handlers.acquisition:acquire", secrets=HUB, here=True),
-    tasks.SurveyShapeTask: JobRow(
-        handler="profiling_agent.jobs.handlers.acquisition:survey_shape", secrets=HUB, here=True
-    ),
-    tasks.ResolveShapeTask: JobRow(
-        handler="profiling_agent.jobs.handlers.acquisition:resolve_shape", secrets=HUB, here=True
-    ),
-    tasks.PrepareTask: JobRow(handler="profiling_agent.jobs.handlers.images:prepare", here=True),
+    tasks.MatchLabelsTask: JobRow(handler="profiling_agent.jobs.handlers.acquisition:match_labels", secrets=HUB),
+    tasks.AcquireTask: JobRow(handler="profiling_agent.jobs.handlers.acquisition:acquire", secrets=HUB),
+    tasks.SurveyShapeTask: JobRow(handler="profiling_agent.jobs.handlers.acquisition:survey_shape", secrets=HUB),
+    tasks.ResolveShapeTask: JobRow(handler="profiling_agent.jobs.handlers.acquisition:resolve_shape", secrets=HUB),
+    tasks.PrepareTask: JobRow(handler="profiling_agent.jobs.handlers.images:prepare"),
     tasks.LogitsTask: JobRow(handler="profiling_agent.jobs.handlers.logits:ask"),
     tasks.ProfileTask: JobRow(handler="profiling_agent.jobs.handlers.profiling:profile", timed=True),
     tasks.EvidenceTask: JobRow(handler="profiling_agent.jobs.handlers.profiling:add_evidence", passes=100_000),
@@ -67,7 +59,7 @@ TABLE: Table = {
     tasks.ExportTask: JobRow(handler="profiling_agent.jobs.handlers.deployment:export", isolated_timeout_s=HOUR / 2),
     tasks.DeployTask: JobRow(handler="profiling_agent.jobs.handlers.deployment:deploy", isolated_timeout_s=HOUR / 2),
     tasks.EvaluateTask: JobRow(handler="profiling_agent.jobs.handlers.evaluation:evaluate", torch=False),
-    tasks.OpenHeldoutTask: JobRow(handler="profiling_agent.jobs.handlers.heldout:open_heldout", torch=False, here=True),
+    tasks.OpenHeldoutTask: JobRow(handler="profiling_agent.jobs.handlers.heldout:open_heldout", torch=False),
     tasks.CompareTask: JobRow(handler="profiling_agent.jobs.handlers.comparison:compare", timed=True),
     tasks.HeadlineTask: JobRow(
         handler="profiling_agent.jobs.handlers.timing:headline",

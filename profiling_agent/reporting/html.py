@@ -1,7 +1,7 @@
 """`report.html`: one file that loads nothing, from the template, the style and the script beside this file."""
 
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,12 @@ from profiling_agent.request import Request
 ROW, LEFT, SPAN = 16, 250, 520
 MAX_ROWS = 160
 FILTERS: dict[str, Callable[..., Any]] = {"predictions": predictions, "omissions": omissions}
-PACKAGE = "profiling_agent.reporting"
 
 
-def environment(package: str) -> Environment:
-    """Return what renders the templates of a package, which write numbers as people read them; what a stranger wrote is escaped."""
+def environment() -> Environment:
+    """Return the templates beside this file, which format numbers and escape third-party text."""
     jinja = Environment(
-        loader=PackageLoader(package, ""),
+        loader=PackageLoader("profiling_agent.reporting", ""),
         undefined=StrictUndefined,
         autoescape=True,
         trim_blocks=True,
@@ -41,9 +40,16 @@ def source(name: str) -> str:
     return read_text(Path(__file__).with_name(name))
 
 
+def render_sweep(rows: Sequence[Any], number: int) -> str:
+    """Return the page of a sweep's rows so far, of `number` runs."""
+    style, script = Markup(source("report.css")), Markup(source("report.js"))
+    template = environment().get_template("sweep.html.jinja")
+    return template.render(rows=rows, number=number, style=style, script=script)
+
+
 def render_html(report: RunReport) -> str:
     """Return the report as one HTML page."""
-    jinja, subject = environment(PACKAGE), subject_of(report)
+    jinja, subject = environment(), subject_of(report)
     jinja.filters.update(FILTERS)
     return jinja.get_template("report.html.jinja").render(
         r=report,

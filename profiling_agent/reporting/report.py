@@ -3,11 +3,10 @@
 import re
 from collections import defaultdict
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from profiling_agent.iteration.finalize import FinalChoice
 from profiling_agent.jobs.tasks import Profiled
-from profiling_agent.jobs.timesheet import NodeWork
 from profiling_agent.records import (
     Acquired,
     Attempt,
@@ -32,7 +31,7 @@ from profiling_agent.records import (
     nearest_option,
 )
 from profiling_agent.reproducibility import environment
-from profiling_agent.request import Request
+from profiling_agent.request import Request, without_retired
 from profiling_agent.workspace import SCHEMA_VERSION
 
 # A whole segment of a name: `layers.3`, but not `fc1`.
@@ -126,10 +125,11 @@ class RunReport(Record):
     criteria: tuple[CriterionScore, ...] = ()
     sensitivity: tuple[Sensitivity, ...] = ()
     times: tuple[TimeRow, ...] = Field(default=(), description="where the run's time went, most first")
-    nodes: dict[str, NodeWork] = Field(default={}, description="what each machine of a cluster did")
     artifacts: dict[str, str]
     request: Request
     environment: Environment
+
+    _drop_retired = model_validator(mode="before")(without_retired)
 
     @property
     def judged(self) -> str:
@@ -221,7 +221,6 @@ class Sources(Record):
     decisions: tuple[Decided, ...]
     profiles: dict[str, tuple[Profiled, ModelProfile]]
     times: dict[str, tuple[int, float]] = Field(default={}, description="jobs of each kind, and their seconds")
-    nodes: dict[str, NodeWork] = Field(default={}, description="what each machine of a cluster did")
 
 
 def evidence_notes(profile: ModelProfile) -> tuple[str, ...]:
@@ -307,7 +306,6 @@ def build_report(request: Request, final: FinalChoice, sources: Sources) -> RunR
             TimeRow(kind=kind, count=count, seconds=seconds, passes=seconds / baseline[1].headline.pass_s)
             for kind, (count, seconds) in sources.times.items()
         ),
-        nodes=sources.nodes,
         artifacts=artifacts,
         request=request,
         environment=environment(acquired.source.device),

@@ -36,7 +36,7 @@ def opened(run: Path) -> Generator[tuple[RunState, RunSession]]:
     """Give a finished run's state before its deployments are searched, and its session."""
     report, request = report_of(run), read_manifest(run).request
     sessions = Sessions()
-    session = sessions.open(Workspace(run), request)
+    session = sessions.open(Workspace(run))
     try:
         yield (
             RunState(

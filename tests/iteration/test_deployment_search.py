@@ -59,7 +59,6 @@ class Made:
 class Script:
     """Jobs that answer at once, and remember what they were asked."""
 
-    does_ahead = False
     root: Path
     deployments: dict[str, Made]
     kept: tuple[str, ...] = ()

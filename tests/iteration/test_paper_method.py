@@ -39,7 +39,6 @@ NUM_IMAGES = 1000
 class Script:
     """Jobs that answer at once: each cut is a model of its own, whose latency is given by how many came before."""
 
-    does_ahead = False
     root: Path
     latencies_ms: tuple[float, ...] = (3.0, 2.0)
     asked: list[Any] = field(default_factory=list)

@@ -124,27 +124,6 @@ def test_jobs_are_noted_those_that_failed_too_and_read_back_they_cost_what_they_
     later.close()
 
 
-def test_what_was_done_ahead_is_used_when_it_is_asked_for_by_a_later_process_too(tmp_path: Path):
-    sheet = Timesheet(tmp_path / SHEET)
-    sheet.note("profile-1", 2.0, node="a/1")
-    sheet.set_aside("deploy-1", 5.0, node="b/2", tries=3)
-    before_s = sheet.spent_s
-    later = Timesheet(tmp_path / SHEET)
-    was_aside = later.is_aside("deploy-1")
-    later.reach("profile-1")
-    later.reach("deploy-1")
-    last = Timesheet(tmp_path / SHEET)
-    last.reach("deploy-1")
-
-    assert (before_s, was_aside, later.spent_s) == (2.0, True, 7.0)
-    assert not later.is_aside("deploy-1")
-    assert last.spent_s == 7.0
-    assert {name: (work.jobs, work.seconds, work.again) for name, work in later.by_node().items()} == {
-        "a/1": (1, 2.0, 0),
-        "b/2": (1, 5.0, 2),
-    }
-
-
 def test_a_sheet_that_can_not_be_written_is_a_line(jobs: Jobs, workspace: Workspace):
     (workspace.root / SHEET).mkdir()
     with pytest.raises(RunError, match=r"timesheet\.jsonl' can't be written .*: move it away, and resume"):

@@ -1,0 +1,150 @@
+"""Sweeps: every combination of models, data sets, contracts and seeds as a run, on this machine or on the nodes of a Ray cluster."""
+
+import hashlib
+import itertools
+import json
+import os
+import traceback
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import Field, ValidationError
+
+from profiling_agent.agents.node import ProgressEvent
+from profiling_agent.deployment.protocol import missing_packages
+from profiling_agent.documents import first_line, first_problem
+from profiling_agent.errors import ProfilingAgentError, RequestError, StorageError
+from profiling_agent.files import make_folders, write_text
+from profiling_agent.lifecycle import Listener, complete, ignore
+from profiling_agent.records import Record
+from profiling_agent.reporting.html import render_sweep
+from profiling_agent.reporting.report import RunReport
+from profiling_agent.request import Request
+from profiling_agent.workspace import slug
+
+PAGE = "sweep.html"
+
+
+class SweepFile(Record):
+    """Content of a sweep file; a model or a data set may be a name only, and `request` holds for all runs."""
+
+    models: tuple[str | dict[str, Any], ...] = Field(min_length=1)
+    datasets: tuple[str | dict[str, Any], ...] = Field(min_length=1)
+    contracts: tuple[dict[str, Any], ...] = Field(default=({},), min_length=1)
+    seeds: tuple[int, ...] = Field(default=(0,), min_length=1)
+    request: dict[str, Any] = Field(default_factory=dict)
+
+
+class SweepRow(Record):
+    """One run of a sweep: its report, or the `failure` that kept it from ending."""
+
+    request: Request
+    report: RunReport | None = None
+    failure: str = ""
+
+
+def read_sweep(path: Path, output: str) -> tuple[Request, ...]:
+    """Return the requests of a sweep file, each with its run id; RequestError for a file that can't be used."""
+    try:
+        sheet = SweepFile.model_validate_json(json.dumps(yaml.safe_load(path.read_text(encoding="utf-8"))))
+    except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
+        problem = first_problem(error) if isinstance(error, ValidationError) else error
+        raise RequestError(f"sweep file {str(path)!r} can't be used: {problem}") from error
+    requests: dict[str, Request] = {}
+    for model, dataset, contract, seed in itertools.product(sheet.models, sheet.datasets, sheet.contracts, sheet.seeds):
+        fields = {**sheet.request, **contract, "seed": seed}
+        for name, entry in (("model", model), ("dataset", dataset)):
+            fields |= {name: "", **entry} if isinstance(entry, dict) else {name: entry}
+        cell = f"{str(path)!r}: the run of {model} on {dataset}, contract {contract}, seed {seed}"
+        if reserved := fields.keys() & {"output", "run_id", "approve"}:
+            raise RequestError(f"{cell} has {min(reserved)}, which no run of a sweep may have: leave it out")
+        try:
+            request = with_run_id(Request.model_validate({**fields, "output": output}))
+        except ValidationError as error:
+            raise RequestError(f"{cell} can't be requested: {first_problem(error)}") from error
+        if requests.setdefault(str(request.run_id), request) is not request:
+            raise RequestError(f"{cell} is requested twice: leave one out")
+    return tuple(requests.values())
+
+
+def with_run_id(request: Request) -> Request:
+    """Return a request with a run id that follows from it, wherever its folder lies and whichever machine runs it."""
+    names = [slug(name.rstrip("/").rpartition("/")[2])[:24] or "x" for name in (request.model, request.dataset)]
+    digest = hashlib.sha256(request.model_dump_json(exclude={"run_id", "output"}).encode()).hexdigest()[:10]
+    return request.model_copy(update={"run_id": request.run_id or "-".join((*names, f"s{request.seed}", digest))})
+
+
+def optimize_many(
+    requests: Sequence[Request], listener: Listener = ignore, *, ray_address: str | None = None
+) -> tuple[SweepRow, ...]:
+    """Complete the runs of one output folder, and write `sweep.html` after each: finished ones are read back, cut ones resumed.
+
+    With a `ray_address` each takes a node of that cluster, whose nodes share the folder. Raises RequestError, StorageError.
+    """
+    cells = {one.run_id: one for one in map(with_run_id, requests)}
+    if len(cells) < len(requests) or len({one.output for one in requests}) != 1:
+        raise RequestError("the runs of a sweep lie in one output, each with a run_id of its own")
+    rows: dict[str | None, SweepRow] = {}
+    _write_page(requests[0].output_dir, [], len(cells))
+    for row in _on_ray(cells, ray_address) if ray_address else (run_cell(one, listener) for one in cells.values()):
+        rows[row.request.run_id] = row
+        _write_page(requests[0].output_dir, [rows[run_id] for run_id in cells if run_id in rows], len(cells))
+        message = f"{row.request.run_id}: {row.report.verdict.outcome if row.report else row.failure}"
+        listener(ProgressEvent(stage="sweep", message=message, done=len(rows), total=len(cells)))
+    return tuple(rows[run_id] for run_id in cells)
+
+
+def run_cell(request: Request, listener: Listener = ignore) -> SweepRow:
+    """Complete one run; whatever keeps it from ending is its row's failure."""
+    try:
+        return SweepRow(request=request, report=complete(request, listener))
+    except ProfilingAgentError as error:
+        return SweepRow(request=request, failure=str(error))
+    except Exception:  # noqa: BLE001 - the other runs go on
+        return SweepRow(request=request, failure=traceback.format_exc())
+
+
+def _on_ray(cells: dict[str | None, Request], address: str) -> Iterator[SweepRow]:
+    """Yield rows as runs end on a cluster's nodes, one at a time on each; Ray starts the run of a lost node again."""
+    if line := missing_packages(("ray",), extra="ray"):
+        raise RequestError(f"engine is 'ray', and {line}")
+    os.environ.setdefault("RAY_task_oom_retries", "3")  # Without end by default; read as Ray is imported.
+    import ray
+
+    try:
+        cluster = ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+    except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+        raise RequestError(f"no Ray cluster can be joined at {address!r} ({error}): name a running one") from error
+    with cluster:
+        cpus = sorted({int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]} - {0})
+        if len(cpus) != 1:
+            raise RequestError(f"the nodes have {cpus} CPUs and a run takes a whole node: give all the same --num-cpus")
+        task: Any = ray.remote(num_cpus=cpus[0], max_retries=3)(_on_node)
+        waiting = {task.remote(one.model_dump_json(), str(Path.cwd())): one for one in cells.values()}
+        while waiting:
+            (ended,), _ = ray.wait(list(waiting))
+            request = waiting.pop(ended)
+            try:
+                yield SweepRow.model_validate_json(ray.get(ended))
+            except ray.exceptions.RayError as error:
+                yield SweepRow(request=request, failure=first_line(getattr(error, "cause", None) or error))
+
+
+def _on_node(request_json: str, folder: str) -> str:
+    """Complete a run in a Ray task, with paths as in the driver's working folder."""
+    os.chdir(folder)
+    os.environ.pop("OMP_NUM_THREADS", None)  # Ray's own for each task; a run sets how many threads it takes.
+    request = Request.model_validate_json(request_json)
+    if not (request.output_dir / PAGE).exists():
+        raise RequestError(f"node {os.uname().nodename} does not see {request.output!r}: name a folder that all share")
+    return run_cell(request).model_dump_json()
+
+
+def _write_page(root: Path, rows: list[SweepRow], number: int) -> None:
+    try:
+        make_folders(root)
+        write_text(root / PAGE, render_sweep(rows, number))
+    except OSError as error:
+        raise StorageError(f"sweep folder {str(root)!r} can't be written ({error.strerror}): choose another") from error

@@ -1,0 +1,350 @@
+"""Sweeps: what a file asks for, finished, cut and failing runs, the command, and a Ray cluster that loses a node."""
+
+import json
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from conftest import World
+from interrupted import decisions, predictions_of
+from typer.testing import CliRunner
+
+from profiling_agent import Request, optimize_many
+from profiling_agent.cli.main import app
+from profiling_agent.errors import RequestError, StorageError
+from profiling_agent.reporting.html import render_sweep
+from profiling_agent.reporting.results import read_report
+from profiling_agent.sweep import PAGE, SweepRow, read_sweep, with_run_id
+from profiling_agent.workspace import MANIFEST, create_workspace
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+WHOLE = """
+models: [./a-vit, {model: org/resnet, revision: main}]
+datasets:
+  - dataset: ./data
+    split: test
+contracts:
+  - {max_accuracy_drop: 0.01}
+  - {max_accuracy_drop: 0.02, max_size_ratio: 0.25, objective: size}
+seeds: [0, 7]
+request: {batch_size: 8, time_budget: 20m}
+"""
+LEAST = "models: [a]\ndatasets: [b]\n"
+
+
+def read(folder: Path, text: str):
+    (folder / "sweep.yaml").write_text(text)
+    return read_sweep(folder / "sweep.yaml", "out")
+
+
+def test_every_combination_is_a_run_in_the_order_of_the_file(tmp_path: Path):
+    requests = read(tmp_path, WHOLE)
+
+    assert [(one.model, one.max_accuracy_drop, one.seed) for one in requests] == [
+        (model, lost, seed) for model in ("./a-vit", "org/resnet") for lost in (0.01, 0.02) for seed in (0, 7)
+    ]
+    assert {(one.split, one.batch_size, one.time_budget, one.output) for one in requests} == {("test", 8, "20m", "out")}
+    assert [one.objective for one in requests[:4]] == ["speed", "speed", "size", "size"]
+    assert [one.revision for one in requests] == [None] * 4 + ["main"] * 4
+
+
+def test_a_run_keeps_its_name_when_the_file_asks_for_more(tmp_path: Path):
+    before = {one.run_id for one in read(tmp_path, WHOLE)}
+    larger = WHOLE.replace("[0, 7]", "[3, 0, 7]").replace("contracts:\n", "contracts:\n  - {min_speedup: 2.0}\n")
+
+    assert len(before) == 8
+    assert before < {one.run_id for one in read(tmp_path, larger)}
+    assert all(str(run_id).startswith(("a-vit-data-s", "resnet-data-s")) for run_id in before)
+
+
+def test_what_a_file_leaves_out_is_the_default(tmp_path: Path):
+    (request,) = read(tmp_path, LEAST)
+
+    assert request == with_run_id(Request(model="a", dataset="b", output="out"))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("models: [a]\n", "datasets: Field required"),
+        ("[a, b]", "can't be used"),
+        ("", "can't be used"),
+        ("models: []\ndatasets: [b]\n", "models: Tuple should have at least 1 item"),
+        (f"{LEAST}colour: red\n", "colour: Extra inputs are not permitted"),
+        (f"{LEAST}contracts: [{{max_drop: 0.1}}]\n", "max_drop: Extra inputs are not permitted"),
+        ("models: [{revision: main}]\ndatasets: [b]\n", "model: String should have at least 1 character"),
+        (f"{LEAST}request: {{output: elsewhere}}\n", "has output, which no run of a sweep may have"),
+        (f"{LEAST}request: {{approve: each}}\n", "has approve, which no run of a sweep may have"),
+        (f"{LEAST}contracts: [{{min_speedup: 0.5}}]\n", "the run of a on b, contract {'min_speedup': 0.5}, seed 0"),
+        (f"{LEAST}contracts: [{{}}, {{}}]\n", "is requested twice"),
+        ("models: [a, a]\ndatasets: [b]\n", "is requested twice"),
+        (f"{LEAST}seeds: [2020-01-01]\n", "can't be used"),
+        (f"{LEAST}contracts: [{{max_accuracy_drop: .nan}}]\n", "max_accuracy_drop"),
+        ("models: !!python/object/apply:os.system [id]\n", "could not determine a constructor"),
+        ("models: [a\n", "line 2, column 1"),
+    ],
+)
+def test_a_file_that_can_not_be_used_is_refused(tmp_path: Path, text: str, message: str):
+    with pytest.raises(RequestError) as raised:
+        read(tmp_path, text)
+
+    assert message in str(raised.value)
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path: Path):
+    with pytest.raises(RequestError, match="No such file"):
+        read_sweep(tmp_path / "nowhere.yaml", "out")
+
+
+def test_a_finished_run_is_read_back_and_one_that_fails_is_a_row_with_its_reason(world: World, finished: Path):
+    complete = world.request(finished.parent)
+    gone = world.request(finished.parent, run_id="gone").model_copy(update={"model": str(finished / "nowhere")})
+    before = (finished / "report.json").stat().st_mtime_ns
+    heard: list[str] = []
+
+    first, second = optimize_many([gone, complete], lambda event: heard.append(event.stage))
+
+    assert first.report is None
+    assert "nowhere" in first.failure
+    # A request that can't be carried out leaves nothing behind, so that the next call tries it again.
+    assert not (finished.parent / "gone").exists()
+    assert (second.failure, second.report) == ("", read_report(finished))
+    assert (finished / "report.json").stat().st_mtime_ns == before
+    assert heard.count("sweep") == 2
+    page = (finished.parent / PAGE).read_text()
+    assert "1 have a verdict, 1 failed, 0 are still to be done" in page
+
+
+def test_a_folder_that_holds_another_run_is_a_failure(world: World, finished: Path):
+    (row,) = optimize_many([world.request(finished.parent, seed=1)])
+
+    assert row.failure == "run 'quick' was begun with another seed: choose another run_id"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("machine", ["", "another"])
+def test_a_run_that_was_cut_is_resumed_or_started_again_on_another_machine(world: World, tmp_path: Path, machine: str):
+    request = world.request(tmp_path, max_iterations=1)
+    # Cut before its first checkpoint: the request is all that is there.
+    create_workspace(request, "quick")
+    (tmp_path / "quick" / "mine").touch()
+    manifest = json.loads((tmp_path / "quick" / MANIFEST).read_text()) | ({"machine": machine} if machine else {})
+    (tmp_path / "quick" / MANIFEST).write_text(json.dumps(manifest))
+
+    (row,) = optimize_many([request])
+
+    assert row == SweepRow(request=request, report=read_report(tmp_path / "quick"))
+    assert (tmp_path / "quick" / "mine").exists() == (not machine)
+
+
+@pytest.mark.parametrize(
+    "requests",
+    [
+        [],
+        [Request(run_id="one"), Request(run_id="one", seed=1)],
+        [Request(), Request()],
+        [Request(), Request(output="x", seed=1)],
+    ],
+)
+def test_runs_that_are_no_sweep_are_refused(requests: list[Request]):
+    with pytest.raises(RequestError, match="lie in one output, each with a run_id of its own"):
+        optimize_many(requests)
+
+
+def test_an_output_that_is_a_file_is_refused_before_the_first_run(tmp_path: Path):
+    (tmp_path / "file").touch()
+
+    with pytest.raises(StorageError, match="can't be written"):
+        optimize_many([Request(model=str(tmp_path), output=str(tmp_path / "file"))])
+
+
+def test_the_page_escapes_what_others_wrote(finished: Path):
+    evil, report = '</script><script>document.title="owned"</script>', read_report(finished)
+    request = report.request.model_copy(update={"model": evil, "dataset": evil})
+
+    page = render_sweep([SweepRow(request=request, report=report), SweepRow(request=request, failure=evil)], 3)
+
+    assert evil not in page
+    assert "1 have a verdict, 1 failed, 1 are still to be done" in page
+    assert f'data-value="{report.best.size_bytes / report.baseline.size_bytes}"' in page
+    assert 'href="quick/report.html"' in page
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium: apt-get install chromium")
+def test_a_browser_filters_the_table_of_the_page(finished: Path, tmp_path: Path):
+    from playwright.sync_api import sync_playwright
+
+    row, heard = SweepRow(request=Request(run_id="quick"), report=read_report(finished)), []
+    other = row.model_copy(update={"request": Request(run_id="quick", model="another-model")})
+    (tmp_path / PAGE).write_text(render_sweep([row, other], 2))
+    with sync_playwright() as play:
+        browser = play.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        page = browser.new_page()
+        page.on("console", lambda message: heard.append(message.text))
+        page.on("pageerror", lambda error: heard.append(str(error)))
+        page.goto((tmp_path / PAGE).as_uri())
+        rows = page.locator("#table-runs tbody tr")
+        assert [each.is_visible() for each in rows.all()] == [True, True]
+        page.fill("input[data-filters]", "ANOTHER-model")
+        assert [each.is_visible() for each in rows.all()] == [False, True]
+        browser.close()
+
+    assert heard == []
+
+
+def sheet(folder: Path, world: World, **changed: object) -> Path:
+    content = {
+        "models": [str(world.model)],
+        "datasets": [str(world.data)],
+        "contracts": [{"max_accuracy_drop": 0.03}, {"max_accuracy_drop": 0.03, "min_speedup": 900.0}],
+        "request": {"batch_size": 16, "num_sessions": 2, "runtimes": "eager", "iterate": False, "selection": "paper"},
+    }
+    file = folder / "sweep.yaml"
+    # JSON is YAML.
+    file.write_text(json.dumps(content | changed))
+    return file
+
+
+def command(*arguments: str):
+    return CliRunner().invoke(app, ["sweep", *arguments], env={"COLUMNS": "250", "TERM": "dumb"})
+
+
+@pytest.mark.parametrize(
+    ("changed", "options", "message"),
+    [
+        ({"models": ["/nowhere/at/all"]}, (), "/nowhere/at/all"),
+        ({"seeds": [0, 0]}, (), "is requested twice"),
+        ({}, ("--ray-address", "auto"), "use --engine ray"),
+    ],
+)
+def test_what_can_not_be_swept_is_one_line_before_the_first_run(
+    tmp_path: Path, world: World, changed: dict[str, object], options: tuple[str, ...], message: str
+):
+    ended = command(str(sheet(tmp_path, world, **changed)), "--output", str(tmp_path / "out"), *options)
+
+    assert ended.exit_code == 2
+    assert message in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_the_command_runs_every_cell_and_reads_them_back(tmp_path: Path, world: World):
+    file, output = sheet(tmp_path, world), tmp_path / "out"
+
+    rows = json.loads(command(str(file), "--output", str(output), "--json").stdout)
+
+    run_ids = [str(request.run_id) for request in read_sweep(file, str(output))]
+    assert [row["request"]["run_id"] for row in rows] == run_ids
+    assert [row["failure"] for row in rows] == ["", ""]
+    # Nothing meets the second contract: its run has a verdict all the same.
+    assert rows[1]["report"]["verdict"]["outcome"] != "MET"
+    written = {run_id: (output / run_id / "report.json").stat().st_mtime_ns for run_id in run_ids}
+    page = (output / PAGE).read_text()
+    assert all(f'href="{run_id}/report.html"' in page for run_id in run_ids)
+
+    again = command(str(file), "--output", str(output))
+
+    assert again.exit_code == 1
+    assert all(run_id in again.stdout for run_id in run_ids)
+    assert {run_id: (output / run_id / "report.json").stat().st_mtime_ns for run_id in run_ids} == written
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[tuple[Any, list[Any]]]:
+    """Give a Ray cluster of three nodes, each with a cache, and so a machine lock, of its own."""
+    if find_spec("ray") is None:
+        pytest.skip("the extra ray isn't installed")
+    (tmp_path / "token").write_text(secrets.token_hex(32))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_AUTH_MODE", "token")
+        patch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "token"))
+        patch.setenv("RAY_worker_niceness", "0")
+        patch.setenv("RAY_memory_monitor_refresh_ms", "0")
+        from ray.cluster_utils import Cluster
+
+        cluster = Cluster()
+        options = {"num_cpus": 2, "object_store_memory": 80 * 2**20, "include_dashboard": False}
+        caches = [{"PROFILING_AGENT_CACHE": str(tmp_path / "caches" / name)} for name in "012"]
+        yield cluster, [cluster.add_node(**options, env_vars=cache) for cache in caches]
+        cluster.shutdown()
+
+
+def node_of(run: Path) -> int | None:
+    """Return the number of the node that works on a run, by the environment of the process that holds it."""
+    try:
+        process = psutil.Process(json.loads((run / "holder.json").read_text())["pid"])
+        return int(Path(process.environ()["PROFILING_AGENT_CACHE"]).name)
+    except (OSError, ValueError, psutil.Error):
+        return None
+
+
+@pytest.mark.slow
+def test_a_sweep_on_three_nodes_decides_what_one_here_does_though_a_node_is_lost(
+    world: World, nodes: tuple[Any, list[Any]], tmp_path: Path
+):
+    cluster, started = nodes
+    file = sheet(tmp_path, world, contracts=[{"max_accuracy_drop": 0.03}], seeds=[0, 1, 2, 3])
+    output, here = tmp_path / "there", tmp_path / "here"
+    program = [sys.executable, "-m", "profiling_agent.cli.main", "sweep", file.name, "--output", output.name, "--json"]
+    options = ["--engine", "ray", "--ray-address", cluster.address]
+    local = optimize_many(read_sweep(file, str(here)))
+    seen, lost = set[int](), None
+
+    with subprocess.Popen([*program, *options], cwd=tmp_path, stdout=subprocess.PIPE, text=True) as sweep:
+        while sweep.poll() is None:
+            working = {run.name: node for run in output.glob("*/") if (node := node_of(run)) is not None}
+            seen |= set(working.values())
+            for run_id, node in working.items():
+                # The head is the cluster: it is another one that dies, amid a run.
+                if lost is None and node > 0 and len(list((output / run_id).glob("jobs/*/result.json"))) > 3:
+                    lost = run_id
+                    kept = {path: path.stat().st_mtime_ns for path in (output / run_id).glob("jobs/*/result.json")}
+                    cluster.remove_node(started[node], allow_graceful=False)
+            time.sleep(0.2)
+        assert sweep.stdout is not None
+        rows = json.loads(sweep.stdout.read())
+
+    assert seen == {0, 1, 2}
+    assert lost is not None
+    # What the lost node had finished wasn't done again.
+    assert {path: path.stat().st_mtime_ns for path in kept} == kept
+    assert [row["failure"] for row in rows] == [""] * 4
+    for row, expected in zip(rows, local, strict=True):
+        run_id = str(expected.request.run_id)
+        assert row["request"]["run_id"] == run_id
+        assert expected.report is not None
+        assert decisions(read_report(output / run_id)) == decisions(expected.report)
+        assert predictions_of(output / run_id) == predictions_of(here / run_id)
+        assert sorted(path.name for path in (output / run_id).iterdir()) >= ["best", "checkpoints.sqlite"]
+
+
+@pytest.mark.slow
+def test_a_cluster_that_is_not_there_and_runs_that_fail_on_nodes(nodes: tuple[Any, list[Any]], tmp_path: Path):
+    cluster, _ = nodes
+    code = (
+        "import sys\nfrom profiling_agent import Request, optimize_many\n"
+        "rows = optimize_many([Request(model=name, output='out') for name in ('./a', './b')], ray_address=sys.argv[1])\n"
+        "print(*(row.failure for row in rows), sep='\\n')"
+    )
+
+    def run(address: str) -> "subprocess.CompletedProcess[str]":
+        program = [sys.executable, "-c", code, address]
+        return subprocess.run(program, cwd=tmp_path, capture_output=True, text=True, check=False, env=os.environ)
+
+    failures = run(cluster.address).stdout.splitlines()
+
+    assert len(failures) == 2
+    assert "'./a'" in failures[0]
+    assert "'./b'" in failures[1]
+    assert "RequestError: no Ray cluster can be joined at '127.0.0.1:1'" in run("127.0.0.1:1").stderr
