@@ -54,7 +54,6 @@ ORDER = (
     "graphs",
     "lifecycle",
     "sweep",
-    "reproduce",
     "cli",
 )
 

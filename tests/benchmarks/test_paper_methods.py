@@ -12,27 +12,20 @@ from transformers import (
     ViTForImageClassification,
 )
 
+from benchmarks.paper.methods import dynamic_int8, paper_prune, uniform_prune
+from benchmarks.paper.numbers import PARAMS, RATIOS, UNIFORM_PARAMS
 from profiling_agent.errors import PruningError, RequestError
 from profiling_agent.modules.inference import random_batch
-from profiling_agent.pruning.rivals import (
-    paper_prune,
-    set_gradients_,
-    set_squared_gradients_,
-    torch_pruning_ranking,
-    uniform_prune,
-)
 from profiling_agent.pruning.units import find_units
 from profiling_agent.records import InputSpec, UnitKind
 
 OF_IMAGENET: dict[str, Any] = {"num_labels": 1000}
 SWIN_B: dict[str, Any] = {"embed_dim": 128, "depths": [2, 2, 18, 2], "num_heads": [4, 8, 16, 32]}
 FULL_SIZE = {
-    "vit": lambda: ViTForImageClassification(ViTConfig(**OF_IMAGENET)),
-    "resnet": lambda: ResNetForImageClassification(ResNetConfig(depths=[3, 4, 23, 3], **OF_IMAGENET)),
-    "swin": lambda: SwinForImageClassification(SwinConfig(**SWIN_B, **OF_IMAGENET)),
+    "ViT-B/16": lambda: ViTForImageClassification(ViTConfig(**OF_IMAGENET)),
+    "ResNet-101": lambda: ResNetForImageClassification(ResNetConfig(depths=[3, 4, 23, 3], **OF_IMAGENET)),
+    "Swin-B": lambda: SwinForImageClassification(SwinConfig(**SWIN_B, **OF_IMAGENET)),
 }
-# Table 1 of the paper: millions of params where 1, 10 and 20% are cut.
-TABLE_1 = {"vit": (86.0, 80.9, 75.2), "resnet": (40.6, 23.4, 16.6), "swin": (87.2, 82.2, 76.6)}
 
 
 def units_of(model):
@@ -49,14 +42,15 @@ def runs(model):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", TABLE_1)
+@pytest.mark.parametrize("family", FULL_SIZE)
 def test_the_papers_baselines_have_the_params_of_its_table_1(family):
     model = FULL_SIZE[family]().eval()
     spec = InputSpec(channels=3, height=224, width=224, source="test")
 
-    counts = [num_params(paper_prune(model, spec, ratio, "l2").model) / 1e6 for ratio in (0.01, 0.1, 0.2)]
+    counts = [num_params(paper_prune(model, spec, ratio, "l2").model) / 1e6 for ratio in RATIOS]
 
-    assert tuple(round(count, 1) for count in counts) == TABLE_1[family]
+    assert tuple(round(count, 1) for count in counts) == UNIFORM_PARAMS[family]
+    assert round(num_params(model) / 1e6, 1) == PARAMS[family]
 
 
 def test_the_paper_cuts_the_mlps_of_a_transformer_to_any_width():
@@ -126,76 +120,6 @@ def test_kinds_say_which_units_are_cut():
     assert [(cut.unit.kind, cut.keep) for cut in compared.cuts] == [(UnitKind.HEADS, 3)] * 2
 
 
-def labelled(num: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
-    return random_batch(zoo.SPEC, num), torch.arange(num) % 5
-
-
-def taylor_scores(model, unit) -> torch.Tensor:
-    """Torch-Pruning's group Taylor score by hand: sums of |w dL/dw| over rows and columns, over their mean."""
-    sums = [model.get_submodule(unit.producers[0]).weight, model.get_submodule(unit.consumer).weight]
-    made, read = ((weight * weight.grad).abs() for weight in sums)
-    scores = made.flatten(1).sum(1) + read.transpose(0, 1).flatten(1).sum(1)
-    return (scores / scores.mean()).detach()
-
-
-def test_torch_pruning_ranks_channels_of_all_layers_together():
-    model, units, (images, labels) = zoo.resnet(), units_of(zoo.resnet()), labelled()
-    with torch_pruning_ranking(model, units, zoo.SPEC, images, labels, "taylor") as ranking:
-        kept = ranking(0.25)
-
-    set_gradients_(model, [images], [labels])
-    scores = {unit.name: taylor_scores(model, unit) for unit in units}
-    # Four inner widths of 32 and four of 64: a quarter of 384.
-    threshold = torch.cat(list(scores.values())).sort().values[96 - 1]
-    by_hand = {name: (score > threshold).nonzero()[:, 0].tolist() for name, score in scores.items()}
-    assert {unit.name: kept.get(unit.name, list(range(unit.width))) for unit in units} == by_hand
-
-
-def test_torch_pruning_ranks_heads_apart_from_channels_and_structures_apart_where_isomorphic():
-    model, (images, labels) = zoo.vit(), labelled()
-    units = units_of(model)
-    with torch_pruning_ranking(model, units, zoo.SPEC, images, labels, "hessian", isomorphic=True) as ranking:
-        quarter, half, again = ranking(0.25), ranking(0.5), ranking(0.25)
-
-    gone = {kind: sum(u.width - len(half[u.name]) for u in units if u.kind is kind) for kind in UnitKind}
-    # Two layers of four heads and of 256 channels.
-    assert gone[UnitKind.HEADS] == 4
-    assert gone[UnitKind.MLP] == 256
-    assert quarter == again
-    assert all(set(half[name]) <= set(kept) for name, kept in quarter.items())
-
-
-def test_squared_gradients_are_those_of_single_images():
-    model, (images, labels) = zoo.vit(), labelled(3)
-    set_squared_gradients_(model, images, labels)
-    found = model.classifier.weight.grad.clone()
-
-    squares = []
-    for image, label in zip(images.split(1), labels.split(1), strict=True):
-        set_gradients_(model, [image], [label])
-        squares.append(model.classifier.weight.grad.square())
-    assert torch.allclose(found, torch.stack(squares).mean(0), atol=1e-7)
-
-
-def test_a_ranking_leaves_the_model_as_it_was_given():
-    model, (images, labels) = zoo.deit(), labelled()
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    with torch_pruning_ranking(model, units_of(model), zoo.SPEC, images, labels, "taylor") as ranking:
-        ranking(0.5)
-
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-    assert all(parameter.grad is None for parameter in model.parameters())
-
-
-def test_there_is_no_ranking_by_another_criterion():
-    images, labels = labelled()
-    with (
-        pytest.raises(RequestError, match="taylor, hessian"),
-        torch_pruning_ranking(zoo.vit(), (), zoo.SPEC, images, labels, "l1"),
-    ):
-        pass
-
-
 def test_frozen_parameters_stay_frozen():
     model = zoo.resnet()
     frozen = "resnet.encoder.stages.0.layers.0.layer.0.convolution.weight"
@@ -203,6 +127,27 @@ def test_frozen_parameters_stay_frozen():
     pruned = paper_prune(model, zoo.SPEC, 0.3).model
 
     assert [name for name, parameter in pruned.named_parameters() if not parameter.requires_grad] == [frozen]
+
+
+def test_the_papers_int8_has_one_scale_for_each_weight_tensor_and_activations_of_seven_bits():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 4, bias=False)).eval()
+    images = torch.rand(5, 8) - 0.3
+    quantized = dynamic_int8(model)
+
+    # By hand: symmetric int8 weights of one scale, and activations in 0 to 127 by their range, which includes zero.
+    weight = model[0].weight.detach()
+    scale = weight.abs().max() / 127.5
+    codes = (weight / scale).round().clamp(-128, 127)
+    low, high = min(images.min(), 0), max(images.max(), 0)
+    step = (high - low) / 127
+    zero = round(float(-low / step))
+    rounded = ((images / step).round() + zero).clamp(0, 127) - zero
+    with torch.inference_mode():
+        found = quantized(images)
+
+    assert torch.allclose(found, rounded @ codes.T * step * scale, atol=2e-3)
+    assert torch.equal(model[0].weight, weight)
 
 
 def test_chance_is_repeated_by_its_seed():
