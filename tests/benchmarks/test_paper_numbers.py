@@ -9,6 +9,7 @@ from benchmarks.paper.numbers import (
     METHOD,
     ONNX,
     OURS,
+    RECIPE,
     TABLE_1,
     TABLE_5,
     UNIFORM_CUT,
