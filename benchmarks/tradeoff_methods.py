@@ -133,7 +133,7 @@ def uniform(subject: Subject, share: float, *, criterion: str, seed: int = 0) ->
     """Return the model with every width cut by the same ratio, once."""
 
     def prune(ratio: float) -> PrunedBaseline:
-        return uniform_prune(subject.model, subject.units, subject.spec, ratio, criterion, seed=seed, aligned=False)
+        return uniform_prune(subject.model, subject.units, subject.spec, ratio, criterion, seed=seed)
 
     return nearest(prune, share_of, share)
 

@@ -25,8 +25,7 @@ from benchmarks.paper.numbers import (
     EMBEDDED_DATA,
     FAMILIES,
     HUB,
-    TABLE_DATA,
-    TITLES,
+    TABLES,
     DataSet,
     Family,
     Images,
@@ -34,7 +33,7 @@ from benchmarks.paper.numbers import (
     TableName,
     family_of,
 )
-from benchmarks.paper.tables import KINDS, Chosen, Options, Runs, Subject, make_table, markdown
+from benchmarks.paper.tables import KINDS, Runs, Subject, make_table, markdown
 from profiling_agent.acquisition.hub import fetch_model, is_local, local_folder
 from profiling_agent.cli.progress import open_display
 from profiling_agent.cli.terminal import errors
@@ -46,6 +45,8 @@ from profiling_agent.request import Request
 
 ROOT = Path(__file__).parents[2]
 PAGE, RESULTS = ROOT / "docs" / "paper.md", ROOT / "benchmarks" / "results" / "paper"
+# Options that are fields of every request.
+OPTIONS = ("num_samples", "batch_size", "device", "time_budget", "num_sessions")
 # Options of data, and the fields of a request that they are.
 FIELDS = {
     "config": "dataset_config",
@@ -61,7 +62,7 @@ def parser() -> argparse.ArgumentParser:
     usage = "python -m benchmarks.paper TABLE ... [options]"
     found = argparse.ArgumentParser("benchmarks.paper", usage=usage, description=__doc__.partition(":")[0])
     add, per_data = found.add_argument, "once for all data sets, or once for each"
-    add("tables", nargs="+", choices=(*TITLES, "all", "page"), help=f"tables to make; page writes {PAGE.name} anew")
+    add("tables", nargs="+", choices=(*TABLES, "all", "page"), help=f"tables to make; page writes {PAGE.name} anew")
     add(
         "--models",
         action="append",
@@ -91,7 +92,7 @@ def data_sets(names: Sequence[str], fields: Mapping[str, Sequence[str]], table: 
     Raises:
         RequestError: there are more or fewer values, or a name is empty.
     """
-    found = [_named_data(name, table) for name in names] or [DATA[images] for images in TABLE_DATA[table]]
+    found = [_named_data(name, table) for name in names] or [DATA[images] for images in TABLES[table][1]]
     for field, values in fields.items():
         if len(values) not in (0, 1, len(found)):
             raise RequestError(
@@ -112,13 +113,15 @@ def _named_data(name: str, table: TableName) -> DataSet:
     for images, printed in DATA.items():
         if dataset == printed.dataset:
             return printed.model_copy(update={"stands_for": known or images})
-    own = TABLE_DATA[table]
+    own = TABLES[table][1]
     is_hundred = "CIFAR-100" in own and re.search(r"cifar[-_ ]?100", dataset, re.IGNORECASE)
     return DataSet(stands_for=known or ("CIFAR-100" if is_hundred else own[0]), dataset=dataset)
 
 
-def choose(models: Sequence[str], data: Sequence[DataSet], *, is_named: bool) -> Chosen:
-    """Return each model with each data set whose labels are its classes; `is_named` if the data are the user's.
+def choose(models: Sequence[str], data: Sequence[DataSet], *, is_named: bool) -> tuple[list[Subject], list[str]]:
+    """Return each model with each data set whose labels are its classes, and a line for each that can't be had.
+
+    `is_named` if the data are the user's.
 
     Raises:
         RequestError: a named model is none of the paper's architectures.
@@ -140,8 +143,7 @@ def choose(models: Sequence[str], data: Sequence[DataSet], *, is_named: bool) ->
         raise AcquisitionError(f"{missing[0]}; name models of yours with --models")
     if not named:
         digits = DataSet(stands_for=data[0].stands_for, dataset=EMBEDDED_DATA)
-        stand_ins = (Subject(model=EMBEDDED[family], family=family, data=digits) for family in FAMILIES)
-        return Chosen(subjects=tuple(stand_ins), missing=tuple(missing))
+        return [Subject(model=EMBEDDED[family], family=family, data=digits) for family in FAMILIES], missing
     found: list[Subject] = []
     refused: list[str] = []
     with scratch_jobs() as jobs:
@@ -153,7 +155,7 @@ def choose(models: Sequence[str], data: Sequence[DataSet], *, is_named: bool) ->
                 refused.append(f"{family} ({model}) on {one.title}: {error}")
     if not found:
         raise AcquisitionError(refused[0])
-    return Chosen(subjects=tuple(found), missing=(*missing, *refused))
+    return found, [*missing, *refused]
 
 
 def architecture_of(model: str) -> str:
@@ -185,22 +187,14 @@ def _named_model(name: str) -> tuple[str, Family]:
 
 def make_tables(given: argparse.Namespace) -> list[Study]:
     """Make the tables of a command line; models, data and options are all checked before the first run."""
-    names: tuple[TableName, ...] = tuple(TITLES) if "all" in given.tables else tuple(dict.fromkeys(given.tables))
+    names: tuple[TableName, ...] = tuple(TABLES) if "all" in given.tables else tuple(dict.fromkeys(given.tables))
     if len(given.advisor) > 1 and "table5" not in names:
         raise RequestError("table5 compares language models: name one with --advisor for the others")
-    options = Options.model_construct(
-        batch_size=given.batch_size,
-        device=given.device,
-        num_samples=given.num_samples,
-        time_budget=given.time_budget,
-        num_sessions=given.num_sessions,
-        advisors=tuple(given.advisor),
-        base_url=given.base_url,
-    )
+    options = {name: getattr(given, name) for name in OPTIONS}
     output = Request(output=given.output).output_dir
     with open_display(errors) as display:
-        runs = Runs(output, options, listener=display.hear)
-        for advisor, kind in itertools.product((None, *options.advisors), KINDS):
+        runs = Runs(output, options, given.advisor, given.base_url, display.hear)
+        for advisor, kind in itertools.product((None, *given.advisor), KINDS):
             runs.request(Subject(model="checked", family=FAMILIES[0], data=DATA["Imagenette"]), kind, advisor)
         fields = {field: getattr(given, name) for name, field in FIELDS.items()}
         data = {name: data_sets(given.data, fields, name) for name in names}
@@ -209,7 +203,7 @@ def make_tables(given: argparse.Namespace) -> list[Study]:
         folder.mkdir(parents=True, exist_ok=True)
         studies: list[Study] = []
         for name in names:
-            studies.append(make_table(name, runs, chosen[data[name]]))
+            studies.append(make_table(name, runs, *chosen[data[name]]))
             (folder / f"{name}.json").write_text(f"{studies[-1].model_dump_json(indent=1)}\n", encoding="utf-8")
             (folder / f"{name}.md").write_text(markdown(studies[-1]), encoding="utf-8")
     return studies
@@ -217,13 +211,13 @@ def make_tables(given: argparse.Namespace) -> list[Study]:
 
 def read(folder: Path) -> dict[TableName, Study]:
     """Return the tables in a folder, by name."""
-    paths = {name: folder / f"{name}.json" for name in TITLES}
+    paths = {name: folder / f"{name}.json" for name in TABLES}
     return {name: Study.model_validate_json(path.read_bytes()) for name, path in paths.items() if path.exists()}
 
 
 def filled(page: str, studies: Mapping[str, Study]) -> str:
     """Return a page with each table between its marks."""
-    for name in TITLES:
+    for name in TABLES:
         begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
         before, _, rest = page.partition(begin)
         _, mark, after = rest.partition(end)

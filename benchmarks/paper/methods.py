@@ -2,7 +2,7 @@
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Collection, Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import attrgetter
@@ -19,7 +19,6 @@ from profiling_agent.pruning.gate import check_saving
 from profiling_agent.pruning.importance import IMPORTANCE, UnitWeights, keep_indices
 from profiling_agent.pruning.prune import prune_model
 from profiling_agent.pruning.units import find_units
-from profiling_agent.pruning.widths import snap
 from profiling_agent.quiet import muted
 from profiling_agent.records import Cut, InputSpec, Unit, UnitKind
 
@@ -29,32 +28,21 @@ WIDTHS = (UnitKind.MLP, UnitKind.CONV_INNER, UnitKind.INVERTED_RESIDUAL)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrunedBaseline:
-    """A model that a method cut by `ratio`, uncompensated, and the share of params that is gone.
+    """A model that a method cut, uncompensated, and the share of params that is gone.
 
     `keep` has the kept channels or heads by unit; by convolution, and without `cuts`, after cuts of coupled convolutions.
     """
 
     model: nn.Module
-    ratio: float
     share: float
     keep: dict[str, list[int]]
     cuts: tuple[Cut, ...] = ()
 
 
 def uniform_prune(
-    model: nn.Module,
-    units: Sequence[Unit],
-    spec: InputSpec,
-    ratio: float,
-    criterion: str = "l1",
-    *,
-    seed: int = 0,
-    aligned: bool = True,
-    kinds: Collection[UnitKind] = WIDTHS,
+    model: nn.Module, units: Sequence[Unit], spec: InputSpec, ratio: float, criterion: str = "l1", *, seed: int = 0
 ) -> PrunedBaseline:
-    """Return a copy of `model` with each of `units` of `kinds` cut once, by the same `ratio` of its width.
-
-    Aligned: to the aligned width nearest to that; otherwise by exactly floor(ratio * width).
+    """Return a copy of `model` with floor(ratio * width) cut from each of `units` that has a width, heads are not cut.
 
     Raises:
         RequestError: the criterion isn't l1, l2 or random, or the ratio isn't between 0 and 1.
@@ -62,16 +50,15 @@ def uniform_prune(
     """
     _check(ratio, criterion)
     cuts = tuple(
-        Cut(unit=unit, keep=keep, requested_ratio=ratio)
+        Cut(unit=unit, keep=unit.width - int(ratio * unit.width), requested_ratio=ratio)
         for unit in units
-        if unit.kind in kinds
-        and (keep := snap(unit, ratio) if aligned else unit.width - int(ratio * unit.width)) < unit.width
+        if unit.kind in WIDTHS and int(ratio * unit.width)
     )
     if not cuts:
         raise PruningError(f"a ratio of {ratio!r} cuts no channel of any unit; raise it")
     pruned = prune_model(model, cuts, spec=spec, importance=criterion, seed=seed)
     share = 1 - _num_params(pruned.model) / _num_params(model)
-    return PrunedBaseline(model=pruned.model, ratio=ratio, share=share, keep=pruned.keep, cuts=cuts)
+    return PrunedBaseline(model=pruned.model, share=share, keep=pruned.keep, cuts=cuts)
 
 
 def paper_prune(
@@ -90,7 +77,7 @@ def paper_prune(
     """
     _check(ratio, criterion)
     if mlps := [unit for unit in find_units(model, spec, {}).units if unit.kind is UnitKind.MLP]:
-        return uniform_prune(model, mlps, spec, ratio, criterion, seed=seed, aligned=False)
+        return uniform_prune(model, mlps, spec, ratio, criterion, seed=seed)
     generator = torch.Generator().manual_seed(seed)
     skeleton = without_weights(model)
     names: dict[nn.Module, str] = {module: name for name, module in skeleton.named_modules()}
@@ -128,7 +115,7 @@ def paper_prune(
     for name, parameter in model.named_parameters():
         pruned.get_parameter(name).requires_grad_(parameter.requires_grad)
     check_saving(model, pruned, spec)
-    return PrunedBaseline(model=pruned, ratio=ratio, share=1 - _num_params(pruned) / _num_params(model), keep=keep)
+    return PrunedBaseline(model=pruned, share=1 - _num_params(pruned) / _num_params(model), keep=keep)
 
 
 def dynamic_int8(model: nn.Module) -> nn.Module:

@@ -14,11 +14,9 @@ from datasets import load_dataset
 from made import drop, evaluation, plan, race_result, ref
 
 from benchmarks.paper.__main__ import PAGE, RESULTS, choose, data_sets, filled, main, read
-from benchmarks.paper.numbers import METHOD, ONNX, OURS, RECIPE, TITLES, UNIFORM_CUT, DataSet, Study, contradictions
+from benchmarks.paper.numbers import METHOD, ONNX, OURS, RECIPE, TABLES, UNIFORM_CUT, DataSet, Study, contradictions
 from benchmarks.paper.tables import (
     KINDS,
-    Chosen,
-    Options,
     Runs,
     Subject,
     best_by_algorithm_1,
@@ -111,10 +109,9 @@ def test_a_model_is_used_with_the_data_whose_labels_it_knows(world: World, tmp_p
     other = with_labels(tmp_path, world, ["a", "b", "c", "d", "e", "f"])
     data = data_sets([str(world.data), f"CIFAR-100={other}"], {}, "table2")
 
-    chosen = choose([f"resnet-101={world.model}"], data, is_named=True)
+    subjects, (line,) = choose([f"resnet-101={world.model}"], data, is_named=True)
 
-    assert [(one.family, one.data.stands_for) for one in chosen.subjects] == [("ResNet-101", "CIFAR-10")]
-    (line,) = chosen.missing
+    assert [(one.family, one.data.stands_for) for one in subjects] == [("ResNet-101", "CIFAR-10")]
     assert "as CIFAR-100: no label of the data set" in line
 
 
@@ -122,7 +119,8 @@ OFFLINE = """
 import json
 from benchmarks.paper.__main__ import choose, data_sets
 for table in ("table1", "table2"):
-    print(choose([], data_sets([], {}, table), is_named=False).model_dump_json())
+    subjects, missing = choose([], data_sets([], {}, table), is_named=False)
+    print(json.dumps([[one.model_dump() for one in subjects], missing]))
 """
 
 
@@ -135,13 +133,11 @@ def test_without_a_network_the_embedded_models_stand_in(tmp_path: Path):
 
     reasons = ("can't be reached", "the paper fine-tuned its own")
     for line, reason in zip(done.stdout.splitlines(), reasons, strict=True):
-        chosen = Chosen.model_validate_json(line)
-        assert [one.model for one in chosen.subjects] == [
-            f"reference:{name}" for name in ("vit", "deit", "swin", "resnet")
-        ]
-        assert {one.data.dataset for one in chosen.subjects} == {"reference:digits"}
-        assert len(chosen.missing) == 4
-        assert all(reason in missing for missing in chosen.missing)
+        subjects, missing = json.loads(line)
+        assert [one["model"].partition(":")[2] for one in subjects] == ["vit", "deit", "swin", "resnet"]
+        assert {one["data"]["dataset"] for one in subjects} == {"reference:digits"}
+        assert len(missing) == 4
+        assert all(reason in one for one in missing)
 
 
 def test_every_option_reaches_every_run_and_a_language_model_those_that_it_plans(tmp_path: Path):
@@ -149,7 +145,7 @@ def test_every_option_reaches_every_run_and_a_language_model_those_that_it_plans
         stands_for="CIFAR-100", dataset="d", dataset_config="c", split="s", image_column="i", label_column="l"
     )
     asked = {"batch_size": 4, "device": "cpu", "num_samples": 77, "time_budget": "9m", "num_sessions": 3}
-    runs = Runs(tmp_path, Options.model_validate({**asked, "advisors": ("openai:a",), "base_url": "http://here/v1"}))
+    runs = Runs(tmp_path, asked, ["openai:a"], "http://here/v1")
     subject = Subject(model="m", family="Swin-B", data=data)
 
     requests = {kind: runs.request(subject, kind) for kind in KINDS}
@@ -204,7 +200,7 @@ def test_numbers_of_a_run_are_those_of_its_winner_and_its_baseline(finished: Pat
         }
     )
 
-    numbers = of_report(report).numbers
+    numbers = of_report(report)[0]
 
     assert {name: (value.before, round(value.value, 6)) for name, value in numbers.items()} == {
         "top-1, %": (90.0, 88.8),
@@ -220,12 +216,12 @@ def test_numbers_of_a_run_are_those_of_its_winner_and_its_baseline(finished: Pat
     }
     assert (numbers["times as fast"].low, numbers["times as fast"].high) == (1.9, 2.1)
     same = report.model_copy(update={"heldout": report.heldout.model_copy(update={"drop": drop(0, 0)})})
-    assert str(of_report(same).numbers["points gained"].value) == "0.0"
+    assert str(of_report(same)[0]["points gained"].value) == "0.0"
 
 
 def test_a_model_that_fails_is_listed_next_to_the_others(finished: Path, tmp_path: Path):
     """One without a run, and one whose "pruned" run is there and whose others are damaged."""
-    runs = Runs(tmp_path)
+    runs = Runs(tmp_path, {})
     bad, good = (
         Subject(model=name, family="DeiT-B/16", data=DataSet(stands_for="CIFAR-10", dataset="d"))
         for name in ("/nowhere/at/all", "m")
@@ -234,7 +230,7 @@ def test_a_model_that_fails_is_listed_next_to_the_others(finished: Path, tmp_pat
         shutil.copytree(finished, tmp_path / str(runs.request(good, kind).run_id), symlinks=True)
     (tmp_path / str(runs.request(good, "paper").run_id) / "report.json").write_text("{}")
 
-    study = make_table("table2", runs, Chosen(subjects=(bad, good), missing=("Swin-B: no network",)))
+    study = make_table("table2", runs, [bad, good], ["Swin-B: no network"])
 
     assert study.missing[0] == "Swin-B: no network"
     assert study.missing[1].startswith("DeiT-B/16 (/nowhere/at/all) on d as CIFAR-10: ")
@@ -284,16 +280,16 @@ def test_tables_are_made_by_the_command(world: World, tmp_path: Path):
     assert len(report.attempts) == 5
     layer, ratio = UNIFORM_CUT["ViT-B/16"]
     assert [(cut.layer, cut.pruning_ratio) for cut in report.attempts[0].plan.pruning] == [(layer, ratio)]
-    assert read_plan(str(output / "uniform-vit-b-16.json")).quantization == ()
+    assert read_plan(str(output / "paper-vit-b-16.json")).quantization == ()
 
 
 def test_the_page_holds_the_tables_that_lie_in_the_results():
     page = PAGE.read_text(encoding="utf-8")
     studies = read(RESULTS)
 
-    assert set(studies) == set(TITLES)
+    assert set(studies) == set(TABLES)
     assert filled(page, studies) == page
-    assert filled(page, {}).count("Not made yet.") == len(TITLES)
+    assert filled(page, {}).count("Not made yet.") == len(TABLES)
     for name, study in studies.items():
         assert contradictions(name, study.rows) == study.contradicted
     with pytest.raises(RequestError, match="no place for table1"):

@@ -95,7 +95,7 @@ def test_both_methods_leave_a_model_that_runs_and_the_one_they_were_given(family
     model = zoo.FAMILIES[family]()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     made = [paper_prune(model, zoo.SPEC, ratio, criterion)]
-    made.append(uniform_prune(model, units_of(model), zoo.SPEC, ratio, criterion, aligned=False))
+    made.append(uniform_prune(model, units_of(model), zoo.SPEC, ratio, criterion))
 
     for compared in made:
         assert runs(compared.model)
@@ -104,20 +104,13 @@ def test_both_methods_leave_a_model_that_runs_and_the_one_they_were_given(family
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
-def test_uniform_cuts_each_unit_once_and_to_aligned_widths_if_asked():
-    model = zoo.resnet()
-    aligned, exact = (uniform_prune(model, units_of(model), zoo.SPEC, 0.3, aligned=yes) for yes in (True, False))
+def test_uniform_cuts_each_width_once_and_no_heads():
+    resnet, vit = zoo.resnet(), zoo.vit()
+    cuts = uniform_prune(resnet, units_of(resnet), zoo.SPEC, 0.3).cuts
 
-    # Inner widths are 32 in the first stage and 64 in the second; 22.4 is nearest to 16, 44.8 to 48.
-    assert {(cut.unit.width, cut.keep) for cut in aligned.cuts} == {(32, 16), (64, 48)}
-    assert {(cut.unit.width, cut.keep) for cut in exact.cuts} == {(32, 23), (64, 45)}
-
-
-def test_kinds_say_which_units_are_cut():
-    model = zoo.vit()
-    compared = uniform_prune(model, units_of(model), zoo.SPEC, 0.25, kinds=(UnitKind.HEADS,))
-
-    assert [(cut.unit.kind, cut.keep) for cut in compared.cuts] == [(UnitKind.HEADS, 3)] * 2
+    # Inner widths are 32 in the first stage and 64 in the second: 9.6 and 19.2 channels.
+    assert {(cut.unit.width, cut.keep) for cut in cuts} == {(32, 23), (64, 45)}
+    assert {cut.unit.kind for cut in uniform_prune(vit, units_of(vit), zoo.SPEC, 0.25).cuts} == {UnitKind.MLP}
 
 
 def test_frozen_parameters_stay_frozen():

@@ -67,7 +67,7 @@ def test_a_uniform_cut_that_saves_more_for_less_contradicts_the_better_balance()
 def test_a_network_that_does_not_collapse_contradicts_the_collapse():
     collapsed = row("l1 10%", family="ResNet-101", gained=(-17, -30.0, -35.0, -25.0))
     stands = row("l1 10%", family="ResNet-101", gained=(-17, -2.0, -3.0, -1.0))
-    assert "l1 10%: -17.0 points, 5.2.1" in said("table1", stands)
+    assert "(-17.0 points, 5.2.1); on ResNet-101 (m, d) l1 10% gains -2.00 [-3.00, -1.00]" in said("table1", stands)
     assert said("table1", collapsed) == ""
     assert said("table1", row("l1 10%", gained=(-3, -2.0, -3.0, -1.0))) == ""
 

@@ -46,7 +46,7 @@ def test_a_share_of_params_is_met_as_nearly_as_one_channel_allows(family):
     model = zoo.FAMILIES[family]()
     units = find_units(model, zoo.SPEC, {}).units
     share_of = lambda pruned: pruned.share  # noqa: E731
-    uniform = nearest(partial(uniform_prune, model, units, zoo.SPEC, aligned=False), share_of, 0.2)
+    uniform = nearest(partial(uniform_prune, model, units, zoo.SPEC), share_of, 0.2)
     paper = nearest(partial(paper_prune, model, zoo.SPEC), share_of, 0.2)
 
     # All units step at once, up to 1.2% of the params of these tiny models.
