@@ -94,13 +94,15 @@ def data_sets(names: Sequence[str], fields: Mapping[str, Sequence[str]], table: 
     """
     found = [_named_data(name, table) for name in names] or [DATA[images] for images in TABLES[table][1]]
     for field, values in fields.items():
-        if len(values) not in (0, 1, len(found)):
+        if not values:
+            continue
+        if len(values) not in (1, len(found)):
             raise RequestError(
                 f"{field} is given {len(values)} times for {len(found)} data sets: give it once, or once for each"
             )
         each = [*values] * len(found) if len(values) == 1 else values
         # An empty value is none.
-        found = [one.model_copy(update={field: value or None}) for one, value in zip(found, each, strict=True)] or found
+        found = [one.model_copy(update={field: value or None}) for one, value in zip(found, each, strict=True)]
     return tuple(found)
 
 

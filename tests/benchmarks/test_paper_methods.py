@@ -139,7 +139,7 @@ def test_the_papers_int8_has_one_scale_for_each_weight_tensor_and_activations_of
     with torch.inference_mode():
         found = quantized(images)
 
-    assert torch.allclose(found, rounded @ codes.T * step * scale, atol=2e-3)
+    assert torch.allclose(found, rounded @ codes.T * step * scale, atol=1e-6)
     assert torch.equal(model[0].weight, weight)
 
 
