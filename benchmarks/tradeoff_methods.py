@@ -6,15 +6,24 @@ rivals Torch-Pruning's isomorphic ranking alone cuts heads: of one structure eac
 rankings with heads lost 3 to 5 points more of the ViT at 30% (docs/decisions/LOG.md), where the stronger one counts.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import copy
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
+from typing import Any
 
 import torch
+import torch_pruning as tp
+from paper.methods import PrunedBaseline, paper_prune, release, uniform_prune
 from torch import Tensor, nn
+from torch.nn import functional as F
 from tradeoff_subject import Draw, Plan, Subject, nearest
 
 from profiling_agent.analysis.allocation import allocate
+from profiling_agent.errors import RequestError
+from profiling_agent.modules.inference import device_of
 from profiling_agent.modules.norms import following_norms, has_bias
 from profiling_agent.profiling.sensitivity import measure_sensitivity
 from profiling_agent.pruning.compensation import compensate
@@ -22,16 +31,18 @@ from profiling_agent.pruning.consumers import columns_of, matrix_of
 from profiling_agent.pruning.criteria import flap
 from profiling_agent.pruning.moments import UnitMoments
 from profiling_agent.pruning.prune import prune_model
-from profiling_agent.pruning.rivals import (
-    RivalPruned,
-    paper_prune,
-    torch_pruning_ranking,
-    uniform_prune,
-)
-from profiling_agent.records import Evidence, Target, Unit, UnitKind
+from profiling_agent.quiet import muted
+from profiling_agent.records import Evidence, InputSpec, Target, Unit, UnitKind
 
 # A plan whose share is this far from the one asked for isn't of the same size.
 NEAR = 0.005
+GRADIENT_CRITERIA = ("taylor", "hessian")
+# Torch-Pruning plans in steps; so many leave less than one channel of most layers between two ratios.
+NUM_RATIOS = 1000
+GRADIENT_BATCH = 64
+
+# What each unit that loses anything keeps, by name, at a ratio in (0, 1).
+Ranking = Callable[[float], dict[str, list[int]]]
 
 
 def cut(subject: Subject, plan: Plan) -> nn.Module:
@@ -118,25 +129,25 @@ class Ours:
         return self._plan({unit.name: max(1, unit.width - int(ratio * unit.width)) for unit in units})
 
 
-def uniform(subject: Subject, share: float, *, criterion: str, seed: int = 0) -> RivalPruned:
+def uniform(subject: Subject, share: float, *, criterion: str, seed: int = 0) -> PrunedBaseline:
     """Return the model with every width cut by the same ratio, once."""
 
-    def prune(ratio: float) -> RivalPruned:
-        return uniform_prune(subject.model, subject.units, subject.spec, ratio, criterion, seed=seed, aligned=False)
+    def prune(ratio: float) -> PrunedBaseline:
+        return uniform_prune(subject.model, subject.units, subject.spec, ratio, criterion, seed=seed)
 
     return nearest(prune, share_of, share)
 
 
-def paper(subject: Subject, share: float, *, criterion: str, seed: int = 0) -> RivalPruned:
+def paper(subject: Subject, share: float, *, criterion: str, seed: int = 0) -> PrunedBaseline:
     """Return the model cut as the paper's baselines were."""
 
-    def prune(ratio: float) -> RivalPruned:
+    def prune(ratio: float) -> PrunedBaseline:
         return paper_prune(subject.model, subject.spec, ratio, criterion, seed=seed)
 
     return nearest(prune, share_of, share)
 
 
-def share_of(pruned: RivalPruned) -> float:
+def share_of(pruned: PrunedBaseline) -> float:
     """Return the share of params that is gone."""
     return pruned.share
 
@@ -157,6 +168,121 @@ def torch_pruning(draw: Draw, share: float, *, criterion: str, isomorphic: bool)
     )
     with ranking as keep:
         return nearest(lambda ratio: subject.plan(keep(ratio)), subject.saved, share)
+
+
+@contextmanager
+def torch_pruning_ranking(
+    model: nn.Module,
+    units: Sequence[Unit],
+    spec: InputSpec,
+    images: Tensor,
+    labels: Tensor,
+    criterion: str,
+    *,
+    isomorphic: bool = False,
+) -> Generator[Ranking]:
+    """Give what Torch-Pruning's `BasePruner` keeps of `units` at a ratio, ranked globally: heads apart from channels.
+
+    `criterion` is its GroupTaylorImportance or GroupHessianImportance, of the cross-entropy of `images` (b, c, h, w) with
+    `labels` (b,). `isomorphic` ranks channels only among units of one structure (Fang et al., 2024). Everything else is its
+    default. What it would empty stays whole, and so do heads that it couples with a residual stream, as a Swin's.
+
+    Raises:
+        RequestError: the criterion isn't taylor or hessian.
+    """
+    if criterion not in GRADIENT_CRITERIA:
+        raise RequestError(f"there is no ranking by {criterion!r}; choose one of {', '.join(GRADIENT_CRITERIA)}")
+
+    scored = copy.deepcopy(model).eval().requires_grad_(requires_grad=True)
+    if criterion == "taylor":
+        scorer = tp.importance.GroupTaylorImportance()
+        set_gradients_(scored, images.split(GRADIENT_BATCH), labels.split(GRADIENT_BATCH))
+    else:
+        scorer = tp.importance.GroupHessianImportance()
+        set_squared_gradients_(scored, images, labels)
+    rows = {scored.get_submodule(name): unit for unit in units for name in unit.producers}
+    columns = {scored.get_submodule(unit.consumer): unit for unit in units}
+    heads = {layer: unit.width for layer, unit in rows.items() if unit.kind is UnitKind.HEADS}
+    pruner = _global_pruner(scored, spec, scorer, rows, heads, isomorphic=isomorphic)
+
+    def keep(ratio: float) -> dict[str, list[int]]:
+        # A step notes the heads that are gone although nothing is cut here.
+        pruner.num_heads.update(heads)
+        pruner.out_channel_groups.update(heads)
+        pruner.current_step = round(ratio * NUM_RATIOS) - 1
+        kept: dict[str, list[int]] = {}
+        for group in pruner.step(interactive=True):
+            cut, indices = group[0]
+            layer: nn.Module = cut.target.module
+            by_row = pruner.DG.is_out_channel_pruning_fn(cut.handler)
+            unit = rows[layer] if by_row else columns[layer]
+            whole = pruner.DG.get_out_channels(layer) // unit.stacks if by_row else pruner.DG.get_in_channels(layer)
+            kept[unit.name] = sorted(set(range(unit.width)) - {i % whole * unit.width // whole for i in indices})
+        return kept
+
+    try:
+        yield keep
+    finally:
+        release(pruner.DG)
+
+
+def _global_pruner(
+    model: nn.Module,
+    spec: InputSpec,
+    scorer: Any,
+    cut: Collection[nn.Module],
+    heads: Mapping[nn.Module, int],
+    *,
+    isomorphic: bool,
+) -> Any:
+    """Return a `BasePruner` that ranks the rows of the layers `cut`, whole heads of those in `heads`."""
+    image: Any = {"pixel_values": torch.zeros(spec.batch(1), device=device_of(model))}
+    layers = [layer for layer in model.modules() if isinstance(layer, (nn.Linear, nn.Conv2d))]
+    with muted():
+        return tp.pruner.BasePruner(
+            model,
+            image,
+            scorer,
+            global_pruning=True,
+            isomorphic=isomorphic,
+            pruning_ratio=1.0,
+            head_pruning_ratio=1.0,
+            iterative_steps=NUM_RATIOS,
+            ignored_layers=[layer for layer in layers if layer not in cut],
+            # It writes into these three, and the last two are shared by all pruners where they aren't given.
+            num_heads=dict(heads),
+            in_channel_groups={},
+            out_channel_groups={},
+            prune_num_heads=True,
+            prune_head_dims=False,
+            output_transform=attrgetter("logits"),
+        )
+
+
+def set_gradients_(model: nn.Module, images: Sequence[Tensor], labels: Sequence[Tensor]) -> None:
+    """Set every parameter's `grad` to that of the mean cross-entropy over all batches; whatever it held is lost."""
+    model.zero_grad()
+    num_images = sum(map(len, images))
+    for batch, classes in zip(images, labels, strict=True):
+        loss = F.cross_entropy(model(pixel_values=batch).logits, classes, reduction="sum") / num_images
+        loss.backward()
+
+
+def set_squared_gradients_(model: nn.Module, images: Tensor, labels: Tensor) -> None:
+    """Set every parameter's `grad` to the mean over images of the squared gradient of each one's cross-entropy.
+
+    Torch-Pruning's own `accumulate_grad` (1.6.1) looks sums up by name and stores them by parameter, so that only the
+    last image counts; given no sums, its importance reads `grad`.
+    """
+    named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    sums = {name: torch.zeros_like(parameter) for name, parameter in named.items()}
+    for image, label in zip(images.split(1), labels.split(1), strict=True):
+        set_gradients_(model, [image], [label])
+        for name, parameter in named.items():
+            if parameter.grad is not None:
+                sums[name].addcmul_(parameter.grad, parameter.grad, value=1 / len(images))
+    for name, parameter in named.items():
+        parameter.grad = sums[name]
 
 
 def flap_plan(draw: Draw, share: float) -> Plan:

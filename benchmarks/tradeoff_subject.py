@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from datasets import Dataset, load_dataset
 from numpy.typing import NDArray
+from paper.methods import WIDTHS
 from torch import Tensor, nn
 
 from profiling_agent.acquisition.sampling import NUM_CALIBRATION
@@ -17,7 +18,6 @@ from profiling_agent.analysis.dry_run import params_and_macs_saved
 from profiling_agent.errors import PruningError
 from profiling_agent.modules.complexity import count_complexity
 from profiling_agent.pruning.moments import UnitMoments, gather_moments
-from profiling_agent.pruning.rivals import WIDTHS
 from profiling_agent.pruning.units import find_units
 from profiling_agent.records import Cut, InputSpec, LayerProfile, Unit
 

@@ -53,7 +53,6 @@ ORDER = (
     "graphs",
     "lifecycle",
     "sweep",
-    "reproduce",
     "cli",
 )
 

@@ -17,7 +17,7 @@ from transformers import (
     ViTImageProcessorPil,
 )
 
-from profiling_agent.records import InputSpec
+from profiling_agent.records import Cut, InputSpec, Unit, UnitKind
 
 SPEC = InputSpec(channels=3, height=32, width=32, source="zoo")
 LABELS = {index: f"class {index}" for index in range(5)}
@@ -85,3 +85,9 @@ def save(model: Any, folder: Path) -> Path:
     model.save_pretrained(folder)
     processor().save_pretrained(folder)
     return folder
+
+
+def halved(units) -> tuple[Cut, ...]:
+    """Return cuts that leave half of each width, all heads."""
+    widths: list[Unit] = [unit for unit in units if unit.kind is not UnitKind.HEADS]
+    return tuple(Cut(unit=unit, keep=unit.width // 2, requested_ratio=0.5) for unit in widths)

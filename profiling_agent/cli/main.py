@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from profiling_agent.cli import approval, doctor, handover, reproduce, runs, saved, sweep
+from profiling_agent.cli import approval, doctor, handover, runs, saved, sweep
 from profiling_agent.cli.terminal import (
     EXIT_BAD_REQUEST,
     EXIT_CRASHED,
@@ -31,7 +31,6 @@ COMMANDS = (
     sweep.sweep,
     approval.approve,
     doctor.doctor,
-    reproduce.reproduce,
     handover.pick,
     handover.export,
     handover.push,

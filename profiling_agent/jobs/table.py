@@ -60,7 +60,6 @@ TABLE: Table = {
     tasks.DeployTask: JobRow(handler="profiling_agent.jobs.handlers.deployment:deploy", isolated_timeout_s=HOUR / 2),
     tasks.EvaluateTask: JobRow(handler="profiling_agent.jobs.handlers.evaluation:evaluate", torch=False),
     tasks.OpenHeldoutTask: JobRow(handler="profiling_agent.jobs.handlers.heldout:open_heldout", torch=False),
-    tasks.CompareTask: JobRow(handler="profiling_agent.jobs.handlers.comparison:compare", timed=True),
     tasks.HeadlineTask: JobRow(
         handler="profiling_agent.jobs.handlers.timing:headline",
         torch=False,

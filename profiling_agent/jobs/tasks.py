@@ -450,32 +450,3 @@ class LayerTimesTask(Task[LayerTimes]):
     model: ArtifactRef
     onnx: ArtifactRef | None = None
     batch_size: int
-
-
-class PaperBaseline(Record):
-    """What a baseline came to; `speedup` is over the unpruned model, by turns in one process of one runtime."""
-
-    params: int
-    params_before: int
-    size_ratio: float
-    speedup: float
-    predictions: Predictions
-    predictions_before: Predictions
-
-
-class CompareTask(Task[PaperBaseline]):
-    """Prune a saved model as the paper's baselines were, and measure both: what it says of a split, and how fast it is."""
-
-    result: ClassVar[type[Record]] = PaperBaseline
-    uses_runtimes: ClassVar[bool] = True
-    model: ArtifactRef
-    criterion: Literal["l1", "l2", "random"]
-    ratio: float
-    split: SplitInfo
-    batch_size: int
-    device: str = "cpu"
-    seed: int = 0
-
-    def needs(self, find: Find) -> Mapping[str, tuple[Task[Any], ...]]:
-        """Return what prepares the images."""
-        return {"images": prepared(self.split, find(self.model))}

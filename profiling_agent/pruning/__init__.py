@@ -5,5 +5,4 @@ score       criteria, importance, elimination, moments: which channels go first
 cut, gate   prune (the way in), surgery, gate: a copy is cut, and computes what the masked baseline does
 compensate  compensation (the way in), least_squares, folding, consumers, calibration: made up for without training
 recover     recovery (the way in), recovery_state: a few epochs of training
-baselines   the rival methods that we are compared with
 """

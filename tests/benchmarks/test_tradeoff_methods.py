@@ -4,13 +4,24 @@ from pathlib import Path
 import pytest
 import torch
 import zoo
-from tradeoff_methods import Ours, folded, lost_mean, ranked_together, shifted, torch_pruning, vbp_plan
+from paper.methods import paper_prune, uniform_prune
+from tradeoff_methods import (
+    Ours,
+    folded,
+    lost_mean,
+    ranked_together,
+    set_gradients_,
+    set_squared_gradients_,
+    shifted,
+    torch_pruning,
+    torch_pruning_ranking,
+    vbp_plan,
+)
 from tradeoff_subject import Draw, Subject, nearest
 
-from profiling_agent.errors import PruningError
+from profiling_agent.errors import PruningError, RequestError
 from profiling_agent.modules.inference import random_batch
 from profiling_agent.pruning.moments import UnitMoments
-from profiling_agent.pruning.rivals import paper_prune, uniform_prune
 from profiling_agent.pruning.units import find_units
 from profiling_agent.records import Unit, UnitKind
 
@@ -35,7 +46,7 @@ def test_a_share_of_params_is_met_as_nearly_as_one_channel_allows(family):
     model = zoo.FAMILIES[family]()
     units = find_units(model, zoo.SPEC, {}).units
     share_of = lambda pruned: pruned.share  # noqa: E731
-    uniform = nearest(partial(uniform_prune, model, units, zoo.SPEC, aligned=False), share_of, 0.2)
+    uniform = nearest(partial(uniform_prune, model, units, zoo.SPEC), share_of, 0.2)
     paper = nearest(partial(paper_prune, model, zoo.SPEC), share_of, 0.2)
 
     # All units step at once, up to 1.2% of the params of these tiny models.
@@ -128,3 +139,75 @@ def test_rivals_and_parts_of_ours_are_cut_to_the_size_that_is_asked_for(family):
     made = folded(draw, ranked)
     with torch.inference_mode():
         assert made(pixel_values=draw.images[0][:2]).logits.isfinite().all()
+
+
+def labelled(num: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
+    return random_batch(zoo.SPEC, num), torch.arange(num) % 5
+
+
+def taylor_scores(model, unit) -> torch.Tensor:
+    """Torch-Pruning's group Taylor score by hand: sums of |w dL/dw| over rows and columns, over their mean."""
+    sums = [model.get_submodule(unit.producers[0]).weight, model.get_submodule(unit.consumer).weight]
+    made, read = ((weight * weight.grad).abs() for weight in sums)
+    scores = made.flatten(1).sum(1) + read.transpose(0, 1).flatten(1).sum(1)
+    return (scores / scores.mean()).detach()
+
+
+def test_torch_pruning_ranks_channels_of_all_layers_together():
+    model, units, (images, labels) = zoo.resnet(), find_units(zoo.resnet(), zoo.SPEC, {}).units, labelled()
+    with torch_pruning_ranking(model, units, zoo.SPEC, images, labels, "taylor") as ranking:
+        kept = ranking(0.25)
+
+    set_gradients_(model, [images], [labels])
+    scores = {unit.name: taylor_scores(model, unit) for unit in units}
+    # Four inner widths of 32 and four of 64: a quarter of 384.
+    threshold = torch.cat(list(scores.values())).sort().values[96 - 1]
+    by_hand = {name: (score > threshold).nonzero()[:, 0].tolist() for name, score in scores.items()}
+    assert {unit.name: kept.get(unit.name, list(range(unit.width))) for unit in units} == by_hand
+
+
+def test_torch_pruning_ranks_heads_apart_from_channels_and_structures_apart_where_isomorphic():
+    model, (images, labels) = zoo.vit(), labelled()
+    units = find_units(model, zoo.SPEC, {}).units
+    with torch_pruning_ranking(model, units, zoo.SPEC, images, labels, "hessian", isomorphic=True) as ranking:
+        quarter, half, again = ranking(0.25), ranking(0.5), ranking(0.25)
+
+    gone = {kind: sum(u.width - len(half[u.name]) for u in units if u.kind is kind) for kind in UnitKind}
+    # Two layers of four heads and of 256 channels.
+    assert gone[UnitKind.HEADS] == 4
+    assert gone[UnitKind.MLP] == 256
+    assert quarter == again
+    assert all(set(half[name]) <= set(kept) for name, kept in quarter.items())
+
+
+def test_squared_gradients_are_those_of_single_images():
+    model, (images, labels) = zoo.vit(), labelled(3)
+    set_squared_gradients_(model, images, labels)
+    found = model.classifier.weight.grad.clone()
+
+    squares = []
+    for image, label in zip(images.split(1), labels.split(1), strict=True):
+        set_gradients_(model, [image], [label])
+        squares.append(model.classifier.weight.grad.square())
+    assert torch.allclose(found, torch.stack(squares).mean(0), atol=1e-7)
+
+
+def test_a_ranking_leaves_the_model_as_it_was_given():
+    model, (images, labels) = zoo.deit(), labelled()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with torch_pruning_ranking(
+        model, find_units(model, zoo.SPEC, {}).units, zoo.SPEC, images, labels, "taylor"
+    ) as ranking:
+        ranking(0.5)
+
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_there_is_no_ranking_by_another_criterion():
+    images, labels = labelled()
+    with (
+        pytest.raises(RequestError, match="taylor, hessian"),
+        torch_pruning_ranking(zoo.vit(), (), zoo.SPEC, images, labels, "l1"),
+    ):
+        pass

@@ -43,4 +43,4 @@ def test_a_link_to_itself_is_refused_in_one_line(tmp_path: Path, verb: str):
 
 
 def test_without_arguments_the_help_is_shown():
-    assert "reproduce" in call().stdout
+    assert "approve" in call().stdout

@@ -20,7 +20,7 @@ from profiling_agent.jobs.handlers.pruning import recover
 from profiling_agent.jobs.tasks import RecoverTask
 from profiling_agent.modules.divergence import mean_kl
 from profiling_agent.progress import silent
-from profiling_agent.pruning.rivals import uniform_prune
+from profiling_agent.pruning.prune import prune_model
 from profiling_agent.pruning.units import find_units
 from profiling_agent.records import ArtifactRef, SplitInfo
 from profiling_agent.workspace import Workspace
@@ -51,9 +51,10 @@ def saved(root, name, model, cuts=()) -> ArtifactRef:
 @pytest.fixture
 def task(tmp_path) -> RecoverTask:
     dense = zoo.vit()
-    pruned = uniform_prune(dense, find_units(dense, zoo.SPEC, {}).units, zoo.SPEC, 0.5)
+    cuts = zoo.halved(find_units(dense, zoo.SPEC, {}).units)
+    pruned = prune_model(dense, cuts, spec=zoo.SPEC)
     return RecoverTask(
-        model=saved(tmp_path, "pruned", pruned.model, pruned.cuts),
+        model=saved(tmp_path, "pruned", pruned.model, cuts),
         baseline=saved(tmp_path, "baseline", dense),
         recovery=split(tmp_path, "recovery", 1),
         calibration=split(tmp_path, "calibration", 2),

@@ -11,8 +11,8 @@ from profiling_agent.errors import PruningError, RequestError
 from profiling_agent.files import file_sha256
 from profiling_agent.modules.divergence import mean_kl
 from profiling_agent.modules.inference import random_batch
+from profiling_agent.pruning.prune import prune_model
 from profiling_agent.pruning.recovery import distillation, recover
-from profiling_agent.pruning.rivals import uniform_prune
 from profiling_agent.pruning.units import find_units
 
 IMAGES, JUDGED = random_batch(zoo.SPEC, 48, seed=1), random_batch(zoo.SPEC, 16, seed=2)
@@ -35,7 +35,7 @@ def judged():
 def made(family="vit"):
     dense = zoo.FAMILIES[family]()
     units = find_units(dense, zoo.SPEC, {}).units
-    return dense, zoo.inside(uniform_prune(dense, units, zoo.SPEC, 0.5).model)
+    return dense, zoo.inside(prune_model(dense, zoo.halved(units), spec=zoo.SPEC).model)
 
 
 def recovered(dense, pruned, folder, images=batches, **asked):

@@ -1,1 +1,0 @@
-"""Reproduction of the paper: its tables on a user's models and data, its numbers, ours, and what was different."""
