@@ -47,7 +47,7 @@ KINDS: Mapping[Kind, Mapping[str, Any]] = {
     "both": {},
     "paper": {**FLOAT32, "selection": "paper", "calibrate": False},
 }
-NOBODY = "rules"
+NOBODY = "none"
 
 
 class Options(Record):
@@ -107,7 +107,7 @@ class Reproduction:
             **subject.data.asked,
             **self.options.asked,
             **KINDS[kind],
-            "advisor": NOBODY if advisor is None else advisor,
+            "llm": NOBODY if advisor is None else advisor,
             "base_url": None if advisor is None else self.options.base_url,
         }
         if kind == "paper" and advisor is not None:
