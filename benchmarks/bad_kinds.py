@@ -658,147 +658,6 @@ def _text_files(folder: Path, rng: Random, place: Place) -> str:
     return name
 
 
-REPLIES = (
-    '{"choices": []}', '{"choices": null}', "{}", "[]", "null", "1", '"x"', "", "<html>", "\x1b[31m", "[" * 100_000, '{"a":' * 20_000 + "1" + "}" * 20_000,
-    '{"choices": [{"message": null}]}', '{"choices": [{"message": {"role": "assistant", "content": {"a": 1}}}]}', '{"error": {"message": "\x1b[31mno", "code": 5}}', '{"choices": "many"}', "9" * 10**6,
-)  # fmt: skip
-
-
-def reply(rng: Random, place: Place) -> Case:
-    """What a language model's server says, to the real client."""
-    message: dict[str, Any] = {"role": "assistant", "content": '{"ratio": 0.5}'}
-    usage: Any = {"prompt_tokens": 100, "completion_tokens": 10, "total_tokens": 110}
-    choice: Any = {"index": 0, "message": message, "finish_reason": "stop"}
-    whole: Any = {
-        "id": "1",
-        "object": "chat.completion",
-        "created": 0,
-        "model": "scripted",
-        "choices": [choice],
-        "usage": usage,
-    }
-    if rng.random() < 0.3:
-        message["content"], message["tool_calls"] = None, [
-            {"id": "1", "type": "function", "function": {"name": rng.choice(("look", "nothing", odd.text(rng))), "arguments": rng.choice(('{"layer": "x"}', "{", odd.text(rng), "[" * 50_000))}}
-        ] * rng.choice((1, 1, 3, 500))  # fmt: skip
-    elif rng.random() < 0.4:
-        message["content"] = rng.choice(
-            (
-                odd.text(rng),
-                json.dumps(odd.document(rng)),
-                '{"ratio": NaN}',
-                '{"ratio": 1e999}',
-                '{"ratio": ' + "9" * 5000 + "}",
-                "```json\n" * 1000,
-                "<think>" * 10_000,
-                '{"ratio": 0.5, "why": "\\u001b[31m![](http://x)"}',
-            )
-        )
-    if rng.random() < 0.6:
-        whole, what = odd.edit(whole, rng)
-    else:
-        what = "content"
-    body = rng.choice(REPLIES) if rng.random() < 0.2 else json.dumps(whole)
-    status = rng.choice((200, 200, 200, 200, 201, 204, 301, 302, 400, 401, 403, 404, 408, 413, 429, 500, 503, 418))
-    headers = rng.choice(
-        (
-            {},
-            {},
-            {},
-            {"content-type": "text/html"},
-            {"content-encoding": "gzip"},
-            {"location": "http://example.com/"},
-            {"retry-after": rng.choice(("1e9", "-1", "x", "99999"))},
-            {"content-type": "application/json; charset=nothing"},
-            {"set-cookie": "a=b"},
-        )
-    )
-
-    given = {"body": body, "status": status, "headers": headers}
-    return Case(f"{status} {headers} {what} {body[:80]!r}", call="ask", given=given)
-
-
-def _ask(place: Place, body: str, status: int, headers: dict[str, str]) -> None:
-    """Ask a question of a server that always says the same; the rules go on where it gives no answer."""
-    import advisors
-    import zygote
-    from chat_server import Said, chat_server
-    from pydantic import BaseModel
-
-    from profiling_agent.errors import AdvisorError
-    from profiling_agent.llm.question import Question
-
-    class Answered(BaseModel):
-        ratio: float
-
-    def look(layer: str) -> str:
-        """Look at a layer."""
-        return layer
-
-    script = lambda _payload, _number: Said(status=status, body=body, headers=headers)  # noqa: E731
-    folder = place.out
-    os.environ["OPENAI_API_KEY"] = "sk-canary"
-    with chat_server(script) as server:
-        zygote.allow(int(server.url.split(":")[2].split("/")[0]))
-        advisor = advisors.advisor_of(server, folder, deadline_s=20.0)
-        try:
-            advice = advisor.ask(
-                Question(agent="analysis", instructions="Answer in JSON.", evidence="?"), Answered, tools=(look,)
-            )
-        except AdvisorError as error:
-            print(f"the rules go on: {error}")
-        else:
-            print(advice.value)
-    # What was noted is read again, as a resumed run does.
-    from profiling_agent.llm.ledger import read_spent
-
-    spent = read_spent(folder)
-    if (spent.input_tokens or 0) < 0 or (spent.output_tokens or 0) < 0:
-        raise SystemExit(9)
-
-
-def ledger(rng: Random, place: Place) -> Case:
-    """A ledger of which lines aren't what was written."""
-    place.given.mkdir(exist_ok=True)
-    path = place.given / "llm.jsonl"
-    lines = [
-        {"kind": "request"},
-        {"kind": "turn", "input_tokens": 10, "output_tokens": 5, "complaint": None, "content": "x"},
-        {"kind": "failure", "agent": "analysis", "reason": "late"},
-        {"kind": "answer", "agent": "analysis", "question": "abc", "answer": {"ratio": 0.5}},
-    ] * 3
-    index = rng.randrange(len(lines))
-    changed, what = odd.edit(json.loads(json.dumps(lines[index])), rng)
-    written = [json.dumps(line) for line in lines]
-    written[index] = rng.choice(
-        (
-            json.dumps(changed),
-            json.dumps(changed),
-            json.dumps(changed),
-            "[" * 100_000,
-            "",
-            "\x00" * 100,
-            '{"kind": "turn"',
-            "9" * 10_000,
-        )
-    )
-    path.write_text("\n".join(written) + rng.choice(("\n", "", "\n\n\n")))
-    if rng.random() < 0.25:
-        what = odd.damaged(path, rng, secret=place.secret)
-
-    return Case(what, call="spent", may_change=("out", "cache", "tmp", "given"))
-
-
-def _spent(place: Place) -> None:
-    from profiling_agent.llm.ledger import Ledger, read_spent
-
-    spent = read_spent(place.given)
-    held = Ledger(place.given, max_requests=50, max_tokens=10_000)
-    held.note_failure("analysis", "\x1b[31m\udcff")
-    if (spent.input_tokens or 0) < 0 or (spent.output_tokens or 0) < 0 or spent.requests < 0:
-        raise SystemExit(9)
-
-
 def cache(rng: Random, place: Place) -> Case:
     """What the user's cache holds, of which one file is damaged."""
     from profiling_agent.processes.machine_lock import LOCK
@@ -1324,8 +1183,6 @@ def _pushed(rng: Random) -> list[str]:
 CALLS: dict[str, Callable[..., None]] = {
     "resolve": _resolve,
     "acquire": _acquire,
-    "ask": _ask,
-    "spent": _spent,
     "dry_run": _dry_run,
     "load": _load,
     "match": _match,
@@ -1337,8 +1194,6 @@ KINDS: dict[str, tuple[Kind, int]] = {
     "arguments": (argument, 8),
     "model folders": (model_folder, 11),
     "data sets": (data_set, 11),
-    "model replies": (reply, 9),
-    "ledgers": (ledger, 5),
     "caches": (cache, 3),
     "plans": (plan, 8),
     "saved models": (artifact, 13),

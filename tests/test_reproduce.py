@@ -211,8 +211,7 @@ def test_several_data_sets_have_one_config_each_or_one_for_all():
             ("table1", "--models", "reference:vit", "--advisor", "a", "--advisor", "b"),
             "table5 compares language models",
         ),
-        (("table5", "--models", "reference:vit", "--advisor", ""), "advisor"),
-        (("table5", "--models", "reference:vit", "--advisor", "rules"), "advisor is 'rules'"),
+        (("table5", "--models", "reference:vit", "--advisor", ""), "llm"),
         (("table1", "--models", "reference:vit", "--batch-size", "0"), "batch_size"),
         (("table1", "--models", "reference:vit", "--device", "tpu"), "device"),
         (("table1", "--models", "reference:vit", "--num-samples", "3"), "num_samples"),
@@ -354,7 +353,7 @@ def test_every_option_reaches_every_run(world: World, tmp_path: Path):
         assert request.model_dump(include=set(asked)) == asked
         assert (request.dataset, request.dataset_config, request.split) == ("d", "c", "s")
         assert (request.image_column, request.label_column) == ("i", "l")
-        assert request.advisor == "rules"
+        assert request.llm == "none"
     assert len({request.run_id for request in requests}) == len(KINDS)
     assert all(str(request.run_id).startswith("swin-b-cifar-100-") for request in requests)
 
@@ -372,8 +371,8 @@ def test_the_papers_method_is_planned_by_a_language_model_where_one_is_named(tmp
     for request in (plain, advised):
         assert (request.selection, request.calibrate, request.max_iterations) == ("paper", False, 5)
         assert (request.quantize_dtype, request.runtimes) == ("none", "eager")
-    assert (plain.advisor, plain.base_url, plain.plan) == ("rules", None, str(tmp_path / "uniform-resnet-101.json"))
-    assert (advised.planner, advised.advisor, advised.base_url, advised.plan) == (
+    assert (plain.llm, plain.base_url, plain.plan) == ("none", None, str(tmp_path / "uniform-resnet-101.json"))
+    assert (advised.planner, advised.llm, advised.base_url, advised.plan) == (
         "llm",
         "openai:a",
         "http://here/v1",

@@ -252,7 +252,7 @@ def test_an_endpoint_is_tried_by_one_request(reply: Said, message: str):
         check_endpoint(endpoint, "EMPTY", timeout_s=9.0)
         with pytest.raises(RequestError, match=message):
             check_endpoint(endpoint, "EMPTY", timeout_s=9.0)
-    with pytest.raises(RequestError, match="openai:m at http://127.0.0.1:9/v1 gave no answer .*Connection"):
+    with pytest.raises(RequestError, match=r"openai:m at http://127\.0\.0\.1:9/v1 gave no answer .*Connection"):
         check_endpoint(Endpoint(model="m", base_url="http://127.0.0.1:9/v1"), "EMPTY", timeout_s=9.0)
 
 

@@ -100,7 +100,7 @@ def test_what_is_no_answer_goes_back_with_what_is_wrong_and_the_next_reply_count
     )
 
     assert (advice.value.reason, advice.repairs) == ("the evidence", 1)
-    assert [line["text"] for line in Transcript(tmp_path / FILE).of("complaint")][0].startswith(complaint)
+    assert Transcript(tmp_path / FILE).of("complaint")[0]["text"].startswith(complaint)
 
 
 def test_after_two_repairs_the_question_is_given_up(tmp_path: Path):
