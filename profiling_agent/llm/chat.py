@@ -4,6 +4,7 @@ import json
 import re
 import time
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 from typing import Any, cast
 
 from langchain_core.exceptions import ContextOverflowError
@@ -77,9 +78,12 @@ def name_of(model: Any) -> str:
 
 def check_endpoint(endpoint: Endpoint, key: str, *, timeout_s: float) -> None:
     """Ask for one word; raises RequestError when the server, the key or the model doesn't work."""
-    name = f"{endpoint.name} at {endpoint.base_url or OPENAI_URL}"
+    model, name = (
+        open_model(endpoint, key, timeout_s=timeout_s),
+        f"{endpoint.name} at {endpoint.base_url or OPENAI_URL}",
+    )
     try:
-        _invoke(open_model(endpoint, key, timeout_s=timeout_s), [HumanMessage("Say: ready")], name, "check")
+        _invoke(model, [HumanMessage("Answer with the word: ready")], name, "check")
     except AdvisorError as error:
         raise RequestError(f"{error}: check the address, the model's name and the key, or use llm=none") from error
 
@@ -148,7 +152,7 @@ class Chat(transcript.LanguageModel):
                 if (method := self._methods[0]) != "plain":
                     model = model.with_structured_output(schema, method=method, include_raw=True)
                 return self._request(model, messages, agent, method)
-            except (NotImplementedError, _UnsupportedError):
+            except (NotImplementedError, ValueError, _UnsupportedError):
                 if len(self._methods) == 1:
                     raise
                 self._methods.pop(0)
@@ -208,32 +212,28 @@ def objects_in(text: str) -> Iterator[tuple[dict[str, Any], int, int]]:
     """Yield each JSON object with its start and end, those inside others after these."""
     decoder, start = json.JSONDecoder(), text.find("{")
     while start >= 0:
-        try:
+        with suppress(ValueError):
             found, end = decoder.raw_decode(text, start)
             yield found, start, end
-        except ValueError:
-            pass
         start = text.find("{", start + 1)
 
 
 def calls_in(text: str, known: Collection[str]) -> list[ToolCall]:
     """Return the calls of known tools that are written as text."""
-    calls = [found for found, *_ in objects_in(after_reasoning(text)) if found.get("name") in known]
-    arguments = [call.get("arguments", call.get("parameters")) for call in calls]
+    calls = [found for found, *_ in objects_in(after_reasoning(text)) if str(found.get("name")) in known]
     return [
-        ToolCall(name=call["name"], args=given if isinstance(given, dict) else {}, id=f"call_{number}")
-        for number, (call, given) in enumerate(zip(calls, arguments, strict=True))
+        ToolCall(name=call["name"], args=call.get("arguments") or call.get("parameters") or {}, id=f"call_{number}")
+        for number, call in enumerate(calls)
     ]
 
 
 def read_answer(reply: AIMessage, answer_type: type[Answer]) -> tuple[Answer | None, str | None]:
     """Return the last answer after the reasoning, or what is wrong with it; objects of other kinds don't count."""
     text, reasoning = after_reasoning(reply.text), str(reply.additional_kwargs.get("reasoning_content") or "").strip()
-    if not text.strip() and reply.tool_calls:
-        text = json.dumps(reply.tool_calls[-1]["args"])
-    elif not text.strip() and reasoning.startswith(("{", "```")):
+    if not text.strip():
         # Some servers take the whole answer for reasoning.
-        text = reasoning
+        whole = reasoning if reasoning.startswith(("{", "```")) else ""
+        text = json.dumps(reply.tool_calls[-1]["args"]) if reply.tool_calls else whole
     value, complaint, answered = None, "there is no JSON object: answer with one complete object and nothing else", 0
     for found, start, end in objects_in(unprinted(text)):
         if start < answered:

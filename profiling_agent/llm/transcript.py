@@ -16,14 +16,14 @@ from typing import Any, Generic, TypeVar, cast
 
 from pydantic import BaseModel, ValidationError
 
-from profiling_agent.errors import AdvisorError, RequestError, RunError
+from profiling_agent.errors import AdvisorError, RequestError
 from profiling_agent.files import append_line, expanded
 from profiling_agent.records import Record, Spent
 
 FILE, RECORDED = "llm.jsonl", "recorded:"
 # An answer that can't be used goes back with what is wrong with it, this often.
 MAX_REPAIRS = 2
-# Per run; a question takes at most seven.
+# Per run.
 MAX_REQUESTS = 500
 # For servers that count no tokens.
 CHARACTERS_A_TOKEN = 4
@@ -55,12 +55,9 @@ class Transcript:
     """The file of one run: read once, then appended to."""
 
     def __init__(self, path: Path, *, max_tokens: int = 0) -> None:
-        """Read what was written before, around damaged lines; raises RunError when the file can't be read."""
+        """Read what was written before, around damaged lines."""
         self._path, self._max_tokens, self._lines = path, max_tokens, list[dict[str, Any]]()
-        try:
-            texts = [text for text in path.read_bytes().split(b"\n") if text.strip()] if path.exists() else []
-        except OSError as error:
-            raise RunError(f"{str(path)!r} can't be read ({error.strerror})") from error
+        texts = [text for text in path.read_bytes().split(b"\n") if text.strip()] if path.is_file() else []
         for text in texts:
             with suppress(ValueError):
                 line: Any = json.loads(text)
@@ -157,7 +154,7 @@ class LanguageModel(ABC):
                 return Advice(stored, check(stored) if check else None)
         note = {"agent": question.agent, "question": key}
         try:
-            advice = self._answer(question, answer_type, check or _accept, tools)
+            advice = self._answer(question, answer_type, check or (lambda _: None), tools)
         except AdvisorError as error:
             self._transcript.add("failure", **note, reason=str(error))
             raise
@@ -168,10 +165,6 @@ class LanguageModel(ABC):
     def _answer(
         self, question: Question, answer_type: type[Answer], check: Check[Answer], tools: Sequence[Tool]
     ) -> Advice[Answer]: ...
-
-
-def _accept(_: object) -> None:
-    return None
 
 
 def validated(document: Any, answer_type: type[Answer]) -> Answer | None:

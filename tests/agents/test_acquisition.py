@@ -53,7 +53,7 @@ def test_a_key_in_the_environment_is_no_request(monkeypatch: pytest.MonkeyPatch)
         ({"base_url": "http://127.0.0.1:9/v1"}, "name its model, as in llm=openai:MODEL"),
         ({"planner": "llm"}, "planner is 'llm' but llm is 'none'"),
         ({"llm": "recorded:nowhere.jsonl"}, "has no answers of a language model"),
-        ({"llm": "recorded:"}, "can't be read"),
+        ({"llm": "recorded:"}, "has no answers of a language model"),
     ],
 )
 def test_what_can_not_be_had_is_one_line(request_: dict[str, str], message: str):

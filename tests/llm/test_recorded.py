@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
-from profiling_agent.errors import AdvisorError, RequestError, RunError
+from profiling_agent.errors import AdvisorError, RequestError
 from profiling_agent.llm.transcript import FILE, Question, Recorded, Transcript, open_recording
 
 FIRST = Question(agent="analysis", instructions="Answer in JSON.", evidence="?")
@@ -81,8 +81,6 @@ def test_an_answer_of_another_form_is_none(record: Path, tmp_path: Path):
 
 def test_a_file_without_answers_is_one_line(tmp_path: Path):
     (tmp_path / "empty.jsonl").write_text("")
-    for name in ("empty.jsonl", "nowhere.jsonl"):
+    for name in ("empty.jsonl", "nowhere.jsonl", "."):
         with pytest.raises(RequestError, match=r"has no answers of a language model: give the llm.jsonl"):
             open_recording(str(tmp_path / name))
-    with pytest.raises(RunError, match="can't be read"):
-        open_recording(str(tmp_path))
