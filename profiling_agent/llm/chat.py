@@ -78,12 +78,9 @@ def name_of(model: Any) -> str:
 
 def check_endpoint(endpoint: Endpoint, key: str, *, timeout_s: float) -> None:
     """Ask for one word; raises RequestError when the server, the key or the model doesn't work."""
-    model, name = (
-        open_model(endpoint, key, timeout_s=timeout_s),
-        f"{endpoint.name} at {endpoint.base_url or OPENAI_URL}",
-    )
+    where, model = endpoint.base_url or OPENAI_URL, open_model(endpoint, key, timeout_s=timeout_s)
     try:
-        _invoke(model, [HumanMessage("Answer with the word: ready")], name, "check")
+        _invoke(model, [HumanMessage("Answer with the word: ready")], f"{endpoint.name} at {where}", "check")
     except AdvisorError as error:
         raise RequestError(f"{error}: check the address, the model's name and the key, or use llm=none") from error
 

@@ -137,13 +137,10 @@ class LanguageModel(ABC):
         check: Check[Answer] | None = None,
         tools: Sequence[Tool] = (),
     ) -> Advice[Answer]:
-        """Return a valid answer; one accepted before, and a failure, is replayed without a request.
+        """Return a valid answer, or raise AdvisorError; outcomes of the same question before are replayed.
 
         A complaint of `check` goes back to the model as a validation error does.
         After MAX_REPAIRS the last valid answer is returned with its complaint.
-
-        Raises:
-            AdvisorError: no valid answer came.
         """
         asked = [self.name, question.instructions, question.evidence, answer_type.model_json_schema()]
         key = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:20]
