@@ -19,10 +19,6 @@ DRAFT = (
     '{"reason": "a first idea, which is bolder than what the evidence allows", "target": {"metric": "macs", "saving": 0.7}, '
     '"caps": [{"layer": "mlp", "max_ratio": 0.5}]}'
 )
-PAPER = (
-    'Here it is:\n"pruning_recommendations":\n{"layer": "mlp", "pruning_type": "structured", "pruning_ratio": 0.2}\n'
-    '"quantization_recommendations":\n{"layer": "all", "quantization_type": "dynamic", "dtype": "qint8"}'
-)
 
 
 def call(arguments: str) -> dict[str, Any]:
@@ -82,13 +78,6 @@ def test_the_last_valid_object_after_the_reasoning_is_the_answer(kind: str):
 
     assert complaint is None
     assert value == PlanAnswer.model_validate_json(ANSWER)
-
-
-def test_an_answer_as_the_paper_prints_it_is_read():
-    value, _ = read_answer(AIMessage(PAPER), PlanAnswer)
-
-    assert value is not None
-    assert [row.pruning_ratio for row in value.pruning] == [0.2]
 
 
 @pytest.mark.parametrize("kind", NO_ANSWERS)
