@@ -142,7 +142,7 @@ def test_a_recorded_model_plans_without_a_server_and_its_run_is_a_record(world: 
 def test_a_wish_for_quantization_counts_in_the_attempt_that_has_it(world: World, tmp_path: Path):
     def wishes(payload: dict, number: int) -> Said:
         found = json.loads(careful(payload, number).content or "")
-        tried = len(re.findall(r"^attempt \d+ ", payload["messages"][1]["content"], re.MULTILINE))
+        tried = len(re.findall(r"^attempt \d+ ", payload["messages"][-1]["content"], re.MULTILINE))
         if tried == 1:
             found["quantization"] = [{"layer": "all", "quantization_type": "cast", "dtype": "bfloat16"}]
         return Said(content=json.dumps(found))
