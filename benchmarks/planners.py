@@ -1,20 +1,19 @@
 """Good, bad and broken language models as planners, beside the built-in rules, dice and the paper's uniform cuts.
 
     python benchmarks/planners.py [--models DIR...] [--data DIR] [--personas NAME...] [--planners NAME...] [--baselines [NAME...]] [--quick]
-                                  [--runtimes NAMES] [--sessions N] [--json FILE] [--advisor PROVIDER:MODEL [--base-url URL]]
+                                  [--runtimes NAMES] [--sessions N] [--json FILE] [--llm openai:MODEL [--base-url URL]]
                                   [--records FILE...] [--price-read P] [--price-written P]
 
 Each persona is a script behind a real HTTP server in the OpenAI dialect (tests/personas.py); it sees the prompt and
 nothing else. Contract: at most 1.0 point on held-out images, five iterations. With `hybrid` the rules plan beside the
 model, with `llm` it plans alone, as the paper's does. All runs on a model share its profile, its evidence and its
-unpruned deployments, made once by the run of the rules alone. `--advisor` measures a real model instead of the personas: the
+unpruned deployments, made once by the run of the rules alone. `--llm` measures a real model instead of the personas: the
 paper's Table 5 for any two of them is two runs of this. There a weaker model cost ResNet-101 14.0 points. `--records` has real models' answers of earlier
-runs, their `llm.jsonl`, beside the personas, each for the model that it was recorded with. What a model cost is told in requests and tokens, of a record those
+runs, their `llm.jsonl`, beside the personas: name the one model that they were recorded with. What a model cost is told in requests and tokens, of a record those
 that were paid for then, and in money where prices of a million tokens are given.
 """
 
 import argparse
-import json
 import os
 import shutil
 import sys
@@ -31,8 +30,7 @@ from sessions import add_option
 from transformers import AutoConfig
 
 from profiling_agent import Request, optimize
-from profiling_agent.llm.recorded import Recording, read_recording
-from profiling_agent.records import Spent
+from profiling_agent.llm.transcript import open_recording
 from profiling_agent.reporting.report import RunReport
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -109,7 +107,7 @@ def measure(
     """Return the rows of one model: the rules alone, everybody with each planner, and the baselines."""
     name = evaluator.model.name.removesuffix("-cifar10")
     print(f"\n{name}\n{HEAD}", flush=True)
-    rows, run_ids = [row_of(name, "rules alone", "rules", *evaluator.run("rules", advisor="rules"))], ["rules"]
+    rows, run_ids = [row_of(name, "rules alone", "rules", *evaluator.run("rules"))], ["rules"]
     tell(rows[0])
     entries = [(persona, script, planner) for persona, script in people.items() for planner in planners]
     entries += [(persona, script, "llm") for persona, script in baselines.items()]
@@ -118,13 +116,13 @@ def measure(
         model = with_label(evaluator.model, evaluator.folder / "injected") if persona == "injected" else evaluator.model
         with chat_server(script) as server:
             asked: dict[str, Any] = {
-                "advisor": "openai:scripted",
+                "llm": "openai:scripted",
                 "base_url": server.url,
                 "planner": planner,
                 "model": model,
             }
             # What is silent is waited for; the others answer at once.
-            asked["advisor_timeout_s"] = 6.0 if persona == "silent" else 60.0
+            asked["llm_timeout_s"] = 6.0 if persona == "silent" else 60.0
             rows.append(row_of(name, persona, planner, *evaluator.run(run_id, evaluator.sharing(run_id), **asked)))
         if persona == "injected":
             shutil.rmtree(model)
@@ -133,42 +131,32 @@ def measure(
     return evaluator.raced(*with_records(evaluator, rows, run_ids, planners))
 
 
-def records_of(model: Path, files: Sequence[Path]) -> list[Recording]:
-    """Return the records that were made of a model, by its architecture; those of others are left out."""
-    architecture = json.loads((model / "config.json").read_text(encoding="utf-8"))["architectures"][0]
-    found = [read_recording(str(file)) for file in files]
-    return [record for record in found if record.architecture in (None, json.dumps(architecture))]
-
-
 def with_records(
     evaluator: Evaluator, rows: list[dict[str, Any]], run_ids: list[str], planners: Sequence[str]
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Return the rows and the runs with those of each record, which cost what they cost when they were made."""
-    for index, record in enumerate(records_of(evaluator.model, evaluator.records)):
+    for index, record in enumerate(evaluator.records):
         for planner in planners:
             run_id = f"record{index}-{planner}"
-            told = evaluator.run(run_id, evaluator.sharing(run_id), advisor=f"recorded:{record.file}", planner=planner)
-            paid = Spent(requests=record.requests, input_tokens=record.input_tokens, output_tokens=record.output_tokens)
-            row = row_of(evaluator.model.name, record.name, planner, *told)
-            rows = [*rows, row | costs_of(paid, evaluator.prices)]
+            told = evaluator.run(run_id, evaluator.sharing(run_id), llm=f"recorded:{record}", planner=planner)
+            row = row_of(evaluator.model.name, f"record {record.name}", planner, *told)
+            rows = [*rows, row | costs_of(open_recording(str(record)).spent, evaluator.prices)]
             run_ids = [*run_ids, run_id]
             tell(rows[-1])
     return rows, run_ids
 
 
-def measure_real(
-    evaluator: Evaluator, advisor: str, base_url: str | None, planners: Sequence[str]
-) -> list[dict[str, Any]]:
+def measure_real(evaluator: Evaluator, llm: str, base_url: str | None, planners: Sequence[str]) -> list[dict[str, Any]]:
     """Return the rows of one model planned for by a real endpoint."""
     name = evaluator.model.name
     print(f"\n{name}\n{HEAD}", flush=True)
-    rows, run_ids = [row_of(name, "rules alone", "rules", *evaluator.run("rules", advisor="rules"))], ["rules"]
+    rows, run_ids = [row_of(name, "rules alone", "rules", *evaluator.run("rules"))], ["rules"]
     tell(rows[0])
     for planner in planners:
         run_id = f"model-{planner}"
-        asked = {"advisor": advisor, "base_url": base_url, "planner": planner}
+        asked = {"llm": llm, "base_url": base_url, "planner": planner}
         report, seconds = evaluator.run(run_id, evaluator.sharing(run_id), **asked)
-        rows.append(row_of(name, advisor, planner, report, seconds) | costs_of(report.spent, evaluator.prices))
+        rows.append(row_of(name, llm, planner, report, seconds) | costs_of(report.spent, evaluator.prices))
         run_ids.append(run_id)
         tell(rows[-1])
     return evaluator.raced(*with_records(evaluator, rows, run_ids, planners))
@@ -184,7 +172,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--baselines", nargs="*", choices=tuple(BASELINES), default=list(BASELINES), metavar="NAME")
     parser.add_argument("--runtimes", default="eager", help="what may execute the results (default: eager)")
     parser.add_argument("--quick", action="store_true", help="400 search images")
-    parser.add_argument("--advisor", metavar="PROVIDER:MODEL", help="a real language model instead of the personas")
+    parser.add_argument("--llm", metavar="openai:MODEL", help="a real language model instead of the personas")
     parser.add_argument("--base-url", metavar="URL", help="address of its server")
     parser.add_argument("--records", nargs="+", type=Path, default=[], metavar="FILE", help="llm.jsonl of earlier runs")
     parser.add_argument("--price-read", type=float, metavar="P", help="what a million tokens that a model reads cost")
@@ -210,8 +198,8 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as folder:
             prices = Prices(asked.price_read, asked.price_written)
             evaluator = Evaluator(model, asked.data, Path(folder), wanted, asked.sessions, prices, tuple(asked.records))
-            if asked.advisor:
-                found = measure_real(evaluator, asked.advisor, asked.base_url, asked.planners)
+            if asked.llm:
+                found = measure_real(evaluator, asked.llm, asked.base_url, asked.planners)
             else:
                 people = {name: PERSONAS[name] for name in asked.personas}
                 baselines = {name: BASELINES[name] for name in asked.baselines}

@@ -67,7 +67,6 @@ def measure(model: Path, data: Path) -> Seen:
             quantize_dtype="none",
             num_samples=NUM_IMAGES,
             max_iterations=NUM_ATTEMPTS + 1,
-            advisor="rules",
             fresh_ledger="a benchmark: no held-out image is opened",
         )
         try:

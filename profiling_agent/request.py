@@ -4,11 +4,12 @@
 """
 
 import re
+import warnings
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, cast
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, model_validator
 
 from profiling_agent.errors import RequestError
 from profiling_agent.files import FileRefusedError, expanded
@@ -56,6 +57,43 @@ def holds_more_than_an_address(url: str) -> bool:
     except ValueError:
         return "@" in url or "?" in url
     return parts.username is not None or parts.password is not None or bool(parts.query or parts.fragment)
+
+
+# Fields of version 0.1.0, which are read until 0.3.
+OLD_NAMES = {
+    "advisor": "llm",
+    "advisor_tokens": "llm_tokens",
+    "advisor_timeout_s": "llm_timeout_s",
+    "advisor_requests": None,
+}
+
+
+def current_names(given: dict[str, Any], *, are_flags: bool = False) -> tuple[dict[str, Any], list[str]]:
+    """Return a request's fields by their current names, and for each old one a line that says what to write instead."""
+
+    def written(name: str) -> str:
+        return f"--{name.replace('_', '-')}" if are_flags else name
+
+    fields = {name: value for name, value in given.items() if name not in OLD_NAMES}
+    lines: list[str] = []
+    for old, new in OLD_NAMES.items():
+        if old not in given:
+            continue
+        value = given[old]
+        if old == "advisor":
+            # A key in the environment used to be enough for auto.
+            value = {"rules": "none", "auto": "openai" if given.get("base_url") else "none"}.get(value, value)
+        if new is None:
+            lines.append(f"{written(old)} has no effect any more: {written('llm_tokens')} is the budget")
+        else:
+            fields[new] = value
+            lines.append(
+                f"{written(old)} is now {written(new)}: write {written(new)}{' ' if are_flags else '='}{value}"
+            )
+    if 0 in (given.get("advisor_tokens"), given.get("advisor_requests")):
+        fields.pop("llm_tokens", None)
+        fields["llm"] = "none"
+    return fields, lines
 
 
 MORE_THAN_AN_ADDRESS = (
@@ -190,13 +228,12 @@ class Request(BaseModel):
         default="never",
         description="wait for a person before pruning: never, for the first plan, or for each; a graph of your own needs a checkpointer for it",
     )
-    advisor: str = Field(
-        default="auto",
+    llm: str = Field(
+        default="none",
         min_length=1,
         max_length=500,
-        description="who may plan beside the built-in rules: rules for nobody, a language model such as openai:gpt-4o or "
-        "azure_openai:<deployment>, recorded:FILE for what one said in the run of that llm.jsonl, or auto for a model where a key or "
-        "base_url is configured",
+        description="language model that plans beside the built-in rules: none, openai:MODEL (any OpenAI-compatible server with base_url), or "
+        "recorded:FILE for the answers in the llm.jsonl of an earlier run",
     )
     base_url: str | None = Field(
         default=None,
@@ -207,14 +244,11 @@ class Request(BaseModel):
         default="hybrid",
         description="hybrid: a language model where it promises as much as the rules, whose own plan is measured beside it; llm: it alone, as in the paper",
     )
-    advisor_requests: int = Field(
-        default=60, ge=0, le=10_000, description="requests that a run may make of a language model"
+    llm_tokens: int = Field(
+        default=500_000, ge=1, le=10**9, description="tokens that a run may use up, read and written"
     )
-    advisor_tokens: int = Field(
-        default=500_000, ge=0, le=10**9, description="tokens that a run may use up, read and written"
-    )
-    advisor_timeout_s: float = Field(
-        default=120.0, gt=0, le=3600, description="seconds for one question, repairs included"
+    llm_timeout_s: float = Field(
+        default=120.0, gt=0, le=3600, description="seconds for one request, and for the repairs of one answer"
     )
     tracker: Literal["none", "mlflow"] = Field(
         default="none", description="experiment tracker to log the finished run to; MLFLOW_TRACKING_URI says where"
@@ -223,6 +257,17 @@ class Request(BaseModel):
         default=None, description="name of the run folder; by default one is made up"
     )
     output: str = Field(default="runs", min_length=1, description="folder that holds the run folders")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _current_names(cls, given: Any, info: ValidationInfo) -> Any:
+        """Read the names of version 0.1.0; records in files do so without a warning."""
+        if not isinstance(given, dict) or OLD_NAMES.keys().isdisjoint(cast("dict[str, Any]", given)):
+            return cast("Any", given)
+        fields, lines = current_names(cast("dict[str, Any]", given))
+        for line in lines if info.mode == "python" else ():
+            warnings.warn(line, FutureWarning, stacklevel=2)
+        return fields
 
     # Of the whole, whose errors don't quote; and here already, as a request is written down before anybody is asked.
     @model_validator(mode="after")
@@ -254,13 +299,6 @@ class Request(BaseModel):
             given = next((key for key, value in refinements.items() if value is not None), None)
             if given and name.startswith("reference:"):
                 raise ValueError(f"{what}: drop {given}, or name another than {name!r}")
-        if self.planner == "llm" and self.advisor == "rules":
-            raise ValueError("planner is 'llm' but advisor is 'rules': name a model, or use planner=rules")
-        if self.advisor not in ("auto", "rules") and not (self.advisor_requests and self.advisor_tokens):
-            raise ValueError(
-                f"advisor is {self.advisor!r} with a budget of {self.advisor_requests} requests and "
-                f"{self.advisor_tokens} tokens: raise advisor_requests and advisor_tokens, or use advisor=rules"
-            )
         if unknown := [name for name in self.runtimes.split(",") if name.strip() not in ("auto", *RUNTIMES)]:
             raise ValueError(f"runtimes names {unknown[0]!r}: use auto, or some of {', '.join(RUNTIMES)}")
         if self.quantize_dtype == "none" and self.quantize_layers != "all":

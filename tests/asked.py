@@ -4,12 +4,12 @@ from dataclasses import replace
 
 from made import BASELINE, GOAL, attempt, evaluation, evidence, journal, profile, race_result
 
-from profiling_agent.analysis.advised import UNKNOWN, Setting, first_question, next_question
+from profiling_agent.analysis.advised import UNKNOWN, Setting, plan_question
 from profiling_agent.analysis.dry_run import dry_run
 from profiling_agent.deployment.choices import recommend
 from profiling_agent.iteration.judge import rule_text
 from profiling_agent.iteration.planners import admission_text
-from profiling_agent.llm.question import Question
+from profiling_agent.llm.transcript import Question
 from profiling_agent.records import (
     Attempt,
     DeployedModel,
@@ -176,6 +176,8 @@ def questions() -> dict[str, Question]:
     )
     return {
         "input_shape_resolver": shape_question(facts),
-        "analysis": first_question(found, OWN, RULES, journal=opened(), setting=setting(is_first=True)),
-        "iterative_pruning": next_question(found, OWN, seen(found), 2, RULES, setting=setting(is_first=False)),
+        "analysis": plan_question(found, OWN, RULES, opened(), setting=setting(is_first=True)),
+        "iterative_pruning": plan_question(
+            found, OWN, RULES, seen(found), attempts_left=2, setting=setting(is_first=False)
+        ),
     }

@@ -54,7 +54,7 @@ class Server:
 
 
 @contextmanager
-def chat_server(script: Script, models: tuple[str, ...] = ("scripted",)) -> Generator[Server]:
+def chat_server(script: Script) -> Generator[Server]:
     """Serve until the block ends."""
     server: Server
 
@@ -63,10 +63,6 @@ def chat_server(script: Script, models: tuple[str, ...] = ("scripted",)) -> Gene
 
         def log_message(self, format: str, *_: object) -> None:
             pass
-
-        def do_GET(self) -> None:
-            server.headers.append(dict(self.headers))
-            self.send(200, json.dumps({"object": "list", "data": [{"id": name, "object": "model"} for name in models]}))
 
         def do_POST(self) -> None:
             server.headers.append(dict(self.headers))

@@ -7,7 +7,7 @@ from made import BASELINE, GOAL, drop, evaluation
 from profiling_agent.analysis.dry_run import dry_run
 from profiling_agent.analysis.rules import analyse
 from profiling_agent.iteration.planners import Planner, first_proposal, next_proposal
-from profiling_agent.llm.question import Asks
+from profiling_agent.llm.transcript import LanguageModel
 from profiling_agent.records import Attempt, Journal, ModelProfile, Origin, Plan, StopReason, Variant
 
 NUM_ATTEMPTS = 5
@@ -33,7 +33,7 @@ def measured(number: int, plan: Plan, found: ModelProfile, origin: Origin, lost_
 
 
 def loop(
-    advisor: Asks | None, planner: Planner, found: ModelProfile, lost_per_nat: float = LOST_PER_NAT
+    advisor: LanguageModel | None, planner: Planner, found: ModelProfile, lost_per_nat: float = LOST_PER_NAT
 ) -> tuple[Attempt, ...]:
     """Return the attempts of a whole loop."""
     plan, origin = first_proposal(advisor, planner, found, GOAL, analyse(found, GOAL))

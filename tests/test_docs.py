@@ -151,10 +151,10 @@ def test_every_python_block_runs(page: str, text: str, place: Path):
 @pytest.mark.parametrize(("page", "text"), commands(), ids=lambda value: value if ".md:" in value else "")
 def test_every_command_runs(page: str, text: str, place: Path):
     answer = Said(content=json.dumps({"reason": "small", "target": {"metric": "params", "saving": 0.2}}))
-    with serve(place / "hub") as hub, chat_server(lambda payload, number: answer, ("gpt-4o", "qwen3:latest")) as model:
+    with serve(place / "hub") as hub, chat_server(lambda payload, number: answer) as model:
         # The two servers stand where the pages say that OpenAI's, Ollama's and Hugging Face's are.
         script = text.replace("http://localhost:11434/v1", model.url)
-        more = {"HF_ENDPOINT": hub, "OPENAI_BASE_URL": model.url} if "gpt-4o" in text else {"HF_ENDPOINT": hub}
+        more = {"HF_ENDPOINT": hub, "OPENAI_BASE_URL": model.url} if "gpt-5.5" in text else {"HF_ENDPOINT": hub}
         ended = subprocess.run(
             ["bash", "-euo", "pipefail", "-c", script],
             cwd=place,

@@ -47,7 +47,7 @@ def test_keys_are_in_the_header_of_their_own_server_and_nowhere_else(world: Worl
     seen = dict[int, str]()
     with chat_server(careful) as server:
         asked = world.request(
-            tmp_path / "runs", advisor="openai:scripted", base_url=server.url, planner="llm", iterate=False
+            tmp_path / "runs", llm="openai:scripted", base_url=server.url, planner="llm", iterate=False
         )
         flags = [
             part

@@ -1,3 +1,6 @@
+import json
+import warnings
+
 import pytest
 from pydantic import ValidationError
 
@@ -92,8 +95,40 @@ def test_runtimes_are_named_with_commas_between(asked: str, names: tuple[str, ..
     assert Request(runtimes=asked).runtime_names == names
 
 
-@pytest.mark.parametrize("asked", ["advisor_tokens", "advisor_requests"])
 @pytest.mark.parametrize("number", [10**30, 10**9 + 1, -1])
-def test_a_budget_that_nobody_can_spend_is_refused(asked: str, number: int):
+def test_a_budget_that_nobody_can_spend_is_refused(number: int):
     with pytest.raises(ValidationError, match=r"Input should be (less|greater) than or equal to"):
-        Request.model_validate({asked: number})
+        Request(llm_tokens=number)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "lines"),
+    [
+        ({"advisor": "openai:m"}, {"llm": "openai:m"}, ["advisor is now llm: write llm=openai:m"]),
+        ({"advisor": "rules"}, {"llm": "none"}, ["advisor is now llm: write llm=none"]),
+        # A key in the environment is no longer enough, an address is.
+        ({"advisor": "auto"}, {"llm": "none"}, ["advisor is now llm: write llm=none"]),
+        ({"advisor": "auto", "base_url": "http://h/v1"}, {"llm": "openai"}, ["advisor is now llm: write llm=openai"]),
+        (
+            {"advisor": "openai:m", "advisor_tokens": 7, "advisor_timeout_s": 9.0, "advisor_requests": 3},
+            {"llm": "openai:m", "llm_tokens": 7, "llm_timeout_s": 9.0},
+            [
+                "advisor is",
+                "advisor_tokens is now llm_tokens: write llm_tokens=7",
+                "advisor_timeout_s is",
+                "advisor_requests has",
+            ],
+        ),
+        ({"advisor": "openai:m", "advisor_requests": 0}, {"llm": "none"}, ["advisor is", "advisor_requests has"]),
+    ],
+)
+def test_the_names_of_version_0_1_are_read_with_a_line_that_says_what_to_write(old: dict, new: dict, lines: list[str]):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        request = Request.model_validate(old)
+
+    assert {name: getattr(request, name) for name in new} == new
+    assert len(caught) == len(lines)
+    assert all(str(warning.message).startswith(line) for warning, line in zip(caught, lines, strict=True))
+    # Records in files are read without a word.
+    assert Request.model_validate_json(json.dumps(old)) == request

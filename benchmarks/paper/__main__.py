@@ -75,9 +75,7 @@ def parser() -> argparse.ArgumentParser:
     add("--num-samples", type=int, help="images to search on")
     add("--batch-size", type=int, default=1, help="images in a batch; the paper times one")
     add("--device", default="auto", help="auto, cpu or cuda")
-    add(
-        "--advisor", action="append", default=[], help="language model that plans; table5 compares as many as are named"
-    )
+    add("--llm", action="append", default=[], help="language model that plans; table5 compares as many as are named")
     add("--base-url", help="address of its server")
     add("--time-budget", help="time that each run may take, such as 30m")
     add("--num-sessions", type=int, default=5, help="sessions that times are taken in")
@@ -190,14 +188,14 @@ def _named_model(name: str) -> tuple[str, Family]:
 def make_tables(given: argparse.Namespace) -> list[Study]:
     """Make the tables of a command line; models, data and options are all checked before the first run."""
     names: tuple[TableName, ...] = tuple(TABLES) if "all" in given.tables else tuple(dict.fromkeys(given.tables))
-    if len(given.advisor) > 1 and "table5" not in names:
-        raise RequestError("table5 compares language models: name one with --advisor for the others")
+    if len(given.llm) > 1 and "table5" not in names:
+        raise RequestError("table5 compares language models: name one with --llm for the others")
     options = {name: getattr(given, name) for name in OPTIONS}
     output = Request(output=given.output).output_dir
     with open_display(errors) as display:
-        runs = Runs(output, options, given.advisor, given.base_url, display.hear)
-        for advisor, kind in itertools.product((None, *given.advisor), KINDS):
-            runs.request(Subject(model="checked", family=FAMILIES[0], data=DATA["Imagenette"]), kind, advisor)
+        runs = Runs(output, options, given.llm, given.base_url, display.hear)
+        for llm, kind in itertools.product((None, *given.llm), KINDS):
+            runs.request(Subject(model="checked", family=FAMILIES[0], data=DATA["Imagenette"]), kind, llm)
         fields = {field: getattr(given, name) for name, field in FIELDS.items()}
         data = {name: data_sets(given.data, fields, name) for name in names}
         chosen = {own: choose(given.models, own, is_named=bool(given.data)) for own in set(data.values())}

@@ -162,35 +162,35 @@ class Runs:
         self,
         output: Path,
         options: Mapping[str, Any],
-        advisors: Sequence[str] = (),
+        llms: Sequence[str] = (),
         base_url: str | None = None,
         listener: Listener = ignore,
     ) -> None:
-        """Work in `output`, with `options` in every request; `advisors` are language models at `base_url`."""
-        self.output, self.advisors, self.advisor = output, advisors, advisors[0] if advisors else None
+        """Work in `output`, with `options` in every request; `llms` are language models at `base_url`."""
+        self.output, self.llms, self.llm = output, llms, llms[0] if llms else None
         self._options, self._base_url, self._listener = options, base_url, listener
         self._answers: dict[str, Any] = {}
 
-    def request(self, subject: Subject, kind: Kind, advisor: str | None = None) -> Request:
+    def request(self, subject: Subject, kind: Kind, llm: str | None = None) -> Request:
         """Return one run's request; its folder is named by a digest of it. Raises ValidationError for a bad option."""
         asked: dict[str, Any] = {
             "model": subject.model,
             **subject.data.model_dump(exclude={"stands_for"}),
             **self._options,
             **KINDS[kind],
-            "advisor": "rules" if advisor is None else advisor,
-            "base_url": None if advisor is None else self._base_url,
+            "llm": "none" if llm is None else llm,
+            "base_url": None if llm is None else self._base_url,
         }
-        if kind == "paper" and advisor is not None:
+        if kind == "paper" and llm is not None:
             asked["planner"] = "llm"
         elif kind in ("paper", "quantized"):
             asked["plan"] = str(self.output / f"{kind}-{slug(subject.family)}.json")
         name = name_run([slug(subject.family), slug(subject.data.stands_for), kind], asked, digits=8)
         return Request.model_validate({**asked, "run_id": name, "output": str(self.output)})
 
-    def run(self, subject: Subject, kind: Kind, advisor: str | None = None) -> RunReport:
+    def run(self, subject: Subject, kind: Kind, llm: str | None = None) -> RunReport:
         """Return the report of one run; the plan file has the paper's uniform cut, or none for "quantized"."""
-        request = self.request(subject, kind, advisor)
+        request = self.request(subject, kind, llm)
         if request.plan is not None:
             layer, ratio = paper.UNIFORM_CUT[subject.family]
             cut = {"layer": layer, "pruning_type": "structured", "pruning_ratio": ratio}
@@ -199,26 +199,26 @@ class Runs:
             Path(request.plan).write_text(json.dumps(plan))
         return complete(request, self._listener)
 
-    def pruned(self, subject: Subject, advisor: str | None) -> Made:
+    def pruned(self, subject: Subject, llm: str | None) -> Made:
         """Measure the product's pruned float32 model."""
-        return of_report(self.run(subject, "pruned", advisor))[0], ""
+        return of_report(self.run(subject, "pruned", llm))[0], ""
 
-    def method(self, subject: Subject, advisor: str | None) -> Made:
+    def method(self, subject: Subject, llm: str | None) -> Made:
         """Measure the best model of Algorithm 1, whatever it lost."""
-        report = self.run(subject, "paper", advisor)
+        report = self.run(subject, "paper", llm)
         best = best_by_algorithm_1(report.attempts)
         assert best.pruned_model is not None, "a measured model exists"
         with self._evaluator(report, METHOD) as evaluator:
             (numbers,), _ = _side_by_side(evaluator, report, [(Variant.PRUNED, best.pruned_model, Deployment())])
-        return numbers, f"planned by {advisor}" if advisor else "its uniform plan"
+        return numbers, f"planned by {llm}" if llm else "its uniform plan"
 
-    def quantized(self, subject: Subject, advisor: str | None) -> dict[str, Made]:
+    def quantized(self, subject: Subject, llm: str | None) -> dict[str, Made]:
         """Measure int8 three ways in one race: our dynamic layers, ONNX Runtime's, and the product's choice.
 
         Raises:
             QuantizationError: dynamic int8 can't be made here.
         """
-        report = self.run(subject, "quantized", advisor)
+        report = self.run(subject, "quantized", llm)
         ours, missing = report.heldout, registry.missing("onnxruntime")
         is_quantized = ours.variant is not Variant.BASELINE
         with self._evaluator(report, METHOD) as evaluator:
@@ -253,16 +253,16 @@ class Runs:
 
     def uniform(self, subject: Subject, criterion: paper.Criterion, ratio: float) -> Made:
         """Measure one of the paper's baselines, a uniform cut."""
-        report = self.run(subject, "pruned", self.advisor)
+        report = self.run(subject, "pruned", self.llm)
 
         def cut(model: nn.Module, spec: InputSpec) -> nn.Module:
             return paper_prune(model, spec, ratio, criterion, seed=report.request.seed).model
 
         return self._in_process(report, f"{criterion} {ratio:.0%}", cut), ""
 
-    def recipe(self, subject: Subject, advisor: str | None) -> Made:
+    def recipe(self, subject: Subject, llm: str | None) -> Made:
         """Measure torch's `quantize_dynamic` of all linear layers with its default settings, as in the paper."""
-        report = self.run(subject, "quantized", advisor)
+        report = self.run(subject, "quantized", llm)
         numbers = self._in_process(report, "quantize_dynamic", lambda model, _: dynamic_int8(model))
         # Quantized weights are no parameters to torch; none is gone.
         numbers["% of params saved"] = Value(value=0.0)
@@ -376,8 +376,8 @@ def _uniform_cut(runs: Runs, subject: Subject, criterion: paper.Criterion, ratio
 
 
 def _method_and_ours(runs: Runs, subject: Subject, printed: Numbers) -> Iterator[Entry]:
-    yield Entry(METHOD, printed, lambda: runs.method(subject, runs.advisor))
-    yield Entry(OURS, printed, lambda: runs.pruned(subject, runs.advisor))
+    yield Entry(METHOD, printed, lambda: runs.method(subject, runs.llm))
+    yield Entry(OURS, printed, lambda: runs.pruned(subject, runs.llm))
 
 
 def _table1(runs: Runs, subject: Subject) -> Iterator[Entry]:
@@ -394,24 +394,24 @@ def _table2(runs: Runs, subject: Subject) -> Iterator[Entry]:
 
 def _table3(runs: Runs, subject: Subject) -> Iterator[Entry]:
     # All but torch's recipe in one race.
-    raced = functools.cache(lambda: runs.quantized(subject, runs.advisor))
+    raced = functools.cache(lambda: runs.quantized(subject, runs.llm))
     printed = paper.printed_table3(paper.TABLE_3[subject.family])
     yield Entry(ONNX, paper.printed_table3(paper.TABLE_3_ONNX[subject.family]), lambda: raced()[ONNX])
     yield Entry(METHOD, printed, lambda: raced()[METHOD])
-    yield Entry(RECIPE, printed, lambda: runs.recipe(subject, runs.advisor))
+    yield Entry(RECIPE, printed, lambda: runs.recipe(subject, runs.llm))
     yield Entry(OURS, printed, lambda: raced()[OURS])
 
 
 def _table4(runs: Runs, subject: Subject) -> Iterator[Entry]:
-    advisor, printed = runs.advisor, paper.printed_table4(subject.family, "pruning")
+    llm, printed = runs.llm, paper.printed_table4(subject.family, "pruning")
     for entry in _method_and_ours(runs, subject, printed):
         yield replace(entry, what=f"pruning, {entry.what}")
     printed = paper.printed_table4(subject.family, "quantization")
-    yield Entry(f"quantization, {METHOD}", printed, lambda: runs.quantized(subject, advisor)[METHOD])
-    yield Entry(f"quantization, {RECIPE}", printed, lambda: runs.recipe(subject, advisor))
+    yield Entry(f"quantization, {METHOD}", printed, lambda: runs.quantized(subject, llm)[METHOD])
+    yield Entry(f"quantization, {RECIPE}", printed, lambda: runs.recipe(subject, llm))
     for step, kind in (("quantization", "quantized"), ("both", "both")):
         own = printed if step == "quantization" else {}
-        yield Entry(f"{step}, {OURS}", own, lambda kind=kind: of_report(runs.run(subject, kind, advisor)))
+        yield Entry(f"{step}, {OURS}", own, lambda kind=kind: of_report(runs.run(subject, kind, llm)))
 
 
 def _table5(runs: Runs, subject: Subject) -> Iterator[Entry]:
@@ -419,10 +419,10 @@ def _table5(runs: Runs, subject: Subject) -> Iterator[Entry]:
         yield Entry(
             f"{planner}, as printed", paper.printed_pruned(*printed, paper.TABLE_5_PARAMS[subject.family]), None
         )
-    for advisor in runs.advisors or (None,):
+    for llm in runs.llms or (None,):
         for what, measure in ((METHOD, runs.method), (OURS, runs.pruned)):
-            row = functools.partial(measure, subject, advisor)
-            yield Entry(f"{advisor or 'no language model'}, {what}", {}, row)
+            row = functools.partial(measure, subject, llm)
+            yield Entry(f"{llm or 'no language model'}, {what}", {}, row)
 
 
 def _figure5(runs: Runs, subject: Subject) -> Iterator[Entry]:
@@ -454,7 +454,7 @@ def make_table(name: TableName, runs: Runs, subjects: Sequence[Subject], missing
     title, _, quantities = paper.TABLES[name]
     for subject in subjects:
         try:
-            runs.run(subject, "quantized" if name == "table3" else "pruned", runs.advisor)
+            runs.run(subject, "quantized" if name == "table3" else "pruned", runs.llm)
         except ProfilingAgentError as error:
             gone.append(f"{subject.family} ({subject.model}) on {subject.data.title}: {error}")
             continue
@@ -506,7 +506,7 @@ def _differences(name: TableName, runs: Runs, subjects: Sequence[Subject]) -> tu
         found += [
             "the paper's method: the best of five plans by Algorithm 1, without compensation; widths are aligned, and each "
             "unit is cut once",
-            f"its plans: {f'by {runs.advisor}, with our prompts and guards' if runs.advisor else by_rules}",
+            f"its plans: {f'by {runs.llm}, with our prompts and guards' if runs.llm else by_rules}",
             "ours: the cheapest float32 model that is shown to lose at most one point",
         ]
     if name in ("table3", "table4"):

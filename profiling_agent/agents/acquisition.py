@@ -1,6 +1,5 @@
 """Acquisition agent: opens the run, fetches the model, draws the images."""
 
-import os
 from collections.abc import Collection
 from functools import partial
 from typing import Any
@@ -8,17 +7,18 @@ from typing import Any
 from langgraph.config import get_config
 from langgraph.runtime import Runtime
 
+from profiling_agent.agents.limits import choose_endpoint, key_for
 from profiling_agent.agents.node import Update, run_node
 from profiling_agent.agents.session import RunSession, Sessions
 from profiling_agent.agents.state import RESULTS, RunState
 from profiling_agent.analysis.plan_file import read_plan
 from profiling_agent.errors import RequestError
+from profiling_agent.files import expanded
 from profiling_agent.iteration.deployments import check_runtimes
 from profiling_agent.iteration.proof import why_unproven
 from profiling_agent.jobs.tasks import AcquireTask
-from profiling_agent.llm.endpoint import choose_endpoint
-from profiling_agent.llm.question import quoted
-from profiling_agent.llm.recorded import read_recording, recorded_file
+from profiling_agent.llm.chat import check_endpoint, name_of
+from profiling_agent.llm.transcript import RECORDED, Recorded, open_recording
 from profiling_agent.reporting.tracking import check_tracker
 from profiling_agent.request import Request
 
@@ -28,40 +28,27 @@ MAX_RECOVERY = 5000
 
 
 def choose_advisor(request: Request, advisor: Any, trusted: Collection[str]) -> Update:
-    """Return who may plan beside the rules, and in words; RequestError where a model that was asked for can't be had.
+    """Return the language model that plans, and a line about it; raises RequestError when it doesn't work.
 
-    Keys go to `trusted` addresses alone. One that the environment alone speaks for is left out instead.
+    `advisor` is a chat model object. Keys go to `trusted` addresses only.
     """
-    if advisor is not None and request.planner != "rules":
-        from profiling_agent.llm.open import name_of
-
-        return _planned_by(name_of(advisor), request, advisor_object=name_of(advisor))
-    if request.planner == "rules" or request.advisor == "rules":
-        return {"advisor_note": "the built-in rules plan: they were asked for"}
-    if file := recorded_file(request.advisor):
-        recording = read_recording(file)
-        return _planned_by(recording.name, request, recorded=recording)
-    by_environment = request.advisor == "auto" and request.base_url is None
-    try:
-        endpoint = choose_endpoint(request.advisor, request.base_url, os.environ)
-        if endpoint is None:
-            return {"advisor_note": "the built-in rules plan: no key and no address of a language model is configured"}
-        from profiling_agent.llm.open import look_at
-
-        unlisted = look_at(endpoint, trusted)
-    except RequestError as error:
-        if not by_environment:
-            raise
-        return {"advisor_note": f"the built-in rules plan: {error}"}
-    chosen = _planned_by(endpoint.name, request, endpoint=endpoint)
-    return chosen | {"advisor_note": f"{chosen['advisor_note']} ({unlisted})"} if unlisted else chosen
-
-
-def _planned_by(name: str, request: Request, **chosen: Any) -> Update:
-    if not (request.advisor_requests and request.advisor_tokens):
-        return {"advisor_note": f"the built-in rules plan: {name} has a budget of nothing"}
+    if request.planner == "rules":
+        return {"advisor_note": "the built-in rules plan: they were requested"}
+    if advisor is not None:
+        name, chosen = name_of(advisor), {"advisor_object": name_of(advisor)}
+    elif request.llm.startswith(RECORDED):
+        file = str(expanded(request.llm.removeprefix(RECORDED)).resolve())
+        recording = open_recording(file)
+        name, chosen = Recorded(recording, recording).name, {"recorded": file}
+    elif endpoint := choose_endpoint(request.llm, request.base_url):
+        check_endpoint(endpoint, key_for(endpoint, trusted), timeout_s=request.llm_timeout_s)
+        name, chosen = endpoint.name, {"endpoint": endpoint}
+    elif request.planner == "llm":
+        raise RequestError("planner is 'llm' but llm is 'none': name a model, as in llm=openai:MODEL")
+    else:
+        return {"advisor_note": "the built-in rules plan: no language model was requested"}
     beside = " beside the built-in rules" if request.planner == "hybrid" else ""
-    return chosen | {"advisor_note": f"{name} plans{beside}"}
+    return {**chosen, "advisor_note": f"{name} plans{beside}"}
 
 
 def acquire(request: Request, session: RunSession) -> Update:
@@ -77,8 +64,6 @@ def acquire(request: Request, session: RunSession) -> Update:
     asked["num_recovery"] = MAX_RECOVERY if request.recover_epochs else 0
     session.jobs.progress(chosen["advisor_note"], 0, 0)
     acquired = session.jobs.run(AcquireTask.model_validate(asked))
-    if recording := chosen.get("recorded"):
-        recording.check(quoted(acquired.source.architecture))
     if line := why_unproven(acquired, request.goal):
         session.jobs.progress(line, 0, 0)
     blank = {name: RunState.model_fields[name].get_default() for name in RESULTS}

@@ -33,7 +33,7 @@ from profiling_agent.errors import RunError
 from profiling_agent.files import make_folders
 from profiling_agent.iteration import attempt, finalize
 from profiling_agent.jobs import tasks
-from profiling_agent.llm import endpoint, recorded
+from profiling_agent.llm import chat
 from profiling_agent.reporting import report
 from profiling_agent.request import RUN_ID, Request
 from profiling_agent.workspace import Workspace, storage_told
@@ -43,8 +43,7 @@ MODULES: tuple[ModuleType, ...] = (
     request,
     attempt,
     finalize,
-    endpoint,
-    recorded,
+    chat,
     tasks,
     report,
     state,

@@ -6,7 +6,7 @@ from profiling_agent.agents.state import RunState
 from profiling_agent.errors import AdvisorError, ShapeUnresolvedError
 from profiling_agent.jobs.runner import Jobs
 from profiling_agent.jobs.tasks import ResolvedShape, ResolveShapeTask, SurveyShapeTask
-from profiling_agent.llm.question import Asks
+from profiling_agent.llm.transcript import LanguageModel
 from profiling_agent.shapes.advised import advised_shape
 
 
@@ -19,7 +19,7 @@ def input_shape_resolver(state: RunState, session: RunSession) -> Update:
     return {"resolved": resolve_with(advisor, task, session.jobs) if advisor else session.jobs.run(task)}
 
 
-def resolve_with(advisor: Asks, task: ResolveShapeTask, jobs: Jobs) -> ResolvedShape:
+def resolve_with(advisor: LanguageModel, task: ResolveShapeTask, jobs: Jobs) -> ResolvedShape:
     """Resolve by the rules where they are certain, else by the language model, and by the rules again where it fails."""
     facts = jobs.run(SurveyShapeTask(model=task.model, revision=task.revision, device=task.device))
     if facts.is_certain:

@@ -1,24 +1,74 @@
-"""Limits of a served graph: which of this machine's folders and which servers a request from outside may name.
+"""Limits: which folders and servers a request may name, and which addresses get the language model's key.
 
-Whoever starts the server, its operator, names them in the environment. Hub ids and reference models need no leave.
+The operator of a served graph names folders and addresses in the environment. Hub ids and reference models need no leave.
 """
 
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from os import pathsep
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from profiling_agent.agents.state import RunState
-from profiling_agent.errors import RequestError
+from profiling_agent.errors import RequestError, RunError
 from profiling_agent.files import expanded, inside
-from profiling_agent.llm.endpoint import is_trusted, trusted_addresses
-from profiling_agent.llm.recorded import recorded_file
+from profiling_agent.llm.chat import DEFAULT_MODEL, Endpoint
+from profiling_agent.llm.transcript import NO_KEY, RECORDED, SECRETS
 from profiling_agent.request import Request
 
 FOLDERS, ADDRESSES, TRACKER = "PROFILING_AGENT_FOLDERS", "PROFILING_AGENT_ADDRESSES", "MLFLOW_TRACKING_URI"
+KEY, URLS = "OPENAI_API_KEY", ("OPENAI_BASE_URL", "OPENAI_API_BASE")
 REFERENCE = "reference:"
 HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?")
+
+
+def choose_endpoint(llm: str, base_url: str | None, environment: Mapping[str, str] = os.environ) -> Endpoint | None:
+    """Return the endpoint of `llm`, or None for `none` and `recorded:FILE`; raises RequestError with what is missing."""
+    if llm.startswith(RECORDED):
+        return None
+    if llm == "none":
+        if base_url is not None:
+            raise RequestError(f"base_url is {base_url!r} but llm is 'none': name its model, as in llm=openai:MODEL")
+        return None
+    provider, _, model = llm.partition(":")
+    if provider != "openai":
+        hint = "" if ":" in llm else f"did you mean openai:{llm}? "
+        raise RequestError(
+            f"llm is {llm!r}: {hint}use none, openai:MODEL or recorded:FILE. Azure is openai:DEPLOYMENT with "
+            "base_url=https://RESOURCE.openai.azure.com/openai/v1; other chat models are objects, optimize(request, advisor=model)"
+        )
+    url = base_url or next((environment[name] for name in URLS if environment.get(name)), None)
+    if url is not None and not (urlsplit(url).scheme in ("http", "https") and urlsplit(url).hostname):
+        raise RequestError(f"base_url is {url!r}: give an address such as http://localhost:8000/v1")
+    if url is None and not environment.get(KEY):
+        raise RequestError(
+            f"llm is {llm!r} but {KEY} isn't set: set it, name a server of your own with base_url, or use llm=none"
+        )
+    return Endpoint(model=model or DEFAULT_MODEL, base_url=url)
+
+
+def trusted_addresses(environment: Mapping[str, str], *named: str | None) -> frozenset[str]:
+    """Return the addresses that keys may go to: those in the environment, and those `named` in this call."""
+    return frozenset(url.rstrip("/") for url in (*named, *map(environment.get, URLS)) if url)
+
+
+def is_trusted(url: str | None, trusted: Collection[str]) -> bool:
+    """Return whether an address is the provider's own (None) or one of these."""
+    return url is None or url.rstrip("/") in trusted
+
+
+def key_for(endpoint: Endpoint, trusted: Collection[str], environment: Mapping[str, str] = os.environ) -> str:
+    """Return the key for an endpoint, or NO_KEY; raises RunError when there is one and the address isn't trusted."""
+    url, held = endpoint.base_url, [name for name in SECRETS if environment.get(name, "") not in ("", NO_KEY)]
+    if held and not is_trusted(url, trusted):
+        raise RunError(
+            f"{held[0]} would go to {url!r}, an address from the run and not from this call: allow it with "
+            f"`profiling-agent resume RUN --base-url {url}` (in Python resume(run, base_url=...); for a graph "
+            f"build_graph(addresses=[...])), or name it in {URLS[0]}, or unset {held[0]}"
+        )
+    return environment.get(KEY) or NO_KEY
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +84,8 @@ class Limits:
         self._check_folder("output", request.output)
         if request.plan is not None:
             self._check_folder("plan", request.plan)
-        if file := recorded_file(request.advisor):
-            self._check_folder("advisor", file)
+        if request.llm.startswith(RECORDED):
+            self._check_folder("llm", request.llm.removeprefix(RECORDED))
         self._check_source("model", request.model)
         self._check_source("dataset", request.dataset)
         self._check_address(request.base_url)

@@ -10,7 +10,6 @@ from profiling_agent.iteration.finalists import torch_model
 from profiling_agent.iteration.finalize import finalize
 from profiling_agent.iteration.speed import raced_headline
 from profiling_agent.jobs.profile import profile_artifact, read_profile
-from profiling_agent.llm.ledger import note_end
 from profiling_agent.reporting.card import card_judged, card_notes, card_rows
 from profiling_agent.reporting.report import Sources, build_report
 from profiling_agent.reporting.results import results_folder
@@ -66,6 +65,5 @@ def report(state: RunState, session: RunSession) -> Update:
     if line := track(written, folder):
         session.jobs.progress(line, 0, 0)
     session.jobs.forget_images()
-    note_end(workspace.root)
     session.close()
     return {"verdict": written.verdict, "report": written, "results_dir": str(folder)}

@@ -11,7 +11,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from profiling_agent.agents.limits import Limits
+from profiling_agent.agents.limits import Limits, key_for, trusted_addresses
 from profiling_agent.agents.state import RunState
 from profiling_agent.errors import RunError
 from profiling_agent.files import FileRefusedError, inside, resolved
@@ -25,10 +25,8 @@ from profiling_agent.jobs.runner import Jobs
 from profiling_agent.jobs.store import artifacts_of
 from profiling_agent.jobs.tasks import Profiled
 from profiling_agent.jobs.timesheet import SHEET
-from profiling_agent.llm.endpoint import key_for, trusted_addresses
-from profiling_agent.llm.ledger import Ledger, read_spent
-from profiling_agent.llm.question import Asks
-from profiling_agent.llm.recorded import Recorded
+from profiling_agent.llm.chat import Chat, name_of, open_model
+from profiling_agent.llm.transcript import FILE, LanguageModel, Recorded, Transcript, open_recording
 from profiling_agent.records import Acquired, ModelProfile, Plan, Spent, SplitInfo
 from profiling_agent.request import RUN_ID, Request
 from profiling_agent.workspace import (
@@ -94,7 +92,7 @@ class RunSession:
         self.jobs = Jobs(workspace)
         self.resources.callback(self.jobs.close)
         self._created = created
-        self._advisor: Asks | None = None
+        self._advisor: LanguageModel | None = None
         self._profile: tuple[Profiled, ModelProfile] | None = None
         self._num_deployments: int | None = None
         self._evaluator: tuple[dict[str, Any], Evaluator] | None = None
@@ -158,7 +156,7 @@ class RunSession:
         """Return the addresses that keys of the environment may go to."""
         return trusted_addresses(os.environ, *self.addresses)
 
-    def advisor(self, state: RunState) -> Asks | None:
+    def advisor(self, state: RunState) -> LanguageModel | None:
         """Return the language model that may plan, None where the rules plan alone."""
         if not _is_advised(state):
             return None
@@ -171,24 +169,19 @@ class RunSession:
             self._advisor = self._open_advisor(state)
         return self._advisor
 
-    def _open_advisor(self, state: RunState) -> Asks | None:
-        assert state.acquired is not None, "acquisition comes first"
-        root, budget = self.workspace.root, (state.advisor_requests, state.advisor_tokens)
-        ledger = Ledger(root, max_requests=budget[0], max_tokens=budget[1])
-        architecture = state.acquired.source.architecture
+    def _open_advisor(self, state: RunState) -> LanguageModel:
+        transcript = Transcript(self.workspace.root / FILE, max_tokens=state.llm_tokens)
         if state.recorded is not None:
-            return Recorded(state.recorded, ledger, architecture)
-        ledger.begin(architecture)
-        # Importing the provider takes seconds, which runs without a model needn't wait for.
-        from profiling_agent.llm.open import open_advisor
-
-        return open_advisor(state, ledger, state.endpoint, self.trusted, self.chat_model)
+            return Recorded(open_recording(state.recorded), transcript)
+        if self.chat_model is not None:
+            return Chat(self.chat_model, name_of(self.chat_model), transcript, timeout_s=state.llm_timeout_s)
+        assert state.endpoint is not None, "there is a language model"
+        model = open_model(state.endpoint, key_for(state.endpoint, self.trusted), timeout_s=state.llm_timeout_s)
+        return Chat(model, state.endpoint.name, transcript, timeout_s=state.llm_timeout_s)
 
     def spent(self, state: RunState) -> Spent | None:
-        """Return what was asked of the language model; None where there is none."""
-        if not _has_advisor(state):
-            return None
-        return read_spent(self.workspace.root)
+        """Return the use of the language model; None when there is none."""
+        return Transcript(self.workspace.root / FILE).spent if _has_advisor(state) else None
 
     def evaluator(self, state: RunState) -> Evaluator:
         """Return what attempts are measured with, the same one as long as it would be made of the same."""

@@ -9,8 +9,7 @@ from profiling_agent.iteration.attempt import PreparedAttempt
 from profiling_agent.iteration.finalize import FinalChoice
 from profiling_agent.iteration.judge import rejudged
 from profiling_agent.jobs.tasks import Profiled, ResolvedShape
-from profiling_agent.llm.endpoint import Endpoint
-from profiling_agent.llm.recorded import Recording
+from profiling_agent.llm.chat import Endpoint
 from profiling_agent.records import (
     Acquired,
     Cap,
@@ -39,7 +38,7 @@ class RunState(Request):
     results_dir: str = Field(default="", description="where the answer lies: the run folder, or a fork's own within")
     endpoint: Endpoint | None = Field(default=None, description="the language model that plans, where there is one")
     advisor_note: str = Field(default="", description="who plans, and why")
-    recorded: Recording | None = Field(default=None, description="the answers of a run that plan this one again")
+    recorded: str | None = Field(default=None, description="the transcript of a run whose answers plan this one")
     advisor_object: str | None = Field(default=None, description="the name of one that was passed as an object")
     acquired: Acquired | None = None
     resolved: ResolvedShape | None = None

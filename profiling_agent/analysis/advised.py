@@ -1,9 +1,8 @@
-"""Advised plan: by a language model, asked for with the evidence, held against the dry run, guarded, and told apart from the rules'."""
+"""Plans by a language model: the question with its evidence, and the check of the answer."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from pydantic import AliasChoices, Field, model_validator
 
@@ -25,7 +24,7 @@ from profiling_agent.analysis.digest import (
     unit_rows,
 )
 from profiling_agent.analysis.dry_run import dry_run
-from profiling_agent.analysis.guards import NATS_A_POINT, Guarded, allowed_kl, complaint_about, guard
+from profiling_agent.analysis.guards import NATS_A_POINT, Guarded, allowed_kl, guard
 from profiling_agent.analysis.history import (
     DEPLOYMENT_LEGEND,
     attempt_rows,
@@ -36,7 +35,7 @@ from profiling_agent.analysis.history import (
 )
 from profiling_agent.analysis.tools import evidence_tools
 from profiling_agent.errors import ContextTooLongError, PlanError
-from profiling_agent.llm.question import Advice, Asks, Question, quoted
+from profiling_agent.llm.transcript import LanguageModel, Question, quoted
 from profiling_agent.prompts import render  # pyright: ignore[reportMissingImports] - mapped on install
 from profiling_agent.records import (
     PRUNING,
@@ -93,125 +92,118 @@ class NextAnswer(PlanAnswer):
     stop: bool = Field(default=False, description="true: no further plan is worth an evaluation")
 
 
-AnyPlan = TypeVar("AnyPlan", bound=PlanAnswer)
-
-
-class Advised(Record):
-    """A guarded plan of a language model; `stop` where it advises against another."""
-
-    guarded: Guarded | None
-    reason: str
-    repairs: int
-    stop: bool = False
-
-
-def _nothing(_: object) -> None:
-    return None
-
-
 @dataclass(frozen=True)
 class Setting:
-    """What a plan is made for besides the model and the contract: where it will run, and by what it will be judged.
+    """The machine and the rules of a plan, for the prompt.
 
-    `schemes` are the runtimes and schemes that a plan may ask for, `rule` says when an attempt is accepted, and `admission` which plans become
-    one. `undeployable` and `why_not` say what speaks against a plan's wish for quantization, and against measuring it; None where nothing does.
+    `schemes` are the runtimes and schemes that a plan may name, `rule` is when an attempt is accepted, `admission` is which
+    plans are measured. `undeployable` returns why no runtime can do what a plan asks of quantization, or None.
     """
 
     machine: str = "this one"
     schemes: tuple[str, ...] = ()
     rule: str = "by its measured loss of top-1"
     admission: str = "Your plan is measured."
-    undeployable: Callable[[Plan], str | None] = _nothing
-    why_not: Callable[[Guarded], str | None] = _nothing
+    undeployable: Callable[[Plan], str | None] = lambda _: None
 
 
 UNKNOWN = Setting()
 
 
-def first_plan(
-    advisor: Asks,
+@dataclass(frozen=True)
+class Advised:
+    """The answer of a language model: a guarded plan, None for the advice to stop, and the objection to measuring it."""
+
+    guarded: Guarded | None
+    objection: str | None
+    reason: str
+    repairs: int
+
+
+def ask_for_plan(
+    advisor: LanguageModel,
+    question: Callable[[int], Question],
     profile: ModelProfile,
     goal: Goal,
-    rules: Plan,
-    journal: Journal | None = None,
+    journal: Journal | None,
+    objection: Callable[[Guarded], str | None],
     *,
-    setting: Setting = UNKNOWN,
+    may_stop: bool,
 ) -> Advised:
-    """Return the model's first plan; AdvisorError where it has none."""
-    asked = partial(first_question, profile, goal, rules, journal=journal, setting=setting)
-    advice = _ask(advisor, asked, PlanAnswer, profile, goal, setting=setting)
-    guarded = guard(advice.value.plan, profile, goal)
-    return Advised(guarded=guarded, reason=advice.value.reason, repairs=advice.repairs)
+    """Return a plan, checked once; `question` takes the most characters of evidence.
+
+    Raises:
+        AdvisorError: no valid answer came.
+    """
+    guarded: Guarded | None = None
+    objected: str | None = None
+
+    def check(answer: PlanAnswer) -> str | None:
+        nonlocal guarded, objected
+        if isinstance(answer, NextAnswer) and answer.stop:
+            guarded, objected = None, None
+            return None
+        guarded = guard(answer.plan, profile, goal)
+        objected = objection(guarded)
+        return guarded.complaint or objected
+
+    answer_type, tools = NextAnswer if may_stop else PlanAnswer, evidence_tools(profile, goal, journal)
+    try:
+        advice = advisor.ask(question(MAX_CHARACTERS), answer_type, check=check, tools=tools)
+    except ContextTooLongError:
+        advice = advisor.ask(question(SHORT_CHARACTERS), answer_type, check=check, tools=tools)
+    return Advised(guarded, objected, advice.value.reason, advice.repairs)
 
 
-def next_plan(
-    advisor: Asks,
+def plan_question(
     profile: ModelProfile,
     goal: Goal,
-    journal: Journal,
-    *,
-    attempts_left: int,
     rules: Plan | None,
-    setting: Setting = UNKNOWN,
-) -> Advised:
-    """Return the model's next plan, or its advice to stop; AdvisorError where it has neither."""
-    asked = partial(next_question, profile, goal, journal, attempts_left, rules, setting=setting)
-    advice = _ask(advisor, asked, NextAnswer, profile, goal, setting=setting, journal=journal)
-    guarded = None if advice.value.stop else guard(advice.value.plan, profile, goal)
-    return Advised(guarded=guarded, reason=advice.value.reason, repairs=advice.repairs, stop=advice.value.stop)
-
-
-def first_question(
-    profile: ModelProfile,
-    goal: Goal,
-    rules: Plan,
-    max_characters: int = MAX_CHARACTERS,
-    journal: Journal | None = None,
-    *,
-    setting: Setting = UNKNOWN,
-) -> Question:
-    """Return what the analysis agent asks; its evidence takes at most so many characters. Without a journal no deployment is known."""
-    told: dict[str, object] = {**shortened(_sections(profile, goal, journal), max_characters, SPARE)}
-    told |= {
-        "rules": _rules_text(rules, profile, journal),
-        "rejected": rejection_rows(journal.rejected if journal else ()),
-    }
-    return _question("analysis", profile, goal, setting, **told)
-
-
-def next_question(
-    profile: ModelProfile,
-    goal: Goal,
-    journal: Journal,
-    attempts_left: int,
-    rules: Plan | None,
+    journal: Journal | None,
     max_characters: int = MAX_CHARACTERS,
     *,
+    attempts_left: int | None = None,
     setting: Setting = UNKNOWN,
 ) -> Question:
-    """Return what the iterative pruning agent asks; its evidence takes at most so many characters."""
+    """Return the question of the analysis agent, or with `attempts_left` that of the iterative pruning agent."""
+    search = journal.deployment_search if journal else None
     sections = {
-        "attempts": tuple(reversed(attempt_rows(journal, profile))),
-        **_sections(profile, goal, journal),
-    }
-    told: dict[str, object] = {**shortened(sections, max_characters, SPARE)}
-    told |= {
-        "rules": _rules_text(rules, profile, journal) if rules else "to stop",
-        "rejected": rejection_rows(journal.rejected),
-    }
-    told |= {"attempts_left": attempts_left, "kl_so_far": kl_so_far(journal)}
-    return _question("iterative_pruning", profile, goal, setting, **told)
-
-
-def _sections(profile: ModelProfile, goal: Goal, journal: Journal | None) -> dict[str, tuple[str, ...]]:
-    return {
-        "deployments": deployment_rows(journal.deployment_search, journal.baseline) if journal else (),
-        "groups": group_rows(profile, journal.deployment_search if journal else None),
+        "deployments": deployment_rows(search, journal.baseline) if journal else (),
+        "groups": group_rows(profile, search),
         "frontier": frontier_rows(profile, goal),
         "units": unit_rows(profile),
         "operators": operator_rows(profile),
         "layers": layer_rows(profile),
     }
+    agent, more = "analysis", dict[str, object]()
+    if attempts_left is not None and journal is not None:
+        agent, more = "iterative_pruning", {"attempts_left": attempts_left, "kl_so_far": kl_so_far(journal)}
+        sections = {"attempts": tuple(reversed(attempt_rows(journal, profile))), **sections}
+    form = render("plan_form", schemes=", ".join(setting.schemes) or "none, leave it null")
+    evidence = render(
+        agent,
+        goal=goal_text(goal),
+        demands=demand_rows(goal),
+        rule=setting.rule,
+        admission=setting.admission,
+        nats_a_point=" to ".join(f"{nats:g}" for nats in NATS_A_POINT),
+        allowed_kl=f"{allowed_kl(goal):.2g}",
+        model=f"{quoted(profile.architecture)}, {profile.params} params, {profile.macs} MACs",
+        machine=f"{quoted(setting.machine)}, {profile.device}, batches of {profile.batch_size}",
+        latency=f"{profile.headline.latency.median_ms:.4g} ms",
+        deployment_legend=DEPLOYMENT_LEGEND,
+        group_legend=GROUP_LEGEND,
+        frontier_legend=FRONTIER_LEGEND,
+        unit_legend=UNIT_LEGEND,
+        operator_legend=OPERATOR_LEGEND,
+        layer_legend=LAYER_LEGEND,
+        rules=_rules_text(rules, profile, journal) if rules else "to stop",
+        rejected=rejection_rows(journal.rejected if journal else ()),
+        **shortened(sections, max_characters, SPARE),
+        **more,
+    )
+    instructions = render(f"{agent}_role", form=form, examples=render(f"{agent}_examples"))
+    return Question(agent=agent, instructions=instructions, evidence=evidence)
 
 
 def _rules_text(plan: Plan, profile: ModelProfile, journal: Journal | None) -> str:
@@ -222,56 +214,3 @@ def _rules_text(plan: Plan, profile: ModelProfile, journal: Journal | None) -> s
         return f"{plan_text(plan)}\n  which can't be made: {quoted(str(error))}"
     known = journal if plan.quantization is None else None
     return f"{plan_text(plan)}\n  predicted: {predicted_text(dry, profile, known)}"
-
-
-def _question(agent: str, profile: ModelProfile, goal: Goal, setting: Setting, **told: object) -> Question:
-    form = render("plan_form", schemes=", ".join(setting.schemes) or "none, leave it null")
-    return Question(
-        agent=agent,
-        instructions=render(f"{agent}_role", form=form, examples=render(f"{agent}_examples")),
-        evidence=render(
-            agent,
-            goal=goal_text(goal),
-            demands=demand_rows(goal),
-            rule=setting.rule,
-            admission=setting.admission,
-            nats_a_point=" to ".join(f"{nats:g}" for nats in NATS_A_POINT),
-            allowed_kl=f"{allowed_kl(goal):.2g}",
-            model=f"{quoted(profile.architecture)}, {profile.params} params, {profile.macs} MACs",
-            machine=f"{quoted(setting.machine)}, {profile.device}, batches of {profile.batch_size}",
-            latency=f"{profile.headline.latency.median_ms:.4g} ms",
-            deployment_legend=DEPLOYMENT_LEGEND,
-            group_legend=GROUP_LEGEND,
-            frontier_legend=FRONTIER_LEGEND,
-            unit_legend=UNIT_LEGEND,
-            operator_legend=OPERATOR_LEGEND,
-            layer_legend=LAYER_LEGEND,
-            **told,
-        ),
-    )
-
-
-def _ask(
-    advisor: Asks,
-    asked: Callable[[int], Question],
-    answer_type: type[AnyPlan],
-    profile: ModelProfile,
-    goal: Goal,
-    *,
-    setting: Setting,
-    journal: Journal | None = None,
-) -> Advice[AnyPlan]:
-    """Ask; once more with less evidence where the model can't read as much."""
-    tools = evidence_tools(profile, goal, journal)
-
-    def check(answer: PlanAnswer) -> str | None:
-        if isinstance(answer, NextAnswer) and answer.stop:
-            return None
-        # What can't be carried out comes first: what is left of such a plan is none of the model's.
-        guarded = guard(answer.plan, profile, goal)
-        return complaint_about(guarded) or setting.undeployable(answer.plan) or setting.why_not(guarded)
-
-    try:
-        return advisor.ask(asked(MAX_CHARACTERS), answer_type, check=check, tools=tools)
-    except ContextTooLongError:
-        return advisor.ask(asked(SHORT_CHARACTERS), answer_type, check=check, tools=tools)

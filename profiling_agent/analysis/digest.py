@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from profiling_agent.analysis.dry_run import predicted_kl, saved_share
 from profiling_agent.analysis.frontier import METRICS, Reached, frontier, num_left_out
 from profiling_agent.analysis.groups import INDEX, Group, group_units
-from profiling_agent.llm.question import quoted
+from profiling_agent.llm.transcript import quoted
 from profiling_agent.records import (
     Cut,
     Deployment,

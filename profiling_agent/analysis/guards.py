@@ -31,23 +31,18 @@ class Guarded(Record):
     dropped: tuple[str, ...] = ()
     cut_back: str | None = None
 
+    @property
+    def complaint(self) -> str | None:
+        """Return what was wrong with the plan, for its author; None when nothing was."""
+        problems = [*self.dropped, *([self.cut_back] if self.cut_back else [])]
+        if not problems and self.dry_run is not None and not self.dry_run.cuts:
+            problems.append(f"it cuts nothing: {'; '.join(self.dry_run.notes[:3]) or 'name layers, or a target'}")
+        return "; ".join(problems[:6]) or None
+
 
 def allowed_kl(goal: Goal) -> float:
     """Return the predicted KL in nats beyond which no plan is worth an evaluation."""
     return max(goal.max_accuracy_drop * MAX_NATS_PER_ACCURACY, MIN_NATS)
-
-
-def complaint(plan: Plan, profile: ModelProfile, goal: Goal) -> str | None:
-    """Return what is wrong with a plan as it stands, in words for whoever wrote it; None where nothing is."""
-    return complaint_about(guard(plan, profile, goal))
-
-
-def complaint_about(guarded: Guarded) -> str | None:
-    """Return what was wrong with a plan that was guarded, as `complaint` does."""
-    said = [*guarded.dropped, *([guarded.cut_back] if guarded.cut_back else [])]
-    if not said and guarded.dry_run is not None and not guarded.dry_run.cuts:
-        said.append(f"it cuts nothing: {'; '.join(guarded.dry_run.notes[:3]) or 'name layers, or a target'}")
-    return "; ".join(said[:6]) or None
 
 
 def guard(plan: Plan, profile: ModelProfile, goal: Goal) -> Guarded:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from profiling_agent.analysis.digest import plan_text, widths_text
 from profiling_agent.analysis.guards import NATS_A_POINT
-from profiling_agent.llm.question import quoted
+from profiling_agent.llm.transcript import quoted
 from profiling_agent.records import (
     Attempt,
     Decided,

@@ -9,7 +9,7 @@ from profiling_agent.analysis.history import predicted_text
 from profiling_agent.analysis.plan_file import parse_plan
 from profiling_agent.documents import DocumentError
 from profiling_agent.errors import PlanError
-from profiling_agent.llm.question import Tool, quoted
+from profiling_agent.llm.transcript import Tool, quoted
 from profiling_agent.modules.layer_names import matching_names
 from profiling_agent.records import Attempt, Goal, Journal, ModelProfile, Unit
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import typer
@@ -23,8 +23,6 @@ from profiling_agent.cli.terminal import JsonOption, console, echo_json, errors,
 from profiling_agent.deployment import registry
 from profiling_agent.documents import parse_json
 from profiling_agent.errors import RequestError
-from profiling_agent.llm.endpoint import choose_endpoint, trusted_addresses
-from profiling_agent.llm.recorded import read_recording, recorded_file
 from profiling_agent.memory import available_bytes, total_bytes
 from profiling_agent.processes.child import ending
 from profiling_agent.processes.environment import child_environment
@@ -34,7 +32,7 @@ from profiling_agent.quantization.vnni import INSTRUCTIONS, has_vnni
 from profiling_agent.records import RUNTIMES, Environment, Record, RuntimeName
 from profiling_agent.reporting.units import percent, size
 from profiling_agent.reproducibility import available_cores, cpu_quota, environment
-from profiling_agent.request import Request
+from profiling_agent.request import Request, current_names
 
 # What a run of a small model asks for, and what the default ones of the paper's models held at most: 5.7 GB a ResNet-101, 9.1 a Swin-B.
 FREE_MEMORY, AMPLE_MEMORY, FREE_DISK = 4e9, 10e9, 5e9
@@ -48,10 +46,11 @@ NUM_REPEATS = 40
 COLORS = {"ok": "green", "note": "yellow", "problem": "red"}
 
 
-def doctor(
+def doctor(  # noqa: PLR0913, PLR0917 - one is an old flag
     output: Annotated[Path, typer.Option(help="folder that would hold the run folders")] = Path("runs"),
-    advisor: Annotated[str, typer.Option(help="the language model that would plan")] = "auto",
+    llm: Annotated[str, typer.Option(help="the language model that would plan")] = "none",
     base_url: Annotated[str | None, typer.Option(help="address of its server")] = None,
+    advisor: Annotated[str | None, typer.Option(hidden=True)] = None,
     device: Annotated[
         str, typer.Option(help="device to test: cpu, cuda, or auto for a CUDA device where there is one")
     ] = "auto",
@@ -82,9 +81,11 @@ def doctor(
         look_at_model(model, revision=revision, runtimes=runtimes, json_=json_)
         return
     with refusing():
-        request = Request.model_validate(
-            {"output": str(output), "advisor": advisor, "base_url": base_url, "device": device}
-        )
+        given: dict[str, Any] = {"output": str(output), "llm": llm, "base_url": base_url, "device": device}
+        given, lines = current_names(given | ({} if advisor is None else {"advisor": advisor}), are_flags=True)
+        for line in lines:
+            errors.print(line, markup=False, soft_wrap=True)
+        request = Request.model_validate(given)
         with open_display(errors) as display:
             findings = list(examine(request, display.stage("doctor")))
     if json_:
@@ -115,7 +116,7 @@ def examine(request: Request, progress: Progress = silent) -> Iterator[Finding]:
         lambda: _disk(request.output_dir),
         _noise,
     ]
-    looks += [lambda: _advisor(request), _hub]
+    looks += [lambda: _language_model(request), _hub]
     # Last: each takes seconds.
     looks += [partial(_runtime, name) for name in RUNTIMES]
     looks += [partial(_device, request.device)]
@@ -252,27 +253,15 @@ def self_tested(name: str, code: int, said: str, errors_said: str) -> Finding:
     return Finding(name="device", state="note" if asks else "ok", seen="; ".join([device, *seen]), advice=asks)
 
 
-def _advisor(request: Request) -> Finding:
-    try:
-        if file := recorded_file(request.advisor):
-            return Finding(
-                name="language model", state="ok", seen=f"{read_recording(file).name}: its answers are given again"
-            )
-        endpoint = choose_endpoint(request.advisor, request.base_url, os.environ)
-        if endpoint is None:
-            return Finding(name="language model", state="ok", seen="none is configured: the built-in rules plan")
-        from profiling_agent.llm.open import look_at
+def _language_model(request: Request) -> Finding:
+    from profiling_agent.agents.acquisition import choose_advisor
+    from profiling_agent.agents.limits import trusted_addresses
 
-        unlisted = look_at(endpoint, trusted_addresses(os.environ, request.base_url))
+    try:
+        note = choose_advisor(request, None, trusted_addresses(os.environ, request.base_url))["advisor_note"]
     except RequestError as error:
-        # One that the environment alone speaks for is left out by a run, which then works without it.
-        if request.advisor == "auto" and request.base_url is None:
-            return Finding(name="language model", state="note", seen=str(error), advice="the built-in rules would plan")
-        return Finding(name="language model", state="problem", seen=str(error), advice="or use --advisor rules")
-    if unlisted:
-        advice = "name one of these, unless it answers for more"
-        return Finding(name="language model", state="note", seen=unlisted, advice=advice)
-    return Finding(name="language model", state="ok", seen=f"{endpoint.name} answers")
+        return Finding(name="language model", state="problem", seen=str(error), advice="or use --llm none")
+    return Finding(name="language model", state="ok", seen=note)
 
 
 def _hub() -> Finding:

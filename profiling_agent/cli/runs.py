@@ -30,7 +30,7 @@ from profiling_agent.errors import ProfilingAgentError, RequestError, RunError
 from profiling_agent.files import read_text
 from profiling_agent.reporting.report import RunReport
 from profiling_agent.reporting.results import read_report
-from profiling_agent.request import Request
+from profiling_agent.request import OLD_NAMES, Request, current_names
 
 
 def _option(name: str) -> inspect.Parameter:
@@ -52,19 +52,30 @@ def _option(name: str) -> inspect.Parameter:
     )
 
 
+def _old_option(name: str) -> inspect.Parameter:
+    kind = Request.model_fields[OLD_NAMES[name] or "llm_tokens"].annotation
+    option = typer.Option(f"--{name.replace('_', '-')}", hidden=True)
+    annotation = Annotated[kind | None, option] if kind else Annotated[str | None, option]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+
+
 def with_request_flags(command: Callable[..., None]) -> Callable[..., None]:
     """Give a command that takes a Request one flag for each of its fields, before its own."""
     _, *own = inspect.signature(command).parameters.values()
 
     def wrapper(**values: Any) -> None:
         rest = {flag.name: values.pop(flag.name) for flag in own}
+        given = {name: value for name, value in values.items() if name not in OLD_NAMES or value is not None}
+        values, lines = current_names(given, are_flags=True)
+        for line in lines:
+            errors.print(line, markup=False, soft_wrap=True)
         try:
             request = Request.model_validate(values)
         except ValidationError as error:
             refuse(first_problem(error))
         command(request, **rest)
 
-    flags = [*(_option(name) for name in Request.model_fields), *own]
+    flags = [*(_option(name) for name in Request.model_fields), *map(_old_option, OLD_NAMES), *own]
     wrapper.__signature__ = inspect.Signature(flags)
     wrapper.__annotations__ = {flag.name: flag.annotation for flag in flags}
     wrapper.__name__, wrapper.__doc__ = command.__name__, command.__doc__

@@ -1,11 +1,11 @@
-"""Planners: the built-in rules, a language model, or both against each other. Nothing here is believed; it is measured."""
+"""Planners: the built-in rules, a language model, or both next to each other."""
 
-from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Literal
 
-from profiling_agent.analysis.advised import UNKNOWN, Advised, Setting, first_plan, next_plan
+from profiling_agent.analysis.advised import UNKNOWN, Advised, Setting, ask_for_plan, plan_question
 from profiling_agent.analysis.demands import obeying
 from profiling_agent.analysis.dry_run import dry_run, saved_share
 from profiling_agent.analysis.frontier import METRICS, Metric
@@ -16,10 +16,9 @@ from profiling_agent.iteration.deployments import why_undeployable
 from profiling_agent.iteration.evaluator import Evaluator
 from profiling_agent.iteration.judge import rule_text
 from profiling_agent.iteration.propose import milder, propose
-from profiling_agent.llm.question import Asks
+from profiling_agent.llm.transcript import LanguageModel
 from profiling_agent.records import (
     Attempt,
-    Decided,
     DryRun,
     Goal,
     Journal,
@@ -37,7 +36,7 @@ RULES = Origin(by="rules")
 TOLERANCE, TINY_KL = 1.1, 1e-5
 # And has to lie this share of the model away from what was measured already, to teach anything.
 STEP = 0.01
-# As a language model reads them; what they say is what `_why_not` and `_dearer` and `_is_known` do.
+# As a language model reads them; `_objection` applies them.
 ALWAYS = "Your plan is measured where it cuts something, nobody has measured or rejected it, and a runtime here can do what it asks of quantization"
 AS_THE_ALLOCATOR = (
     f"where it is predicted to cost at most {TOLERANCE:g} times the KL at which the allocator saves as much of its target's metric (of the rules' where it "
@@ -78,7 +77,7 @@ def admission_text(planner: Planner, *, is_first: bool) -> str:
 
 
 def first_proposal(
-    advisor: Asks | None,
+    advisor: LanguageModel | None,
     planner: Planner,
     profile: ModelProfile,
     goal: Goal,
@@ -87,32 +86,27 @@ def first_proposal(
     *,
     setting: Setting = UNKNOWN,
 ) -> Proposal:
-    """Return the first plan: a language model's where there is one, which sees what the rules propose, and what deployments did if there is a journal.
-
-    The rules' own stands where the model has none that may be measured; with both planners, that is one that by the evidence does worse.
-    """
+    """Return the first plan: a language model's, which sees the rules' plan, or the rules' when there is an objection to it."""
     if advisor is None or planner == "rules":
         return rules, RULES
-    rejected = journal.rejected if journal else ()
-
-    def why_not(guarded: Guarded) -> str | None:
-        if why := _why_not(guarded, profile, rejected, setting):
-            return why
-        return _dearer(guarded, profile, goal, rules.target) if planner == "hybrid" else None
-
-    asked = replace(setting, admission=admission_text(planner, is_first=True), why_not=why_not)
+    setting = replace(setting, admission=admission_text(planner, is_first=True))
     try:
-        advised = first_plan(advisor, profile, goal, rules, journal, setting=asked)
+        advised = ask_for_plan(
+            advisor,
+            lambda most: plan_question(profile, goal, rules, journal, most, setting=setting),
+            profile,
+            goal,
+            journal,
+            lambda guarded: _objection(guarded, planner, profile, goal, journal, rules.target, setting),
+            may_stop=False,
+        )
     except AdvisorError as error:
-        return rules, _instead(str(error))
-    assert advised.guarded is not None, "a first plan never stops"
-    if objection := why_not(advised.guarded):
-        return rules, _instead(f"{advisor.name}: {objection}")
-    return advised.guarded.plan, _origin(advisor, advised)
+        return rules, Origin(by="rules", note=str(error))
+    return _proposal(advisor, advised) or (rules, Origin(by="rules", note=f"{advisor.name}: {advised.objection}"))
 
 
 def next_proposal(
-    advisor: Asks | None,
+    advisor: LanguageModel | None,
     planner: Planner,
     profile: ModelProfile,
     goal: Goal,
@@ -121,43 +115,50 @@ def next_proposal(
     max_iterations: int,
     setting: Setting = UNKNOWN,
 ) -> Proposal | StopReason:
-    """Return the next plan and who made it, or the reason to stop.
+    """Return the next plan and its origin, or the reason to stop.
 
-    With both planners a language model's plan is measured where the evidence puts it beside the rules' best, and where it
-    asks something that isn't known; otherwise the rules' plan is, with the reason. Where a model made the first plan, the rules' own
-    comes second, unless the first has answered for it, and it is that one that they go on from.
+    With `hybrid` the rules' own plan comes second, unless the model's first has answered for it; the rules go on from it.
     """
     own = _rules_own(profile, goal, journal) if planner == "hybrid" else None
     rules = propose(goal, profile, journal, max_iterations=max_iterations, first=own)
     if advisor is None or planner == "rules" or len(journal.attempts) >= max_iterations:
         return rules if isinstance(rules, StopReason) else (rules, RULES)
     if own is not None and not _is_answered(own, profile, journal):
-        return own, _instead(f"beside {advisor.name}'s first plan, the rules' own is measured")
+        return own, Origin(by="rules", note=f"beside {advisor.name}'s first plan, the rules' own is measured")
     target = (own or journal.attempts[0].plan).target
-
-    def why_not(guarded: Guarded) -> str | None:
-        why = _why_not(guarded, profile, journal.rejected, setting) or _repeated(guarded, journal)
-        if why or planner == "llm":
-            return why
-        return _dearer(guarded, profile, goal, target) or _is_known(guarded, profile, journal, target)
-
-    asked = replace(setting, admission=admission_text(planner, is_first=False), why_not=why_not)
-    by_rules = None if isinstance(rules, StopReason) else rules
-    left = max_iterations - len(journal.attempts)
+    setting = replace(setting, admission=admission_text(planner, is_first=False))
+    by_rules, left = None if isinstance(rules, StopReason) else rules, max_iterations - len(journal.attempts)
     try:
-        advised = next_plan(advisor, profile, goal, journal, attempts_left=left, rules=by_rules, setting=asked)
+        advised = ask_for_plan(
+            advisor,
+            lambda most: plan_question(profile, goal, by_rules, journal, most, attempts_left=left, setting=setting),
+            profile,
+            goal,
+            journal,
+            lambda guarded: _objection(guarded, planner, profile, goal, journal, target, setting),
+            may_stop=True,
+        )
     except AdvisorError as error:
-        return _rules_instead(rules, f"{advisor.name}: {error}")
-    if advised.guarded is None:
-        stops = f"{advisor.name}: advises to stop ({advised.reason[:200]})"
-        return StopReason.ADVISED if planner == "llm" else _rules_instead(rules, stops)
-    if objection := why_not(advised.guarded):
-        return _rules_instead(rules, f"{advisor.name}: {objection}")
-    return advised.guarded.plan, _origin(advisor, advised)
+        return rules if by_rules is None else (by_rules, Origin(by="rules", note=str(error)))
+    if proposal := _proposal(advisor, advised):
+        return proposal
+    if advised.guarded is None and planner == "llm":
+        return StopReason.ADVISED
+    why = advised.objection or f"advises to stop ({advised.reason[:200]})"
+    return rules if by_rules is None else (by_rules, Origin(by="rules", note=f"{advisor.name}: {why}"))
 
 
-def _rules_instead(rules: Plan | StopReason, why: str) -> Proposal | StopReason:
-    return rules if isinstance(rules, StopReason) else (rules, _instead(why))
+def _proposal(advisor: LanguageModel, advised: Advised) -> Proposal | None:
+    guarded = advised.guarded
+    if guarded is None or advised.objection is not None:
+        return None
+    return guarded.plan, Origin(
+        by=advisor.name,
+        reason=advised.reason,
+        repairs=advised.repairs,
+        dropped=guarded.dropped,
+        cut_back=guarded.cut_back,
+    )
 
 
 def _rules_own(profile: ModelProfile, goal: Goal, journal: Journal) -> Plan | None:
@@ -195,37 +196,42 @@ def _is_answered(own: Plan, profile: ModelProfile, journal: Journal) -> bool:
     return min(ahead) > -STEP
 
 
-def _origin(advisor: Asks, advised: Advised) -> Origin:
-    guarded = advised.guarded
-    assert guarded is not None, "there is a plan"
-    return Origin(
-        by=advisor.name,
-        reason=advised.reason,
-        repairs=advised.repairs,
-        dropped=guarded.dropped,
-        cut_back=guarded.cut_back,
-    )
-
-
-def _instead(why: str) -> Origin:
-    return Origin(by="rules", note=why)
-
-
-def _why_not(guarded: Guarded, profile: ModelProfile, rejected: Sequence[Decided], setting: Setting) -> str | None:
-    """Return why nobody would measure a plan; None where it may be."""
+def _objection(
+    guarded: Guarded,
+    planner: Planner,
+    profile: ModelProfile,
+    goal: Goal,
+    journal: Journal | None,
+    target: Target | None,
+    setting: Setting,
+) -> str | None:
+    """Return why a language model's plan is not measured; None when it is. `target` is the rules'."""
     dry = guarded.dry_run
     if dry is None or not dry.cuts:
         return f"nothing is left of its plan ({'; '.join(guarded.dropped[:3]) or 'it names no layers and no target'})"
-    if any(dry.widths == dry_run(row.plan, profile).widths for row in rejected):
+    if any(dry.widths == dry_run(row.plan, profile).widths for row in (journal.rejected if journal else ())):
         return "its plan was rejected already"
-    return setting.undeployable(guarded.plan)
-
-
-def _repeated(guarded: Guarded, journal: Journal) -> str | None:
-    widths = guarded.dry_run.widths if guarded.dry_run else ()
-    if any(widths == row.dry_run.widths for row in _alike(guarded.plan, journal) if row.dry_run):
+    if problem := setting.undeployable(guarded.plan):
+        return problem
+    alike = [row for row in _alike(guarded.plan, journal) if row.dry_run] if journal else []
+    if any(row.dry_run and row.dry_run.widths == dry.widths for row in alike):
         return "its plan was measured already"
-    return None
+    if planner == "llm" or dry.kl is None or profile.evidence is None:
+        return None
+    metric = (guarded.plan.target or target or Target(saving=0.5)).metric
+    saving = _saved(dry, profile, metric)
+    with suppress(PlanError):
+        least = dry_run(obeying(Plan(target=Target(metric=metric, saving=max(saving, 1e-6))), goal), profile).kl
+        if least is not None and dry.kl > least * TOLERANCE + TINY_KL:
+            return f"its plan costs {dry.kl:.2g} nats, where the allocator saves as much for {least:.2g}: {saving:.1%} of the {metric}"
+    if journal is None or not journal.attempts:
+        return None
+    measured = [(_saved(row.dry_run, profile, metric), row.accepted) for row in alike if row.dry_run]
+    best = max((share for share, accepted in measured if accepted), default=0.0)
+    worst = min((share for share, accepted in measured if not accepted and share > best), default=1.0)
+    if best + STEP / 2 <= saving <= worst - STEP / 2:
+        return None
+    return f"its plan saves {saving:.1%} of the {metric}, where only between {best:.1%} and {worst:.1%} is unknown"
 
 
 def _alike(plan: Plan, journal: Journal) -> list[Attempt]:
@@ -236,42 +242,5 @@ def _alike(plan: Plan, journal: Journal) -> list[Attempt]:
     return [row for row in journal.attempts if row.plan.quantization == wish]
 
 
-def _is_known(guarded: Guarded, profile: ModelProfile, journal: Journal, target: Target | None) -> str | None:
-    """Return between which savings nothing is known, where a plan lies outside; None without evidence, which then can't tell."""
-    dry = guarded.dry_run
-    if dry is None or dry.kl is None or profile.evidence is None:
-        return None
-    metric = _metric(guarded.plan, target)
-    saving = _saved(dry, profile, metric)
-    alike = [row for row in _alike(guarded.plan, journal) if row.dry_run]
-    measured = [(_saved(row.dry_run, profile, metric), row.accepted) for row in alike if row.dry_run]
-    best = max((share for share, accepted in measured if accepted), default=0.0)
-    worst = min((share for share, accepted in measured if not accepted and share > best), default=1.0)
-    if not best + STEP / 2 <= saving <= worst - STEP / 2:
-        return f"its plan saves {saving:.1%} of the {metric}, where only between {best:.1%} and {worst:.1%} is unknown"
-    return None
-
-
-def _dearer(guarded: Guarded, profile: ModelProfile, goal: Goal, target: Target | None) -> str | None:
-    """Return by how much the allocator, obeying the same demands, would save as much for less; None where it wouldn't, or without evidence."""
-    dry = guarded.dry_run
-    if dry is None or dry.kl is None or profile.evidence is None:
-        return None
-    metric = _metric(guarded.plan, target)
-    saving = _saved(dry, profile, metric)
-    try:
-        least = dry_run(obeying(Plan(target=Target(metric=metric, saving=max(saving, 1e-6))), goal), profile).kl
-    except PlanError:
-        return None
-    if least is None or dry.kl <= least * TOLERANCE + TINY_KL:
-        return None
-    return f"its plan costs {dry.kl:.2g} nats, where the allocator saves as much for {least:.2g}: {saving:.1%} of the {metric}"
-
-
 def _saved(dry: DryRun, profile: ModelProfile, metric: Metric) -> float:
     return saved_share(dry.cuts, profile, metric)
-
-
-def _metric(plan: Plan, rules: Target | None) -> Metric:
-    target = plan.target or rules
-    return target.metric if target else "params"

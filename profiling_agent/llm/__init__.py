@@ -1,1 +1,1 @@
-"""The language model, behind one door: a question in, a validated answer or AdvisorError out."""
+"""The language model: typed questions, validated answers, and the transcript that replays them."""

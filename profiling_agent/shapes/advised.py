@@ -6,11 +6,10 @@ from typing import TypeVar
 from pydantic import Field
 
 from profiling_agent.errors import ShapeUnresolvedError
-from profiling_agent.llm.question import Asks, Question, quoted
+from profiling_agent.llm.transcript import LanguageModel, Question, quoted
 from profiling_agent.prompts import render  # pyright: ignore[reportMissingImports] - mapped on install
 from profiling_agent.records import InputSpec, Record, ShapeFacts
 
-MAX_REPAIRS = 1
 # Settings are numbers and short lists; nothing longer says anything about a shape.
 MAX_LINES, MAX_ROW = 80, 500
 Accepted = TypeVar("Accepted")
@@ -25,12 +24,12 @@ class ShapeAnswer(Record):
     reason: str = Field(default="", max_length=500)
 
 
-def advised_shape(advisor: Asks, facts: ShapeFacts, accept: Callable[[InputSpec], Accepted]) -> Accepted:
-    """Return what `accept` makes of the shape that the language model names; it is told once why that one is refused.
+def advised_shape(advisor: LanguageModel, facts: ShapeFacts, accept: Callable[[InputSpec], Accepted]) -> Accepted:
+    """Return what `accept` makes of the shape that the language model names; it is told why one is refused.
 
     Raises:
         AdvisorError: no valid answer came.
-        ShapeUnresolvedError: `accept` refused both answers.
+        ShapeUnresolvedError: `accept` refused all of them.
     """
     accepted: dict[InputSpec, Accepted] = {}
 
@@ -42,7 +41,7 @@ def advised_shape(advisor: Asks, facts: ShapeFacts, accept: Callable[[InputSpec]
             return str(error)
         return None
 
-    advice = advisor.ask(shape_question(facts), ShapeAnswer, check=check, max_repairs=MAX_REPAIRS)
+    advice = advisor.ask(shape_question(facts), ShapeAnswer, check=check)
     if advice.complaint is not None:
         raise ShapeUnresolvedError(f"{advisor.name}: {advice.complaint}")
     return accepted[_spec(advice.value, advisor.name)]

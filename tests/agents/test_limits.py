@@ -12,7 +12,7 @@ from profiling_agent.agents.session import Sessions
 from profiling_agent.agents.state import RunState
 from profiling_agent.errors import PlanError, RequestError
 from profiling_agent.graphs.optimization import graph  # pyright: ignore[reportMissingImports] - mapped on install
-from profiling_agent.llm.endpoint import Endpoint
+from profiling_agent.llm.chat import Endpoint
 from profiling_agent.records import Acquired, ModelSource
 
 EVIL, OWN = "http://evil.example/v1", "http://gpu-box:8000/v1"
@@ -64,10 +64,10 @@ def test_files_outside_of_the_named_folders_are_refused_whether_they_are_there_o
 
 
 def test_a_record_is_a_file_like_any_other(limits: Limits, tmp_path: Path):
-    limits.check(Request(advisor="recorded:here.jsonl"))
+    limits.check(Request(llm="recorded:here.jsonl"))
     for path in ("/etc/passwd", "../elsewhere/llm.jsonl", str(tmp_path / "elsewhere" / "llm.jsonl")):
-        with pytest.raises(RequestError, match=r"advisor is .* outside of the folders of this server"):
-            limits.check(Request(advisor=f"recorded:{path}"))
+        with pytest.raises(RequestError, match=r"llm is .* outside of the folders of this server"):
+            limits.check(Request(llm=f"recorded:{path}"))
 
 
 @pytest.mark.parametrize(
@@ -79,10 +79,10 @@ def test_an_address_that_nobody_named_is_refused(limits: Limits, url: str):
 
 
 def test_the_addresses_of_the_environment_are_the_operators():
-    limits = operators_limits({"OPENAI_BASE_URL": OWN, "AZURE_OPENAI_ENDPOINT": "https://r.openai.azure.com/"})
+    limits = operators_limits({"OPENAI_BASE_URL": OWN, "OPENAI_API_BASE": "https://r.openai.azure.com/openai/v1/"})
 
     limits.check(Request(base_url=OWN))
-    limits.check(Request(base_url="https://r.openai.azure.com"))
+    limits.check(Request(base_url="https://r.openai.azure.com/openai/v1"))
 
 
 def test_a_tracker_is_the_operators_to_name(limits: Limits):
@@ -97,7 +97,7 @@ def test_what_was_written_into_a_threads_state_is_held_to_the_same(limits: Limit
     acquired = Acquired.model_construct(source=source)
 
     with pytest.raises(RequestError, match="base_url is 'http://evil"):
-        limits.check(RunState(endpoint=Endpoint(provider="openai", model="m", base_url=EVIL)))
+        limits.check(RunState(endpoint=Endpoint(model="m", base_url=EVIL)))
     with pytest.raises(RequestError, match="model is '/elsewhere/model'"):
         limits.check(RunState(acquired=acquired))
 

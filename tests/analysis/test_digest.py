@@ -14,7 +14,7 @@ from profiling_agent.analysis.digest import (
     unit_rows,
 )
 from profiling_agent.analysis.history import attempt_rows, rejection_rows
-from profiling_agent.llm.question import quoted
+from profiling_agent.llm.transcript import quoted
 from profiling_agent.records import Approval, Decided, OperatorProfile, Plan, PruningRecommendation, Target
 
 

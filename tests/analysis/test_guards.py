@@ -1,7 +1,7 @@
 import pytest
 from made import GOAL, evidence, plan, profile
 
-from profiling_agent.analysis.guards import allowed_kl, complaint, guard
+from profiling_agent.analysis.guards import allowed_kl, guard
 from profiling_agent.records import Cap, ModelProfile, Plan, PruningRecommendation, QuantizationRecommendation, Target
 
 # Four MLPs, each of widths 480 to 128 by steps of 32: each step costs twice the one before it, 0.0001 to 0.2 nats.
@@ -25,7 +25,7 @@ def test_a_plan_that_nothing_is_wrong_with_stays_as_it_is():
     assert found.plan == asked
     assert not found.dropped
     assert found.cut_back is None
-    assert complaint(asked, judged(), GOAL) is None
+    assert guard(asked, judged(), GOAL).complaint is None
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_what_is_wrong_is_dropped_with_its_reason_and_the_rest_stays(wrong: dict
     assert found.plan == good
     assert len(found.dropped) == 1
     assert said in found.dropped[0]
-    assert said in (complaint(asked, judged(), GOAL) or "")
+    assert said in (guard(asked, judged(), GOAL).complaint or "")
 
 
 def test_what_is_predicted_to_cost_too_much_is_made_milder_until_it_does_not():
@@ -95,4 +95,4 @@ def test_without_evidence_a_target_is_dropped_and_ratios_stay():
 
 
 def test_a_plan_that_cuts_nothing_is_told_so():
-    assert "cuts nothing" in (complaint(Plan(), judged(), GOAL) or "")
+    assert "cuts nothing" in (guard(Plan(), judged(), GOAL).complaint or "")

@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 import re2
+from langchain_core.messages import AIMessage
 from made import GOAL, profile
 
 from profiling_agent.analysis.advised import PlanAnswer
@@ -12,7 +13,7 @@ from profiling_agent.analysis.plan_file import parse_plan, read_plan
 from profiling_agent.analysis.rules import MIN_PARAMS_SAVED, analyse
 from profiling_agent.documents import DocumentError
 from profiling_agent.errors import PlanError
-from profiling_agent.llm.extract import extract_object
+from profiling_agent.llm.chat import read_answer
 
 
 def test_repeated_units_are_one_group_whose_shares_add_up():
@@ -104,8 +105,9 @@ def test_the_papers_figure_is_read_as_it_is_printed(tmp_path: Path):
         }
     ]
     # And so it is from a language model, in the answer or in a tool's argument.
-    assert PlanAnswer.model_validate(extract_object(FIGURE_4)).plan == plan
-    assert PlanAnswer.model_validate(extract_object(f"Here it is:\n```json{FIGURE_4}```\nGood luck.")).plan == plan
+    for text in (FIGURE_4, f"Here it is:\n```json{FIGURE_4}```\nGood luck."):
+        answer, complaint = read_answer(AIMessage(text), PlanAnswer)
+        assert (answer and answer.plan, complaint) == (plan, None)
     assert parse_plan(FIGURE_4.encode()) == plan
 
 
@@ -113,7 +115,6 @@ def test_an_answer_that_is_not_the_papers_has_a_reason():
     with pytest.raises(ValueError, match="reason"):
         PlanAnswer.model_validate({})
     # Braces that are left out of anything else are not put round it.
-    assert extract_object('"plan": {"a": {}}') == {"a": {}}
 
 
 def test_what_is_printed_without_end_is_read_at_once():

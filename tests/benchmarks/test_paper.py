@@ -79,7 +79,7 @@ def test_several_data_sets_have_one_config_each_or_one_for_all():
         (["table1", "--models", "ResNet-101={tmp}/nowhere"], "does not exist"),
         (["table1", *VIT, "--data", "{tmp}/nowhere"], "ViT-B/16 (reference:vit) on nowhere as Imagenette: "),
         (["table1", *VIT, "--data", "cifar-100="], "give a Hub id or a folder"),
-        (["table1", *VIT, "--advisor", "a", "--advisor", "b"], "table5 compares language models"),
+        (["table1", *VIT, "--llm", "a", "--llm", "b"], "table5 compares language models"),
         (["table1", *VIT, "--batch-size", "0"], "batch_size"),
         (["table1", *VIT, "--time-budget", "soon"], "time_budget"),
         (["table1", *VIT, "--data", "reference:digits", "--output", "{tmp}/file/deep"], "Not a directory"),
@@ -154,7 +154,7 @@ def test_every_option_reaches_every_run_and_a_language_model_those_that_it_plans
     for request in requests.values():
         assert request.model_dump(include=set(asked)) == asked
         assert request.model_dump(include=set(data.model_dump())) == data.model_dump(exclude={"stands_for"})
-        assert (request.advisor, request.base_url) == ("rules", None)
+        assert (request.llm, request.base_url) == ("none", None)
         assert str(request.run_id).startswith("swin-b-cifar-100-")
     assert len({request.run_id for request in (*requests.values(), *advised.values())}) == 2 * len(KINDS)
     for request in (requests["paper"], advised["paper"]):

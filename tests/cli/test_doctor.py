@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from broken import break_library
-from chat_server import chat_server, error, in_turn
+from chat_server import Said, chat_server, error, in_turn
 from typer.testing import CliRunner
 
 from profiling_agent.cache import VARIABLE
@@ -32,7 +32,7 @@ def call(*arguments: str):
 
 def looked(tmp_path: Path, **asked) -> dict[str, Finding]:
     """Return what needs no process of its own, by name."""
-    settings: dict[str, Any] = {"output": str(tmp_path / "runs"), "advisor": "rules"}
+    settings: dict[str, Any] = {"output": str(tmp_path / "runs")}
     request = Request(**(settings | asked))
     return {finding.name: finding for finding in islice(examine(request), len(QUICK))}
 
@@ -44,7 +44,7 @@ def test_what_is_quick_to_find_comes_first_and_a_machine_that_is_fit_has_no_prob
     assert "torch" in found["software"].seen
     assert found["disk"].state == "ok"
     assert str(tmp_path) in found["disk"].seen
-    assert found["language model"].seen == "none is configured: the built-in rules plan"
+    assert found["language model"].seen == "the built-in rules plan: no language model was requested"
     assert not (tmp_path / "runs").exists()
 
 
@@ -81,7 +81,7 @@ def test_memory_is_looked_at_for_small_models_and_for_large_ones():
 
 def test_what_is_being_looked_at_is_told_while_it_is_looked_at(tmp_path: Path):
     heard = list[tuple[str, int, int]]()
-    request = Request(output=str(tmp_path), advisor="rules")
+    request = Request(output=str(tmp_path))
 
     list(islice(examine(request, lambda message, done, total: heard.append((message, done, total))), 3))
 
@@ -110,46 +110,22 @@ def test_a_cache_whose_home_folder_can_not_be_found_is_noted_with_advice(
     assert disk.advice == f"the home folder can't be found: set {VARIABLE} to an absolute path"
 
 
-def test_a_language_model_that_is_there_answers_and_one_that_its_server_does_not_list_is_noted(tmp_path: Path):
-    with chat_server(in_turn(error(500))) as server:
-        there = looked(tmp_path, advisor="openai:scripted", base_url=server.url)["language model"]
-        lacked = looked(tmp_path, advisor="openai:another", base_url=server.url)["language model"]
+def test_a_language_model_is_asked_for_one_word(tmp_path: Path):
+    with chat_server(in_turn(Said(content="ready"), error(404))) as server:
+        there = looked(tmp_path, llm="openai:scripted", base_url=server.url)["language model"]
+        lacked = looked(tmp_path, llm="openai:another", base_url=server.url)["language model"]
 
-    assert (there.state, there.seen) == ("ok", "openai:scripted answers")
-    assert lacked.state == "note"
-    assert "doesn't list 'another', it lists scripted" in lacked.seen
-    assert server.asked == []
-
-
-@pytest.mark.parametrize(
-    ("advisor", "base_url", "says"),
-    [
-        ("openai:x", NOBODY, "can't be reached"),
-        ("auto", NOBODY, "can't be reached"),
-        ("openai:x", None, "OPENAI_API_KEY isn't set"),
-        ("a parrot", None, "advisor is 'a parrot'"),
-        ("openai:x", "ftp://somewhere", "base_url is 'ftp://somewhere'"),
-    ],
-)
-def test_a_language_model_that_was_asked_for_and_can_not_be_had_is_a_problem(
-    tmp_path: Path, advisor: str, base_url: str | None, says: str
-):
-    found = looked(tmp_path, advisor=advisor, base_url=base_url)["language model"]
-
-    assert found.state == "problem"
-    assert says in found.seen
-    assert "--advisor rules" in found.advice
+    assert (there.state, there.seen) == ("ok", "openai:scripted plans beside the built-in rules")
+    assert lacked.state == "problem"
+    assert "check the address, the model's name and the key" in lacked.seen
+    assert "--llm none" in lacked.advice
 
 
-def test_a_server_that_the_environment_alone_names_keeps_no_run_from_working(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setenv("OPENAI_BASE_URL", NOBODY)
+def test_the_old_flag_works_and_says_what_to_write():
+    printed = call("--advisor", "a parrot")
 
-    found = looked(tmp_path, advisor="auto")["language model"]
-
-    assert found.state == "note"
-    assert "can't be reached" in found.seen
+    assert printed.exit_code == 1
+    assert "--advisor is now --llm: write --llm a parrot" in printed.stderr
 
 
 def test_being_cut_off_from_the_hub_on_purpose_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -159,7 +135,7 @@ def test_being_cut_off_from_the_hub_on_purpose_is_told(tmp_path: Path, monkeypat
     assert "HF_HUB_OFFLINE is set" in looked(tmp_path)["Hugging Face"].seen
 
 
-@pytest.mark.parametrize("arguments", [("--advisor", ""), ("--base-url", "http://" + 500 * "x"), ("--device", "tpu")])
+@pytest.mark.parametrize("arguments", [("--llm", ""), ("--base-url", "http://" + 500 * "x"), ("--device", "tpu")])
 def test_what_no_request_can_say_is_one_line_and_exit_code_2(arguments: tuple[str, ...]):
     said = call(*arguments)
 
@@ -230,7 +206,7 @@ def test_a_runtime_or_device_that_was_asked_for_or_breaks_is_a_problem_and_a_mis
     # What Python's import system takes for "not there".
     monkeypatch.setitem(sys.modules, "openvino", None)
 
-    asked = ("--advisor", "openai:x", "--base-url", NOBODY, "--device", "cuda")
+    asked = ("--llm", "openai:x", "--base-url", NOBODY, "--device", "cuda")
     said = call("--output", str(tmp_path / "runs"), *asked, "--json")
 
     assert said.exit_code == 1
@@ -252,7 +228,7 @@ def test_a_runtime_or_device_that_was_asked_for_or_breaks_is_a_problem_and_a_mis
 
 @pytest.mark.slow
 def test_every_runtime_that_is_installed_here_works_and_people_are_told_so_in_a_table(tmp_path: Path):
-    said = call("--output", str(tmp_path / "runs"), "--advisor", "rules")
+    said = call("--output", str(tmp_path / "runs"))
 
     assert said.exit_code == 0
     assert all(name in said.stdout for name in (*QUICK, *RUNTIMES))

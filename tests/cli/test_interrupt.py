@@ -36,8 +36,6 @@ def test_a_signal_ends_a_run_with_the_command_that_resumes_it_and_leaves_no_proc
             "profiling_agent.cli.main",
             "run",
             *map(str, asked),
-            "--advisor",
-            "rules",
             "--runtimes",
             "eager",
         ],

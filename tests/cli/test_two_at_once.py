@@ -27,8 +27,6 @@ LEAST = (
     "eager",
     "--num-samples",
     "50",
-    "--advisor",
-    "rules",
 )
 
 

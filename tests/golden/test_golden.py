@@ -7,8 +7,8 @@ import pytest
 
 sys.path.append(str(Path(__file__).parent))
 
-import snapshots  # noqa: E402
-from pruning.families import FAMILIES, TIMM_FAMILIES  # noqa: E402
+import snapshots
+from pruning.families import FAMILIES, TIMM_FAMILIES
 
 UPDATE = "if it was meant: python tests/golden/snapshots.py"
 

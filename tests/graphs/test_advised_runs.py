@@ -12,7 +12,7 @@ from pydantic import SecretStr
 
 from profiling_agent import build_graph, optimize, resume
 from profiling_agent.errors import RequestError, RunError
-from profiling_agent.llm.recorded import read_recording
+from profiling_agent.llm.transcript import FILE, Transcript
 from profiling_agent.reporting.report import RunReport
 
 TARGETS = (0.2, 0.35, 0.5)
@@ -29,15 +29,14 @@ def careful(payload: dict, number: int) -> Said:
 @pytest.mark.slow
 def test_a_model_that_plans_alone_is_measured_and_its_words_are_in_the_report(world: World, tmp_path: Path):
     with chat_server(careful) as server:
-        request = world.request(
-            tmp_path, advisor="openai:scripted", base_url=server.url, planner="llm", max_iterations=2
-        )
+        request = world.request(tmp_path, llm="openai:scripted", base_url=server.url, planner="llm", max_iterations=2)
         report = optimize(request)
 
     origins = [attempt.origin for attempt in report.attempts]
     assert {origin.by for origin in origins} == {"openai:scripted"}
     assert [origin.reason for origin in origins] == [f"{index} plans were measured" for index in range(len(origins))]
-    assert len(server.asked) == len(origins)
+    # One more to see that it answers.
+    assert len(server.asked) == len(origins) + 1
     said = [json.loads(line) for line in (tmp_path / "quick" / "llm.jsonl").read_text().splitlines()]
     assert sum(entry["kind"] == "answer" for entry in said) == len(origins)
     assert report.attempts[0].plan.target is not None
@@ -47,18 +46,18 @@ def test_a_model_that_plans_alone_is_measured_and_its_words_are_in_the_report(wo
 @pytest.mark.slow
 def test_a_server_that_is_down_in_the_middle_leaves_the_run_to_the_rules(world: World, finished: Path, tmp_path: Path):
     def dies(payload: dict, number: int) -> Said:
-        return error(401)
+        return error(401) if number else Said(content="ready")
 
     with chat_server(dies) as server:
-        report = optimize(world.request(tmp_path, advisor="openai:scripted", base_url=server.url))
+        report = optimize(world.request(tmp_path, llm="openai:scripted", base_url=server.url))
     alone = RunReport.model_validate_json((finished / "report.json").read_text())
 
     assert [attempt.plan for attempt in report.attempts] == [attempt.plan for attempt in alone.attempts]
     assert {attempt.origin.by for attempt in report.attempts} == {"rules"}
     assert report.spent is not None
-    assert "openai:scripted can't be asked" in report.spent.failures[-1]
+    assert "openai:scripted gave no answer" in report.spent.failures[-1]
     assert (
-        "left to the rules, the last because openai:scripted can't be asked"
+        "left to the rules, the last because openai:scripted gave no answer"
         in (tmp_path / "quick" / "report.md").read_text()
     )
 
@@ -88,8 +87,8 @@ def test_an_object_plans_as_well_and_is_needed_again(world: World, tmp_path: Pat
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ({"advisor": "openai:scripted", "base_url": "http://127.0.0.1:9/v1"}, "can't be reached"),
-        ({"advisor": "openai:scripted", "base_url": None}, "OPENAI_API_KEY isn't set"),
+        ({"llm": "openai:scripted", "base_url": "http://127.0.0.1:9/v1"}, "gave no answer"),
+        ({"llm": "openai:scripted", "base_url": None}, "OPENAI_API_KEY isn't set"),
     ],
 )
 def test_a_model_that_cant_be_had_is_said_before_anything_is_done(world: World, tmp_path: Path, asked: dict, said: str):
@@ -103,41 +102,29 @@ def test_what_is_no_chat_model_is_refused(world: World, tmp_path: Path):
         build_graph(advisor="gpt-4o").invoke(world.request(tmp_path))
 
 
-def recorded(path: Path, architecture: str, *, is_whole: bool = True) -> Path:
-    """Write the record of a run that answered for the first plan and was asked no more."""
+def recorded(path: Path) -> Path:
+    """Write the transcript of a run that answered for the first plan and was asked no more."""
     answer = {"reason": "a fifth", "target": {"metric": "params", "saving": 0.2}}
     lines = [
-        {"kind": "run", "architecture": architecture},
-        {"kind": "request"},
         {"kind": "turn", "agent": "analysis", "model": "openai:gpt-x", "input_tokens": 100, "output_tokens": 10},
         {"kind": "answer", "agent": "analysis", "question": "q", "answer": answer},
-        *([{"kind": "end"}] if is_whole else []),
     ]
     path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     return path
 
 
-@pytest.mark.parametrize(
-    ("architecture", "is_whole", "said"),
-    [
-        ("ViTForImageClassification", False, "is cut short, or no record .its run did not come to an end"),
-        ("ResNetForImageClassification", True, 'was recorded for "ResNet.*, and this run\'s model is "ViT'),
-    ],
-)
-def test_a_record_that_will_not_do_is_refused_and_leaves_nothing(
-    world: World, tmp_path: Path, architecture: str, is_whole: bool, said: str
-):
-    record = recorded(tmp_path / "llm.jsonl", architecture, is_whole=is_whole)
+def test_a_transcript_without_answers_is_refused_and_leaves_nothing(world: World, tmp_path: Path):
+    (tmp_path / "llm.jsonl").write_text('{"kind": "turn"}\n')
 
-    with pytest.raises(RequestError, match=said):
-        optimize(world.request(tmp_path / "runs", advisor=f"recorded:{record}"))
+    with pytest.raises(RequestError, match="has no answers of a language model"):
+        optimize(world.request(tmp_path / "runs", llm=f"recorded:{tmp_path / 'llm.jsonl'}"))
     assert not list((tmp_path / "runs").glob("*/*"))
 
 
 @pytest.mark.slow
 def test_a_recorded_model_plans_without_a_server_and_its_run_is_a_record(world: World, tmp_path: Path):
-    record = recorded(tmp_path / "llm.jsonl", "ViTForImageClassification")
-    report = optimize(world.request(tmp_path, advisor=f"recorded:{record}", planner="llm", max_iterations=2))
+    record = recorded(tmp_path / "llm.jsonl")
+    report = optimize(world.request(tmp_path, llm=f"recorded:{record}", planner="llm", max_iterations=2))
 
     assert report.attempts[0].origin.by == "openai:gpt-x, recorded"
     assert report.attempts[0].plan.target is not None
@@ -148,21 +135,21 @@ def test_a_recorded_model_plans_without_a_server_and_its_run_is_a_record(world: 
     assert "used up" in (report.attempts[1].origin.note or "")
     assert report.spent is not None
     assert report.spent.requests == 0
-    assert len(read_recording(str(tmp_path / "quick" / "llm.jsonl")).steps) == 2
+    assert len(Transcript(tmp_path / "quick" / FILE).of("answer", "failure")) == 2
 
 
 @pytest.mark.slow
 def test_a_wish_for_quantization_counts_in_the_attempt_that_has_it(world: World, tmp_path: Path):
     def wishes(payload: dict, number: int) -> Said:
         found = json.loads(careful(payload, number).content or "")
-        tried = len(re.findall(r"^attempt \d+ ", payload["messages"][1]["content"], re.MULTILINE))
+        tried = len(re.findall(r"^attempt \d+ ", payload["messages"][-1]["content"], re.MULTILINE))
         if tried == 1:
             found["quantization"] = [{"layer": "all", "quantization_type": "cast", "dtype": "bfloat16"}]
         return Said(content=json.dumps(found))
 
     with chat_server(wishes) as server:
         report = optimize(
-            world.request(tmp_path, advisor="openai:scripted", base_url=server.url, planner="llm", max_iterations=3)
+            world.request(tmp_path, llm="openai:scripted", base_url=server.url, planner="llm", max_iterations=3)
         )
 
     names = [attempt.deployed.deployment.name for attempt in report.attempts if attempt.deployed]

@@ -17,7 +17,7 @@ from profiling_agent.analysis.rules import analyse
 from profiling_agent.errors import AdvisorError, ContextTooLongError, PlanError
 from profiling_agent.iteration.planners import Planner, first_proposal, next_proposal
 from profiling_agent.iteration.propose import propose
-from profiling_agent.llm.question import Advice, Question
+from profiling_agent.llm.transcript import Advice, Question
 from profiling_agent.records import (
     Attempt,
     Cap,
@@ -46,10 +46,10 @@ class Scripted:
         self.say = say
         self.asked: list[Question] = []
 
-    def ask(self, question, answer_type, *, check=None, tools=(), max_repairs=2):
+    def ask(self, question, answer_type, *, check=None, tools=()):
         self.asked.append(question)
         value = answer_type.model_validate(self.say(question))
-        return Advice(value=value, complaint=check(value) if check else None, repairs=0, is_replayed=False)
+        return Advice(value=value, complaint=check(value) if check else None)
 
 
 def judged(num_layers: int = 4) -> ModelProfile:

@@ -31,7 +31,7 @@ def judged() -> ModelProfile:
 def test_whoever_plans_nothing_beyond_the_evidence_is_measured(tmp_path: Path, name: str, planner: Planner):
     found = judged()
     with chat_server(PERSONAS[name]) as server:
-        attempts = loop(advisor_of(server, tmp_path, max_requests=100), planner, found)
+        attempts = loop(advisor_of(server, tmp_path), planner, found)
 
     assert 1 <= len(attempts) <= NUM_ATTEMPTS
     assert all(a.dry_run is not None and (a.dry_run.kl or 0.0) <= allowed_kl(GOAL) * 1.001 for a in attempts)
@@ -42,7 +42,7 @@ def test_whoever_plans_nothing_beyond_the_evidence_is_measured(tmp_path: Path, n
 def test_the_careful_one_is_at_least_as_good_as_the_rules(tmp_path: Path):
     found = judged()
     with chat_server(PERSONAS["careful"]) as server:
-        attempts = loop(advisor_of(server, tmp_path, max_requests=100), "llm", found)
+        attempts = loop(advisor_of(server, tmp_path), "llm", found)
 
     assert best_saving(attempts, found) >= best_saving(loop(None, "rules", found), found) - 1e-9
     assert all(a.plan.target is not None and a.plan.target.metric == "macs" for a in attempts)
@@ -51,7 +51,7 @@ def test_the_careful_one_is_at_least_as_good_as_the_rules(tmp_path: Path):
 def test_careful_reads_what_the_prompt_says(tmp_path: Path):
     found = judged()
     with chat_server(PERSONAS["careful"]) as server:
-        loop(advisor_of(server, tmp_path, max_requests=100), "llm", found)
+        loop(advisor_of(server, tmp_path), "llm", found)
         last = prompt_of(server.asked[-1])
 
     reader = Reader(last)
@@ -65,7 +65,7 @@ def test_careful_reads_what_the_prompt_says(tmp_path: Path):
 @pytest.mark.parametrize("script", [drawn(), uniform])
 def test_the_baselines_plan_by_ratios(tmp_path: Path, script):
     with chat_server(script) as server:
-        attempts = loop(advisor_of(server, tmp_path, max_requests=100), "llm", judged())
+        attempts = loop(advisor_of(server, tmp_path), "llm", judged())
 
     assert all(attempt.plan.pruning and attempt.plan.target is None for attempt in attempts)
     assert len({attempt.plan.model_dump_json() for attempt in attempts}) == len(attempts)

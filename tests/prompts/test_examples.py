@@ -12,7 +12,7 @@ from loops import best_saving, loop
 
 from profiling_agent.analysis.advised import NextAnswer, PlanAnswer
 from profiling_agent.analysis.dry_run import dry_run, saved_share
-from profiling_agent.analysis.guards import complaint
+from profiling_agent.analysis.guards import guard
 from profiling_agent.prompts import render  # pyright: ignore[reportMissingImports] - mapped on install
 
 AGENTS = {"analysis": PlanAnswer, "iterative_pruning": NextAnswer}
@@ -42,10 +42,10 @@ def test_the_first_plan_does_what_its_example_says_and_the_bad_one_is_sent_back(
 
     assert dry.kl is not None
     assert f"{saved_share(dry.cuts, seen.profile, 'macs'):.1%} of the MACs for {dry.kl:.2g} nats" in good.reason
-    assert complaint(good.plan, seen.profile, seen.goal) is None
+    assert guard(good.plan, seen.profile, seen.goal).complaint is None
     # At worst it loses what may be lost.
     assert dry.kl / 0.01 / 100 <= seen.goal.max_accuracy_drop
-    assert complaint(bad.plan, seen.profile, seen.goal) is not None
+    assert guard(bad.plan, seen.profile, seen.goal).complaint is not None
     cost = dry_run(bad.plan, seen.profile)
     assert f"predicted to cost {cost.kl:.2g} nats" in render("analysis_examples")
 
@@ -84,7 +84,7 @@ def test_who_answers_as_the_examples_do_makes_the_first_plan_and_is_no_worse_tha
 ):
     found = SEEN[number].profile
     with chat_server(as_the_examples_do) as server:
-        attempts = loop(advisor_of(server, tmp_path, max_requests=100), "hybrid", found, lost_per_nat)
+        attempts = loop(advisor_of(server, tmp_path), "hybrid", found, lost_per_nat)
 
     assert attempts[0].origin.by == "openai:scripted"
     assert best_saving(attempts, found) >= 0.95 * best_saving(loop(None, "rules", found, lost_per_nat), found)

@@ -11,7 +11,7 @@ from asked import questions, searched, setting
 from full_depth import DEEP, judged_deep
 from made import GOAL, attempt, journal, race_result
 
-from profiling_agent.analysis.advised import first_question, next_question
+from profiling_agent.analysis.advised import plan_question
 from profiling_agent.analysis.dry_run import dry_run
 from profiling_agent.analysis.rules import analyse
 from profiling_agent.deployment.choices import recommend
@@ -62,11 +62,9 @@ def test_a_model_of_full_depth_fits(name: str):
     seen = journal(*tried).model_copy(update={"deployment_search": searched_everywhere()})
 
     opened = seen.model_copy(update={"attempts": ()})
-    first = first_question(
-        found, GOAL, rules, journal=opened, setting=replace(setting(GOAL, is_first=True), schemes=everywhere)
-    )
-    later = next_question(
-        found, GOAL, seen, 1, rules, setting=replace(setting(GOAL, is_first=False), schemes=everywhere)
+    first = plan_question(found, GOAL, rules, opened, setting=replace(setting(GOAL, is_first=True), schemes=everywhere))
+    later = plan_question(
+        found, GOAL, rules, seen, attempts_left=1, setting=replace(setting(GOAL, is_first=False), schemes=everywhere)
     )
 
     assert len(found.units) >= 24

@@ -97,7 +97,7 @@ def test_no_page_drives_the_server_and_no_request_takes_what_the_operator_did_no
 
             told = [
                 asked(client, {"base_url": attacker.url}),
-                asked(client, {"base_url": attacker.url, "advisor": "openai:x", "planner": "llm"}),
+                asked(client, {"base_url": attacker.url, "llm": "openai:x", "planner": "llm"}),
                 asked(client, {"plan": str(secret)}),
                 asked(client, {"plan": "link/token"}),
                 asked(client, {"output": str(tmp_path / "outside" / "runs")}),
@@ -108,7 +108,7 @@ def test_no_page_drives_the_server_and_no_request_takes_what_the_operator_did_no
                 rewritten(
                     client,
                     {
-                        "endpoint": {"provider": "openai", "model": "x", "base_url": attacker.url},
+                        "endpoint": {"model": "x", "base_url": attacker.url},
                         "planner": "llm",
                         "run_dir": "runs/THREAD",
                     },
@@ -117,7 +117,7 @@ def test_no_page_drives_the_server_and_no_request_takes_what_the_operator_did_no
             assert [number for number, said in enumerate(told) if "operator" not in said] == []
             told.append(rewritten(client, {"run_dir": str(tmp_path / "outside")}))
             assert "isn't its own" in told[-1]
-            told.append(asked(client, {"plan": "token.json", "advisor": "rules"}))
+            told.append(asked(client, {"plan": "token.json", "llm": "none"}))
             assert "no valid plan" in told[-1]
 
     log = (tmp_path / "served" / "server.log").read_text()

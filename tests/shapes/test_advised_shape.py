@@ -36,7 +36,7 @@ def test_an_answer_that_the_model_accepts_is_taken(tmp_path: Path):
     assert "\nanswer with 9x9x9" not in evidence
 
 
-def test_a_refused_answer_is_repaired_once_with_the_models_complaint(tmp_path: Path):
+def test_a_refused_answer_is_repaired_with_the_models_complaint(tmp_path: Path):
     with chat_server(in_turn(SAYS_224, SAYS_384)) as server:
         found = advised_shape(advisor_of(server, tmp_path), FACTS, takes_384)
 
@@ -44,15 +44,15 @@ def test_a_refused_answer_is_repaired_once_with_the_models_complaint(tmp_path: P
     assert "577 tokens expected" in server.asked[1]["messages"][-1]["content"]
 
 
-def test_a_second_refusal_is_the_end(tmp_path: Path):
+def test_a_third_refusal_is_the_end(tmp_path: Path):
     with chat_server(in_turn(SAYS_224)) as server, pytest.raises(ShapeUnresolvedError, match="openai:scripted: 577"):
         advised_shape(advisor_of(server, tmp_path), FACTS, takes_384)
-    assert len(server.asked) == 2
+    assert len(server.asked) == 3
 
 
 @pytest.mark.parametrize("said", ['{"channels": 3}', '{"channels": 0, "height": 8, "width": 8}', "224"])
 def test_what_is_no_shape_is_no_answer(tmp_path: Path, said: str):
-    with chat_server(in_turn(Said(content=said))) as server, pytest.raises(AdvisorError, match="no valid answer in 2"):
+    with chat_server(in_turn(Said(content=said))) as server, pytest.raises(AdvisorError, match="no valid answer in 3"):
         advised_shape(advisor_of(server, tmp_path), FACTS, takes_384)
 
 

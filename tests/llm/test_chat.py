@@ -1,0 +1,276 @@
+"""The client on a real server: formats, tools, errors, budgets, and where keys go."""
+
+import json
+import operator
+import time
+from pathlib import Path
+from typing import Annotated, Any, TypedDict
+
+import pytest
+from advisors import advisor_of
+from chat_server import Said, Script, chat_server, error, in_turn
+from langgraph.graph import END, START, StateGraph
+from pydantic import BaseModel, Field
+
+from profiling_agent.errors import AdvisorError, ContextTooLongError, RequestError
+from profiling_agent.llm.chat import Chat, Endpoint, check_endpoint, open_model
+from profiling_agent.llm.transcript import FILE, Question, Transcript
+
+QUESTION = Question(agent="analysis", instructions="Answer in JSON.", evidence="How much?")
+ANSWER = Said(content='{"ratio": 0.5}')
+
+
+class Ratio(BaseModel):
+    ratio: float = Field(ge=0, le=1)
+
+
+def look(layer: str, keep: int = 1) -> str:
+    """Look at a layer."""
+    return f"{layer} kept at {keep}"
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / FILE).read_text().splitlines()]
+
+
+def knows(*features: str, status: int = 400) -> Script:
+    """Return a server that refuses every other response format, and tools."""
+
+    def script(payload: dict[str, Any], number: int) -> Said:
+        wanted = payload.get("response_format", {}).get("type") or ("tools" if "tools" in payload else "text")
+        return ANSWER if wanted in features else error(status, f"unknown: {wanted}")
+
+    return script
+
+
+def formats(server: Any) -> list[str]:
+    return [payload.get("response_format", {}).get("type", "text") for payload in server.asked]
+
+
+@pytest.mark.parametrize("status", [400, 404, 422])
+@pytest.mark.parametrize(
+    ("known", "first", "later"),
+    [
+        ("json_schema", ["json_schema"], "json_schema"),
+        ("json_object", ["json_schema", "json_object"], "json_object"),
+        ("text", ["json_schema", "json_object", "text"], "text"),
+    ],
+)
+def test_a_server_that_does_not_know_a_response_format_is_asked_by_the_next_and_that_is_kept(
+    tmp_path: Path, status: int, known: str, first: list[str], later: str
+):
+    with chat_server(knows(known, status=status)) as server:
+        chat = advisor_of(server, tmp_path)
+        assert chat.ask(QUESTION, Ratio).value.ratio == 0.5
+        chat.ask(QUESTION.model_copy(update={"evidence": "And now?"}), Ratio)
+
+        assert formats(server) == [*first, later]
+
+
+def test_a_server_without_tools_is_asked_without(tmp_path: Path):
+    with chat_server(knows("json_schema")) as server:
+        assert advisor_of(server, tmp_path).ask(QUESTION, Ratio, tools=[look]).value.ratio == 0.5
+        assert ["tools" in payload for payload in server.asked] == [True, False]
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [
+        Said(tool_calls=(("look", {"layer": "a", "keep": "3"}), ("look", {}), ("shell", {"command": "ls"}))),
+        Said(
+            content='<think>{"name": "look"}</think>{"name": "look", "arguments": {"layer": "a", "keep": 3}}\n'
+            '<tool_call>{"name": "look", "parameters": {}}</tool_call>'
+        ),
+    ],
+    ids=["calls", "calls written as text"],
+)
+def test_tools_are_called_and_what_they_return_goes_back(tmp_path: Path, calls: Said):
+    with chat_server(in_turn(calls, ANSWER)) as server:
+        assert advisor_of(server, tmp_path).ask(QUESTION, Ratio, tools=[look]).value.ratio == 0.5
+        results = [message["content"] for message in server.asked[1]["messages"] if message["role"] == "tool"]
+
+    assert results[0] == "a kept at 3"
+    assert results[1].startswith("layer: Field required")
+    assert results[2:] in ([], ["no such tool; there are look"])
+
+
+def test_a_model_that_calls_tools_on_and_on_is_asked_without_them_and_sees_what_they_returned(tmp_path: Path):
+    endless = Said(tool_calls=(("look", {"layer": "a"}),))
+    with chat_server(lambda payload, _: endless if "tools" in payload else ANSWER) as server:
+        assert advisor_of(server, tmp_path).ask(QUESTION, Ratio, tools=[look]).value.ratio == 0.5
+        assert len(server.asked) == 5
+        assert server.asked[-1]["messages"][-1]["content"].count('look({"layer": "a"}): a kept at 1') == 4
+
+
+def test_reasoning_next_to_an_empty_content_is_the_answer_when_it_is_one(tmp_path: Path):
+    message = {"role": "assistant", "content": None, "reasoning_content": '{"ratio": 0.25}'}
+    body = json.dumps(
+        {
+            "id": "1",
+            "object": "chat.completion",
+            "created": 0,
+            "model": "m",
+            "choices": [{"index": 0, "message": message}],
+        }
+    )
+    with chat_server(in_turn(Said(body=body))) as server:
+        assert advisor_of(server, tmp_path).ask(QUESTION, Ratio).value.ratio == 0.25
+        # This server counts no tokens.
+        assert Transcript(tmp_path / FILE).spent.input_tokens is None
+
+
+def test_the_questions_own_check_goes_back_too_and_the_last_valid_answer_is_kept(tmp_path: Path):
+    with chat_server(in_turn(ANSWER, Said(content='{"ratio": 0.4}'), error(500))) as server:
+        advice = advisor_of(server, tmp_path).ask(QUESTION, Ratio, check=lambda answer: f"{answer.ratio} is too much")
+        assert "0.5 is too much" in server.asked[1]["messages"][-1]["content"]
+
+    assert (advice.value.ratio, advice.complaint, advice.repairs) == (0.4, "0.4 is too much", 1)
+
+
+@pytest.mark.parametrize(
+    "passing", [error(429, retry_after="1"), error(500), Said(drops=True)], ids=["429", "500", "cut"]
+)
+def test_what_passes_is_tried_again(tmp_path: Path, passing: Said):
+    started = time.monotonic()
+    with chat_server(in_turn(passing, ANSWER)) as server:
+        assert advisor_of(server, tmp_path).ask(QUESTION, Ratio).value.ratio == 0.5
+        assert len(server.asked) == 2
+
+    if passing.status == 429:
+        assert time.monotonic() - started >= 1
+
+
+@pytest.mark.parametrize(
+    ("reply", "message"),
+    [
+        (error(401), "openai:scripted gave no answer"),
+        (Said(refusal="I don't plan."), "openai:scripted refuses to answer: I don't plan."),
+        (Said(body="<html>busy</html>"), "openai:scripted gave no answer"),
+        (Said(body='{"error": "no"}'), "openai:scripted gave no answer"),
+        (Said(content='{"ratio": 0.5}', delay_s=3.0), "openai:scripted gave no answer .*imed out"),
+    ],
+    ids=["wrong key", "refusal", "page", "error", "timeout"],
+)
+def test_what_does_not_pass_is_one_line(tmp_path: Path, reply: Said, message: str):
+    with chat_server(in_turn(reply)) as server, pytest.raises(AdvisorError, match=message) as caught:
+        advisor_of(server, tmp_path, timeout_s=0.3).ask(QUESTION, Ratio)
+
+    assert "\n" not in str(caught.value)
+    assert Transcript(tmp_path / FILE).spent.failures == (str(caught.value),)
+
+
+def test_repairs_end_when_the_time_of_the_question_has_passed(tmp_path: Path):
+    slow = Said(content="no", delay_s=0.6)
+    with chat_server(in_turn(slow)) as server, pytest.raises(AdvisorError, match="took longer than 1 s: llm_timeout_s"):
+        advisor_of(server, tmp_path, timeout_s=1.0).ask(QUESTION, Ratio)
+    assert len(server.asked) == 2
+
+
+def test_a_question_that_is_too_long_says_so(tmp_path: Path):
+    reply = error(400, "This model's maximum context length is 4096 tokens")
+    with chat_server(in_turn(reply)) as server, pytest.raises(ContextTooLongError):
+        advisor_of(server, tmp_path).ask(QUESTION, Ratio)
+    assert len(server.asked) == 1
+
+
+def test_a_budget_of_tokens_is_for_the_run_and_outlives_the_process(tmp_path: Path):
+    with chat_server(in_turn(Said(content="no"))) as server:
+        for number in range(3):
+            question = QUESTION.model_copy(update={"evidence": f"{number}"})
+            with pytest.raises(
+                AdvisorError, match="no valid answer" if number == 0 else "the budget of 330 tokens is spent"
+            ):
+                # Each turn is of 110 tokens.
+                advisor_of(server, tmp_path, max_tokens=330).ask(question, Ratio)
+        assert len(server.asked) == 3
+    spent = Transcript(tmp_path / FILE).spent
+    assert (spent.requests, spent.input_tokens, spent.output_tokens, spent.repairs) == (3, 300, 30, 3)
+
+
+def test_turns_of_a_server_that_counts_no_tokens_are_estimated_for_the_budget(tmp_path: Path):
+    with chat_server(in_turn(Said(content="x" * 4000, has_usage=False))) as server:
+        with pytest.raises(AdvisorError, match="the budget of 1500 tokens is spent"):
+            advisor_of(server, tmp_path, max_tokens=1500).ask(QUESTION, Ratio)
+        assert len(server.asked) == 2
+
+
+def test_an_accepted_answer_and_a_failure_are_replayed_without_a_request(tmp_path: Path):
+    other = QUESTION.model_copy(update={"evidence": "And now?"})
+    with chat_server(in_turn(ANSWER, error(401))) as server:
+        advisor_of(server, tmp_path).ask(QUESTION, Ratio)
+        with pytest.raises(AdvisorError):
+            advisor_of(server, tmp_path).ask(other, Ratio)
+        assert advisor_of(server, tmp_path).ask(QUESTION, Ratio).value.ratio == 0.5
+        with pytest.raises(AdvisorError, match="gave no answer"):
+            advisor_of(server, tmp_path).ask(other, Ratio)
+        assert len(server.asked) == 2
+
+
+def test_a_line_that_a_kill_cut_off_is_passed_over_and_counted(tmp_path: Path):
+    (tmp_path / FILE).write_text('{"kind": "request"}\nnonsense\n[1]\n{"kind": "answer", "que')
+    with chat_server(in_turn(ANSWER)) as server:
+        advisor_of(server, tmp_path).ask(QUESTION, Ratio)
+
+    transcript = Transcript(tmp_path / FILE)
+    assert len(transcript.of("answer")) == 1
+    assert transcript.spent.unread_lines == 3
+
+
+def test_the_key_is_in_the_header_and_in_no_file_when_a_server_quotes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
+    with chat_server(in_turn(Said(content="is it sk-secret?"), error(401, "wrong key sk-secret"))) as server:
+        model = open_model(Endpoint(model="m", base_url=server.url), "sk-secret", timeout_s=9.0)
+        with pytest.raises(AdvisorError) as caught:
+            Chat(model, "m", Transcript(tmp_path / FILE, max_tokens=10**6), timeout_s=9.0).ask(QUESTION, Ratio)
+        assert server.keys == ["Bearer sk-secret"] * 2
+
+    assert "sk-secret" not in str(caught.value) + (tmp_path / FILE).read_text()
+    assert "(OPENAI_API_KEY)" in (tmp_path / FILE).read_text()
+
+
+def test_a_redirect_takes_no_key_along(tmp_path: Path):
+    with chat_server(in_turn(ANSWER)) as other:
+        away = Said(status=307, body="", headers={"location": f"{other.url}/chat/completions"})
+        with chat_server(in_turn(away)) as server:
+            model = open_model(Endpoint(model="m", base_url=server.url), "sk-secret", timeout_s=9.0)
+            Chat(model, "m", Transcript(tmp_path / FILE, max_tokens=10**6), timeout_s=9.0).ask(QUESTION, Ratio)
+    assert other.keys == [""]
+
+
+@pytest.mark.parametrize(
+    ("reply", "message"),
+    [
+        (error(401), "AuthenticationError.*check the address, the model's name and the key"),
+        (error(404), "NotFoundError"),
+    ],
+)
+def test_an_endpoint_is_tried_by_one_request(reply: Said, message: str):
+    with chat_server(in_turn(ANSWER, reply)) as server:
+        endpoint = Endpoint(model="m", base_url=server.url)
+        check_endpoint(endpoint, "EMPTY", timeout_s=9.0)
+        with pytest.raises(RequestError, match=message):
+            check_endpoint(endpoint, "EMPTY", timeout_s=9.0)
+    with pytest.raises(RequestError, match=r"openai:m at http://127\.0\.0\.1:9/v1 gave no answer .*Connection"):
+        check_endpoint(Endpoint(model="m", base_url="http://127.0.0.1:9/v1"), "EMPTY", timeout_s=9.0)
+
+
+class State(TypedDict):
+    ratios: Annotated[list[float], operator.add]
+
+
+def test_tokens_are_streamed_under_the_name_of_the_node_and_counted(tmp_path: Path):
+    with chat_server(in_turn(Said(content='{"ratio": 0.5}', piece=4))) as server:
+        chat = advisor_of(server, tmp_path)
+        graph = StateGraph(State)
+        graph.add_node("analysis", lambda _: {"ratios": [chat.ask(QUESTION, Ratio).value.ratio]})
+        graph.add_edge(START, "analysis")
+        graph.add_edge("analysis", END)
+        pieces = list(graph.compile().stream({"ratios": []}, stream_mode="messages"))
+
+    assert (
+        "".join(message.text for message, _ in pieces if type(message).__name__ == "AIMessageChunk") == '{"ratio": 0.5}'
+    )
+    assert {metadata["langgraph_node"] for _, metadata in pieces} == {"analysis"}
+    assert Transcript(tmp_path / FILE).spent.input_tokens == 100
