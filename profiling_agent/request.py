@@ -1,6 +1,6 @@
-"""All that a user may ask for, validated once, at the edge.
+"""Request: every option of a run, validated once.
 
-`Request` is flat, so that Python, the command line and Studio's form ask for the same things by the same names.
+`Request` is flat, so that Python, the command line and Studio's form have the same options by the same names.
 """
 
 import re
@@ -13,11 +13,26 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 from profiling_agent.errors import RequestError
 from profiling_agent.files import FileRefusedError, expanded
 from profiling_agent.records import NUM_SESSIONS, RUNTIMES, Goal, RuntimeName
+from profiling_agent.records.notation import DTYPE_SYNONYMS, DropLimit, RatioLimit, SpeedupLimit, canonical
 
 RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 DURATION = re.compile(r"(?:([0-9]{1,4})h)?\s*(?:([0-9]{1,5})m(?:in)?)?\s*(?:([0-9]{1,7})s)?", re.ASCII)
 SHORTEST_S, LONGEST_S = 60.0, 30 * 86_400.0
+
+# Unquantized is what float32 means for a deployed model.
+QUANTIZE_DTYPES = DTYPE_SYNONYMS | {"fp32": "none", "float32": "none"}
+RUNTIME_SYNONYMS = {
+    "torch": "eager",
+    "pytorch": "eager",
+    "torch.compile": "inductor",
+    "compile": "inductor",
+    "onnx": "onnxruntime",
+    "ort": "onnxruntime",
+    "ov": "openvino",
+}
+DEVICES = {"gpu": "cuda"}
+OBJECTIVES = {"latency": "speed"}
 
 
 def _run_id(value: str | None) -> str | None:
@@ -91,25 +106,21 @@ class Request(BaseModel):
     )
     image_column: str | None = Field(default=None, description="column of images; found by type when not named")
     label_column: str | None = Field(default=None, description="column of labels; found by type when not named")
-    max_accuracy_drop: float = Field(
-        default=0.01, ge=0, lt=1, description="top-1 that may be lost, as a fraction: 0.01 is one point"
+    max_accuracy_drop: DropLimit = Field(
+        default=0.01, description="top-1 that may be lost: 0.01, 1% or 1pt is one point"
     )
-    min_speedup: float = Field(
-        default=1.0, ge=1, le=1000, description="least times as fast as the baseline: 1 is not slower"
+    min_speedup: SpeedupLimit = Field(
+        default=1.0, description="least speedup over the baseline, such as 1.5 or 1.5x; 1 is not slower"
     )
-    max_size_ratio: float = Field(
-        default=0.5,
-        gt=0,
-        le=100,
-        description="most bytes on disk, as a fraction of the baseline's; above 1 it may be larger",
+    max_size_ratio: RatioLimit = Field(
+        default=0.5, description="most bytes on disk, relative to the baseline: 0.5 or 50% is half; at most 2"
     )
-    max_memory_ratio: float | None = Field(
+    max_memory_ratio: RatioLimit | None = Field(
         default=None,
-        gt=0,
-        description="most peak memory of a process that runs the model, as a fraction of the baseline's",
+        description="most peak memory of a process that runs the model, relative to the baseline: 0.5 or 50% is half; at most 2",
     )
-    objective: Literal["speed", "size", "memory"] = Field(
-        default="speed", description="what is to be best in the model to return, among those that keep the contract"
+    objective: Annotated[Literal["speed", "size", "memory"], canonical(OBJECTIVES)] = Field(
+        default="speed", description="what to optimize among the models that keep the contract"
     )
     selection: Literal["contract", "paper"] = Field(
         default="contract",
@@ -138,15 +149,18 @@ class Request(BaseModel):
     quantize_layers: str = Field(
         default="all", min_length=1, max_length=300, description="layers to quantize where no plan says: all, or RE2"
     )
-    quantize_dtype: Literal["auto", "qint8", "float16", "bfloat16", "none"] = Field(
-        default="auto", description="type to quantize to where no plan says; auto: what the race shows to be best"
+    quantize_dtype: Annotated[Literal["auto", "qint8", "float16", "bfloat16", "none"], canonical(QUANTIZE_DTYPES)] = (
+        Field(
+            default="auto",
+            description="dtype to quantize to when no plan names one; auto: the best one measured; int8, fp16, bf16 and fp32 are synonyms",
+        )
     )
-    runtimes: str = Field(
+    runtimes: Annotated[str, canonical(RUNTIME_SYNONYMS)] = Field(
         default="auto",
         min_length=1,
         max_length=100,
-        description="what may execute the result: auto for all that are installed, or some of "
-        "eager, inductor, onnxruntime, openvino, with commas between",
+        description="runtimes that may execute the result, separated by commas: auto for all that are installed, or some of "
+        "eager (torch), inductor, onnxruntime (onnx, ort), openvino",
     )
     num_samples: int | None = Field(
         default=None,
@@ -177,7 +191,9 @@ class Request(BaseModel):
         description="use what an earlier run measured of the same model, images and machine: how much each unit is missed",
     )
     batch_size: int = Field(default=32, ge=1, le=4096, description="the batch size you deploy; all is measured at it")
-    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="where to measure; auto is the CPU")
+    device: Annotated[Literal["auto", "cpu", "cuda"], canonical(DEVICES)] = Field(
+        default="auto", description="where to measure; auto is the CPU"
+    )
     seed: int = Field(default=0, ge=0, lt=2**32, description="draws the images and everything else that is random")
     approve: Literal["never", "plan", "each"] = Field(
         default="never",
@@ -270,7 +286,7 @@ class Request(BaseModel):
                 f"advisor is {self.advisor!r} with a budget of {self.advisor_requests} requests and "
                 f"{self.advisor_tokens} tokens: raise advisor_requests and advisor_tokens, or use advisor=rules"
             )
-        if unknown := [name for name in self.runtimes.split(",") if name.strip() not in ("auto", *RUNTIMES)]:
+        if unknown := [name for name in self.runtimes.split(",") if name not in ("auto", *RUNTIMES)]:
             raise ValueError(f"runtimes names {unknown[0]!r}: use auto, or some of {', '.join(RUNTIMES)}")
         if self.quantize_dtype == "none" and self.quantize_layers != "all":
             raise ValueError(
@@ -313,8 +329,8 @@ class Request(BaseModel):
 
     @property
     def names_runtimes(self) -> bool:
-        """Return whether runtimes were asked for by name."""
-        return "auto" not in {name.strip() for name in self.runtimes.split(",")}
+        """Return whether runtimes were requested by name."""
+        return "auto" not in self.runtimes.split(",")
 
     @property
     def time_budget_s(self) -> float | None:
@@ -323,8 +339,8 @@ class Request(BaseModel):
 
     @property
     def runtime_names(self) -> tuple[RuntimeName, ...]:
-        """Return the runtimes that were named, in our order; all of them for `auto`."""
-        named = {name.strip() for name in self.runtimes.split(",")}
+        """Return the requested runtimes, in our order; all of them for `auto`."""
+        named = self.runtimes.split(",")
         return tuple(name for name in RUNTIMES if "auto" in named or name in named)
 
     @property

@@ -1,10 +1,11 @@
 """Plans: what is to be done to the unpruned model, what it would do, and the models that came of it."""
 
 import re
-from typing import Any, Literal, Self, cast
+from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import AliasChoices, Field, model_validator
 
+from profiling_agent.records.notation import DTYPE_SYNONYMS, canonical
 from profiling_agent.records.profile import Unit
 from profiling_agent.records.record import ArtifactRef, Record
 
@@ -35,7 +36,7 @@ class QuantizationRecommendation(Record):
 
     layer: str = Field(min_length=1, max_length=300)
     quantization_type: Literal["dynamic", "static", "cast"] = "dynamic"
-    dtype: Literal["qint8", "float16", "bfloat16", "float32"]
+    dtype: Annotated[Literal["qint8", "float16", "bfloat16", "float32"], canonical(DTYPE_SYNONYMS)]
     justification: str = Field(default="", max_length=2000)
 
     @model_validator(mode="after")

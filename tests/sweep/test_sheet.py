@@ -76,6 +76,7 @@ def test_what_is_left_out_is_the_default_contract_and_seed(tmp_path: Path):
             f"{LEAST}contracts: [{{min_speedup: 0.5}}]\n",
             "the run of a on b, contract 1, seed 0 can't be asked for: min_speedup",
         ),
+        (f"{LEAST}contracts: [{{max_size_ratio: 50}}]\n", "0.5 is half, which is also written 50% (got 50)"),
         (f"{LEAST}seeds: [010]\n", "seeds.0: Input should be a valid integer"),
         (
             f"{LEAST}contracts: [{{max_accuracy_drop: .nan}}]\n",
@@ -123,6 +124,15 @@ def test_a_file_that_is_not_there_is_told(tmp_path: Path):
 def test_a_file_that_is_too_large_is_told(tmp_path: Path):
     with pytest.raises(RequestError, match="larger than"):
         read(tmp_path, "# " + "x" * MAX_FILE)
+
+
+def test_a_contract_is_read_in_the_notations_of_a_request(tmp_path: Path):
+    contract = "{max_accuracy_drop: 1%, max_size_ratio: 50%, min_speedup: 2x}"
+
+    (one,) = read(tmp_path, f"{LEAST}contracts: [{contract}]\nrequest: {{runtimes: onnx, quantize_dtype: int8}}\n")
+
+    assert (one.max_accuracy_drop, one.max_size_ratio, one.min_speedup) == (0.01, 0.5, 2.0)
+    assert (one.runtimes, one.quantize_dtype) == ("onnxruntime", "qint8")
 
 
 def test_numbers_are_those_of_json(tmp_path: Path):
