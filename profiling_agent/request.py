@@ -3,9 +3,11 @@
 `Request` is flat, so that Python, the command line and Studio's form have the same options by the same names.
 """
 
+import difflib
 import re
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
@@ -16,6 +18,7 @@ from profiling_agent.records import NUM_SESSIONS, RUNTIMES, Goal, RuntimeName
 from profiling_agent.records.notation import DTYPE_SYNONYMS, DropLimit, RatioLimit, SpeedupLimit, canonical
 
 RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+MAX_NAME = 80
 
 DURATION = re.compile(r"(?:([0-9]{1,4})h)?\s*(?:([0-9]{1,5})m(?:in)?)?\s*(?:([0-9]{1,7})s)?", re.ASCII)
 SHORTEST_S, LONGEST_S = 60.0, 30 * 86_400.0
@@ -33,6 +36,17 @@ RUNTIME_SYNONYMS = {
 }
 DEVICES = {"gpu": "cuda"}
 OBJECTIVES = {"latency": "speed"}
+
+
+def unknown_term(names: Iterable[object], known: Iterable[str]) -> str | None:
+    """Return a line about the first name that isn't known, with the most similar known one, or None."""
+    known = tuple(known)
+    name = next((str(name) for name in names if name not in known), None)
+    if name is None:
+        return None
+    similar = difflib.get_close_matches(name[:MAX_NAME], known, n=1)
+    advice = f"did you mean {similar[0]!r}?" if similar else "`profiling-agent run --help` lists all terms"
+    return f"unknown term {name[:MAX_NAME]!r}: {advice}"
 
 
 def _run_id(value: str | None) -> str | None:
@@ -248,6 +262,13 @@ class Request(BaseModel):
         default=None, description="name of the run folder; by default one is made up"
     )
     output: str = Field(default="runs", min_length=1, description="folder that holds the run folders")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_known_terms(cls, given: Any) -> Any:
+        if isinstance(given, dict) and (problem := unknown_term(given, cls.model_fields)):
+            raise ValueError(problem)
+        return given
 
     # Of the whole, whose errors don't quote; and here already, as a request is written down before anybody is asked.
     @model_validator(mode="after")

@@ -12,7 +12,6 @@ from profiling_agent.agents.state import RunState
 from profiling_agent.errors import RequestError, RunError
 from profiling_agent.iteration.forecast import Forecast
 from profiling_agent.iteration.selection import ranked, size_ratio
-from profiling_agent.progress import silent
 from profiling_agent.records import Candidate, Journal, Record
 from profiling_agent.stopping import end_if_asked
 from profiling_agent.workspace import storage_told
@@ -74,7 +73,7 @@ def run_node(
     session.jobs.progress = progress
     try:
         progress("started", 0, 0)
-        with storage_told(session.workspace.root):
+        with session.working, storage_told(session.workspace.root):
             update = work()
         # What was interrupted may have come to an end that says nothing of the work, as with a compiler that heard it too.
         end_if_asked()
@@ -89,9 +88,6 @@ def run_node(
     except BaseException:
         session.close()
         raise
-    finally:
-        # It knows the stream, and through it the graph: whoever leaves both is to be found gone.
-        session.jobs.progress = silent
 
 
 def standing_of(state: RunState, stage: str) -> ProgressEvent:

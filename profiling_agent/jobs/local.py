@@ -52,6 +52,8 @@ class LocalEngine:
         self._log = workspace.root / log
         self._available_bytes = available
         self._worker: Child[Message] | None = None
+        self._at_work: Child[Message] | None = None
+        self._is_closed = False
         self._given: dict[str, str] = {}
         self._servers = ExitStack()
         self._copied: dict[str | None, OwnForkServer | None] = {}
@@ -62,6 +64,7 @@ class LocalEngine:
         for batch in batches:
             # Others wait no longer than one batch takes.
             with machine_lock(progress, f"run {self.workspace.root.name!r}"):
+                self._check_open()
                 self._check_memory(batch)
                 is_done = self._do(batch, progress, ended)
             if not is_done:
@@ -81,6 +84,7 @@ class LocalEngine:
                             process.send(orders[0])
                             self._hear(process, batch.timeout_s, progress)
                     except ProfilingAgentError as raised:
+                        self._check_open()
                         # Or by a machine that was taken for lost, meanwhile.
                         error = None if holds(self.workspace.jobs / key) else raised
                     if error is None:
@@ -94,6 +98,11 @@ class LocalEngine:
                 ended(Ended(key=orders[0].key, seconds=time.monotonic() - started, tries=tries, error=error))
                 return False
         return True
+
+    def _check_open(self) -> None:
+        """Raise RunError after `close`, which another thread may call while jobs are done."""
+        if self._is_closed:
+            raise RunError(f"run {self.workspace.root.name!r} was left before it ended: resume it")
 
     def _check_memory(self, batch: Batch) -> None:
         """Refuse to begin where the job would take memory that others have.
@@ -143,10 +152,13 @@ class LocalEngine:
                 self._worker, self._given = self._start(given, anew=bool(secrets)), given
             assert self._worker is not None, "it was started"
             process = self._worker
+        self._at_work = process
         try:
+            self._check_open()
             yield process
         finally:
-            if batch.isolated:
+            self._at_work = None
+            if batch.isolated or self._is_closed:
                 process.end()
             # A killed or crashed process leaves its folder. Those of other jobs are their machines' own.
             for order in batch.orders:
@@ -202,7 +214,10 @@ class LocalEngine:
         return {}
 
     def close(self) -> None:
-        """End the worker, and what it was a copy of unless others use that."""
+        """End the worker, an isolated job, and what they were copies of unless others use that."""
+        self._is_closed = True
+        if (process := self._at_work) is not None:
+            process.end()
         self._end_worker()
         self._copied.clear()
         self._servers.close()

@@ -35,13 +35,31 @@ def test_studio_sees_the_form_follows_a_run_answers_it_and_forks_it(world: World
         schemas = client.assistants.get_schemas(assistant["assistant_id"])
         assert schemas["input_schema"] is not None
         fields = schemas["input_schema"]["properties"]
+        assert {"type": "string"} in fields["max_accuracy_drop"]["anyOf"]
         assert fields["max_accuracy_drop"]["description"].startswith("top-1 that may be lost")
         assert fields["approve"]["enum"] == ["never", "plan", "each"]
         assert fields["batch_size"]["maximum"] == 4096
         assert fields["model"]["default"] == "reference:vit"
 
+        for misspelt, message in (
+            ({"max_acuracy_drop": 0.2}, "unknown term 'max_acuracy_drop': did you mean 'max_accuracy_drop'?"),
+            ({"max_size_ratio": 50}, "0.5 is half"),
+        ):
+            thread = client.threads.create()["thread_id"]
+            (error,) = [
+                part.data
+                for part in client.runs.stream(thread, ASSISTANT, input=asked(world, tmp_path) | misspelt)
+                if part.event == "error"
+            ]
+            assert error["error"] == "RequestError"
+            assert message in error["message"]
+            assert "\n" not in error["message"]
+            assert not (tmp_path / "runs").exists()
+
         thread = client.threads.create()["thread_id"]
-        events = followed(client, thread, input=asked(world, tmp_path, approve="plan"))
+        contract = {"max_accuracy_drop": "1%", "quantize_dtype": "int8"}
+        events = followed(client, thread, input=asked(world, tmp_path, approve="plan") | contract)
+        assert client.threads.get_state(thread)["values"]["quantize_dtype"] == "qint8"
         stages = list(dict.fromkeys(event["stage"] for event in events))
         assert stages == [
             "acquisition",
