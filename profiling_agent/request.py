@@ -5,12 +5,12 @@
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from profiling_agent.errors import RequestError
 from profiling_agent.files import FileRefusedError, expanded
@@ -23,30 +23,21 @@ MAX_NAME = 80
 DURATION = re.compile(r"(?:([0-9]{1,4})h)?\s*(?:([0-9]{1,5})m(?:in)?)?\s*(?:([0-9]{1,7})s)?", re.ASCII)
 SHORTEST_S, LONGEST_S = 60.0, 30 * 86_400.0
 
-# Unquantized is what float32 means for a deployed model.
-QUANTIZE_DTYPES = DTYPE_SYNONYMS | {"fp32": "none", "float32": "none"}
-RUNTIME_SYNONYMS = {
-    "torch": "eager",
-    "pytorch": "eager",
-    "torch.compile": "inductor",
-    "compile": "inductor",
-    "onnx": "onnxruntime",
-    "ort": "onnxruntime",
-    "ov": "openvino",
+SYNONYMS = {
+    "objective": {"latency": "speed"},
+    "quantize_dtype": DTYPE_SYNONYMS | {"fp32": "none", "float32": "none"},
+    "runtimes": {"torch": "eager", "pytorch": "eager", "onnx": "onnxruntime", "ort": "onnxruntime", "ov": "openvino"},
+    "device": {"gpu": "cuda"},
 }
-DEVICES = {"gpu": "cuda"}
-OBJECTIVES = {"latency": "speed"}
 
 
-def unknown_term(names: Iterable[object], known: Iterable[str]) -> str | None:
+def unknown_term(names: Iterable[object], known: Collection[str]) -> str | None:
     """Return a line about the first name that isn't known, with the most similar known one, or None."""
-    known = tuple(known)
-    name = next((str(name) for name in names if name not in known), None)
-    if name is None:
-        return None
-    similar = difflib.get_close_matches(name[:MAX_NAME], known, n=1)
-    advice = f"did you mean {similar[0]!r}?" if similar else "`profiling-agent run --help` lists all terms"
-    return f"unknown term {name[:MAX_NAME]!r}: {advice}"
+    for name in (str(name)[:MAX_NAME] for name in names if name not in known):
+        similar = difflib.get_close_matches(name, known, n=1)
+        advice = f"did you mean {similar[0]!r}?" if similar else "`profiling-agent run --help` lists all terms"
+        return f"unknown term {name!r}: {advice}"
+    return None
 
 
 def _run_id(value: str | None) -> str | None:
@@ -131,9 +122,9 @@ class Request(BaseModel):
     )
     max_memory_ratio: RatioLimit | None = Field(
         default=None,
-        description="most peak memory of a process that runs the model, relative to the baseline: 0.5 or 50% is half; at most 2",
+        description="most peak memory of a process that runs it, relative to the baseline: 0.5 or 50% is half",
     )
-    objective: Annotated[Literal["speed", "size", "memory"], canonical(OBJECTIVES)] = Field(
+    objective: Literal["speed", "size", "memory"] = Field(
         default="speed", description="what to optimize among the models that keep the contract"
     )
     selection: Literal["contract", "paper"] = Field(
@@ -163,13 +154,11 @@ class Request(BaseModel):
     quantize_layers: str = Field(
         default="all", min_length=1, max_length=300, description="layers to quantize where no plan says: all, or RE2"
     )
-    quantize_dtype: Annotated[Literal["auto", "qint8", "float16", "bfloat16", "none"], canonical(QUANTIZE_DTYPES)] = (
-        Field(
-            default="auto",
-            description="dtype to quantize to when no plan names one; auto: the best one measured; int8, fp16, bf16 and fp32 are synonyms",
-        )
+    quantize_dtype: Literal["auto", "qint8", "float16", "bfloat16", "none"] = Field(
+        default="auto",
+        description="dtype to quantize to (or int8, fp16, bf16, fp32) when no plan names one; auto: the best",
     )
-    runtimes: Annotated[str, canonical(RUNTIME_SYNONYMS)] = Field(
+    runtimes: str = Field(
         default="auto",
         min_length=1,
         max_length=100,
@@ -205,9 +194,7 @@ class Request(BaseModel):
         description="use what an earlier run measured of the same model, images and machine: how much each unit is missed",
     )
     batch_size: int = Field(default=32, ge=1, le=4096, description="the batch size you deploy; all is measured at it")
-    device: Annotated[Literal["auto", "cpu", "cuda"], canonical(DEVICES)] = Field(
-        default="auto", description="where to measure; auto is the CPU"
-    )
+    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="where to measure; auto is the CPU")
     seed: int = Field(default=0, ge=0, lt=2**32, description="draws the images and everything else that is random")
     approve: Literal["never", "plan", "each"] = Field(
         default="never",
@@ -269,6 +256,11 @@ class Request(BaseModel):
         if isinstance(given, dict) and (problem := unknown_term(given, cls.model_fields)):
             raise ValueError(problem)
         return given
+
+    @field_validator(*SYNONYMS, mode="before")
+    @classmethod
+    def _canonical(cls, value: object, info: ValidationInfo) -> object:
+        return canonical(value, SYNONYMS[str(info.field_name)])
 
     # Of the whole, whose errors don't quote; and here already, as a request is written down before anybody is asked.
     @model_validator(mode="after")

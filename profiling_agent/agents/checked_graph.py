@@ -25,14 +25,15 @@ def _checked_input(given: Any) -> Any:
         except ValidationError as error:
             raise RequestError(first_problem(error)) from error
     if isinstance(given, Command):
-        _check_update(given.update)
+        _check_fields(dict(given.update) if isinstance(given.update, list) else given.update)
     return given
 
 
-def _check_update(update: Any) -> None:
+def _check_fields(*updates: Any) -> None:
     """Raise RequestError when an update of the state names a field that the state hasn't."""
-    if isinstance(update, dict | list | tuple) and (problem := unknown_term(dict(update), RunState.model_fields)):
-        raise RequestError(problem)
+    for update in updates:
+        if isinstance(update, dict) and (problem := unknown_term(update, RunState.model_fields)):
+            raise RequestError(problem)
 
 
 class CheckedGraph(CompiledStateGraph[RunState, None, Request, RunResult]):
@@ -46,10 +47,10 @@ class CheckedGraph(CompiledStateGraph[RunState, None, Request, RunResult]):
     def stream(self, input: Any, config: RunnableConfig | None = None, **options: Any) -> Iterator[Any]:
         """Stream a run's steps; RequestError at once when the input has an unknown term."""
         given = _checked_input(input)
-        return self._stream(given, config, self._unopened_run(given, config), options)
+        return self._stream(self._unopened_run(given, config), given, config, **options)
 
-    def _stream(self, given: Any, config: Any, run_id: str | None, options: dict[str, Any]) -> Iterator[Any]:
-        parts: Any = super().stream(given, config, **options)
+    def _stream(self, run_id: str | None, *given: Any, **options: Any) -> Iterator[Any]:
+        parts: Any = super().stream(*given, **options)
         try:
             for part in parts:  # noqa: UP028 - `yield from` would close `parts` before the session
                 yield part
@@ -61,12 +62,10 @@ class CheckedGraph(CompiledStateGraph[RunState, None, Request, RunResult]):
     def astream(self, input: Any, config: RunnableConfig | None = None, **options: Any) -> AsyncIterator[Any]:
         """Stream a run's steps as `stream` does."""
         given = _checked_input(input)
-        return self._astream(given, config, self._unopened_run(given, config), options)
+        return self._astream(self._unopened_run(given, config), given, config, **options)
 
-    async def _astream(
-        self, given: Any, config: Any, run_id: str | None, options: dict[str, Any]
-    ) -> AsyncIterator[Any]:
-        parts: Any = super().astream(given, config, **options)
+    async def _astream(self, run_id: str | None, *given: Any, **options: Any) -> AsyncIterator[Any]:
+        parts: Any = super().astream(*given, **options)
         try:
             async for part in parts:
                 yield part
@@ -84,14 +83,12 @@ class CheckedGraph(CompiledStateGraph[RunState, None, Request, RunResult]):
 
     def bulk_update_state(self, config: RunnableConfig, supersteps: Sequence[Sequence[StateUpdate]]) -> RunnableConfig:
         """Update the state; RequestError when an update names a field that the state hasn't."""
-        for update in (update for step in supersteps for update in step):
-            _check_update(update.values)
+        _check_fields(*(update.values for step in supersteps for update in step))
         return super().bulk_update_state(config, supersteps)
 
     async def abulk_update_state(
         self, config: RunnableConfig, supersteps: Sequence[Sequence[StateUpdate]]
     ) -> RunnableConfig:
         """Update the state as `bulk_update_state` does."""
-        for update in (update for step in supersteps for update in step):
-            _check_update(update.values)
+        _check_fields(*(update.values for step in supersteps for update in step))
         return await super().abulk_update_state(config, supersteps)

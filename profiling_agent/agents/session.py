@@ -91,7 +91,6 @@ class RunSession:
         self.is_begun = False
         # Held by the node that is at work.
         self.working = threading.Lock()
-        self._closing = threading.RLock()
         # Closed in the other order: nobody else may have the run before its worker has ended.
         with storage_told(workspace.root), ExitStack() as opened:
             opened.callback(workspace.lock().release)
@@ -229,8 +228,7 @@ class RunSession:
 
     def close(self) -> None:
         """End the worker and let go of the run."""
-        with self._closing:
-            self.resources.close()
+        self.resources.close()
 
     def leave(self) -> None:
         """End the job under way and close; a node that still works in another thread is waited for."""

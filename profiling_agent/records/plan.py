@@ -1,9 +1,9 @@
 """Plans: what is to be done to the unpruned model, what it would do, and the models that came of it."""
 
 import re
-from typing import Annotated, Any, Literal, Self, cast
+from typing import Any, Literal, Self, cast
 
-from pydantic import AliasChoices, Field, model_validator
+from pydantic import AliasChoices, Field, field_validator, model_validator
 
 from profiling_agent.records.notation import DTYPE_SYNONYMS, canonical
 from profiling_agent.records.profile import Unit
@@ -36,8 +36,13 @@ class QuantizationRecommendation(Record):
 
     layer: str = Field(min_length=1, max_length=300)
     quantization_type: Literal["dynamic", "static", "cast"] = "dynamic"
-    dtype: Annotated[Literal["qint8", "float16", "bfloat16", "float32"], canonical(DTYPE_SYNONYMS)]
+    dtype: Literal["qint8", "float16", "bfloat16", "float32"]
     justification: str = Field(default="", max_length=2000)
+
+    @field_validator("dtype", mode="before")
+    @classmethod
+    def _canonical(cls, value: object) -> object:
+        return canonical(value, DTYPE_SYNONYMS)
 
     @model_validator(mode="after")
     def _goes_together(self) -> Self:
