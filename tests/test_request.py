@@ -19,15 +19,15 @@ def test_every_field_has_a_default_and_a_description():
     ("asked", "says"),
     [
         *(
-            ({"max_accuracy_drop": value}, "from 0 to below 1, such as 0.01 (or 1%, or 1pt)")
+            ({"max_accuracy_drop": value}, "from 0 to below 1, such as 0.01 or 1%")
             for value in (-0.1, float("nan"), float("inf"), 1, "1", "100%", "-1%", "1%%", "1x", "", "0,5%", True, [0.1])
         ),
         *(
-            ({"min_speedup": value}, "from 1 to 1000, such as 1.5 (or 1.5x)")
+            ({"min_speedup": value}, "from 1 to 1000, such as 1.5 or 1.5x")
             for value in (0.5, "0.5x", "1001x", "50%", "x", "twice", 1001)
         ),
         *(
-            ({name: value}, "at most 2: 0.5 is half (or 50%)")
+            ({name: value}, "above 0, up to 2: 0.5 is half, or 50%")
             for name in ("max_size_ratio", "max_memory_ratio")
             for value in (0, 50, 2.01, "50", "201%", "0%", "1pt", "half", float("inf"))
         ),

@@ -14,7 +14,7 @@ DTYPE_SYNONYMS = {"int8": "qint8", "fp16": "float16", "half": "float16", "bf16":
 
 
 def _limit(bounds: Any, units: Mapping[str, int], advice: str) -> BeforeValidator:
-    """Return a validator of a number within `bounds`, or of text with one of `units`; its error is `advice`."""
+    """Return a validator of a number within `bounds`, or of text with one of `units`; its error gives the `advice`."""
     bounded = TypeAdapter[float](Annotated[float, bounds])
 
     def read(value: object) -> float:
@@ -24,23 +24,14 @@ def _limit(bounds: Any, units: Mapping[str, int], advice: str) -> BeforeValidato
         try:
             return bounded.validate_python(number, strict=True)
         except ValidationError:
-            raise ValueError(advice) from None
+            raise ValueError(f"give {advice}") from None
 
     return BeforeValidator(read, json_schema_input_type=Annotated[float, bounds] | str)
 
 
-DropLimit = Annotated[
-    float,
-    _limit(Field(ge=0, lt=1), POINTS, "give a fraction from 0 to below 1, such as 0.01 (or 1%, or 1pt)"),
-]
-RatioLimit = Annotated[
-    float,
-    _limit(Field(gt=0, le=2), PERCENT, "give a fraction of the baseline's, at most 2: 0.5 is half (or 50%)"),
-]
-SpeedupLimit = Annotated[
-    float,
-    _limit(Field(ge=1, le=1000), TIMES, "give times the baseline's speed, from 1 to 1000, such as 1.5 (or 1.5x)"),
-]
+DropLimit = Annotated[float, _limit(Field(ge=0, lt=1), POINTS, "a fraction from 0 to below 1, such as 0.01 or 1%")]
+RatioLimit = Annotated[float, _limit(Field(gt=0, le=2), PERCENT, "a fraction above 0, up to 2: 0.5 is half, or 50%")]
+SpeedupLimit = Annotated[float, _limit(Field(ge=1, le=1000), TIMES, "a number from 1 to 1000, such as 1.5 or 1.5x")]
 
 
 def canonical(value: object, synonyms: Mapping[str, str]) -> object:

@@ -36,11 +36,11 @@ def test_arguments_that_cannot_be_read_are_refused_in_one_line(arguments: tuple[
     [
         (
             ("run", "--max-accuracy-drop", "1"),
-            "--max-accuracy-drop: give a fraction from 0 to below 1, such as 0.01 (or 1%, or 1pt) (got '1')",
+            "--max-accuracy-drop: give a fraction from 0 to below 1, such as 0.01 or 1% (got '1')",
         ),
         (
             ("run", "--max-size-ratio", "50"),
-            "--max-size-ratio: give a fraction of the baseline's, at most 2: 0.5 is half (or 50%) (got '50')",
+            "--max-size-ratio: give a fraction above 0, up to 2: 0.5 is half, or 50% (got '50')",
         ),
         (
             ("run", "--runtimes", "onnx,tensorrt"),

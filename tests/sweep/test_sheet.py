@@ -76,7 +76,7 @@ def test_what_is_left_out_is_the_default_contract_and_seed(tmp_path: Path):
             f"{LEAST}contracts: [{{min_speedup: 0.5}}]\n",
             "the run of a on b, contract 1, seed 0 can't be asked for: min_speedup",
         ),
-        (f"{LEAST}contracts: [{{max_size_ratio: 50}}]\n", "0.5 is half (or 50%) (got 50)"),
+        (f"{LEAST}contracts: [{{max_size_ratio: 50}}]\n", "0.5 is half, or 50% (got 50)"),
         (f"{LEAST}seeds: [010]\n", "seeds.0: Input should be a valid integer"),
         (
             f"{LEAST}contracts: [{{max_accuracy_drop: .nan}}]\n",
