@@ -230,13 +230,6 @@ class RunSession:
         """End the worker and let go of the run."""
         self.resources.close()
 
-    def leave(self) -> None:
-        """End the job under way and close; a node that still works in another thread is waited for."""
-        self.jobs.close()
-        if self.working.acquire(timeout=NODE_END_S):
-            self.working.release()
-        self.close()
-
     def discard(self) -> None:
         """Close; where this session created the run folder, take its contents away again."""
         self.close()
@@ -352,9 +345,12 @@ class Sessions:
                 raise
 
     def leave(self, run_id: str | None) -> None:
-        """Close a run's session, if it is open, whatever its node still does."""
+        """Close a run's session, if it is open: its job is ended, and its node waited for, which may be in another thread."""
         if run_id is not None and (session := self.by_run.get(run_id)):
-            session.leave()
+            session.jobs.close()
+            if session.working.acquire(timeout=NODE_END_S):
+                session.working.release()
+            session.close()
 
     def close(self) -> None:
         """Close every session."""
