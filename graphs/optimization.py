@@ -20,11 +20,11 @@ from typing import Any, Literal
 
 from langgraph.checkpoint.base import BaseCheckpointSaver
 from langgraph.graph import END, START, StateGraph
-from langgraph.graph.state import CompiledStateGraph
 
 from profiling_agent.agents.acquisition import acquisition
 from profiling_agent.agents.analysis import analysis
 from profiling_agent.agents.approval import approval
+from profiling_agent.agents.checked_graph import CheckedGraph
 from profiling_agent.agents.deployment_search import deployment_search
 from profiling_agent.agents.evaluation import evaluation
 from profiling_agent.agents.input_shape_resolver import input_shape_resolver
@@ -64,9 +64,10 @@ def build_graph(
     sessions: Sessions | None = None,
     *,
     addresses: Iterable[str] = (),
-) -> CompiledStateGraph[RunState, None, Request, RunResult]:
+) -> CheckedGraph:
     """Return the compiled graph; `invoke(Request(...))` gives the verdict, the report and the run folder.
 
+    A dict of a request's fields works too: an unknown or impossible one raises RequestError before the run starts.
     Without a checkpointer, invoking the same request again reuses the jobs that its run has finished. With one, the
     thread's id is the run's id, and `invoke(None, config)` goes on where the run was cut. `advisor` is a LangChain chat
     model to plan with, instead of what the request names; it is never stored, so a graph that resumes needs it again.
@@ -106,7 +107,8 @@ def build_graph(
     graph.add_conditional_edges("iterative_pruning", route_after_iterative_pruning)
     graph.add_edge("verdict", "report")
     graph.add_edge("report", END)
-    return graph.compile(checkpointer=checkpointer, name="profiling_agent")
+    compiled = vars(graph.compile(checkpointer=checkpointer, name="profiling_agent"))
+    return CheckedGraph(sessions=bound, **{name: value for name, value in compiled.items() if name != "__orig_class__"})
 
 
 # What `langgraph.json` names: a server's, whose requests come from outside.

@@ -1,24 +1,44 @@
-"""All that a user may ask for, validated once, at the edge.
+"""Request: every option of a run, validated once.
 
-`Request` is flat, so that Python, the command line and Studio's form ask for the same things by the same names.
+`Request` is flat, so that Python, the command line and Studio's form have the same options by the same names.
 """
 
+import difflib
 import re
 import warnings
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, cast
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from profiling_agent.errors import RequestError
 from profiling_agent.files import FileRefusedError, expanded
 from profiling_agent.records import NUM_SESSIONS, RUNTIMES, Goal, RuntimeName
+from profiling_agent.records.notation import DTYPE_SYNONYMS, DropLimit, RatioLimit, SpeedupLimit, canonical
 
 RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+MAX_NAME = 80
 
 DURATION = re.compile(r"(?:([0-9]{1,4})h)?\s*(?:([0-9]{1,5})m(?:in)?)?\s*(?:([0-9]{1,7})s)?", re.ASCII)
 SHORTEST_S, LONGEST_S = 60.0, 30 * 86_400.0
+
+SYNONYMS = {
+    "objective": {"latency": "speed"},
+    "quantize_dtype": DTYPE_SYNONYMS | {"fp32": "none", "float32": "none"},
+    "runtimes": {"torch": "eager", "pytorch": "eager", "onnx": "onnxruntime", "ort": "onnxruntime", "ov": "openvino"},
+    "device": {"gpu": "cuda"},
+}
+
+
+def unknown_term(names: Iterable[object], known: Collection[str]) -> str | None:
+    """Return a line about the first name that isn't known, with the most similar known one, or None."""
+    for name in (str(name)[:MAX_NAME] for name in names if name not in known):
+        similar = difflib.get_close_matches(name, known, n=1)
+        advice = f"did you mean {similar[0]!r}?" if similar else "`profiling-agent run --help` lists all terms"
+        return f"unknown term {name!r}: {advice}"
+    return None
 
 
 def _run_id(value: str | None) -> str | None:
@@ -136,25 +156,21 @@ class Request(BaseModel):
     )
     image_column: str | None = Field(default=None, description="column of images; found by type when not named")
     label_column: str | None = Field(default=None, description="column of labels; found by type when not named")
-    max_accuracy_drop: float = Field(
-        default=0.01, ge=0, lt=1, description="top-1 that may be lost, as a fraction: 0.01 is one point"
+    max_accuracy_drop: DropLimit = Field(
+        default=0.01, description="top-1 that may be lost: 0.01, 1% or 1pt is one point"
     )
-    min_speedup: float = Field(
-        default=1.0, ge=1, le=1000, description="least times as fast as the baseline: 1 is not slower"
+    min_speedup: SpeedupLimit = Field(
+        default=1.0, description="least speedup over the baseline, such as 1.5 or 1.5x; 1 is not slower"
     )
-    max_size_ratio: float = Field(
-        default=0.5,
-        gt=0,
-        le=100,
-        description="most bytes on disk, as a fraction of the baseline's; above 1 it may be larger",
+    max_size_ratio: RatioLimit = Field(
+        default=0.5, description="most bytes on disk, relative to the baseline: 0.5 or 50% is half; at most 2"
     )
-    max_memory_ratio: float | None = Field(
+    max_memory_ratio: RatioLimit | None = Field(
         default=None,
-        gt=0,
-        description="most peak memory of a process that runs the model, as a fraction of the baseline's",
+        description="most peak memory of a process that runs it, relative to the baseline: 0.5 or 50% is half",
     )
     objective: Literal["speed", "size", "memory"] = Field(
-        default="speed", description="what is to be best in the model to return, among those that keep the contract"
+        default="speed", description="what to optimize among the models that keep the contract"
     )
     selection: Literal["contract", "paper"] = Field(
         default="contract",
@@ -184,14 +200,15 @@ class Request(BaseModel):
         default="all", min_length=1, max_length=300, description="layers to quantize where no plan says: all, or RE2"
     )
     quantize_dtype: Literal["auto", "qint8", "float16", "bfloat16", "none"] = Field(
-        default="auto", description="type to quantize to where no plan says; auto: what the race shows to be best"
+        default="auto",
+        description="dtype to quantize to (or int8, fp16, bf16, fp32) when no plan names one; auto: the best",
     )
     runtimes: str = Field(
         default="auto",
         min_length=1,
         max_length=100,
-        description="what may execute the result: auto for all that are installed, or some of "
-        "eager, inductor, onnxruntime, openvino, with commas between",
+        description="runtimes that may execute the result, separated by commas: auto for all that are installed, or some of "
+        "eager (torch), inductor, onnxruntime (onnx, ort), openvino",
     )
     num_samples: int | None = Field(
         default=None,
@@ -261,13 +278,20 @@ class Request(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _current_names(cls, given: Any, info: ValidationInfo) -> Any:
-        """Read the names of version 0.1.0; records in files do so without a warning."""
-        if not isinstance(given, dict) or OLD_NAMES.keys().isdisjoint(cast("dict[str, Any]", given)):
-            return cast("Any", given)
+        """Read the names of version 0.1.0, without a warning in files, and refuse unknown ones."""
+        if not isinstance(given, dict):
+            return given
         fields, lines = current_names(cast("dict[str, Any]", given))
         for line in lines if info.mode == "python" else ():
             warnings.warn(line, FutureWarning, stacklevel=2)
+        if problem := unknown_term(fields, cls.model_fields):
+            raise ValueError(problem)
         return fields
+
+    @field_validator(*SYNONYMS, mode="before")
+    @classmethod
+    def _canonical(cls, value: object, info: ValidationInfo) -> object:
+        return canonical(value, SYNONYMS[str(info.field_name)])
 
     # Of the whole, whose errors don't quote; and here already, as a request is written down before anybody is asked.
     @model_validator(mode="after")
@@ -299,7 +323,7 @@ class Request(BaseModel):
             given = next((key for key, value in refinements.items() if value is not None), None)
             if given and name.startswith("reference:"):
                 raise ValueError(f"{what}: drop {given}, or name another than {name!r}")
-        if unknown := [name for name in self.runtimes.split(",") if name.strip() not in ("auto", *RUNTIMES)]:
+        if unknown := [name for name in self.runtimes.split(",") if name not in ("auto", *RUNTIMES)]:
             raise ValueError(f"runtimes names {unknown[0]!r}: use auto, or some of {', '.join(RUNTIMES)}")
         if self.quantize_dtype == "none" and self.quantize_layers != "all":
             raise ValueError(
@@ -322,8 +346,8 @@ class Request(BaseModel):
 
     @property
     def names_runtimes(self) -> bool:
-        """Return whether runtimes were asked for by name."""
-        return "auto" not in {name.strip() for name in self.runtimes.split(",")}
+        """Return whether runtimes were requested by name."""
+        return "auto" not in self.runtimes.split(",")
 
     @property
     def time_budget_s(self) -> float | None:
@@ -332,8 +356,8 @@ class Request(BaseModel):
 
     @property
     def runtime_names(self) -> tuple[RuntimeName, ...]:
-        """Return the runtimes that were named, in our order; all of them for `auto`."""
-        named = {name.strip() for name in self.runtimes.split(",")}
+        """Return the requested runtimes, in our order; all of them for `auto`."""
+        named = self.runtimes.split(",")
         return tuple(name for name in RUNTIMES if "auto" in named or name in named)
 
     @property

@@ -1,9 +1,13 @@
 import json
+import re
 import warnings
 
 import pytest
 from pydantic import ValidationError
 
+from profiling_agent.errors import RequestError
+from profiling_agent.iteration.approval import read_answer
+from profiling_agent.records import Plan, QuantizationRecommendation
 from profiling_agent.request import Request
 
 
@@ -15,27 +19,38 @@ def test_every_field_has_a_default_and_a_description():
 @pytest.mark.parametrize(
     ("asked", "says"),
     [
-        ({"max_accuracy_drop": -0.1}, "greater than or equal to 0"),
-        ({"max_accuracy_drop": float("nan")}, "finite"),
-        ({"min_speedup": 0.5}, "greater than or equal to 1"),
-        ({"max_size_ratio": 0}, "greater than 0"),
+        *(
+            ({"max_accuracy_drop": value}, "from 0 to below 1, such as 0.01 or 1%")
+            for value in (-0.1, float("nan"), float("inf"), 1, "1", "100%", "-1%", "1%%", "1x", "", "0,5%", True, [0.1])
+        ),
+        *(
+            ({"min_speedup": value}, "from 1 to 1000, such as 1.5 or 1.5x")
+            for value in (0.5, "0.5x", "1001x", "50%", "x", "twice", 1001)
+        ),
+        *(
+            ({name: value}, "above 0, up to 2: 0.5 is half, or 50%")
+            for name in ("max_size_ratio", "max_memory_ratio")
+            for value in (0, 50, 2.01, "50", "201%", "0%", "1pt", "half", float("inf"))
+        ),
         ({"max_iterations": 0}, "greater than or equal to 1"),
         ({"recover_epochs": -1}, "greater than or equal to 0"),
         ({"recover_epochs": 101}, "less than or equal to 100"),
         ({"run_id": "../elsewhere"}, "is no run id"),
         ({"device": "tpu"}, "'auto', 'cpu' or 'cuda'"),
-        ({"unknown": 1}, "Extra inputs"),
+        ({"max_acuracy_drop": 0.2}, "unknown term 'max_acuracy_drop': did you mean 'max_accuracy_drop'?"),
+        ({"runtime": "eager"}, "unknown term 'runtime': did you mean 'runtimes'?"),
+        ({"zzz": 1}, "unknown term 'zzz': `profiling-agent run --help` lists all terms"),
+        ({"quantize_dtype": "int4"}, "'auto', 'qint8', 'float16', 'bfloat16' or 'none'"),
+        ({"quantize_dtype": 8}, "'auto', 'qint8', 'float16', 'bfloat16' or 'none'"),
         ({"max_iterations": "5"}, "valid integer"),
         ({"seed": 1.5}, "valid integer"),
         ({"revision": "main"}, "reference models have no revision"),
         ({"dataset_config": "full_size"}, "has no configuration"),
         ({"runtimes": "eager,tensorrt"}, "runtimes names 'tensorrt'"),
-        ({"max_memory_ratio": 0}, "greater than 0"),
         ({"objective": "beauty"}, "'speed', 'size' or 'memory'"),
         ({"quantize_dtype": "none", "quantize_layers": "fc1"}, "quantize_dtype is 'none'"),
         ({"label_column": "\udcff"}, "label_column holds bytes that are no UTF-8"),
         ({"num_sessions": 1}, "greater than or equal to 2"),
-        ({"max_size_ratio": 101.0}, "less than or equal to 100"),
         *(
             ({"time_budget": text}, "is no duration")
             for text in ("", "soon", "30", "-5m", "1.5h", "5 parsecs", "m", "\uff13m")
@@ -47,8 +62,61 @@ def test_every_field_has_a_default_and_a_description():
     ],
 )
 def test_what_can_not_be_carried_out_is_refused_and_named(asked: dict[str, object], says: str):
-    with pytest.raises(ValidationError, match=says):
+    with pytest.raises(ValidationError, match=re.escape(says)):
         Request.model_validate(asked)
+
+
+@pytest.mark.parametrize(
+    ("name", "written", "value"),
+    [
+        *(("max_accuracy_drop", written, 0.01) for written in (0.01, "0.01", "1%", "1pt", " 1 % ", "1 point", "1e-2")),
+        *(("max_accuracy_drop", written, 0.005) for written in ("0.5pt", ".5%", "0.50 points")),
+        ("max_accuracy_drop", 0, 0.0),
+        *(("max_size_ratio", written, 0.5) for written in (0.5, "0.5", "50%", "50.0 %")),
+        *(("max_memory_ratio", written, 1.5) for written in (1.5, "1.5", "150%")),
+        ("max_memory_ratio", None, None),
+        ("max_size_ratio", 2, 2.0),
+        *(("min_speedup", written, 2.0) for written in (2, "2", "2x", "2 X", "2.0x")),
+        ("quantize_dtype", "int8", "qint8"),
+        ("quantize_dtype", "FP16", "float16"),
+        ("quantize_dtype", "bf16", "bfloat16"),
+        ("quantize_dtype", "fp32", "none"),
+        ("runtimes", "onnx", "onnxruntime"),
+        ("runtimes", "ort, torch", "onnxruntime,eager"),
+        ("runtimes", "auto", "auto"),
+        ("device", "gpu", "cuda"),
+        ("objective", "latency", "speed"),
+    ],
+)
+def test_other_notations_of_a_value_are_stored_as_its_canonical_one(name: str, written: object, value: object):
+    request = Request.model_validate({name: written})
+
+    assert getattr(request, name) == value
+    assert Request.model_validate_json(request.model_dump_json()) == request
+    assert getattr(Request.model_validate_json(json.dumps({name: written})), name) == value
+
+
+def test_the_schema_has_numbers_with_their_bounds_or_text():
+    fields = Request.model_json_schema()["properties"]
+
+    assert fields["max_size_ratio"]["anyOf"] == [
+        {"type": "number", "exclusiveMinimum": 0, "maximum": 2},
+        {"type": "string"},
+    ]
+    assert fields["quantize_dtype"]["enum"] == ["auto", "qint8", "float16", "bfloat16", "none"]
+    assert fields["min_speedup"]["default"] == 1.0
+
+
+def test_an_edit_and_a_plan_are_read_in_the_same_notations():
+    answer = read_answer(
+        {"decision": "edit", "max_accuracy_drop": "0.5pt", "max_size_ratio": "25%", "min_speedup": "2x"}
+    )
+    plan = Plan.model_validate({"quantization": [{"layer": "all", "dtype": "int8"}]})
+
+    assert (answer.max_accuracy_drop, answer.max_size_ratio, answer.min_speedup) == (0.005, 0.25, 2.0)
+    assert plan.quantization == (QuantizationRecommendation(layer="all", dtype="qint8"),)
+    with pytest.raises(RequestError, match=r"0\.5 is half"):
+        read_answer({"decision": "edit", "max_size_ratio": 25})
 
 
 @pytest.mark.parametrize(

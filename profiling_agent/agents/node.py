@@ -12,7 +12,6 @@ from profiling_agent.agents.state import RunState
 from profiling_agent.errors import RequestError, RunError
 from profiling_agent.iteration.forecast import Forecast
 from profiling_agent.iteration.selection import ranked, size_ratio
-from profiling_agent.progress import silent
 from profiling_agent.records import Candidate, Journal, Record
 from profiling_agent.stopping import end_if_asked
 from profiling_agent.workspace import storage_told
@@ -72,26 +71,19 @@ def run_node(
         runtime.stream_writer(plain.model_copy(update=told).model_dump(mode="json"))
 
     session.jobs.progress = progress
-    try:
-        progress("started", 0, 0)
-        with storage_told(session.workspace.root):
-            update = work()
-        # What was interrupted may have come to an end that says nothing of the work, as with a compiler that heard it too.
-        end_if_asked()
-        return update  # noqa: TRY300
-    except RunError:
-        # The run itself: its disk is full, something in it is damaged. What it has measured stays.
-        session.close()
-        raise
-    except RequestError:
-        session.discard()
-        raise
-    except BaseException:
-        session.close()
-        raise
-    finally:
-        # It knows the stream, and through it the graph: whoever leaves both is to be found gone.
-        session.jobs.progress = silent
+    with session.working:
+        try:
+            progress("started", 0, 0)
+            with storage_told(session.workspace.root):
+                update = work()
+            # What was interrupted may have come to an end that says nothing of the work, as with a compiler that heard it too.
+            end_if_asked()
+            return update  # noqa: TRY300
+        except BaseException as error:
+            # What a run has measured stays; nothing was begun of a request that can't be carried out.
+            is_refused = isinstance(error, RequestError) and not isinstance(error, RunError)
+            (session.discard if is_refused else session.close)()
+            raise
 
 
 def standing_of(state: RunState, stage: str) -> ProgressEvent:

@@ -1,14 +1,12 @@
 """Run session: what one run keeps open in a process, and the registry that the nodes of a graph ask for it."""
 
-import gc
 import hashlib
 import os
 import shutil
-import weakref
+import threading
 from collections.abc import Iterable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
-from queue import Empty, SimpleQueue
 from typing import Any
 
 from profiling_agent.agents.limits import Limits, key_for, trusted_addresses
@@ -41,6 +39,8 @@ from profiling_agent.workspace import (
     storage_told,
 )
 
+# How long a node is waited for once its job was ended: it may be at what has no child, such as a download.
+NODE_END_S = 10.0
 # What an evaluator is made of: a fork or a person's edit changes some of it, and then another one is made.
 EVALUATED = (
     *("acquired", "resolved", "profiled", "goal", "batch_size", "seed", "recover_epochs", "fresh_ledger"),
@@ -84,6 +84,8 @@ class RunSession:
         self.is_served = False
         # Whether a graph opened it by itself, to which another request may come under the same id, and no driver.
         self.is_begun = False
+        # Held by the node that is at work.
+        self.working = threading.Lock()
         # Closed in the other order: nobody else may have the run before its worker has ended.
         with storage_told(workspace.root), ExitStack() as opened:
             opened.callback(workspace.lock().release)
@@ -232,31 +234,11 @@ class RunSession:
             root.rmdir()
 
 
-# The runs that graphs left open which are gone, as after `break` in a stream of `build_graph()`, each with the process that opened them. A simple
-# queue takes them from a finalizer, whatever that interrupts.
-_abandoned = SimpleQueue[tuple[int, dict[str, RunSession]]]()
-
-
-def _close_abandoned() -> None:
-    """Close what was left open by graphs that nobody can reach any more, so that another graph may have their runs."""
-    gc.collect()
-    with suppress(Empty):
-        while True:
-            process, by_run = _abandoned.get_nowait()
-            # A copy of the process has its parent's objects, and not its runs.
-            if process != os.getpid():
-                continue
-            for session in tuple(by_run.values()):
-                # What goes wrong with them is not the fault of the run that is opened.
-                with suppress(Exception):
-                    session.close()
-
-
 class Sessions:
     """The runs that are open in this process, by run id.
 
-    A compiled graph has one of these, or is given its driver's: a run's first node opens its session, unless whoever
-    drives the run has done so, and its last one closes it.
+    A compiled graph has one of these, or is given its driver's. A run's first node opens its session, unless the
+    driver has done so. Its last node closes it, or the graph when a stream is left early.
     """
 
     def __init__(
@@ -271,14 +253,11 @@ class Sessions:
         self.addresses = frozenset(url for url in addresses if url) | (limits.addresses if limits else frozenset())
         self.limits = limits
         self.by_run: dict[str, RunSession] = {}
-        # Noted and not closed there and then: Python finds what is gone in whatever thread, amid whatever.
-        weakref.finalize(self, _abandoned.put, (os.getpid(), self.by_run)).atexit = False
 
     def open(self, workspace: Workspace, *, created: bool = False) -> RunSession:
         """Return the run's session; RunError where another process has the run, or this one has its namesake."""
         run_id = workspace.root.name
         if (known := self.by_run.get(run_id)) is None:
-            _close_abandoned()
             known = RunSession(workspace, chat_model=self.chat_model, addresses=self.addresses, created=created)
             known.is_served = self.limits is not None
             known.resources.callback(self.by_run.pop, run_id)
@@ -343,6 +322,14 @@ class Sessions:
             except RunError:
                 session.close()
                 raise
+
+    def leave(self, run_id: str | None) -> None:
+        """Close a run's session, if it is open: its job is ended, and its node waited for, which may be in another thread."""
+        if run_id is not None and (session := self.by_run.get(run_id)):
+            session.jobs.close()
+            if session.working.acquire(timeout=NODE_END_S):
+                session.working.release()
+            session.close()
 
     def close(self) -> None:
         """Close every session."""

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Annotated, Any, get_args
 
 import typer
-from pydantic import ValidationError
 from rich.markdown import Markdown
 
 from profiling_agent.cli.progress import open_display
@@ -25,18 +24,19 @@ from profiling_agent.cli.terminal import (
     refusing,
 )
 from profiling_agent.cli.watching import Work, watch
-from profiling_agent.documents import first_problem
 from profiling_agent.errors import ProfilingAgentError, RequestError, RunError
 from profiling_agent.files import read_text
 from profiling_agent.reporting.report import RunReport
 from profiling_agent.reporting.results import read_report
 from profiling_agent.request import OLD_NAMES, Request, current_names
 
+SCHEMA = Request.model_json_schema()
+
 
 def _option(name: str) -> inspect.Parameter:
     """Return the flag of one field of Request; the two can't drift apart, because one is made from the other."""
-    field = Request.model_fields[name]
-    kind = field.annotation
+    field, schema = Request.model_fields[name], SCHEMA["properties"][name]
+    kind, metavar = field.annotation, None
     if kind is bool:
         flags = [f"--{name.replace('_', '-')}/--no-{name.replace('_', '-')}"]
     else:
@@ -44,9 +44,12 @@ def _option(name: str) -> inspect.Parameter:
     if get_args(kind) and all(isinstance(choice, str) for choice in get_args(kind)):
         # A Literal: pydantic names the choices when it refuses one, the help shows them.
         annotation, text = str, f"{field.description} [{'|'.join(get_args(kind))}]"
+    elif {"type": "string"} in schema.get("anyOf", ()) and schema["anyOf"][0]["type"] == "number":
+        # A number that may have a unit.
+        annotation, text, metavar = str | None, field.description, "NUMBER"
     else:
         annotation, text = kind, field.description
-    option = typer.Option(*flags, help=text, show_default=field.default is not None)
+    option = typer.Option(*flags, help=text, metavar=metavar, show_default=field.default is not None)
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=Annotated[annotation, option]
     )
@@ -69,10 +72,8 @@ def with_request_flags(command: Callable[..., None]) -> Callable[..., None]:
         values, lines = current_names(given, are_flags=True)
         for line in lines:
             errors.print(line, markup=False, soft_wrap=True)
-        try:
+        with refusing():
             request = Request.model_validate(values)
-        except ValidationError as error:
-            refuse(first_problem(error))
         command(request, **rest)
 
     flags = [*(_option(name) for name in Request.model_fields), *map(_old_option, OLD_NAMES), *own]

@@ -9,9 +9,11 @@ from profiling_agent.cli.progress import open_display
 from profiling_agent.cli.terminal import JsonOption, console, echo_json, errors, refuse, run_folder
 from profiling_agent.errors import ProfilingAgentError
 from profiling_agent.records import NUM_SESSIONS
+from profiling_agent.request import SYNONYMS
 
 
 def _device(named: str) -> str:
+    named = SYNONYMS["device"].get(named, named)
     if named not in ("cpu", "cuda"):
         raise typer.BadParameter(f"{named[:80]!r} is no device: use cpu or cuda")
     return named

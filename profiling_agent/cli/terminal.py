@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+import re
 import signal
 import sys
 import time
@@ -30,6 +31,9 @@ EXIT_CRASHED = 70
 SIGNALLED = 128
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 MAX_SAID = 2000
+# A name of one word is a word as well: it is a field where a value follows.
+WORDS, NAMES = ("|".join(name for name in Request.model_fields if ("_" in name) is has) for has in (False, True))
+FIELD = re.compile(rf"^(?:{WORDS})(?=: )|(?<![\w./'-])(?:(?:{NAMES})\b(?![./'])|(?:{WORDS})(?==| is '| names '))")
 # Of a command that keeps what it has done.
 GOES_ON = "; the same command goes on with what is complete"
 # `timeout` signals the program and then its whole group, so that one order comes twice; a person who means another takes longer.
@@ -113,6 +117,11 @@ def write_what_can_be_written() -> None:
             stream.reconfigure(errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue] - not every stream has it
 
 
+def with_flags(message: str) -> str:
+    """Return a message about fields of a request with each field as the flag that sets it."""
+    return FIELD.sub(lambda found: f"--{found[0].replace('_', '-')}", message)
+
+
 def say_refused(message: str) -> None:
     """Say in one line what was wrong."""
     said = clean(" ".join(message.split()))
@@ -144,7 +153,7 @@ def refusing(next_step: str = "") -> Generator[None]:
     except ProfilingAgentError as error:
         refuse(str(error))
     except ValidationError as error:
-        refuse(first_problem(error))
+        refuse(with_flags(first_problem(error)))
     except KeyboardInterrupt as stop:
         say_stopped(stop, next_step)
 

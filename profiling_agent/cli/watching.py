@@ -20,6 +20,7 @@ from profiling_agent.cli.terminal import (
     errors,
     refuse,
     say_stopped,
+    with_flags,
 )
 from profiling_agent.documents import DocumentError, read_json
 from profiling_agent.errors import ApprovalPendingError, ProfilingAgentError, RequestError
@@ -48,7 +49,7 @@ def watch(work: Work, root: Path, *, is_quiet: bool = False, is_json: bool = Fal
         errors.print(str(error), markup=False, soft_wrap=True)
         raise typer.Exit(EXIT_WAITING) from None
     except ProfilingAgentError as error:
-        refuse(str(error))
+        refuse(with_flags(str(error)))
     except (KeyboardInterrupt, EOFError) as stop:
         say_stopped(stop, f"; go on with: profiling-agent resume {root}")
     if is_json:

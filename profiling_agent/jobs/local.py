@@ -72,6 +72,8 @@ class LocalEngine:
         self._log = workspace.root / log
         self._available_bytes = available
         self._worker: Child[Message] | None = None
+        self._at_work: Child[Message] | None = None
+        self._is_closed = False
         self._given: dict[str, str] = {}
         self._servers = ExitStack()
         self._copied: dict[str | None, OwnForkServer | None] = {}
@@ -82,6 +84,7 @@ class LocalEngine:
         for batch in batches:
             # Others wait no longer than one batch takes.
             with machine_lock(progress, f"run {self.workspace.root.name!r}"):
+                self._check_open()
                 self._check_memory(batch)
                 self._do(batch, progress, ended)
 
@@ -99,6 +102,7 @@ class LocalEngine:
                             process.send(orders[0])
                             self._hear(process, batch.timeout_s, progress)
                     except ProfilingAgentError as raised:
+                        self._check_open()
                         # Or its process ended just after it.
                         error = None if holds(self.workspace.jobs / key) else raised
                     if error is None:
@@ -111,6 +115,11 @@ class LocalEngine:
             elif error is not None:
                 ended(orders[0].key, time.monotonic() - started, error)
                 raise error
+
+    def _check_open(self) -> None:
+        """Raise RunError after `close`, which another thread may call while jobs are done."""
+        if self._is_closed:
+            raise RunError(f"run {self.workspace.root.name!r} was left before it ended: resume it")
 
     def _check_memory(self, batch: Batch) -> None:
         """Refuse to begin where the job would take memory that others have.
@@ -160,10 +169,13 @@ class LocalEngine:
                 self._worker, self._given = self._start(given, anew=bool(secrets)), given
             assert self._worker is not None, "it was started"
             process = self._worker
+        self._at_work = process
         try:
+            self._check_open()
             yield process
         finally:
-            if batch.isolated:
+            self._at_work = None
+            if batch.isolated or self._is_closed:
                 process.end()
             # A killed or crashed process leaves its folder. Those of other jobs are their machines' own.
             for order in batch.orders:
@@ -219,7 +231,10 @@ class LocalEngine:
         return {}
 
     def close(self) -> None:
-        """End the worker, and what it was a copy of unless others use that."""
+        """End the worker, an isolated job, and what they were copies of unless others use that."""
+        self._is_closed = True
+        if (process := self._at_work) is not None:
+            process.end()
         self._end_worker()
         self._copied.clear()
         self._servers.close()

@@ -181,7 +181,10 @@ class Child(Generic[AnswerT]):
 
     def _death(self) -> JobError:
         code = self._process.wait()
+        if self._is_ended:
+            # By another thread, which has closed its standard error.
+            return JobError(f"{self._wording.process} was ended")
         self._stderr.seek(0)
         said = last_words(self._stderr.read().decode(errors="replace")) or "it said nothing"
-        kind = KilledError if -code in KILLED and not self._is_ended else JobError
+        kind = KilledError if -code in KILLED else JobError
         return kind(f"{self._wording.process} died with {ending(code)}: {said}")

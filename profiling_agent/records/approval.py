@@ -4,6 +4,7 @@ from typing import Literal, Self, get_args
 
 from pydantic import Field, model_validator
 
+from profiling_agent.records.notation import DropLimit, RatioLimit, SpeedupLimit
 from profiling_agent.records.plan import Cap, Plan, PruningRecommendation, Target
 from profiling_agent.records.record import Record
 
@@ -24,17 +25,13 @@ class Approval(Record):
         default=(), max_length=100, description="edit: units that are cut no further from now on; 0 leaves them alone"
     )
     target: Target | None = Field(default=None, description="edit: how much of the model this plan is to save")
-    max_accuracy_drop: float | None = Field(
-        default=None, ge=0, lt=1, description="edit: a stricter limit, as a fraction"
+    max_accuracy_drop: DropLimit | None = Field(default=None, description="edit: a stricter limit, such as 0.01 or 1%")
+    min_speedup: SpeedupLimit | None = Field(default=None, description="edit: a stricter limit, such as 1.5 or 1.5x")
+    max_size_ratio: RatioLimit | None = Field(
+        default=None, description="edit: a stricter limit, relative to the baseline's bytes, such as 0.5 or 50%"
     )
-    min_speedup: float | None = Field(
-        default=None, ge=1, le=1000, description="edit: a stricter limit, times the baseline"
-    )
-    max_size_ratio: float | None = Field(
-        default=None, gt=0, le=1, description="edit: a stricter limit, of the baseline's bytes"
-    )
-    max_memory_ratio: float | None = Field(
-        default=None, gt=0, description="edit: a stricter limit, of the baseline's peak"
+    max_memory_ratio: RatioLimit | None = Field(
+        default=None, description="edit: a stricter limit, relative to the baseline's peak, such as 0.5 or 50%"
     )
 
     @property

@@ -3,8 +3,9 @@
 import re
 from typing import Any, Literal, Self, cast
 
-from pydantic import AliasChoices, Field, model_validator
+from pydantic import AliasChoices, Field, field_validator, model_validator
 
+from profiling_agent.records.notation import DTYPE_SYNONYMS, canonical
 from profiling_agent.records.profile import Unit
 from profiling_agent.records.record import ArtifactRef, Record
 
@@ -37,6 +38,11 @@ class QuantizationRecommendation(Record):
     quantization_type: Literal["dynamic", "static", "cast"] = "dynamic"
     dtype: Literal["qint8", "float16", "bfloat16", "float32"]
     justification: str = Field(default="", max_length=2000)
+
+    @field_validator("dtype", mode="before")
+    @classmethod
+    def _canonical(cls, value: object) -> object:
+        return canonical(value, DTYPE_SYNONYMS)
 
     @model_validator(mode="after")
     def _goes_together(self) -> Self:

@@ -31,6 +31,54 @@ def test_arguments_that_cannot_be_read_are_refused_in_one_line(arguments: tuple[
     assert word in said.stderr
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ("run", "--max-accuracy-drop", "1"),
+            "--max-accuracy-drop: give a fraction from 0 to below 1, such as 0.01 or 1% (got '1')",
+        ),
+        (
+            ("run", "--max-size-ratio", "50"),
+            "--max-size-ratio: give a fraction above 0, up to 2: 0.5 is half, or 50% (got '50')",
+        ),
+        (
+            ("run", "--runtimes", "onnx,tensorrt"),
+            "--runtimes names 'tensorrt': use auto, or some of eager, inductor, onnxruntime, openvino",
+        ),
+        (
+            ("run", "--quantize-dtype", "fp32", "--quantize-layers", "fc1"),
+            "--quantize-dtype is 'none' but --quantize-layers is 'fc1': drop one of them",
+        ),
+        (
+            ("run", "--revision", "main"),
+            "reference models have no revision: drop revision, or name another than 'reference:vit'",
+        ),
+        (("run", "--device", "tpu"), "--device: Input should be 'auto', 'cpu' or 'cuda' (got 'tpu')"),
+        (("doctor", "--device", "tpu"), "--device: Input should be 'auto', 'cpu' or 'cuda' (got 'tpu')"),
+        (
+            ("doctor", "--model", "max_size_ratio", "--runtimes", "tensorrt"),
+            "--runtimes names 'tensorrt': use auto, or some of eager, inductor, onnxruntime, openvino",
+        ),
+    ],
+)
+def test_a_value_that_is_not_allowed_is_refused_by_the_name_of_its_flag(arguments: tuple[str, ...], message: str):
+    ended = call(*arguments)
+
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr == f"profiling-agent: {message}\n"
+
+
+def test_a_number_with_a_unit_gets_past_the_flags(tmp_path: Path):
+    contract = ("--max-accuracy-drop", "1%", "--max-size-ratio", "50%", "--min-speedup", "2x", "--runtimes", "torch")
+
+    ended = call("run", *contract, "--output", str(tmp_path / "runs"), "--model", str(tmp_path / "nowhere"), "--quiet")
+
+    assert ended.returncode == 2
+    assert "nowhere" in ended.stderr
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
 @pytest.mark.parametrize("verb", ["resume", "race"])
 def test_a_link_to_itself_is_refused_in_one_line(tmp_path: Path, verb: str):
     (tmp_path / "loop").symlink_to("loop")

@@ -205,29 +205,6 @@ def test_another_request_does_not_go_on_with_a_run_that_was_left_open(tmp_path: 
     assert not (tmp_path / "elsewhere").exists()
 
 
-def test_a_stream_that_was_left_gives_its_run_back_once_its_graph_is_gone(world: World, tmp_path: Path):
-    request = world.request(tmp_path, run_id="left")
-
-    left, kept = Sessions(), Sessions()
-    runs = left.by_run
-    for _ in build_graph(sessions=left).stream(request):
-        break
-    assert list(runs) == ["left"]
-    del left
-
-    for _ in build_graph(sessions=kept).stream(request):
-        break
-    try:
-        # Closed, with its worker, and not only forgotten.
-        assert not runs
-        # Whoever has its sessions yet has the run.
-        with pytest.raises(RunError, match="'left' is in use by another graph of this process"):
-            next(build_graph().stream(request))
-        assert list(kept.by_run) == ["left"]
-    finally:
-        kept.close()
-
-
 def test_langgraph_json_names_a_graph_without_a_checkpointer_and_our_saver():
     from profiling_agent.agents.checkpoints import RunSaver, studio_saver
     from profiling_agent.graphs.optimization import graph  # pyright: ignore[reportMissingImports] - mapped on install

@@ -1,7 +1,9 @@
 """A toy job, added as CONTRIBUTING.md says: one record and one handler (`toy_job.py`), and one row, here."""
 
 import os
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from pkgutil import resolve_name
@@ -9,9 +11,9 @@ from typing import get_type_hints
 
 import psutil
 import pytest
-from toy_job import Doubled, DoubleTask
+from toy_job import Doubled, DoubleTask, WaitTask
 
-from profiling_agent.errors import JobError, RequestError
+from profiling_agent.errors import JobError, RequestError, RunError
 from profiling_agent.jobs import tasks
 from profiling_agent.jobs.context import JobContext
 from profiling_agent.jobs.runner import Jobs, job_key
@@ -59,6 +61,26 @@ def test_what_a_new_job_refuses_is_raised_and_a_bug_leaves_its_traceback_in_the_
     assert "Traceback" in log
     assert "toy_job.py" in log
     assert list(jobs.workspace.jobs.iterdir()) == []
+
+
+@pytest.mark.parametrize("isolated", [False, True])
+def test_closing_from_another_thread_ends_the_job_under_way_and_starts_no_other(tmp_path: Path, isolated: bool):
+    workspace = Workspace(tmp_path / "run")
+    workspace.jobs.mkdir(parents=True)
+    rows = {DoubleTask: ROW, WaitTask: replace(ROW, handler="toy_job:wait")}
+    jobs, begun = Jobs(workspace, table={**TABLE, **rows}), workspace.root / "begun-1"
+    with ThreadPoolExecutor() as threads:
+        waiting = threads.submit(jobs.run, WaitTask(number=1, isolated=isolated))
+        while not (begun.exists() and begun.read_text()):
+            time.sleep(0.01)
+        jobs.close()
+
+        with pytest.raises(RunError, match="run 'run' was left before it ended: resume it"):
+            waiting.result(timeout=20)
+
+    assert not psutil.pid_exists(int(begun.read_text()))
+    with pytest.raises(RunError, match="was left before it ended"):
+        jobs.run(DoubleTask(number=1))
 
 
 def test_a_job_that_measures_its_own_process_has_one_that_is_started_anew(jobs: Jobs):

@@ -169,6 +169,7 @@ def test_a_job_that_there_is_no_memory_for_is_not_begun_and_goes_on_when_there_i
     jobs.learn(BASELINE, "cuda")
     jobs.run(three)
     jobs.close()
+    jobs = Jobs(workspace, available=lambda: free[0])
     jobs.learn(BASELINE, "cpu")
     free[0] = 2 * 2**30
     jobs.run(one)

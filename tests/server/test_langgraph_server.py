@@ -29,19 +29,39 @@ def followed(client: SyncLangGraphClient, thread: str, **how: Any) -> list[dict[
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"max_acuracy_drop": 0.2}, "unknown term 'max_acuracy_drop': did you mean 'max_accuracy_drop'?"),
+        ({"max_size_ratio": 50}, "max_size_ratio: give a fraction above 0, up to 2: 0.5 is half, or 50% (got '50')"),
+    ],
+)
+def test_a_request_that_cannot_be_meant_is_one_line_and_no_run(tmp_path: Path, given: dict[str, Any], message: str):
+    with serving(tmp_path) as (_, client):
+        thread = client.threads.create()["thread_id"]
+        parts = [part for part in client.runs.stream(thread, ASSISTANT, input=given) if part.event == "error"]
+
+    assert [part.data for part in parts] == [{"error": "RequestError", "message": message}]
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.slow
 def test_studio_sees_the_form_follows_a_run_answers_it_and_forks_it(world: World, tmp_path: Path):
     with serving(tmp_path, PROFILING_AGENT_FOLDERS=str(world.model.parent)) as (server, client):
         (assistant,) = client.assistants.search(graph_id=ASSISTANT)
         schemas = client.assistants.get_schemas(assistant["assistant_id"])
         assert schemas["input_schema"] is not None
         fields = schemas["input_schema"]["properties"]
+        assert {"type": "string"} in fields["max_accuracy_drop"]["anyOf"]
         assert fields["max_accuracy_drop"]["description"].startswith("top-1 that may be lost")
         assert fields["approve"]["enum"] == ["never", "plan", "each"]
         assert fields["batch_size"]["maximum"] == 4096
         assert fields["model"]["default"] == "reference:vit"
 
         thread = client.threads.create()["thread_id"]
-        events = followed(client, thread, input=asked(world, tmp_path, approve="plan"))
+        contract = {"max_accuracy_drop": "1%", "quantize_dtype": "int8"}
+        events = followed(client, thread, input=asked(world, tmp_path, approve="plan") | contract)
+        assert client.threads.get_state(thread)["values"]["quantize_dtype"] == "qint8"
         stages = list(dict.fromkeys(event["stage"] for event in events))
         assert stages == [
             "acquisition",
