@@ -12,7 +12,7 @@ from datasets import Dataset, load_dataset
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from profiling_agent.acquisition.sampling import NUM_CALIBRATION
+from profiling_agent.acquisition.splits import NUM_CALIBRATION
 from profiling_agent.analysis.dry_run import params_and_macs_saved
 from profiling_agent.errors import PruningError
 from profiling_agent.modules.complexity import count_complexity

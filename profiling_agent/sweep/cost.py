@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from profiling_agent.acquisition.sampling import NUM_CALIBRATION
+from profiling_agent.acquisition.splits import NUM_CALIBRATION
 from profiling_agent.errors import ProfilingAgentError
 from profiling_agent.iteration.budget import Budget
 from profiling_agent.iteration.deployments import deployment_choices, num_tried_first

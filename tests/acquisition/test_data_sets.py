@@ -259,7 +259,7 @@ def test_a_named_label_column_of_another_kind_is_refused(labelled, draw, labels)
 
 def test_a_column_of_captions_holds_no_names_of_classes(labelled, draw):
     captions = pa.array([f"a photo, number {row}" for row in range(25_001)])
-    with pytest.raises(AcquisitionError, match="label column 'label' holds more than 25000 different texts"):
+    with pytest.raises(AcquisitionError, match="label column 'label' holds more than 25000 different values"):
         draw(labelled(captions), ["a", "b"])
 
 
@@ -310,7 +310,7 @@ def test_a_class_may_be_called_as_a_split_is(photographs, cats_and_dogs, draw, c
 def test_an_image_that_lies_deeper_or_less_deep_than_most_is_named(photographs, cats_and_dogs, make, draw, stray):
     folder = photographs(cats_and_dogs | {stray: make.png(7777)})
     said = (
-        rf"no label column: folders are labels only where.*1 of 161 don't lie as deep as 'train/cat/\d+\.png', "
+        rf"no label column: folders are labels only if.*1 of 161 don't lie as deep as 'train/cat/\d+\.png', "
         rf"the first is '{stray}': move it into its class's folder, or out"
     )
     with pytest.raises(AcquisitionError, match=said):

@@ -80,7 +80,7 @@ def test_images_that_are_there_twice_are_counted_once_and_said(parquet, make, dr
     rows = make.table(np.arange(300) % 3, KIND, first=1000)
     twice = datasets.concatenate_datasets([rows, rows.select([4, 5])])
     drawn = draw(parquet(train=make.table(np.arange(600) % 3, KIND), test=twice), NAMES)
-    assert "2 images of split 'test' are another's again, and were counted once" in drawn.notes
+    assert "2 images of split 'test' are copies of others, and were counted once" in drawn.notes
     assert drawn.search.num_images + drawn.heldout.num_images <= 300
 
 
@@ -223,7 +223,7 @@ def test_folders_that_would_be_splits_but_for_their_case_are_told(photographs, c
 
 def test_a_train_folder_in_capitals_is_told_where_one_is_needed_to_recover(photographs, cats_and_dogs, draw):
     folder = photographs(renamed(cats_and_dogs, train="TRAIN"))
-    said = "no train split beside 'test'.*its folder 'TRAIN' isn't read as a split: call it 'train'$"
+    said = "no train split besides 'test'.*its folder 'TRAIN' isn't read as a split: call it 'train'$"
     with pytest.raises(AcquisitionError, match=said):
         draw(folder, ["cat", "dog"], num_recovery=10)
 
@@ -268,7 +268,7 @@ def test_all_that_calibration_leaves_of_train_is_recovered_with_where_more_was_a
 @pytest.mark.parametrize(("split", "query"), [("test", {}), ("train", {"split": "train"})])
 def test_recovery_never_trains_on_the_split_that_is_measured_on(parquet, make, draw, split, query):
     folder = parquet(**{split: make.table(np.arange(1200) % 3, KIND)})
-    with pytest.raises(AcquisitionError, match=f"no train split beside '{split}'.*set recover_epochs to 0"):
+    with pytest.raises(AcquisitionError, match=f"no train split besides '{split}'.*set recover_epochs to 0"):
         draw(folder, NAMES, num_recovery=10, **query)
 
 

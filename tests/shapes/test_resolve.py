@@ -4,8 +4,7 @@ from transformers import ViTImageProcessorPil
 
 from profiling_agent.errors import ShapeUnresolvedError
 from profiling_agent.records import InputSpec
-from profiling_agent.shapes.resolve import check_processor, resolve_input_shape
-from profiling_agent.shapes.rules import from_config, from_processor
+from profiling_agent.shapes.resolve import check_processor, from_config, from_processor, resolve_input_shape
 
 
 def processor(side):

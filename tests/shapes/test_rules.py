@@ -3,7 +3,7 @@ import torch
 import zoo
 from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessorPil
 
-from profiling_agent.shapes.rules import from_config, from_first_convolution, from_processor
+from profiling_agent.shapes.resolve import from_config, from_first_convolution, from_processor
 
 
 def shape(spec):

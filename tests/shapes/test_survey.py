@@ -3,7 +3,7 @@
 import zoo
 from transformers import ViTImageProcessorPil
 
-from profiling_agent.shapes.survey import survey
+from profiling_agent.shapes.resolve import survey
 
 
 def test_agreement_is_certain():

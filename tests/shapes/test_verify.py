@@ -5,7 +5,7 @@ import zoo
 from profiling_agent.errors import ShapeUnresolvedError
 from profiling_agent.modules.inference import left_as_found
 from profiling_agent.records import InputSpec
-from profiling_agent.shapes.verify import verify
+from profiling_agent.shapes.resolve import verify
 
 
 def spec(channels, height, width):

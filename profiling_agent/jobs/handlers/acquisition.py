@@ -19,9 +19,7 @@ from profiling_agent.jobs.tasks import (
     SurveyShapeTask,
 )
 from profiling_agent.records import Acquired, ModelSource, ShapeFacts, SplitInfo
-from profiling_agent.shapes.resolve import check_processor, resolve_input_shape
-from profiling_agent.shapes.survey import survey
-from profiling_agent.shapes.verify import verify
+from profiling_agent.shapes.resolve import check_processor, resolve_input_shape, survey, verify
 
 
 def acquire(task: AcquireTask, job: JobContext) -> Acquired:
