@@ -176,12 +176,10 @@ class OpenedData:
 
     def misnamed_splits(self) -> str:
         """Return advice for top folders that name a split but for their case, or nothing."""
-        wrong = sorted(top for top in self.place.top_folders if top.lower() in SPLIT_OF and top not in SPLIT_OF)
-        return "".join(
-            f"; its folder {top!r} isn't read as a split: call it {top.lower()!r}"
-            for top in wrong
-            if top not in self.splits
-        )
+        tops = self.place.top_folders.difference(SPLIT_OF, self.splits)
+        wrong = sorted(top for top in tops if top.lower() in SPLIT_OF)
+        advice = (f"its folder {top!r} isn't read as a split: call it {top.lower()!r}" for top in wrong)
+        return "; ".join(advice)
 
     def stray_image(self, split: str) -> str | None:
         """Return which image keeps folders from being labels, and what to do; None if that isn't the problem."""

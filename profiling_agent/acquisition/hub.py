@@ -77,9 +77,7 @@ def _near(path: Path) -> str:
 
 
 @contextmanager
-def library_errors(
-    before: str, after: str = "", kind: type[ProfilingAgentError] = AcquisitionError
-) -> Generator[None]:
+def library_errors(before: str, after: str = "", kind: type[ProfilingAgentError] = AcquisitionError) -> Generator[None]:
     """Raise an error of ours for what a library raises: its kind and text, between `before` and `after`."""
     try:
         yield

@@ -88,10 +88,11 @@ def draw_splits(
         columns = choose_columns(data, evaluation, id2label)
         train = choose_calibration_split(data, evaluation)
         if query.num_recovery and train == evaluation:
+            misnamed = data.misnamed_splits()
             raise AcquisitionError(
                 f"dataset {query.dataset!r} has no train split besides {evaluation!r}, and to recover would be to train on the "
                 "images that accuracy is measured on: set recover_epochs to 0, or choose a data set that has one"
-                f"{data.misnamed_splits()}"
+                f"{misnamed and '; '}{misnamed}"
             )
         num_rows = num_looked_at(query.num_samples, NUM_CALIBRATION if train == evaluation else 0)
         pool = open_pool(data, evaluation, columns, target=num_rows, spool=spool, progress=progress)
@@ -149,10 +150,10 @@ def choose_evaluation_split(data: OpenedData) -> str:
     Raises:
         AcquisitionError: there is none.
     """
-    name, there = data.query.dataset, ", ".join(data.splits)
+    name, there, misnamed = data.query.dataset, ", ".join(data.splits), data.misnamed_splits()
     if (requested := data.query.split) is not None:
         if requested not in data.splits:
-            advice = did_you_mean(requested, list(data.splits)) + data.misnamed_splits()
+            advice = f"; {misnamed}" if misnamed else did_you_mean(requested, list(data.splits))
             raise AcquisitionError(f"dataset {name!r} has no split {requested!r}: use one of {there}{advice}")
         if not _is_labelled(data, requested):
             raise AcquisitionError(
@@ -169,10 +170,8 @@ def choose_evaluation_split(data: OpenedData) -> str:
             refusal = refusal or error
     if refusal is not None:
         raise refusal
-    raise AcquisitionError(
-        f"dataset {name!r} has no labelled test or validation split (it has {there}): name one with split; accuracies on "
-        f"images that the model was trained on are optimistic{data.misnamed_splits()}"
-    )
+    advice = misnamed or "name one with split; accuracies on images that the model was trained on are optimistic"
+    raise AcquisitionError(f"dataset {name!r} has no labelled test or validation split (it has {there}): {advice}")
 
 
 def _is_labelled(data: OpenedData, split: str) -> bool:

@@ -203,6 +203,34 @@ def test_a_split_that_is_not_there_lists_those_that_are(folder, draw):
         draw(folder, NAMES, split="dev")
 
 
+def test_a_split_with_a_typo_gets_a_suggestion(parquet, make, draw):
+    folder = parquet(train=make.table([0, 1, 2] * 20, KIND), validation=make.table([0, 1, 2] * 20, KIND, first=100))
+    with pytest.raises(AcquisitionError, match="use one of train, validation; did you mean 'validation'"):
+        draw(folder, NAMES, split="validaton")
+
+
+@pytest.mark.parametrize("number", [0, 2])
+def test_a_split_of_a_single_class_is_refused(parquet, make, draw, number):
+    folder = parquet(train=make.table([0, 1, 2] * 20, KIND), test=make.table([number] * 60, KIND, first=100))
+    with pytest.raises(AcquisitionError, match=f"'test' that have a label.* are of one class, '{NAMES[number]}'"):
+        draw(folder, NAMES)
+
+
+def test_splits_that_number_their_classes_differently_are_read_by_their_names(tmp_path, make, draw):
+    # The test split has no cow: what is number 1 there is number 2 in the train split.
+    rows: dict[Any, Any] = {
+        "train": make.table([0, 1, 2] * 30, ClassLabel(names=["ant", "bee", "cow"])),
+        "test": make.table([0, 1] * 60, ClassLabel(names=["ant", "cow"]), first=500),
+    }
+    DatasetDict(rows).save_to_disk(tmp_path / "set")
+    drawn = draw(tmp_path / "set", NAMES)
+    names = {hashlib.sha256(make.png(row)).hexdigest(): row % 3 for row in range(90)}
+    names |= {hashlib.sha256(make.png(500 + row)).hexdigest(): 2 * (row % 2) for row in range(120)}
+    for split in (drawn.calibration, drawn.search, drawn.heldout):
+        assert labels(split).tolist() == [names[digest] for digest in digests(split)]
+    assert drawn.calibration.num_images == 90
+
+
 def renamed(pictures, **names):
     """Return pictures in other top folders."""
     return {
