@@ -127,7 +127,7 @@ def processor_of_timm(pretrained_cfg: Mapping[str, Any], refuse: Refuse) -> Any:
     if crop_mode not in ("center", "squash"):
         raise refuse(f"pretrained_cfg.crop_mode is {crop_mode!r}")
     if crop_mode == "center" and height != width:
-        raise refuse(f"pretrained_cfg.input_size is {height}x{width}, no square, and crop_mode 'center'")
+        raise refuse(f"pretrained_cfg.input_size: {height}x{width} is no square, which crop_mode 'center' needs")
     scaled = {"height": math.floor(height / how["crop_pct"]), "width": math.floor(width / how["crop_pct"])}
     return CLIPImageProcessorPil(
         size=scaled if crop_mode == "squash" else {"shortest_edge": scaled["height"]},

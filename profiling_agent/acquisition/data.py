@@ -20,6 +20,7 @@ from datasets.packaged_modules.parquet.parquet import Parquet
 from huggingface_hub import DatasetCard, HfApi, hf_hub_download
 from huggingface_hub.errors import RevisionNotFoundError
 from pydantic import Field
+from yaml import YAMLError
 
 from profiling_agent.acquisition.hub import (
     LIBRARY_ERRORS,
@@ -98,14 +99,14 @@ class Place:
         Raises:
             AcquisitionError: it lies outside of the data set.
         """
-        if self.folder is not None:
-            path = (self.folder / file).resolve()
-            if path.is_relative_to(files_root(self.folder)):
-                return str(path)
-        else:
-            path = file.removeprefix(self.root)
-            if "://" not in path and "::" not in path and ".." not in PurePosixPath(path).parts:
-                return self.root + path
+        path = file.removeprefix(self.root)
+        is_address = "://" in path or "::" in path
+        if self.folder is None and not is_address and ".." not in PurePosixPath(path).parts:
+            return self.root + path
+        if self.folder is not None and not is_address:
+            target = (self.folder / path).resolve()
+            if target.is_relative_to(files_root(self.folder)):
+                return str(target)
         raise AcquisitionError(
             f"dataset {self.name!r} can't be read: it names {file[:MAX_TEXT]!r}, which is not in it: copy the data into it, or give "
             "the images' bytes in the table"
@@ -245,7 +246,7 @@ def reading(name: str) -> Generator[None]:
             yield
     except ProfilingAgentError:
         raise
-    except (*LIBRARY_ERRORS, EOFError, BadZipFile, pa.ArrowException, DatasetsError) as error:
+    except (*LIBRARY_ERRORS, EOFError, BadZipFile, pa.ArrowException, YAMLError, DatasetsError) as error:
         text = " ".join(str(error).split())[:MAX_TEXT]
         raise AcquisitionError(f"dataset {name!r} can't be read: {type(error).__name__} ({text!r})") from error
 

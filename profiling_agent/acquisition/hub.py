@@ -15,7 +15,9 @@ from huggingface_hub.errors import (
     LocalEntryNotFoundError,
     RepositoryNotFoundError,
     RevisionNotFoundError,
+    StrictDataclassError,
 )
+from safetensors import SafetensorError
 
 from profiling_agent.errors import AcquisitionError, ProfilingAgentError
 
@@ -30,7 +32,7 @@ MODEL_FILES = [
 LOGIN = "set the HF_TOKEN environment variable or run `hf auth login`"
 # What transformers, timm and datasets raise for input that they can't use.
 LIBRARY_ERRORS = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, OSError, RuntimeError,
-                  TypeError, ValueError)  # fmt: skip
+                  TypeError, ValueError, SafetensorError, StrictDataclassError)  # fmt: skip
 MAX_TEXT = 200
 
 Kind = Literal["model", "dataset"]

@@ -114,11 +114,10 @@ def draw_splits(
             drawn = _draw(pool, {"calibration": reserved, **parts}, folder, progress)
         else:
             drawn = _draw(pool, parts, folder, progress)
-            if data.features(train).get(columns.label) != data.features(evaluation).get(columns.label):
+            columns_of_train, kind = columns, data.features(train).get(columns.label)
+            if kind is not None and kind != data.features(evaluation)[columns.label]:
                 # Splits that were made apart may number their classes differently.
                 columns_of_train = match_column(data, train, columns.image, columns.label, id2label)
-            else:
-                columns_of_train = columns
             others, num_in_both = _draw_train(data, train, columns_of_train, pool, spool, folder, progress)
             drawn |= others
         repeats = (
@@ -237,10 +236,6 @@ class Pool:
             return f"row {row}"
         return f"{name} in row {row}" if row in self._places and self.data.is_local else name
 
-    def first(self, digest: bytes | None) -> str:
-        """Return how to find the first image with this SHA-256."""
-        return self.where(next(row for row, each in self.digests.items() if each == digest))
-
     def stratified(self, rows: Sequence[int], seed: int) -> Rows:
         """Return rows in an order that follows from the seed, every prefix stratified."""
         found = np.asarray(rows, dtype=np.int64)
@@ -330,10 +325,11 @@ def _look(pool: Pool, image_column: str, rows: list[int], progress: Progress) ->
     pool.read(rows, image_column, progress)
     found = sides(rows, [pool.digests.get(row) for row in rows])
     if len(found.repeated) > MAX_REPEATED * len(rows):
-        first = min(found.repeated)
+        copy = min(found.repeated)
+        original = next(row for row in rows if pool.digests[row] == pool.digests[copy])
         raise AcquisitionError(
             f"{len(found.repeated)} of {len(rows)} images of split {pool.split!r} that were looked at are there more than once, "
-            f"the first copy is {pool.where(first)}, of {pool.first(pool.digests[first])}: remove the copies (up to 1% are "
+            f"the first copy is {pool.where(copy)}, of {pool.where(original)}: remove the copies (up to 1% are "
             "counted once)"
         )
     return found
@@ -400,9 +396,10 @@ def _draw_train(
     num_in_both = len(rows) - len(own)
     if num_in_both > MAX_REPEATED * len(rows):
         first = next(row for row in rows if pool.digests[row] in elsewhere)
+        there = next(row for row, digest in measured.digests.items() if digest == pool.digests[first])
         raise AcquisitionError(
             f"{num_in_both} of {len(rows)} images drawn from split {train!r} are in split {measured.split!r} too, the first "
-            f"is {pool.where(first)}, there {measured.first(pool.digests[first])}: accuracies would be measured on what models "
+            f"is {pool.where(first)}, there {measured.where(there)}: accuracies would be measured on what models "
             "are made with, so remove them from one (up to 1% are left out)"
         )
     order = np.asarray(own[:wanted], dtype=np.int64)

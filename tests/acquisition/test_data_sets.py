@@ -55,8 +55,8 @@ def test_cifar100_is_read_by_the_labels_that_map_best(parquet, make, draw):
 
 def test_a_named_label_column_is_used_even_where_another_maps_better(parquet, make, draw):
     folder = parquet(train=cifar100(make, 80, 0), test=cifar100(make, 40, 500))
-    drawn = draw(folder, ["apple", "pear", "shark", "fish"], label_column="coarse_label")
-    assert [match.model_id for match in drawn.labels] == [None, 3]
+    drawn = draw(folder, ["apple", "pear", "trout", "shark", "fruit", "fish"], label_column="coarse_label")
+    assert [match.model_id for match in drawn.labels] == [4, 5]
 
 
 @pytest.fixture
@@ -211,7 +211,6 @@ def labelled(tmp_path, make):
     [
         (pa.array([20_260_101, 20_261_122]), "as large as 20261122"),
         (pa.array(range(60)), "as large as 59"),
-        (pa.array([0, 2**63], pa.uint64()), "as large as 9223372036854775808"),
         (pa.array([0, 1, -7], pa.int8()), "as small as -7"),
         (pa.array([1, 2, 3]), "as large as 3"),
     ],
@@ -247,8 +246,6 @@ def test_a_class_label_that_the_data_set_has_no_name_for_is_refused(tmp_path, ma
         pa.array([0.0, float("nan")]),
         pa.array([0, 1], pa.date32()),
         pa.array([b"a", b"b"]),
-        pa.array([[0], [1]]),
-        pa.array([{"a": 0}, {"a": 1}]),
         pa.nulls(2),
     ],
 )

@@ -280,7 +280,7 @@ def test_pictures_in_a_repository_are_read_from_it(answers):
 
 
 def test_data_on_the_hub_come_from_their_own_repository(answers):
-    assert "it names 'hf://datasets/acme/insects" in answers["card"]
+    assert "Data files don't belong to acme/card" in answers["card"]
     assert "it names 'hf://datasets/acme/pictures@main/test/ant/0.png', which is not in it" in answers["cells"]
 
 

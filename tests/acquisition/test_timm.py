@@ -248,9 +248,7 @@ class TestRead:
 
 # Whichever of the two is missing, also where they are installed.
 @pytest.mark.parametrize("missing", ["timm", "torchvision"])
-def test_without_timm_a_checkpoint_says_what_to_install(tmp_path, missing):
-    (tmp_path / "config.json").write_text(json.dumps({"architecture": "resnet50", "pretrained_cfg": PREPARED}))
-    (tmp_path / "model.safetensors").touch()
+def test_without_timm_a_checkpoint_says_what_to_install(missing):
     others = {"timm", "torchvision"} - {missing}
     program = f"""
 import sys
@@ -260,10 +258,10 @@ sys.modules[{missing!r}] = None
 for name in {others!r}:
     sys.modules[name] = ModuleType(name)
     sys.modules[name].__spec__ = ModuleSpec(name, None)
-from profiling_agent.acquisition.models import load_model
 from profiling_agent.errors import AcquisitionError
+from profiling_agent.timm_config import check_timm
 try:
-    load_model({str(tmp_path)!r})
+    check_timm({{"architecture": "resnet50"}}, AcquisitionError)
     raise SystemExit("it went on")
 except AcquisitionError as error:
     print(error)
