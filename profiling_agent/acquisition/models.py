@@ -33,6 +33,8 @@ from profiling_agent.timm_config import MODEL_TYPE as TIMM
 from profiling_agent.timm_config import check_timm, is_timm, make_plain_, processor_of_timm, settled
 
 WEIGHTS, INDEX, ADAPTER = "model.safetensors", "model.safetensors.index.json", "adapter_config.json"
+# What a saved model and exported files have besides: transformers may take their int8 weights for floats.
+OURS = ("recipe.json", "layers.json")
 PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 # What a clone without Git LFS holds in place of a large file.
@@ -45,8 +47,8 @@ HALVES = {"BF16": "bfloat16", "F16": "float16"}
 class LoadedModel:
     """A classifier in eval mode and float32 on its device.
 
-    `source` is the requested name, `revision` the Hub commit, or None for a folder. `note` is for the results' readers: that the
-    weights are stored in fewer bits.
+    `source` is the requested name, of a folder its absolute path, so that a run resumes from any working folder. `revision` is the
+    Hub commit, or None for a folder. `note` is for the results' readers: that the weights are stored in fewer bits.
     """
 
     model: nn.Module
@@ -85,7 +87,7 @@ def load_model(
     return LoadedModel(
         model=model.to(device).eval(),
         processor=processor,
-        source=name,
+        source=str(folder) if is_local(name) else name,
         revision=commit,
         architecture=type(model).__name__,
         note=_stored_note(files),
@@ -94,6 +96,8 @@ def load_model(
 
 def _read_config(folder: Path, name: str) -> Any:
     """Return the configuration of an image classifier of transformers, with a name for every class."""
+    if any((folder / file).exists() for file in OURS):
+        raise AcquisitionError(f"model {name!r} was written by profiling-agent: give the model that it was made from")
     try:
         fields: Any = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except FileNotFoundError as error:
