@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from paper.methods import WIDTHS
 from torch import Tensor, nn
 
-from profiling_agent.acquisition.sampling import NUM_CALIBRATION
+from profiling_agent.acquisition.splits import NUM_CALIBRATION
 from profiling_agent.analysis.dry_run import params_and_macs_saved
 from profiling_agent.errors import PruningError
 from profiling_agent.modules.complexity import count_complexity

@@ -1,86 +1,101 @@
-"""timm's models as their config.json describes them, checked before timm or transformers sees it. Importing this imports no torch.
+"""timm's checkpoints: their config.json as transformers reads it, and their preparation of images. Importing this imports no torch."""
 
-Such a config names one of timm's architectures and arguments for it. Among what timm would take are files, addresses and
-settings of a download, so that what is passed on are the arguments of an architecture alone.
-"""
-
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from difflib import get_close_matches
-from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
-
-from profiling_agent.documents import MAX_QUOTED, clean
-from profiling_agent.foreign import Refuse, foreign_code
 
 if TYPE_CHECKING:
     from torch import nn
 
 MODEL_TYPE, EXTRA, PACKAGES = "timm_wrapper", "timm", ("timm", "torchvision")
-# How `timm.create_model` and what it calls are told where weights come from, and that a model isn't a classifier.
+# Arguments of `timm.create_model` that load weights, or make something else than a classifier.
 NOT_OF_AN_ARCHITECTURE = frozenset(
     {"model_name", "checkpoint_path", "cache_dir", "scriptable", "exportable", "no_jit"}
     | {"features_only", "feature_cfg", "out_indices", "kwargs_filter"}
+    | {"pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "pretrained_strict"}
 )
-LOADING = "pretrained"
-MAX_DIGITS = 10
 NUM_CLASSES, NAMES, OLD_NAMES, ARGUMENTS = "num_classes", "label_names", "labels", "model_args"
 LINEAR = "timm.layers.linear"
 
+Refuse = Callable[[str], Exception]
+
 
 def is_timm(config: Mapping[str, Any]) -> bool:
-    """Say whether a config.json is of a timm model: as transformers writes it, or as timm, which names no model_type."""
+    """Return whether a config.json is of a timm model: as transformers writes it, or as timm, without model_type."""
     return config.get("model_type", MODEL_TYPE if "pretrained_cfg" in config else None) == MODEL_TYPE
 
 
-def settled(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a timm model's config in the form that transformers reads, as far as it can be brought into it.
+def settled(config: Mapping[str, Any], refuse: Refuse) -> dict[str, Any]:
+    """Return a timm model's config as transformers reads it.
 
-    timm's exports have the number of classes among the arguments too, where transformers would pass it twice, and may have names of classes by number,
-    of which transformers would take the numbers for the names.
+    timm's exports repeat the number of classes among the arguments, and may number the names of classes.
+
+    Raises:
+        Exception: `refuse` of names that aren't one for each class.
     """
-    said, arguments = dict(config), config.get(ARGUMENTS)
-    if isinstance(arguments, dict) and NUM_CLASSES in arguments:
-        said.setdefault(NUM_CLASSES, arguments[NUM_CLASSES])
-        if said[NUM_CLASSES] == arguments[NUM_CLASSES]:
-            said[ARGUMENTS] = {name: value for name, value in arguments.items() if name != NUM_CLASSES}
-    for names in (said.get(OLD_NAMES), said.get(NAMES)):
-        if names and isinstance(names, list | dict):
-            said[NAMES] = _in_order(names, said.get(NUM_CLASSES)) if isinstance(names, dict) else names
-    return said
-
-
-def _in_order(names: Mapping[str, Any], num_classes: Any) -> list[Any] | Mapping[str, Any]:
-    """Return names that are numbered as a list, those that nobody named by their number; as they were where they aren't a model's classes."""
-    numbered = {int(number): name for number, name in names.items() if number.isdecimal() and len(number) < MAX_DIGITS}
-    count = num_classes if isinstance(num_classes, int) else len(names)
-    if len(numbered) < len(names) or max(numbered) >= count:
-        return names
-    return [numbered.get(number, f"LABEL_{number}") for number in range(count)]
+    fields, arguments = dict(config), config.get(ARGUMENTS) or {}
+    if NUM_CLASSES in arguments:
+        fields.setdefault(NUM_CLASSES, arguments[NUM_CLASSES])
+        if fields[NUM_CLASSES] == arguments[NUM_CLASSES]:
+            fields[ARGUMENTS] = {name: value for name, value in arguments.items() if name != NUM_CLASSES}
+    names, count = fields.get(NAMES) or fields.get(OLD_NAMES), fields.get(NUM_CLASSES)
+    if isinstance(names, dict):
+        numbered = {int(number): name for number, name in names.items() if number.isdecimal()}
+        if len(numbered) < len(names) or max(numbered) >= (count or len(names)):
+            raise refuse(
+                f"its {NAMES} don't number its classes from 0: give them as a list, in the order of the model's outputs"
+            )
+        names = [numbered.get(number, f"LABEL_{number}") for number in range(count or len(names))]
+    if names:
+        # transformers would take none of them, and number the classes.
+        if count is not None and len(names) != count:
+            raise refuse(f"it has {count} classes and {len(names)} {NAMES}: name each class")
+        fields[NAMES] = names
+    return fields
 
 
 def check_timm(config: Mapping[str, Any], refuse: Refuse) -> None:
-    """Raise `refuse` of what a timm model's config, `settled`, asks for and doesn't get, and where timm isn't installed."""
-    architecture, arguments = config.get("architecture"), config.get(ARGUMENTS)
-    # timm reads what has a scheme as an address, of the Hub or of a folder.
-    if ":" in str(architecture):
+    """Check that a timm model's config names an architecture of the installed timm, and only arguments of it.
+
+    Raises:
+        Exception: `refuse` of what is wrong, or of what isn't installed.
+    """
+    architecture, arguments = str(config.get("architecture")), config.get(ARGUMENTS) or {}
+    # timm reads a name with a scheme as an address, of the Hub or of a folder.
+    if ":" in architecture:
         raise refuse("it names another model as its architecture, which is never fetched")
-    if arguments is not None and not isinstance(arguments, dict):
-        raise refuse("its model_args are no JSON object")
-    if arguments is not None and NUM_CLASSES in arguments:
+    if NUM_CLASSES in arguments:
         raise refuse(
-            f"its model_args ask for {_quoted(str(arguments[NUM_CLASSES]))} classes, and the model has {_quoted(str(config.get(NUM_CLASSES)))}: leave one out"
+            f"its model_args have {arguments[NUM_CLASSES]} classes, and the model {config.get(NUM_CLASSES)}: leave one out"
         )
-    for name in arguments or {}:
-        if name in NOT_OF_AN_ARCHITECTURE or name.startswith(LOADING):
-            raise refuse(f"its model_args set {_quoted(name)}, which is no setting of an architecture: leave it out")
+    if wrong := sorted(NOT_OF_AN_ARCHITECTURE & set(arguments)):
+        raise refuse(f"its model_args set {wrong[0]!r}, which is no setting of an architecture: leave it out")
     if missing := [name for name in PACKAGES if find_spec(name) is None]:
         raise refuse(f"it is one of timm's, and {missing[0]} isn't installed: pip install 'profiling-agent[{EXTRA}]'")
-    _check_known(architecture, refuse)
+    timm = _timm(refuse)
+    if not timm.is_model(architecture):
+        near = get_close_matches(architecture, timm.list_models())
+        similar = f" (near: {', '.join(near)})" if near else ""
+        raise refuse(
+            f"timm {timm.__version__} has no architecture {architecture!r}{similar}: name one of its own, or install a newer timm"
+        )
+
+
+def _timm(refuse: Refuse) -> Any:
+    try:
+        import timm  # pyright: ignore[reportMissingImports] - an extra
+    # A torchvision of another torch raises a RuntimeError.
+    except (ImportError, RuntimeError) as error:
+        raise refuse(
+            f"it is one of timm's, which can't be imported: {type(error).__name__} ({str(error)!r})"
+        ) from error
+    return timm
 
 
 def make_plain_(model: "nn.Module") -> None:
-    """Make timm's linear layers torch's, which they are but for TorchScript: by their class alone they are somebody else's."""
+    """Make timm's linear layers torch's: they differ for TorchScript only."""
     from torch import nn
 
     for module in model.modules():
@@ -88,29 +103,36 @@ def make_plain_(model: "nn.Module") -> None:
             module.__class__ = nn.Linear
 
 
-def check_names(config: Mapping[str, Any], refuse: Refuse) -> None:
-    """Raise `refuse` of a timm model's names of classes, `settled`, that aren't one for each of its classes."""
-    names, count = config.get(NAMES), config.get(NUM_CLASSES)
-    # transformers would take none of them, and number the classes.
-    if isinstance(names, list) and isinstance(count, int) and len(names) != count:
-        raise refuse(f"it has {count} classes and {len(names)} {NAMES}: name each class")
-    if isinstance(names, dict):
-        raise refuse(
-            f"its {NAMES} don't number its classes from 0: give them as a list, in the order of the model's outputs"
-        )
+def processor_of_timm(pretrained_cfg: Mapping[str, Any], refuse: Refuse) -> Any:
+    """Return an image processor of transformers that prepares images as timm does for evaluation.
 
+    Both give the same pixels, to the rounding of float32, if an even number is cropped from an edge. Of an odd number timm's
+    crop may lie one pixel lower or further right.
 
-def _check_known(architecture: Any, refuse: Refuse) -> None:
-    with foreign_code(lambda raised: refuse(f"it is one of timm's, which can't be imported: {raised}")):
-        timm: Any = import_module("timm")
-    if isinstance(architecture, str) and timm.is_model(architecture):
-        return
-    near = get_close_matches(str(architecture), timm.list_models())
-    more = f" (near: {', '.join(near)})" if near else ""
-    raise refuse(
-        f"timm {timm.__version__} has no architecture {_quoted(str(architecture))}{more}: name one of its own, or install a newer timm"
+    Raises:
+        Exception: `refuse` of a preparation that this processor can't do.
+    """
+    from PIL.Image import Resampling
+    from timm.data.config import resolve_data_config  # pyright: ignore[reportMissingImports] - an extra
+    from transformers import CLIPImageProcessorPil
+
+    how = resolve_data_config(pretrained_cfg=dict(pretrained_cfg))
+    channels, height, width = how["input_size"]
+    interpolation, crop_mode = how["interpolation"].upper(), how["crop_mode"]
+    if channels != len(how["mean"]) or channels != 3:
+        raise refuse(f"pretrained_cfg.input_size has {channels} channels, 3 are read")
+    if interpolation not in Resampling.__members__:
+        raise refuse(f"pretrained_cfg.interpolation is {how['interpolation']!r}")
+    # `border` keeps the whole picture and pads it.
+    if crop_mode not in ("center", "squash"):
+        raise refuse(f"pretrained_cfg.crop_mode is {crop_mode!r}")
+    if crop_mode == "center" and height != width:
+        raise refuse(f"pretrained_cfg.input_size: {height}x{width} is no square, which crop_mode 'center' needs")
+    scaled = {"height": math.floor(height / how["crop_pct"]), "width": math.floor(width / how["crop_pct"])}
+    return CLIPImageProcessorPil(
+        size=scaled if crop_mode == "squash" else {"shortest_edge": scaled["height"]},
+        resample=Resampling[interpolation],
+        crop_size={"height": height, "width": width},
+        image_mean=list(how["mean"]),
+        image_std=list(how["std"]),
     )
-
-
-def _quoted(text: str) -> str:
-    return repr(clean(text)[:MAX_QUOTED])

@@ -1,15 +1,14 @@
 """Columns of a data set: the one of images, the one of labels, and what its labels mean to the model."""
 
-import itertools
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import datasets
 
-from profiling_agent.acquisition.data import BATCH_ROWS, BY_TABLE, OpenedData
+from profiling_agent.acquisition.data import OpenedData
+from profiling_agent.acquisition.hub import did_you_mean
 from profiling_agent.acquisition.labels import called_by_number, match_labels, match_numbers
-from profiling_agent.documents import clean
 from profiling_agent.errors import AcquisitionError
 from profiling_agent.records import LabelMatch
 
@@ -17,21 +16,21 @@ IMAGE_NAMES = ("image", "img", "picture", "photo", "jpg", "png")
 LABEL_NAMES = ("label", "labels", "fine_label", "class", "class_label", "target", "category", "cls", "y")
 TEXT = ("string", "large_string", "string_view")
 BYTES = ("binary", "large_binary", "binary_view")
-# How tables call a column of paths, beside the names of columns of images.
+BY_TABLE = "a table that names images is read if it is called metadata.csv, its column of paths file_name, and it lies next to the images"
+# How tables call a column of paths, besides the names of columns of images.
 PATH_NAMES = ("file_name", "filename", "file", "path", "filepath", "file_path", "image_path", "img_path")
 # ImageNet-21k has 21,841; a column of more is one of captions, names or dates.
 MAX_LABELS = 25_000
-MAX_LABEL_CHARACTERS = 1000
-# Of a stream whose labels aren't read without its images, all else would be downloaded: these rows must show every name.
+# Of a stream whose labels aren't read without its images: these rows must have every name.
 MAX_STREAMED_LABELS = 2000
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Columns:
-    """Where images and labels are; `class_of` maps a raw label to the model's class, `matches` says why.
+    """Where images and labels are; `class_of` maps a raw label to the model's class, `matches` has the reasons.
 
-    `num_classes` of the model's classes are there, or may be, where not all labels were read. `known` are the raw labels that
-    there may be at all; None where one that `class_of` lacks is no class of the model.
+    `num_classes` of the model's classes occur, or may occur if not all labels were read. `known` are the raw labels that are
+    allowed; None if all are, and those that `class_of` lacks are no class of the model.
     """
 
     image: str
@@ -43,15 +42,13 @@ class Columns:
     notes: tuple[str, ...] = ()
 
     def num_names(self, features: Mapping[str, Any]) -> int | None:
-        """Return how many numbers a split's labels may be, None where they are other than numbers with names."""
+        """Return how many named numbers a split's labels may be, None if they aren't numbers with names."""
         kind = features.get(self.label)
         return len(kind.names) if isinstance(kind, datasets.ClassLabel) else None
 
 
 def _listed(features: Mapping[str, Any]) -> str:
-    described = (
-        f"{clean(name)} ({getattr(kind, 'dtype', None) or type(kind).__name__})" for name, kind in features.items()
-    )
+    described = (f"{name} ({getattr(kind, 'dtype', None) or type(kind).__name__})" for name, kind in features.items())
     return ", ".join(described) or "none"
 
 
@@ -73,7 +70,9 @@ def _is_whole(kind: Any) -> bool:
 
 def _require(column: str, features: Mapping[str, Any], option: str) -> str:
     if column not in features:
-        raise AcquisitionError(f"{option} is {column!r}, but the data set's columns are {_listed(features)}")
+        raise AcquisitionError(
+            f"{option} is {column!r}, but the data set's columns are {_listed(features)}{did_you_mean(column, list(features))}"
+        )
     return column
 
 
@@ -133,117 +132,73 @@ def label_candidates(data: OpenedData, split: str) -> list[list[str]]:
 
 
 def is_label(cell: Any) -> bool:
-    """Say whether a cell holds a label; -1 is how unlabelled test images are marked."""
+    """Return whether a cell holds a label; -1 marks unlabelled test images."""
     return cell not in (None, -1, "")
 
 
-def _are_all_read(data: OpenedData) -> bool:
-    """Say whether all labels of a split are read: where that downloads no images."""
-    return data.is_local or data.is_parquet or data.is_image_folder
-
-
-def _batches(data: OpenedData, split: str, column: str) -> Iterator[set[Any]]:
-    """Yield the different labels of each few rows, of a stream that holds images beside them only of the first."""
-    cells = data.labels(split, column, None if _are_all_read(data) else MAX_STREAMED_LABELS)
-    while batch := set(itertools.islice(cells, BATCH_ROWS)):
-        yield {cell for cell in batch if is_label(cell)}
-
-
-def _whole_labels(data: OpenedData, split: str, column: str, id2label: Mapping[int, str]) -> set[int]:
-    """Return the numbers that a column of whole numbers holds.
-
-    Raises:
-        AcquisitionError: it holds others than the model's classes, or those called so, as one of dates or of row numbers does, or none.
-    """
-    found, called = set[int](), called_by_number(id2label)
-    for batch in _batches(data, split, column):
-        found |= {int(cell) for cell in batch}
-        if not (found <= id2label.keys() or found <= called.keys()):
+def _distinct_labels(data: OpenedData, split: str, column: str) -> set[Any]:
+    """Return the different labels of a split, of its first rows only if more would download images."""
+    found = set[Any]()
+    for cell in data.labels(split, column, None if data.has_cheap_labels else MAX_STREAMED_LABELS):
+        if is_label(cell):
+            found.add(cell)
+        if len(found) > MAX_LABELS:
             raise AcquisitionError(
-                f"label column {column!r} holds whole numbers as large as {max(batch)} and as small as "
-                f"{min(batch)}, but the model has {len(id2label)} classes, 0 to {len(id2label) - 1}: name another with "
-                "label_column, or choose a model that was trained on these classes"
+                f"label column {column!r} holds more than {MAX_LABELS} different values, which are no classes: "
+                "name another with label_column"
             )
-    if not found:
-        raise AcquisitionError(
-            f"label column {column!r} of split {split!r} holds no label: name another with label_column"
-        )
     return found
 
 
-def _names(data: OpenedData, split: str, column: str) -> list[str]:
-    """Return the different names that a column of text holds; AcquisitionError where they can't be those of classes."""
-    names: set[str] = set()
-    for batch in _batches(data, split, column):
-        names |= batch
-        if len(names) > MAX_LABELS or any(len(name) > MAX_LABEL_CHARACTERS for name in batch):
-            raise AcquisitionError(
-                f"label column {column!r} holds more than {MAX_LABELS} different texts, or one of more than "
-                f"{MAX_LABEL_CHARACTERS} characters, which are no names of classes: name another with label_column"
-            )
-    return sorted(names)
+def match_column(data: OpenedData, split: str, image: str, column: str, id2label: Mapping[int, str]) -> Columns:
+    """Return how a column's labels match the model's classes, and the class of each raw label that does.
 
-
-def _match_column(data: OpenedData, split: str, image: str, column: str, id2label: Mapping[int, str]) -> Columns:
-    """Return how a column's labels match, and the class of each raw label that did."""
+    Raises:
+        AcquisitionError: none matches, or it holds numbers or texts that are no classes.
+    """
     kind = data.features(split)[column]
-    if _is_whole(kind):
-        return _match_whole(data, split, image, column, id2label)
     known: Collection[Any] | None = None
     notes: tuple[str, ...] = ()
     if isinstance(kind, datasets.ClassLabel):
-        # A file says itself what they are.
-        names = cast("Sequence[Any]", kind.names)
-        if not all(isinstance(name, str) and len(name) <= MAX_LABEL_CHARACTERS for name in names):
-            raise AcquisitionError(
-                f"label column {column!r} has names of classes that are no texts of up to {MAX_LABEL_CHARACTERS} "
-                "characters: correct them in the data set, or name another with label_column"
-            )
-        raw: Sequence[Any] = range(len(names))
+        names: list[str] = kind.names
         matches = match_labels(names, id2label)
+        class_of = {raw: match.model_id for raw, match in enumerate(matches) if match.model_id is not None}
+    elif _is_whole(kind):
+        numbers = _distinct_labels(data, split, column)
+        if not numbers:
+            raise AcquisitionError(
+                f"label column {column!r} of split {split!r} holds no label: name another with label_column"
+            )
+        if not (numbers <= id2label.keys() or numbers <= called_by_number(id2label).keys()):
+            raise AcquisitionError(
+                f"label column {column!r} holds whole numbers as large as {max(numbers)} and as small as {min(numbers)}, but the "
+                f"model has {len(id2label)} classes, 0 to {len(id2label) - 1}: name another with label_column, or choose a model "
+                "that was trained on these classes"
+            )
+        matches, class_of = match_numbers(numbers, id2label)
+        # The train split may hold those that this one lacks.
+        known = class_of.keys()
+        if 0 not in numbers and matches[0].rule == "id":
+            notes = (
+                f"no label of split {split!r} was seen to be 0, and all are taken as they stand, 0 for the first of the model's "
+                "classes: if the data set counts from 1, take 1 from each",
+            )
+        if data.has_cheap_labels:
+            return Columns(image, column, matches, class_of, len(numbers), known, notes)
     else:
-        raw = _names(data, split, column)
-        matches = match_labels(raw, id2label, ordered=False)
-        if not _are_all_read(data):
-            known, notes = frozenset(raw), (_of_first_rows(split, len(raw)),)
-    pairs = zip(raw, matches, strict=True)
-    class_of = {cell: match.model_id for cell, match in pairs if match.model_id is not None}
-    return Columns(
-        image=image,
-        label=column,
-        matches=matches,
-        class_of=class_of,
-        num_classes=len(set(class_of.values())),
-        known=known,
-        notes=notes,
-    )
-
-
-def _of_first_rows(split: str, num_labels: int) -> str:
-    return (
-        f"labels are names in a stream, of which the first {MAX_STREAMED_LABELS} rows of split {split!r} have {num_labels}: the verdict is about "
-        "no others that come later, so where rows are sorted by class, download the data set (hf download) and give its folder"
-    )
-
-
-def _match_whole(data: OpenedData, split: str, image: str, column: str, id2label: Mapping[int, str]) -> Columns:
-    """Return what the numbers of a column are to the model; the train split may hold those that this one lacks."""
-    found = _whole_labels(data, split, column, id2label)
-    matches, class_of = match_numbers(found, id2label)
-    note = (
-        f"no label of split {split!r} was seen to be 0, and all are taken as they stand, 0 for the first of the model's classes: if the "
-        "data set counts from 1, take 1 from each"
-    )
-    notes = (note,) if 0 not in found and matches[0].rule == "id" else ()
-    return Columns(
-        image=image,
-        label=column,
-        matches=matches,
-        class_of=class_of,
-        num_classes=len(found) if _are_all_read(data) else len(class_of),
-        known=class_of.keys(),
-        notes=notes,
-    )
+        texts = sorted(_distinct_labels(data, split, column))
+        matches = match_labels(texts, id2label, ordered=False)
+        class_of = {
+            raw: match.model_id for raw, match in zip(texts, matches, strict=True) if match.model_id is not None
+        }
+        if not data.has_cheap_labels:
+            known = frozenset(texts)
+            notes = (
+                f"labels are names in a stream, of which the first {MAX_STREAMED_LABELS} rows of split {split!r} have {len(texts)}: "
+                "the verdict is about no others that come later, so if rows are sorted by class, download the data set (hf "
+                "download) and give its folder",
+            )
+    return Columns(image, column, matches, class_of, len(set(class_of.values())), known, notes)
 
 
 def _score(matches: Iterable[LabelMatch], num_classes: int) -> tuple[float, float]:
@@ -266,7 +221,7 @@ def choose_columns(data: OpenedData, split: str, id2label: Mapping[int, str]) ->
         found: dict[str, Columns] = {}
         for column in tier:
             try:
-                found[column] = _match_column(data, split, image, column, id2label)
+                found[column] = match_column(data, split, image, column, id2label)
             except AcquisitionError as error:
                 refusal = refusal or error
         if found:

@@ -1,66 +1,67 @@
-"""Data sets: labelled images, of Hub ids as streams, of local folders as they lie on disk."""
+"""Data sets: labelled images in a local folder, or streamed from the Hugging Face Hub."""
 
 import itertools
-from collections.abc import Generator, Iterator, Mapping
+import re
+from collections import Counter
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
+from zipfile import BadZipFile
 
 import datasets
+import fsspec
 import pyarrow as pa
 from datasets import config as datasets_config
-from datasets.packaged_modules.arrow.arrow import Arrow
-from datasets.packaged_modules.csv.csv import Csv
+from datasets.exceptions import DatasetsError
 from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
-from datasets.packaged_modules.json.json import Json
 from datasets.packaged_modules.parquet.parquet import Parquet
-from datasets.packaged_modules.webdataset.webdataset import WebDataset
-from huggingface_hub import constants
+from huggingface_hub import DatasetCard, HfApi, hf_hub_download
+from huggingface_hub.errors import RevisionNotFoundError
 from pydantic import Field
+from yaml import YAMLError
 
-from profiling_agent.acquisition.configs import (
-    Config,
-    beside_others,
-    check_config,
-    each_once,
-    misnamed_splits,
-    odd_depth,
-    parquet_copy,
-    quoted_path,
-)
-from profiling_agent.acquisition.hub import hub_errors, is_local, local_folder, resolve_dataset
-from profiling_agent.acquisition.origin import (
-    ZIP,
-    Folder,
-    Images,
-    Origin,
-    Repository,
-    check_files,
-    check_folder,
-    check_origin,
-    check_saved,
+from profiling_agent.acquisition.hub import (
+    LIBRARY_ERRORS,
+    MAX_TEXT,
+    did_you_mean,
+    files_root,
+    hub_errors,
+    is_local,
+    local_folder,
 )
 from profiling_agent.acquisition.reference import DIGITS, PREFIX, reference_dataset
-from profiling_agent.errors import AcquisitionError
-from profiling_agent.foreign import foreign_code
+from profiling_agent.errors import AcquisitionError, ProfilingAgentError
 from profiling_agent.progress import Progress
 from profiling_agent.records import Record
 
-# What Arrow raises where we call it ourselves; what its callers in other packages make of it is a stranger's.
-READ_ERRORS = (OSError, pa.ArrowException, UnicodeDecodeError)
-# The kinds of files that hold labelled images and name no file of their own.
-BUILDERS = (Parquet, Arrow, Csv, Json, ImageFolder, WebDataset)
-ARCHIVES = (".zip", ".tar")
-BY_TABLE = "a table that names images is read where it is called metadata.csv, its column of paths file_name, and it lies beside the images"
+# Where the Hub keeps a parquet copy of a data set: CONFIG/SPLIT/*.parquet, of a large split partial-SPLIT.
+PARQUET_COPY, PARTIAL = "refs/convert/parquet", "partial-"
+CARD, ZIP, ARCHIVES = "README.md", "zip://", (".zip", ".tar")
+# What a path may not hold: `datasets` reads it as a pattern.
+PATTERN = frozenset("*?[]")
+# The words that `datasets` finds splits by, in names of folders and of tables, and which split each means.
+SPLIT_OF = {
+    word: words[0]
+    for words in (
+        ("train", "training"),
+        ("validation", "valid", "dev", "val"),
+        ("test", "testing", "eval", "evaluation"),
+    )
+    for word in words
+}
+SPLIT = re.compile(rf"(?:^|[-._ 0-9])(?:{'|'.join(SPLIT_OF)})(?:$|[-._ 0-9])")
+# The name of a photograph says nothing of its split: its folder is its class.
+TABLES = frozenset({".parquet", ".arrow", ".csv", ".tsv", ".json", ".jsonl", ".tar", ".zip"})
 BATCH_ROWS = 2048
-# A table of photographs has hundreds of megabytes by fewer.
+# A table of photographs has hundreds of megabytes in fewer rows.
 BATCH_IMAGES = 64
 SHUFFLE_BUFFER = 1000
 
 
 class DataQuery(Record):
-    """A labelled image data set, the split and columns to use where they were named, and how much to draw."""
+    """A labelled image data set, the requested split and columns, and how much to draw."""
 
     dataset: str = Field(min_length=1, description="Hub id, local folder, or reference:digits")
     dataset_config: str | None = None
@@ -78,72 +79,124 @@ class DataQuery(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """The one place that a data set's files come from: a folder, or a repository on the Hub at one commit.
+
+    `folder` is None for the Hub. `root` is what absolute names of its files begin with.
+    """
+
+    name: str
+    folder: Path | None
+    commit: str | None
+    root: str
+    top_folders: frozenset[str]
+    has_card: bool
+    notes: tuple[str, ...] = ()
+
+    def inside(self, file: str) -> str:
+        """Return the absolute name of a file, of which `file` may be a relative one.
+
+        Raises:
+            AcquisitionError: it lies outside of the data set.
+        """
+        path = file.removeprefix(self.root)
+        is_address = "://" in path or "::" in path
+        if self.folder is None and not is_address and ".." not in PurePosixPath(path).parts:
+            return self.root + path
+        if self.folder is not None and not is_address:
+            target = (self.folder / path).resolve()
+            if target.is_relative_to(files_root(self.folder)):
+                return str(target)
+        raise AcquisitionError(
+            f"dataset {self.name!r} can't be read: it names {file[:MAX_TEXT]!r}, which is not in it: copy the data into it, or give "
+            "the images' bytes in the table"
+        )
+
+    def relative(self, file: str) -> str:
+        """Return a file's name below the root."""
+        return file.removeprefix(self.root)
+
+    def builder(self, cache: Path, config: str | None = None, **options: Any) -> Any:
+        """Return what reads the files; nothing is downloaded or copied yet."""
+        path = self.name if self.folder is None else str(self.folder)
+        made = datasets.load_dataset_builder(path, config, revision=self.commit, cache_dir=str(cache), **options)
+        if hasattr(made.config, "decode_num_threads"):
+            # Threads would decode all images of a Hub data set, also those that aren't drawn.
+            setattr(made.config, "decode_num_threads", 0)  # noqa: B010 - only some kinds declare it
+        for files in (made.config.data_files or {}).values():
+            for file in files:
+                self.inside(str(file))
+        return made
+
+    def names_configs(self) -> bool:
+        """Return whether the data set's card lists its configs."""
+        if not self.has_card:
+            return False
+        card = (
+            hf_hub_download(self.name, CARD, repo_type="dataset", revision=self.commit)
+            if self.folder is None
+            else self.folder / CARD
+        )
+        return bool(DatasetCard.load(card, ignore_metadata_errors=True).data.get("configs"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OpenedData:
     """A data set whose splits can be read; nothing of it has been copied or downloaded yet.
 
-    `cache` is a temporary folder for what `datasets` insists on writing of a local folder; None for the Hub. `builder` reads
-    its files; None of what `save_to_disk` wrote. `notes` say what a reader of the results should know of where it comes from.
+    `options` are what its builder was made with; `builder` is None for what `save_to_disk` wrote. `cache` is a temporary folder.
+    `notes` are for the results' readers.
     """
 
     query: DataQuery
-    config: Config
-    cache: Path | None
+    place: Place
+    cache: Path
     splits: Mapping[str, Any]
-    builder: Any
-    images: Images
+    builder: Any = None
+    options: Mapping[str, Any]
     notes: tuple[str, ...] = ()
 
     @property
     def is_local(self) -> bool:
-        """Say whether rows cost no download."""
-        return self.cache is not None
-
-    @property
-    def is_parquet(self) -> bool:
-        """Say whether a column is read without the others."""
-        return isinstance(self.builder, Parquet)
+        """Return whether rows cost no download."""
+        return self.place.folder is not None
 
     @property
     def is_image_folder(self) -> bool:
-        """Say whether images lie in it as files, with their folders for labels."""
+        """Return whether images are files in it, labelled by their folders."""
         return isinstance(self.builder, ImageFolder)
+
+    @property
+    def has_cheap_labels(self) -> bool:
+        """Return whether labels are read without downloading images."""
+        return self.is_local or self.is_image_folder or isinstance(self.builder, Parquet)
 
     def features(self, split: str) -> Mapping[str, Any]:
         """Return the columns of a split and their types."""
         return self.splits[split].features or {}
 
-    def file_name(self, location: str) -> str:
-        """Return the path in the data set of what a cell names, in an archive below the archive's; quoted, as it may be shown."""
-        is_packed = location.startswith(ZIP)
-        member, _, file = location.removeprefix(ZIP).rpartition("::") if is_packed else ("", "", location)
-        prefix = next((prefix for prefix in self.images.origin.prefixes if file.startswith(prefix)), "")
-        path = file.removeprefix(prefix)
-        return quoted_path(f"{path}/{member}" if member else path)
+    def misnamed_splits(self) -> str:
+        """Return advice for top folders that name a split but for their case, or nothing."""
+        tops = self.place.top_folders.difference(SPLIT_OF, self.splits)
+        wrong = sorted(top for top in tops if top.lower() in SPLIT_OF)
+        advice = (f"its folder {top!r} isn't read as a split: call it {top.lower()!r}" for top in wrong)
+        return "; ".join(advice)
 
     def stray_image(self, split: str) -> str | None:
-        """Return which image keeps folders from being labels, and what to do; None where it isn't that."""
+        """Return which image keeps folders from being labels, and what to do; None if that isn't the problem."""
         if not self.is_image_folder or self.builder.config.drop_labels or len(self.features(split)) > 1:
             return None
-        files = itertools.chain.from_iterable(_names(self.images.origin, self.builder).values())
-        return odd_depth([file for file in files if not file.lower().endswith(ARCHIVES)])
-
-    def misnamed_splits(self) -> tuple[str, ...]:
-        """Return what to call the folders that would be splits but for their case; the data set is looked through."""
-        with reading(self.query.dataset):
-            return misnamed_splits(self.images.origin.files(), self.splits)
+        files = itertools.chain.from_iterable(_files(self.place, self.builder).values())
+        return odd_depth([file for file in files if file.lower().endswith(tuple(self.builder.EXTENSIONS))])
 
     def tables(self, split: str, columns: list[str], num_rows: int = BATCH_ROWS) -> Iterator[Any]:
         """Yield a split's rows in file order as Arrow tables of so many; of parquet, no other column is read."""
         with reading(self.query.dataset):
-            if self.is_parquet:
-                builder = _builder(self.images.origin, self.config, self.cache, columns=columns)
-                view: Any = builder.as_streaming_dataset(split=split)
+            if isinstance(self.builder, Parquet):
+                view: Any = self.place.builder(self.cache, **self.options, columns=columns).as_streaming_dataset(split)
             else:
                 view = self.splits[split].select_columns(columns)
-            for table in view.with_format("arrow").iter(batch_size=num_rows):
-                # A file says itself where in it a text or an image begins; Arrow believes it until it is asked.
-                table.validate(full=True)
-                yield table
+            yield from view.with_format("arrow").iter(batch_size=num_rows)
 
     def labels(self, split: str, column: str, limit: int | None = None) -> Iterator[Any]:
         """Yield the raw labels of a split's rows in file order, at most `limit`."""
@@ -159,72 +212,49 @@ class OpenedData:
             for row in view.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER):
                 yield row[image_column], row[label_column]
 
+    def image(self, cell: Any) -> bytes | None:
+        """Return the encoded image that a cell holds or names; None if it has none.
+
+        Raises:
+            AcquisitionError: it names a file outside of the data set, or one that can't be read.
+        """
+        data, location = (cell.get("bytes"), cell.get("path")) if isinstance(cell, dict) else (cell, None)
+        if data is not None or not location:
+            return data if isinstance(data, bytes) else None
+        member, file = _parts(location)
+        with reading(self.query.dataset):
+            path = self.place.inside(file)
+            files: Any = fsspec.filesystem("zip", fo=path) if member else fsspec.url_to_fs(path)[0]
+            with files.open(member or path, "rb") as stream:
+                return stream.read()
+
+    def file_name(self, cell: Any) -> str | None:
+        """Return the quoted name of the file that an image cell names, in an archive below the archive's."""
+        location = cell.get("path") if isinstance(cell, dict) else None
+        if not location:
+            return None
+        member, file = _parts(location)
+        name = self.place.relative(file)
+        return repr(f"{name}/{member}" if member else name)
+
 
 @contextmanager
 def reading(name: str) -> Generator[None]:
-    """Turn what `datasets` raises on damaged or unreachable files into one line."""
-
-    def refuse(raised: str) -> AcquisitionError:
-        return AcquisitionError(f"dataset {name!r} can't be read: {raised}")
-
+    """Raise one line for what `datasets` raises on damaged or unreachable files."""
     try:
-        with foreign_code(refuse), hub_errors("dataset", name, None):
+        with hub_errors("dataset", name, None):
             yield
-    except READ_ERRORS as error:
-        raise refuse(f"{type(error).__name__} ({str(error).strip().split(chr(10), maxsplit=1)[0][:200]!r})") from error
+    except ProfilingAgentError:
+        raise
+    except (*LIBRARY_ERRORS, EOFError, BadZipFile, pa.ArrowException, YAMLError, DatasetsError) as error:
+        text = " ".join(str(error).split())[:MAX_TEXT]
+        raise AcquisitionError(f"dataset {name!r} can't be read: {type(error).__name__} ({text!r})") from error
 
 
-def _place(origin: Origin) -> tuple[str, str | None]:
-    """Return the path or the id that `datasets` knows an origin by, and its commit."""
-    if isinstance(origin, Repository):
-        return origin.name, origin.commit
-    assert isinstance(origin, Folder), "there is no third kind"
-    return str(origin.folder), None
-
-
-def _builder(origin: Origin, config: Config, cache: Path | None, **options: Any) -> Any:
-    path, revision = _place(origin)
-    builder = datasets.load_dataset_builder(
-        path,
-        config.name,
-        revision=revision,
-        cache_dir=None if cache is None else str(cache),
-        **config.files,
-        **options,
-    )
-    # In threads of its own `datasets` would open the images of a Hub data set, whatever their cells name.
-    setattr(builder.config, "decode_num_threads", 0)  # noqa: B010 - it is declared for some kinds of files only
-    return builder
-
-
-def _refuse_scripts(folder: Path, name: str) -> None:
-    """Refuse a folder whose data only a Python script could make."""
-    scripts = sorted(path.name for path in folder.glob("*.py"))
-    if f"{folder.name}.py" in scripts or (scripts and not any(path.suffix != ".py" for path in folder.iterdir())):
-        raise AcquisitionError(
-            f"dataset {name!r} needs a Python script ({scripts[0]!r}), which is never run: "
-            "give a folder of parquet, arrow or image files"
-        )
-
-
-def _from_disk(origin: Folder) -> Mapping[str, Any] | None:
-    """Return the splits of a folder that `save_to_disk` wrote; they are mapped, not read."""
-    if not any((origin.folder / marker).is_file() for marker in ("dataset_dict.json", "state.json")):
-        return None
-    with reading(origin.name):
-        check_saved(origin)
-        loaded: Any = datasets.load_from_disk(str(origin.folder))
-    if isinstance(loaded, datasets.DatasetDict):
-        return {str(split): rows for split, rows in loaded.items()}
-    return {str(loaded.split or "train"): loaded}
-
-
-def _explain_config(query: DataQuery, origin: Origin) -> None:
-    """Raise the error that lists the configs, where the lack or the name of one was what went wrong."""
-    path, revision = _place(origin)
-    with reading(query.dataset):
-        configs = [str(name) for name in datasets.get_dataset_config_names(path, revision=revision)]
-    check_config(query.dataset, query.dataset_config, configs)
+def _parts(location: str) -> tuple[str, str]:
+    """Return the member of an archive and the file that a location names; the first is empty for a plain file."""
+    member, _, file = location.removeprefix(ZIP).rpartition("::") if location.startswith(ZIP) else ("", "", location)
+    return member, file
 
 
 def open_data(query: DataQuery, *, cache: Path, progress: Progress) -> OpenedData:
@@ -234,117 +264,228 @@ def open_data(query: DataQuery, *, cache: Path, progress: Progress) -> OpenedDat
         AcquisitionError: it does not exist, is gated, needs a script, has several configs and none was named, or
             can't be read.
     """
-    local = _local_folder(query, progress)
-    if local is None:
-        progress(f"looking up {query.dataset}", 0, 0)
-        _refuse_offline(query.dataset)
-        found = resolve_dataset(query.dataset, query.dataset_revision)
-        origin = Repository(query.dataset, found.commit, found.files, found.is_parquet_copy)
-        return _open(query, origin, None, found.notes)
-    folder = Folder(query.dataset, local)
-    with reading(query.dataset):
-        check_folder(folder)
-    return _open(query, folder, cache)
+    name = query.dataset
+    if name == DIGITS:
+        place = _folder(name, reference_dataset(progress))
+    elif name.startswith(PREFIX):
+        raise AcquisitionError(f"there is no reference data set {name!r}: use {DIGITS}")
+    elif is_local(name):
+        place = _folder(name, local_folder(name, "dataset"))
+    else:
+        progress(f"looking up {name}", 0, 0)
+        place = _repository(name, query.dataset_revision)
+    with reading(name):
+        if place.folder is not None and any(
+            (place.folder / file).is_file() for file in ("dataset_dict.json", "state.json")
+        ):
+            loaded: Any = datasets.load_from_disk(str(place.folder))
+            splits = (
+                dict(loaded) if isinstance(loaded, datasets.DatasetDict) else {str(loaded.split or "train"): loaded}
+            )
+            for rows in splits.values():
+                for file in rows.cache_files:
+                    place.inside(file["filename"])
+            return OpenedData(query=query, place=place, cache=cache, splits=splits, options={}, notes=place.notes)
+        builder, options = _choose_config(query.dataset_config, place, cache)
+        files = itertools.chain.from_iterable((builder.config.data_files or {}).values())
+        parts = sorted({part for file in files for part in PurePosixPath(str(file)).parts if part.startswith(PARTIAL)})
+        notes = (f"of split {part.removeprefix(PARTIAL)!r} only the first part is read: the Hub copied no more of it" for part in parts)  # fmt: skip
+        return OpenedData(
+            query=query,
+            place=place,
+            cache=cache,
+            splits=builder.as_streaming_dataset(),
+            builder=builder,
+            options=options,
+            notes=(*place.notes, *notes),
+        )
 
 
-def _open(query: DataQuery, origin: Origin, cache: Path | None, notes: tuple[str, ...] = ()) -> OpenedData:
-    """Return a data set that is looked into before `datasets` opens it."""
-    with reading(query.dataset):
-        names_configs = check_origin(origin)
-    splits = _from_disk(origin) if isinstance(origin, Folder) else None
-    config, builder = Config(), None
-    if splits is None:
-        with reading(query.dataset):
-            config, builder = _choose_builder(query, origin, cache, names_configs=names_configs)
-            splits = builder.as_streaming_dataset()
-    return OpenedData(
-        query=query,
-        config=config,
-        cache=cache,
-        splits=splits,
-        builder=builder,
-        images=Images(origin),
-        notes=(*notes, *config.notes),
+def _folder(name: str, folder: Path) -> Place:
+    folder = folder.resolve()
+    if PATTERN & set(str(folder)):
+        raise AcquisitionError(f"dataset {name!r} lies in a folder with one of * ? [ ] in its path: rename it")
+    scripts = sorted(path.name for path in folder.glob("*.py"))
+    if f"{folder.name}.py" in scripts or (scripts and not any(path.suffix != ".py" for path in folder.iterdir())):
+        raise AcquisitionError(
+            f"dataset {name!r} needs a Python script ({scripts[0]!r}), which is never run: "
+            "give a folder of parquet, arrow or image files"
+        )
+    return Place(
+        name=name,
+        folder=folder,
+        commit=None,
+        root=f"{folder.as_posix().rstrip('/')}/",
+        top_folders=frozenset(path.name for path in folder.iterdir() if path.is_dir()),
+        has_card=(folder / CARD).is_file(),
     )
 
 
-def _choose_builder(query: DataQuery, origin: Origin, cache: Path | None, *, names_configs: bool) -> tuple[Config, Any]:
-    """Return what to read of a data set, and what reads it: where no card says it, one of those that lie side by side."""
-    asked, config = query.dataset_config, None
-    if names_configs:
-        return Config(asked), _checked_builder(query, origin, Config(asked), cache)
-    if isinstance(origin, Repository) and origin.is_parquet_copy:
-        config = parquet_copy(query.dataset, asked, origin.listed)
-    if config is None:
-        builder = _checked_builder(query, origin, Config(), cache)
-        config = beside_others(query.dataset, asked, _names(origin, builder))
-        if config is None and asked is None:
-            return _read_once(query, origin, Config(), builder, cache)
-    config = config or Config(asked)
-    return _read_once(query, origin, config, _checked_builder(query, origin, config, cache), cache)
+def _repository(name: str, revision: str | None) -> Place:
+    """Return a repository at `revision`; if it needs a script, which is never run, the Hub's parquet copy of it."""
+    if datasets_config.HF_HUB_OFFLINE:
+        raise AcquisitionError(
+            f"dataset {name!r} is no local folder, and HF_HUB_OFFLINE or HF_DATASETS_OFFLINE is set, "
+            "so that the Hub can't be reached: give a local folder, or unset it"
+        )
+    notes: tuple[str, ...] = ()
+    with hub_errors("dataset", name, revision):
+        info = HfApi().dataset_info(name, revision=revision)
+        HfApi().auth_check(name, repo_type="dataset")
+    script = f"{name.rsplit('/', maxsplit=1)[-1]}.py"
+    if script in {sibling.rfilename for sibling in info.siblings or []}:
+        needs = f"dataset {name!r} needs its Python script {script!r}, which is never run"
+        if revision not in (None, "main"):
+            raise AcquisitionError(
+                f"{needs}: leave out dataset_revision {revision!r} for the Hub's parquet copy of main, or give a local one"
+            )
+        with hub_errors("dataset", name, PARQUET_COPY):
+            try:
+                info = HfApi().dataset_info(name, revision=PARQUET_COPY)
+            except RevisionNotFoundError as error:
+                raise AcquisitionError(f"{needs}, and the Hub has no parquet copy of it: give a local one") from error
+        notes = (f"images are read from the Hub's parquet copy, {PARQUET_COPY} at {info.sha}: {script!r} is never run",)
+    commit, files = info.sha or revision or "main", [sibling.rfilename for sibling in info.siblings or []]
+    return Place(
+        name=name,
+        folder=None,
+        commit=commit,
+        root=f"hf://datasets/{name}@{commit}/",
+        top_folders=frozenset(PurePosixPath(file).parts[0] for file in files if "/" in file),
+        has_card=CARD in files,
+        notes=notes,
+    )
 
 
-def _read_once(
-    query: DataQuery, origin: Origin, config: Config, builder: Any, cache: Path | None
-) -> tuple[Config, Any]:
-    """Return what to read instead where images would be read into two splits; not where a table labels them, wherever it lies."""
-    own = each_once(_names(origin, builder)) if isinstance(builder, ImageFolder) else None
-    if own is None or any(PurePosixPath(file).name in builder.METADATA_FILENAMES for file in origin.files()):
-        return config, builder
-    own = replace(own, notes=config.notes)
-    return own, _checked_builder(query, origin, own, cache)
+def _choose_config(asked: str | None, place: Place, cache: Path) -> tuple[Any, dict[str, Any]]:
+    """Return a builder of the requested config, and the options that it was made with.
+
+    Without a card `datasets` reads into a split every folder that names that split somewhere below: of a data set in three
+    sizes, each photograph three times.
+    """
+    if place.names_configs():
+        try:
+            return place.builder(cache, asked), {"config": asked}
+        except ValueError:
+            path = place.name if place.folder is None else str(place.folder)
+            check_config(place.name, asked, datasets.get_dataset_config_names(path, revision=place.commit))
+            raise
+    builder, options = place.builder(cache), dict[str, Any]()
+    folder = beside_others(place.name, asked, _files(place, builder))
+    if folder is not None:
+        options = {"data_dir": folder}
+        builder = place.builder(cache, **options)
+    elif asked is not None:
+        check_config(place.name, asked, [builder.config.name])
+    if isinstance(builder, ImageFolder):
+        files = _files(place, builder)
+        tables = tuple(builder.METADATA_FILENAMES)
+        has_table = any(file.endswith(tables) for names in files.values() for file in names)
+        if not has_table and (patterns := each_once(files)):
+            options = {"data_files": patterns}
+            builder = place.builder(cache, **options)
+    return builder, options
 
 
-def _names(origin: Origin, builder: Any) -> dict[str, list[str]]:
-    """Return the files that each split is read from, by their names in the data set; of images and what else lies there, the images and archives."""
-    prefixes = origin.prefixes
-    read = (*builder.EXTENSIONS, *ARCHIVES) if isinstance(builder, ImageFolder) else ("",)
-
-    def name(file: str) -> str:
-        return file.removeprefix(next(prefix for prefix in prefixes if file.startswith(prefix)))
-
+def _files(place: Place, builder: Any) -> dict[str, list[str]]:
+    """Return the files that each split is read from, by their names in the data set; of a folder of images no other files."""
+    read = ("",)
+    if isinstance(builder, ImageFolder):
+        read = (*builder.EXTENSIONS, *ARCHIVES, *builder.METADATA_FILENAMES)
     return {
-        split: [name(str(file)) for file in files if str(file).lower().endswith(read)]
+        split: [place.relative(str(file)) for file in files if str(file).lower().endswith(read)]
         for split, files in (builder.config.data_files or {}).items()
     }
 
 
-def _checked_builder(query: DataQuery, origin: Origin, config: Config, cache: Path | None) -> Any:
-    """Return what reads a data set's files: of a kind that holds images, and no file but its own."""
-    try:
-        builder = _builder(origin, config, cache)
-    except ValueError:
-        if not config.files:
-            _explain_config(query, origin)
-        raise
-    if not isinstance(builder, BUILDERS):
-        held = type(builder).__module__.rsplit(".", maxsplit=1)[-1]
+def check_config(dataset: str, asked: str | None, names: Collection[str]) -> None:
+    """Check that a config is one of `names`, or that there is only one.
+
+    Raises:
+        AcquisitionError: it names them.
+    """
+    listed = ", ".join(names)
+    if len(names) > 1 and asked is None:
+        raise AcquisitionError(f"dataset {dataset!r} has several configs, {listed}: name one with dataset_config")
+    if asked not in (None, *names):
         raise AcquisitionError(
-            f"dataset {query.dataset!r} holds files of kind {held!r}, which hold no labelled images: "
-            f"give parquet, arrow, tar or image files; {BY_TABLE}"
+            f"dataset {dataset!r} has no config {asked!r}: use one of {listed}{did_you_mean(asked or '', names)}"
         )
-    for files in (builder.config.data_files or {}).values():
-        check_files(origin, files)
-    return builder
 
 
-def _local_folder(query: DataQuery, progress: Progress) -> Path | None:
-    """Return the folder that a query means, prepared where it is a reference; None where it means a Hub id."""
-    if query.dataset == DIGITS:
-        return reference_dataset(progress)
-    if query.dataset.startswith(PREFIX):
-        raise AcquisitionError(f"there is no reference data set {query.dataset!r}: use {DIGITS}")
-    if not is_local(query.dataset):
+def beside_others(dataset: str, asked: str | None, files: Mapping[str, Iterable[str]]) -> str | None:
+    """Return which folder to read of a data set without a card, whose splits would be of these files; None if it is one.
+
+    Raises:
+        AcquisitionError: several lie side by side and none was requested, or one that isn't there, or that has another inside.
+    """
+    above = [{folder for file in names if (folder := _above_split(file)) is not None} for names in files.values()]
+    folders = sorted({folder for names in above if len(names) > 1 for folder in names})
+    if not folders:
         return None
-    folder = local_folder(query.dataset, "dataset")
-    _refuse_scripts(folder, query.dataset)
-    return folder
-
-
-def _refuse_offline(name: str) -> None:
-    """Refuse a Hub id where the environment says to make no connection, to `datasets` or to the Hub's client."""
-    if constants.HF_HUB_OFFLINE or datasets_config.HF_HUB_OFFLINE:
+    # What has another inside would be read with it.
+    outer = [
+        folder
+        for folder in folders
+        if any(other.startswith(f"{folder}/" if folder else "") for other in folders if other != folder)
+    ]
+    inner = [folder for folder in folders if folder not in outer]
+    if outer and asked not in inner:
         raise AcquisitionError(
-            f"dataset {name!r} is no local folder, and HF_HUB_OFFLINE or HF_DATASETS_OFFLINE says to make no connection, "
-            "so that the Hub can't be reached: give a local folder, or unset it"
+            f"dataset {dataset!r} has splits at {outer[0] or 'the top'} and others inside of it, which would be read as one: "
+            f"name one of {', '.join(inner)} with dataset_config, or move them out"
         )
+    check_config(dataset, asked, inner)
+    return asked
+
+
+def each_once(files: Mapping[str, Sequence[str]]) -> dict[str, list[str]] | None:
+    """Return patterns for images of which some would be read into two splits, as those of a class called train.
+
+    Each is left to the split that its outermost folder names. None if no image is read twice, or such a folder names two splits.
+    """
+    counts = Counter(name for names in files.values() for name in names)
+    if all(count == 1 for count in counts.values()):
+        return None
+    patterns: dict[str, set[str]] = {}
+    for name in counts:
+        depth, parts = _depth_of_split(name), PurePosixPath(name).parts
+        if depth is None or len(parts) == depth + 1:
+            return None
+        folder = "/".join(parts[: depth + 1])
+        splits = {SPLIT_OF[word] for word in re.split(r"[-._ 0-9]", parts[depth]) if word in SPLIT_OF}
+        if len(splits) != 1 or PATTERN & set(folder):
+            return None
+        patterns.setdefault(splits.pop(), set()).add(f"{folder}/**")
+    return {split: sorted(folders) for split, folders in patterns.items()}
+
+
+def _depth_of_split(file: str) -> int | None:
+    """Return how deep the first folder or table lies that names a split; None without one."""
+    path = PurePosixPath(file)
+    is_table = not TABLES.isdisjoint(path.suffixes)
+    named = path.parts if is_table else path.parts[:-1]
+    return next((depth for depth, part in enumerate(named) if SPLIT.search(part)), None)
+
+
+def _above_split(file: str) -> str | None:
+    """Return the folder, the top as nothing, in which a folder or a table names a split; None without one."""
+    depth = _depth_of_split(file)
+    return None if depth is None else "/".join(PurePosixPath(file).parts[:depth])
+
+
+def odd_depth(images: Sequence[str]) -> str | None:
+    """Return which image lies deeper or less deep than most, and what to do; None if all lie at one depth.
+
+    `datasets` takes folders for labels only if all do, over all splits.
+    """
+    depths = Counter(image.count("/") for image in images)
+    if len(depths) < 2:
+        return None
+    ((usual, num_usual),) = depths.most_common(1)
+    first = next(image for image in images if image.count("/") == usual)
+    odd = next(image for image in images if image.count("/") != usual)
+    return (
+        f"folders are labels only if all images lie equally deep, and {len(images) - num_usual} of {len(images)} don't lie "
+        f"as deep as {first!r}, the first is {odd!r}: move it into its class's folder, or out of the data set"
+    )

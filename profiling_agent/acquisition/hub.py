@@ -1,12 +1,12 @@
-"""The Hugging Face Hub: what is fetched from it, and what its errors mean to a user."""
+"""Names of models and data sets: local folders, ids on the Hugging Face Hub, and one line for each error of theirs."""
 
-from collections.abc import Generator
+from collections.abc import Collection, Generator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Literal
 
-from huggingface_hub import HfApi, constants, snapshot_download
+from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
@@ -15,11 +15,11 @@ from huggingface_hub.errors import (
     LocalEntryNotFoundError,
     RepositoryNotFoundError,
     RevisionNotFoundError,
+    StrictDataclassError,
 )
+from safetensors import SafetensorError
 
-from profiling_agent.documents import MAX_QUOTED
-from profiling_agent.errors import AcquisitionError
-from profiling_agent.files import is_snapshot
+from profiling_agent.errors import AcquisitionError, ProfilingAgentError
 
 MODEL_FILES = [
     "config.json",
@@ -29,57 +29,77 @@ MODEL_FILES = [
     "model.safetensors.index.json",
     "model-*-of-*.safetensors",
 ]
-# Where the Hub keeps what it made of a data set, a script's among them: CONFIG/SPLIT/*.parquet.
-PARQUET_COPY = "refs/convert/parquet"
 LOGIN = "set the HF_TOKEN environment variable or run `hf auth login`"
-
-# Of what was given for a path or an id, in a line of an error.
-MAX_NAME = 500
+# What transformers, timm and datasets raise for input that they can't use.
+LIBRARY_ERRORS = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, OSError, RuntimeError,
+                  TypeError, ValueError, SafetensorError, StrictDataclassError)  # fmt: skip
+MAX_TEXT = 200
 
 Kind = Literal["model", "dataset"]
 
 
 def is_local(name: str) -> bool:
-    """Say whether `name` is meant as a path: it exists, or no Hub id looks like it."""
-    return name.startswith(("/", "./", "../", "~", "\\")) or name.count("/") > 1 or _is_there(name)
-
-
-def _is_there(name: str) -> bool:
-    try:
-        return Path(name).expanduser().exists()
-    # Too long for a name, no user of that name, a folder that may not be looked into.
-    except (OSError, RuntimeError, ValueError):
-        return False
+    """Return whether `name` is meant as a path: it exists, or it doesn't look like a Hub id."""
+    return name.startswith(("/", "./", "../", "~")) or name.count("/") > 1 or Path(name).exists()
 
 
 def local_folder(name: str, kind: Kind) -> Path:
-    """Return the absolute folder that `name` is.
+    """Return the absolute path of an existing folder.
 
     Raises:
         AcquisitionError: there is no such folder.
     """
     try:
         path = Path(name).expanduser().absolute()
-        found = None if path.is_dir() else "is a file" if path.exists() else "does not exist"
+        problem = None if path.is_dir() else "is a file" if path.exists() else "does not exist"
     except (OSError, RuntimeError, ValueError) as error:
-        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
-        raise AcquisitionError(
-            f"{kind} path {name[:MAX_QUOTED]!r} can't be looked up ({reason}): give an existing folder or a Hub id"
-        ) from error
-    if found:
-        raise AcquisitionError(f"{kind} path {name[:MAX_NAME]!r} {found}: give an existing folder or a Hub id")
+        raise AcquisitionError(f"{kind} path {name[:MAX_TEXT]!r} can't be read: {error}"[: 3 * MAX_TEXT]) from error
+    if problem:
+        raise AcquisitionError(f"{kind} path {name!r} {problem}: give an existing folder or a Hub id{_near(path)}")
     return path
 
 
 def files_root(folder: Path) -> Path:
-    """Return the folder that the files of `folder` may lie in: itself, or its repository's where it is a snapshot."""
-    return folder.parent.parent if is_snapshot(folder) else folder
+    """Return the folder that links in `folder` may lead to: itself, or the repository of a snapshot in the Hub's cache."""
+    is_snapshot = folder.parent.name == "snapshots" and (folder.parent.parent / "blobs").is_dir()
+    return folder.parent.parent if is_snapshot else folder
+
+
+def did_you_mean(name: str, names: Collection[str]) -> str:
+    """Return "; did you mean 'x'?" for a name close to `name`, else nothing."""
+    near = get_close_matches(name, names, n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def _near(path: Path) -> str:
+    try:
+        return did_you_mean(path.name, [each.name for each in path.parent.iterdir() if each.is_dir()])
+    except OSError:
+        return ""
+
+
+@contextmanager
+def library_errors(before: str, after: str = "", kind: type[ProfilingAgentError] = AcquisitionError) -> Generator[None]:
+    """Raise an error of ours for what a library raises: its kind and text, between `before` and `after`."""
+    try:
+        yield
+    except ProfilingAgentError:
+        raise
+    except LIBRARY_ERRORS as error:
+        # A device's memory is the machine's problem, not the model's.
+        if type(error).__name__ == "OutOfMemoryError":
+            raise
+        cause: BaseException = error
+        # A lazy import names what it wanted, and is raised from what kept it from being imported.
+        while isinstance(cause, ImportError) and cause.__cause__ is not None:
+            cause = cause.__cause__
+        text = f"{type(cause).__name__} ({' '.join(str(cause).split())[:MAX_TEXT]!r})"
+        raise kind(f"{before}{text}{after}") from error
 
 
 @contextmanager
 def hub_errors(kind: Kind, name: str, revision: str | None) -> Generator[None]:
-    """Turn the Hub's errors into one line each."""
-    name = name[:MAX_NAME]
+    """Raise one line for each of the Hub's errors."""
     page = f"{constants.ENDPOINT}/{'datasets/' if kind == 'dataset' else ''}{name}"
     try:
         yield
@@ -90,15 +110,16 @@ def hub_errors(kind: Kind, name: str, revision: str | None) -> Generator[None]:
     except RepositoryNotFoundError as error:
         raise AcquisitionError(
             f"{kind} {name!r} is neither a local folder nor a public Hub id: check the name; if it is private, {LOGIN}"
+            f"{_near(Path(name))}"
         ) from error
     except HFValidationError as error:
         raise AcquisitionError(
-            f"{kind} {name!r} is neither a local folder nor a valid Hub id: use 'owner/name' or a path"
+            f"{kind} {name[:MAX_TEXT]!r} is neither a local folder nor a valid Hub id: use 'owner/name' or a path"
         ) from error
     except (LocalEntryNotFoundError, HfHubHTTPError, HTTPError, ConnectionError) as error:
         raise AcquisitionError(
             f"{kind} {name!r} is no local folder and {constants.ENDPOINT} can't be reached for it "
-            f"({type(error).__name__}): check the network, or give a local folder"
+            f"({type(error).__name__}): check the network, or give a local folder{_near(Path(name))}"
         ) from error
 
 
@@ -109,54 +130,3 @@ def fetch_model(name: str, revision: str | None) -> Path:
     """
     with hub_errors("model", name, revision):
         return Path(snapshot_download(name, revision=revision, allow_patterns=MODEL_FILES))
-
-
-def hub_files(name: str, revision: str) -> list[str]:
-    """Return the names of a model's files on the Hub."""
-    with hub_errors("model", name, revision):
-        return HfApi().list_repo_files(name, revision=revision)
-
-
-@dataclass(frozen=True, slots=True)
-class FoundDataset:
-    """The commit that a data set is read at, the names of its files, and what a reader should know of the choice.
-
-    `is_parquet_copy` where they are the Hub's own parquet copy of it.
-    """
-
-    commit: str
-    files: tuple[str, ...]
-    is_parquet_copy: bool
-    notes: tuple[str, ...] = ()
-
-
-def resolve_dataset(name: str, revision: str | None) -> FoundDataset:
-    """Return what `revision` of a data set is; of one that a Python script makes, which is never run, the Hub's parquet copy.
-
-    Raises:
-        AcquisitionError: it can't be read, or needs a script and has no such copy, or another revision than main was named.
-    """
-    with hub_errors("dataset", name, revision):
-        found = _find(name, revision)
-        HfApi().auth_check(name, repo_type="dataset")
-    script = f"{name.rsplit('/', maxsplit=1)[-1]}.py"
-    if script not in found.files:
-        return found
-    needs = f"dataset {name!r} needs its Python script {script!r}, which is never run"
-    if revision not in (None, "main"):
-        raise AcquisitionError(
-            f"{needs}: leave out dataset_revision {revision!r} for the Hub's parquet copy of main, or give a local one"
-        )
-    with hub_errors("dataset", name, PARQUET_COPY):
-        try:
-            copy = _find(name, PARQUET_COPY)
-        except RevisionNotFoundError as error:
-            raise AcquisitionError(f"{needs}, and the Hub has no parquet copy of it: give a local one") from error
-    read = f"images are read from the Hub's parquet copy, {PARQUET_COPY} at {copy.commit}: {script!r} is never run"
-    return FoundDataset(copy.commit, copy.files, is_parquet_copy=True, notes=(read,))
-
-
-def _find(name: str, revision: str | None) -> FoundDataset:
-    info = HfApi().dataset_info(name, revision=revision)
-    files = tuple(sibling.rfilename for sibling in info.siblings or [])
-    return FoundDataset(info.sha or revision or "main", files, is_parquet_copy=revision == PARQUET_COPY)

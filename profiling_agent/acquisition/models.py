@@ -1,6 +1,6 @@
-"""Models: an image classifier and its image processor, from the Hub, a folder or the references, and where it runs."""
+"""Models: an image classifier and its image processor, from the Hub, a folder or the references, and its device."""
 
-import copy
+import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -10,36 +10,45 @@ from typing import Any, Literal
 
 import torch
 import transformers
+from huggingface_hub import HfApi
 from safetensors import safe_open
 from torch import nn
-from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageClassification
+from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageClassification, TimmWrapperConfig
 from transformers.models.auto.auto_mappings import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES
 
-from profiling_agent.acquisition.hub import fetch_model, hub_files, is_local, local_folder
-from profiling_agent.acquisition.model_folder import CONFIG, PICKLES, PROCESSORS, checked, has_weights, read_settings
+from profiling_agent.acquisition.hub import (
+    did_you_mean,
+    fetch_model,
+    hub_errors,
+    is_local,
+    library_errors,
+    local_folder,
+)
 from profiling_agent.acquisition.reference import PREFIX, reference_model
-from profiling_agent.acquisition.timm_processor import processor_of_timm
-from profiling_agent.documents import MAX_QUOTED, clean
 from profiling_agent.errors import AcquisitionError, RequestError
-from profiling_agent.foreign import foreign_code
 from profiling_agent.progress import Progress, silent
 from profiling_agent.quiet import quiet
 from profiling_agent.timm_config import MODEL_TYPE as TIMM
-from profiling_agent.timm_config import is_timm, make_plain_
+from profiling_agent.timm_config import check_timm, is_timm, make_plain_, processor_of_timm, settled
 
+WEIGHTS, INDEX, ADAPTER = "model.safetensors", "model.safetensors.index.json", "adapter_config.json"
+# What a saved model and exported files have besides: transformers may take their int8 weights for floats.
+OURS = ("recipe.json", "layers.json")
+PROCESSORS = ("preprocessor_config.json", "processor_config.json")
+PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
+# What a clone without Git LFS holds in place of a large file.
+LFS = b"version https://git-lfs"
 # As safetensors calls them.
 HALVES = {"BF16": "bfloat16", "F16": "float16"}
-# A head of ImageNet-21k on the widest of models has fifty million parameters.
-MAX_MISSING = 100_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
-    """A classifier in eval mode and float32 on its device, and where it came from.
+    """A classifier in eval mode and float32 on its device.
 
-    `source` is the name that was asked for, `revision` the Hub commit, or None for a folder. `note` says where its weights are stored in fewer bits
-    than it has here.
+    `source` is the requested name, of a folder its absolute path, so that a run resumes from any working folder. `revision` is the
+    Hub commit, or None for a folder. `note` is for the results' readers: that the weights are stored in fewer bits.
     """
 
     model: nn.Module
@@ -48,185 +57,6 @@ class LoadedModel:
     revision: str | None
     architecture: str
     note: str | None = None
-
-
-def _locate(name: str, revision: str | None, progress: Progress) -> tuple[Path, str | None]:
-    """Return the folder of the model and its commit."""
-    if name.startswith(PREFIX):
-        return reference_model(name, progress), None
-    if is_local(name):
-        return local_folder(name, "model"), None
-    progress(f"fetching {name}", 0, 0)
-    folder = fetch_model(name, revision)
-    return folder, folder.name
-
-
-def _check_weights(folder: Path, name: str, commit: str | None) -> None:
-    """Refuse a model without weights that are loaded, and say whether it has others."""
-    if has_weights(folder):
-        return
-    pickles = _pickles(path.name for path in folder.iterdir())
-    # They aren't fetched, so that as a rule the Hub alone knows of them; it may be out of reach where some lie here.
-    if commit and not pickles:
-        pickles = _pickles(hub_files(name, commit))
-    if pickles:
-        raise AcquisitionError(
-            f"model {name!r} has its weights only as pickle ({pickles[0]!r}), which is never loaded: "
-            "convert them to safetensors"
-        )
-    raise AcquisitionError(f"model {name!r} has no weights: model.safetensors is missing")
-
-
-def _pickles(files: Iterable[str]) -> list[str]:
-    return sorted(file for file in files if file.endswith(PICKLES))
-
-
-def _check_kind(raw: Any, name: str) -> None:
-    """Refuse what isn't an image classifier that transformers itself implements."""
-    model_type = TIMM if is_timm(raw) else raw.get("model_type")
-    if not isinstance(model_type, str):
-        raise AcquisitionError(f"model {name!r} has a config.json without a model_type: it is damaged")
-    if model_type not in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES:
-        if raw.get("auto_map"):
-            raise AcquisitionError(f"model {name!r} needs Python code of its own, which is never run: choose another")
-        if model_type not in CONFIG_MAPPING_NAMES:
-            raise AcquisitionError(
-                f"model {name!r} has a config.json with model_type {clean(model_type)[:MAX_QUOTED]!r}, which transformers "
-                f"{transformers.__version__} doesn't know: choose an architecture that it implements"
-            )
-        raise AcquisitionError(
-            f"model {name!r} is no image classifier ({_built_for(raw.get('architectures')) or clean(model_type)}): "
-            "choose one that is"
-        )
-
-
-def _built_for(architectures: Any) -> str:
-    names = architectures if isinstance(architectures, list) else []
-    return clean(", ".join(str(name) for name in names))[:MAX_QUOTED]
-
-
-def _read_config(staged: Path, name: str) -> Any:
-    """Return the configuration, with a name for every class."""
-
-    def refuse(raised: str) -> AcquisitionError:
-        return AcquisitionError(
-            f"model {name!r} has a config.json that can't be used, {raised}: correct it, or save the model again"
-        )
-
-    with foreign_code(refuse):
-        config: Any = AutoConfig.from_pretrained(staged, trust_remote_code=False, local_files_only=True)
-    names = getattr(config, "id2label", None)
-    if not isinstance(names, dict) or not names:
-        raise refuse("it has no names of classes (id2label)")
-    if any(not isinstance(index, int) or not isinstance(label, str) for index, label in names.items()):
-        raise refuse("its names of classes (id2label) are no texts")
-    # Labels of a data set become these numbers, and are compared with the places of logits.
-    if set(names) != set(range(len(names))):
-        raise refuse(f"its {len(names)} names of classes (id2label) aren't numbered from 0 to {len(names) - 1}")
-    return config
-
-
-def _check_size(staged: Path, name: str, config: Any) -> None:
-    """Refuse a configuration of far more parameters than its weights hold: transformers would make up the rest of them."""
-    try:
-        with foreign_code(AcquisitionError), torch.device("meta"):
-            empty = AutoModelForImageClassification.from_config(copy.deepcopy(config))
-    # Loading will say what is wrong with it, if anything is.
-    except AcquisitionError:
-        return
-    num_params = sum(tensor.numel() for tensor in empty.parameters())
-    # A weight takes a byte or more; a head that is missing, which has an error of its own, few.
-    num_bytes = sum(path.stat().st_size for path in staged.glob("*.safetensors"))
-    if num_params > num_bytes + MAX_MISSING:
-        raise AcquisitionError(
-            f"model {name!r} has a config.json that describes {num_params} parameters, and weights of {num_bytes} bytes: "
-            "they don't belong together"
-        )
-
-
-def _check_shapes(name: str, config: Any, mismatched: Iterable[tuple[str, Sequence[int], Sequence[int]]]) -> None:
-    """Refuse weights of other shapes than config.json says; each is a tensor's name, its shape in the file and by the config."""
-    if not (found := sorted((key, tuple(held), tuple(said)) for key, held, said in mismatched)):
-        return
-    (key, held, said), num_names = found[0], len(config.id2label)
-    if all(by_config[:1] == (num_names,) for _, _, by_config in found):
-        is_timms = config.model_type == TIMM
-        by, advice = (
-            ("num_classes", "say so there, in label_names too")
-            if is_timms
-            else ("id2label; 2 where it has none", "name each of these in id2label")
-        )
-        raise AcquisitionError(
-            f"model {name!r} has {num_names} classes by its config.json ({by}), and {held[0]} by its weights ({key!r}): {advice}"
-        )
-    raise AcquisitionError(
-        f"model {name!r} has weights that aren't its config.json's: {key!r} has the shape {held}, {said} by the config, and "
-        f"{len(found) - 1} more differ: take both from one checkpoint"
-    )
-
-
-def _read_weights(staged: Path, name: str, config: Any) -> nn.Module:
-    def refuse(raised: str) -> AcquisitionError:
-        return AcquisitionError(
-            f"model {name!r} can't be loaded, {raised.replace(str(staged), name)}: download it again, or save it again"
-        )
-
-    with foreign_code(refuse):
-        model, info = AutoModelForImageClassification.from_pretrained(
-            staged,
-            config=config,
-            dtype=torch.float32,
-            use_safetensors=True,
-            trust_remote_code=False,
-            local_files_only=True,
-            # Told below, and not by a table on the terminal.
-            ignore_mismatched_sizes=True,
-            output_loading_info=True,
-        )
-    _check_shapes(name, config, info["mismatched_keys"])
-    make_plain_(model)
-    missing = sorted(info["missing_keys"])
-    if missing:
-        raise AcquisitionError(
-            f"model {name!r} is no complete image classifier: its weights ({_built_for(config.architectures) or 'an unknown task'}) lack {missing[0]!r} "
-            f"and {len(missing) - 1} more; choose a checkpoint that was fine-tuned for classification"
-        )
-    for key, tensor in model.state_dict().items():
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-            raise AcquisitionError(f"model {name!r} holds NaN or infinite values in {key!r}: its weights are damaged")
-    return model
-
-
-def _without(staged: Path, name: str, raised: str) -> str:
-    """Return what is wrong with a model's settings for images, of which transformers says the same whether they are there or not."""
-    if any((staged / file).exists() for file in PROCESSORS):
-        return f"is wrong ({raised.replace(str(staged), name)})"
-    return "is missing"
-
-
-def _read_processor(staged: Path, name: str, config: Any) -> Any:
-    def refuse(raised: str) -> AcquisitionError:
-        return AcquisitionError(
-            f"model {name!r} has no image processor that can be used, as its preprocessor_config.json "
-            f"{_without(staged, name, raised)}: save the processor that it was trained with into its folder"
-        )
-
-    if (how := getattr(config, "pretrained_cfg", None)) and not any((staged / file).exists() for file in PROCESSORS):
-        return processor_of_timm(
-            how,
-            lambda said: AcquisitionError(
-                f"model {name!r} prepares images in a way that isn't done here ({said}): save an image processor into its folder"
-            ),
-        )
-    with foreign_code(refuse):
-        return AutoImageProcessor.from_pretrained(
-            staged,
-            # Where a config is timm's, it would be read for the processor.
-            image_processor_filename=PROCESSORS[0],
-            backend="pil",
-            trust_remote_code=False,
-            local_files_only=True,
-        )
 
 
 def load_model(
@@ -240,50 +70,229 @@ def load_model(
         AcquisitionError: the model can't be had, is no image classifier, or its weights are incomplete or not finite.
     """
     with quiet():
-        folder, commit = _locate(name, revision, progress)
+        if name.startswith(PREFIX):
+            folder, commit = reference_model(name, progress), None
+        elif is_local(name):
+            folder, commit = local_folder(name, "model"), None
+        else:
+            progress(f"fetching {name}", 0, 0)
+            folder = fetch_model(name, revision)
+            commit = folder.name
         progress(f"loading {name}", 0, 0)
-        with checked(folder, name) as staged:
-            _check_kind(read_settings(staged, name, CONFIG), name)
-            _check_weights(folder, name, commit)
-            config = _read_config(staged, name)
-            _check_size(staged, name, config)
-            model: Any = _read_weights(staged, name, config)
-            processor = _read_processor(staged, name, config)
-            note = _stored_note(staged)
-        # transformers notes where it loaded from.
+        config = _read_config(folder, name)
+        files = _weight_files(folder, name, commit)
+        model: Any = _read_weights(folder, name, config)
+        processor = _read_processor(folder, name, config)
         model.config.name_or_path = model.name_or_path = str(folder)
     return LoadedModel(
         model=model.to(device).eval(),
         processor=processor,
-        source=name,
+        source=str(folder) if is_local(name) else name,
         revision=commit,
         architecture=type(model).__name__,
-        note=note,
+        note=_stored_note(files),
     )
 
 
-def _stored_note(staged: Path) -> str | None:
-    """Return a line where most of a checkpoint's numbers are in half precision: what it is compared with is float32, of twice the bytes."""
+def _read_config(folder: Path, name: str) -> Any:
+    """Return the configuration of an image classifier of transformers, with a name for every class."""
+    if any((folder / file).exists() for file in OURS):
+        raise AcquisitionError(f"model {name!r} was written by profiling-agent: give the model that it was made from")
+    try:
+        fields: Any = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise AcquisitionError(
+            f"model {name!r} has no config.json: give an ordinary Hugging Face model folder or id"
+        ) from error
+    except ValueError as error:
+        raise AcquisitionError(f"model {name!r} has a config.json that is damaged: {error}") from error
+    if not isinstance(fields, dict):
+        raise AcquisitionError(f"model {name!r} has a config.json that is damaged: it is no JSON object")
+    _check_kind(fields, name)
+    refusal = f"model {name!r} has a config.json that can't be used, "
+    advice = ": correct it, or save the model again"
+    with library_errors(refusal, advice):
+        if is_timm(fields):
+
+            def refuse(problem: str) -> AcquisitionError:
+                return AcquisitionError(f"model {name!r} can't be built: {problem}")
+
+            fields = settled(fields, refuse)
+            check_timm(fields, refuse)
+            config: Any = TimmWrapperConfig.from_dict(fields)
+        else:
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    names = config.id2label
+    if not all(isinstance(label, str) for label in names.values()):
+        raise AcquisitionError(f"{refusal}its names of classes (id2label) are no texts{advice}")
+    # Labels of a data set become these numbers, and are compared with the places of logits.
+    if set(names) != set(range(len(names))):
+        raise AcquisitionError(
+            f"{refusal}its {len(names)} names of classes (id2label) aren't numbered from 0 to {len(names) - 1}{advice}"
+        )
+    return config
+
+
+def _check_kind(fields: dict[str, Any], name: str) -> None:
+    """Refuse what isn't an unquantized image classifier that transformers itself implements."""
+    if fields.get("quantization_config") is not None:
+        raise AcquisitionError(
+            f"model {name!r} is quantized already (quantization_config): give the one it was made from"
+        )
+    labels = fields.get("id2label")
+    if labels is not None and not isinstance(labels, dict):
+        raise AcquisitionError(
+            f'model {name!r} has a config.json whose id2label maps no numbers to names: give it as {{"0": "cat", "1": "dog"}}'
+        )
+    model_type = TIMM if is_timm(fields) else fields.get("model_type")
+    if not isinstance(model_type, str):
+        raise AcquisitionError(f"model {name!r} has a config.json without a model_type: it is damaged")
+    if model_type in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES:
+        return
+    if fields.get("auto_map"):
+        raise AcquisitionError(f"model {name!r} needs Python code of its own, which is never run: choose another")
+    if model_type not in CONFIG_MAPPING_NAMES:
+        raise AcquisitionError(
+            f"model {name!r} has a config.json with model_type {model_type!r}, which transformers "
+            f"{transformers.__version__} doesn't know: choose an architecture that it implements"
+            f"{did_you_mean(model_type, list(MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES))}"
+        )
+    raise AcquisitionError(
+        f"model {name!r} is no image classifier ({_built_for(fields.get('architectures')) or model_type}): choose one that is"
+    )
+
+
+def _built_for(architectures: Any) -> str:
+    return ", ".join(map(str, architectures)) if isinstance(architectures, list) else ""
+
+
+def _weight_files(folder: Path, name: str, commit: str | None) -> list[Path]:
+    """Return the safetensors files of a model; AcquisitionError if there are none, or if they aren't in its folder."""
+    if (folder / ADAPTER).exists():
+        raise AcquisitionError(
+            f"model {name!r} is an adapter of another ({ADAPTER}): merge it into its base model, and save that"
+        )
+    files = [folder / WEIGHTS]
+    if not files[0].exists() and (folder / INDEX).exists():
+        with library_errors(f"model {name!r} has a {INDEX} that is damaged: "):
+            files = [folder / file for file in set(json.loads((folder / INDEX).read_text())["weight_map"].values())]
+    for file in files:
+        if file.parent != folder or file.suffix != ".safetensors":
+            raise AcquisitionError(f"model {name!r} has a {INDEX} that names {str(file)!r}, which is no safetensors file in its folder")  # fmt: skip
+        if not file.exists():
+            raise AcquisitionError(_without_weights(folder, name, commit, file.name))
+        with file.open("rb") as stream:
+            if stream.read(len(LFS)) == LFS:
+                raise AcquisitionError(
+                    f"model {name!r} has a {file.name} that only points to its weights (Git LFS): fetch them with `git lfs pull`"
+                )
+    return files
+
+
+def _without_weights(folder: Path, name: str, commit: str | None, missing: str) -> str:
+    """Return why there are no weights: on the Hub or in the folder there may be a pickle, which isn't fetched."""
+    files = [path.name for path in folder.iterdir()]
+    if commit and not any(file.endswith(PICKLES) for file in files):
+        with hub_errors("model", name, commit):
+            files = HfApi().list_repo_files(name, revision=commit)
+    if pickles := sorted(file for file in files if file.endswith(PICKLES)):
+        return (
+            f"model {name!r} has its weights only as pickle ({pickles[0]!r}), which is never loaded: "
+            "convert them to safetensors"
+        )
+    return f"model {name!r} has no weights: {missing} is missing"
+
+
+def _read_weights(folder: Path, name: str, config: Any) -> nn.Module:
+    with library_errors(f"model {name!r} can't be loaded, ", ": download it again, or save it again"):
+        model, info = AutoModelForImageClassification.from_pretrained(
+            folder,
+            config=config,
+            dtype=torch.float32,
+            use_safetensors=True,
+            trust_remote_code=False,
+            local_files_only=True,
+            # Reported below in one line, not as a table on the terminal.
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
+    _check_shapes(name, config, info["mismatched_keys"])
+    make_plain_(model)
+    if missing := sorted(info["missing_keys"]):
+        raise AcquisitionError(
+            f"model {name!r} is no complete image classifier: its weights ({_built_for(config.architectures) or 'an unknown task'}) lack {missing[0]!r} "
+            f"and {len(missing) - 1} more; choose a checkpoint that was fine-tuned for classification"
+        )
+    for key, tensor in model.state_dict().items():
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            raise AcquisitionError(f"model {name!r} holds NaN or infinite values in {key!r}: its weights are damaged")
+    return model
+
+
+def _check_shapes(name: str, config: Any, mismatched: Iterable[tuple[str, Sequence[int], Sequence[int]]]) -> None:
+    """Refuse weights of other shapes than config.json has; each is a tensor's name, its shape in the file and in the config."""
+    if not (wrong := sorted((key, tuple(stored), tuple(built)) for key, stored, built in mismatched)):
+        return
+    (key, stored, built), num_names = wrong[0], len(config.id2label)
+    if all(by_config[:1] == (num_names,) for _, _, by_config in wrong):
+        field, advice = ("id2label; 2 where it has none", "name each of these in id2label")
+        if config.model_type == TIMM:
+            field, advice = ("num_classes", "correct it there, in label_names too")
+        raise AcquisitionError(
+            f"model {name!r} has {num_names} classes by its config.json ({field}), and {stored[0]} by its weights ({key!r}): {advice}"
+        )
+    raise AcquisitionError(
+        f"model {name!r} has weights that aren't its config.json's: {key!r} has the shape {stored}, {built} by the config, and "
+        f"{len(wrong) - 1} more differ: take both from one checkpoint"
+    )
+
+
+def _read_processor(folder: Path, name: str, config: Any) -> Any:
+    is_there = any((folder / file).exists() for file in PROCESSORS)
+    if not is_there and (how := getattr(config, "pretrained_cfg", None)):
+        return processor_of_timm(
+            how,
+            lambda problem: AcquisitionError(
+                f"model {name!r} prepares images in a way that isn't done here ({problem}): save an image processor into its folder"
+            ),
+        )
+    before = f"model {name!r} has no image processor that can be used, as its preprocessor_config.json "
+    after = ": save the processor that it was trained with into its folder"
+    if not is_there:
+        raise AcquisitionError(f"{before}is missing{after}")
+    with library_errors(f"{before}is wrong, ", after):
+        return AutoImageProcessor.from_pretrained(
+            folder,
+            # By default it looks into a config of timm's first.
+            image_processor_filename=PROCESSORS[0],
+            backend="pil",
+            trust_remote_code=False,
+            local_files_only=True,
+        )
+
+
+def _stored_note(files: Iterable[Path]) -> str | None:
+    """Return a line for a checkpoint in half precision: it is compared with float32, of twice the bytes."""
     numbers = Counter[str]()
-    for file in staged.glob("*.safetensors"):
+    for file in files:
         with safe_open(file, framework="pt") as opened:
             for key in opened.keys():  # noqa: SIM118 (no mapping)
-                held = opened.get_slice(key)
-                numbers[held.get_dtype()] += math.prod(held.get_shape())
+                tensor = opened.get_slice(key)
+                numbers[tensor.get_dtype()] += math.prod(tensor.get_shape())
     stored, num_stored = max(numbers.items(), key=lambda each: each[1], default=("", 0))
     if stored not in HALVES:
         return None
     return (
         f"the weights are stored in {HALVES[stored]}, {2 * num_stored / 1e6:.3g} MB: the baseline is float32, of twice that, and all sizes and "
-        "speeds are told beside that"
+        "speeds are compared with that"
     )
 
 
 def resolve_device(name: str) -> Literal["cpu", "cuda"]:
-    """Return `cpu` or `cuda` for `auto`, `cpu` or `cuda`; `auto` is the CPU, as nothing of this has been run on CUDA yet.
+    """Return `cpu` or `cuda` for `auto`, `cpu` or `cuda`; `auto` is the CPU, where more has been tested.
 
     Raises:
-        RequestError: CUDA was asked for and this machine has none, or the name is another one.
+        RequestError: CUDA was requested and this machine has none, or the name is another one.
     """
     if name not in ("auto", "cpu", "cuda"):
         raise RequestError(f"device is {name!r}: use auto, cpu or cuda")
@@ -293,7 +302,7 @@ def resolve_device(name: str) -> Literal["cpu", "cuda"]:
 
 
 def device_note(name: str, *, has_cuda: bool) -> str | None:
-    """Return a line for whoever left the device to us where CUDA was there; None where there is nothing to say."""
+    """Return a line if `auto` left a CUDA device unused, else None."""
     if name != "auto" or not has_cuda:
         return None
     return (

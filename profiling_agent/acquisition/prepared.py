@@ -1,4 +1,4 @@
-"""Prepared images: decoded and put through an image processor once, then read by every process of a run. No torch here.
+"""Prepared images: decoded and processed once, then read in batches by every process of a run. Importing this imports no torch.
 
 `pixels.npy` holds a shard's pixel values, (n, channels, height, width), and is mapped into memory. What processors make of
 8-bit images are 256 values a channel, so that each is stored as one byte, a quarter of float32, and `labels.safetensors` has
@@ -7,7 +7,7 @@ checked on every pixel, the file holds float32.
 """
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -15,15 +15,16 @@ from typing import IO, TYPE_CHECKING, Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
+from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
-from profiling_agent.errors import ArtifactError, ProfilingAgentError
-from profiling_agent.files import open_regular, replacing, write_bytes
-from profiling_agent.foreign import foreign_code, on_behalf
+from profiling_agent.errors import ArtifactError
+from profiling_agent.files import replacing, write_bytes
 from profiling_agent.progress import Progress, silent
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+    from torch import Tensor
 
     from profiling_agent.acquisition.images import SplitImages
 
@@ -163,15 +164,17 @@ def _batches(split: "SplitImages", rows: range, processor: Any) -> Iterator[Pixe
 
 
 def _processed(images: "Sequence[Image]", rows: range, processor: Any) -> Pixels:
-    def refuse(said: str) -> ProfilingAgentError:
-        return ArtifactError(
-            f"the model's image processor can't process images {rows.start} to {rows.stop - 1} ({said})"
-        )
-
-    with foreign_code(refuse):
-        values = np.asarray(on_behalf(processor, images=images, return_tensors="np")["pixel_values"], np.float32)
+    try:
+        values = np.asarray(processor(images=images, return_tensors="np")["pixel_values"], np.float32)
+    except (LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise ArtifactError(
+            f"the model's image processor can't process images {rows.start} to {rows.stop - 1} "
+            f"({type(error).__name__}: {error})"
+        ) from error
     if values.ndim != 4 or len(values) != len(rows):
-        raise refuse(f"it gives an array of the shape {values.shape!r} for {len(rows)}")
+        raise ArtifactError(
+            f"the model's image processor gives an array of the shape {values.shape!r} for {len(rows)} images"
+        )
     return values
 
 
@@ -192,30 +195,18 @@ class _Shard:
 
 
 def _open_shard(folder: Path) -> _Shard:
-    """Return what `write_prepared` left in a folder; ArtifactError where that is something else."""
-
-    def refuse(said: str) -> ArtifactError:
-        return ArtifactError(f"the prepared images in {str(folder)!r} can't be read ({said}): run again")
-
+    """Return what `write_prepared` wrote into a folder; ArtifactError if it is missing or damaged."""
     try:
-        for name in (PIXELS, LABELS):
-            open_regular(folder / name, max_bytes=None, under=folder).close()
-    except OSError as error:
-        raise refuse(error.strerror or str(error)) from error
-    with foreign_code(refuse):
-        pixels = on_behalf(np.load, folder / PIXELS, mmap_mode="r", allow_pickle=False)
-        held = on_behalf(load_file, folder / LABELS)
-    labels, table = held.get("labels"), held.get("table")
-    is_coded = pixels.dtype == np.uint8
-    if labels is None or labels.dtype != np.int64 or labels.ndim != 1:
-        raise refuse("there are no labels")
-    if pixels.ndim != 4 or len(pixels) != len(labels) or pixels.dtype not in (np.uint8, np.float32):
-        raise refuse(f"an array of the shape {pixels.shape!r} and dtype {pixels.dtype} for {len(labels)} images")
-    if is_coded != (table is not None):
-        raise refuse("bytes without their table" if is_coded else "a table without bytes")
-    if table is not None and (table.shape != (pixels.shape[1], NUM_CODES) or table.dtype != np.float32):
-        raise refuse(f"a table of the shape {table.shape!r} for {pixels.shape[1]} channels")
-    return _Shard(pixels, labels, table)
+        pixels = np.load(folder / PIXELS, mmap_mode="r", allow_pickle=False)
+        arrays = load_file(folder / LABELS)
+        labels = arrays["labels"]
+    except (OSError, EOFError, KeyError, ValueError, SafetensorError) as error:
+        raise ArtifactError(f"the prepared images in {str(folder)!r} can't be read ({error}): run again") from error
+    if len(pixels) != len(labels):
+        raise ArtifactError(
+            f"the prepared images in {str(folder)!r} can't be read ({len(pixels)} images, {len(labels)} labels): run again"
+        )
+    return _Shard(pixels, labels, arrays.get("table"))
 
 
 class PreparedImages:
@@ -261,3 +252,31 @@ class PreparedImages:
         for start in range(0, end, batch_size):
             rows = range(start, min(start + batch_size, end))
             yield self.pixel_values(rows), labels[rows.start : rows.stop]
+
+
+def iter_batches(
+    images: PreparedImages, *, batch_size: int, limit: int | None = None
+) -> "Iterator[tuple[Tensor, Tensor]]":
+    """Yield pixel_values, float32 (b, c, h, w), and labels, int64 (b,), in the split's order; the last may be short.
+
+    With `limit`, only of so many images, which hold the classes in the split's proportions.
+    """
+    import torch
+
+    for pixel_values, labels in images.batches(batch_size, limit=limit):
+        yield torch.from_numpy(pixel_values), torch.from_numpy(labels.copy())
+
+
+def shuffled_batches(images: PreparedImages, *, batch_size: int, seed: int) -> "Callable[[int], Iterator[Tensor]]":
+    """Return a function that gives an epoch's pixel_values, float32 (b, c, h, w), every image once, the last batch short.
+
+    An epoch's order follows from `seed` and its number only.
+    """
+    import torch
+
+    def epoch_of(epoch: int) -> "Iterator[Tensor]":
+        order = np.random.default_rng([seed, epoch]).permutation(len(images)).tolist()
+        for start in range(0, len(order), batch_size):
+            yield torch.from_numpy(images.pixel_values(order[start : start + batch_size]))
+
+    return epoch_of

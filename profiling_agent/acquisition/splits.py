@@ -1,89 +1,49 @@
-"""Splits: which ones of a data set to use, and disjoint sets of their images, drawn once with the run's seed."""
+"""Splits of a data set: disjoint sets of images, drawn with the run's seed, stratified by class.
 
+What an image is for follows from its content only: half of all images are to be searched on and half are held out, whatever the
+seed, the requested number and the data set's order, so that no run searches on what another one held out.
+"""
+
+import hashlib
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
+from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from profiling_agent.acquisition.columns import Columns, choose_columns, is_label, label_candidates
-from profiling_agent.acquisition.data import DataQuery, OpenedData, open_data
+from profiling_agent.acquisition.columns import (
+    MAX_STREAMED_LABELS,
+    Columns,
+    choose_columns,
+    is_label,
+    label_candidates,
+    match_column,
+)
+from profiling_agent.acquisition.data import BATCH_IMAGES, DataQuery, OpenedData, open_data
+from profiling_agent.acquisition.hub import MAX_TEXT, did_you_mean
 from profiling_agent.acquisition.images import FORMATS, decode_rgb, write_rows
 from profiling_agent.acquisition.labels import guesses, shown
-from profiling_agent.acquisition.pools import UNMAPPED, Pool, Spool, open_pool
-from profiling_agent.acquisition.sampling import (
-    NUM_CALIBRATION,
-    Sides,
-    content_order,
-    evaluation_sizes,
-    num_looked_at,
-    sides,
-    stratified_order,
-)
-from profiling_agent.documents import clean
 from profiling_agent.errors import AcquisitionError, CorruptImageError
-from profiling_agent.files import scratch_in
 from profiling_agent.progress import Progress, silent
 from profiling_agent.quiet import quiet
 from profiling_agent.records import LabelMatch
 
 TRAIN = ("train", "training")
 EVALUATION = ("test", "validation", "valid", "val", "dev")
+MAX_SEARCH = 2000
+HELDOUT_RATIO = 4
+NUM_CALIBRATION = 256
 # Enough rows to see past a stray unlabelled image; a split of a competition has no label at all.
 NUM_LABELS_SEEN = 100
-
-
-def _is_labelled(data: OpenedData, split: str) -> bool:
-    """Say whether any of a split's first rows has a label; columns are checked on the way."""
-    tiers = label_candidates(data, split)
-    return any(
-        is_label(cell)
-        for tier in tiers
-        for column in tier
-        for cell in islice(data.labels(split, column), NUM_LABELS_SEEN)
-    )
-
-
-def choose_evaluation_split(data: OpenedData) -> str:
-    """Return the labelled split to evaluate on: the named one, else the first usual one but train.
-
-    Raises:
-        AcquisitionError: there is none.
-    """
-    name, there = data.query.dataset, clean(", ".join(data.splits))
-    if (named := data.query.split) is not None:
-        if named not in data.splits:
-            advice = "; ".join([f"use one of {there}", *data.misnamed_splits()])
-            raise AcquisitionError(f"dataset {name!r} has no split {named!r}: {advice}")
-        if not _is_labelled(data, named):
-            raise AcquisitionError(f"split {named!r} of {name!r} has no labels (missing or -1): use another of {there}")
-        return named
-    refusal: AcquisitionError | None = None
-    for split in (split for split in EVALUATION if split in data.splits):
-        try:
-            if _is_labelled(data, split):
-                return split
-        except AcquisitionError as error:
-            # A test split may come without the label column that the others have.
-            refusal = refusal or error
-    if refusal is not None:
-        raise refusal
-    advice = "; ".join(data.misnamed_splits()) or (
-        "name one with split; accuracies on images that the model was trained on are optimistic"
-    )
-    raise AcquisitionError(f"dataset {name!r} has no labelled test or validation split (it has {there}): {advice}")
-
-
-def choose_calibration_split(data: OpenedData, evaluation: str) -> str:
-    """Return the train split, or the evaluation split where there is no other."""
-    return next((split for split in TRAIN if split in data.splits and split != evaluation), evaluation)
-
-
 MAX_CORRUPT = MAX_REPEATED = 0.01
 NUM_NAMED = 5
+UNMAPPED = -1
+PROGRESS_EVERY = 50
+Rows = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +58,7 @@ class DrawnSplit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrawnSplits:
-    """Disjoint sets, how labels became classes, and what a reader of the results should know."""
+    """Disjoint sets, how labels became classes, and notes for the results' readers."""
 
     calibration: DrawnSplit
     search: DrawnSplit
@@ -108,58 +68,10 @@ class DrawnSplits:
     recovery: DrawnSplit | None = None
 
 
-def _order(pool: Pool, seed: int) -> NDArray[np.int64]:
-    usable = np.flatnonzero(pool.labels != UNMAPPED)
-    return usable[stratified_order(pool.labels[usable], seed)]
-
-
-def _store(
-    pool: Pool, rows: NDArray[np.int64], path: Path, split: str, progress: Progress
-) -> tuple[DrawnSplit, dict[int, str]]:
-    """Write the images of `rows` that can be decoded; return as well why the others can't be, by row."""
-    damaged: dict[int, str] = {}
-
-    def usable() -> Iterator[tuple[bytes, int]]:
-        images = pool.fetch(rows.tolist(), progress)
-        for done, (row, data) in enumerate(zip(rows.tolist(), images, strict=True)):
-            if done % 100 == 0:
-                progress(f"checking images of {path.stem}", done, len(rows))
-            try:
-                decode_rgb(data or b"")
-            except CorruptImageError as error:
-                damaged[row] = str(error)
-            else:
-                yield data or b"", int(pool.labels[row])
-
-    num_images = write_rows(path, usable())
-    return DrawnSplit(path=path, source_split=split, num_images=num_images, num_skipped=len(damaged)), damaged
-
-
-def _draw(
-    pool: Pool, split: str, parts: Mapping[str, NDArray[np.int64]], folder: Path, progress: Progress
-) -> dict[str, DrawnSplit]:
-    """Write each part; AcquisitionError where more than one image in a hundred is damaged."""
-    drawn: dict[str, DrawnSplit] = {}
-    damaged: dict[int, str] = {}
-    for name, rows in parts.items():
-        drawn[name], found = _store(pool, rows, folder / f"{name}.parquet", split, progress)
-        damaged |= found
-    num_rows = sum(len(rows) for rows in parts.values())
-    if len(damaged) > MAX_CORRUPT * num_rows:
-        first, *others = sorted(damaged)[:NUM_NAMED]
-        more = f", others are {', '.join(map(pool.where, others))}" if others else ""
-        raise AcquisitionError(
-            f"{len(damaged)} of {num_rows} images drawn from split {split!r} can't be decoded, the first is "
-            f"{pool.where(first)} ({damaged[first]}){more}: repair or remove them, or save them as one of "
-            f"{', '.join(FORMATS)} (up to 1% are skipped)"
-        )
-    return drawn
-
-
 def draw_splits(
     query: DataQuery, *, id2label: Mapping[int, str], folder: Path, progress: Progress = silent
 ) -> DrawnSplits:
-    """Write calibration.parquet, search.parquet and heldout.parquet into `folder`, recovery.parquet if it is asked for.
+    """Write calibration.parquet, search.parquet and heldout.parquet into `folder`, and recovery.parquet if requested.
 
     Each holds the columns `image` (encoded bytes) and `label` (the model's class id). The sets are disjoint,
     stratified by class, the same for the same seed, and ordered so that every prefix is stratified too. No image that one
@@ -167,23 +79,63 @@ def draw_splits(
 
     Raises:
         AcquisitionError: the data set can't be had, has no image or label column, no label that the model knows, no
-            labelled split to evaluate on, no train split to recover with where that is asked for, too few images, or
-            too many that are damaged, or there more than once.
+            labelled split to evaluate on, no train split to recover with if that is requested, a single class, too few
+            images, or too many that are damaged or copies.
     """
-    with quiet(), scratch_in(folder) as cache, Spool(folder) as spool:
-        data = open_data(query, cache=cache, progress=progress)
+    with quiet(), tempfile.TemporaryDirectory(dir=folder) as cache, tempfile.TemporaryFile(dir=folder) as spool:
+        data = open_data(query, cache=Path(cache), progress=progress)
         evaluation = choose_evaluation_split(data)
         columns = choose_columns(data, evaluation, id2label)
-        return _draw_from(data, evaluation, columns, spool, progress)
+        train = choose_calibration_split(data, evaluation)
+        if query.num_recovery and train == evaluation:
+            misnamed = data.misnamed_splits()
+            raise AcquisitionError(
+                f"dataset {query.dataset!r} has no train split besides {evaluation!r}, and to recover would be to train on the "
+                "images that accuracy is measured on: set recover_epochs to 0, or choose a data set that has one"
+                f"{misnamed and '; '}{misnamed}"
+            )
+        num_rows = num_looked_at(query.num_samples, NUM_CALIBRATION if train == evaluation else 0)
+        pool = open_pool(data, evaluation, columns, target=num_rows, spool=spool, progress=progress)
+        usable = np.unique(pool.labels[pool.labels != UNMAPPED])
+        if len(usable) == 1:
+            raise AcquisitionError(
+                f"all images of split {evaluation!r} that have a label of the model are of one class, {id2label[int(usable[0])]!r}: "
+                "give a split with several classes; in folders of images, each class has its own"
+            )
+        measured = _look(pool, columns.image, _order(pool, query.seed)[:num_rows].tolist(), progress)
+        search = pool.stratified(measured.search, query.seed)
+        reserved = search[: min(NUM_CALIBRATION, len(search) // 2)] if train == evaluation else search[:0]
+        search = search[len(reserved) :]
+        num_search, num_heldout = evaluation_sizes(len(search), len(measured.heldout), query.num_samples, evaluation)
+        heldout = pool.stratified(measured.heldout, query.seed)
+        parts = {"search": pool.by_content(search[:num_search]), "heldout": pool.by_content(heldout[:num_heldout])}
+        num_in_both = 0
+        if train == evaluation:
+            drawn = _draw(pool, {"calibration": reserved, **parts}, folder, progress)
+        else:
+            drawn = _draw(pool, parts, folder, progress)
+            columns_of_train, kind = columns, data.features(train).get(columns.label)
+            if kind is not None and kind != data.features(evaluation)[columns.label]:
+                # Splits that were made apart may number their classes differently.
+                columns_of_train = match_column(data, train, columns.image, columns.label, id2label)
+            others, num_in_both = _draw_train(data, train, columns_of_train, pool, spool, folder, progress)
+            drawn |= others
+        repeats = (
+            (len(measured.repeated), f"images of split {evaluation!r} are copies of others, and were counted once"),
+            (num_in_both, f"images of split {train!r} are in split {evaluation!r} too, and were left out"),
+        )
+        notes = _notes(data, evaluation, train, columns, pool, drawn)
+        copies = (f"{count} {text}" for count, text in repeats if count)
+        return DrawnSplits(**drawn, labels=columns.matches, notes=(*notes, *copies))
 
 
 def look_up_labels(
     query: DataQuery, *, id2label: Mapping[int, str], progress: Progress = silent
 ) -> tuple[str, tuple[LabelMatch, ...]]:
-    """Return the split that would be evaluated on, and what its labels are to a model; nothing is drawn.
+    """Return the split that would be evaluated on, and its labels' matches with a model's classes; nothing is drawn.
 
     Raises:
-        AcquisitionError: as `draw_splits`, as far as it can be told without an image.
+        AcquisitionError: as `draw_splits`, as far as that shows without an image.
     """
     with quiet(), tempfile.TemporaryDirectory() as cache:
         data = open_data(query, cache=Path(cache), progress=progress)
@@ -191,95 +143,263 @@ def look_up_labels(
         return evaluation, choose_columns(data, evaluation, id2label).matches
 
 
-def _draw_from(data: OpenedData, evaluation: str, columns: Columns, spool: Spool, progress: Progress) -> DrawnSplits:
-    query, folder = data.query, spool.folder
-    train = choose_calibration_split(data, evaluation)
-    if query.num_recovery and train == evaluation:
-        advice = "; ".join(["set recover_epochs to 0, or choose a data set that has one", *data.misnamed_splits()])
-        raise AcquisitionError(
-            f"dataset {query.dataset!r} has no train split beside {evaluation!r}, and to recover would be to train on the "
-            f"images that accuracy is measured on: {advice}"
-        )
-    num_rows = num_looked_at(query.num_samples, NUM_CALIBRATION if train == evaluation else 0)
-    pool = open_pool(data, evaluation, columns, target=num_rows, spool=spool, progress=progress)
-    looked = _look(pool, evaluation, _order(pool, query.seed)[:num_rows].tolist(), progress)
-    search = looked.stratified(looked.sides.search, query.seed)
-    reserved = search[: min(NUM_CALIBRATION, len(search) // 2)] if train == evaluation else search[:0]
-    search = search[len(reserved) :]
-    num_search, num_heldout = evaluation_sizes(len(search), len(looked.sides.heldout), query.num_samples, evaluation)
-    heldout = looked.stratified(looked.sides.heldout, query.seed)
-    parts = {"search": looked.by_content(search[:num_search]), "heldout": looked.by_content(heldout[:num_heldout])}
-    num_in_both = 0
-    if train == evaluation:
-        drawn = _draw(pool, evaluation, {"calibration": reserved, **parts}, folder, progress)
-    else:
-        drawn = _draw(pool, evaluation, parts, folder, progress)
-        drawn_of_train, num_in_both = _draw_train(data, train, columns, looked, spool, progress)
-        drawn |= drawn_of_train
-    notes = (*_notes(data, evaluation, train, columns, pool, drawn), *_repeats(looked, train, num_in_both))
-    return DrawnSplits(**drawn, labels=columns.matches, notes=notes)
+def choose_evaluation_split(data: OpenedData) -> str:
+    """Return the labelled split to evaluate on: the requested one, else the first usual one but train.
+
+    Raises:
+        AcquisitionError: there is none.
+    """
+    name, there, misnamed = data.query.dataset, ", ".join(data.splits), data.misnamed_splits()
+    if (requested := data.query.split) is not None:
+        if requested not in data.splits:
+            advice = f"; {misnamed}" if misnamed else did_you_mean(requested, list(data.splits))
+            raise AcquisitionError(f"dataset {name!r} has no split {requested!r}: use one of {there}{advice}")
+        if not _is_labelled(data, requested):
+            raise AcquisitionError(
+                f"split {requested!r} of {name!r} has no labels (missing or -1): use another of {there}"
+            )
+        return requested
+    refusal: AcquisitionError | None = None
+    for split in (split for split in EVALUATION if split in data.splits):
+        try:
+            if _is_labelled(data, split):
+                return split
+        except AcquisitionError as error:
+            # A test split may come without the label column that the others have.
+            refusal = refusal or error
+    if refusal is not None:
+        raise refusal
+    advice = misnamed or "name one with split; accuracies on images that the model was trained on are optimistic"
+    raise AcquisitionError(f"dataset {name!r} has no labelled test or validation split (it has {there}): {advice}")
 
 
-@dataclass(frozen=True, slots=True)
-class _Looked:
-    """The rows of a pool that were looked at: the digest of each one's image, and what it is for."""
+def _is_labelled(data: OpenedData, split: str) -> bool:
+    """Return whether any of a split's first rows has a label; columns are checked on the way."""
+    columns = [column for tier in label_candidates(data, split) for column in tier]
+    return any(is_label(cell) for column in columns for cell in islice(data.labels(split, column), NUM_LABELS_SEEN))
 
-    pool: Pool
+
+def choose_calibration_split(data: OpenedData, evaluation: str) -> str:
+    """Return the train split, or the evaluation split if there is no other."""
+    return next((split for split in TRAIN if split in data.splits and split != evaluation), evaluation)
+
+
+@dataclass(slots=True)
+class Pool:
+    """Labelled rows of one split, and the images of those that were read.
+
+    `labels` are the model's class of each row, or UNMAPPED. Image bytes wait in the file `spool`; images that a local data set
+    only names are read again.
+    """
+
+    data: OpenedData
     split: str
-    digests: Mapping[int, bytes | None]
-    sides: Sides
+    labels: Rows
+    spool: IO[bytes]
+    digests: dict[int, bytes | None] = field(default_factory=dict[int, bytes | None])
+    _cells: dict[int, Any] = field(default_factory=dict[int, Any])
+    _places: dict[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])
 
-    def stratified(self, rows: Sequence[int], seed: int) -> NDArray[np.int64]:
-        """Return rows in an order that the seed decides, every prefix stratified."""
+    def add(self, row: int, cell: Any) -> None:
+        """Read the image of a row, and keep its SHA-256."""
+        image = self.data.image(cell)
+        self.digests[row] = hashlib.sha256(image).digest() if image else None
+        is_in_cell = not isinstance(cell, dict) or cell.get("bytes") is not None
+        self._cells[row] = {"path": cell.get("path")} if isinstance(cell, dict) else None
+        if image and (is_in_cell or not self.data.is_local):
+            self._places[row] = put(self.spool, image)
+
+    def read(self, rows: Sequence[int], image_column: str, progress: Progress) -> None:
+        """Read the images of rows of a local data set, in its order, up to the last one."""
+        wanted = np.unique(np.asarray([row for row in rows if row not in self.digests], dtype=np.int64))
+        start = done = 0
+        for table in self.data.tables(self.split, [image_column], BATCH_IMAGES) if len(wanted) else ():
+            for row in wanted[(wanted >= start) & (wanted < start + len(table))].tolist():
+                self.add(row, table[image_column][row - start].as_py())
+                done += 1
+                if done % PROGRESS_EVERY == 0 or done == len(wanted):
+                    progress(f"reading images of {self.split}", done, len(wanted))
+            start += len(table)
+            if done == len(wanted):
+                break
+
+    def image(self, row: int) -> bytes:
+        """Return the encoded image of a row that was read; no bytes if it has none."""
+        if (place := self._places.get(row)) is not None:
+            return get(self.spool, place)
+        return self.data.image(self._cells.get(row)) or b""
+
+    def where(self, row: int) -> str:
+        """Return how to find the image of a row that was read: its file, or its number in a table."""
+        name = self.data.file_name(self._cells.get(row))
+        if name is None:
+            return f"row {row}"
+        return f"{name} in row {row}" if row in self._places and self.data.is_local else name
+
+    def stratified(self, rows: Sequence[int], seed: int) -> Rows:
+        """Return rows in an order that follows from the seed, every prefix stratified."""
         found = np.asarray(rows, dtype=np.int64)
-        return found[stratified_order(self.pool.labels[found], seed)]
+        return found[stratified_order(self.labels[found], seed)]
 
-    def by_content(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return rows in the order that their images decide, every prefix stratified."""
-        return rows[content_order(self.pool.labels[rows], [self.digests[row] or b"" for row in rows.tolist()])]
-
-    def where(self, digest: bytes | None) -> str:
-        """Return how a person finds the first image that was looked at and has this digest."""
-        return self.pool.where(next(row for row, own in self.digests.items() if own == digest))
+    def by_content(self, rows: Rows) -> Rows:
+        """Return rows in an order that follows from their images, every prefix stratified."""
+        return rows[content_order(self.labels[rows], [self.digests[row] or b"" for row in rows.tolist()])]
 
 
-def _look(pool: Pool, split: str, rows: list[int], progress: Progress) -> _Looked:
-    """Read the images of `rows`; AcquisitionError where more than one in a hundred is another's again."""
-    digests = pool.digests(rows, progress)
-    found = sides(rows, digests)
-    looked = _Looked(pool, split, dict(zip(rows, digests, strict=True)), found)
-    if len(found.repeated) > MAX_REPEATED * len(rows):
-        first = min(found.repeated)
+def put(spool: IO[bytes], image: bytes) -> tuple[int, int]:
+    """Append an image to a file; return its place and size."""
+    place = spool.seek(0, 2)
+    spool.write(image)
+    # A full disk is noticed here, not while a data set is read.
+    spool.flush()
+    return place, len(image)
+
+
+def get(spool: IO[bytes], place: tuple[int, int]) -> bytes:
+    """Return the image that `put` appended."""
+    spool.seek(place[0])
+    return spool.read(place[1])
+
+
+def open_pool(
+    data: OpenedData, split: str, columns: Columns, *, target: int, spool: IO[bytes], progress: Progress
+) -> Pool:
+    """Return the rows that can be drawn from a split: all of a local one, about `target` of one on the Hub.
+
+    The images of a stream have been read, in equal numbers per class; those of a local data set haven't.
+    """
+    num_names = columns.num_names(data.features(split))
+    if data.is_local:
+        progress(f"reading labels of {split}", 0, 0)
+        labels = [_class_of(raw, columns, num_names) for raw in data.labels(split, columns.label)]
+        return Pool(data, split, np.asarray(labels, dtype=np.int64), spool)
+    quotas = ClassQuotas(target, columns.num_classes)
+    kept: dict[int, tuple[Any, tuple[int, int] | None, int]] = {}
+    for key, (cell, raw) in enumerate(data.stream(split, columns.image, columns.label, data.query.seed)):
+        if (label := _class_of(raw, columns, num_names)) == UNMAPPED:
+            continue
+        dropped = quotas.offer(key, label)
+        if key not in dropped:
+            image = cell.get("bytes") if isinstance(cell, dict) else cell
+            path = cell.get("path") if isinstance(cell, dict) else None
+            kept[key] = {"path": path}, put(spool, image) if isinstance(image, bytes) else None, label
+        for other in dropped:
+            kept.pop(other, None)
+        if key % PROGRESS_EVERY == 0:
+            progress(f"streaming images of {split}", min(len(kept), target), target)
+        if quotas.is_full:
+            break
+    drawn = [kept[key] for key in quotas.drawn()]
+    pool = Pool(data, split, np.asarray([label for _, _, label in drawn], dtype=np.int64), spool)
+    for row, (cell, place, _) in enumerate(drawn):
+        pool.add(row, cell if place is None else cell | {"bytes": get(spool, place)})
+    return pool
+
+
+def _class_of(raw: Any, columns: Columns, num_names: int | None) -> int:
+    """Return the model's class of a raw label, or UNMAPPED; AcquisitionError if it isn't an allowed label."""
+    if num_names is not None and is_label(raw) and not 0 <= raw < num_names:
         raise AcquisitionError(
-            f"{len(found.repeated)} of {len(rows)} images of split {split!r} that were looked at are there more than once, "
-            f"the first copy is {pool.where(first)}, of {looked.where(looked.digests[first])}: remove the copies (up to 1% are "
+            f"label column {columns.label!r} holds {raw}, but the data set names {num_names} classes, 0 to {num_names - 1}: "
+            "correct its labels or its names, or name another with label_column"
+        )
+    if columns.known is not None and is_label(raw) and raw not in columns.known:
+        start = f"label column {columns.label!r} holds {str(raw)[:MAX_TEXT]!r}"
+        if isinstance(raw, int):
+            raise AcquisitionError(
+                f"{start}, which is no class of the model: correct its labels, or name another with label_column"
+            )
+        raise AcquisitionError(
+            f"{start}, which none of the first {MAX_STREAMED_LABELS} rows to evaluate on has, and of such a stream no others "
+            "are read to find its classes: download the data set (hf download) and give its folder, or shuffle its rows"
+        )
+    return columns.class_of.get(raw, UNMAPPED)
+
+
+def _order(pool: Pool, seed: int) -> Rows:
+    return pool.stratified(np.flatnonzero(pool.labels != UNMAPPED).tolist(), seed)
+
+
+def _look(pool: Pool, image_column: str, rows: list[int], progress: Progress) -> "Sides":
+    """Read the images of `rows`; AcquisitionError if more than one in a hundred is a copy of another."""
+    pool.read(rows, image_column, progress)
+    found = sides(rows, [pool.digests.get(row) for row in rows])
+    if len(found.repeated) > MAX_REPEATED * len(rows):
+        copy = min(found.repeated)
+        original = next(row for row in rows if pool.digests[row] == pool.digests[copy])
+        raise AcquisitionError(
+            f"{len(found.repeated)} of {len(rows)} images of split {pool.split!r} that were looked at are there more than once, "
+            f"the first copy is {pool.where(copy)}, of {pool.where(original)}: remove the copies (up to 1% are "
             "counted once)"
         )
-    return looked
+    return found
+
+
+def _draw(pool: Pool, parts: Mapping[str, Rows], folder: Path, progress: Progress) -> dict[str, DrawnSplit]:
+    """Write the images of each part that can be decoded; AcquisitionError if more than one in a hundred can't be."""
+    drawn: dict[str, DrawnSplit] = {}
+    damaged: dict[int, str] = {}
+
+    def decodable(name: str, rows: list[int]) -> Iterator[tuple[bytes, int]]:
+        for done, row in enumerate(rows):
+            if done % 100 == 0:
+                progress(f"checking images of {name}", done, len(rows))
+            image = pool.image(row)
+            try:
+                decode_rgb(image)
+            except CorruptImageError as error:
+                damaged[row] = str(error)
+            else:
+                yield image, int(pool.labels[row])
+
+    for name, rows in parts.items():
+        path = folder / f"{name}.parquet"
+        num_images = write_rows(path, decodable(name, rows.tolist()))
+        drawn[name] = DrawnSplit(
+            path=path, source_split=pool.split, num_images=num_images, num_skipped=len(rows) - num_images
+        )
+    num_rows = sum(len(rows) for rows in parts.values())
+    if len(damaged) > MAX_CORRUPT * num_rows:
+        first, *others = sorted(damaged)[:NUM_NAMED]
+        more = f", others are {', '.join(map(pool.where, others))}" if others else ""
+        raise AcquisitionError(
+            f"{len(damaged)} of {num_rows} images drawn from split {pool.split!r} can't be decoded, the first is "
+            f"{pool.where(first)} ({damaged[first]}){more}: repair or remove them, or save them as one of "
+            f"{', '.join(FORMATS)} (up to 1% are skipped)"
+        )
+    return drawn
 
 
 def _draw_train(
-    data: OpenedData, train: str, columns: Columns, measured: _Looked, spool: Spool, progress: Progress
+    data: OpenedData,
+    train: str,
+    columns: Columns,
+    measured: Pool,
+    spool: IO[bytes],
+    folder: Path,
+    progress: Progress,
 ) -> tuple[dict[str, DrawnSplit], int]:
-    """Write what is drawn of the train split: calibration images and, where asked for, others to recover with.
+    """Write calibration images of the train split and, if requested, others to recover with.
 
-    What was looked at to measure on is not drawn; return how many images that were.
+    Images that accuracy is measured on are left out; the second result is their number.
     """
-    num_recovery, seed = data.query.num_recovery, data.query.seed
+    num_recovery = data.query.num_recovery
     wanted = NUM_CALIBRATION + num_recovery
     spare = int(MAX_REPEATED * wanted) + 1
     pool = open_pool(data, train, columns, target=wanted + spare, spool=spool, progress=progress)
-    usable = _order(pool, seed)
-    looked = _look(pool, train, usable[: wanted + spare].tolist(), progress)
-    elsewhere, repeated = set(measured.digests.values()) - {None}, set(looked.sides.repeated)
-    rows = [row for row in looked.digests if row not in repeated]
-    own = [row for row in rows if looked.digests[row] not in elsewhere]
+    usable = _order(pool, data.query.seed)
+    rows = usable[: wanted + spare].tolist()
+    repeated = set(_look(pool, columns.image, rows, progress).repeated)
+    rows = [row for row in rows if row not in repeated]
+    elsewhere = set(measured.digests.values()) - {None}
+    own = [row for row in rows if pool.digests[row] not in elsewhere]
     num_in_both = len(rows) - len(own)
     if num_in_both > MAX_REPEATED * len(rows):
-        first = next(row for row in rows if looked.digests[row] in elsewhere)
+        first = next(row for row in rows if pool.digests[row] in elsewhere)
+        there = next(row for row, digest in measured.digests.items() if digest == pool.digests[first])
         raise AcquisitionError(
             f"{num_in_both} of {len(rows)} images drawn from split {train!r} are in split {measured.split!r} too, the first "
-            f"is {pool.where(first)}, there {measured.where(looked.digests[first])}: accuracies would be measured on what models "
+            f"is {pool.where(first)}, there {measured.where(there)}: accuracies would be measured on what models "
             "are made with, so remove them from one (up to 1% are left out)"
         )
     order = np.asarray(own[:wanted], dtype=np.int64)
@@ -291,33 +411,23 @@ def _draw_train(
                 f"split {train!r} has {len(usable)} usable images, and the first {NUM_CALIBRATION} are to calibrate with: "
                 "none is left to recover with, so set recover_epochs to 0 or choose a larger data set"
             )
-    return _draw(pool, train, parts, spool.folder, progress), num_in_both
-
-
-def _repeats(looked: _Looked, train: str, num_in_both: int) -> tuple[str, ...]:
-    """Return what a reader should know about images that are there more than once."""
-    num_repeated = len(looked.sides.repeated)
-    said = (
-        (num_repeated, f"{num_repeated} images of split {looked.split!r} are another's again, and were counted once"),
-        (num_in_both, f"{num_in_both} images of split {train!r} are in split {looked.split!r} too, and were left out"),
-    )
-    return tuple(text for count, text in said if count)
+    return _draw(pool, parts, folder, progress), num_in_both
 
 
 def _notes(
     data: OpenedData, evaluation: str, train: str, columns: Columns, pool: Pool, drawn: Mapping[str, DrawnSplit]
 ) -> tuple[str, ...]:
-    """Return what a reader of the results should know about the images."""
+    """Return notes about the images for the results' readers."""
     calibration, recovery = drawn["calibration"], drawn.get("recovery")
     num_unmapped = int((pool.labels == UNMAPPED).sum())
     unknown = [match.dataset_label for match in columns.matches if match.model_id is None]
     num_classes, num_search = columns.num_classes, drawn["search"].num_images
-    asked, guessed = data.query.num_samples or 0, guesses(columns.matches)
-    said = (
+    requested, guessed = data.query.num_samples or 0, guesses(columns.matches)
+    notes = (
         (guessed is not None, guessed or ""),
         (
             evaluation in TRAIN,
-            f"accuracies are measured on split {evaluation!r}, as asked: on images that the model was trained on "
+            f"accuracies are measured on split {evaluation!r}, as requested: on images that the model was trained on "
             "they are optimistic",
         ),
         (
@@ -340,8 +450,8 @@ def _notes(
             f"images were left out: {shown(unknown)}",
         ),
         (
-            num_search + drawn["search"].num_skipped < asked,
-            f"{num_search} images are searched on, not {asked}: by their content, the others are to be held out",
+            num_search + drawn["search"].num_skipped < requested,
+            f"{num_search} images are searched on, not {requested}: by their content, the others are to be held out",
         ),
         (
             num_search < num_classes,
@@ -349,4 +459,130 @@ def _notes(
         ),
         (not data.is_local, "images were streamed and drawn in equal numbers per class"),
     )
-    return (*data.notes, *columns.notes, *(text for holds, text in said if holds))
+    return (*data.notes, *columns.notes, *(text for holds, text in notes if holds))
+
+
+def stratified_order(labels: NDArray[np.int64], seed: int) -> NDArray[np.int64]:
+    """Return all indices in an order whose every prefix holds each class in its share, give or take one image.
+
+    Each class is shuffled by itself and its images spread evenly over [0, 1); the order is that of their positions.
+    """
+
+    def shuffled(label: int, members: Rows) -> tuple[Rows, float]:
+        rng = np.random.default_rng([seed, label])
+        offset = rng.random()
+        return rng.permutation(members), offset
+
+    return _interleaved(labels, shuffled)
+
+
+def content_order(labels: NDArray[np.int64], digests: Sequence[bytes]) -> NDArray[np.int64]:
+    """Return all indices in an order that follows from the images' content only, every prefix stratified as above."""
+    draws = np.array([int.from_bytes(digest[:8], "big") / 2**64 for digest in digests])
+
+    def sorted_by_content(_label: int, members: Rows) -> tuple[Rows, NDArray[np.float64]]:
+        members = members[np.argsort(draws[members], kind="stable")]
+        return members, draws[members]
+
+    return _interleaved(labels, sorted_by_content)
+
+
+def _interleaved(
+    labels: NDArray[np.int64], ordered: Callable[[int, Rows], tuple[Rows, float | NDArray[np.float64]]]
+) -> Rows:
+    """Spread each class over [0, 1): its images in the order, and with the offsets below 1, that `ordered` returns."""
+    positions = np.empty(len(labels))
+    for label in np.unique(labels):
+        members, offsets = ordered(int(label), np.flatnonzero(labels == label))
+        positions[members] = (np.arange(len(members)) + offsets) / len(members)
+    return np.argsort(positions, kind="stable")
+
+
+@dataclass(frozen=True, slots=True)
+class Sides:
+    """Rows of a pool by what they are for, in the given order.
+
+    `repeated` are the rows whose image is a copy of an earlier one.
+    """
+
+    search: list[int] = field(default_factory=list[int])
+    heldout: list[int] = field(default_factory=list[int])
+    repeated: list[int] = field(default_factory=list[int])
+
+
+def sides(rows: Sequence[int], digests: Sequence[bytes | None]) -> Sides:
+    """Return what each row is for: by the last bit of its image's SHA-256, or of its number if it has no image."""
+    found, seen = Sides(), set[bytes]()
+    for row, digest in zip(rows, digests, strict=True):
+        if digest is None:
+            (found.heldout if row & 1 else found.search).append(row)
+        elif digest in seen:
+            found.repeated.append(row)
+        else:
+            seen.add(digest)
+            (found.heldout if digest[-1] & 1 else found.search).append(row)
+    return found
+
+
+def evaluation_sizes(num_search: int, num_heldout: int, num_samples: int | None, split: str) -> tuple[int, int]:
+    """Return how many images to search on and how many to hold out, of those available for either.
+
+    No more are searched on than can be held out. Halves by content are halves by chance: a few less than `num_samples` may
+    be left.
+
+    Raises:
+        AcquisitionError: the split is too small to hold out as many as are searched on.
+    """
+    num_usable, most = num_search + num_heldout, min(num_search, num_heldout)
+    if most < 1 or (num_samples is not None and num_usable < 2 * num_samples):
+        raise AcquisitionError(
+            f"split {split!r} has {num_usable} usable images, too few to search on {num_samples or 1} and hold out "
+            f"as many: set num_samples to at most {num_usable // 2}, or choose a larger split"
+        )
+    wanted = min(MAX_SEARCH if num_samples is None else num_samples, most)
+    return wanted, min(HELDOUT_RATIO * wanted, num_heldout)
+
+
+def num_looked_at(num_samples: int | None, num_calibration: int = 0) -> int:
+    """Return how many images of a large split are enough to search on, to calibrate with, and to hold out.
+
+    Half are held out, up to chance.
+    """
+    wanted = MAX_SEARCH if num_samples is None else num_samples
+    half = max(HELDOUT_RATIO * wanted, wanted + num_calibration)
+    return 2 * half + 6 * int((2 * half) ** 0.5)
+
+
+class ClassQuotas:
+    """Fills equal shares per class from a stream, and keeps spare images for shares that never fill.
+
+    A spare is dropped once it can't be needed any more: at most `target` are kept.
+    """
+
+    def __init__(self, target: int, num_classes: int) -> None:
+        self._target = target
+        self._quota = -(-target // num_classes)
+        self._counts: dict[int, int] = {}
+        self._taken: list[int] = []
+        self._spare: list[int] = []
+
+    @property
+    def is_full(self) -> bool:
+        """Return whether the target is reached without any spare."""
+        return len(self._taken) >= self._target
+
+    def offer(self, key: int, label: int) -> list[int]:
+        """Add the image `key`; return the keys that are not needed any more."""
+        count = self._counts.get(label, 0)
+        if count < self._quota and not self.is_full:
+            self._counts[label] = count + 1
+            self._taken.append(key)
+        else:
+            self._spare.append(key)
+        kept = max(self._target - len(self._taken), 0)
+        dropped, self._spare = self._spare[kept:], self._spare[:kept]
+        return dropped
+
+    def drawn(self) -> list[int]:
+        """Return the keys that were drawn, spares filling what is missing."""
+        return [*self._taken, *self._spare][: self._target]

@@ -2,35 +2,8 @@
 
 import pytest
 
-from profiling_agent.acquisition.configs import (
-    MAX_PATH,
-    beside_others,
-    each_once,
-    misnamed_splits,
-    odd_depth,
-    parquet_copy,
-    quoted_path,
-)
+from profiling_agent.acquisition.data import beside_others, each_once, odd_depth
 from profiling_agent.errors import AcquisitionError
-
-
-def test_the_files_of_a_copied_config_are_named_by_its_splits():
-    files = (
-        ".gitattributes",
-        "a/partial-train/0000.parquet",
-        "a/test/0000.parquet",
-        "a/test/0001.parquet",
-        "b/x/0.parquet",
-    )
-    copied = parquet_copy("acme/x", "a", files)
-    assert copied is not None
-    assert copied.files == {"data_files": {"train": "a/partial-train/*.parquet", "test": "a/test/*.parquet"}}
-    assert copied.notes == ("of split 'train' only the first part is read: the Hub copied no more of it",)
-
-
-@pytest.mark.parametrize("folder", ["/", "file:/", "../", "~/", ".git/", "a/b/", ""])
-def test_what_leads_elsewhere_or_lies_otherwise_is_no_config_of_a_copy(folder):
-    assert parquet_copy("acme/x", None, [f"{folder}train/0000.parquet"]) is None
 
 
 @pytest.mark.parametrize(
@@ -46,9 +19,7 @@ def test_what_leads_elsewhere_or_lies_otherwise_is_no_config_of_a_copy(folder):
 def test_folders_with_the_same_split_are_told_apart(first, second):
     with pytest.raises(AcquisitionError, match="dataset 'x' has several configs, a, b: name one with dataset_config"):
         beside_others("x", None, {"train": [first, second]})
-    named = beside_others("x", "b", {"train": [first, second]})
-    assert named is not None
-    assert named.files == {"data_dir": "b"}
+    assert beside_others("x", "b", {"train": [first, second]}) == "b"
 
 
 @pytest.mark.parametrize(
@@ -63,9 +34,7 @@ def test_one_inside_another_may_be_read_and_not_the_other_with_it(outer, at):
     for asked in (None, "photos", "elsewhere"):
         with pytest.raises(AcquisitionError, match=said):
             beside_others("x", asked, files)
-    named = beside_others("x", "photos/small", files)
-    assert named is not None
-    assert named.files == {"data_dir": "photos/small"}
+    assert beside_others("x", "photos/small", files) == "photos/small"
 
 
 @pytest.mark.parametrize(
@@ -94,23 +63,8 @@ def test_parts_of_one_data_set_are_left_together(files):
     ],
 )
 def test_what_two_splits_have_is_left_to_the_one_that_its_first_folder_names(both, patterns):
-    read = each_once({"train": ["train/cat/0.png", both], "test": [both]})
-    assert (read and read.files) == (patterns and {"data_files": patterns})
+    assert each_once({"train": ["train/cat/0.png", both], "test": [both]}) == patterns
     assert each_once({"train": ["train/cat/0.png"], "test": [both]}) is None
-
-
-@pytest.mark.parametrize(
-    ("files", "told"),
-    [
-        (["Val/cat/0.png", "train/cat/0.png"], ["Val"]),
-        (["VAL/0.png", "TEST/0.png"], ["TEST", "VAL"]),
-        (["val/Test/0.png", "Train.png", "Values/0.png", "my Val/0.png"], []),
-        (["Dev/data.arrow"], []),
-    ],
-)
-def test_a_top_folder_that_names_a_split_but_for_its_case_is_told_unless_it_is_one(files, told):
-    said = [f"its folder {name!r} isn't read as a split: call it {name.lower()!r}" for name in told]
-    assert misnamed_splits(files, {"train", "Dev"}) == tuple(said)
 
 
 def test_of_images_at_two_depths_the_first_of_the_rarer_is_told():
@@ -118,11 +72,3 @@ def test_of_images_at_two_depths_the_first_of_the_rarer_is_told():
     assert said is not None
     assert "2 of 5 don't lie as deep as 'train/a/0.png', the first is 'train/a/2/0.png'" in said
     assert odd_depth(["train/a/0.png", "test/b/0.png"]) is odd_depth([]) is None
-
-
-def test_of_a_long_path_the_end_is_shown_and_nothing_moves_the_cursor():
-    assert quoted_path("train/a b/0.png") == "'train/a b/0.png'"
-    assert quoted_path("a\n\x1b[31m.png") == r"'a\n\x1b[31m.png'"
-    shown = quoted_path("folder/" * 100 + "0.png")
-    assert len(shown) == MAX_PATH + 5
-    assert shown.endswith("/folder/0.png'")

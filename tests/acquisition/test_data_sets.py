@@ -55,8 +55,8 @@ def test_cifar100_is_read_by_the_labels_that_map_best(parquet, make, draw):
 
 def test_a_named_label_column_is_used_even_where_another_maps_better(parquet, make, draw):
     folder = parquet(train=cifar100(make, 80, 0), test=cifar100(make, 40, 500))
-    drawn = draw(folder, ["apple", "pear", "shark", "fish"], label_column="coarse_label")
-    assert [match.model_id for match in drawn.labels] == [None, 3]
+    drawn = draw(folder, ["apple", "pear", "trout", "shark", "fruit", "fish"], label_column="coarse_label")
+    assert [match.model_id for match in drawn.labels] == [4, 5]
 
 
 @pytest.fixture
@@ -211,7 +211,6 @@ def labelled(tmp_path, make):
     [
         (pa.array([20_260_101, 20_261_122]), "as large as 20261122"),
         (pa.array(range(60)), "as large as 59"),
-        (pa.array([0, 2**63], pa.uint64()), "as large as 9223372036854775808"),
         (pa.array([0, 1, -7], pa.int8()), "as small as -7"),
         (pa.array([1, 2, 3]), "as large as 3"),
     ],
@@ -247,8 +246,6 @@ def test_a_class_label_that_the_data_set_has_no_name_for_is_refused(tmp_path, ma
         pa.array([0.0, float("nan")]),
         pa.array([0, 1], pa.date32()),
         pa.array([b"a", b"b"]),
-        pa.array([[0], [1]]),
-        pa.array([{"a": 0}, {"a": 1}]),
         pa.nulls(2),
     ],
 )
@@ -259,7 +256,7 @@ def test_a_named_label_column_of_another_kind_is_refused(labelled, draw, labels)
 
 def test_a_column_of_captions_holds_no_names_of_classes(labelled, draw):
     captions = pa.array([f"a photo, number {row}" for row in range(25_001)])
-    with pytest.raises(AcquisitionError, match="label column 'label' holds more than 25000 different texts"):
+    with pytest.raises(AcquisitionError, match="label column 'label' holds more than 25000 different values"):
         draw(labelled(captions), ["a", "b"])
 
 
@@ -310,7 +307,7 @@ def test_a_class_may_be_called_as_a_split_is(photographs, cats_and_dogs, draw, c
 def test_an_image_that_lies_deeper_or_less_deep_than_most_is_named(photographs, cats_and_dogs, make, draw, stray):
     folder = photographs(cats_and_dogs | {stray: make.png(7777)})
     said = (
-        rf"no label column: folders are labels only where.*1 of 161 don't lie as deep as 'train/cat/\d+\.png', "
+        rf"no label column: folders are labels only if.*1 of 161 don't lie as deep as 'train/cat/\d+\.png', "
         rf"the first is '{stray}': move it into its class's folder, or out"
     )
     with pytest.raises(AcquisitionError, match=said):

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image, ImageOps
 from PIL.PngImagePlugin import PngInfo
 
-from profiling_agent.acquisition.images import MAX_DEEP_PIXELS, MAX_ENCODED, MAX_PIXELS, decode_rgb
+from profiling_agent.acquisition.images import decode_rgb
 from profiling_agent.acquisition.pixels import upright_rgb
 from profiling_agent.errors import CorruptImageError
 
@@ -168,22 +168,14 @@ def test_what_phones_call_fifty_megapixels_is_read():
 def test_an_image_that_pillow_warns_of_is_read_without_a_warning():
     side = 9500
     assert Image.MAX_IMAGE_PIXELS is not None
-    assert Image.MAX_IMAGE_PIXELS < side**2 < MAX_PIXELS == 2 * Image.MAX_IMAGE_PIXELS
+    assert Image.MAX_IMAGE_PIXELS < side**2 < 2 * Image.MAX_IMAGE_PIXELS
     assert decode_rgb(flat_png(side, side, 1)).size == (side, side)
 
 
 def test_an_image_of_more_pixels_than_are_read_is_refused_by_its_header():
     side = 13_400
-    assert side**2 > MAX_PIXELS
-    with pytest.raises(CorruptImageError, match="it has more than the 178,956,970 pixels that are read"):
+    with pytest.raises(CorruptImageError, match="it has more pixels than are read"):
         decode_rgb(flat_png(side, side, 1))
-
-
-def test_of_sixteen_bits_a_third_of_the_pixels_are_read():
-    width = 7800
-    assert width**2 > MAX_DEEP_PIXELS > 8192 * 6144
-    with pytest.raises(CorruptImageError, match="it has 7800x7800 pixels of mode I;16, 59,652,323 are read"):
-        decode_rgb(flat_png(width, width, 16))
 
 
 def test_why_an_image_is_refused_names_nothing_that_is_other_the_next_time():
@@ -193,8 +185,3 @@ def test_why_an_image_is_refused_names_nothing_that_is_other_the_next_time():
             decode_rgb(data)
         refusals.append(str(refused.value))
     assert refusals == ["its beginning is damaged, or of no format that is read"] * 2
-
-
-def test_an_image_of_more_bytes_than_its_pixels_could_take_is_refused_unread():
-    with pytest.raises(CorruptImageError, match="bytes"):
-        decode_rgb(encoded(Image.new("RGB", (4, 4))) + bytes(MAX_ENCODED))

@@ -60,6 +60,10 @@ def test_a_path_that_is_not_there_is_named(tmp_path):
     assert "does not exist" in refusal(tmp_path / "nowhere")
 
 
+def test_a_path_with_a_typo_gets_a_suggestion(folder):
+    assert "did you mean 'vit'?" in refusal(folder.with_name("vitt"))
+
+
 def test_a_file_is_no_model(tmp_path):
     (tmp_path / "file").write_text("")
     assert "is a file" in refusal(tmp_path / "file")
@@ -80,9 +84,10 @@ def test_a_language_model_is_no_image_classifier(folder):
 
 
 def test_an_architecture_that_transformers_does_not_have_is_named(folder):
-    rewrite_config(folder, model_type="foo", architectures=["FooForImageClassification"])
+    rewrite_config(folder, model_type="vitt", architectures=["FooForImageClassification"])
     message = refusal(folder)
-    assert "model_type 'foo', which transformers" in message
+    assert "model_type 'vitt', which transformers" in message
+    assert "did you mean 'vit'?" in message
     assert "choose an architecture that it implements" in message
 
 
@@ -159,6 +164,80 @@ def test_weights_that_are_not_finite_are_named(folder, value):
     assert "NaN or infinite" in refusal(folder)
 
 
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [("hidden_size", "x"), ("num_attention_heads", 0), ("hidden_act", "no such thing"), ("id2label", {"a": "b"})],
+)
+def test_a_setting_that_no_model_can_be_built_with_is_one_line(folder, setting, value):
+    rewrite_config(folder, **{setting: value})
+    assert "model '" in refusal(folder)
+
+
+def test_a_quantized_model_is_refused(folder):
+    rewrite_config(folder, quantization_config={"quant_method": "torchao"})
+    assert "is quantized already" in refusal(folder)
+
+
+def test_an_adapter_is_to_be_merged(folder):
+    (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "other/model"}))
+    assert "is an adapter of another" in refusal(folder)
+
+
+def split_weights(folder):
+    """Divide the weights into two files with an index."""
+    weights = load_file(folder / "model.safetensors")
+    names = sorted(weights)
+    shards = {f"model-0000{part}-of-00002.safetensors": names[part - 1 :: 2] for part in (1, 2)}
+    for file, part in shards.items():
+        save_file({name: weights[name] for name in part}, folder / file, metadata={"format": "pt"})
+    (folder / "model.safetensors").unlink()
+    index = {"metadata": {}, "weight_map": {name: file for file, part in shards.items() for name in part}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return weights
+
+
+def test_weights_in_several_files_are_loaded(folder):
+    whole = load_model(str(folder)).model.state_dict()
+    split_weights(folder)
+    loaded = load_model(str(folder)).model.state_dict()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in whole.items())
+
+
+@pytest.mark.parametrize("shard", ["../private.safetensors", "{tmp}/private.safetensors", "x.bin", "gone.safetensors"])
+def test_an_index_that_names_weights_elsewhere_is_refused(folder, tmp_path, shard):
+    weights = split_weights(folder)
+    save_file(weights, tmp_path / "private.safetensors", metadata={"format": "pt"})
+    index = {"weight_map": dict.fromkeys(weights, shard.format(tmp=tmp_path))}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    message = refusal(folder)
+    assert "no safetensors file in its folder" in message or "gone.safetensors is missing" in message
+
+
+def test_a_configuration_that_names_weights_elsewhere_is_refused(folder, tmp_path):
+    (tmp_path / "private.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
+    rewrite_config(folder, transformers_weights="../private.safetensors")
+    assert "can't be loaded" in refusal(folder)
+
+
+def test_a_snapshot_in_the_hubs_cache_links_to_its_blobs(folder, tmp_path):
+    blobs, snapshot = tmp_path / "models--a--b" / "blobs", tmp_path / "models--a--b" / "snapshots" / "0123"
+    blobs.mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    for file in folder.iterdir():
+        file.rename(blobs / file.name)
+        (snapshot / file.name).symlink_to(f"../../blobs/{file.name}")
+    assert load_model(str(snapshot)).architecture == "ViTForImageClassification"
+
+
+def test_a_model_keeps_the_folder_that_it_was_loaded_from(folder):
+    assert zoo.inside(load_model(str(folder)).model).config.name_or_path == str(folder)
+
+
+@pytest.mark.parametrize("name", ["~nosuchuser/x", "/" + "a" * 5000])
+def test_odd_paths_are_one_short_line(name):
+    assert len(refusal(name)) < 1000
+
+
 def test_a_missing_image_processor_is_named(folder):
     (folder / "preprocessor_config.json").unlink()
     message = refusal(folder)
@@ -168,7 +247,7 @@ def test_a_missing_image_processor_is_named(folder):
 def test_an_image_processor_that_transformers_does_not_have_is_told(folder):
     path = folder / "preprocessor_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "image_processor_type": "FooImageProcessor"}))
-    assert "its preprocessor_config.json is wrong (ValueError" in refusal(folder)
+    assert "its preprocessor_config.json is wrong, ValueError" in refusal(folder)
 
 
 def test_an_unknown_reference_lists_the_known_ones():

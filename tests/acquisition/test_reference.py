@@ -11,8 +11,7 @@ from sklearn.datasets import load_digits
 
 from profiling_agent.acquisition.images import read_split
 from profiling_agent.acquisition.models import load_model
-from profiling_agent.acquisition.reference import reference_dataset, reference_model
-from profiling_agent.acquisition.training import RECIPES, accuracy, distort, train
+from profiling_agent.acquisition.reference import RECIPES, accuracy, distort, reference_dataset, reference_model, train
 from profiling_agent.cache import cache_folder, cached
 from profiling_agent.errors import AcquisitionError
 from profiling_agent.progress import silent

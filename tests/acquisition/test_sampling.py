@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from profiling_agent.acquisition.sampling import (
+from profiling_agent.acquisition.splits import (
     ClassQuotas,
     content_order,
     evaluation_sizes,

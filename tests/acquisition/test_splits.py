@@ -80,7 +80,7 @@ def test_images_that_are_there_twice_are_counted_once_and_said(parquet, make, dr
     rows = make.table(np.arange(300) % 3, KIND, first=1000)
     twice = datasets.concatenate_datasets([rows, rows.select([4, 5])])
     drawn = draw(parquet(train=make.table(np.arange(600) % 3, KIND), test=twice), NAMES)
-    assert "2 images of split 'test' are another's again, and were counted once" in drawn.notes
+    assert "2 images of split 'test' are copies of others, and were counted once" in drawn.notes
     assert drawn.search.num_images + drawn.heldout.num_images <= 300
 
 
@@ -203,6 +203,34 @@ def test_a_split_that_is_not_there_lists_those_that_are(folder, draw):
         draw(folder, NAMES, split="dev")
 
 
+def test_a_split_with_a_typo_gets_a_suggestion(parquet, make, draw):
+    folder = parquet(train=make.table([0, 1, 2] * 20, KIND), validation=make.table([0, 1, 2] * 20, KIND, first=100))
+    with pytest.raises(AcquisitionError, match="use one of train, validation; did you mean 'validation'"):
+        draw(folder, NAMES, split="validaton")
+
+
+@pytest.mark.parametrize("number", [0, 2])
+def test_a_split_of_a_single_class_is_refused(parquet, make, draw, number):
+    folder = parquet(train=make.table([0, 1, 2] * 20, KIND), test=make.table([number] * 60, KIND, first=100))
+    with pytest.raises(AcquisitionError, match=f"'test' that have a label.* are of one class, '{NAMES[number]}'"):
+        draw(folder, NAMES)
+
+
+def test_splits_that_number_their_classes_differently_are_read_by_their_names(tmp_path, make, draw):
+    # The test split has no cow: what is number 1 there is number 2 in the train split.
+    rows: dict[Any, Any] = {
+        "train": make.table([0, 1, 2] * 30, ClassLabel(names=["ant", "bee", "cow"])),
+        "test": make.table([0, 1] * 60, ClassLabel(names=["ant", "cow"]), first=500),
+    }
+    DatasetDict(rows).save_to_disk(tmp_path / "set")
+    drawn = draw(tmp_path / "set", NAMES)
+    names = {hashlib.sha256(make.png(row)).hexdigest(): row % 3 for row in range(90)}
+    names |= {hashlib.sha256(make.png(500 + row)).hexdigest(): 2 * (row % 2) for row in range(120)}
+    for split in (drawn.calibration, drawn.search, drawn.heldout):
+        assert labels(split).tolist() == [names[digest] for digest in digests(split)]
+    assert drawn.calibration.num_images == 90
+
+
 def renamed(pictures, **names):
     """Return pictures in other top folders."""
     return {
@@ -223,7 +251,7 @@ def test_folders_that_would_be_splits_but_for_their_case_are_told(photographs, c
 
 def test_a_train_folder_in_capitals_is_told_where_one_is_needed_to_recover(photographs, cats_and_dogs, draw):
     folder = photographs(renamed(cats_and_dogs, train="TRAIN"))
-    said = "no train split beside 'test'.*its folder 'TRAIN' isn't read as a split: call it 'train'$"
+    said = "no train split besides 'test'.*its folder 'TRAIN' isn't read as a split: call it 'train'$"
     with pytest.raises(AcquisitionError, match=said):
         draw(folder, ["cat", "dog"], num_recovery=10)
 
@@ -268,7 +296,7 @@ def test_all_that_calibration_leaves_of_train_is_recovered_with_where_more_was_a
 @pytest.mark.parametrize(("split", "query"), [("test", {}), ("train", {"split": "train"})])
 def test_recovery_never_trains_on_the_split_that_is_measured_on(parquet, make, draw, split, query):
     folder = parquet(**{split: make.table(np.arange(1200) % 3, KIND)})
-    with pytest.raises(AcquisitionError, match=f"no train split beside '{split}'.*set recover_epochs to 0"):
+    with pytest.raises(AcquisitionError, match=f"no train split besides '{split}'.*set recover_epochs to 0"):
         draw(folder, NAMES, num_recovery=10, **query)
 
 

@@ -10,8 +10,8 @@ import torch
 import zoo
 from PIL import Image
 
-from profiling_agent.acquisition.batches import iter_batches
 from profiling_agent.acquisition.images import write_split
+from profiling_agent.acquisition.prepared import iter_batches
 from profiling_agent.artifacts.load import load_module
 from profiling_agent.artifacts.save import save_model
 from profiling_agent.errors import PruningError

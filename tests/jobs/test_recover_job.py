@@ -10,8 +10,8 @@ import zoo
 from PIL import Image
 from safetensors.torch import load_file
 
-from profiling_agent.acquisition.batches import iter_batches
 from profiling_agent.acquisition.images import write_split
+from profiling_agent.acquisition.prepared import iter_batches
 from profiling_agent.artifacts.load import load_module, load_recipe
 from profiling_agent.artifacts.recipe import WEIGHTS
 from profiling_agent.artifacts.save import save_model

@@ -1,11 +1,22 @@
+"""The input shape: rules that propose one, and the model that verifies it."""
+
 import pytest
+import torch
 import zoo
-from transformers import ViTImageProcessorPil
+from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessorPil
 
 from profiling_agent.errors import ShapeUnresolvedError
+from profiling_agent.modules.inference import left_as_found
 from profiling_agent.records import InputSpec
-from profiling_agent.shapes.resolve import check_processor, resolve_input_shape
-from profiling_agent.shapes.rules import from_config, from_processor
+from profiling_agent.shapes.resolve import (
+    check_processor,
+    from_config,
+    from_first_convolution,
+    from_processor,
+    resolve_input_shape,
+    survey,
+    verify,
+)
 
 
 def processor(side):
@@ -127,3 +138,154 @@ def test_a_processor_of_other_channels_than_the_models_is_told_before_images_are
 )
 def test_a_processor_whose_images_the_model_takes_or_that_fixes_none_is_left_alone(model, images):
     check_processor(model(), images)
+
+
+def shape(spec):
+    return (spec.channels, spec.height, spec.width)
+
+
+def gray_vit(**changes):
+    config = ViTConfig(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, num_channels=1, **changes
+    )
+    return ViTForImageClassification(config).eval()
+
+
+def test_a_processor_says_the_shape_it_really_gives():
+    wide = ViTImageProcessorPil(size={"height": 24, "width": 40})
+
+    assert shape(from_processor(zoo.resnet(), wide)) == (3, 24, 40)
+
+
+def test_a_processor_of_a_gray_model_is_given_a_gray_image():
+    processor = ViTImageProcessorPil(size={"height": 8, "width": 8}, image_mean=[0.5], image_std=[0.5])
+
+    assert shape(from_processor(gray_vit(image_size=8, patch_size=4), processor)) == (1, 8, 8)
+
+
+def test_a_processor_that_does_not_resize_fixes_no_shape():
+    assert from_processor(zoo.resnet(), ViTImageProcessorPil(do_resize=False)) is None
+
+
+def test_a_processor_of_something_else_gives_no_answer():
+    assert from_processor(zoo.resnet(), dict) is None
+    assert from_processor(zoo.resnet(), None) is None
+
+
+def test_a_config_may_name_one_side_or_two():
+    assert shape(from_config(zoo.vit(), None)) == (3, 32, 32)
+    assert shape(from_config(gray_vit(image_size=[8, 16], patch_size=4), None)) == (1, 8, 16)
+
+
+def test_a_config_without_image_size_gives_no_answer():
+    assert from_config(zoo.resnet(), None) is None
+    assert from_config(torch.nn.Linear(2, 2), None) is None
+
+
+@pytest.mark.parametrize(("model", "channels"), [(zoo.resnet, 3), (lambda: torch.nn.Conv2d(5, 2, 3), 5)])
+def test_the_first_convolution_gives_the_channels(model, channels):
+    assert shape(from_first_convolution(model(), None)) == (channels, 224, 224)
+
+
+def test_a_model_without_convolution_gives_no_answer():
+    assert from_first_convolution(torch.nn.Linear(2, 2), None) is None
+
+
+def spec(channels, height, width):
+    return InputSpec(channels=channels, height=height, width=width, source="test")
+
+
+@pytest.mark.parametrize("family", zoo.FAMILIES)
+def test_every_family_accepts_the_shape_it_was_built_for(family):
+    verify(zoo.FAMILIES[family](), zoo.SPEC)
+
+
+@pytest.mark.parametrize(
+    ("family", "shape", "complaint"),
+    [
+        ("vit", (3, 48, 48), "doesn't match model"),
+        ("deit", (1, 32, 32), "Expected 3 but got 1"),
+        ("resnet", (4, 32, 32), "channel dimension"),
+        ("swin", (5, 32, 32), "channels"),
+    ],
+)
+def test_a_wrong_shape_is_refused_in_the_models_own_words(family, shape, complaint):
+    with pytest.raises(ShapeUnresolvedError, match=complaint) as refusal:
+        verify(zoo.FAMILIES[family](), spec(*shape))
+
+    assert "x".join(str(side) for side in shape) in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_model_that_gives_no_logits_is_refused():
+    with pytest.raises(ShapeUnresolvedError, match="not one row of logits"):
+        verify(zoo.vit().vit, zoo.SPEC)
+
+
+def test_verifying_leaves_modes_and_statistics_alone():
+    model = zoo.resnet().train()
+    model.resnet.embedder.eval()
+    modes = [module.training for module in model.modules()]
+    statistics = {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+    verify(model, zoo.SPEC)
+
+    assert [module.training for module in model.modules()] == modes
+    assert all(torch.equal(buffer, statistics[name]) for name, buffer in model.named_buffers())
+
+
+def test_a_refused_small_image_does_not_shrink_swins_windows():
+    model = zoo.swin()
+    pixels = torch.ones(zoo.SPEC.batch(1))
+    with torch.inference_mode(), left_as_found(model):
+        before = model(pixel_values=pixels).logits
+
+    with pytest.raises(ShapeUnresolvedError):
+        verify(model, spec(3, 4, 4))
+
+    assert {block.window_size for stage in model.swin.encoder.layers for block in stage.blocks} == {4}
+    with torch.inference_mode():
+        assert torch.equal(model(pixel_values=pixels).logits, before)
+
+
+def test_attributes_that_appear_meanwhile_are_gone_afterwards():
+    model = zoo.vit()
+    with left_as_found(model):
+        model.vit.note = "here for a moment"
+        model.eval_count = 1
+
+    assert not hasattr(model.vit, "note")
+    assert not hasattr(model, "eval_count")
+
+
+def test_agreement_is_certain():
+    facts = survey(zoo.vit(), zoo.processor())
+
+    assert facts.is_certain
+    assert facts.findings[:2] == (
+        "from_processor: 3x32x32, which the model accepts",
+        "from_config: 3x32x32, which the model accepts",
+    )
+    assert "model config: image_size = 32" in facts.settings
+    assert not any("id2label" in row for row in facts.settings)
+
+
+def test_a_disagreement_is_not_even_where_the_model_takes_both():
+    facts = survey(zoo.swin(), processor(64))
+
+    assert not facts.is_certain
+    assert facts.findings[0] == "from_processor: 3x64x64, which the model accepts"
+
+
+def test_an_answer_that_the_model_refuses_is_told_with_its_complaint():
+    facts = survey(zoo.vit(), processor(48))
+
+    assert not facts.is_certain
+    assert facts.findings[0].startswith("from_processor: 3x48x48, but the model refuses an image")
+
+
+def test_a_convolution_alone_is_no_certainty():
+    facts = survey(zoo.resnet(), None)
+
+    assert not facts.is_certain
+    assert facts.findings[-1] == "from_first_convolution: 3x224x224, which the model accepts"

@@ -5,7 +5,6 @@ from typing import Any
 import torch
 
 from profiling_agent.acquisition.data import DataQuery
-from profiling_agent.acquisition.hub import is_local, local_folder
 from profiling_agent.acquisition.models import device_note, load_model, resolve_device
 from profiling_agent.acquisition.splits import DrawnSplit, draw_splits, look_up_labels
 from profiling_agent.artifacts.save import save_model
@@ -19,9 +18,7 @@ from profiling_agent.jobs.tasks import (
     SurveyShapeTask,
 )
 from profiling_agent.records import Acquired, ModelSource, ShapeFacts, SplitInfo
-from profiling_agent.shapes.resolve import check_processor, resolve_input_shape
-from profiling_agent.shapes.survey import survey
-from profiling_agent.shapes.verify import verify
+from profiling_agent.shapes.resolve import check_processor, resolve_input_shape, survey, verify
 
 
 def acquire(task: AcquireTask, job: JobContext) -> Acquired:
@@ -35,8 +32,8 @@ def acquire(task: AcquireTask, job: JobContext) -> Acquired:
     config: Any = loaded.model.config
     drawn = draw_splits(DataQuery(**shared), id2label=config.id2label, folder=job.folder, progress=job.progress)
     notes = (*drawn.notes, *([loaded.note] if loaded.note else []))
-    for said in notes:
-        job.progress(said, 0, 0)
+    for line in notes:
+        job.progress(line, 0, 0)
 
     def info(name: Any, split: DrawnSplit) -> SplitInfo:
         return SplitInfo(
@@ -49,8 +46,7 @@ def acquire(task: AcquireTask, job: JobContext) -> Acquired:
 
     return Acquired(
         source=ModelSource(
-            # A path is made absolute, so that a run resumes from any working folder.
-            name=str(local_folder(task.model, "model")) if is_local(task.model) else task.model,
+            name=loaded.source,
             revision=loaded.revision,
             architecture=loaded.architecture,
             device=device,

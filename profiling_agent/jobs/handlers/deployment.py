@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from profiling_agent.acquisition.batches import iter_batches
+from profiling_agent.acquisition.prepared import iter_batches
 from profiling_agent.artifacts.golden import check_golden
 from profiling_agent.artifacts.load import load_module, load_processor, load_recipe, load_skeleton
 from profiling_agent.deployment.onnx_export import export_onnx

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from profiling_agent.acquisition.batches import iter_batches
+from profiling_agent.acquisition.prepared import iter_batches
 from profiling_agent.artifacts.load import load_module
 from profiling_agent.errors import ArtifactError, RequestError
 from profiling_agent.files import write_bytes

@@ -3,7 +3,7 @@
 from functools import partial
 from pathlib import Path
 
-from profiling_agent.acquisition.batches import iter_batches
+from profiling_agent.acquisition.prepared import iter_batches
 from profiling_agent.artifacts.folder import model_bytes, processor_text
 from profiling_agent.artifacts.load import load_module, load_recipe, load_skeleton
 from profiling_agent.benchmarking.latency_table import LatencyTable, read_table, time_units, write_table

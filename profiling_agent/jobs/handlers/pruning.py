@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch import nn
 
-from profiling_agent.acquisition.batches import iter_batches, shuffled_batches
+from profiling_agent.acquisition.prepared import iter_batches, shuffled_batches
 from profiling_agent.artifacts.load import load_module, load_recipe
 from profiling_agent.artifacts.save import save_derived
 from profiling_agent.jobs.context import JobContext
