@@ -9,6 +9,10 @@ class RequestError(ProfilingAgentError):
     """The request can't be carried out as it stands: what was wrong, what was seen, what to change."""
 
 
+class TermError(RequestError, ValueError):
+    """A term of a request is unknown or not allowed; as a ValueError, LangGraph's server passes its message on."""
+
+
 class AcquisitionError(RequestError):
     """The model or the data set can't be had, or isn't what the job needs."""
 

@@ -12,28 +12,28 @@ from pydantic import ValidationError
 from profiling_agent.agents.session import Sessions, choose_run_id
 from profiling_agent.agents.state import RunResult, RunState
 from profiling_agent.documents import first_problem
-from profiling_agent.errors import RequestError
+from profiling_agent.errors import TermError
 from profiling_agent.request import Request, unknown_term
 
 
 def _checked_input(given: Any) -> Any:
-    """Return an input with its terms in their canonical form; RequestError when one is unknown or can't be met."""
+    """Return an input with its terms in their canonical form; TermError when one is unknown or can't be met."""
     if isinstance(given, dict):
         try:
             # Only the given terms: a thread keeps the others that it has.
             return Request.model_validate(given).model_dump(exclude_unset=True)
         except ValidationError as error:
-            raise RequestError(first_problem(error)) from error
+            raise TermError(first_problem(error)) from error
     if isinstance(given, Command):
         _check_fields(dict(given.update) if isinstance(given.update, list) else given.update)
     return given
 
 
 def _check_fields(*updates: Any) -> None:
-    """Raise RequestError when an update of the state names a field that the state hasn't."""
+    """Raise TermError when an update of the state names a field that the state hasn't."""
     for update in updates:
         if isinstance(update, dict) and (problem := unknown_term(update, RunState.model_fields)):
-            raise RequestError(problem)
+            raise TermError(problem)
 
 
 class CheckedGraph(CompiledStateGraph[RunState, None, Request, RunResult]):
@@ -45,7 +45,7 @@ class CheckedGraph(CompiledStateGraph[RunState, None, Request, RunResult]):
         self.sessions = sessions
 
     def stream(self, input: Any, config: RunnableConfig | None = None, **options: Any) -> Iterator[Any]:
-        """Stream a run's steps; RequestError at once when the input has an unknown term."""
+        """Stream a run's steps; TermError at once when the input has an unknown term."""
         given = _checked_input(input)
         return self._stream(self._unopened_run(given, config), given, config, **options)
 
@@ -82,7 +82,7 @@ class CheckedGraph(CompiledStateGraph[RunState, None, Request, RunResult]):
         return None if run_id in self.sessions.by_run else run_id
 
     def bulk_update_state(self, config: RunnableConfig, supersteps: Sequence[Sequence[StateUpdate]]) -> RunnableConfig:
-        """Update the state; RequestError when an update names a field that the state hasn't."""
+        """Update the state; TermError when an update names a field that the state hasn't."""
         _check_fields(*(update.values for step in supersteps for update in step))
         return super().bulk_update_state(config, supersteps)
 

@@ -41,7 +41,7 @@ def test_a_request_that_cannot_be_meant_is_one_line_and_no_run(tmp_path: Path, g
         thread = client.threads.create()["thread_id"]
         parts = [part for part in client.runs.stream(thread, ASSISTANT, input=given) if part.event == "error"]
 
-    assert [part.data for part in parts] == [{"error": "RequestError", "message": message}]
+    assert [part.data for part in parts] == [{"error": "TermError", "message": message}]
     assert not (tmp_path / "runs").exists()
 
 
