@@ -21,10 +21,8 @@ from profiling_agent.files import append_line, expanded
 from profiling_agent.records import Record, Spent
 
 FILE, RECORDED = "llm.jsonl", "recorded:"
-# An answer that can't be used goes back with what is wrong with it, this often.
-MAX_REPAIRS = 2
-# Per run.
-MAX_REQUESTS = 500
+# Per question: how often an answer that can't be used goes back; per run: how many requests are made.
+MAX_REPAIRS, MAX_REQUESTS = 2, 500
 # For servers that count no tokens.
 CHARACTERS_A_TOKEN = 4
 # Servers on one's own machine want a key, and don't read it.
