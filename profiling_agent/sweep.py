@@ -4,6 +4,7 @@ import hashlib
 import itertools
 import json
 import os
+import socket
 import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,7 +14,6 @@ import yaml
 from pydantic import Field, ValidationError
 
 from profiling_agent.agents.node import ProgressEvent
-from profiling_agent.deployment.protocol import missing_packages
 from profiling_agent.documents import first_line, first_problem
 from profiling_agent.errors import ProfilingAgentError, RequestError, StorageError
 from profiling_agent.files import make_folders, write_text
@@ -108,15 +108,15 @@ def run_cell(request: Request, listener: Listener = ignore) -> SweepRow:
 
 def _on_ray(cells: dict[str | None, Request], address: str) -> Iterator[SweepRow]:
     """Yield rows as runs end on a cluster's nodes, one at a time on each; Ray starts the run of a lost node again."""
-    if line := missing_packages(("ray",), extra="ray"):
-        raise RequestError(f"engine is 'ray', and {line}")
     os.environ.setdefault("RAY_task_oom_retries", "3")  # Without end by default; read as Ray is imported.
-    import ray
-
     try:
+        import ray
+
+        if (port := address.rpartition(":")[2]).isdecimal():  # Ray itself takes minutes to give up.
+            socket.create_connection((address.rpartition(":")[0], int(port)), timeout=5).close()
         cluster = ray.init(address=address, log_to_driver=False, logging_level="ERROR")
-    except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
-        raise RequestError(f"no Ray cluster can be joined at {address!r} ({error}): name a running one") from error
+    except Exception as error:  # Ray raises all kinds.
+        raise RequestError(f"no Ray cluster at {address!r} ({error}): start one, with profiling-agent[ray]") from error
     with cluster:
         cpus = sorted({int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]} - {0})
         if len(cpus) != 1:

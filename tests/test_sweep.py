@@ -347,4 +347,4 @@ def test_a_cluster_that_is_not_there_and_runs_that_fail_on_nodes(nodes: tuple[An
     assert len(failures) == 2
     assert "'./a'" in failures[0]
     assert "'./b'" in failures[1]
-    assert "RequestError: no Ray cluster can be joined at '127.0.0.1:1'" in run("127.0.0.1:1").stderr
+    assert "RequestError: no Ray cluster at '127.0.0.1:1'" in run("127.0.0.1:1").stderr
