@@ -104,8 +104,10 @@ def _read_config(folder: Path, name: str) -> Any:
         raise AcquisitionError(
             f"model {name!r} has no config.json: give an ordinary Hugging Face model folder or id"
         ) from error
-    except ValueError as error:
-        raise AcquisitionError(f"model {name!r} has a config.json that is damaged: {error}") from error
+    except (OSError, ValueError) as error:
+        raise AcquisitionError(
+            f"model {name!r} has a config.json that is damaged, or can't be read: {error}"
+        ) from error
     if not isinstance(fields, dict):
         raise AcquisitionError(f"model {name!r} has a config.json that is damaged: it is no JSON object")
     _check_kind(fields, name)
