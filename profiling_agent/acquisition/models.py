@@ -125,8 +125,8 @@ def _read_config(folder: Path, name: str) -> Any:
         else:
             config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     names = config.id2label
-    if not all(isinstance(label, str) for label in names.values()):
-        raise AcquisitionError(f"{refusal}its names of classes (id2label) are no texts{advice}")
+    if not names or not all(isinstance(label, str) for label in names.values()):
+        raise AcquisitionError(f"{refusal}it has no names of classes (id2label){advice}")
     # Labels of a data set become these numbers, and are compared with the places of logits.
     if set(names) != set(range(len(names))):
         raise AcquisitionError(
