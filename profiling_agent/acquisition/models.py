@@ -104,8 +104,10 @@ def _read_config(folder: Path, name: str) -> Any:
         raise AcquisitionError(
             f"model {name!r} has no config.json: give an ordinary Hugging Face model folder or id"
         ) from error
-    except ValueError as error:
-        raise AcquisitionError(f"model {name!r} has a config.json that is damaged: {error}") from error
+    except (OSError, ValueError) as error:
+        raise AcquisitionError(
+            f"model {name!r} has a config.json that is damaged, or can't be read: {error}"
+        ) from error
     if not isinstance(fields, dict):
         raise AcquisitionError(f"model {name!r} has a config.json that is damaged: it is no JSON object")
     _check_kind(fields, name)
@@ -123,8 +125,8 @@ def _read_config(folder: Path, name: str) -> Any:
         else:
             config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     names = config.id2label
-    if not all(isinstance(label, str) for label in names.values()):
-        raise AcquisitionError(f"{refusal}its names of classes (id2label) are no texts{advice}")
+    if not names or not all(isinstance(label, str) for label in names.values()):
+        raise AcquisitionError(f"{refusal}it has no names of classes (id2label){advice}")
     # Labels of a data set become these numbers, and are compared with the places of logits.
     if set(names) != set(range(len(names))):
         raise AcquisitionError(
