@@ -15,7 +15,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInf
 
 from profiling_agent.errors import RequestError
 from profiling_agent.files import FileRefusedError, expanded
-from profiling_agent.records import NUM_SESSIONS, RUNTIMES, Goal, RuntimeName
+from profiling_agent.records import NUM_SESSIONS, RUNTIMES, Goal, MatchBy, RuntimeName
 from profiling_agent.records.notation import DTYPE_SYNONYMS, DropLimit, RatioLimit, SpeedupLimit, canonical
 
 RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -156,6 +156,11 @@ class Request(BaseModel):
     )
     image_column: str | None = Field(default=None, description="column of images; found by type when not named")
     label_column: str | None = Field(default=None, description="column of labels; found by type when not named")
+    label_match: MatchBy = Field(
+        default="auto",
+        description="how labels become the model's classes. auto: by names, or by what the model's answers fit best. number: "
+        "label 3 is class 3. from-1: label 1 is class 0. place: the order of the data set's list. natural: folders as timm sorts them",
+    )
     max_accuracy_drop: DropLimit = Field(
         default=0.01, description="top-1 that may be lost: 0.01, 1% or 1pt is one point"
     )

@@ -8,7 +8,7 @@ import datasets
 
 from profiling_agent.acquisition.data import OpenedData
 from profiling_agent.acquisition.hub import did_you_mean
-from profiling_agent.acquisition.labels import called_by_number, match_labels, match_numbers
+from profiling_agent.acquisition.labels import Matching, called_by_number, match_labels, match_numbers
 from profiling_agent.errors import AcquisitionError
 from profiling_agent.records import LabelMatch
 
@@ -27,7 +27,7 @@ MAX_STREAMED_LABELS = 2000
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Where images and labels are; `class_of` maps a raw label to the model's class, `matches` has the reasons.
+    """Where images and labels are; `class_of` maps a raw label to the model's class, by the first of `matchings`.
 
     `num_classes` of the model's classes occur, or may occur if not all labels were read. `known` are the raw labels that are
     allowed; None if all are, and those that `class_of` lacks are no class of the model.
@@ -35,7 +35,7 @@ class Columns:
 
     image: str
     label: str
-    matches: tuple[LabelMatch, ...]
+    matchings: tuple[Matching, ...]
     class_of: Mapping[Any, int]
     num_classes: int
     known: Collection[Any] | None = None
@@ -161,8 +161,8 @@ def match_column(data: OpenedData, split: str, image: str, column: str, id2label
     notes: tuple[str, ...] = ()
     if isinstance(kind, datasets.ClassLabel):
         names: list[str] = kind.names
-        matches = match_labels(names, id2label)
-        class_of = {raw: match.model_id for raw, match in enumerate(matches) if match.model_id is not None}
+        matchings = match_labels(names, id2label, by=data.query.label_match)
+        class_of: Mapping[Any, int] = matchings[0].class_of
     elif _is_whole(kind):
         numbers = _distinct_labels(data, split, column)
         if not numbers:
@@ -175,22 +175,16 @@ def match_column(data: OpenedData, split: str, image: str, column: str, id2label
                 f"model has {len(id2label)} classes, 0 to {len(id2label) - 1}: name another with label_column, or choose a model "
                 "that was trained on these classes"
             )
-        matches, class_of = match_numbers(numbers, id2label)
+        matchings = match_numbers(numbers, id2label, by=data.query.label_match)
+        class_of = matchings[0].class_of
         # The train split may hold those that this one lacks.
         known = class_of.keys()
-        if 0 not in numbers and matches[0].rule == "id":
-            notes = (
-                f"no label of split {split!r} was seen to be 0, and all are taken as they stand, 0 for the first of the model's "
-                "classes: if the data set counts from 1, take 1 from each",
-            )
         if data.has_cheap_labels:
-            return Columns(image, column, matches, class_of, len(numbers), known, notes)
+            return Columns(image, column, matchings, class_of, len(numbers), known, notes)
     else:
         texts = sorted(_distinct_labels(data, split, column))
-        matches = match_labels(texts, id2label, ordered=False)
-        class_of = {
-            raw: match.model_id for raw, match in zip(texts, matches, strict=True) if match.model_id is not None
-        }
+        matchings = match_labels(texts, id2label, ordered=False, by=data.query.label_match)
+        class_of = {texts[place]: index for place, index in matchings[0].class_of.items()}
         if not data.has_cheap_labels:
             known = frozenset(texts)
             notes = (
@@ -198,7 +192,7 @@ def match_column(data: OpenedData, split: str, image: str, column: str, id2label
                 "the verdict is about no others that come later, so if rows are sorted by class, download the data set (hf "
                 "download) and give its folder",
             )
-    return Columns(image, column, matches, class_of, len(set(class_of.values())), known, notes)
+    return Columns(image, column, matchings, class_of, len(set(class_of.values())), known, notes)
 
 
 def _score(matches: Iterable[LabelMatch], num_classes: int) -> tuple[float, float]:
@@ -225,7 +219,7 @@ def choose_columns(data: OpenedData, split: str, id2label: Mapping[int, str]) ->
             except AcquisitionError as error:
                 refusal = refusal or error
         if found:
-            best = max(found.values(), key=lambda columns: _score(columns.matches, len(id2label)))
+            best = max(found.values(), key=lambda columns: _score(columns.matchings[0].matches, len(id2label)))
             others = [repr(column) for column in tier if column != best.label]
             if not others:
                 return best

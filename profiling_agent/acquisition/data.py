@@ -34,7 +34,7 @@ from profiling_agent.acquisition.hub import (
 from profiling_agent.acquisition.reference import DIGITS, PREFIX, reference_dataset
 from profiling_agent.errors import AcquisitionError, ProfilingAgentError
 from profiling_agent.progress import Progress
-from profiling_agent.records import Record
+from profiling_agent.records import MatchBy, Record
 
 # Where the Hub keeps a parquet copy of a data set: CONFIG/SPLIT/*.parquet, of a large split partial-SPLIT.
 PARQUET_COPY, PARTIAL = "refs/convert/parquet", "partial-"
@@ -69,6 +69,7 @@ class DataQuery(Record):
     split: str | None = Field(default=None, description="split to evaluate on")
     image_column: str | None = None
     label_column: str | None = None
+    label_match: MatchBy = "auto"
     num_samples: int | None = Field(
         default=None, ge=1, description="images to search on; by default half, at most 2000"
     )

@@ -4,7 +4,7 @@ import io
 import warnings
 import zlib
 from bisect import bisect_right
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
@@ -119,6 +119,13 @@ def write_rows(path: Path, rows: Iterable[tuple[bytes, int]]) -> int:
             writer.write_table(table)
             number += len(table)
     return number
+
+
+def relabel_split(path: Path, becomes: Mapping[int, int]) -> None:
+    """Write a split again with other class ids, `becomes` of each of its own."""
+    split, new = read_split(path), path.with_suffix(".new")
+    write_rows(new, ((split.encoded(row), becomes[int(label)]) for row, label in enumerate(split.labels)))
+    new.replace(path)
 
 
 def _grouped(rows: Iterable[tuple[bytes, int]]) -> Iterator[Any]:

@@ -127,6 +127,11 @@ def _read_config(folder: Path, name: str) -> Any:
     names = config.id2label
     if not names or not all(isinstance(label, str) for label in names.values()):
         raise AcquisitionError(f"{refusal}it has no names of classes (id2label){advice}")
+    if len(names) < 2:
+        raise AcquisitionError(
+            f"model {name!r} has one output ({next(iter(names.values()))!r}), whose answer is the same for every image: "
+            "give a classifier with an output for each of two classes or more"
+        )
     # Labels of a data set become these numbers, and are compared with the places of logits.
     if set(names) != set(range(len(names))):
         raise AcquisitionError(

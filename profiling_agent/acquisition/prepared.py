@@ -127,7 +127,7 @@ def _write(
     shape: tuple[int, ...] | None = None
     with replacing(path) as stream:
         done = 0
-        for values in _batches(split, rows, processor):
+        for values in processed_batches(split, rows, processor):
             held = values if codes is None else codes.encode(values)
             if shape is None:
                 shape = (len(rows), *values.shape[1:])
@@ -149,7 +149,7 @@ def _write_header(stream: IO[bytes], shape: tuple[int, ...], dtype: np.dtype[Any
     np.lib.format.write_array_header_1_0(stream, described)
 
 
-def _batches(split: "SplitImages", rows: range, processor: Any) -> Iterator[Pixels]:
+def processed_batches(split: "SplitImages", rows: range, processor: Any) -> Iterator[Pixels]:
     """Yield the rows' pixel values, in their order, of as many images as may be decoded at once."""
     images: list[Image] = []
     for row in rows:

@@ -26,7 +26,7 @@ from profiling_agent.acquisition.columns import (
 from profiling_agent.acquisition.data import BATCH_IMAGES, DataQuery, OpenedData, open_data
 from profiling_agent.acquisition.hub import MAX_TEXT, did_you_mean
 from profiling_agent.acquisition.images import FORMATS, decode_rgb, write_rows
-from profiling_agent.acquisition.labels import guesses, shown
+from profiling_agent.acquisition.labels import Matching, guesses, shown
 from profiling_agent.errors import AcquisitionError, CorruptImageError
 from profiling_agent.progress import Progress, silent
 from profiling_agent.quiet import quiet
@@ -58,14 +58,19 @@ class DrawnSplit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrawnSplits:
-    """Disjoint sets, how labels became classes, and notes for the results' readers."""
+    """Disjoint sets, the matchings of labels (theirs are by the first), and notes for the results' readers."""
 
     calibration: DrawnSplit
     search: DrawnSplit
     heldout: DrawnSplit
-    labels: tuple[LabelMatch, ...]
+    matchings: tuple[Matching, ...]
     notes: tuple[str, ...]
     recovery: DrawnSplit | None = None
+
+    @property
+    def labels(self) -> tuple[LabelMatch, ...]:
+        """Return what each label is by the first matching."""
+        return self.matchings[0].matches
 
 
 def draw_splits(
@@ -126,7 +131,7 @@ def draw_splits(
         )
         notes = _notes(data, evaluation, train, columns, pool, drawn)
         copies = (f"{count} {text}" for count, text in repeats if count)
-        return DrawnSplits(**drawn, labels=columns.matches, notes=(*notes, *copies))
+        return DrawnSplits(**drawn, matchings=columns.matchings, notes=(*notes, *copies))
 
 
 def look_up_labels(
@@ -140,7 +145,7 @@ def look_up_labels(
     with quiet(), tempfile.TemporaryDirectory() as cache:
         data = open_data(query, cache=Path(cache), progress=progress)
         evaluation = choose_evaluation_split(data)
-        return evaluation, choose_columns(data, evaluation, id2label).matches
+        return evaluation, choose_columns(data, evaluation, id2label).matchings[0].matches
 
 
 def choose_evaluation_split(data: OpenedData) -> str:
@@ -420,9 +425,11 @@ def _notes(
     """Return notes about the images for the results' readers."""
     calibration, recovery = drawn["calibration"], drawn.get("recovery")
     num_unmapped = int((pool.labels == UNMAPPED).sum())
-    unknown = [match.dataset_label for match in columns.matches if match.model_id is None]
+    matches = columns.matchings[0].matches
+    unknown = [match.dataset_label for match in matches if match.model_id is None]
     num_classes, num_search = columns.num_classes, drawn["search"].num_images
-    requested, guessed = data.query.num_samples or 0, guesses(columns.matches)
+    # Of several matchings, the model's answers choose one later.
+    requested, guessed = data.query.num_samples or 0, guesses(matches) if len(columns.matchings) == 1 else None
     notes = (
         (guessed is not None, guessed or ""),
         (
@@ -446,7 +453,7 @@ def _notes(
         (num_unmapped > 0, f"{num_unmapped} images of split {evaluation!r} have no label that the model knows"),
         (
             bool(unknown),
-            f"{len(unknown)} of the data set's {len(columns.matches)} labels match no class of the model or several, and their "
+            f"{len(unknown)} of the data set's {len(matches)} labels match no class of the model or several, and their "
             f"images were left out: {shown(unknown)}",
         ),
         (

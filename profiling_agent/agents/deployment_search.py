@@ -1,5 +1,6 @@
 """Deployment search agent: measures what the unpruned model does in every deployment, before anything is planned."""
 
+from profiling_agent.acquisition.labels import why_doubtful
 from profiling_agent.agents.node import Update
 from profiling_agent.agents.session import RunSession
 from profiling_agent.agents.state import RunState
@@ -7,8 +8,8 @@ from profiling_agent.analysis.dry_run import dry_run
 from profiling_agent.errors import PlanError
 from profiling_agent.iteration.attempt import open_journal
 from profiling_agent.iteration.deployments import schemes_of, why_undeployable
-from profiling_agent.iteration.labelling import with_checked_labels
-from profiling_agent.records import Journal, Plan
+from profiling_agent.iteration.evaluator import Evaluator
+from profiling_agent.records import SHARD, Acquired, Journal, Plan
 
 
 def deployment_search(state: RunState, session: RunSession) -> Update:
@@ -23,11 +24,26 @@ def deployment_search(state: RunState, session: RunSession) -> Update:
         # The paper's plans have both halves; its loop judges the pruned one in float32.
         if why and state.goal.selection != "paper":
             raise PlanError(why)
-    acquired = with_checked_labels(evaluator)
+    acquired = _with_checked_labels(evaluator)
     journal = open_journal(evaluator, state.proposal or Plan())
     if state.proposal is not None and (why := _why_unmade(state.proposal, journal)):
         raise PlanError(why)
     return {"journal": journal, "acquired": acquired}
+
+
+def _with_checked_labels(evaluator: Evaluator) -> Acquired:
+    """Return what was acquired, with the doubt that the baseline's answers on the first search images leave.
+
+    Raises:
+        AcquisitionError: they contradict labels that were matched by place or number only.
+    """
+    acquired = evaluator.acquired
+    answers = evaluator.answers(evaluator.evaluate_baseline(acquired.search, range(SHARD)))
+    doubt = why_doubtful(answers.predicted, answers.true, acquired.labels)
+    if doubt is None:
+        return acquired
+    evaluator.jobs.progress(doubt, 0, 0)
+    return acquired.model_copy(update={"notes": (*acquired.notes, doubt), "doubt": doubt})
 
 
 def _why_unmade(plan: Plan, journal: Journal) -> str | None:

@@ -256,7 +256,8 @@ def _facts(evaluator: Evaluator, tested: _Tested) -> Facts:
 
 
 def _verdict(evaluator: Evaluator, journal: Journal, facts: Facts) -> Verdict:
-    facts = facts.model_copy(update={"unproven": why_unproven(evaluator.acquired, evaluator.goal)})
+    acquired = evaluator.acquired
+    facts = facts.model_copy(update={"unproven": why_unproven(acquired, evaluator.goal), "doubt": acquired.doubt})
     verdict = decide(facts, evaluator.goal)
     # As a run with a budget looks at held-out images to its end, there may be no time to cut a model as far as is allowed, and convert it.
     if verdict.binding in ("speed", "size") and evaluator.budget.has_time_for(TEST_S):

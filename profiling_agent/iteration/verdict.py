@@ -27,6 +27,7 @@ class Facts(Record):
     memory_ratio: float | None = None
     refused: str | None = None
     unproven: str | None = None
+    doubt: str | None = None
 
 
 class Limit(Record):
@@ -134,6 +135,14 @@ def _met(facts: Facts, goal: Goal, terms: tuple[Term, ...]) -> Verdict:
 
 def decide(facts: Facts, goal: Goal, limit: Limit | None = None) -> Verdict:
     """Return the verdict; `limit` is needed to call a missed contract infeasible, and is only measured then."""
+    verdict = _decide(facts, goal, limit)
+    if facts.doubt is None:
+        return verdict
+    explanation = f"unproven: {facts.doubt}; {verdict.explanation}"
+    return verdict.model_copy(update={"certified": False, "images_to_certify": None, "explanation": explanation})
+
+
+def _decide(facts: Facts, goal: Goal, limit: Limit | None) -> Verdict:
     terms = _terms(facts, goal)
     missed = [term for term in terms if not term.holds]
     if not missed and facts.refused is None:

@@ -20,6 +20,7 @@ from profiling_agent.records import (
     Headline,
     InputSpec,
     LabelMatch,
+    MatchBy,
     MemoryUse,
     Opening,
     Predictions,
@@ -72,6 +73,7 @@ class AcquireTask(Task[Acquired]):
     split: str | None = None
     image_column: str | None = None
     label_column: str | None = None
+    label_match: MatchBy = "auto"
     num_samples: int | None = None
     num_recovery: int = 0
     seed: int = 0
@@ -102,6 +104,7 @@ class MatchLabelsTask(Task[MatchedLabels]):
     split: str | None = None
     image_column: str | None = None
     label_column: str | None = None
+    label_match: MatchBy = "auto"
 
 
 class ResolvedShape(Record):

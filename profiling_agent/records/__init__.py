@@ -4,7 +4,18 @@ Ratios and accuracies are fractions in [0, 1]; units are in the names; `macs` ar
 """
 
 from profiling_agent.records.approval import Approval, ApprovalQuestion, Decided, UnitCut
-from profiling_agent.records.data import SHARD, Acquired, InputSpec, LabelMatch, ModelSource, ShapeFacts, SplitInfo
+from profiling_agent.records.data import (
+    SHARD,
+    Acquired,
+    InputSpec,
+    LabelMatch,
+    MatchBy,
+    MatchKind,
+    MatchRule,
+    ModelSource,
+    ShapeFacts,
+    SplitInfo,
+)
 from profiling_agent.records.deployment import (
     RUNTIMES,
     DeployedModel,
@@ -118,6 +129,9 @@ __all__ = [
     "LatencyStats",
     "LayerCost",
     "LayerProfile",
+    "MatchBy",
+    "MatchKind",
+    "MatchRule",
     "MemoryUse",
     "ModelProfile",
     "ModelSource",

@@ -33,13 +33,19 @@ class ShapeFacts(Record):
     is_certain: bool
 
 
+# How all labels of a data set are matched: by names, or by one of the orders that both sides may have.
+MatchKind = Literal["name", "number", "from-1", "place", "natural"]
+MatchBy = Literal["auto", MatchKind]
+MatchRule = Literal[MatchKind, "id", "normalised name", "wnid", "substring", "unmapped"]
+
+
 class LabelMatch(Record):
     """How one label of the data set became a class of the model; `model_id` is None where it did not."""
 
     dataset_label: str
     model_id: int | None
     model_label: str | None
-    rule: Literal["id", "name", "normalised name", "wnid", "substring", "unmapped"]
+    rule: MatchRule
 
 
 class SplitInfo(Record):
@@ -89,3 +95,4 @@ class Acquired(Record):
     recovery: SplitInfo | None = Field(default=None, description="train images, where pruned models are trained again")
     labels: tuple[LabelMatch, ...]
     notes: tuple[str, ...] = ()
+    doubt: str | None = Field(default=None, description="why the baseline's answers prove nothing about accuracy")

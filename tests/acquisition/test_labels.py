@@ -1,11 +1,28 @@
 """Labels of a data set against classes of a model."""
 
+import numpy as np
 import pytest
 
-from profiling_agent.acquisition.labels import guesses, is_by_place, match_labels, match_numbers
+from profiling_agent.acquisition.labels import choose_matching, guesses, match_labels, match_numbers, why_doubtful
 from profiling_agent.errors import AcquisitionError
+from profiling_agent.records import LabelMatch
 
 ANIMALS = {0: "cat", 1: "dog", 2: "bird"}
+TRUE = np.arange(400) % 5
+
+
+def unnamed(num_classes):
+    return {index: f"LABEL_{index}" for index in range(num_classes)}
+
+
+def folders(num_classes):
+    """Return class folders with numbers for names, in the order in which folders are read: 10 before 2."""
+    return sorted(str(number) for number in range(num_classes))
+
+
+def matched(labels, id2label, **options):
+    """Return the likeliest way in which labels fit."""
+    return match_labels(labels, id2label, **options)[0].matches
 
 
 def ids(matches):
@@ -17,23 +34,23 @@ def rules(matches):
 
 
 def test_equal_names_at_every_id_map_by_id():
-    matches = match_labels(["cat", "Dog", "BIRD"], ANIMALS)
+    matches = matched(["cat", "Dog", "BIRD"], ANIMALS)
     assert ids(matches) == [0, 1, 2]
     assert rules(matches) == ["id"] * 3
 
 
 def test_imagenet_cranes_are_told_apart_by_their_ids():
     cranes = {0: "crane", 1: "tench, Tinca tinca", 2: "crane"}
-    assert ids(match_labels(["crane", "tench", "crane "], cranes)) == [0, 1, 2]
+    assert ids(matched(["crane", "tench", "crane "], cranes)) == [0, 1, 2]
 
 
 def test_an_ambiguous_name_stays_unmapped_where_ids_do_not_agree():
     cranes = {0: "crane", 1: "tench", 2: "crane"}
-    assert ids(match_labels(["tench", "crane"], cranes)) == [1, None]
+    assert ids(matched(["tench", "crane"], cranes)) == [1, None]
 
 
 def test_the_same_names_in_another_order_map_by_name_and_not_by_id():
-    matches = match_labels(["dog", "bird", "cat"], ANIMALS)
+    matches = matched(["dog", "bird", "cat"], ANIMALS)
     assert ids(matches) == [1, 2, 0]
     assert rules(matches) == ["name"] * 3
 
@@ -47,78 +64,80 @@ def test_the_same_names_in_another_order_map_by_name_and_not_by_id():
     ],
 )
 def test_the_same_names_are_no_numbers_nor_synonyms_of_each_other(labels, model):
-    matches = match_labels(labels, dict(enumerate(model)))
+    matches = matched(labels, dict(enumerate(model)))
     assert [(match.model_label or "").casefold() for match in matches] == [label.casefold() for label in labels]
     assert set(rules(matches)) <= {"name", "normalised name"}
 
 
 def test_cranes_are_told_apart_where_a_background_comes_before_them():
     names = ["crane", "tench, Tinca tinca", "crane"]
-    assert ids(match_labels(["crane", "tench", "crane "], dict(enumerate(["background", *names])))) == [1, 2, 3]
-    assert ids(match_labels(["crane", "tench", "crane "], dict(enumerate(["thing", *names])))) == [None, 2, None]
+    assert ids(matched(["crane", "tench", "crane "], dict(enumerate(["background", *names])))) == [1, 2, 3]
+    assert ids(matched(["crane", "tench", "crane "], dict(enumerate(["thing", *names])))) == [None, 2, None]
 
 
 @pytest.mark.parametrize(
-    ("numbers", "names", "expected", "rule", "is_guess"),
+    ("numbers", "names", "expected", "is_guess"),
     [
-        ([0, 2], ["a", "b", "c", "d"], [0, 2], "id", True),
-        # As they stand, and never shifted: the baseline's answers are asked whether that is right.
-        ([1, 2, 3], ["a", "b", "c", "d"], [1, 2, 3], "id", True),
-        ([1, 2], ["LABEL_0", "LABEL_1", "LABEL_2"], [1, 2], "id", False),
-        ([1, 2], ["1", "2", "3"], [0, 1], "name", False),
-        ([0, 2], ["1", "2", "3"], [0, 2], "id", True),
-        ([0, 1, 2], [*sorted(str(number) for number in range(11))], [0, 1, 3], "name", False),
+        ([0, 2], ["a", "b", "c", "d"], {"number": [0, 2]}, True),
+        ([1, 2, 3], ["a", "b", "c", "d"], {"number": [1, 2, 3], "from-1": [0, 1, 2]}, True),
+        ([1, 2], ["LABEL_0", "LABEL_1", "LABEL_2"], {"number": [1, 2], "from-1": [0, 1]}, False),
+        ([1, 2], ["1", "2", "3"], {"name": [0, 1], "number": [1, 2]}, False),
+        ([0, 2], ["1", "2", "3"], {"number": [0, 2]}, True),
+        ([0, 1, 2], folders(11), {"name": [0, 1, 3], "number": [0, 1, 2]}, False),
     ],
 )
-def test_whole_numbers_are_classes_called_so_or_ids_as_they_stand(numbers, names, expected, rule, is_guess):
-    matches, class_of = match_numbers(numbers, dict(enumerate(names)))
-    assert ids(matches) == [class_of[number] for number in numbers] == expected
-    assert sorted(class_of.values()) == list(range(len(names)))
-    assert set(rules(matches)) == {rule}
-    assert any(map(is_by_place, matches)) == is_guess
-    assert (" by their numbers alone" in (guesses(matches) or "")) == is_guess
+def test_whole_numbers_are_names_or_ids_or_ids_from_1(numbers, names, expected, is_guess):
+    matchings = match_numbers(numbers, dict(enumerate(names)))
+    assert {way.by: ids(way.matches) for way in matchings} == expected
+    assert [way.by for way in matchings] == list(expected)
+    for way in matchings:
+        assert [way.class_of[number] for number in numbers] == ids(way.matches)
+        assert sorted(way.class_of.values()) == list(range(len(names)))
+        assert set(rules(way.matches)) == {way.by}
+    assert (" by their numbers alone" in (guesses(matchings[0].matches) or "")) == is_guess
 
 
 @pytest.mark.parametrize(
     "generic", [["LABEL_0", "LABEL_1", "LABEL_2"], ["0", "1", "2"], ["class 0", "class 1", "class 2"]]
 )
 def test_numbers_for_names_map_by_id_where_the_counts_agree(generic):
-    assert ids(match_labels(generic, ANIMALS)) == [0, 1, 2]
-    assert ids(match_labels(["cat", "dog", "bird"], dict(enumerate(generic)))) == [0, 1, 2]
+    assert ids(matched(generic, ANIMALS)) == [0, 1, 2]
+    assert ids(matched(["cat", "dog", "bird"], dict(enumerate(generic)))) == [0, 1, 2]
 
 
 def test_numbers_that_were_sorted_as_text_mean_their_own_number():
     names = [str(number) for number in range(11)]
     assert sorted(names)[2] == "10"
-    matches = match_labels(sorted(names), {index: f"thing {index} of a kind" for index in range(11)})
-    assert ids(matches) == [0, 1, 10, 2, 3, 4, 5, 6, 7, 8, 9]
+    matchings = match_labels(sorted(names), {index: f"thing {index} of a kind" for index in range(11)})
+    assert [way.by for way in matchings] == ["number", "place"]
+    assert [ids(way.matches) for way in matchings] == [[0, 1, 10, 2, 3, 4, 5, 6, 7, 8, 9], [*range(11)]]
 
 
 def test_numbers_do_not_map_where_the_counts_differ():
     with pytest.raises(AcquisitionError, match="no label of the data set"):
-        match_labels(["0", "1"], ANIMALS)
+        matched(["0", "1"], ANIMALS)
 
 
 def test_found_strings_without_an_order_never_map_to_numbers():
     with pytest.raises(AcquisitionError, match="LABEL_0"):
-        match_labels(["bird", "cat", "dog"], {0: "LABEL_0", 1: "LABEL_1", 2: "LABEL_2"}, ordered=False)
+        matched(["bird", "cat", "dog"], {0: "LABEL_0", 1: "LABEL_1", 2: "LABEL_2"}, ordered=False)
 
 
 def test_case_spaces_underscores_and_hyphens_do_not_matter():
-    matches = match_labels(["Golden_Retriever", "tabby-cat"], {5: "tabby cat", 7: "golden retriever", 9: "dog"})
+    matches = matched(["Golden_Retriever", "tabby-cat"], {5: "tabby cat", 7: "golden retriever", 9: "dog"})
     assert ids(matches) == [7, 5]
     assert rules(matches) == ["normalised name"] * 2
 
 
 def test_every_synonym_of_an_imagenet_label_counts():
     classes = {0: "tench, Tinca tinca", 217: "English springer, English springer spaniel", 701: "parachute, chute"}
-    matches = match_labels(["English springer", "Tinca_tinca", "chute", "gas pump"], classes)
+    matches = matched(["English springer", "Tinca_tinca", "chute", "gas pump"], classes)
     assert ids(matches) == [217, 0, 701, None]
     assert matches[3].rule == "unmapped"
 
 
 def test_a_label_is_taken_for_the_class_that_it_says_it_is_a_kind_of_where_names_fail():
-    matches = match_labels(["golden retriever", "tomcat", "dog"], {0: "retriever", 1: "cat", 2: "dog"})
+    matches = matched(["golden retriever", "tomcat", "dog"], {0: "retriever", 1: "cat", 2: "dog"})
     assert ids(matches) == [0, None, 2]
     assert rules(matches) == ["substring", "unmapped", "name"]
 
@@ -134,12 +153,12 @@ def test_a_label_is_taken_for_the_class_that_it_says_it_is_a_kind_of_where_names
     ],
 )
 def test_a_label_is_never_taken_for_a_kind_of_what_it_means(label, kind_of_it):
-    matches = match_labels([label, "tench"], {0: kind_of_it, 1: "tench, Tinca tinca"})
+    matches = matched([label, "tench"], {0: kind_of_it, 1: "tench, Tinca tinca"})
     assert ids(matches) == [None, 1]
 
 
 def test_of_a_label_only_the_last_words_say_what_it_is():
-    assert ids(match_labels(["apple pie", "dog house", "apple"], {0: "apple", 1: "dog", 2: "pie crust"})) == [
+    assert ids(matched(["apple pie", "dog house", "apple"], {0: "apple", 1: "dog", 2: "pie crust"})) == [
         None,
         None,
         0,
@@ -148,71 +167,246 @@ def test_of_a_label_only_the_last_words_say_what_it_is():
 
 def test_of_several_classes_the_nearest_is_taken():
     spaniels = {0: "spaniel", 1: "cocker spaniel, cocker", 2: "dog"}
-    assert ids(match_labels(["English cocker spaniel", "dog"], spaniels)) == [1, 2]
-    assert ids(match_labels(["English cocker spaniel", "cocker"], spaniels)) == [None, 1]
+    assert ids(matched(["English cocker spaniel", "dog"], spaniels)) == [1, 2]
+    assert ids(matched(["English cocker spaniel", "cocker"], spaniels)) == [None, 1]
 
 
 def test_last_words_that_two_classes_have_leave_a_label_unmapped():
-    assert ids(match_labels(["old crane", "dog"], {0: "crane", 1: "crane", 2: "dog"})) == [None, 2]
+    assert ids(matched(["old crane", "dog"], {0: "crane", 1: "crane", 2: "dog"})) == [None, 2]
 
 
 def test_every_pair_of_which_names_are_not_equal_is_told():
-    assert guesses(match_labels(["cat", "dog", "bird"], ANIMALS)) is None
-    said = guesses(match_labels(["tom cat", "dog", "sea bird"], ANIMALS))
+    assert guesses(matched(["cat", "dog", "bird"], ANIMALS)) is None
+    said = guesses(matched(["tom cat", "dog", "sea bird"], ANIMALS))
     assert said is not None
     assert said.startswith(
         "'tom cat' is taken for 'cat', 'sea bird' is taken for 'bird', by the label's last words alone"
     )
-    many = match_labels(
-        [f"small thing {index}" for index in range(60)], {index: f"thing {index}" for index in range(60)}
-    )
+    many = matched([f"small thing {index}" for index in range(60)], {index: f"thing {index}" for index in range(60)})
     assert "'small thing 49' is taken for 'thing 49' and 10 more alike, by" in (guesses(many) or "")
 
 
 def test_labels_that_are_taken_by_their_places_alone_are_told():
-    unnamed = {0: "LABEL_0", 1: "LABEL_1", 2: "LABEL_2"}
-
-    said = guesses(match_labels(["Apple", "Cherry", "banana"], unnamed)) or ""
+    said = guesses(matched(["Apple", "Cherry", "banana"], unnamed(3))) or ""
 
     assert said.startswith(
         "'Apple' is taken for 'LABEL_0', 'Cherry' is taken for 'LABEL_1', 'banana' is taken for 'LABEL_2', by their places"
     )
     # A label that is a number is its own class's, and names that are equal leave nothing to guess.
-    assert guesses(match_labels(["2", "0", "1"], unnamed)) is None
-    assert guesses(match_labels(["class 0", "class 1"], {0: "class 0", 1: "class 1"})) is None
+    assert guesses(matched(["2", "0", "1"], unnamed(3))) is None
+    assert guesses(matched(["class 0", "class 1"], {0: "class 0", 1: "class 1"})) is None
 
 
 IMAGENETTE = ["n01440764", "n02102040", "n02979186", "n15075141"]
 
 
 def test_imagenets_numbers_are_its_classes_in_their_order(imagenet):
-    matches = match_labels(IMAGENETTE, dict(enumerate(imagenet)))
+    matches = matched(IMAGENETTE, dict(enumerate(imagenet)))
     assert ids(matches) == [0, 217, 482, 999]
     assert rules(matches) == ["wnid"] * 4
-    assert ids(match_labels(IMAGENETTE, dict(enumerate(["background", *imagenet])))) == [1, 218, 483, 1000]
+    assert ids(matched(IMAGENETTE, dict(enumerate(["background", *imagenet])))) == [1, 218, 483, 1000]
 
 
 def test_one_of_imagenets_numbers_that_is_none_of_the_thousand_stays_unmapped(imagenet):
-    assert ids(match_labels(["n01440764", "n00000001", "n014407640"], dict(enumerate(imagenet)))) == [0, None, None]
+    assert ids(matched(["n01440764", "n00000001", "n014407640"], dict(enumerate(imagenet)))) == [0, None, None]
 
 
 def test_imagenets_numbers_are_no_classes_of_a_model_with_others(imagenet):
     for names in (imagenet[::-1], [*imagenet, "background"], imagenet[1:], ["tench", "toilet tissue"]):
         with pytest.raises(AcquisitionError, match="no label of the data set is a class of the model"):
-            match_labels(IMAGENETTE, dict(enumerate(names)))
+            matched(IMAGENETTE, dict(enumerate(names)))
 
 
 def test_a_substring_never_takes_a_class_that_another_label_names():
-    assert ids(match_labels(["fire truck", "truck"], {0: "truck", 1: "car", 2: "ship"})) == [None, 0]
+    assert ids(matched(["fire truck", "truck"], {0: "truck", 1: "car", 2: "ship"})) == [None, 0]
 
 
 def test_no_match_at_all_shows_labels_of_both_sides():
     with pytest.raises(AcquisitionError, match=r"'apple', 'pear'.*'cat', 'dog', 'bird'"):
-        match_labels(["apple", "pear"], ANIMALS)
+        matched(["apple", "pear"], ANIMALS)
 
 
 def test_thousands_of_names_are_matched_against_thousands_of_classes_by_their_words():
     classes = {index: f"kind {index} of things, thing {index}" for index in range(5_000)}
-    matches = match_labels([f"small thing {index}" for index in reversed(range(5_000))], classes, ordered=False)
+    matches = matched([f"small thing {index}" for index in reversed(range(5_000))], classes, ordered=False)
     assert ids(matches) == list(reversed(range(5_000)))
     assert set(rules(matches)) == {"substring"}
+
+
+@pytest.mark.parametrize("num_classes", [20, 120])
+@pytest.mark.parametrize("name", ["LABEL_{}", "{}", "class {}", "thing {} of a kind"])
+def test_folders_with_numbers_fit_by_number_and_by_place(num_classes, name):
+    labels, id2label = folders(num_classes), {index: name.format(index) for index in range(num_classes)}
+
+    matchings = match_labels(labels, id2label)
+
+    assert [way.by for way in matchings] == ["number", "place"]
+    assert ids(matchings[0].matches) == [int(label) for label in labels]
+    assert ids(matchings[1].matches) == list(range(num_classes))
+    # Text in a column is sorted like folders.
+    assert match_labels(labels, id2label, ordered=False) == matchings
+
+
+@pytest.mark.parametrize(
+    ("labels", "id2label", "by"),
+    [
+        (folders(10), unnamed(10), "number"),
+        ([str(number) for number in range(120)], unnamed(120), "number"),
+        (["cat", "dog", "bird"], ANIMALS, "name"),
+        (["dog", "bird", "cat"], ANIMALS, "name"),
+        # Names that were written in the order of folders are names.
+        (folders(20), dict(enumerate(folders(20))), "name"),
+        ([str(number) for number in range(20)], dict(enumerate(folders(20))), "name"),
+        (["apple", "banana"], unnamed(2), "place"),
+        # A list of the data set's own is in no order of folders.
+        (["b", "a10", "a2"], unnamed(3), "place"),
+    ],
+)
+def test_labels_that_fit_in_one_way_leave_nothing_to_choose(labels, id2label, by):
+    assert [way.by for way in match_labels(labels, id2label)] == [by]
+
+
+@pytest.mark.parametrize(
+    ("labels", "by_nature"),
+    [
+        (["Apple", "Cherry", "banana"], [0, 2, 1]),
+        (["1", "10", "11", "2", "3", "4", "5", "6", "7", "8", "9"], [0, 9, 10, 1, 2, 3, 4, 5, 6, 7, 8]),
+        (["img10", "img9"], [1, 0]),
+    ],
+)
+def test_class_folders_fit_a_model_without_names_as_they_are_read_and_as_timm_sorts_them(labels, by_nature):
+    matchings = match_labels(labels, unnamed(len(labels)))
+    assert {way.by: ids(way.matches) for way in matchings} == {
+        "place": list(range(len(labels))),
+        "natural": by_nature,
+    }
+
+
+def test_a_chosen_match_is_the_only_one():
+    for by in ("number", "place"):
+        (way,) = match_labels(folders(20), unnamed(20), by=by)
+        assert way.by == by
+    # With ten folders both are the same.
+    assert [way.by for way in match_labels(folders(10), unnamed(10), by="place")] == ["place"]
+    with pytest.raises(AcquisitionError, match=r"label_match is 'natural', but .* by number and place: choose that"):
+        match_labels(folders(20), unnamed(20), by="natural")
+    with pytest.raises(AcquisitionError, match=r"label_match is 'place', but .* by name"):
+        match_labels(["cat", "dog", "bird"], ANIMALS, by="place")
+
+
+@pytest.mark.parametrize("num_classes", [20, 120])
+@pytest.mark.parametrize(("way", "by"), [(0, "number"), (1, "place")])
+def test_answers_choose_the_match_that_they_fit(num_classes, way, by):
+    """Of four images five are right, of a hundred and twenty classes with two images each."""
+    matchings = match_labels(folders(num_classes), unnamed(num_classes))
+    true = np.arange(2 * num_classes) % num_classes
+    meant = np.array([matchings[0].becomes(matchings[way])[index] for index in true.tolist()])
+    predicted = np.where(np.arange(len(true)) % 5 == 0, (meant + 1) % num_classes, meant)
+
+    chosen, note = choose_matching(matchings, predicted, true)
+
+    assert chosen is matchings[way]
+    assert f"{len(true)} calibration images decide: by {by} (" in note
+    assert " 80% right" in note
+
+
+def test_answers_that_fit_neither_or_both_stop_with_both_matches_and_what_to_write():
+    matchings = match_labels(folders(20), unnamed(20))
+    true = np.arange(80) % 20
+    random = np.random.default_rng(0)
+    # Class 0 is class 0 either way, and of three images nobody can tell.
+    for predicted, part in ((random.permutation(true), true), (0 * true, true), (true[10:13], true[10:13])):
+        with pytest.raises(
+            AcquisitionError,
+            match=r"don't decide: by \w+ \('10' is taken for 'LABEL_\d+'\) \d+% right, by \w+ \('10' is taken for 'LABEL_\d+'\)"
+            r" \d+% right; set label_match to (number or place|place or number)",
+        ):
+            choose_matching(matchings, predicted, part)
+
+
+def test_a_match_without_a_class_for_one_of_the_labels_does_not_fit():
+    matchings = match_numbers([1, 2], ANIMALS)
+    chosen, note = choose_matching(matchings, np.array([1, 0, 0]), np.array([0, 1, 2]))
+    assert chosen.by == "number"
+    assert note.startswith("'1' is taken for 'dog', '2' is taken for 'bird', by their numbers alone")
+
+
+@pytest.mark.parametrize("negation", ["without", "no", "not", "non", "un", "not a", "isn't a", "never any", "w/o"])
+@pytest.mark.parametrize("between", ["_", "-", " "])
+def test_a_negation_is_never_dropped(negation, between):
+    label = negation.replace(" ", between) + between + "mask"
+    assert ids(matched([label, "with_mask"], {0: "mask", 1: "face"})) == [None, 0]
+    assert ids(matched([f"face {label}", "other"], {0: "mask", 1: "other"})) == [None, 1]
+    # Nor as a part of a name that looks like a list of synonyms.
+    assert ids(matched([f"mask, {label}", "other"], {0: "mask", 1: "other"})) == [None, 1]
+
+
+def test_negated_names_are_those_of_negated_classes():
+    matches = matched(["with_mask", "without_mask"], {0: "mask", 1: "no mask"})
+    assert ids(matches) == [0, 1]
+    assert rules(matches) == ["substring", "normalised name"]
+    assert ids(matched(["worker without mask", "mask"], {0: "mask", 1: "no mask"})) == [1, 0]
+    assert ids(matched(["unmasked worker", "worker unmasked"], {0: "masked worker", 1: "unmasked"})) == [None, 1]
+
+
+def by_rule(rule, names=("Apple", "Cherry", "banana", "fig", "pear")):
+    return [
+        LabelMatch(dataset_label=name, model_id=index, model_label=f"LABEL_{index}", rule=rule)
+        for index, name in enumerate(names)
+    ]
+
+
+def test_two_classes_that_are_each_others_are_found():
+    predicted = np.array([0, 2, 1, 3, 4])[TRUE]
+    # Three classes of five are right as they are.
+    expected = (
+        "answers 60% of the images right as labels and classes are matched, and 100% with "
+        "'Cherry' as 'LABEL_2' and not 'LABEL_1', 'banana' as 'LABEL_1' and not 'LABEL_2': "
+    )
+    assert expected in (why_doubtful(predicted, TRUE, by_rule("name")) or "")
+    for rule in ("number", "from-1", "place", "natural"):
+        with pytest.raises(AcquisitionError, match=expected):
+            why_doubtful(predicted, TRUE, by_rule(rule))
+    assert "and 2 more: " in (why_doubtful((TRUE + 1) % 5, TRUE, by_rule("name")) or "")
+
+
+def test_few_images_do_not_show_another_match():
+    swapped = np.array([1, 0, 3, 4, 2])
+    for num_images, is_shown in ((199, False), (200, True)):
+        reason = why_doubtful(swapped[TRUE[:num_images]], TRUE[:num_images], by_rule("name")) or ""
+        assert ("as labels and classes are matched" in reason) == is_shown
+
+
+@pytest.mark.parametrize("num_classes", [2, 5, 300])
+def test_answers_no_better_than_chance_leave_a_doubt(num_classes):
+    random = np.random.default_rng(0)
+    true = np.arange(400) % num_classes
+    # No answer, always the same, and any: each is what a model without knowledge has.
+    for predicted in (np.full(400, -1), 0 * true, random.permutation(true)):
+        assert "search images right, which chance does too" in (why_doubtful(predicted, true, ()) or "")
+    half = np.where(random.random(400) < 0.5, true, random.integers(0, num_classes, 400))
+    assert why_doubtful(half, true, ()) is None
+
+
+def test_the_larger_of_two_classes_is_no_knowledge():
+    true = (np.arange(500) % 10 == 0).astype(np.int64)
+    assert "answers 450 of 500 search images right" in (why_doubtful(0 * true, true, ()) or "")
+    assert why_doubtful(np.where(np.arange(500) % 20 == 0, true, 0), true, ()) is None
+
+
+def test_doubt_is_noted_at_its_rate():
+    """Of models that know nothing, at most one in twenty passes for one that does."""
+    random = np.random.default_rng(0)
+    true = np.arange(200) % 4
+    passed = [why_doubtful(random.integers(0, 4, 200), true, ()) is None for _ in range(400)]
+    assert np.mean(passed) <= 0.05 + 2 * np.sqrt(0.05 * 0.95 / 400)
+
+
+def test_a_guess_by_last_words_that_the_answers_do_not_fit_leaves_a_doubt():
+    matches = [*by_rule("name"), LabelMatch(dataset_label="sea lion", model_id=5, model_label="lion", rule="substring")]
+    true = np.append(TRUE, [5] * 20)
+    assert why_doubtful(true, true, matches) is None
+    doubt = why_doubtful(np.append(TRUE, [0] * 20), true, matches) or ""
+    assert doubt.startswith(
+        "'sea lion' is taken for 'lion' by the label's last words, and the baseline answers 0 of these 20"
+    )

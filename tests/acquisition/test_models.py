@@ -56,6 +56,12 @@ def test_half_precision_weights_are_loaded_as_float32_and_that_is_noted(tmp_path
     assert load_model(str(zoo.save(zoo.vit(), tmp_path / "whole"))).note is None
 
 
+def test_a_model_with_one_output_is_refused(tmp_path):
+    for number, names in enumerate(({0: "LABEL_0"}, {0: "positive"})):
+        message = refusal(zoo.save(zoo.vit(id2label=names, problem_type="regression"), tmp_path / str(number)))
+        assert f"has one output ({names[0]!r}), whose answer is the same for every image" in message
+
+
 def test_a_path_that_is_not_there_is_named(tmp_path):
     assert "does not exist" in refusal(tmp_path / "nowhere")
 

@@ -164,6 +164,17 @@ def test_labels_taken_by_their_places_against_what_the_model_answers_are_refused
 
 
 @pytest.mark.slow
+def test_a_baseline_that_guesses_leaves_the_verdict_unproven(world: World, tmp_path: Path):
+    model = zoo.save(zoo.vit(), tmp_path / "model")
+
+    report = optimize(world.request(tmp_path, model=str(model), iterate=False))
+
+    assert not report.verdict.certified
+    assert report.verdict.explanation.startswith("unproven: the baseline answers ")
+    assert any(note.startswith("the baseline answers ") for note in report.notes)
+
+
+@pytest.mark.slow
 def test_invoking_the_same_request_again_repeats_no_job(world: World, tmp_path: Path):
     request = world.request(tmp_path, run_id=None, iterate=False)
 

@@ -20,6 +20,14 @@ def test_a_contract_that_the_bounds_meet_too_is_certified():
     assert (verdict.outcome, verdict.certified, verdict.binding) == (Outcome.MET, True, None)
 
 
+@pytest.mark.parametrize("facts", [GOOD, GOOD.model_copy(update={"size_ratio": 0.9})])
+def test_a_baseline_in_doubt_leaves_every_verdict_unproven_in_its_first_line(facts: Facts):
+    verdict = decide(facts.model_copy(update={"doubt": "the baseline guesses"}), GOAL)
+
+    assert not verdict.certified
+    assert verdict.explanation.startswith("unproven: the baseline guesses; ")
+
+
 def test_met_by_the_point_estimate_alone_is_not_certified_and_says_how_many_images_it_takes():
     verdict = decide(GOOD.model_copy(update={"drop": drop(30, 24, 1000)}), GOAL)
 

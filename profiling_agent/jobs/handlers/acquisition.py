@@ -1,13 +1,20 @@
 """Acquisition and input shape: check the model, draw the images, find the shape, save the baseline."""
 
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from profiling_agent.acquisition.data import DataQuery
-from profiling_agent.acquisition.models import device_note, load_model, resolve_device
-from profiling_agent.acquisition.splits import DrawnSplit, draw_splits, look_up_labels
+from profiling_agent.acquisition.images import read_split, relabel_split
+from profiling_agent.acquisition.labels import choose_matching
+from profiling_agent.acquisition.models import LoadedModel, device_note, load_model, resolve_device
+from profiling_agent.acquisition.prepared import processed_batches
+from profiling_agent.acquisition.splits import DrawnSplit, DrawnSplits, draw_splits, look_up_labels
 from profiling_agent.artifacts.save import save_model
+from profiling_agent.errors import AcquisitionError
+from profiling_agent.evaluation.predictions import answers_of
 from profiling_agent.jobs.context import JobContext
 from profiling_agent.jobs.tasks import (
     AcquireTask,
@@ -31,6 +38,12 @@ def acquire(task: AcquireTask, job: JobContext) -> Acquired:
     shared = task.model_dump(include=set(DataQuery.model_fields))
     config: Any = loaded.model.config
     drawn = draw_splits(DataQuery(**shared), id2label=config.id2label, folder=job.folder, progress=job.progress)
+    drawn = _with_chosen_labels(drawn, loaded, job)
+    if len(measured := np.unique(read_split(drawn.search.path).labels)) < 2:
+        raise AcquisitionError(
+            f"all {drawn.search.num_images} images to search on are of one class ({config.id2label[int(measured[0])]!r}), so that no loss of "
+            "accuracy would show: give images of two classes or more"
+        )
     notes = (*drawn.notes, *([loaded.note] if loaded.note else []))
     for line in notes:
         job.progress(line, 0, 0)
@@ -58,6 +71,30 @@ def acquire(task: AcquireTask, job: JobContext) -> Acquired:
         labels=drawn.labels,
         notes=(*notes, *([note] if note else [])),
     )
+
+
+def _with_chosen_labels(drawn: DrawnSplits, loaded: LoadedModel, job: JobContext) -> DrawnSplits:
+    """Return the images labelled by the matching that the model's answers on the calibration images fit.
+
+    Raises:
+        AcquisitionError: several matchings fit, and the answers don't decide.
+    """
+    if len(drawn.matchings) == 1:
+        return drawn
+    job.progress(f"labels fit in {len(drawn.matchings)} ways, of which the model's answers choose one", 0, 0)
+    split = read_split(drawn.calibration.path)
+    device = next(loaded.model.parameters()).device
+    with torch.inference_mode():
+        logits = [
+            loaded.model(pixel_values=torch.from_numpy(pixels).to(device)).logits.cpu().numpy()
+            for pixels in processed_batches(split, range(len(split)), loaded.processor)
+        ]
+    predicted = answers_of(np.concatenate(logits), split.labels).predicted
+    chosen, note = choose_matching(drawn.matchings, predicted, split.labels)
+    if chosen != drawn.matchings[0]:
+        for part in filter(None, (drawn.calibration, drawn.search, drawn.heldout, drawn.recovery)):
+            relabel_split(part.path, drawn.matchings[0].becomes(chosen))
+    return replace(drawn, matchings=(chosen,), notes=(note, *drawn.notes))
 
 
 def match_labels(task: MatchLabelsTask, job: JobContext) -> MatchedLabels:
