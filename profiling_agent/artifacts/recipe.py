@@ -13,12 +13,8 @@ from profiling_agent.records import Cut, Deployment, InputSpec, Record, RuntimeN
 SCHEMA_VERSION = 3
 # Schema 2 is read only: its folders have a config.json and model.safetensors, which transformers opens and misreads.
 OLD_SCHEMA, OLD_WEIGHTS = 2, "model.safetensors"
-RECIPE, WEIGHTS, GOLDEN, PROCESSOR = (
-    "recipe.json",
-    "weights.safetensors",
-    "golden.safetensors",
-    "preprocessor_config.json",
-)
+RECIPE, PROCESSOR = "recipe.json", "preprocessor_config.json"
+WEIGHTS, GOLDEN = "weights.safetensors", "golden.safetensors"
 ONNX, IR, IR_WEIGHTS, CARD = "model.onnx", "model.xml", "model.bin", "README.md"
 # What each runtime reads its weights from.
 MODEL_FILES: dict[RuntimeName, tuple[str, ...]] = {

@@ -193,8 +193,9 @@ def test_no_path_of_this_machine_is_written(tmp_path: Path):
     loaded = load_model(str(zoo.save(zoo.vit(num_hidden_layers=1), tmp_path / "private" / "my-vit")))
     assert loaded.model.config.name_or_path == str(tmp_path / "private" / "my-vit")
     save_model(loaded.model, tmp_path / "model", spec=zoo.SPEC, processor=loaded.processor, base_model=loaded.source)
+    source = deployed.saved_source(tmp_path)
     for form in ("eager dynamic", "onnxruntime float32", "openvino static"):
-        write(deployed.saved_source(tmp_path), form, tmp_path / form)
+        write(source, form, tmp_path / form)
     export(tmp_path / "model", "hf", tmp_path / "hf")
     export(tmp_path / "model", "files", tmp_path / "ordinary")
     export(tmp_path / "eager dynamic", "files", tmp_path / "described")
