@@ -123,7 +123,7 @@ def test_transformers_reads_exported_files_as_they_are_meant_or_not_at_all(
             transformers_logits(tmp_path / "files", config=sources("vit").module.config)
 
 
-@pytest.mark.parametrize("form", ["eager float32", "eager bfloat16", "eager float16"])
+@pytest.mark.parametrize("form", ["eager float32", "eager float16"])
 def test_a_hugging_face_export_answers_in_transformers_as_the_saved_model(
     sources: Callable[[str], Source], tmp_path: Path, form: str
 ):
