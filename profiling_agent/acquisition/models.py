@@ -36,8 +36,6 @@ WEIGHTS, INDEX, ADAPTER = "model.safetensors", "model.safetensors.index.json", "
 # What a saved model and exported files have besides: transformers may take their int8 weights for floats.
 OURS = ("recipe.json", "layers.json")
 PROCESSORS = ("preprocessor_config.json", "processor_config.json")
-# In saved models and exported files, whose int8 weights transformers may take for floats.
-OURS = ("recipe.json", "layers.json")
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 # What a clone without Git LFS holds in place of a large file.
 LFS = b"version https://git-lfs"
@@ -81,8 +79,6 @@ def load_model(
             folder = fetch_model(name, revision)
             commit = folder.name
         progress(f"loading {name}", 0, 0)
-        if any((folder / file).exists() for file in OURS):
-            raise AcquisitionError(f"model {name!r} was written by profiling-agent: give the model that it was made from")
         config = _read_config(folder, name)
         files = _weight_files(folder, name, commit)
         model: Any = _read_weights(folder, name, config)
