@@ -70,7 +70,7 @@ def processor(**fields: Any) -> Edit:
 
 def tensors(name: str, change: Callable[[np.ndarray], np.ndarray | None]) -> Edit:
     """Change one tensor of the weights, or drop it."""
-    return _tensors("model.safetensors", name, change)
+    return _tensors("weights.safetensors", name, change)
 
 
 def golden(name: str, change: Callable[[np.ndarray], np.ndarray | None]) -> Edit:

@@ -9,7 +9,7 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from profiling_agent.artifacts.recipe import CARD, MODEL_FILES, PACKAGES, Recipe, read_recipe
+from profiling_agent.artifacts.recipe import CARD, PACKAGES, Recipe, read_recipe
 from profiling_agent.documents import clean
 from profiling_agent.errors import ArtifactError
 from profiling_agent.files import read_text, write_text
@@ -97,10 +97,8 @@ def _rendered(recipe: Recipe, rows: Sequence[CardRow], notes: Sequence[str], jud
     return jinja.get_template("card.md.jinja").render(
         r=recipe,
         metadata=metadata_of(recipe, judged).to_yaml(),
-        base=base_name(recipe.base_model),
         scheme=SCHEMES[recipe.deployment.scheme],
-        is_plain=_is_plain(recipe),
-        files=MODEL_FILES[recipe.deployment.runtime],
+        files=recipe.model_files,
         libraries=", ".join(f"{name} {version}" for name, version in sorted(_versions(recipe).items())),
         rows=rows,
         notes=notes,
@@ -130,11 +128,6 @@ def metadata_of(recipe: Recipe, judged: Judged | None = None) -> ModelCardData:
     return ModelCardData(library_name="profiling-agent", pipeline_tag="image-classification", tags=tags, **known)
 
 
-def base_name(base_model: str) -> str:
-    """Return what a model was made from as strangers may read it: its name on the Hub, or that of its folder alone."""
-    return base_model if _is_hub_id(base_model) else Path(base_model).name
-
-
 def _title(recipe: Recipe) -> str:
     return f"{clean(recipe.architecture)} for {recipe.deployment.name}"
 
@@ -150,11 +143,6 @@ def _is_hub_id(name: str) -> bool:
 def _plain(text: object) -> str:
     """Return a stranger's text so that it stays in its cell and opens no markup."""
     return clean(" ".join(str(text).split()))[:300].replace("`", "'").replace("<", "&lt;").replace("|", "\\|")
-
-
-def _is_plain(recipe: Recipe) -> bool:
-    """Return whether transformers alone can read the weights."""
-    return not (recipe.quantized or recipe.cuts or recipe.folded)
 
 
 def _versions(recipe: Recipe) -> dict[str, str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from profiling_agent import files
-from profiling_agent.artifacts.recipe import CARD, MODEL_FILES, PROCESSOR, RECIPE, Recipe, read_recipe
+from profiling_agent.artifacts.recipe import CARD, OLD_SCHEMA, PROCESSOR, RECIPE, Recipe, read_recipe
 from profiling_agent.errors import ArtifactError, StorageError
 from profiling_agent.files import file_sha256, is_snapshot, open_regular, read_text, resolved
 
@@ -80,6 +80,21 @@ def open_folder(folder: Path, *, verify: bool) -> Recipe:
     return recipe
 
 
+def open_current(folder: Path) -> Recipe:
+    """Return the recipe of a verified folder that may be handed on as it is.
+
+    Raises:
+        ArtifactError: what `open_folder` raises, and for a layout of earlier versions, which transformers misreads.
+    """
+    recipe = open_folder(folder, verify=True)
+    if recipe.schema_version == OLD_SCHEMA:
+        raise ArtifactError(
+            f"{str(folder)!r} was saved by an earlier version, and transformers misreads such a folder: "
+            "hand on what `profiling-agent export` writes of it, or run again"
+        )
+    return recipe
+
+
 def processor_text(folder: Path) -> str:
     """Return what describes the image processor of a saved model: two with the same text prepare images alike.
 
@@ -102,7 +117,7 @@ def model_bytes(folder: Path) -> int:
         ArtifactError: the folder has no recipe that can be read, or lacks a file.
     """
     try:
-        return sum((folder / name).stat().st_size for name in MODEL_FILES[read_recipe(folder).deployment.runtime])
+        return sum((folder / name).stat().st_size for name in read_recipe(folder).model_files)
     except OSError as error:
         raise ArtifactError(f"{str(folder)!r} can't be weighed ({error.strerror}): save the model again") from error
 

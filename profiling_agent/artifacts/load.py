@@ -19,7 +19,7 @@ from transformers.initialization import no_init_weights
 
 from profiling_agent.artifacts.folder import named_folder, open_folder
 from profiling_agent.artifacts.golden import check_golden
-from profiling_agent.artifacts.recipe import PROCESSOR, WEIGHTS, QuantizedLayer, Recipe
+from profiling_agent.artifacts.recipe import PROCESSOR, QuantizedLayer, Recipe
 from profiling_agent.documents import DocumentError, clean, first_line, read_json
 from profiling_agent.errors import ArtifactError, QuantizationError
 from profiling_agent.foreign import foreign_code, logits_of, on_behalf
@@ -127,7 +127,7 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def _build(folder: Path, recipe: Recipe, *, dequantize: bool) -> nn.Module:
-    tensors = _read_tensors(folder / WEIGHTS)
+    tensors = _read_tensors(folder / recipe.model_files[0])
     try:
         model = _architecture(recipe, tensors)
         sizes = head_sizes(model)

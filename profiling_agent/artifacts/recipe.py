@@ -4,17 +4,18 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, Self, cast
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from profiling_agent.documents import DocumentError, clean, first_problem, read_json
 from profiling_agent.errors import ArtifactError
 from profiling_agent.records import Cut, Deployment, InputSpec, Record, RuntimeName
 
-SCHEMA_VERSION = 2
-RECIPE, WEIGHTS, CONFIG, GOLDEN = "recipe.json", "model.safetensors", "config.json", "golden.safetensors"
-PROCESSOR = "preprocessor_config.json"
+SCHEMA_VERSION = 3
+# Schema 2 is read only: its folders have a config.json and model.safetensors, which transformers opens and misreads.
+OLD_SCHEMA, OLD_WEIGHTS = 2, "model.safetensors"
+RECIPE, PROCESSOR = "recipe.json", "preprocessor_config.json"
+WEIGHTS, GOLDEN = "weights.safetensors", "golden.safetensors"
 ONNX, IR, IR_WEIGHTS, CARD = "model.onnx", "model.xml", "model.bin", "README.md"
-REQUIRED = frozenset({CONFIG, GOLDEN})
 # What each runtime reads its weights from.
 MODEL_FILES: dict[RuntimeName, tuple[str, ...]] = {
     "eager": (WEIGHTS,),
@@ -62,13 +63,24 @@ class Counts(Record):
 class Description(Record):
     """A saved model as it is known before its files are there: what it was made from, what was done, what executes it."""
 
-    base_model: str
-    base_revision: str | None
+    base_revision: str | None = Field(description="commit on the Hub, None for a folder or a reference")
+    base_model: str = Field(description="id on the Hub, or the name of a folder without its path")
     architecture: str
     config: dict[str, Any]
     input: InputSpec
     cuts: tuple[Cut, ...]
     deployment: Deployment = Field(default=Deployment(), description="the runtime that executes it, and the scheme")
+
+    @field_validator("base_model")
+    @classmethod
+    def _without_path(cls, name: str, info: ValidationInfo) -> str:
+        return name if info.data.get("base_revision") else Path(name).name or name
+
+    @field_validator("config")
+    @classmethod
+    def _without_source(cls, config: dict[str, Any]) -> dict[str, Any]:
+        """Drop the path that transformers keeps of where a model was loaded from."""
+        return {name: value for name, value in config.items() if name != "_name_or_path"}
 
 
 class Recipe(Description):
@@ -82,6 +94,13 @@ class Recipe(Description):
     files: dict[str, str]
     libraries: dict[str, str]
     cpu: str
+
+    @property
+    def model_files(self) -> tuple[str, ...]:
+        """The files that the runtime reads."""
+        names = MODEL_FILES[self.deployment.runtime]
+        is_old = self.schema_version == OLD_SCHEMA
+        return tuple(OLD_WEIGHTS if is_old and name == WEIGHTS else name for name in names)
 
     def deployed_as(self, deployment: Deployment) -> Description:
         """Return what is known of the same model in another deployment, before its files are there."""
@@ -97,8 +116,8 @@ class Recipe(Description):
             # A .bin is a pickle elsewhere: the one that OpenVINO reads is a list of numbers.
             if PurePosixPath(name).suffix not in SUFFIXES and name != IR_WEIGHTS:
                 raise ValueError(f"file {name[:80]!r} is none of {', '.join(sorted(SUFFIXES))}")
-        if missing := sorted(REQUIRED - files.keys()):
-            raise ValueError(f"file {missing[0]!r} isn't listed")
+        if GOLDEN not in files:
+            raise ValueError(f"file {GOLDEN!r} isn't listed")
         return files
 
     @field_validator("cuts")
@@ -111,7 +130,7 @@ class Recipe(Description):
 
     @model_validator(mode="after")
     def _has_weights(self) -> Self:
-        for name in MODEL_FILES[self.deployment.runtime]:
+        for name in self.model_files:
             if name not in self.files:
                 raise ValueError(f"file {name!r} isn't listed, and {self.deployment.runtime} reads it")
         return self
@@ -154,7 +173,7 @@ def _check_version(folder: Path, raw: Any) -> None:
         said = "it has no schema_version"
         raise ArtifactError(f"{str(folder / RECIPE)!r} is damaged and can't be read ({said}): save the model again")
     version = cast("dict[str, Any]", raw)["schema_version"]
-    if version != SCHEMA_VERSION:
+    if version not in (OLD_SCHEMA, SCHEMA_VERSION):
         raise ArtifactError(
             f"{str(folder)!r} was saved with schema version {clean(str(version))[:20]}, this version reads "
             f"{SCHEMA_VERSION}: load it with the version that saved it"

@@ -1,6 +1,5 @@
 """Writing a saved model: one writer for all runtimes, and the one for torch's own, safetensors and JSON, no pickle."""
 
-import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import metadata
@@ -17,7 +16,6 @@ from profiling_agent.artifacts.golden import NUM_IMAGES, Golden, write_golden
 from profiling_agent.artifacts.load import load_processor, load_recipe
 from profiling_agent.artifacts.recipe import (
     CARD,
-    CONFIG,
     GOLDEN,
     MODEL_FILES,
     PACKAGES,
@@ -49,7 +47,7 @@ def write_artifact(
 ) -> Recipe:
     """Write a saved model to `folder`, which appears complete or not at all; return its recipe.
 
-    `write_model` writes the files of the runtime into a folder; then come processor, config, what `ask` hears from the
+    `write_model` writes the files of the runtime into a folder; then come processor, what `ask` hears from the
     model in that folder, as golden logits, the recipe with all hashes, and a card where one is wanted. `complexity` is
     params and MACs, for files that torch can't count.
 
@@ -59,7 +57,6 @@ def write_artifact(
     with appearing(folder) as temporary:
         prepared = write_model(temporary)
         processor.save_pretrained(temporary)
-        write_text(temporary / CONFIG, json.dumps(description.config, indent=2) + "\n")
         # A recipe names its golden file, and a runtime is opened by a recipe.
         (temporary / GOLDEN).touch()
         draft = _recipe(description, prepared, temporary, complexity)
@@ -176,7 +173,7 @@ def save_derived(
 def write_weights(
     model: nn.Module, folder: Path, *, folded: Sequence[str] = (), dtype: torch.dtype | None = None
 ) -> PreparedFiles:
-    """Write `model.safetensors`, floating tensors in `dtype` or as they are; quantized layers as `save_model` says."""
+    """Write `weights.safetensors`, floating tensors in `dtype` or as they are; quantized layers as `save_model` says."""
     tensors, tied = _split_ties(model)
     if dtype is not None:
         tensors = {name: held.to(dtype) if held.is_floating_point() else held for name, held in tensors.items()}

@@ -17,7 +17,7 @@ HALVES: dict[Scheme, torch.dtype] = {"bfloat16": torch.bfloat16, "float16": torc
 
 
 def write_deployment(source: Source, deployment: Deployment, folder: Path) -> PreparedFiles:
-    """Write `model.safetensors`: on CUDA the whole model in half precision, on the CPU the layers that are chosen.
+    """Write `weights.safetensors`: on CUDA the whole model in half precision, on the CPU the layers that are chosen.
 
     Raises:
         PlanError: a pattern hits no layer.

@@ -13,7 +13,7 @@ from profiling_agent.quiet import ALONE
 
 
 def describe(model: nn.Module, recipe: Recipe, refuse: Refuse) -> dict[str, Any]:
-    """Return what `layers.build` makes `model` of, the saved model of `recipe`, beside the config and the tensors.
+    """Return what `layers.build` makes `model` of, the saved model of `recipe`, beside the tensors.
 
     Raises:
         ProfilingAgentError: `refuse` of what transformers says to the config.
@@ -24,6 +24,7 @@ def describe(model: nn.Module, recipe: Recipe, refuse: Refuse) -> dict[str, Any]
         config = on_behalf(AutoConfig.for_model, name, **fields)
         fresh = on_behalf(AutoModelForImageClassification.from_config, config, trust_remote_code=False).eval()
     return {
+        "config": recipe.config,
         "attributes": _attributes(model, fresh, recipe.folded),
         "identities": list(recipe.folded),
         "layers": {

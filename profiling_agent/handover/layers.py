@@ -1,7 +1,7 @@
 """A transformers model with layers that its config can't describe, by torch and transformers alone.
 
 `profiling-agent export` puts this very file beside a model that was cut unevenly or quantized: `layers.json` says what stands
-where, `model.safetensors` has the numbers. The layers compute what the deployment does, from the same integers and scales.
+where, `weights.safetensors` has the numbers. The layers compute what the deployment does, from the same integers and scales.
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ import torch
 import torch.ao.quantization.fx._decomposed  # registers the operators  # pyright: ignore[reportUnusedImport]
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import AutoModelForImageClassification
+from transformers import AutoConfig, AutoModelForImageClassification
 
 # How a convolution moves; a stranger's code may read any of them, and what the float layer says of its widths.
 MOVES = ("stride", "padding", "dilation", "groups")
@@ -164,13 +164,13 @@ class Cast(Layer):
 KINDS: dict[str, type[Layer]] = {"dynamic": Dynamic, "static": Static, "cast": Cast}
 
 
-def build(config: Any, described: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> nn.Module:
-    """Return the model of a transformers config in eval mode, with what `layers.json` describes in its place.
+def build(described: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> nn.Module:
+    """Return the model that `layers.json` describes, in eval mode.
 
-    `attributes` are numbers that modules state of themselves, `identities` names norms that don't normalise any more, `layers` says
+    `config` is transformers' own, `attributes` are numbers that modules state of themselves, `identities` names norms that don't normalise any more, `layers` says
     which aren't float, and `tied` under which other name a tensor is stored.
     """
-    model = AutoModelForImageClassification.from_config(config)
+    model = AutoModelForImageClassification.from_config(AutoConfig.for_model(**described["config"]))
     for name, stated in described["attributes"].items():
         for attribute, value in stated.items():
             setattr(model.get_submodule(name), attribute, tuple(value) if isinstance(value, list) else value)

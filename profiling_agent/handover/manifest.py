@@ -11,12 +11,14 @@ from profiling_agent.files import file_sha256
 from profiling_agent.records import Deployment, InputSpec, Record
 
 MANIFEST = "export.json"
+# Format 1 had a config.json beside weights that transformers misreads.
+FORMAT = 2
 
 
 class Exported(Record):
     """What `export.json` holds."""
 
-    format: int = 1
+    format: int = FORMAT
     base_model: str
     base_revision: str | None
     architecture: str
@@ -48,6 +50,8 @@ def read_exported(folder: Path) -> Exported:
         raise ArtifactError(f"{str(path)!r} can't be read ({error.strerror}): export the model again") from error
     except DocumentError as error:
         raise ArtifactError(f"{str(path)!r} is damaged ({error}): export the model again") from error
+    if exported.format != FORMAT:
+        raise ArtifactError(f"{str(folder)!r} was exported by an earlier version: export the model again")
     for name, sha256 in exported.files.items():
         try:
             found = file_sha256(folder / name, under=folder)

@@ -4,7 +4,7 @@ import shutil
 from pathlib import Path
 
 from profiling_agent.artifacts.card import CardRow, write_card
-from profiling_agent.artifacts.folder import appearing, open_folder
+from profiling_agent.artifacts.folder import appearing, open_current
 from profiling_agent.artifacts.recipe import CARD, RECIPE
 from profiling_agent.errors import ArtifactError, RequestError
 from profiling_agent.files import expanded
@@ -41,7 +41,7 @@ def pick(
     found = candidates_of(report)
     picked = best_for(objective, found, report.goal) if objective is not None else named(str(candidate), found)
     source = Workspace(run_of(root)).path(picked.evaluation.model)
-    recipe = open_folder(source, verify=True)
+    recipe = open_current(source)
     try:
         with appearing(folder) as temporary:
             for name in (RECIPE, *recipe.files):

@@ -16,16 +16,16 @@ from huggingface_hub import ModelCard
 from numpy.typing import NDArray
 
 from profiling_agent.acquisition import pixels
-from profiling_agent.artifacts.card import base_name, card_head, text_templates
+from profiling_agent.artifacts.card import card_head, text_templates
 from profiling_agent.artifacts.folder import appearing
 from profiling_agent.artifacts.golden import golden_distance, tolerance
 from profiling_agent.artifacts.load import load_module, load_processor
-from profiling_agent.artifacts.recipe import CARD, CONFIG, MODEL_FILES, WEIGHTS, Recipe
+from profiling_agent.artifacts.recipe import CARD, WEIGHTS, Recipe
 from profiling_agent.artifacts.save import write_weights
 from profiling_agent.deployment.plain import save_plain
 from profiling_agent.deployment.registry import open_session
 from profiling_agent.deployment.torch_session import memory_format
-from profiling_agent.documents import clean, read_json
+from profiling_agent.documents import clean
 from profiling_agent.errors import ArtifactError
 from profiling_agent.files import file_sha256, write_text
 from profiling_agent.handover.described import describe
@@ -50,8 +50,9 @@ MEANINGS = {
     "model.xml": "the graph, for OpenVINO",
     "model.bin": "its weights",
     WEIGHTS: "the weights, as plain tensors",
-    CONFIG: "what transformers builds the model from",
-    DESCRIBED: "which layers aren't as the config says, and what they are",
+    "model.safetensors": "the weights, as transformers reads them",
+    "config.json": "what transformers builds the model from",
+    DESCRIBED: "the model's config, which layers aren't as it says, and what they are",
     LAYERS: "these layers, by torch alone",
     PREPROCESSING: "how an image becomes pixel values",
     LABELS: "the names of the classes, in the order of the logits",
@@ -101,7 +102,7 @@ def export_files(folder: Path, recipe: Recipe, output: Path, *, others: Sequence
         if recipe.deployment.runtime in TORCH:
             written = _write_torch(folder, recipe, temporary)
         else:
-            for name in MODEL_FILES[recipe.deployment.runtime]:
+            for name in recipe.model_files:
                 shutil.copyfile(folder / name, temporary / name)
         write_text(temporary / PREPROCESSING, prepared.model_dump_json(indent=1) + "\n")
         write_text(temporary / LABELS, json.dumps(labels, indent=1, ensure_ascii=False) + "\n")
@@ -128,7 +129,7 @@ def export_files(folder: Path, recipe: Recipe, output: Path, *, others: Sequence
             said = f"as plain files the model gives logits {distance:.2g} from the saved ones (relative), {allowed:g} is allowed"
             raise ArtifactError(f"{said}: {_offered(recipe)}")
         exported = Exported(
-            base_model=base_name(recipe.base_model),
+            base_model=recipe.base_model,
             base_revision=recipe.base_revision,
             architecture=recipe.architecture,
             deployment=recipe.deployment,
@@ -199,10 +200,6 @@ def _write_torch(folder: Path, recipe: Recipe, temporary: Path) -> _Torch:
             plain.rmdir()
     if not is_ordinary:
         write_weights(model, temporary)
-        # What transformers notes of where it was read from is a path of this machine.
-        config: Any = read_json(folder / CONFIG)
-        config.pop("_name_or_path", None)
-        write_text(temporary / CONFIG, json.dumps(config, indent=1) + "\n")
         write_text(temporary / DESCRIBED, json.dumps(describe(model, recipe, refuse), indent=1) + "\n")
         shutil.copyfile(HERE / LAYERS, temporary / LAYERS)
     return _Torch(is_ordinary=is_ordinary, is_channels_last=layout == torch.channels_last, dtype=dtype)
@@ -255,7 +252,7 @@ def _offered(recipe: Recipe) -> str:
     """Return what else can be done with a model of this deployment."""
     if recipe.deployment.runtime in TORCH:
         return "export its float32 parent, or the same model in ONNX Runtime or OpenVINO (`profiling-agent pick` lists them)"
-    return f"copy {' and '.join(MODEL_FILES[recipe.deployment.runtime])} from the saved folder"
+    return f"copy {' and '.join(recipe.model_files)} from the saved folder"
 
 
 def _unprepared(recipe: Recipe, others: Sequence[str]) -> str:
@@ -268,7 +265,7 @@ def _unprepared(recipe: Recipe, others: Sequence[str]) -> str:
 
 
 def _write_card(folder: Path, recipe: Recipe, temporary: Path, how: str, *, is_ordinary: bool) -> None:
-    head = card_head(folder).replace(f"`{CONFIG}`.", f"`{LABELS}`.")
+    head = card_head(folder).replace("`config.json`.", f"`{LABELS}`.").replace("`recipe.json`.", f"`{LABELS}`.")
     card = ModelCard(f"{head}{how}", ignore_metadata_errors=True)
     metadata: Any = card.data
     metadata.library_name = LIBRARIES.get(recipe.deployment.runtime, "transformers" if is_ordinary else "pytorch")

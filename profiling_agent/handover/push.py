@@ -1,12 +1,9 @@
 """Push: a saved model, or what was exported of one, becomes a repository on the Hub, with its card, and nothing else of the run."""
 
-import json
-import shutil
 import tempfile
-from collections.abc import Collection, Generator, Iterable
+from collections.abc import Collection, Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard, constants, get_token
 from huggingface_hub.errors import (
@@ -18,12 +15,12 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import validate_repo_id
 from huggingface_hub.utils.tqdm import disable_progress_bars
 
-from profiling_agent.artifacts.card import base_name, read_card
-from profiling_agent.artifacts.folder import named_folder, open_folder
-from profiling_agent.artifacts.recipe import CARD, CONFIG, RECIPE, Recipe
-from profiling_agent.documents import DocumentError, clean, read_json, read_record
-from profiling_agent.errors import ArtifactError, ProfilingAgentError, RequestError
-from profiling_agent.files import file_sha256, read_text, write_text
+from profiling_agent.artifacts.card import read_card
+from profiling_agent.artifacts.folder import named_folder, open_current
+from profiling_agent.artifacts.recipe import CARD, RECIPE, Recipe
+from profiling_agent.documents import DocumentError, clean, read_record
+from profiling_agent.errors import ProfilingAgentError, RequestError
+from profiling_agent.files import read_text, write_text
 from profiling_agent.foreign import foreign_code, on_behalf
 from profiling_agent.handover.manifest import MANIFEST, Exported, read_exported
 from profiling_agent.handover.source import model_folder
@@ -52,14 +49,9 @@ class _There(Record):
 
 
 class _Staged(Record):
-    """What is to go up: a copy in `folder` of what names paths of this machine, the rest as it lies in `source`.
+    """Files to upload by name; `base` and `revision` name the model on the Hub that they were made from."""
 
-    `base` and `revision` are what it was made from, where that is on the Hub.
-    """
-
-    source: Path
-    folder: Path
-    files: tuple[str, ...]
+    files: dict[str, Path]
     base: str
     revision: str | None
 
@@ -110,66 +102,28 @@ def _check_id(repo_id: str) -> None:
         )
 
 
-def _commit(api: HfApi, repo_id: str, staged: _Staged, there: Iterable[str]) -> Pushed:
+def _commit(api: HfApi, repo_id: str, staged: _Staged, there: frozenset[str]) -> Pushed:
     # Weights go up from where they lie: the system's temporary folder may be too small for a copy.
-    added = [CommitOperationAdd(name, _held_in(staged, name)) for name in staged.files]
-    gone = [CommitOperationDelete(name) for name in sorted(set(there) - set(staged.files))]
+    added = [CommitOperationAdd(name, path) for name, path in staged.files.items()]
+    gone = [CommitOperationDelete(name) for name in sorted(there - staged.files.keys())]
     committed = on_behalf(
         api.create_commit, repo_id, [*added, *gone], commit_message="A model by profiling-agent", revision="main"
     )
-    return Pushed(url=f"{constants.ENDPOINT}/{repo_id}", commit=committed.oid, files=staged.files)
-
-
-def _held_in(staged: _Staged, name: str) -> Path:
-    copy = staged.folder / name
-    return copy if copy.exists() else staged.source / name
+    return Pushed(url=f"{constants.ENDPOINT}/{repo_id}", commit=committed.oid, files=tuple(staged.files))
 
 
 def _stage(folder: Path, scratch: Path) -> _Staged:
-    """Copy what describes a model that is whole to `scratch`, without the paths that it was made from."""
+    """Check a saved model or an exported folder, and write its card to `scratch`."""
     if (folder / MANIFEST).is_file():
         exported = read_exported(folder)
         names, base, revision = (MANIFEST, *exported.files), exported.base_model, exported.base_revision
     else:
-        recipe = open_folder(folder, verify=True)
+        recipe = open_current(folder)
         names, base, revision = (RECIPE, *recipe.files), recipe.base_model, recipe.base_revision
-    for name in {CONFIG, RECIPE, MANIFEST} & set(names):
-        shutil.copyfile(folder / name, scratch / name)
-    write_text(scratch / CARD, read_card(folder))
-    _forget_paths(scratch, base)
-    return _Staged(source=folder, folder=scratch, files=(*sorted(names), CARD), base=base, revision=revision)
-
-
-def _forget_paths(folder: Path, base: str) -> None:
-    """Name what a model was made from by its folder's name alone, where that was a path of this machine."""
-    hashes: dict[str, str] = {}
-    for name in (CONFIG, RECIPE, MANIFEST):
-        if not (folder / name).is_file():
-            continue
-        document = _document(folder / name)
-        config = document.get("config", document) if name == RECIPE else document
-        if config.get("_name_or_path"):
-            config["_name_or_path"] = base_name(str(config["_name_or_path"]))
-        if "base_model" in document:
-            document["base_model"] = base_name(base)
-        if name != CONFIG:
-            document["files"] |= hashes
-        write_text(folder / name, json.dumps(document, indent=1) + "\n")
-        if name == CONFIG:
-            hashes[CONFIG] = file_sha256(folder / CONFIG)
-    if base != base_name(base):
-        write_text(folder / CARD, read_text(folder / CARD).replace(base, base_name(base)))
-
-
-def _document(path: Path) -> dict[str, Any]:
-    """Return an object that a JSON file holds; ArtifactError where it holds none."""
-    try:
-        found = read_json(path)
-    except DocumentError as error:
-        raise ArtifactError(f"{path.name!r} is damaged ({error}): save the model again") from error
-    if not isinstance(found, dict):
-        raise ArtifactError(f"{path.name!r} is damaged (it holds no object): save the model again")
-    return cast("dict[str, Any]", found)
+    card = scratch / CARD
+    write_text(card, read_card(folder))
+    files = {name: folder / name for name in sorted(names)} | {CARD: card}
+    return _Staged(files=files, base=base, revision=revision)
 
 
 def _there(api: HfApi, repo_id: str) -> _There | None:
@@ -218,11 +172,11 @@ def _add_license(api: HfApi, staged: _Staged) -> None:
         base = on_behalf(api.model_info, staged.base, revision=staged.revision).card_data
     except (HfHubHTTPError, HFValidationError, HTTPError):
         return
-    card = ModelCard(read_text(staged.folder / CARD), ignore_metadata_errors=True)
+    card = ModelCard(read_text(staged.files[CARD]), ignore_metadata_errors=True)
     for name in ("license", "license_name", "license_link"):
         if base is not None and isinstance(value := base.get(name), str):
             setattr(card.data, name, value)
-    write_text(staged.folder / CARD, str(card))
+    write_text(staged.files[CARD], str(card))
 
 
 @contextmanager

@@ -1,7 +1,9 @@
 """Units: numbers as people read them, the only place where fractions become percent."""
 
 from collections.abc import Callable
+from pathlib import Path
 
+from profiling_agent.acquisition.hub import is_local
 from profiling_agent.records import AccuracyDrop, RaceResult, Term
 
 
@@ -84,7 +86,12 @@ def sessions(race_result: RaceResult) -> str:
 
 
 # What the templates of the report may write with, by the names that they use.
+def origin(name: str) -> str:
+    """Return a model's or a data set's id on the Hub, or the last name of its folder."""
+    return Path(name).name if is_local(name) else name
+
+
 FORMATS: dict[str, Callable[..., str]] = {
     format_.__name__: format_
-    for format_ in (asked, count, drop, measured, ms, percent, points, sessions, size, speedup)
+    for format_ in (asked, count, drop, measured, ms, origin, percent, points, sessions, size, speedup)
 }

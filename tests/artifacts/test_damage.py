@@ -47,7 +47,7 @@ def change_a_number(path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [flip_a_byte, cut_short])
-@pytest.mark.parametrize("name", ["model.safetensors", "golden.safetensors"])
+@pytest.mark.parametrize("name", ["weights.safetensors", "golden.safetensors"])
 def test_damaged_tensors_are_named(folder: Path, name: str, damage):
     damage(folder / name)
 
@@ -56,23 +56,23 @@ def test_damaged_tensors_are_named(folder: Path, name: str, damage):
 
 
 def test_a_changed_config_is_named(folder: Path):
-    change_a_number(folder / "config.json")
+    change_a_number(folder / "preprocessor_config.json")
 
-    with pytest.raises(ArtifactError, match=r"config\.json"):
+    with pytest.raises(ArtifactError, match=r"preprocessor_config\.json"):
         load_module(folder)
 
 
 def test_a_missing_file_is_named_even_without_verification(folder: Path):
-    (folder / "model.safetensors").unlink()
+    (folder / "weights.safetensors").unlink()
 
-    with pytest.raises(ArtifactError, match=r"model\.safetensors.*missing"):
+    with pytest.raises(ArtifactError, match=r"weights\.safetensors.*missing"):
         load_module(folder, verify=False)
 
 
 def test_truncated_weights_are_refused_even_without_verification(folder: Path):
-    cut_short(folder / "model.safetensors")
+    cut_short(folder / "weights.safetensors")
 
-    with pytest.raises(ArtifactError, match=r"model\.safetensors.*damaged"):
+    with pytest.raises(ArtifactError, match=r"weights\.safetensors.*damaged"):
         load_module(folder, verify=False)
 
 
@@ -93,8 +93,8 @@ def test_what_git_and_the_hub_leave_beside_a_download_is_not_read(folder: Path):
     (snapshot.parents[1] / "blobs").mkdir(parents=True)
     snapshot.parent.mkdir()
     folder.rename(snapshot)
-    (snapshot / "config.json").rename(snapshot.parents[1] / "blobs" / "1")
-    (snapshot / "config.json").symlink_to("../../blobs/1")
+    (snapshot / "preprocessor_config.json").rename(snapshot.parents[1] / "blobs" / "1")
+    (snapshot / "preprocessor_config.json").symlink_to("../../blobs/1")
     with pytest.raises(ArtifactError, match=r"is a symbolic link: .* download it with `hf download` and --local-dir"):
         load_module(snapshot)
 
@@ -121,11 +121,11 @@ def test_a_file_outside_the_folder_is_refused(folder: Path, name: str):
 
 
 def test_a_symbolic_link_inside_is_refused(folder: Path):
-    elsewhere = folder.parent / "config.json"
-    (folder / "config.json").rename(elsewhere)
-    (folder / "config.json").symlink_to(elsewhere)
+    elsewhere = folder.parent / "preprocessor_config.json"
+    (folder / "preprocessor_config.json").rename(elsewhere)
+    (folder / "preprocessor_config.json").symlink_to(elsewhere)
 
-    with pytest.raises(ArtifactError, match=r"config\.json.*symbolic link"):
+    with pytest.raises(ArtifactError, match=r"preprocessor_config\.json.*symbolic link"):
         load_module(folder)
 
 
@@ -164,9 +164,9 @@ def test_an_ordinary_folder_is_no_saved_model(tmp_path: Path):
 
 
 def test_weights_that_compute_something_else_are_refused_though_their_hash_fits(folder: Path):
-    tensors = load_file(folder / "model.safetensors")
+    tensors = load_file(folder / "weights.safetensors")
     tensors["classifier.bias"] += 0.5
-    save_file(tensors, folder / "model.safetensors")
+    save_file(tensors, folder / "weights.safetensors")
     rehash(folder)
 
     with pytest.raises(ArtifactError, match="doesn't compute what it did"):
@@ -174,9 +174,9 @@ def test_weights_that_compute_something_else_are_refused_though_their_hash_fits(
 
 
 def test_weights_that_are_not_numbers_are_refused(folder: Path):
-    tensors = load_file(folder / "model.safetensors")
+    tensors = load_file(folder / "weights.safetensors")
     tensors["classifier.bias"][:] = float("nan")
-    save_file(tensors, folder / "model.safetensors")
+    save_file(tensors, folder / "weights.safetensors")
     rehash(folder)
 
     with pytest.raises(ArtifactError, match="doesn't compute what it did"):
@@ -185,9 +185,9 @@ def test_weights_that_are_not_numbers_are_refused(folder: Path):
 
 @pytest.mark.parametrize("name", ["classifier.bias", "vit.layers.0.attention.q_proj.weight"])
 def test_a_tensor_that_is_gone_is_named(folder: Path, name: str):
-    tensors = load_file(folder / "model.safetensors")
+    tensors = load_file(folder / "weights.safetensors")
     del tensors[name]
-    save_file(tensors, folder / "model.safetensors")
+    save_file(tensors, folder / "weights.safetensors")
     rehash(folder)
 
     with pytest.raises(ArtifactError, match="don't fit ViTForImageClassification"):

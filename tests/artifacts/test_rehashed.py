@@ -165,12 +165,12 @@ TENSORS: dict[str, Edit] = {
     "half a layer": edits.tensors(f"{LAYER}.weight", lambda held: held[:128]),
     "another layer's width": edits.tensors("classifier.weight", lambda held: held[:, :63]),
     "not a number": edits.tensors("classifier.bias", lambda held: held * np.nan),
-    "cut in the header": edits.bytes_of("model.safetensors", lambda held: held[:40]),
+    "cut in the header": edits.bytes_of("weights.safetensors", lambda held: held[:40]),
     "a header beyond the file": edits.bytes_of(
-        "model.safetensors", lambda held: (2**62).to_bytes(8, "little") + held[8:]
+        "weights.safetensors", lambda held: (2**62).to_bytes(8, "little") + held[8:]
     ),
-    "emptied": edits.bytes_of("model.safetensors", lambda _: b""),
-    "a type of nobody's": edits.bytes_of("model.safetensors", lambda held: held.replace(b'"F32"', b'"F4"', 1)),
+    "emptied": edits.bytes_of("weights.safetensors", lambda _: b""),
+    "a type of nobody's": edits.bytes_of("weights.safetensors", lambda held: held.replace(b'"F32"', b'"F4"', 1)),
 }
 
 
@@ -252,7 +252,7 @@ def test_a_processor_that_is_none_is_refused(saved: Path, tmp_path: Path, what: 
     assert str(caught.value).isprintable()
 
 
-@pytest.mark.parametrize("name", ["recipe.json", "model.safetensors", "preprocessor_config.json"])
+@pytest.mark.parametrize("name", ["recipe.json", "weights.safetensors", "preprocessor_config.json"])
 @pytest.mark.parametrize("edit", [edits.fifo, edits.folder_at])
 def test_a_file_that_is_none_is_named_and_not_waited_for(saved: Path, tmp_path: Path, edit: Any, name: str):
     folder = Path(shutil.copytree(saved, tmp_path / "model"))

@@ -217,7 +217,7 @@ def test_a_cut_batch_norm_states_its_width(tmp_path: Path):
 def test_quantized_weights_are_stored_as_int8_under_their_live_names(tmp_path: Path):
     folder = save(quantize_model(zoo.vit(), [EVERYTHING]).model, tmp_path / "model")
 
-    tensors = load_file(folder / "model.safetensors")
+    tensors = load_file(folder / "weights.safetensors")
 
     assert tensors["vit.layers.0.mlp.fc1.weight"].dtype == torch.int8
     assert tensors["vit.layers.0.mlp.fc1.scale"].shape == (256,)
@@ -240,7 +240,7 @@ def test_static_layers_and_folded_norms_come_back_bit_by_bit(family: str, tmp_pa
     made = quantized(zoo.FAMILIES[family](), STATIC)
     folder = save(made.model, tmp_path / "model", folded=made.folded)
 
-    loaded, tensors = load_module(folder), load_file(folder / "model.safetensors")
+    loaded, tensors = load_module(folder), load_file(folder / "weights.safetensors")
 
     assert torch.equal(say(loaded), say(made.model))
     assert load_recipe(folder).folded == made.folded
@@ -292,7 +292,7 @@ def test_tied_parameters_are_stored_once_and_stay_tied(tmp_path: Path):
     loaded = zoo.inside(load_module(folder))
 
     assert loaded.vit.layers[1].mlp.fc1.weight is loaded.vit.layers[0].mlp.fc1.weight
-    assert "vit.layers.1.mlp.fc1.weight" not in load_file(folder / "model.safetensors")
+    assert "vit.layers.1.mlp.fc1.weight" not in load_file(folder / "weights.safetensors")
     assert parameter_bytes(loaded) == parameter_bytes(model)
     assert torch.equal(say(loaded), say(model))
 

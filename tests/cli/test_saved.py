@@ -28,7 +28,7 @@ def test_a_finished_run_is_raced_again_at_another_batch_size_without_what_can_no
     finished: Path, tmp_path: Path
 ):
     broken = shutil.copytree(finished / "best", tmp_path / "broken")
-    (broken / "model.safetensors").write_bytes(b"no weights")
+    (broken / "weights.safetensors").write_bytes(b"no weights")
     said = call("race", str(finished), str(broken), "--batch-size", "2", "--num-sessions", "2", "--json")
 
     race = Race.model_validate_json(said.stdout)

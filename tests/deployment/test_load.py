@@ -157,7 +157,7 @@ def test_images_of_another_shape_are_one_line(root: Path):
             model(wrong)
 
 
-@pytest.mark.parametrize("name", ["model.onnx", "config.json", "golden.safetensors"])
+@pytest.mark.parametrize("name", ["model.onnx", "preprocessor_config.json", "golden.safetensors"])
 def test_a_changed_byte_is_found_and_named(copy: Path, name: str):
     data = bytearray((copy / name).read_bytes())
     data[len(data) // 2] ^= 1

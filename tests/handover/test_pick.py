@@ -125,6 +125,8 @@ def test_every_candidate_of_a_run_can_be_taken_and_loads(finished: Path, tmp_pat
         assert taken == one
         recipe = load(tmp_path / str(one.number)).recipe
         assert recipe.deployment.runtime == report.variants[one.number].evaluation.deployment.runtime
+        written = b"".join(path.read_bytes() for path in (tmp_path / str(one.number)).iterdir())
+        assert str(Path(report.request.model).parent).encode() not in written
     assert (finished / "best").resolve() == before
 
 
@@ -241,10 +243,10 @@ def test_a_bad_pick_is_one_line_and_writes_nothing(finished: Path, tmp_path: Pat
 def test_a_candidate_that_is_damaged_or_gone_is_named(finished: Path, tmp_path: Path):
     run = Path(shutil.copytree(finished, tmp_path / "run", symlinks=True))
     first, second = (run / row.evaluation.model.path for row in report_of(finished).variants[:2])
-    (first / "config.json").write_text("{}")
+    (first / "preprocessor_config.json").write_text("{}")
     shutil.rmtree(second)
 
-    with pytest.raises(ArtifactError, match=r"config\.json' isn't the file that was saved"):
+    with pytest.raises(ArtifactError, match=r"preprocessor_config\.json' isn't the file that was saved"):
         pick(run, tmp_path / "out", candidate=0)
     with pytest.raises(ArtifactError, match="is no saved model"):
         pick(run, tmp_path / "out", candidate=1)

@@ -17,7 +17,7 @@ import zoo
 from photographs import PHOTOGRAPHS
 from PIL import Image
 from safetensors.torch import load_file
-from transformers import AutoConfig, PerceiverImageProcessorPil
+from transformers import PerceiverImageProcessorPil
 
 from profiling_agent.acquisition.images import decode_rgb
 from profiling_agent.artifacts.load import load_module, load_recipe
@@ -222,7 +222,7 @@ def test_folded_norms_of_a_cut_model_answer_its_widths_when_it_is_loaded_and_in_
     export(saved, "files", home)
 
     said = json.loads((home / "layers.json").read_text())
-    built = layers.build(AutoConfig.from_pretrained(home), said, load_file(home / "model.safetensors"))
+    built = layers.build(said, load_file(home / "weights.safetensors"))
     for found in (made.model, load_module(saved), built):
         widths = {
             name: (

@@ -115,9 +115,9 @@ def test_every_runtime_answers_the_same_images_in_their_order(root: Path, onnx: 
 def test_a_damaged_model_is_not_evaluated(root: Path):
     folder = root / "damaged"
     save_model(zoo.resnet("basic"), folder, spec=zoo.SPEC, processor=zoo.processor(), base_model="zoo")
-    (folder / "config.json").write_text(json.dumps({"mine": True}))
+    (folder / "preprocessor_config.json").write_text(json.dumps({"mine": True}))
 
-    with pytest.raises(ArtifactError, match=r"config\.json"):
+    with pytest.raises(ArtifactError, match=r"preprocessor_config\.json"):
         in_process.run(
             EvaluateTask(model=ref("damaged"), split=split(), shard=0, batch_size=8, device="cpu"), root, "damage"
         )

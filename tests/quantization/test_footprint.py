@@ -41,12 +41,12 @@ def test_a_saved_model_weighs_what_its_weights_do(tmp_path: Path):
 
     # And the names of the tensors; labels, settings and what it said of two images are no part of it.
     assert weights < model_bytes(tmp_path / "model") < weights + 5_000
-    assert model_bytes(tmp_path / "model") == (tmp_path / "model" / "model.safetensors").stat().st_size
+    assert model_bytes(tmp_path / "model") == (tmp_path / "model" / "weights.safetensors").stat().st_size
 
 
 def test_a_folder_without_its_weights_can_not_be_weighed(tmp_path: Path):
     save_model(zoo.resnet(), tmp_path / "model", spec=zoo.SPEC, processor=zoo.processor(), base_model="zoo")
-    (tmp_path / "model" / "model.safetensors").unlink()
+    (tmp_path / "model" / "weights.safetensors").unlink()
 
     with pytest.raises(ArtifactError, match="can't be weighed"):
         model_bytes(tmp_path / "model")

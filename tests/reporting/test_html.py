@@ -11,6 +11,7 @@ from profiling_agent.records import Deployment, Evaluation
 from profiling_agent.reporting.charts import against_speed, charts
 from profiling_agent.reporting.html import command, render_html
 from profiling_agent.reporting.results import read_report
+from profiling_agent.reporting.units import origin
 from profiling_agent.request import Request
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -27,6 +28,15 @@ def test_the_page_stands_alone_and_tells_the_verdict(finished: Path):
     markup = re.sub(r"<script.*?</script>", "", page, flags=re.DOTALL)
     assert not re.search(r'(?:src|href)="(?:https?:)?//', markup)
     assert page == render_html(report)
+
+
+def test_the_title_has_the_names_of_folders_without_their_paths(finished: Path):
+    request = read_report(finished).request
+    model, dataset = (Path(each).name for each in (request.model, request.dataset))
+
+    assert f"<h1>{model} on {dataset}</h1>" in (finished / "report.html").read_text()
+    assert f" {model} on {dataset}\n" in (finished / "report.md").read_text()
+    assert origin("google/vit-base-patch16-224") == "google/vit-base-patch16-224"
 
 
 def test_each_session_is_shown_and_says_where_it_holds(finished: Path):

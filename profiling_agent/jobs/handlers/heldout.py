@@ -2,7 +2,6 @@
 
 from profiling_agent.acquisition.images import read_split
 from profiling_agent.artifacts.folder import open_folder
-from profiling_agent.artifacts.recipe import WEIGHTS
 from profiling_agent.evaluation.openings import note_opening
 from profiling_agent.jobs.context import JobContext
 from profiling_agent.jobs.tasks import OpenHeldoutTask
@@ -11,7 +10,8 @@ from profiling_agent.records import Opening
 
 def open_heldout(task: OpenHeldoutTask, job: JobContext) -> Opening:
     """Note in the user's ledger that a candidate is tested."""
-    model = open_folder(job.path(task.baseline), verify=False).files[WEIGHTS]
+    baseline = open_folder(job.path(task.baseline), verify=False)
+    weights = baseline.files[baseline.model_files[0]]
     images = read_split(job.path(task.heldout.file))
     encoded = (images.encoded(row) for row in range(len(images)))
-    return note_opening(model, task.candidate.sha256, encoded, task.fresh)
+    return note_opening(weights, task.candidate.sha256, encoded, task.fresh)

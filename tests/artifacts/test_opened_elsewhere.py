@@ -1,0 +1,207 @@
+"""Saved and exported folders away from their run: transformers and timm refuse them or answer as `load`, and no path is in them."""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import deployed
+import numpy as np
+import pytest
+import torch
+import zoo
+from needs import TIMM
+from pruning.families import FAMILIES, processor_of, spec_of
+from transformers import AutoModelForImageClassification
+
+from profiling_agent.acquisition.models import load_model
+from profiling_agent.artifacts.folder import open_current
+from profiling_agent.artifacts.save import save_model
+from profiling_agent.deployment.batches import noise_batch
+from profiling_agent.deployment.choices import recommended
+from profiling_agent.deployment.load import load
+from profiling_agent.deployment.protocol import Source
+from profiling_agent.deployment.save import save_deployed
+from profiling_agent.errors import AcquisitionError, ArtifactError
+from profiling_agent.files import file_sha256
+from profiling_agent.handover.export import export
+from profiling_agent.handover.push import push
+from profiling_agent.pruning.prune import prune_model
+from profiling_agent.pruning.units import find_units
+from profiling_agent.quantization.quantize import quantize_model
+from profiling_agent.records import Cut
+
+REFUSED = (OSError, ValueError, RuntimeError)
+OLD = Path(__file__).parents[1] / "fixtures" / "saved" / "0.1.0-s2"
+FORMS = [each.name for each in deployed.all_deployments()]
+TIMM_FORMS = ["eager float32", "eager bfloat16", "eager dynamic", "inductor static", "onnxruntime static"]
+IMAGES = noise_batch(zoo.SPEC, 4, seed=3)
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Source]:
+    return cache(lambda family: deployed.source_of(family, tmp_path_factory.mktemp("source") / family))
+
+
+def save(model: Any, folder: Path, **described: Any) -> Path:
+    spec = spec_of(model)
+    save_model(model, folder, spec=spec, processor=processor_of(spec), base_model="zoo", **described)
+    return folder
+
+
+def write(source: Source, form: str, folder: Path) -> None:
+    """Save a deployment; what torch.compile would take minutes for is written as its eager layers."""
+    deployment = deployed.deployment(form)
+    if deployment.runtime != "inductor":
+        save_deployed(source, deployment, folder, num_threads=1)
+        return
+    calibration = [torch.from_numpy(source.calibration)]
+    made = quantize_model(source.module, recommended(deployment), calibration=lambda: calibration)
+    save(made.model, folder, folded=made.folded, deployment=deployment)
+
+
+def transformers_logits(folder: Path, **settings: Any) -> np.ndarray:
+    model = AutoModelForImageClassification.from_pretrained(folder, local_files_only=True, **settings).eval()
+    with torch.inference_mode():
+        return model(pixel_values=torch.from_numpy(IMAGES)).logits.float().numpy()
+
+
+def check_refused(folder: Path, model: Any) -> None:
+    """Hold that neither the folder alone nor the original model's config makes transformers take its weights."""
+    with pytest.raises(REFUSED):
+        transformers_logits(folder)
+    with pytest.raises(REFUSED):
+        transformers_logits(folder, config=model.config)
+    with pytest.raises(AcquisitionError, match="was written by profiling-agent"):
+        load_model(str(folder))
+
+
+@pytest.mark.parametrize("family", ["vit", "resnet"])
+@pytest.mark.parametrize("form", FORMS)
+def test_transformers_opens_no_saved_deployment(
+    sources: Callable[[str], Source], tmp_path: Path, family: str, form: str
+):
+    write(sources(family), form, tmp_path / "saved")
+
+    check_refused(tmp_path / "saved", sources(family).module)
+
+
+def other_models() -> Iterator[tuple[str, Any, dict[str, Any]]]:
+    """Yield what isn't a deployment of a whole model: cut, in half precision as a whole, with weights of its own shared."""
+    whole = zoo.vit()
+    cuts = [Cut(unit=unit, keep=unit.width // 2, requested_ratio=0.5) for unit in find_units(whole, zoo.SPEC, {}).units]
+    yield "pruned", prune_model(whole, cuts, spec=zoo.SPEC).model, {"cuts": cuts}
+    yield "half", zoo.vit().to(torch.bfloat16), {"deployment": deployed.deployment("eager bfloat16")}
+    tied = zoo.vit()
+    tied.vit.layers[1].mlp.fc1.weight = tied.vit.layers[0].mlp.fc1.weight
+    yield "tied", tied, {}
+
+
+@pytest.mark.parametrize(("model", "described"), [pytest.param(*each[1:], id=each[0]) for each in other_models()])
+def test_transformers_opens_no_saved_model_that_was_changed(tmp_path: Path, model: Any, described: dict[str, Any]):
+    check_refused(save(model, tmp_path / "saved", **described), zoo.vit())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS)
+def test_transformers_reads_exported_files_as_they_are_meant_or_not_at_all(
+    sources: Callable[[str], Source], tmp_path: Path, form: str
+):
+    write(sources("vit"), form, tmp_path / "saved")
+
+    export(tmp_path / "saved", "files", tmp_path / "files")
+
+    if form in ("eager float32", "inductor float32"):
+        found = transformers_logits(tmp_path / "files")
+        assert deployed.distance(found, load(tmp_path / "saved")(IMAGES).logits.numpy()) < 1e-5
+    else:
+        with pytest.raises(REFUSED):
+            transformers_logits(tmp_path / "files")
+        with pytest.raises(REFUSED):
+            transformers_logits(tmp_path / "files", config=sources("vit").module.config)
+
+
+@pytest.mark.parametrize("form", ["eager float32", "eager float16"])
+def test_a_hugging_face_export_answers_in_transformers_as_the_saved_model(
+    sources: Callable[[str], Source], tmp_path: Path, form: str
+):
+    write(sources("vit"), form, tmp_path / "saved")
+
+    export(tmp_path / "saved", "hf", tmp_path / "hf")
+
+    found = transformers_logits(tmp_path / "hf", dtype=torch.float32)
+    bound = 1e-5 if form == "eager float32" else 2e-2
+    assert deployed.distance(found, load(tmp_path / "saved")(IMAGES).logits.numpy()) < bound
+
+
+def test_transformers_misreads_the_layout_of_schema_2_and_load_reads_it(
+    sources: Callable[[str], Source], tmp_path: Path
+):
+    folder = tmp_path / "saved"
+    write(sources("vit"), "eager dynamic", folder)
+    expected = load(folder)(IMAGES).logits.numpy()
+
+    recipe = json.loads((folder / "recipe.json").read_text())
+    (folder / "config.json").write_text(json.dumps(recipe["config"]))
+    recipe["schema_version"] = 2
+    recipe["files"]["model.safetensors"] = recipe["files"].pop("weights.safetensors")
+    recipe["files"]["config.json"] = file_sha256(folder / "config.json")
+    (folder / "weights.safetensors").rename(folder / "model.safetensors")
+    (folder / "recipe.json").write_text(json.dumps(recipe))
+
+    assert np.array_equal(load(folder)(IMAGES).logits.numpy(), expected)
+    assert deployed.distance(transformers_logits(folder), expected) > 1
+    with pytest.raises(AcquisitionError, match="was written by profiling-agent"):
+        load_model(str(folder))
+
+
+@pytest.mark.parametrize("folder", sorted(OLD.iterdir()), ids=lambda folder: folder.name)
+def test_a_saved_model_of_an_earlier_version_is_handed_on_only_as_an_export(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("HF_TOKEN", "hf_none")
+
+    for hand_on in (lambda: open_current(folder), lambda: push(folder, "me/old")):
+        with pytest.raises(ArtifactError, match="saved by an earlier version, and transformers misreads such a folder"):
+            hand_on()
+    with pytest.raises(AcquisitionError, match="was written by profiling-agent"):
+        load_model(str(folder))
+
+
+@pytest.mark.parametrize("family", [pytest.param(name, marks=TIMM) for name in ("timm_efficientnet", "timm_vit")])
+@pytest.mark.parametrize("form", TIMM_FORMS)
+def test_neither_timm_nor_transformers_opens_a_saved_timm_model(tmp_path: Path, family: str, form: str):
+    import timm
+
+    model = FAMILIES[family]()
+    save(model, tmp_path / "model")
+    source = replace(deployed.saved_source(tmp_path), processor=processor_of(spec_of(model)))
+    folder = tmp_path / "saved"
+    write(source, form, folder)
+
+    check_refused(folder, model)
+    with pytest.raises(REFUSED):
+        timm.create_model(f"local-dir:{folder}", pretrained=True)
+    for weights in folder.glob("*.safetensors"):
+        with pytest.raises(REFUSED):
+            timm.create_model(model.config.architecture, checkpoint_path=str(weights))
+
+
+def test_no_path_of_this_machine_is_written(tmp_path: Path):
+    loaded = load_model(str(zoo.save(zoo.vit(num_hidden_layers=1), tmp_path / "private" / "my-vit")))
+    assert loaded.model.config.name_or_path == str(tmp_path / "private" / "my-vit")
+    save_model(loaded.model, tmp_path / "model", spec=zoo.SPEC, processor=loaded.processor, base_model=loaded.source)
+    source = deployed.saved_source(tmp_path)
+    for form in ("eager dynamic", "onnxruntime float32", "openvino static"):
+        write(source, form, tmp_path / form)
+    export(tmp_path / "model", "hf", tmp_path / "hf")
+    export(tmp_path / "model", "files", tmp_path / "ordinary")
+    export(tmp_path / "eager dynamic", "files", tmp_path / "described")
+
+    assert load(tmp_path / "eager dynamic").recipe.base_model == "my-vit"
+    shutil.rmtree(tmp_path / "private")
+    for path in tmp_path.rglob("*"):
+        assert path.is_dir() or b"private" not in path.read_bytes(), path
