@@ -264,7 +264,7 @@ def final_choice(root: Path, drops: Sequence[float], num_images: int, seed: int)
 def rates(num_images: int, num_worlds: int) -> dict[str, dict[str, float]]:
     """Return for each family the shares of worlds with a bad candidate met, the baseline returned, and certified wrongly."""
     found: dict[str, dict[str, float]] = {}
-    with tempfile.TemporaryDirectory() as scratch:
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as scratch:
         for family, drops in FAMILIES.items():
             bad, baseline, certified, tests = 0, 0, 0, 0
             for seed in range(num_worlds):

@@ -95,17 +95,18 @@ def finalists(evaluator: Evaluator, journal: Journal, found: tuple[Candidate, ..
     return (*able, *(likely or doubtful)[:MAX_DOUBTFUL])
 
 
-def spared(
+def fallback_candidates(
     journal: Journal, goal: Goal, found: Sequence[Candidate], able: Sequence[Candidate]
 ) -> tuple[Candidate, ...]:
-    """Return who of `found` is tested where all of `able` that are what the contract asks for have failed: of those in doubt the likeliest that is, if it rather keeps the accuracy."""
-    # Two in doubt are enough; and of a spare nobody has raced the memory.
-    has_doubtful = any(is_doubtful(one.evaluation, goal) for one in able)
-    if goal.selection == "paper" or has_doubtful or goal.max_memory_ratio is not None:
+    """Return the doubtful of `found` that keep the other terms as far as known, the likeliest to keep the accuracy first; none of `able`.
+
+    They are in no race, so that none is returned where the contract asks for memory.
+    """
+    if goal.selection == "paper" or goal.max_memory_ratio is not None:
         return ()
-    others = (one for one in found if one not in able and is_doubtful(one.evaluation, goal))
-    likely = [one for one in others if is_all_asked(one, journal, goal) and is_likely(one.evaluation, goal)]
-    return tuple(sorted(likely, key=lambda one: -likelihood_of(one.evaluation, goal))[:1])
+    others = [one for one in found if one not in able and is_doubtful(one.evaluation, goal)]
+    asked = [one for one in others if is_all_asked(one, journal, goal)]
+    return tuple(sorted(asked, key=lambda one: -likelihood_of(one.evaluation, goal)))
 
 
 def is_all_asked(candidate: Candidate, journal: Journal, goal: Goal) -> bool:
