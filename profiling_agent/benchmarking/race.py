@@ -301,7 +301,11 @@ def hold_steady_sessions(
     if len(steady) < min(num_sessions, MIN_STEADY):
         times = ", ".join(f"{_baseline_ms(session):.3g}" for session in sessions)
         return pool(sessions, void).model_copy(update={"unsteady": f"the baseline took {times} ms in its sessions"})
-    slow = [f"the baseline took {_baseline_ms(one):.3g} ms, in its best session {min(map(_baseline_ms, steady)):.3g}" for one in sessions if one not in steady]
+    slow = [
+        f"the baseline took {_baseline_ms(one):.3g} ms, in its best session {min(map(_baseline_ms, steady)):.3g}"
+        for one in sessions
+        if one not in steady
+    ]
     return pool(steady, (*void, *slow))
 
 

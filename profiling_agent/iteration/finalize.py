@@ -18,7 +18,6 @@ from profiling_agent.iteration.selection import lost, size_ratio
 from profiling_agent.iteration.speed import better, estimate
 from profiling_agent.iteration.verdict import Facts, decide
 from profiling_agent.records import (
-    SHARD,
     AccuracyDrop,
     Candidate,
     Evaluation,

@@ -148,8 +148,12 @@ class Race(Record):
     num_repeats: int
     num_sessions: int
     dropped: tuple[Dropped, ...] = ()
-    void: tuple[str, ...] = Field(default=(), description="sessions that don't count, and why: a process died, or the baseline was slow")
-    unsteady: str | None = Field(default=None, description="why the machine was too noisy for the times to show anything")
+    void: tuple[str, ...] = Field(
+        default=(), description="sessions that don't count, and why: a process died, or the baseline was slow"
+    )
+    unsteady: str | None = Field(
+        default=None, description="why the machine was too noisy for the times to show anything"
+    )
     detectable: float = Field(
         default=0.0, description="two equal models would have been told apart if one were slower by this share"
     )
