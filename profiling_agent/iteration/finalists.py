@@ -8,7 +8,7 @@ from profiling_agent.iteration.deployment_search import MAX_SHIFT, Trial
 from profiling_agent.iteration.evaluator import Evaluator
 from profiling_agent.iteration.judge import is_doubtful, is_likely, likelihood_of
 from profiling_agent.iteration.selection import candidates, may_be_returned, ranked, size_ratio
-from profiling_agent.records import ArtifactRef, Candidate, Deployment, Evaluation, Goal, Journal, Variant
+from profiling_agent.records import SHARD, ArtifactRef, Candidate, Deployment, Evaluation, Goal, Journal, Variant
 
 # So many are tested although the search images don't show that they keep the accuracy: each halves the error that a next one has.
 MAX_DOUBTFUL = 2
@@ -43,11 +43,13 @@ def measured(evaluator: Evaluator, journal: Journal) -> tuple[Candidate, ...]:
     rivals = _rivals(journal, best, evaluator.goal, small_alone=evaluator.budget.is_slow)
     wanted = [deployment for deployment in rivals if deployment not in seen]
     more: list[Evaluation | None] = []
+    took_s = SHARD * evaluator.budget.pass_s
     for deployment in wanted:
+        if not evaluator.budget.has_room_for(took_s):
+            break
         began_s = evaluator.jobs.timesheet.spent_s
         more.append(_in(evaluator, journal, best, deployment))
-        if not evaluator.budget.has_room_for(evaluator.jobs.timesheet.spent_s - began_s):
-            break
+        took_s = evaluator.jobs.timesheet.spent_s - began_s
     found = [*known, *(best.model_copy(update={"variant": one.variant, "evaluation": one}) for one in more if one)]
     return tuple({one.evaluation.model.sha256: one for one in found}.values())
 

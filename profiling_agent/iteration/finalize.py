@@ -86,8 +86,9 @@ def finalize(evaluator: Evaluator, journal: Journal) -> FinalChoice:
             notes = (*notes, f"the time budget has no room to test {_name(queue[0])}")
             break
         try:
-            raced = [one for one in queue if one in ranked]
-            runner_up = ranking.runner_up(raced) if ranking and queue[0] in ranked else None
+            is_in_doubt = is_doubtful(queue[0].evaluation, goal)
+            raced = [one for one in queue if one in ranked and is_doubtful(one.evaluation, goal) == is_in_doubt]
+            runner_up = ranking.runner_up(raced) if ranking and queue[0] in raced else None
             winner, race = _time(evaluator, queue[0], runner_up, screening)
         except JobError as error:
             notes = (*notes, f"{_name(queue[0])} could not be timed: {error}")
@@ -139,7 +140,7 @@ def _rank(
 ) -> tuple[tuple[Candidate, ...], Ranking | None, tuple[str, ...]]:
     """Return who may be returned, best first, and by what that was ranked; one alone need not race for it, unless it is in doubt.
 
-    Doubtful ones are left out where they miss a term, or where somebody who keeps the accuracy misses none.
+    Doubtful ones are left out where they miss a term, and come last where an accepted one misses none.
     """
     doubtful = [one for one in able if is_doubtful(one.evaluation, evaluator.goal)]
     if (len(able) < 2 and not doubtful) or evaluator.goal.selection == "paper":
@@ -155,8 +156,8 @@ def _rank(
     ranking = Ranking(goal=evaluator.goal, baseline=journal.baseline, race=race, memory=memory)
     order = ranking.order(able)
     has_answer = any(ranking.keeps_terms(one) for one in order if one not in doubtful)
-    left_out = [one for one in doubtful if has_answer or (one in order and not ranking.keeps_terms(one))]
-    return tuple(one for one in order if one not in left_out), ranking, notes
+    kept = [one for one in order if one not in doubtful or ranking.keeps_terms(one)]
+    return tuple(sorted(kept, key=lambda one: has_answer and one in doubtful)), ranking, notes
 
 
 def _time(
