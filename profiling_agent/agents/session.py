@@ -127,7 +127,13 @@ class RunSession:
         assert state.resolved is not None, "the input shape resolver comes first"
         split, device = state.acquired.calibration, state.acquired.source.device
         headline = measure_headline(self.jobs, state.resolved.baseline, batch_size=state.batch_size, device=device)
-        affordable = affordable_images(state.time_budget_s, headline.pass_s, split.num_images, headline.quietest_pass_s)
+        affordable = affordable_images(
+            state.time_budget_s,
+            headline.pass_s,
+            split.num_images,
+            headline.quietest_pass_s,
+            num_heldout=state.acquired.heldout.num_images,
+        )
         return split.model_copy(update={"num_images": affordable})
 
     def measured(self, state: RunState, calibration: SplitInfo) -> Profiled:

@@ -24,6 +24,10 @@ from profiling_agent.records import NUM_SESSIONS, ArtifactRef, Dropped, Race, Ra
 
 # A process may be killed from outside; one that dies again and again is no accident.
 MAX_VOID = 2
+# A session in which the baseline takes so many times as long as in its best one was held beside something else; so many are held again.
+MAX_SLOWDOWN, MAX_AGAIN = 1.25, 3
+# Of five sessions so many tell something, if the others were held beside something else.
+MIN_STEADY = 3
 # Five sessions have little use for more turns each.
 SHORT = SessionLimits(seconds_per_turn=0.2, seconds_per_model=1.0)
 # A race that can't tell apart what differs by less than this is worth a warning.
@@ -275,6 +279,43 @@ def hold_one(
     seed, outcome = track.seed + number, RaceOutcome()
     outcome.add(_hold(track.starter(entries), len(entries), limits=limits, seed=seed, progress=progress))
     return _as_race(entries, outcome, track)
+
+
+def hold_steady_sessions(
+    hold: Callable[[int], Race], num_sessions: int, has_time: Callable[[], bool] = lambda: True
+) -> Race:
+    """Return the race over so many sessions in which the baseline was about as fast as in its best one; slower ones are held again.
+
+    Where even after MAX_AGAIN more too few are left, the race is of all and says why it is `unsteady`.
+
+    Raises:
+        JobError: more than two sessions were void, as a process crashed or hung.
+    """
+    sessions, void = hold_sessions(hold, num_sessions)
+    most = num_sessions + MAX_AGAIN
+    while len(steady := _steady(sessions)) < num_sessions and len(sessions) < most and has_time():
+        try:
+            sessions.append(hold(len(sessions) + len(void)))
+        except JobError as error:
+            void, most = (*void, str(error)), most - 1
+    if len(steady) < min(num_sessions, MIN_STEADY):
+        times = ", ".join(f"{_baseline_ms(session):.3g}" for session in sessions)
+        return pool(sessions, void).model_copy(update={"unsteady": f"the baseline took {times} ms in its sessions"})
+    slow = [
+        f"the baseline took {_baseline_ms(one):.3g} ms, in its best session {min(map(_baseline_ms, steady)):.3g}"
+        for one in sessions
+        if one not in steady
+    ]
+    return pool(steady, (*void, *slow))
+
+
+def _steady(sessions: Sequence[Race]) -> list[Race]:
+    best_ms = min(map(_baseline_ms, sessions))
+    return [session for session in sessions if _baseline_ms(session) <= MAX_SLOWDOWN * best_ms]
+
+
+def _baseline_ms(session: Race) -> float:
+    return session.results[0].latency.median_ms
 
 
 def pool(sessions: Sequence[Race], void: Sequence[str] = ()) -> Race:

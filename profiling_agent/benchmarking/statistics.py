@@ -2,7 +2,7 @@
 
 Turns of one session share its processes, and two processes of equal models differ for as long as they live; sessions differ
 by what else the machine did. Neither is averaged out by more turns. So what a speed-up is worth is told by sessions in
-new processes alone (Student's t over them); of one session there is an interval that assumes what processes differ by, good
+new processes alone (their median); of one session there is an interval that assumes what processes differ by, good
 enough to choose with and for nothing else.
 """
 
@@ -70,19 +70,25 @@ def score(sessions: Sequence[Ratios], *, seed: int = 0) -> Score:
 
 
 def over_sessions(log_speedups: Sequence[float]) -> Score:
-    """Return the geometric mean of the sessions' speed-ups with its Student's t interval on the logarithms.
+    """Return the median of the sessions' speed-ups, with the wider end each of Student's t interval and the order statistics'.
 
-    Takes at least two; says nothing of other machines, and of other days only as far as these sessions are like them.
+    Next to another process single sessions are several times off: the median of five stands two of them, the interval's lower end four
+    that are too high. Takes at least two; says nothing of other machines, and of other days only as far as these sessions are like them.
     """
-    mean, error = float(np.mean(log_speedups)), float(stats.sem(log_speedups))
-    reach = float(stats.t.ppf((1 + CONFIDENCE) / 2, len(log_speedups) - 1)) * error
-    return Score(*(math.exp(value) for value in (mean, mean - reach, mean + reach)))
+    error = (1 - CONFIDENCE) / 2
+    ends = (bound_over_sessions(log_speedups, sign * error) for sign in (-1, 1))
+    return Score(*(math.exp(value) for value in (float(np.median(log_speedups)), *ends)))
 
 
 def bound_over_sessions(log_ratios: Sequence[float], error: float) -> float:
-    """Return the one-sided Student's t bound of the mean, the upper one; where `error` is negative, the lower one."""
+    """Return the one-sided bound over the sessions, the upper one; where `error` is negative, the lower one.
+
+    It is Student's t bound of the mean, or the order statistic that bounds the median where that is further out: of few sessions the last.
+    """
     reach = float(stats.t.ppf(1 - abs(error), len(log_ratios) - 1)) * float(stats.sem(log_ratios))
-    return float(np.mean(log_ratios)) + math.copysign(reach, error)
+    place = max(int(stats.binom.ppf(abs(error), len(log_ratios), 0.5)) - 1, 0)
+    mean, ordered = float(np.mean(log_ratios)), sorted(log_ratios)
+    return min(mean - reach, ordered[place]) if error < 0 else max(mean + reach, ordered[-1 - place])
 
 
 def of_one_session(

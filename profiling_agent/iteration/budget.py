@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from profiling_agent.errors import RequestError
 from profiling_agent.jobs.timesheet import Timesheet
+from profiling_agent.records import SHARD
 
 # Without a budget: what a run of a large model, and of a small one, may come to before more of what gains little is left out. Of five attempts on the
 # small ViT the first saved 45% of the params, the others 46 to 49%. What its end takes beside what was expected of it keeps a run below 12,000.
@@ -18,13 +19,17 @@ MOST_PASSES = 11_000
 SLOW_PASS_S = 0.025
 # A converter that compiles takes a minute or two; for a model whose run is short otherwise that is most of it.
 SLOW_CONVERSION_S, SLOW_SHARE = 90.0, 0.5
-# What is left undone to the last: the race of the finalists, five sessions (24 s and 80 passes each for a ViT-B/16), the first look at the held-out
-# images, the winner's profile. Of five models of 11 to 92 ms a pass it was 51 to 130 s, about 32 s and 910 passes (docs/decisions/LOG.md, 2026-11-26).
-END_S, END_PASSES = 50.0, 1_200
+# So many held-out images are looked at of each candidate that is tested, whatever the time: a drop is known within a point or so.
+MIN_LOOK = 2 * SHARD
+# What is left undone to the last, beside held-out images: the race of the finalists, five sessions (24 s and 80 passes each for a ViT-B/16) and the
+# winner's profile. Of five models of 11 to 92 ms a pass it was 51 to 130 s with 512 held-out images, about 32 s and 910 passes (docs/decisions/LOG.md).
+END_S, END_PASSES = 50.0, 450
 # Without a limit more is kept: a run of a large model is to stay below 12,000 passes.
 DEFAULT_END_S, DEFAULT_END_PASSES = 90.0, 2_000
-# Another candidate's sessions, after one has failed on the held-out images, and what both models take for one of these.
-TEST_S, TEST_PASSES, BOTH = 30.0, 600, 1.5
+# Another candidate's sessions, after one has failed on the held-out images.
+TEST_S, TEST_PASSES = 30.0, 600
+# Passes for a held-out image: of a deployed candidate, and with the baseline, which the first test has answered.
+DEPLOYED, BOTH = 0.5, 1.5
 # Of that, what comes after the last look at held-out images: the winner's profile (140 to 500 passes) and the report.
 REPORT_S, REPORT_PASSES = 15.0, 300
 # Making deployments, and the evidence, have this much of a budget; without one, deployments have as much of what the run may come to as makes those
@@ -47,11 +52,15 @@ LEAST_S, LEAST_PASSES = 120.0, 1_200
 
 @dataclass(frozen=True)
 class Budget:
-    """What a run may take: `limit_s` is what was asked for, None without a limit; `pass_s` is the currency."""
+    """What a run may take: `limit_s` is what was asked for, None without a limit; `pass_s` is the currency.
+
+    A limit keeps time for the end of the run, where two candidates see `num_heldout` images, before anything else is begun.
+    """
 
     timesheet: Timesheet
     pass_s: float
     limit_s: float | None = None
+    num_heldout: int = MIN_LOOK
 
     @property
     def left_s(self) -> float:
@@ -71,7 +80,12 @@ class Budget:
         """Return what is kept for the end of the run."""
         if self.limit_s is None:
             return DEFAULT_END_S + DEFAULT_END_PASSES * self.pass_s
-        return least_end_s(self.pass_s)
+        return least_end_s(self.pass_s, self.num_heldout) + self._test_s
+
+    @property
+    def _test_s(self) -> float:
+        """Return what it takes to time another candidate, and to test it on held-out images that the baseline has answered."""
+        return TEST_S + (TEST_PASSES + DEPLOYED * min(self.num_heldout, MIN_LOOK)) * self.pass_s
 
     def allows_attempt(self, seconds: float, *, is_optional: bool) -> bool:
         """Return whether another attempt that takes so long is worth it.
@@ -111,10 +125,9 @@ class Budget:
         """Return whether such work still leaves the time to write down the answer."""
         return self.left_s - seconds >= REPORT_S + REPORT_PASSES * self.pass_s
 
-    def has_time_for_a_test(self, num_images: int) -> bool:
-        """Return whether another candidate can be timed, and tested on so many held-out images."""
-        seconds = TEST_S + (TEST_PASSES + BOTH * num_images) * self.pass_s
-        return self.has_time_for(seconds) and self.is_worth(seconds)
+    def has_time_for_a_test(self) -> bool:
+        """Return whether another candidate can be timed and tested."""
+        return self.has_time_for(self._test_s)
 
     def is_worth(self, seconds: float) -> bool:
         """Return whether a run of a slow model without a limit may take so long yet for what only makes its answer surer."""
@@ -130,12 +143,13 @@ class Budget:
         Of a small model, whose conversions are most of a short run, all are made.
         """
         share = DEFAULT_SEARCH_SHARE if self.limit_s is None else SEARCH_SHARE
-        return self.is_short or self.timesheet.spent_s - began_s + next_s <= share * self.worth_s
+        is_within_share = self.timesheet.spent_s - began_s + next_s <= share * self.worth_s
+        return self.is_short or (is_within_share and self.has_room_for(next_s if self.limit_s else 0.0))
 
 
-def least_end_s(pass_s: float) -> float:
-    """Return what the end of a run takes."""
-    return END_S + END_PASSES * pass_s
+def least_end_s(pass_s: float, num_heldout: int = MIN_LOOK) -> float:
+    """Return what the end of a run takes in which the first candidate that is tested on held-out images is returned."""
+    return END_S + (END_PASSES + BOTH * min(num_heldout, MIN_LOOK)) * pass_s
 
 
 def race_s(pass_s: float) -> float:
@@ -148,7 +162,14 @@ def evidence_passes(num_images: int, num_units: int) -> float:
     return num_images * MOMENTS_PASSES + num_units * MEASURED_PASSES
 
 
-def affordable_images(limit_s: float | None, pass_s: float, num_images: int, quietest_s: float | None = None) -> int:
+def affordable_images(
+    limit_s: float | None,
+    pass_s: float,
+    num_images: int,
+    quietest_s: float | None = None,
+    *,
+    num_heldout: int = MIN_LOOK,
+) -> int:
     """Return how many of the calibration images a budget allows, for the evidence and two attempts: all of them, or the fewest that evidence can be had of.
 
     How many units there are isn't known yet; a ViT-B has 24. Refused is what doesn't fit even at the fastest pass that was seen, `quietest_s`, or
@@ -160,7 +181,7 @@ def affordable_images(limit_s: float | None, pass_s: float, num_images: int, qui
     if limit_s is None:
         return num_images
     least_s = pass_s if quietest_s is None else quietest_s
-    needed = LEAST_S + LEAST_PASSES * least_s + least_end_s(least_s)
+    needed = LEAST_S + LEAST_PASSES * least_s + least_end_s(least_s, num_heldout)
     if limit_s < needed:
         # Of what a fast model needs, most is what any does.
         smaller = ", or a smaller model" if needed > 2 * (LEAST_S + END_S) else ""

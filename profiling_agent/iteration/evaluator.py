@@ -82,7 +82,8 @@ class Evaluator:
     @cached_property
     def budget(self) -> Budget:
         """Return what the run has left of its time."""
-        return Budget(self.jobs.timesheet, self.profile.headline.pass_s, self.settings.time_budget_s)
+        pass_s, num_heldout = self.profile.headline.pass_s, self.acquired.heldout.num_images
+        return Budget(self.jobs.timesheet, pass_s, self.settings.time_budget_s, num_heldout)
 
     @property
     def searched(self) -> range:

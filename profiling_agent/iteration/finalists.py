@@ -8,7 +8,7 @@ from profiling_agent.iteration.deployment_search import MAX_SHIFT, Trial
 from profiling_agent.iteration.evaluator import Evaluator
 from profiling_agent.iteration.judge import is_doubtful, is_likely, likelihood_of
 from profiling_agent.iteration.selection import candidates, may_be_returned, ranked, size_ratio
-from profiling_agent.records import ArtifactRef, Candidate, Deployment, Evaluation, Goal, Journal, Variant
+from profiling_agent.records import SHARD, ArtifactRef, Candidate, Deployment, Evaluation, Goal, Journal, Variant
 
 # So many are tested although the search images don't show that they keep the accuracy: each halves the error that a next one has.
 MAX_DOUBTFUL = 2
@@ -43,11 +43,13 @@ def measured(evaluator: Evaluator, journal: Journal) -> tuple[Candidate, ...]:
     rivals = _rivals(journal, best, evaluator.goal, small_alone=evaluator.budget.is_slow)
     wanted = [deployment for deployment in rivals if deployment not in seen]
     more: list[Evaluation | None] = []
+    took_s = SHARD * evaluator.budget.pass_s
     for deployment in wanted:
+        if not evaluator.budget.has_room_for(took_s):
+            break
         began_s = evaluator.jobs.timesheet.spent_s
         more.append(_in(evaluator, journal, best, deployment))
-        if not evaluator.budget.has_room_for(evaluator.jobs.timesheet.spent_s - began_s):
-            break
+        took_s = evaluator.jobs.timesheet.spent_s - began_s
     found = [*known, *(best.model_copy(update={"variant": one.variant, "evaluation": one}) for one in more if one)]
     return tuple({one.evaluation.model.sha256: one for one in found}.values())
 
@@ -95,17 +97,18 @@ def finalists(evaluator: Evaluator, journal: Journal, found: tuple[Candidate, ..
     return (*able, *(likely or doubtful)[:MAX_DOUBTFUL])
 
 
-def spared(
+def fallback_candidates(
     journal: Journal, goal: Goal, found: Sequence[Candidate], able: Sequence[Candidate]
 ) -> tuple[Candidate, ...]:
-    """Return who of `found` is tested where all of `able` that are what the contract asks for have failed: of those in doubt the likeliest that is, if it rather keeps the accuracy."""
-    # Two in doubt are enough; and of a spare nobody has raced the memory.
-    has_doubtful = any(is_doubtful(one.evaluation, goal) for one in able)
-    if goal.selection == "paper" or has_doubtful or goal.max_memory_ratio is not None:
+    """Return the doubtful of `found` that keep the other terms as far as known, the likeliest to keep the accuracy first; none of `able`.
+
+    They are in no race, so that none is returned where the contract asks for memory.
+    """
+    if goal.selection == "paper" or goal.max_memory_ratio is not None:
         return ()
-    others = (one for one in found if one not in able and is_doubtful(one.evaluation, goal))
-    likely = [one for one in others if is_all_asked(one, journal, goal) and is_likely(one.evaluation, goal)]
-    return tuple(sorted(likely, key=lambda one: -likelihood_of(one.evaluation, goal))[:1])
+    others = [one for one in found if one not in able and is_doubtful(one.evaluation, goal)]
+    asked = [one for one in others if is_all_asked(one, journal, goal)]
+    return tuple(sorted(asked, key=lambda one: -likelihood_of(one.evaluation, goal)))
 
 
 def is_all_asked(candidate: Candidate, journal: Journal, goal: Goal) -> bool:

@@ -8,7 +8,7 @@ another machine may be twice as fast or slow, so that what attempts really took 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from profiling_agent.iteration.budget import NUM_UNITS, PRUNE_PASSES, Budget, evidence_passes, race_s
+from profiling_agent.iteration.budget import DEPLOYED, NUM_UNITS, PRUNE_PASSES, Budget, evidence_passes, race_s
 from profiling_agent.iteration.deployment_search import NUM_MEASURED
 from profiling_agent.records import SHARD
 
@@ -16,8 +16,6 @@ from profiling_agent.records import SHARD
 DEPLOY_S, DEPLOY_PASSES, FIRST_DEPLOY_S = 2.5, 150, 15.0
 # A session of those that tell.
 SESSION_S, SESSION_PASSES = 5.0, 230
-# A deployed model's pass, of the baseline's; int8 and pruned are a third to a half.
-DEPLOYED = 0.5
 # A test on held-out images mostly ends by then.
 NUM_HELDOUT = 2_048
 # The winner's profile and the report.

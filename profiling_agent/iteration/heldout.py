@@ -1,28 +1,38 @@
-"""Held-out images: a candidate is tested on them, more and more of them, until they say enough of it."""
+"""Held-out test of one candidate: more and more images, until they decide or end; then with the search images."""
 
-import math
 from collections.abc import Iterator, Sequence
 
-from profiling_agent.evaluation.intervals import at_a_look
+from profiling_agent.evaluation.intervals import (
+    at_a_look,
+    one_sided_lower_bound,
+    pooled_drop,
+    pooled_error,
+)
 from profiling_agent.evaluation.sequential import Counts, can_be_shown, decide
+from profiling_agent.iteration.budget import MIN_LOOK
 from profiling_agent.iteration.evaluator import MAX_AT_ONCE, Evaluator
 from profiling_agent.jobs.tasks import OpenHeldoutTask
 from profiling_agent.records import SHARD, AccuracyDrop, Evaluation, Opening, Predictions, Record
 
 # Of the 5% that `certified` may be wrong in, half is for the accuracy, of all openings together, and half for the speed.
 ACCURACY_ERROR = 0.025
-# So many are looked at of a slow model whatever they say: a drop of so many images is known within a point or so.
-MIN_HELDOUT = 2 * SHARD
-# Of a normal distribution a tenth is further out, on one side.
-CHANCE = 1.28
+# Held-out images alone refuse a candidate where this one-sided bound of its drop is above the contract.
+REFUSAL_CONFIDENCE = 0.95
+# The odds are open where the contract's drop is within so many standard errors of what was measured: the middle eight tenths.
+OPEN_ERRORS = 1.28
 
 
 class HeldoutTest(Record):
-    """The baseline and a candidate on the same held-out images, as many as were needed, and which test of them it was."""
+    """The baseline and a candidate on the same held-out images, which test of them it was, and what it decided.
+
+    `together` is the drop on search and held-out images, corrected for having chosen the candidate by the former.
+    """
 
     baseline: Evaluation
     candidate: Evaluation
     opening: Opening
+    together: float
+    keeps_accuracy: bool
 
 
 def error_of(opening: Opening) -> float:
@@ -43,69 +53,58 @@ def looks(num_images: int) -> Iterator[range]:
 
 
 def run_heldout_test(
-    evaluator: Evaluator, candidate: Evaluation, *, fresh: str | None = None, at_once: bool = False
+    evaluator: Evaluator, candidate: Evaluation, *, bias: float = 0.0, fresh: str | None = None
 ) -> HeldoutTest:
-    """Look at held-out images until the drop is shown inside the contract, or outside, or there are no more of them.
+    """Look at held-out images until they decide, or they or the time end; then search images decide with them.
 
-    Of a slow model, without a time budget, no further than where those that are left could not show it inside even if they lost nothing, nor than such a run is worth: time
-    knows nothing of the answers, so that stopping by it favours none.
-    `candidate` was measured on the search images. The test is noted in the user's ledger first, which says how often it may
-    be wrong; `fresh` says why no test before it is to count. The baseline sees the same images and no others.
-    With `at_once` as many are looked at as the candidate was searched on, whatever they say: a sample of a fixed size, which says more.
+    At least MIN_LOOK images are looked at whatever the time. The test is noted in the user's ledger first, which gives its share of the
+    error; `fresh` is why earlier tests don't count. `bias` is what the candidate's drop on the search images is raised by.
     """
-    heldout = evaluator.acquired.heldout
+    heldout, budget = evaluator.acquired.heldout, evaluator.budget
+    searched, allowed = candidate.drop, evaluator.goal.max_accuracy_drop
+    assert searched is not None, "a candidate was compared with the baseline on the search images"
     task = OpenHeldoutTask(baseline=evaluator.baseline, candidate=candidate.model, heldout=heldout, fresh=fresh)
     opening = evaluator.jobs.run(task)
+    error = error_of(opening)
     baselines, candidates, counts = list[Evaluation](), list[Evaluation](), Counts(0, 0, 0)
-    drop: AccuracyDrop | None = None
-    seen, began_s = 0, evaluator.jobs.timesheet.spent_s
-    # Whole shards.
-    seen_in_search = -(-candidate.predictions.num_images // SHARD) * SHARD
-    parts = iter([range(min(seen_in_search, heldout.num_images))]) if at_once else looks(heldout.num_images)
-    for part in parts:
-        part_s = _per_image_s(evaluator, seen, began_s) * len(part) if seen else 0.0
-        if seen and not evaluator.budget.has_time_for(part_s):
-            break
-        if seen >= MIN_HELDOUT and not evaluator.budget.is_worth(part_s):
-            break
+    drop, decision = searched, "undecided"
+    began_s = evaluator.jobs.timesheet.spent_s
+    for part in looks(heldout.num_images):
+        seen = counts.num_images
+        if seen >= MIN_LOOK:
+            per_image_s = max(budget.pass_s, (evaluator.jobs.timesheet.spent_s - began_s) / seen)
+            part_s = per_image_s * len(part)
+            if not budget.has_time_for(part_s):
+                break
+            # What is left of a slow model's images is for an open question, or for a certificate that is within reach.
+            distance = abs(pooled_drop(searched, drop, bias) - allowed)
+            is_open = distance <= OPEN_ERRORS * pooled_error(searched, drop)
+            is_reachable = can_be_shown(counts, heldout.num_images - seen, allowed, error)
+            if budget.is_sparing and not is_open and not (is_reachable and budget.is_worth(part_s)):
+                break
         baselines.append(evaluator.evaluate_baseline(heldout, part))
         candidates.append(
             evaluator.evaluate(
                 candidate.variant, candidate.model, heldout, baselines[-1], candidate.deployment, images=part
             )
         )
-        drop = candidates[-1].drop
-        assert drop is not None, "a candidate is always compared with the baseline"
-        seen += len(part)
-        counts = counts.with_more(drop.num_lost, drop.num_gained, drop.num_images)
-        if len(part) < heldout.num_images and not at_once:
-            # Whether there is to be another look was asked before each but the first, and is asked after it.
-            drop = at_a_look(counts, len(baselines) + 1)
-        if decide(counts, evaluator.goal.max_accuracy_drop, error_of(opening)) != "undecided":
+        seen_now = candidates[-1].drop
+        assert seen_now is not None, "a candidate is always compared with the baseline"
+        counts = counts.with_more(seen_now.num_lost, seen_now.num_gained, seen_now.num_images)
+        # Whether there is to be another look was asked before each but the first, and is asked after it.
+        drop = seen_now if len(part) == heldout.num_images else at_a_look(counts, len(baselines) + 1)
+        decision = decide(counts, allowed, error)
+        if decision != "undecided":
             break
-        left = heldout.num_images - seen
-        if evaluator.budget.is_sparing and is_in_vain(
-            counts, left, evaluator.goal.max_accuracy_drop, error_of(opening)
-        ):
-            break
-    return HeldoutTest(baseline=_joined(baselines), candidate=_joined(candidates, drop), opening=opening)
-
-
-def is_in_vain(counts: Counts, num_left: int, max_drop: float, error: float) -> bool:
-    """Return whether the images that are left would be answered for nothing: what was seen keeps the contract, and they can't show it kept.
-
-    A drop above the contract's must not come out below it by stopping where it happens to be, so that it has to be below by as much as chance does
-    in nine of ten samples: in simulated worlds as many come out below as where all images are looked at (tests/iteration/test_heldout.py).
-    """
-    net, spread = counts.num_lost - counts.num_gained, math.sqrt(counts.num_lost + counts.num_gained)
-    if counts.num_images < MIN_HELDOUT or net + CHANCE * spread > max_drop * counts.num_images:
-        return False
-    return not can_be_shown(counts, num_left, max_drop, error)
-
-
-def _per_image_s(evaluator: Evaluator, seen: int, began_s: float) -> float:
-    """Return what an image of both models has taken so far; of the baseline some were there before."""
-    return max(evaluator.budget.pass_s, (evaluator.jobs.timesheet.spent_s - began_s) / seen)
+    together = pooled_drop(searched, drop, bias)
+    is_refuted = decision == "lost" or one_sided_lower_bound(drop, REFUSAL_CONFIDENCE) > allowed
+    return HeldoutTest(
+        baseline=_joined(baselines),
+        candidate=_joined(candidates, drop),
+        opening=opening,
+        together=together,
+        keeps_accuracy=decision == "kept" or (together <= allowed and not is_refuted),
+    )
 
 
 def opening_notes(opening: Opening) -> tuple[str, ...]:

@@ -4,7 +4,6 @@ from profiling_agent.evaluation.intervals import (
     largest_shown,
     likelihood,
     one_sided_bound,
-    one_sided_bound_of_both,
     one_sided_lower_bound,
     perfect_bound,
 )
@@ -69,12 +68,6 @@ def likelihood_of(candidate: Evaluation, goal: Goal) -> float:
 def is_likely(candidate: Evaluation, goal: Goal) -> bool:
     """Return whether a candidate rather keeps the accuracy than not."""
     return likelihood_of(candidate, goal) >= 0.5
-
-
-def clears_up(candidate: Evaluation, heldout: AccuracyDrop, goal: Goal) -> bool:
-    """Return whether a doubtful candidate is shown to keep the accuracy by its search images and held-out ones together, as others are by the former."""
-    assert candidate.drop is not None, "a candidate is always compared with the baseline"
-    return one_sided_bound_of_both(candidate.drop, heldout, SEARCH_CONFIDENCE) <= goal.max_accuracy_drop
 
 
 def rule_text(goal: Goal, num_images: int, changed: float | None = None) -> str:

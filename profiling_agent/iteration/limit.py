@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from profiling_agent.benchmarking.race import hold_sessions, pool
 from profiling_agent.errors import JobError, ProfilingAgentError
+from profiling_agent.iteration.budget import TEST_S
 from profiling_agent.iteration.deployer import REFUSALS
 from profiling_agent.iteration.deployments import possible_deployments
 from profiling_agent.iteration.evaluator import Evaluator
@@ -30,7 +31,7 @@ def find_limit(evaluator: Evaluator, journal: Journal, term: str) -> Limit | Non
     made: list[ArtifactRef] = []
     for number, deployment in enumerate(promising := _promising(evaluator, journal, term)):
         # Of the deployments that there was time for nothing can be said of all.
-        if made and not evaluator.budget.has_room_for(0):
+        if made and not evaluator.budget.has_time_for(TEST_S):
             return None
         try:
             made.append(_deployed(evaluator, model, deployment))

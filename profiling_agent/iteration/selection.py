@@ -106,12 +106,6 @@ def ranked(journal: Journal, goal: Goal) -> tuple[Candidate, ...]:
     return _by_paper(journal) if goal.selection == "paper" else _by_counts(journal, goal)
 
 
-def changed(candidate: Candidate) -> float:
-    """Return the share of the search images that only one of a candidate and the baseline has right."""
-    drop = candidate.evaluation.drop
-    return (drop.num_lost + drop.num_gained) / drop.num_images if drop else 0.0
-
-
 def lost(candidate: Candidate) -> float:
     """Return what a candidate lost on the search images; of the baseline nothing."""
     return candidate.evaluation.drop.drop if candidate.evaluation.drop else 0.0

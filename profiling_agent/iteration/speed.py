@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from profiling_agent.benchmarking.race import compare, hold_sessions, pool
+from profiling_agent.benchmarking.race import compare, hold_steady_sessions
 from profiling_agent.errors import JobError
 from profiling_agent.iteration.budget import race_s
 from profiling_agent.iteration.deployer import REFUSALS
@@ -15,9 +15,12 @@ from profiling_agent.iteration.evaluator import Evaluator
 from profiling_agent.iteration.heldout import first_look
 from profiling_agent.records import ArtifactRef, Attempt, Candidate, Headline, Race, Variant
 
+# Equal sessions differ by a few per cent, and small models' processes by a tenth; what is so many times as much was next to something else.
+MAX_DISAGREEMENT = 1.5
 
-def estimate(evaluator: Evaluator, candidates: Sequence[Candidate]) -> Race:
-    """Return the race of the baseline and `candidates` over the run's sessions.
+
+def estimate(evaluator: Evaluator, candidates: Sequence[Candidate], screening: Race | None = None) -> Race:
+    """Return the race of the baseline and `candidates` over the run's sessions, which says so where the machine was too noisy.
 
     Between the sessions is done what has to be done anyway: the baseline sees its first held-out images, and its memory is read, and that of the
     first candidate, which mostly is the one that is returned.
@@ -36,7 +39,23 @@ def estimate(evaluator: Evaluator, candidates: Sequence[Candidate]) -> Race:
                 between[number - 1]()
         return evaluator.hold_session(entries, number)
 
-    return pool(*hold_sessions(hold, evaluator.settings.num_sessions))
+    # What is held again must not take the time of the held-out images.
+    race = hold_steady_sessions(hold, evaluator.settings.num_sessions, evaluator.budget.has_time_for_a_test)
+    why = race.unsteady or _disagreement(evaluator, race, screening)
+    return race.model_copy(update={"unsteady": why})
+
+
+def _disagreement(evaluator: Evaluator, race: Race, screening: Race | None) -> str | None:
+    """Return how the sessions contradict the race that chose, or what the baseline was timed at first; None where they don't."""
+    baseline_ms, first_ms = race.results[0].latency.median_ms, evaluator.batch_s * 1e3
+    if baseline_ms > MAX_DISAGREEMENT * first_ms:
+        return f"the baseline took {baseline_ms:.3g} ms in its sessions, and {first_ms:.3g} when it was timed first"
+    chosen = {one.model.sha256: one.speedup for one in screening.results} if screening else {}
+    for result in race.results:
+        before = chosen.get(result.model.sha256, result.speedup)
+        if result.speedup > MAX_DISAGREEMENT * before:
+            return f"the sessions have a model {result.speedup:.2f} times as fast, the race that chose it {before:.2f}"
+    return None
 
 
 def better(first: Candidate, second: Candidate, race: Race, min_speedup: float) -> Candidate:

@@ -16,10 +16,12 @@ OTHER_ERROR = 0.025
 class Facts(Record):
     """What the verdict rests on: the winner on the held-out images, in the sessions of its race and on disk.
 
+    `together` is the drop on search and held-out images, where it decided otherwise than the held-out images alone would.
     `memory_ratio` is of one process each, for where the sessions could not tell.
     """
 
     drop: AccuracyDrop | None = None
+    together: float | None = None
     accuracy_error: float = ACCURACY_ERROR
     race: Race | None = None
     model: ArtifactRef | None = None
@@ -47,7 +49,7 @@ def _accuracy(facts: Facts, goal: Goal) -> Term:
     if facts.drop is None:
         return Term(name="accuracy", required=asked, measured=0.0, bound=0.0, holds=True)
     bound = certain_bound(facts.drop, 1 - facts.accuracy_error)
-    measured = facts.drop.drop
+    measured = facts.drop.drop if facts.together is None else facts.together
     holds = measured <= asked and facts.refused is None
     return Term(name="accuracy", required=asked, measured=measured, bound=bound, holds=holds)
 
@@ -57,7 +59,9 @@ def _speed(facts: Facts, goal: Goal) -> Term:
     if facts.race is None or facts.model is None:
         return Term(name="speed", required=asked, measured=1.0, bound=1.0, holds=asked <= 1)
     result = facts.race.result_of(facts.model)
-    bound = _bound([math.log(one) for one in result.by_session], -_error(goal))
+    # Of a machine that was too noisy no bound is known.
+    logs = [math.log(one) for one in result.by_session]
+    bound = None if facts.race.unsteady else _bound(logs, -_error(goal))
     return Term(name="speed", required=asked, measured=result.speedup, bound=bound, holds=result.speedup >= asked)
 
 
@@ -124,13 +128,21 @@ def _met(facts: Facts, goal: Goal, terms: tuple[Term, ...]) -> Verdict:
     said = "its bounds, together at 95%, meet it too" if certified else "its bounds, together at 95%, do not"
     if facts.unproven is not None and not certified:
         said = f"{said}; {facts.unproven}"
+    if facts.race is not None and facts.race.unsteady:
+        said = f"{said}; the speed is unproven, as the machine was too noisy: {facts.race.unsteady}"
     return Verdict(
         outcome=Outcome.MET,
         certified=certified,
         terms=terms,
         images_to_certify=needed,
-        explanation=f"the contract is met on held-out images; {said}",
+        explanation=f"the contract is met on {_images(facts)}; {said}",
     )
+
+
+def _images(facts: Facts) -> str:
+    if facts.together is None or facts.drop is None:
+        return "held-out images"
+    return f"search and held-out images together ({facts.drop.drop * 100:+.2f} points on held-out images alone)"
 
 
 def decide(facts: Facts, goal: Goal, limit: Limit | None = None) -> Verdict:

@@ -141,14 +141,19 @@ class Race(Record):
     """Models that took turns, one process each, on one machine; those that dropped out have no result.
 
     A session starts all processes anew, and a repeat goes once through all models of a session. Of a race of one session the
-    intervals assume what processes differ by; of more they are Student's t over the sessions.
+    intervals assume what processes differ by; of more they are over the sessions.
     """
 
     results: tuple[RaceResult, ...]
     num_repeats: int
     num_sessions: int
     dropped: tuple[Dropped, ...] = ()
-    void: tuple[str, ...] = Field(default=(), description="sessions that don't count, as a process died: what it said")
+    void: tuple[str, ...] = Field(
+        default=(), description="sessions that don't count, and why: a process died, or the baseline was slow"
+    )
+    unsteady: str | None = Field(
+        default=None, description="why the machine was too noisy for the times to show anything"
+    )
     detectable: float = Field(
         default=0.0, description="two equal models would have been told apart if one were slower by this share"
     )

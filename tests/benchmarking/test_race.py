@@ -6,14 +6,17 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 
+import made
 import numpy as np
 import pytest
 
 from profiling_agent.benchmarking.race import (
+    MAX_AGAIN,
     MAX_VOID,
     StartSession,
     hold_race,
     hold_sessions,
+    hold_steady_sessions,
     noise_warning,
     screen,
 )
@@ -278,7 +281,7 @@ def test_every_session_starts_anew():
     assert all(timed.samples for pair in pairs for timed in pair.values())
 
 
-def test_sessions_are_averaged_and_peak_memory_is_read_of_each():
+def test_the_median_of_sessions_counts_and_peak_memory_is_read_of_each():
     luck = itertools.cycle([9.0, 10.0, 12.0])
     flattered = [Scripted(itertools.repeat(next(luck)), held=7) for _ in range(3)]
     sessions = iter(flattered)
@@ -287,7 +290,7 @@ def test_sessions_are_averaged_and_peak_memory_is_read_of_each():
         return nullcontext({0: steady(10, held=9), 1: next(sessions)})
 
     result = hold_race(start_session, 2, num_sessions=3, limits=BRIEF)
-    assert result.scores[1].speedup == pytest.approx((10 / 9 * 10 / 10 * 10 / 12) ** (1 / 3), rel=0.01)
+    assert result.scores[1].speedup == pytest.approx(1.0, rel=0.01)
     assert result.peak_bytes == {0: [9, 9, 9], 1: [7, 7, 7]}
 
 
@@ -300,6 +303,58 @@ def test_over_sessions_the_interval_is_students_t():
     )
     assert bound_over_sessions([0.1, 0.2, 0.3], 0.05) == pytest.approx(0.2 + 2.91999 * 0.1 / math.sqrt(3), rel=1e-4)
     assert bound_over_sessions([0.1, 0.2, 0.3], -0.05) == pytest.approx(0.2 - 2.91999 * 0.1 / math.sqrt(3), rel=1e-4)
+
+
+def test_sessions_beside_another_process_neither_move_the_estimate_nor_hide_what_is_true():
+    """Five sessions of a ViT, two of them beside another process; in one harness it was 6.6 times as fast."""
+    found = over_sessions([math.log(speedup) for speedup in (36.0, 27.0, 5.3, 5.4, 5.1)])
+    assert found.speedup == pytest.approx(5.4)
+    assert found.low <= 5.1
+    assert found.high >= 36.0
+    # With four of five too high Student's t bound is too high as well, at 11.
+    four = [math.log(speedup) for speedup in (24.0, 25.0, 24.5, 25.5, 5.3)]
+    assert math.exp(bound_over_sessions(four, -0.025)) <= 5.3
+
+
+def session_of(speedup: float, baseline_ms: float = 200.0) -> Race:
+    """Return one session of a baseline and a model so many times as fast."""
+    first, own = made.race_result("m0", 1.0, 0.99, 1.01), made.race_result("best", speedup, speedup, speedup)
+    stats = first.latency.model_copy(update={"median_ms": baseline_ms})
+    results = [
+        first.model_copy(update={"latency": stats, "turns": ((1.0,),)}),
+        own.model_copy(update={"turns": ((speedup,),)}),
+    ]
+    return Race(results=tuple(results), num_repeats=1, num_sessions=1)
+
+
+def test_a_session_whose_baseline_is_slow_is_held_again():
+    # A candidate of 37 ms: the baseline took 1,332 and 999 ms beside another process, else 189 to 200.
+    drawn = iter([(36.0, 1332.0), (27.0, 999.0), (5.3, 196.0), (5.4, 200.0), (5.1, 189.0), (5.2, 192.0), (5.3, 195.0)])
+    race = hold_steady_sessions(lambda number: session_of(*next(drawn)), 5)
+    assert (race.num_sessions, race.unsteady) == (5, None)
+    assert race.results[1].by_session == pytest.approx((5.3, 5.4, 5.1, 5.2, 5.3))
+    assert race.void == tuple(f"the baseline took {took} ms, in its best session 189" for took in ("1.33e+03", "999"))
+
+
+def test_where_too_few_sessions_are_steady_the_race_shows_nothing():
+    times = itertools.chain([200.0], itertools.repeat(800.0))
+    numbers: list[int] = []
+
+    def hold(number: int) -> Race:
+        numbers.append(number)
+        return session_of(5.0, next(times))
+
+    race = hold_steady_sessions(hold, 5)
+    assert numbers == list(range(5 + MAX_AGAIN))
+    assert race.num_sessions == 5 + MAX_AGAIN
+    assert race.unsteady is not None
+    assert "200, 800, 800" in race.unsteady
+
+
+def test_no_session_is_held_again_where_there_is_no_time():
+    drawn = iter([(20.0, 800.0), (5.3, 196.0), (5.4, 200.0), (5.1, 189.0)])
+    race = hold_steady_sessions(lambda number: session_of(*next(drawn)), 4, lambda: False)
+    assert (race.num_sessions, race.unsteady, len(race.void)) == (3, None, 1)
 
 
 def test_any_two_models_can_be_compared():

@@ -1,16 +1,18 @@
 """What a run does with the time that it has: counted by hand, with a pass of a tenth of a second."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from profiling_agent.errors import RequestError
-from profiling_agent.iteration.budget import END_PASSES, END_S, Budget, affordable_images
+from profiling_agent.iteration.budget import Budget, affordable_images
 from profiling_agent.jobs.timesheet import Timesheet
 
 PASS_S = 0.1
-END = END_S + END_PASSES * PASS_S
+# 50 s and 450 passes; 1,024 held-out images of the baseline and the first candidate; 30 s, 600 passes and 1,024 images of a second one.
+END = 50 + 45 + 1024 * 0.15 + 30 + 60 + 1024 * 0.05
 
 
 def budget(root: Path, spent_s: float, limit_s: float | None, pass_s: float = PASS_S) -> Budget:
@@ -34,8 +36,6 @@ def test_what_is_left_keeps_enough_for_the_end(tmp_path: Path):
     assert held.left_s == 600.0
     assert held.has_room_for(600.0 - END)
     assert not held.has_room_for(601.0 - END)
-    # 50 s and 1,200 passes.
-    assert END == 170.0
     # 300 passes of 0.1 s and 15 s.
     assert held.has_time_for(555.0)
     assert not held.has_time_for(556.0)
@@ -84,27 +84,30 @@ def test_fewer_images_calibrate_where_evidence_would_take_more_than_a_quarter():
     assert affordable_images(913.0, PASS_S, 256) == 128
 
 
+def test_what_is_left_keeps_as_many_held_out_images_as_there_are(tmp_path: Path):
+    few = replace(budget(tmp_path, 0.0, 1000.0), num_heldout=100)
+    assert few.end_s == pytest.approx(50 + 45 + 15 + 30 + 60 + 5)
+
+
 def test_another_test_needs_its_sessions_and_its_images(tmp_path: Path):
-    # 30 s and 600 passes, 1.5 for each of 400 images, and 15 s and 300 passes for the report.
-    assert budget(tmp_path, 400.0, 595.0).has_time_for_a_test(400)
-    assert not budget(tmp_path, 400.0, 594.0).has_time_for_a_test(400)
-    # Without a limit a slow model's run stays below 11,000 passes, 1,100 s.
-    assert budget(tmp_path, 950.0, None).has_time_for_a_test(400)
-    assert not budget(tmp_path, 951.0, None).has_time_for_a_test(400)
-    assert budget(tmp_path, 1e6, None, 0.001).has_time_for_a_test(400)
+    # 30 s and 600 passes, half a one for each of 400 images, and 15 s and 300 passes for the report.
+    assert replace(budget(tmp_path, 400.0, 555.1), num_heldout=400).has_time_for_a_test()
+    assert not replace(budget(tmp_path, 400.0, 554.9), num_heldout=400).has_time_for_a_test()
+    # Without a limit a refusal is no reason to return the baseline.
+    assert budget(tmp_path, 1e6, None).has_time_for_a_test()
 
 
 def test_a_budget_for_nothing_says_what_would_do():
     with pytest.raises(
         RequestError,
-        match=r"time_budget is 300 s, and a model that takes 1 s for an image needs at least 43m: .*, or a smaller model",
+        match=r"time_budget is 300 s, and a model that takes 1 s for an image needs at least 56m: .*, or a smaller model",
     ):
         affordable_images(300.0, 1.0, 256)
     # 170 s are any model's, and 2.4 s are its passes.
     with pytest.raises(RequestError, match=r"takes 0\.001 s for an image needs at least 3m: give it so much$"):
         affordable_images(120.0, 0.001, 256)
-    assert affordable_images(43 * 60.0, 1.0, 256) == 128
+    assert affordable_images(56 * 60.0, 1.0, 256) == 128
     # A pass that looked ten times as slow as the fastest of them is no reason; how many images it allows is of the usual one.
-    assert affordable_images(43 * 60.0, 10.0, 256, quietest_s=1.0) == 128
-    with pytest.raises(RequestError, match=r"takes 1 s for an image needs at least 43m"):
+    assert affordable_images(56 * 60.0, 10.0, 256, quietest_s=1.0) == 128
+    with pytest.raises(RequestError, match=r"takes 1 s for an image needs at least 56m"):
         affordable_images(300.0, 10.0, 256, quietest_s=1.0)

@@ -113,9 +113,9 @@ def split(name: Any) -> SplitInfo:
     return SplitInfo(name=name, source_split="test", num_images=NUM_IMAGES, file=made.ref(name, "split"))
 
 
-def attempt(number: int, *, lost: int, size_bytes: int = 1000) -> Any:
+def attempt(number: int, *, lost: int, size_bytes: int = 1000, macs: int = 400) -> Any:
     """Return an attempt that was accepted, and whose float32 model wasn't."""
-    done = made.attempt(number, 0.5, accepted=True, correct=900 - lost, macs=400, size_bytes=size_bytes)
+    done = made.attempt(number, 0.5, accepted=True, correct=900 - lost, macs=macs, size_bytes=size_bytes)
     assert done.deployed is not None
     int8 = done.deployed.model_copy(update={"deployment": Deployment(scheme="dynamic")})
     return done.model_copy(update={"pruned_model": made.ref(f"pruned{number}"), "deployed": int8})
@@ -152,8 +152,8 @@ def chosen(
     return finalize(evaluator, journal), jobs
 
 
-# The bold one is shown faster.
-BOLD, MILD = attempt(1, lost=8), attempt(2, lost=2)
+# The bold one is pruned further, and is shown faster.
+BOLD, MILD = attempt(1, lost=8, macs=300), attempt(2, lost=2)
 FAST = {"both1": 3.0, "both2": 2.0}
 
 
@@ -337,23 +337,36 @@ def test_so_is_it_where_nobody_else_is_as_fast_as_the_baseline(tmp_path: Path):
     assert final.winner.evaluation.model.path == "jobs/likely"
 
 
-def test_where_two_in_doubt_are_in_line_no_third_is_tested(tmp_path: Path):
+def test_after_one_in_doubt_the_other_is_tested_before_what_is_too_large(tmp_path: Path):
     large = large_option()
     small = doubtful_option("static_nncf", "small", (17, 0), 20.0)
     likely = doubtful_option("static", "likely", (18, 0), 10.0)
-    third = doubtful_option("bfloat16", "third", (19, 0), 15.0)
-    speedups = {"large": 5.0, "small": 20.0, "likely": 10.0, "third": 15.0}
-    final, script = among(tmp_path, (small, large, likely, third), {"small": 30}, speedups)
-    # The other one in doubt is less likely than the one that failed, and the third less than that.
-    assert script.opened == ["small", "large"]
-    assert final.winner.evaluation.model.path == "jobs/large"
+    speedups = {"large": 5.0, "small": 20.0, "likely": 10.0}
+    final, script = among(tmp_path, (small, large, likely), {"small": 30}, speedups)
+    assert script.opened == ["small", "likely"]
+    assert (final.winner.evaluation.model.path, final.verdict.outcome) == ("jobs/likely", Outcome.MET)
 
 
-def test_one_that_answers_half_as_many_images_otherwise_stays_in_line_though_it_lost_more(tmp_path: Path):
-    small, large = shown("static", "small", (40, 60), 5.0), shown("float32", "large", (3, 2), 4.0)
-    final, script = among(tmp_path, (small, large), {"small": 30, "large": 1}, {"small": 5.0, "large": 4.0})
-    assert script.opened == ["small", "large"]
-    assert (final.winner.evaluation.model.path, final.verdict.binding) == ("jobs/large", "size")
+def test_the_next_in_line_is_the_fastest_that_is_accepted_however_many_answers_it_changes(tmp_path: Path):
+    """A MobileNetV2's luckiest int8 failed, and one twice as fast as the one returned was passed over: it had lost more in the search."""
+    lucky = shown("static_nncf", "small", (40, 60), 13.3)
+    fast, slow = shown("static", "likely", (60, 58), 12.0), shown("dynamic", "third", (3, 2), 6.4)
+    speedups = {"small": 13.3, "likely": 12.0, "third": 6.4}
+    final, script = among(tmp_path, (lucky, fast, slow), {"small": 70}, speedups)
+    assert script.opened == ["small", "likely"]
+    assert (final.winner.evaluation.model.path, final.verdict.outcome) == ("jobs/likely", Outcome.MET)
+
+
+def test_one_image_too_many_on_held_out_images_refuses_nothing_that_the_search_images_bear_out(tmp_path: Path):
+    final, script = chosen(tmp_path, (BOLD, MILD), {"both1": 21}, FAST)
+    assert script.opened == ["both1"]
+    accuracy = final.verdict.terms[0]
+    assert (final.winner.attempt, final.verdict.outcome, final.verdict.certified) == (1, Outcome.MET, False)
+    # 21 of a thousand are more than 20; with 8 of the search images', raised for there being two, they are not.
+    assert final.heldout_winner.drop is not None
+    assert (final.heldout_winner.drop.drop, accuracy.holds) == (0.021, True)
+    assert 0.0145 < accuracy.measured < 0.016
+    assert "search and held-out images together (+2.10 points on held-out images alone)" in final.verdict.explanation
 
 
 @pytest.mark.parametrize(
@@ -363,7 +376,7 @@ def test_one_that_answers_half_as_many_images_otherwise_stays_in_line_though_it_
         # 43 of both thousands are more than 40, though 18 of one are fewer than 20.
         (
             18,
-            "of top-1 on 1000 held-out images, which with its search images does not show the contract kept and was refused",
+            "lost 0.0180 of top-1 on 1000 held-out images, 0.0215 with its search images and was refused",
         ),
     ],
 )
@@ -381,8 +394,8 @@ def test_where_nobody_else_is_in_line_the_verdict_is_on_the_one_in_doubt(tmp_pat
     assert final.winner.variant is Variant.BASELINE
     assert (final.verdict.outcome, final.verdict.binding) == (Outcome.NEAREST_MISS, "accuracy")
     accuracy = final.verdict.terms[0]
-    assert (accuracy.measured, accuracy.holds) == (0.018, False)
-    assert "does not show the contract kept; the baseline is returned" in final.verdict.explanation
+    assert (accuracy.measured, accuracy.holds) == (pytest.approx(0.0215, abs=1e-4), False)
+    assert "0.0215 with its search images; the baseline is returned" in final.verdict.explanation
 
 
 def test_what_keeps_the_accuracy_is_in_line_after_a_doubtful_one_that_seemed_to_lose_less(tmp_path: Path):
@@ -471,7 +484,7 @@ def test_what_is_larger_than_the_contract_allows_is_not_returned(tmp_path: Path)
 def test_what_the_sessions_show_slower_is_passed_over(tmp_path: Path):
     final, _ = chosen(tmp_path, (BOLD,), {}, {"both1": 0.9})
     assert final.winner.variant is Variant.BASELINE
-    assert any("attempt 1 (eager dynamic) is shown slower (0.89x) and was left out" in note for note in final.notes)
+    assert any("attempt 1 (eager dynamic) is shown slower (0.90x) and was left out" in note for note in final.notes)
 
 
 def test_a_contract_with_too_few_images_is_met_unproven(tmp_path: Path):
@@ -492,3 +505,39 @@ def test_certified_is_said_of_accuracy_speed_and_memory_together(tmp_path: Path)
     # Of one process each, as here, nothing is certain of the memory.
     greedy, _ = chosen(tmp_path, (MILD,), {}, goal={"max_accuracy_drop": 0.05, "max_memory_ratio": 1.0})
     assert (greedy.verdict.outcome, greedy.verdict.certified) == (Outcome.MET, False)
+
+
+@pytest.mark.parametrize(
+    ("raced", "slow", "said"),
+    [
+        # Beside another process in all sessions: 24.6 where one race, and turns in one harness, had 5.7.
+        (5.7, 1.0, "the sessions have a model 24.58 times as fast, the race that chose it 5.70"),
+        (24.0, 4.0, "the baseline took 8 ms in its sessions, and 2 when it was timed first"),
+        (24.0, 1.0, None),
+    ],
+)
+def test_sessions_that_contradict_what_was_timed_before_prove_no_speed(
+    raced: float, slow: float, said: str | None, tmp_path: Path
+):
+    class Neighbour(Script):
+        def RaceTask(self, task: Any) -> Race:  # noqa: N802
+            return made.race(
+                *(_one_session(made.race_result(f"both{number}", raced, raced, raced)) for number in (1, 2))
+            )
+
+        def SessionTask(self, task: Any) -> Race:  # noqa: N802
+            held = super().SessionTask(task)
+            first = held.results[0].latency
+            times = tuple(slow * time for time in first.samples_ms)
+            stats = first.model_copy(update={"median_ms": first.median_ms * slow, "samples_ms": times})
+            return held.model_copy(
+                update={"results": (held.results[0].model_copy(update={"latency": stats}), *held.results[1:])}
+            )
+
+    fast = {"both1": 24.58, "both2": 24.58}
+    goal = {"max_accuracy_drop": 0.05, "min_speedup": 10.0 if said is None else 5.0}
+    final, _ = chosen(tmp_path, (BOLD, MILD), {}, fast, goal=goal, script=Neighbour)
+    speed = next(term for term in final.verdict.terms if term.name == "speed")
+    assert final.verdict.certified is (said is None)
+    assert (speed.bound is None) is (said is not None)
+    assert said is None or said in final.verdict.explanation

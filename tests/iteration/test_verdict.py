@@ -84,3 +84,16 @@ def test_only_a_limit_that_misses_too_makes_a_contract_infeasible(limit: Limit, 
 
 def test_the_baseline_misses_a_contract_that_asks_for_less_size():
     assert decide(Facts(size_ratio=1.0), GOAL).binding == "size"
+
+
+def test_of_a_machine_that_was_too_noisy_no_speed_is_certain():
+    race_ = GOOD.race
+    assert race_ is not None
+    noisy = race_.model_copy(
+        update={"unsteady": "the baseline took 880 ms in its sessions, and 204 when it was timed first"}
+    )
+    verdict = decide(GOOD.model_copy(update={"race": noisy}), GOAL)
+    speed = next(term for term in verdict.terms if term.name == "speed")
+
+    assert (verdict.outcome, verdict.certified, speed.bound) == (Outcome.MET, False, None)
+    assert "the speed is unproven, as the machine was too noisy: the baseline took 880 ms" in verdict.explanation
