@@ -81,7 +81,7 @@ def load_model(
         progress(f"loading {name}", 0, 0)
         config = _read_config(folder, name)
         files = _weight_files(folder, name, commit)
-        model: Any = _read_weights(folder, name, config)
+        model: Any = _read_weights(folder, name, config, files[0].name)
         processor = _read_processor(folder, name, config)
         model.config.name_or_path = model.name_or_path = str(folder)
     return LoadedModel(
@@ -210,8 +210,8 @@ def _without_weights(folder: Path, name: str, commit: str | None, missing: str) 
     return f"model {name!r} has no weights: {missing} is missing"
 
 
-def _read_weights(folder: Path, name: str, config: Any) -> nn.Module:
-    with library_errors(f"model {name!r} can't be loaded, ", ": download it again, or save it again"):
+def _read_weights(folder: Path, name: str, config: Any, file: str) -> nn.Module:
+    with library_errors(f"model {name!r} can't be loaded from {file}, ", ": download it again, or save it again"):
         model, info = AutoModelForImageClassification.from_pretrained(
             folder,
             config=config,

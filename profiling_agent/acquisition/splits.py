@@ -120,7 +120,9 @@ def draw_splits(
         else:
             drawn = _draw(pool, parts, folder, progress)
             columns_of_train, kind = columns, data.features(train).get(columns.label)
-            if kind is not None and kind != data.features(evaluation)[columns.label]:
+            is_other = kind is not None and kind != data.features(evaluation)[columns.label]
+            # Of several matchings, the model's answers choose one for all splits.
+            if is_other and len(columns.matchings) == 1:
                 # Splits that were made apart may number their classes differently.
                 columns_of_train = match_column(data, train, columns.image, columns.label, id2label)
             others, num_in_both = _draw_train(data, train, columns_of_train, pool, spool, folder, progress)
