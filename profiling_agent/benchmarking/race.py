@@ -286,7 +286,7 @@ def hold_steady_sessions(
 ) -> Race:
     """Return the race over so many sessions in which the baseline was about as fast as in its best one; slower ones are held again.
 
-    Where even after MAX_AGAIN more too few are left, the race is of all and says why it is `unsteady`.
+    Where even after MAX_AGAIN more too few are left, the race says why it is `unsteady`.
 
     Raises:
         JobError: more than two sessions were void, as a process crashed or hung.
@@ -298,15 +298,14 @@ def hold_steady_sessions(
             sessions.append(hold(len(sessions) + len(void)))
         except JobError as error:
             void, most = (*void, str(error)), most - 1
-    if len(steady) < min(num_sessions, MIN_STEADY):
-        times = ", ".join(f"{_baseline_ms(session):.3g}" for session in sessions)
-        return pool(sessions, void).model_copy(update={"unsteady": f"the baseline took {times} ms in its sessions"})
-    slow = [
-        f"the baseline took {_baseline_ms(one):.3g} ms, in its best session {min(map(_baseline_ms, steady)):.3g}"
-        for one in sessions
-        if one not in steady
-    ]
-    return pool(steady, (*void, *slow))
+    best_ms = min(map(_baseline_ms, sessions))
+    slow = [_baseline_ms(session) for session in sessions if session not in steady]
+    reasons = tuple(f"the baseline took {took_ms:.3g} ms, in its best session {best_ms:.3g}" for took_ms in slow)
+    race = pool(steady, (*void, *reasons))
+    if len(steady) >= min(num_sessions, MIN_STEADY):
+        return race
+    times = ", ".join(f"{_baseline_ms(session):.3g}" for session in sessions)
+    return race.model_copy(update={"unsteady": f"the baseline took {times} ms in its sessions"})
 
 
 def _steady(sessions: Sequence[Race]) -> list[Race]:

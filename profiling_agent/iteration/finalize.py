@@ -29,9 +29,9 @@ from profiling_agent.records import (
     Verdict,
 )
 
-# The winner, and milder ones in its place: of the error, what a fourth would have is not worth its images.
+# Of the error that all tests share, what a fourth would have is not worth its images.
 MAX_TESTED = 3
-DOUBTFUL = "is not shown to keep the accuracy on the search images, and nothing that is keeps the other terms: the held-out images decide"
+DOUBTFUL = "is not shown to keep the accuracy on the search images, and nothing that is and keeps the other terms is left: the held-out images decide"
 
 
 class FinalChoice(Record):
@@ -77,8 +77,9 @@ def finalize(evaluator: Evaluator, journal: Journal) -> FinalChoice:
     able = finalists(evaluator, journal, found)
     ranked, ranking, notes = _rank(evaluator, journal, able)
     fallbacks = fallback_candidates(journal, goal, found, able)
-    # All that keeps the other terms first, and of that what was raced; a sort keeps the order of equals.
-    queue = sorted((*ranked, *fallbacks), key=lambda one: not is_all_asked(one, journal, goal))
+    # Behind all that was raced and keeps the other terms too.
+    place = max((place for place, one in enumerate(ranked, start=1) if is_all_asked(one, journal, goal)), default=0)
+    queue = [*ranked[:place], *fallbacks, *ranked[place:]]
     screening = ranking.race if ranking else None
     failed: list[_Tested] = []
     while queue and len(failed) < MAX_TESTED:
