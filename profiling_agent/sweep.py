@@ -3,6 +3,7 @@
 import hashlib
 import itertools
 import json
+import logging
 import os
 import socket
 import traceback
@@ -111,10 +112,11 @@ def _on_ray(cells: dict[str | None, Request], address: str) -> Iterator[SweepRow
     os.environ.setdefault("RAY_task_oom_retries", "3")  # Without end by default; read as Ray is imported.
     try:
         import ray
+        from ray.exceptions import RayError
 
         if (port := address.rpartition(":")[2]).isdecimal():  # Ray itself takes minutes to give up.
             socket.create_connection((address.rpartition(":")[0], int(port)), timeout=5).close()
-        cluster = ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+        cluster = ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except Exception as error:  # Ray raises all kinds.
         raise RequestError(f"no Ray cluster at {address!r} ({error}): start one, with profiling-agent[ray]") from error
     with cluster:
@@ -128,7 +130,7 @@ def _on_ray(cells: dict[str | None, Request], address: str) -> Iterator[SweepRow
             request = waiting.pop(ended)
             try:
                 yield SweepRow.model_validate_json(ray.get(ended))
-            except ray.exceptions.RayError as error:
+            except RayError as error:
                 yield SweepRow(request=request, failure=first_line(getattr(error, "cause", None) or error))
 
 

@@ -274,7 +274,7 @@ def nodes(tmp_path: Path) -> Iterator[tuple[Any, list[Any]]]:
         from ray.cluster_utils import Cluster
 
         cluster = Cluster()
-        options = {"num_cpus": 2, "object_store_memory": 80 * 2**20, "include_dashboard": False}
+        options: dict[str, Any] = {"num_cpus": 2, "object_store_memory": 80 * 2**20, "include_dashboard": False}
         caches = [{"PROFILING_AGENT_CACHE": str(tmp_path / "caches" / name)} for name in "012"]
         yield cluster, [cluster.add_node(**options, env_vars=cache) for cache in caches]
         cluster.shutdown()
@@ -299,7 +299,7 @@ def test_a_sweep_on_three_nodes_decides_what_one_here_does_though_a_node_is_lost
     program = [sys.executable, "-m", "profiling_agent.cli.main", "sweep", file.name, "--output", output.name, "--json"]
     options = ["--engine", "ray", "--ray-address", cluster.address]
     local = optimize_many(read_sweep(file, str(here)))
-    seen, lost = set[int](), None
+    seen, kept, lost = set[int](), dict[Path, int](), None
 
     with subprocess.Popen([*program, *options], cwd=tmp_path, stdout=subprocess.PIPE, text=True) as sweep:
         while sweep.poll() is None:

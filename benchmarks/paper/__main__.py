@@ -60,7 +60,7 @@ FIELDS = {
 def parser() -> argparse.ArgumentParser:
     """Return the command line."""
     usage = "python -m benchmarks.paper TABLE ... [options]"
-    found = argparse.ArgumentParser("benchmarks.paper", usage=usage, description=__doc__.partition(":")[0])
+    found = argparse.ArgumentParser("benchmarks.paper", usage=usage, description=(__doc__ or "").partition(":")[0])
     add, per_data = found.add_argument, "once for all data sets, or once for each"
     add("tables", nargs="+", choices=(*TABLES, "all", "page"), help=f"tables to make; page writes {PAGE.name} anew")
     add(
@@ -211,11 +211,11 @@ def make_tables(given: argparse.Namespace) -> list[Study]:
 
 def read(folder: Path) -> dict[TableName, Study]:
     """Return the tables in a folder, by name."""
-    paths = {name: folder / f"{name}.json" for name in TABLES}
+    paths: dict[TableName, Path] = {name: folder / f"{name}.json" for name in TABLES}
     return {name: Study.model_validate_json(path.read_bytes()) for name, path in paths.items() if path.exists()}
 
 
-def filled(page: str, studies: Mapping[str, Study]) -> str:
+def filled(page: str, studies: Mapping[TableName, Study]) -> str:
     """Return a page with each table between its marks."""
     for name in TABLES:
         begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"

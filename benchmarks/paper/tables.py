@@ -28,9 +28,9 @@ from profiling_agent.deployment.choices import recommend
 from profiling_agent.deployment.torch_session import TorchSession
 from profiling_agent.errors import ProfilingAgentError, PruningError, QuantizationError
 from profiling_agent.evaluation.intervals import compare
+from profiling_agent.iteration.budget import MIN_LOOK
 from profiling_agent.iteration.deployer import Deployer
 from profiling_agent.iteration.evaluator import Evaluator, Settings
-from profiling_agent.iteration.heldout import MIN_HELDOUT
 from profiling_agent.iteration.selection import papers_rank
 from profiling_agent.jobs.handlers.evaluation import answer
 from profiling_agent.jobs.profile import read_profile
@@ -346,7 +346,7 @@ def _side_by_side(
 ) -> tuple[list[Numbers], list[RaceResult]]:
     """Measure models next to the baseline, on the held-out images that the run looked at and in one race."""
     heldout = evaluator.acquired.heldout
-    num_images = max(report.heldout.predictions.num_images, MIN_HELDOUT)
+    num_images = max(report.heldout.predictions.num_images, MIN_LOOK)
     images = range(min(-(-num_images // SHARD) * SHARD, heldout.num_images))
     baseline = evaluator.evaluate_baseline(heldout, images)
     seen = [evaluator.evaluate(v, model, heldout, baseline, d, images=images) for v, model, d in models]
@@ -409,7 +409,8 @@ def _table4(runs: Runs, subject: Subject) -> Iterator[Entry]:
     printed = paper.printed_table4(subject.family, "quantization")
     yield Entry(f"quantization, {METHOD}", printed, lambda: runs.quantized(subject, llm)[METHOD])
     yield Entry(f"quantization, {RECIPE}", printed, lambda: runs.recipe(subject, llm))
-    for step, kind in (("quantization", "quantized"), ("both", "both")):
+    steps: tuple[tuple[str, Kind], ...] = (("quantization", "quantized"), ("both", "both"))
+    for step, kind in steps:
         own = printed if step == "quantization" else {}
         yield Entry(f"{step}, {OURS}", own, lambda kind=kind: of_report(runs.run(subject, kind, llm)))
 
@@ -499,8 +500,7 @@ def _differences(name: TableName, runs: Runs, subjects: Sequence[Subject]) -> tu
     ]
     if name != "table3":
         cuts = dict.fromkeys(
-            "{1:.0%} of {0!r} ({2})".format(*paper.UNIFORM_CUT[family], family)
-            for family in dict.fromkeys(subject.family for subject in subjects)
+            "{1:.0%} of {0!r} ({2})".format(*paper.UNIFORM_CUT[subject.family], subject.family) for subject in subjects
         )
         by_rules = f"first a uniform cut, {', '.join(cuts)}, then half as much again or half of it"
         found += [

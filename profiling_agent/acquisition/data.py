@@ -280,7 +280,7 @@ def open_data(query: DataQuery, *, cache: Path, progress: Progress) -> OpenedDat
             (place.folder / file).is_file() for file in ("dataset_dict.json", "state.json")
         ):
             loaded: Any = datasets.load_from_disk(str(place.folder))
-            splits = (
+            splits: Any = (
                 dict(loaded) if isinstance(loaded, datasets.DatasetDict) else {str(loaded.split or "train"): loaded}
             )
             for rows in splits.values():
@@ -383,7 +383,7 @@ def _choose_config(asked: str | None, place: Place, cache: Path) -> tuple[Any, d
         tables = tuple(builder.METADATA_FILENAMES)
         has_table = any(file.endswith(tables) for names in files.values() for file in names)
         if not has_table and (patterns := each_once(files)):
-            options = {"data_files": patterns}
+            options = dict[str, Any](data_files=patterns)
             builder = place.builder(cache, **options)
     return builder, options
 

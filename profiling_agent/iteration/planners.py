@@ -139,13 +139,13 @@ def next_proposal(
             may_stop=True,
         )
     except AdvisorError as error:
-        return rules if by_rules is None else (by_rules, Origin(by="rules", note=str(error)))
+        return rules if isinstance(rules, StopReason) else (rules, Origin(by="rules", note=str(error)))
     if proposal := _proposal(advisor, advised):
         return proposal
     if advised.guarded is None and planner == "llm":
         return StopReason.ADVISED
     why = advised.objection or f"advises to stop ({advised.reason[:200]})"
-    return rules if by_rules is None else (by_rules, Origin(by="rules", note=f"{advisor.name}: {why}"))
+    return rules if isinstance(rules, StopReason) else (rules, Origin(by="rules", note=f"{advisor.name}: {why}"))
 
 
 def _proposal(advisor: LanguageModel, advised: Advised) -> Proposal | None:

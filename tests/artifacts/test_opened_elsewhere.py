@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -174,7 +175,7 @@ def test_a_saved_model_of_an_earlier_version_is_handed_on_only_as_an_export(
 @pytest.mark.parametrize("family", [pytest.param(name, marks=TIMM) for name in ("timm_efficientnet", "timm_vit")])
 @pytest.mark.parametrize("form", TIMM_FORMS)
 def test_neither_timm_nor_transformers_opens_a_saved_timm_model(tmp_path: Path, family: str, form: str):
-    import timm
+    timm: Any = import_module("timm")
 
     model = FAMILIES[family]()
     save(model, tmp_path / "model")
@@ -192,7 +193,8 @@ def test_neither_timm_nor_transformers_opens_a_saved_timm_model(tmp_path: Path, 
 
 def test_no_path_of_this_machine_is_written(tmp_path: Path):
     loaded = load_model(str(zoo.save(zoo.vit(num_hidden_layers=1), tmp_path / "private" / "my-vit")))
-    assert loaded.model.config.name_or_path == str(tmp_path / "private" / "my-vit")
+    config: Any = loaded.model.config
+    assert config.name_or_path == str(tmp_path / "private" / "my-vit")
     save_model(loaded.model, tmp_path / "model", spec=zoo.SPEC, processor=loaded.processor, base_model=loaded.source)
     source = deployed.saved_source(tmp_path)
     for form in ("eager dynamic", "onnxruntime float32", "openvino static"):

@@ -126,10 +126,11 @@ def test_the_papers_int8_has_one_scale_for_each_weight_tensor_and_activations_of
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 4, bias=False)).eval()
     images = torch.rand(5, 8) - 0.3
-    quantized = dynamic_int8(model)
+    layer: Any = model[0]
+    quantized: Any = dynamic_int8(model)
 
     # By hand: symmetric int8 weights of one scale, and activations in 0 to 127 by their range, which includes zero.
-    weight = model[0].weight.detach()
+    weight = layer.weight.detach().clone()
     scale = weight.abs().max() / 127.5
     codes = (weight / scale).round().clamp(-128, 127)
     low, high = min(images.min(), 0), max(images.max(), 0)
@@ -140,7 +141,7 @@ def test_the_papers_int8_has_one_scale_for_each_weight_tensor_and_activations_of
         found = quantized(images)
 
     assert torch.allclose(found, rounded @ codes.T * step * scale, atol=1e-6)
-    assert torch.equal(model[0].weight, weight)
+    assert torch.equal(layer.weight, weight)
 
 
 def test_chance_is_repeated_by_its_seed():

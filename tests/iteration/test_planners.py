@@ -17,7 +17,7 @@ from profiling_agent.analysis.rules import analyse
 from profiling_agent.errors import AdvisorError, ContextTooLongError, PlanError
 from profiling_agent.iteration.planners import Planner, first_proposal, next_proposal
 from profiling_agent.iteration.propose import propose
-from profiling_agent.llm.transcript import Advice, Question
+from profiling_agent.llm.transcript import Advice, LanguageModel, Question
 from profiling_agent.records import (
     Attempt,
     Cap,
@@ -37,12 +37,11 @@ from profiling_agent.records import (
 KLS = tuple(0.0001 * 2**step for step in range(12))
 
 
-class Scripted:
+class Scripted(LanguageModel):
     """Answers each question with what a function says."""
 
-    name = "scripted"
-
     def __init__(self, say: Callable[[Question], dict]) -> None:
+        self.name = "scripted"
         self.say = say
         self.asked: list[Question] = []
 
@@ -50,6 +49,9 @@ class Scripted:
         self.asked.append(question)
         value = answer_type.model_validate(self.say(question))
         return Advice(value=value, complaint=check(value) if check else None)
+
+    def _answer(self, question, answer_type, check, tools):
+        return self.ask(question, answer_type, check=check, tools=tools)
 
 
 def judged(num_layers: int = 4) -> ModelProfile:

@@ -264,10 +264,10 @@ def test_tokens_are_streamed_under_the_name_of_the_node_and_counted(tmp_path: Pa
     with chat_server(in_turn(Said(content='{"ratio": 0.5}', piece=4))) as server:
         chat = advisor_of(server, tmp_path)
         graph = StateGraph(State)
-        graph.add_node("analysis", lambda _: {"ratios": [chat.ask(QUESTION, Ratio).value.ratio]})
+        graph.add_node("analysis", lambda state: {"ratios": [chat.ask(QUESTION, Ratio).value.ratio]})
         graph.add_edge(START, "analysis")
         graph.add_edge("analysis", END)
-        pieces = list(graph.compile().stream({"ratios": []}, stream_mode="messages"))
+        pieces: list[Any] = list(graph.compile().stream({"ratios": []}, stream_mode="messages"))
 
     assert (
         "".join(message.text for message, _ in pieces if type(message).__name__ == "AIMessageChunk") == '{"ratio": 0.5}'

@@ -61,7 +61,8 @@ def test_studio_sees_the_form_follows_a_run_answers_it_and_forks_it(world: World
         thread = client.threads.create()["thread_id"]
         contract = {"max_accuracy_drop": "1%", "quantize_dtype": "int8"}
         events = followed(client, thread, input=asked(world, tmp_path, approve="plan") | contract)
-        assert client.threads.get_state(thread)["values"]["quantize_dtype"] == "qint8"
+        values: Any = client.threads.get_state(thread)["values"]
+        assert values["quantize_dtype"] == "qint8"
         stages = list(dict.fromkeys(event["stage"] for event in events))
         assert stages == [
             "acquisition",
