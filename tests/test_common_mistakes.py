@@ -243,7 +243,7 @@ def test_a_mistaken_run_is_refused_in_one_line_and_leaves_nothing(mistake: str, 
     runs = place.scratch / "runs"
     good = ("--model", str(place.world.model), "--dataset", str(place.world.data), "--output", str(runs), "--quiet")
 
-    line = refusal(("run", *good, "--runtimes", "eager", *make(place)))
+    line = refusal(("run", *good, "--runtimes", "eager", "--max-iterations", "1", *make(place)))
 
     assert expected in line
     assert not runs.exists() or not list(runs.iterdir())
