@@ -15,12 +15,11 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from profiling_agent.documents import DocumentError, read_record
-from profiling_agent.files import file_sha256, read_bytes, write_bytes, write_text
+from profiling_agent.files import file_sha256, write_bytes, write_text
 from profiling_agent.records import Record
 
 STATE = "recovery.json"
 # Weights, two moments and the best weights, float32, of a model with a billion parameters.
-MAX_TENSORS = 16 * 2**30
 # Sums of floats differ this much between numbers of threads; other images or weights differ by more.
 SAME_KL = 1e-4
 # What AdamW keeps of each parameter.
@@ -142,12 +141,12 @@ def _moments(tensors: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
 
 def _read(folder: Path, key: str, kl_before: float, student: nn.Module) -> tuple[_State, dict[str, Tensor]]:
     """Return a checkpoint that is of this recovery in all that can be told, or raise."""
-    state = read_record(_State, folder / STATE, under=folder)
+    state = read_record(_State, folder / STATE)
     if state.key != key:
         raise _ForeignError("it is of other models or settings")
     if not math.isclose(state.kl_before, kl_before, rel_tol=SAME_KL, abs_tol=SAME_KL**2):
         raise _ForeignError("it was judged by other images")
-    content = read_bytes(_tensors_path(folder, len(state.kls)), max_bytes=MAX_TENSORS, under=folder)
+    content = _tensors_path(folder, len(state.kls)).read_bytes()
     if hashlib.sha256(content).hexdigest() != state.sha256:
         raise _ForeignError("its tensors are not those that were written")
     tensors = load(content)
