@@ -226,7 +226,7 @@ def scratch_in(folder: Path) -> Generator[Path, None, None]:
 
 def sweep(folder: Path, name: str = "") -> None:
     """Remove what a killed process left half-written in a folder, of files so named alone; for the holder of their lock."""
-    for leftover in folder.glob(f"{TEMPORARY}{glob.escape(name)}*"):
+    for leftover in folder.glob(f"{TEMPORARY}{glob.escape(name[:50])}*"):
         if leftover.is_dir() and not leftover.is_symlink():
             # Another process may be removing it too.
             shutil.rmtree(leftover, ignore_errors=True)

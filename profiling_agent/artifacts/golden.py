@@ -22,7 +22,6 @@ NUM_IMAGES = 2
 # activation that this moves across a rounding edge changes by a whole step, of int8 or of bfloat16; where 7-bit
 # activations replace 8-bit ones, by two of int8.
 FLOAT_TOLERANCE, STEP_TOLERANCE, REDUCED_TOLERANCE = 1e-4, 2e-2, 1e-1
-# A model for batches of exactly 4096 images of 224 x 224 has as many of them.
 IMAGES, LOGITS = "pixel_values", "logits"
 
 
