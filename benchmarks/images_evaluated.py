@@ -26,7 +26,7 @@ from profiling_agent.workspace import ORDERS
 def asked(run: Path, task: str) -> Iterator[dict[str, Any]]:
     """Yield what the run's finished jobs of one kind were asked."""
     for path in sorted((run / ORDERS).glob("*.json")):
-        order = read_json(path, under=run)
+        order = read_json(path)
         if order["task"] == task and (run / "jobs" / path.stem / RESULT).exists():
             yield order["fields"]
 

@@ -1,8 +1,6 @@
 """Cache: what we make ourselves, kept between runs."""
 
 import os
-import shutil
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +8,7 @@ import platformdirs
 from filelock import FileLock
 
 from profiling_agent.errors import AcquisitionError
-from profiling_agent.files import FileRefusedError, make_folders, sync_names, sync_tree
+from profiling_agent.files import FileRefusedError, appearing, make_folders, sweep
 
 VARIABLE = "PROFILING_AGENT_CACHE"
 
@@ -61,23 +59,11 @@ def cached(name: str, build: Callable[[Path], None]) -> Path:
         make_folders(folder.parent)
         with FileLock(folder.parent / f"{name}.lock"):
             if not folder.is_dir():
-                _build(folder, build)
+                sweep(folder.parent, name)
+                with appearing(folder) as made:
+                    build(made)
     except OSError as error:
         raise AcquisitionError(
             f"cache folder {str(folder.parent)!r} can't be written ({error.strerror}): set {VARIABLE} to another"
         ) from error
     return folder
-
-
-def _build(folder: Path, build: Callable[[Path], None]) -> None:
-    for leftover in folder.parent.glob(f".{folder.name}-*"):
-        shutil.rmtree(leftover)
-    made = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    try:
-        build(made)
-        made.chmod(0o755)
-        sync_tree(made)
-        made.replace(folder)
-        sync_names(folder.parent)
-    finally:
-        shutil.rmtree(made, ignore_errors=True)

@@ -1,8 +1,6 @@
-"""Documents: the one door for JSON that somebody else may have written, and the one cleaning of text for people.
+"""Documents: JSON files as records, errors of pydantic as one line, and text that is safe to show.
 
-JSON is bounded in size, depth and numbers before anything looks into it. An error names the field and the reason; what was
-found there is quoted only where the document is the user's own, because whoever reads the error may not be who may read
-the file.
+A value is quoted in an error only where the document is the reader's own.
 """
 
 import json
@@ -12,11 +10,6 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from profiling_agent.files import MAX_DOCUMENT, read_bytes
-
-MAX_DEPTH = 100
-# 2**63 has 19 digits; nothing of ours counts further.
-MAX_DIGITS = 19
 MAX_QUOTED = 80
 # What moves a terminal's cursor or turns the direction of text round; a line break and a tab are layout.
 LAYOUT = frozenset("\n\t")
@@ -29,101 +22,46 @@ class DocumentError(ValueError):
     """JSON that isn't read, in words that follow "the file is damaged: "."""
 
 
-def parse_json(text: str | bytes, *, max_bytes: int = MAX_DOCUMENT) -> Any:
-    """Return what a JSON document says; DocumentError where it is none, or too large, too deep, or out of numbers."""
-    if len(text) > max_bytes:
-        raise DocumentError(f"it is larger than {max_bytes:,} bytes")
+def parse_json(text: str | bytes) -> Any:
+    """Return the content of a JSON document; DocumentError where it is none."""
     try:
-        found = json.loads(text, parse_int=_integer, parse_float=_float, parse_constant=_constant)
-    except DocumentError:
-        raise
-    except RecursionError:
-        raise DocumentError(f"it is nested deeper than {MAX_DEPTH}") from None
-    except json.JSONDecodeError as error:
-        raise DocumentError(f"it is no JSON (line {error.lineno}, column {error.colno}: {error.msg})") from None
-    except UnicodeDecodeError:
-        raise DocumentError("it is no UTF-8 text") from None
-    _check_depth(found)
-    return found
-
-
-def _integer(digits: str) -> int:
-    if len(digits.lstrip("-")) > MAX_DIGITS:
-        raise DocumentError(f"it has a whole number of {len(digits)} digits, {MAX_DIGITS} are read")
-    return int(digits)
-
-
-def _float(digits: str) -> float:
-    if (value := float(digits)) in (float("inf"), float("-inf")):
-        raise DocumentError("it has a number beyond those of float64")
-    return value
-
-
-def _constant(name: str) -> float:
-    raise DocumentError(f"it has {name}, which is no JSON")
-
-
-def _check_depth(document: Any) -> None:
-    level = [document]
-    for _ in range(MAX_DEPTH):
-        level = [child for value in level for child in _children(value)]
-        if not level:
-            return
-    raise DocumentError(f"it is nested deeper than {MAX_DEPTH}")
-
-
-def _children(value: Any) -> list[Any]:
-    if isinstance(value, dict):
-        return list(value.values())
-    return value if isinstance(value, list) else []
+        return json.loads(text)
+    # JSONDecodeError, UnicodeDecodeError, and a whole number of thousands of digits.
+    except (ValueError, RecursionError) as error:
+        raise DocumentError(f"it is no JSON ({error})") from None
 
 
 def first_problem(error: ValidationError, *, quotes: bool = True) -> str:
     """Return the first thing wrong as `where: what (got value)`, on one line; without the value unless it `quotes`."""
     problem = error.errors(include_url=False, include_context=False)[0]
-    if not problem["loc"] and problem["type"] == "value_error" and quotes:
-        # Said by a rule of ours over several fields, which names them and what it saw.
-        return problem["msg"].removeprefix("Value error, ")
-    where = clean(".".join(str(part) for part in problem["loc"])[:MAX_QUOTED]) or "document"
-    # Values are quoted in pydantic's own words only where a rule of ours wrote them.
+    if problem["type"] == "json_invalid":
+        return f"it is no JSON ({problem['msg'].removeprefix('Invalid JSON: ')})"
     worded = problem["msg"].removeprefix("Value error, ")
-    said = worded if quotes or problem["type"] != "value_error" else "not a value that is allowed"
-    return f"{where}: {said} (got {str(problem['input'])[:MAX_QUOTED]!r})" if quotes else f"{where}: {said}"
+    if not problem["loc"] and problem["type"] == "value_error" and quotes:
+        # From a rule of ours over several fields, which names them and their values.
+        return worded
+    where = clean(".".join(str(part) for part in problem["loc"])[:MAX_QUOTED]) or "document"
+    # Only rules of ours put values into their messages.
+    what = worded if quotes or problem["type"] != "value_error" else "not a value that is allowed"
+    return f"{where}: {what} (got {str(problem['input'])[:MAX_QUOTED]!r})" if quotes else f"{where}: {what}"
 
 
-def parse_record(
-    kind: type[ModelT],
-    text: str | bytes,
-    *,
-    strict: bool | None = None,
-    quotes: bool = False,
-    max_bytes: int = MAX_DOCUMENT,
-) -> ModelT:
-    """Return a record of ours that a JSON document holds; DocumentError where it holds none."""
-    parse_json(text, max_bytes=max_bytes)
+def parse_record(kind: type[ModelT], text: str | bytes, *, strict: bool | None = None, quotes: bool = False) -> ModelT:
+    """Return the record in a JSON document; DocumentError where it holds none."""
     try:
         return kind.model_validate_json(text, strict=strict)
     except ValidationError as error:
         raise DocumentError(first_problem(error, quotes=quotes)) from None
 
 
-def read_json(path: Path, *, under: Path | None = None, max_bytes: int = MAX_DOCUMENT) -> Any:
-    """Return what a JSON file says; OSError where it can't be opened, DocumentError where it says nothing."""
-    return parse_json(read_bytes(path, under=under, max_bytes=max_bytes), max_bytes=max_bytes)
+def read_json(path: Path) -> Any:
+    """Return the content of a JSON file; OSError where it can't be opened, DocumentError where it is no JSON."""
+    return parse_json(path.read_bytes())
 
 
-def read_record(
-    kind: type[ModelT],
-    path: Path,
-    *,
-    under: Path | None = None,
-    strict: bool | None = None,
-    quotes: bool = False,
-    max_bytes: int = MAX_DOCUMENT,
-) -> ModelT:
-    """Return a record of ours from a JSON file; OSError and DocumentError as `read_json`."""
-    text = read_bytes(path, under=under, max_bytes=max_bytes)
-    return parse_record(kind, text, strict=strict, quotes=quotes, max_bytes=max_bytes)
+def read_record(kind: type[ModelT], path: Path) -> ModelT:
+    """Return the record in a JSON file; OSError and DocumentError as `read_json`."""
+    return parse_record(kind, path.read_bytes())
 
 
 def first_line(error: BaseException) -> str:

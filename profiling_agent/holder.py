@@ -13,7 +13,6 @@ from profiling_agent.documents import DocumentError, read_record
 from profiling_agent.files import write_text
 from profiling_agent.records import Record
 
-MAX_BYTES = 10_000
 UNKNOWN = "another process"
 
 
@@ -41,7 +40,7 @@ def holder_said(path: Path) -> str:
     A stopped process (Ctrl-Z) goes on holding its lock, so that is said with what to do about it.
     """
     try:
-        holder = read_record(Holder, path, max_bytes=MAX_BYTES)
+        holder = read_record(Holder, path)
         process = psutil.Process(holder.pid)
         is_stopped = process.status() == psutil.STATUS_STOPPED
         is_same = abs(process.create_time() - holder.started) < 1

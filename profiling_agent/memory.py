@@ -5,8 +5,6 @@ from pathlib import Path
 
 import psutil
 
-from profiling_agent.files import read_text
-
 GROUPS, OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 # The names of the limit, of what is used, and of what of that are files that the kernel would drop, in versions 2 and 1 of control groups.
 NAMES = (
@@ -69,6 +67,6 @@ def _number(path: Path) -> int | None:
 
 def _lines(path: Path) -> list[str]:
     try:
-        return read_text(path).splitlines()
+        return path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError):
         return []

@@ -1,6 +1,6 @@
-"""Silence: libraries that log, print, draw progress bars or call home on their own, kept from it while they work for us.
+"""Silence: libraries that log, print, draw progress bars or send telemetry, kept from it while they are used here.
 
-Everything uses this module, so that it imports none of them before it is asked to.
+Every module may import this one, so that it imports none of them by itself.
 """
 
 import contextlib
@@ -18,9 +18,8 @@ from types import ModuleType
 # CUDA libraries that no CPU has, and a deprecation between torchao and torch: nothing that a user of ours could mend.
 UNWANTED = {"torchao": "Failed to load", "torch.utils._pytree": "is an Enum subclass and is now natively supported"}
 TELEMETRY, ORT_SWITCH = "openvino_telemetry", "ORT_DISABLE_TELEMETRY"
-# For whoever changes for a while what all threads of the process share: of two that overlap the second would find what the first
-# had set, and put that back for good. It is held through whole exports and compilations, where those alone wait that change it
-# too. A copy of a fork server finds it free: the server has no other thread, and changes nothing while it forks.
+# Held while settings of the whole process are changed for a while: of two threads that overlap, the second would find what the
+# first had set, and put that back for good. A fork server has no other thread, so that its copies find it free.
 ALONE = threading.RLock()
 
 
@@ -69,57 +68,26 @@ def quiet() -> Generator[None]:
             enable_progress_bars()
 
 
-@contextmanager
-def without_telemetry() -> Generator[None]:
-    """Hide the package through which OpenVINO and NNCF report their use; both fall back on stubs, and keep them.
-
-    OpenVINO reports its import, NNCF each call: to the network, without asking, unless the machine says it is a CI.
-    One thread at a time; it may hide what it has hidden.
-    """
-    with ALONE:
-        absent = object()
-        before: object = sys.modules.get(TELEMETRY, absent)
-        sys.modules[TELEMETRY] = None  # pyright: ignore[reportArgumentType] - the import system's own way to say "not there"
-        try:
-            yield
-        finally:
-            if before is absent:
-                sys.modules.pop(TELEMETRY, None)
-            else:
-                sys.modules[TELEMETRY] = before  # pyright: ignore[reportArgumentType] - None, where it was hidden already
+def hide_telemetry() -> None:
+    """Hide the package through which OpenVINO and NNCF report their use: its import, each call; both fall back on stubs."""
+    sys.modules[TELEMETRY] = None  # pyright: ignore[reportArgumentType] - the import system's own way to say "not there"
 
 
 def import_openvino() -> ModuleType:
     """Return `openvino`, which then sends nothing."""
-    # What is there needs nothing hidden, and waits for no other thread's compilation.
-    if "openvino" in sys.modules:
-        return importlib.import_module("openvino")
-    with without_telemetry():
-        return importlib.import_module("openvino")
+    hide_telemetry()
+    return importlib.import_module("openvino")
 
 
 def import_onnxruntime() -> ModuleType:
-    """Return `onnxruntime`, which then notes nothing of its use: from 1.31 on it writes an id of the machine into the user's cache as it is imported."""
-    if "onnxruntime" in sys.modules:
-        return importlib.import_module("onnxruntime")
-    with ALONE:
-        asked = os.environ.get(ORT_SWITCH)
-        os.environ[ORT_SWITCH] = "1"
-        try:
-            return importlib.import_module("onnxruntime")
-        finally:
-            if asked is None:
-                del os.environ[ORT_SWITCH]
-            else:
-                os.environ[ORT_SWITCH] = asked
+    """Return `onnxruntime` without telemetry: from 1.31 on its import writes an id of the machine into the user's cache."""
+    os.environ.setdefault(ORT_SWITCH, "1")
+    return importlib.import_module("onnxruntime")
 
 
 @contextmanager
 def muted(*loggers: str) -> Generator[None]:
-    """Mute loggers, warnings and what is printed: advice for others; what goes wrong is raised.
-
-    One thread at a time: a second waits. What any other prints meanwhile is muted too.
-    """
+    """Mute loggers, warnings and what is printed, by all threads; a second thread that mutes waits."""
     found = [logging.getLogger(name) for name in loggers]
     with (
         ALONE,

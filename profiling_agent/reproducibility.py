@@ -10,7 +10,6 @@ from functools import cache
 from importlib import metadata
 from pathlib import Path
 
-from profiling_agent.files import read_bytes, read_text
 from profiling_agent.memory import GROUPS, OWN_GROUPS, own_groups
 from profiling_agent.records import Environment
 from profiling_agent.timm_config import PACKAGES as TIMM_PACKAGES
@@ -41,7 +40,7 @@ CPU_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx_vnni", "amx_i
 def _cpuinfo(field: str) -> str:
     """Return the first value of `field` in /proc/cpuinfo, or nothing where there is no such file."""
     path = Path("/proc/cpuinfo")
-    lines = read_bytes(path).decode(errors="replace").splitlines() if path.exists() else []
+    lines = path.read_bytes().decode(errors="replace").splitlines() if path.exists() else []
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(field)), "")
 
 
@@ -57,7 +56,7 @@ def code_version() -> str:
     root = Path(__file__).parent
     for path in sorted(root.rglob("*.py")):
         digest.update(path.relative_to(root).as_posix().encode())
-        digest.update(read_bytes(path))
+        digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
 
 
@@ -86,7 +85,9 @@ def available_cores(cpus: Path = CPUS) -> int:
 def _core(topology: Path, cpu: int) -> tuple[str, ...]:
     """Return which core of which processor a logical one is part of; one of its own where the system doesn't tell."""
     try:
-        return tuple(read_text(topology / name).strip() for name in ("physical_package_id", "core_id"))
+        return tuple(
+            (topology / name).read_text(encoding="utf-8").strip() for name in ("physical_package_id", "core_id")
+        )
     except (OSError, UnicodeDecodeError):
         return (str(cpu),)
 
@@ -104,7 +105,7 @@ def cpu_quota(groups: Path = GROUPS, own: Path = OWN_GROUPS) -> float | None:
 def _quota(files: Sequence[Path]) -> float | None:
     """Return the quota in these files, in periods; None where there is none, as in "max 100000", or in -1 beside 100000."""
     try:
-        words = [word for file in files for word in read_text(file).split()]
+        words = [word for file in files for word in file.read_text(encoding="utf-8").split()]
     except (OSError, UnicodeDecodeError):
         return None
     numbers = [int(word) for word in words if word.isdecimal()]

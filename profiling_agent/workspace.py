@@ -20,13 +20,12 @@ from typing import Any
 from filelock import FileLock, Timeout
 from pydantic import Field, ValidationError, model_validator
 
-from profiling_agent.documents import DocumentError, parse_json
+from profiling_agent.documents import DocumentError, read_json
 from profiling_agent.errors import ArtifactError, RequestError, RunError, StorageError
 from profiling_agent.files import (
     TEMPORARY,
     inside,
     make_folders,
-    read_bytes,
     storage_problem,
     sweep,
     sync_names,
@@ -43,7 +42,6 @@ MANIFEST = "request.json"
 # Where what each job was made from is noted.
 ORDERS = "orders"
 LOCK, HOLDER = "run.lock", "holder.json"
-MAX_MANIFEST = 2**20
 SLUG = re.compile(r"[^a-z0-9]+")
 
 
@@ -151,7 +149,7 @@ def read_manifest(root: Path) -> Manifest:
         lacks = "it has no request.json" if root.is_dir() else "there is no such folder"
         raise RunError(f"{str(root)!r} is no run folder: {lacks}; give a folder under the output folder")
     try:
-        raw = parse_json(read_bytes(path, under=root, max_bytes=MAX_MANIFEST))
+        raw = read_json(path)
         version = raw["schema_version"]
     except OSError as error:
         raise RunError(f"{str(path)!r} can't be read ({error.strerror}): start a new run") from error

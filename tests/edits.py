@@ -1,7 +1,6 @@
 """Edits of a saved model whose hashes are computed anew: what a stranger's folder may hold that vouches for itself."""
 
 import json
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -89,14 +88,6 @@ def _tensors(file: str, name: str, change: Callable[[np.ndarray], np.ndarray | N
 def bytes_of(file: str, change: Callable[[bytes], bytes]) -> Edit:
     def do(folder: Path) -> None:
         (folder / file).write_bytes(change((folder / file).read_bytes()))
-
-    return do
-
-
-def fifo(file: str) -> Edit:
-    def do(folder: Path) -> None:
-        (folder / file).unlink()
-        os.mkfifo(folder / file)
 
     return do
 

@@ -90,7 +90,7 @@ def test_broad_excepts_stand_at_the_boundaries_only():
         and (node.type is None or getattr(node.type, "id", "") in ("Exception", "BaseException"))
     ]
 
-    # A job's child, a stranger's code (a bug of ours goes on), the node that frees the run before it raises again, the
+    # A job's child, a model's or library's code, the node that frees the run before it raises again, the
     # thread that hands what it caught to the one that waits, and the command line, whose crashes have their own code.
     assert set(found) <= {
         "profiling_agent/llm/chat.py",

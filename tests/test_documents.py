@@ -1,4 +1,4 @@
-"""JSON of somebody else's, and text that shows as it reads."""
+"""JSON files as records, and text that shows as it reads."""
 
 from pathlib import Path
 
@@ -14,37 +14,22 @@ class Named(Record):
     count: int = 0
 
 
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("", "no JSON"),
-        ("{", "line 1, column 2"),
-        ("[" * 200 + "]" * 200, "nested deeper than 100"),
-        ("[" * 100_000 + "]" * 100_000, "nested deeper than 100"),
-        ('{"a":' * 200 + "1" + "}" * 200, "nested deeper than 100"),
-        ("9" * 20, "whole number of 20 digits"),
-        ("9" * 100_000, "whole number of 100000 digits"),
-        ("1e400", "beyond those of float64"),
-        ("NaN", "NaN"),
-        ("-Infinity", "-Infinity"),
-        (b"\xff\xfe{", "UTF"),
-        ("[" + "0," * 600 + "0]", "larger than 1,000 bytes"),
-    ],
-)
-def test_a_document_out_of_bounds_is_named(text: str | bytes, says: str):
-    with pytest.raises(DocumentError, match=says):
-        parse_json(text, max_bytes=1000 if "larger" in says else 10**6)
+@pytest.mark.parametrize("text", ["", "{", '{"name": "a"', b"\xff\xfe{", b"\x00\xff"])
+def test_what_is_no_json_is_one_line(text: str | bytes):
+    with pytest.raises(DocumentError, match=r"^it is no JSON \(.+\)$"):
+        parse_json(text)
+    with pytest.raises(DocumentError, match=r"^it is no JSON \(.+\)$"):
+        parse_record(Named, text)
 
 
-def test_a_document_within_bounds_is_read(tmp_path: Path):
+def test_a_document_is_read(tmp_path: Path):
     (tmp_path / "d.json").write_text('{"name": "a", "count": 3}')
 
-    assert parse_json("[" * 100 + "]" * 100)
     assert read_json(tmp_path / "d.json") == {"name": "a", "count": 3}
-    assert read_record(Named, tmp_path / "d.json", under=tmp_path) == Named(name="a", count=3)
+    assert read_record(Named, tmp_path / "d.json") == Named(name="a", count=3)
 
 
-def test_what_a_document_says_is_quoted_for_its_owner_alone():
+def test_a_value_is_quoted_for_its_owner_alone():
     text = '{"name": "root:x:0:0:secret"}'
 
     with pytest.raises(DocumentError) as quoted:
@@ -63,7 +48,7 @@ def test_what_moves_a_cursor_or_turns_text_round_shows_as_an_escape():
     assert clean("Žluťoučký kůň 漢字 👍") == "Žluťoučký kůň 漢字 👍"
 
 
-def test_text_of_a_strangers_opens_no_link_and_fetches_no_picture():
+def test_inert_text_opens_no_link_and_fetches_no_picture():
     said = inert("![x](http://evil) [y](javascript:1) <img src=x> \x1b[2J a < b")
 
     assert said == "! [x] (http://evil) [y] (javascript:1) &lt;img src=x> \\x1b[2J a &lt; b"

@@ -14,7 +14,6 @@ from scipy.stats import binomtest
 
 from profiling_agent.documents import MAX_QUOTED
 from profiling_agent.errors import AcquisitionError
-from profiling_agent.files import read_text
 from profiling_agent.records import LabelMatch, MatchBy, MatchKind, MatchRule
 
 Classes = NDArray[np.int64]
@@ -354,7 +353,7 @@ def _by_order(
 
 def _imagenet(id2label: Mapping[int, str]) -> Mapping[str, int]:
     """Return the class of each of ImageNet-1k's wnids; of none if these aren't its classes, after a background or not."""
-    wnids = read_text(WNIDS).split()
+    wnids = WNIDS.read_text(encoding="utf-8").split()
     first = len(id2label) - len(wnids)
     if first not in (0, 1) or sorted(id2label) != list(range(len(id2label))):
         return {}

@@ -4,11 +4,9 @@ import json
 
 from profiling_agent.documents import DocumentError, parse_json, parse_record
 from profiling_agent.errors import PlanError
-from profiling_agent.files import expanded, read_bytes
+from profiling_agent.files import expanded
 from profiling_agent.modules.layer_names import matching_names
 from profiling_agent.records import Plan, in_arrays, unprinted
-
-MAX_BYTES = 1_000_000
 
 
 def parse_plan(text: bytes, *, strict: bool | None = None, quotes: bool = True) -> Plan:
@@ -17,7 +15,7 @@ def parse_plan(text: bytes, *, strict: bool | None = None, quotes: bool = True) 
     What is wrong is quoted only if it `quotes`, and only of a JSON object.
     """
     try:
-        document = parse_json(unprinted(text.decode("utf-8")), max_bytes=MAX_BYTES)
+        document = parse_json(unprinted(text.decode("utf-8")))
     except UnicodeDecodeError:
         raise DocumentError("it is no UTF-8 text") from None
     return parse_record(
@@ -32,7 +30,7 @@ def read_plan(path: str, *, quotes: bool = True) -> Plan:
     else a path leads to was never meant as a plan.
     """
     try:
-        plan = parse_plan(read_bytes(expanded(path), max_bytes=MAX_BYTES), strict=True, quotes=quotes)
+        plan = parse_plan(expanded(path).read_bytes(), strict=True, quotes=quotes)
     except OSError as error:
         raise PlanError(f"plan file {path!r} can't be read ({error.strerror}): check the path") from error
     except DocumentError as error:

@@ -12,12 +12,11 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from profiling_agent.artifacts.recipe import CARD, PACKAGES, Recipe, read_recipe
 from profiling_agent.documents import clean
 from profiling_agent.errors import ArtifactError
-from profiling_agent.files import read_text, write_text
+from profiling_agent.files import write_text
 from profiling_agent.records import Record
 
 # What the template says there.
 HOW_TO_RUN = "## Run it with profiling-agent\n"
-MAX_CARD = 2**20
 SCHEMES = {
     "float32": "float32, nothing is quantized",
     "bfloat16": "bfloat16 weights and products",
@@ -63,7 +62,7 @@ def read_card(folder: Path) -> str:
         ArtifactError: the folder is no saved model, or its card can't be read.
     """
     try:
-        text = read_text(folder / CARD, under=folder, max_bytes=MAX_CARD)
+        text = (folder / CARD).read_text(encoding="utf-8")
     except FileNotFoundError:
         text = _rendered(read_recipe(folder), (), (), None)
     except (OSError, UnicodeDecodeError) as error:

@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 from profiling_agent import files
 from profiling_agent.artifacts.recipe import CARD, OLD_SCHEMA, PROCESSOR, RECIPE, Recipe, read_recipe
 from profiling_agent.errors import ArtifactError, StorageError
-from profiling_agent.files import file_sha256, is_snapshot, open_regular, read_text, resolved
+from profiling_agent.files import file_sha256, is_snapshot, resolved
 
 # What git and the Hub's client leave beside what they fetch; nothing of it is read.
 OF_DOWNLOADS = frozenset({".git", ".gitattributes", ".cache"})
@@ -102,7 +102,7 @@ def processor_text(folder: Path) -> str:
         ArtifactError: there is none, or it can't be read.
     """
     try:
-        return read_text(folder / PROCESSOR, under=folder)
+        return (folder / PROCESSOR).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         said = (error.strerror if isinstance(error, OSError) else None) or str(error)
         raise ArtifactError(
@@ -123,11 +123,11 @@ def model_bytes(folder: Path) -> int:
 
 
 def _check_file(path: Path, sha256: str | None) -> None:
-    """Raise ArtifactError where this is no regular file, or not the one of this hash."""
+    """Raise ArtifactError where this file can't be read, or not the one of this hash."""
     try:
         if sha256 is None:
-            open_regular(path, max_bytes=None, under=path.parent).close()
-        found = sha256 and file_sha256(path, under=path.parent)
+            path.open("rb").close()
+        found = sha256 and file_sha256(path)
     except FileNotFoundError:
         raise ArtifactError(f"{str(path)!r} is missing: save the model again") from None
     except OSError as error:

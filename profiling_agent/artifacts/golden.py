@@ -11,10 +11,8 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from profiling_agent.artifacts.recipe import GOLDEN, Recipe
-from profiling_agent.documents import first_line
 from profiling_agent.errors import ArtifactError
-from profiling_agent.files import open_regular
-from profiling_agent.foreign import foreign_code, is_out_of_memory, on_behalf
+from profiling_agent.foreign import foreign_code
 from profiling_agent.quantization.vnni import saturates
 from profiling_agent.records import InputSpec
 from profiling_agent.reproducibility import environment
@@ -24,8 +22,6 @@ NUM_IMAGES = 2
 # activation that this moves across a rounding edge changes by a whole step, of int8 or of bfloat16; where 7-bit
 # activations replace 8-bit ones, by two of int8.
 FLOAT_TOLERANCE, STEP_TOLERANCE, REDUCED_TOLERANCE = 1e-4, 2e-2, 1e-1
-# A model for batches of exactly 4096 images of 224 x 224 has as many of them.
-MAX_BYTES = 2 * 2**30
 IMAGES, LOGITS = "pixel_values", "logits"
 
 
@@ -79,9 +75,8 @@ def golden_distance(run: Callable[[NDArray[np.float32]], NDArray[Any]], folder: 
 def read_golden(folder: Path, spec: InputSpec) -> Golden:
     """Return the golden images and logits of a saved folder; raise ArtifactError where they are damaged or of another shape."""
     path = folder / GOLDEN
-    _check_size(path)
     with foreign_code(_damaged(path)):
-        held = on_behalf(load_file, path)
+        held = load_file(path)
     for name in (IMAGES, LOGITS):
         if name not in held:
             raise ArtifactError(f"{str(path)!r} is damaged and has no {name}: save the model again")
@@ -97,9 +92,8 @@ def read_golden(folder: Path, spec: InputSpec) -> Golden:
 def check_golden_images(folder: Path, spec: InputSpec) -> None:
     """Raise ArtifactError where the golden images of a saved folder aren't of this shape; reads no more than their header."""
     path = folder / GOLDEN
-    _check_size(path)
-    with foreign_code(_damaged(path)), on_behalf(safe_open, path, "numpy") as tensors:
-        shape = tuple(on_behalf(tensors.get_slice, IMAGES).get_shape())
+    with foreign_code(_damaged(path)), safe_open(path, "numpy") as tensors:
+        shape = tuple(tensors.get_slice(IMAGES).get_shape())
     _expect_images(path, shape, spec)
 
 
@@ -109,14 +103,8 @@ def _answered(run: Callable[[NDArray[np.float32]], NDArray[Any]], golden: Golden
     def refuse(said: str) -> ArtifactError:
         return ArtifactError(f"the golden images in {str(folder)!r} can't be run ({said}): save the model again")
 
-    try:
-        with foreign_code(refuse):
-            logits = on_behalf(run, golden.pixel_values.astype(np.float32))
-    # Torch's kernels, called by quantized layers of ours on tensors that were stored.
-    except RuntimeError as error:
-        if is_out_of_memory(error):
-            raise
-        raise refuse(first_line(error)) from error
+    with foreign_code(refuse):
+        logits = run(golden.pixel_values.astype(np.float32))
     if logits.shape != golden.logits.shape:
         raise refuse(f"logits of shape {logits.shape}, {golden.logits.shape} were saved")
     return logits
@@ -124,13 +112,6 @@ def _answered(run: Callable[[NDArray[np.float32]], NDArray[Any]], golden: Golden
 
 def _damaged(path: Path) -> Callable[[str], ArtifactError]:
     return lambda said: ArtifactError(f"{str(path)!r} is damaged and can't be read ({said}): save the model again")
-
-
-def _check_size(path: Path) -> None:
-    try:
-        open_regular(path, max_bytes=MAX_BYTES, under=path.parent).close()
-    except OSError as error:
-        raise _damaged(path)(str(error.strerror)) from error
 
 
 def _expect_images(path: Path, shape: tuple[int, ...], spec: InputSpec) -> None:

@@ -22,7 +22,7 @@ from profiling_agent.artifacts.golden import check_golden
 from profiling_agent.artifacts.recipe import PROCESSOR, QuantizedLayer, Recipe
 from profiling_agent.documents import DocumentError, clean, first_line, read_json
 from profiling_agent.errors import ArtifactError, QuantizationError
-from profiling_agent.foreign import foreign_code, logits_of, on_behalf
+from profiling_agent.foreign import foreign_code, logits_of
 from profiling_agent.modules.attention import head_sizes, say_heads_
 from profiling_agent.modules.inference import floating_dtype, left_as_found
 from profiling_agent.modules.norms import BATCH_NORMS, Folded
@@ -66,13 +66,12 @@ def read_processor(folder: Path) -> Any:
         return ArtifactError(f"{str(folder)!r} has no image processor that can be read ({said}): save the model again")
 
     try:
-        if number := _too_large(read_json(folder / PROCESSOR, under=folder), MAX_EDGE):
+        if number := _too_large(read_json(folder / PROCESSOR), MAX_EDGE):
             raise refuse(f"it has the number {number}, {MAX_EDGE} is the largest edge of an image")
     except (OSError, DocumentError) as error:
         raise refuse(error.strerror if isinstance(error, OSError) and error.strerror else str(error)) from error
     with muted("transformers"), foreign_code(refuse):
-        return on_behalf(
-            AutoImageProcessor.from_pretrained,
+        return AutoImageProcessor.from_pretrained(
             folder,
             # Where a config is timm's, it would be read for the processor.
             image_processor_filename=PROCESSOR,
@@ -123,7 +122,7 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
     with foreign_code(
         lambda said: ArtifactError(f"{str(path)!r} is damaged and can't be read ({said}): save the model again")
     ):
-        return on_behalf(load_file, path)
+        return load_file(path)
 
 
 def _build(folder: Path, recipe: Recipe, *, dequantize: bool) -> nn.Module:
@@ -182,13 +181,12 @@ def _architecture(recipe: Recipe, tensors: dict[str, Tensor]) -> nn.Module:
         check_timm(fields, refuse)
     # Transformers takes torch's initialisers away from all threads, torch's generator is everybody's.
     with ALONE, foreign_code(refuse), torch.random.fork_rng(devices=[]), no_init_weights():
-        # As a partial: fields may be called as anything, also as an argument of ours.
-        config = on_behalf(partial(AutoConfig.for_model, name, **fields))
+        config = AutoConfig.for_model(name, **fields)
         build = partial(AutoModelForImageClassification.from_config, config, trust_remote_code=False)
         stored = sum(tensor.numel() for tensor in tensors.values())
         with _bounded(len(tensors) + len(recipe.tied) + 2 * len(recipe.folded), stored), torch.device("meta"):
-            on_behalf(build)
-        model = on_behalf(build)
+            build()
+        model = build()
     make_plain_(model)
     return model
 
@@ -269,7 +267,7 @@ def _unfold_(model: nn.Module, name: str, cuts: Iterable[Cut]) -> None:
         if name in cut.unit.inner:
             folded.num_features = folded.num_features * cut.keep // cut.unit.width
     with foreign_code(_unfit(name)):
-        on_behalf(model.set_submodule, name, folded, strict=True)
+        model.set_submodule(name, folded, strict=True)
 
 
 class _LayerTensors(dict[str, Tensor]):
@@ -316,7 +314,7 @@ def _fill_(model: nn.Module, tensors: dict[str, Tensor], recipe: Recipe) -> None
     _check_ranks(model, tensors)
     fit_widths_(model, tensors)
     with foreign_code(_unfit("weights")):
-        on_behalf(model.load_state_dict, tensors, strict=True, assign=True)
+        model.load_state_dict(tensors, strict=True, assign=True)
     for name, first in recipe.tied.items():
         owner, _, leaf = name.rpartition(".")
         source, _, source_leaf = first.rpartition(".")

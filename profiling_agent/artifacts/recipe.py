@@ -144,7 +144,7 @@ def read_recipe(folder: Path) -> Recipe:
     """
     path = folder / RECIPE
     try:
-        raw = read_json(path, under=folder)
+        raw = read_json(path)
     except (FileNotFoundError, NotADirectoryError):
         lacks = f"it has no {RECIPE!r}" if folder.is_dir() else "there is no such folder"
         raise ArtifactError(

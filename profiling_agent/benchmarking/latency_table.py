@@ -27,7 +27,7 @@ from profiling_agent.benchmarking.width_samples import (
 )
 from profiling_agent.cache import kept_folder
 from profiling_agent.errors import ArtifactError
-from profiling_agent.files import read_bytes, write_text
+from profiling_agent.files import write_text
 from profiling_agent.modules.hooks import watching
 from profiling_agent.modules.inference import left_as_found
 from profiling_agent.progress import Progress, silent
@@ -90,7 +90,7 @@ def write_table(path: Path, table: LatencyTable) -> None:
 def read_table(path: Path) -> LatencyTable:
     """Return the table in a file; ArtifactError where it isn't what `write_table` wrote."""
     try:
-        return _TABLE.validate_json(read_bytes(path))
+        return _TABLE.validate_json(path.read_bytes())
     except (OSError, ValidationError) as error:
         raise ArtifactError(f"{str(path)!r} holds no latency table: run again") from error
 

@@ -25,7 +25,6 @@ from profiling_agent.cli.terminal import (
 )
 from profiling_agent.cli.watching import Work, watch
 from profiling_agent.errors import ProfilingAgentError, RequestError, RunError
-from profiling_agent.files import read_text
 from profiling_agent.reporting.report import RunReport
 from profiling_agent.reporting.results import read_report
 from profiling_agent.request import OLD_NAMES, Request, current_names
@@ -149,7 +148,7 @@ def report(run: RunArgument) -> None:
             raise RunError(
                 f"{said}: copy the run to where you may write, or read it with `profiling-agent show {run}`"
             ) from error
-    console.print(Markdown(read_text(run / "report.md", under=run)))
+    console.print(Markdown((run / "report.md").read_text(encoding="utf-8")))
 
 
 def profile(

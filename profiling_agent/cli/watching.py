@@ -30,7 +30,6 @@ from profiling_agent.processes.streams import keep_stdout
 from profiling_agent.records import Approval, ApprovalQuestion
 from profiling_agent.reporting.report import RunReport
 
-MAX_EDIT = 2**20
 Work = Callable[[Any, Callable[[ApprovalQuestion], Approval] | None], RunReport]
 
 
@@ -102,7 +101,7 @@ def answer_of(choice: str) -> Approval:
 def read_edit(path: Path) -> Approval:
     """Return the edit in a JSON file: parts of a plan, stricter limits; RequestError where it can't be read."""
     try:
-        document = read_json(expanded(str(path)), max_bytes=MAX_EDIT)
+        document = read_json(expanded(str(path)))
     except (OSError, DocumentError) as error:
         said = error.strerror if isinstance(error, OSError) else error
         raise RequestError(f"{str(path)!r} can't be read as JSON ({said}): give a file with the changes") from error

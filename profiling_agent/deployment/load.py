@@ -24,7 +24,7 @@ from profiling_agent.deployment.protocol import ModelSession
 from profiling_agent.deployment.registry import open_session
 from profiling_agent.documents import clean
 from profiling_agent.errors import ArtifactError, CorruptImageError, RequestError
-from profiling_agent.foreign import foreign_code, on_behalf
+from profiling_agent.foreign import foreign_code
 from profiling_agent.quantization.vnni import has_vnni, needed_instructions
 from profiling_agent.records import Environment, RuntimeName
 from profiling_agent.reproducibility import environment
@@ -118,7 +118,7 @@ class Deployed:
         with foreign_code(damaged):
             pictures = [in_its_channels(upright_rgb(image), processor) for image in images]
         with foreign_code(refuse):
-            prepared: Any = on_behalf(processor, images=pictures, return_tensors="np")
+            prepared: Any = processor(images=pictures, return_tensors="np")
         pixel_values = prepared.get("pixel_values")
         if not isinstance(pixel_values, np.ndarray):
             raise refuse(f"{type(pixel_values).__name__} instead of pixel values")

@@ -12,7 +12,7 @@ from profiling_agent.deployment.batches import check_fixed_batch
 from profiling_agent.deployment.protocol import INPUT, OUTPUT, Batch, OperatorTime, missing_packages
 from profiling_agent.documents import read_json
 from profiling_agent.errors import ArtifactError
-from profiling_agent.foreign import foreign_code, on_behalf
+from profiling_agent.foreign import foreign_code
 from profiling_agent.processes.busy import waits_passively
 from profiling_agent.quiet import import_onnxruntime
 from profiling_agent.records import Scheme
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 KERNEL = "_kernel_time"
 # A convolution in a blocked layout is named after what it computed before, and this.
 BLOCKED = "_nchwc"
-MAX_PROFILE = 2**28
 
 CONVERSION = "profiling_agent.deployment.onnx_runtime_conversion:write_deployment"
 
@@ -54,7 +53,7 @@ class OnnxSession:
         """Return the logits, float32 (n, classes), of images (n, channels, height, width)."""
         check_fixed_batch(self.fixed_size, pixel_values)
         with foreign_code(lambda said: ArtifactError(f"ONNX Runtime can't run the model: {said}")):
-            logits: Any = on_behalf(self._session.run, [OUTPUT], {INPUT: pixel_values})[0]
+            logits: Any = self._session.run([OUTPUT], {INPUT: pixel_values})[0]
         return logits
 
     def bound(self, pixel_values: Batch) -> Callable[[], float]:
@@ -97,7 +96,7 @@ def operator_times(
         # The first pass finds nothing where it will be, and isn't counted.
         for _ in range(passes + 1):
             opened.run(pixel_values)
-        told = read_json(Path(session.end_profiling()), max_bytes=MAX_PROFILE)
+        told = read_json(Path(session.end_profiling()))
         computed = {node.name: tuple(node.output) for node in onnx.load(graph, load_external_data=False).graph.node}
     took: dict[tuple[str, str], list[float]] = {}
     for event in told:
@@ -133,7 +132,7 @@ def _session(folder: Path, options: Any) -> "InferenceSession":
         return ArtifactError(f"ONNX Runtime can't open {path!r} ({said}): save it again")
 
     with foreign_code(refuse):
-        session = on_behalf(onnxruntime.InferenceSession, path, options, providers=["CPUExecutionProvider"])
+        session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
     inputs, outputs = session.get_inputs(), [output.name for output in session.get_outputs()]
     if [taken.name for taken in inputs] != [INPUT] or len(inputs[0].shape) != 4 or OUTPUT not in outputs:
         raise refuse(f"it doesn't turn {INPUT} of four dimensions into {OUTPUT}")

@@ -12,8 +12,7 @@ from profiling_agent.artifacts.recipe import IR, IR_WEIGHTS, Recipe
 from profiling_agent.deployment.batches import check_fixed_batch
 from profiling_agent.deployment.protocol import MODULE, Batch, OperatorTime, missing_packages
 from profiling_agent.errors import ArtifactError
-from profiling_agent.files import open_regular
-from profiling_agent.foreign import foreign_code, on_behalf
+from profiling_agent.foreign import foreign_code
 from profiling_agent.quiet import import_openvino
 from profiling_agent.records import Scheme
 from profiling_agent.reproducibility import quota_threads
@@ -94,14 +93,14 @@ class OpenVinoSession:
     def _read(self) -> Any:
         # What doesn't begin as a graph of its own OpenVINO shows to its readers of other formats, which print.
         try:
-            with open_regular(self._path, max_bytes=None, under=self._path.parent) as stream:
+            with self._path.open("rb") as stream:
                 is_graph = GRAPH.match(stream.read(MAX_BEGINNING)) is not None
         except OSError as error:
             raise self._refuse(str(error.strerror)) from error
         if not is_graph:
             raise self._refuse("it doesn't begin as one of OpenVINO's graphs")
         with foreign_code(self._refuse):
-            return on_behalf(self._core.read_model, self._path)
+            return self._core.read_model(self._path)
 
     def _request(self, pixel_values: Batch) -> Any:
         """Return an infer request for batches of this shape, to whoever has the lock."""
@@ -114,8 +113,8 @@ class OpenVinoSession:
                 del self._requests[next(iter(self._requests))]
             with foreign_code(self._refuse):
                 if size != ANY:
-                    on_behalf(model.reshape, list(pixel_values.shape))
-                compiled = on_behalf(self._core.compile_model, model, "CPU", self._properties)
+                    model.reshape(list(pixel_values.shape))
+                compiled = self._core.compile_model(model, "CPU", self._properties)
                 request = compiled.create_infer_request()
         self._requests[size] = request
         return request
@@ -125,7 +124,7 @@ class OpenVinoSession:
         with self._lock:
             request = self._request(pixel_values)
             with foreign_code(lambda said: ArtifactError(f"OpenVINO can't run the model: {said}")):
-                (logits,) = on_behalf(request.infer, [pixel_values]).values()
+                (logits,) = request.infer([pixel_values]).values()
             return logits.copy()
 
     def bound(self, pixel_values: Batch) -> Callable[[], float]:

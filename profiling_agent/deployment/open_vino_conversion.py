@@ -26,7 +26,7 @@ from profiling_agent.modules.inference import logits_of
 from profiling_agent.quantization.kinds import quantized_modules
 from profiling_agent.quantization.quantize import chosen_layers, quantize_model
 from profiling_agent.quantization.vnni import saturates
-from profiling_agent.quiet import import_openvino, muted, without_telemetry
+from profiling_agent.quiet import hide_telemetry, import_openvino, muted
 from profiling_agent.records import Deployment
 
 # Below this a constant is a scale or a small bias, of which there are many and which together are nothing.
@@ -189,7 +189,8 @@ def _write_nncf(source: Source, exported: Path, deployment: Deployment, path: Pa
 
 
 def _quantized(model: Any, images: Batch, kept: Collection[str], *, is_transformer: bool) -> Any:
-    with without_telemetry(), muted("nncf", "torch.utils._pytree"):
+    hide_telemetry()
+    with muted("nncf", "torch.utils._pytree"):
         nncf: Any = importlib.import_module("nncf")
         names = [
             name

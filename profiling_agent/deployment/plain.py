@@ -18,7 +18,7 @@ from transformers.initialization import no_init_weights
 from profiling_agent.artifacts.folder import appearing
 from profiling_agent.artifacts.save import config_of
 from profiling_agent.errors import ArtifactError
-from profiling_agent.foreign import foreign_code, on_behalf
+from profiling_agent.foreign import foreign_code
 from profiling_agent.modules.inference import logits_of, random_batch
 from profiling_agent.quantization.linear import DynamicLinear
 from profiling_agent.quiet import ALONE, quiet
@@ -158,10 +158,9 @@ def _written(plain: Any, processor: Any, folder: Path) -> nn.Module:
 
     # Transformers builds what it loads without initialisers, of which it takes all threads'.
     with ALONE, foreign_code(refuse):
-        on_behalf(plain.save_pretrained, folder)
-        on_behalf(processor.save_pretrained, folder)
-        return on_behalf(
-            AutoModelForImageClassification.from_pretrained,
+        plain.save_pretrained(folder)
+        processor.save_pretrained(folder)
+        return AutoModelForImageClassification.from_pretrained(
             folder,
             local_files_only=True,
             trust_remote_code=False,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from profiling_agent.deployment.protocol import Batch
 from profiling_agent.errors import ArtifactError
-from profiling_agent.foreign import compiled_code, on_behalf
+from profiling_agent.foreign import compiled_code
 from profiling_agent.modules.inference import floating_dtype
 from profiling_agent.quiet import muted
 
@@ -161,7 +161,7 @@ def _compiled(module: nn.Module) -> Callable[[Tensor], Tensor]:
             torch._dynamo.config.patch(recompile_limit=MAX_SIZES),  # pyright: ignore[reportPrivateUsage]
             compiled_code(_refused),
         ):
-            logits = on_behalf(compiled, pixel_values)
+            logits = compiled(pixel_values)
         known.add(pixel_values.shape)
         return logits
 

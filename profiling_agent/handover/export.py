@@ -13,7 +13,7 @@ from profiling_agent.deployment.plain import save_half, save_plain
 from profiling_agent.deployment.registry import open_session
 from profiling_agent.deployment.torch_conversion import HALVES
 from profiling_agent.errors import ArtifactError, RequestError
-from profiling_agent.files import make_folders, open_regular, replacing
+from profiling_agent.files import make_folders, replacing
 from profiling_agent.handover.plain_files import export_files
 from profiling_agent.handover.source import model_folder
 from profiling_agent.quantization.vnni import needed_instructions
@@ -121,7 +121,7 @@ def _copy_graph(folder: Path, recipe: Recipe, output: Path, batch_size: int | No
         raise ArtifactError(f"{str(output)!r} exists already: exports never overwrite, choose another file")
     check_golden(open_session(folder).run, folder, recipe)
     make_folders(output.parent)
-    with open_regular(folder / ONNX, max_bytes=None, under=folder) as graph, replacing(output) as stream:
+    with (folder / ONNX).open("rb") as graph, replacing(output) as stream:
         shutil.copyfileobj(graph, stream)
     needed = needed_instructions(recipe.deployment.runtime, recipe.quantized)
     where = f" here; on a processor without {' or '.join(needed)} its int8 sums may saturate" if needed else ""

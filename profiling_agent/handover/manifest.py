@@ -45,7 +45,7 @@ def read_exported(folder: Path) -> Exported:
     """
     path = folder / MANIFEST
     try:
-        exported = read_record(Exported, path, under=folder)
+        exported = read_record(Exported, path)
     except OSError as error:
         raise ArtifactError(f"{str(path)!r} can't be read ({error.strerror}): export the model again") from error
     except DocumentError as error:
@@ -54,7 +54,7 @@ def read_exported(folder: Path) -> Exported:
         raise ArtifactError(f"{str(folder)!r} was exported by an earlier version: export the model again")
     for name, sha256 in exported.files.items():
         try:
-            found = file_sha256(folder / name, under=folder)
+            found = file_sha256(folder / name)
         except OSError as error:
             raise ArtifactError(f"{str(folder / name)!r} can't be read ({error.strerror}): export again") from error
         if found != sha256:

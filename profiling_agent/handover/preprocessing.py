@@ -14,7 +14,7 @@ from pydantic import Field
 
 from profiling_agent.acquisition.pixels import RESAMPLE, prepare
 from profiling_agent.errors import ArtifactError
-from profiling_agent.foreign import foreign_code, on_behalf
+from profiling_agent.foreign import foreign_code
 from profiling_agent.records import InputSpec, Record
 
 # In units of the prepared images, where a step of an 8-bit channel is 0.004 to 0.02.
@@ -81,8 +81,8 @@ def _as_prepared(processor: Any, image: Image.Image) -> NDArray[Any]:
         return ArtifactError(f"the image processor gives {said}: save the model again")
 
     with foreign_code(refuse):
-        prepared: Any = on_behalf(processor, images=[image], return_tensors="pt")["pixel_values"]
-        return on_behalf(np.asarray, prepared)
+        prepared: Any = processor(images=[image], return_tensors="pt")["pixel_values"]
+        return np.asarray(prepared)
 
 
 def _is_near(found: NDArray[Any], wanted: NDArray[Any]) -> bool:

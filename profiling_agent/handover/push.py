@@ -20,8 +20,8 @@ from profiling_agent.artifacts.folder import named_folder, open_current
 from profiling_agent.artifacts.recipe import CARD, RECIPE, Recipe
 from profiling_agent.documents import DocumentError, clean, read_record
 from profiling_agent.errors import ProfilingAgentError, RequestError
-from profiling_agent.files import read_text, write_text
-from profiling_agent.foreign import foreign_code, on_behalf
+from profiling_agent.files import write_text
+from profiling_agent.foreign import foreign_code
 from profiling_agent.handover.manifest import MANIFEST, Exported, read_exported
 from profiling_agent.handover.source import model_folder
 from profiling_agent.records import Record
@@ -85,7 +85,7 @@ def push(source: str | Path, repo_id: str, *, private: bool = False, update: boo
         _check_there(repo_id, there, ours, update=update)
         _add_license(api, staged)
         if there is None:
-            on_behalf(api.create_repo, repo_id, private=private or None)
+            api.create_repo(repo_id, private=private or None)
         return _commit(api, repo_id, staged, ours)
 
 
@@ -106,8 +106,8 @@ def _commit(api: HfApi, repo_id: str, staged: _Staged, there: frozenset[str]) ->
     # Weights go up from where they lie: the system's temporary folder may be too small for a copy.
     added = [CommitOperationAdd(name, path) for name, path in staged.files.items()]
     gone = [CommitOperationDelete(name) for name in sorted(there - staged.files.keys())]
-    committed = on_behalf(
-        api.create_commit, repo_id, [*added, *gone], commit_message="A model by profiling-agent", revision="main"
+    committed = api.create_commit(
+        repo_id, [*added, *gone], commit_message="A model by profiling-agent", revision="main"
     )
     return Pushed(url=f"{constants.ENDPOINT}/{repo_id}", commit=committed.oid, files=tuple(staged.files))
 
@@ -130,7 +130,7 @@ def _there(api: HfApi, repo_id: str) -> _There | None:
     """Return what a repository holds, None where there is none."""
     try:
         # Asked once; a list of the files would be asked for again and again where nobody answers.
-        info = on_behalf(api.model_info, repo_id)
+        info = api.model_info(repo_id)
     except RepositoryNotFoundError:
         return None
     files = frozenset(file.rfilename for file in info.siblings or ()) - BY_THE_HUB
@@ -142,7 +142,7 @@ def _ours(api: HfApi, repo_id: str, there: Collection[str], scratch: Path) -> fr
     for name, kind in ((RECIPE, Recipe), (MANIFEST, Exported)):
         if name not in there:
             continue
-        fetched = Path(on_behalf(api.hf_hub_download, repo_id, name, local_dir=scratch / "there"))
+        fetched = Path(api.hf_hub_download(repo_id, name, local_dir=scratch / "there"))
         try:
             said = read_record(kind, fetched)
         except DocumentError:
@@ -169,10 +169,10 @@ def _add_license(api: HfApi, staged: _Staged) -> None:
     if staged.revision is None:
         return
     try:
-        base = on_behalf(api.model_info, staged.base, revision=staged.revision).card_data
+        base = api.model_info(staged.base, revision=staged.revision).card_data
     except (HfHubHTTPError, HFValidationError, HTTPError):
         return
-    card = ModelCard(read_text(staged.files[CARD]), ignore_metadata_errors=True)
+    card = ModelCard(staged.files[CARD].read_text(encoding="utf-8"), ignore_metadata_errors=True)
     for name in ("license", "license_name", "license_link"):
         if base is not None and isinstance(value := base.get(name), str):
             setattr(card.data, name, value)

@@ -12,6 +12,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from profiling_agent.documents import first_line
 from profiling_agent.errors import ProfilingAgentError
 from profiling_agent.files import NO_SPACE, appearing, storage_problem, write_text
 from profiling_agent.foreign import is_out_of_memory
@@ -80,7 +81,7 @@ def _failure(error: Exception, root: Path) -> Message:
         problem = storage_problem(error)
         assert problem is not None, "these are what a disk has against being written"
         return Message(kind="failed", error="StorageError", text=str(storage_error(root, problem)))
-    return Message(kind="failed", error="JobError", text=f"{type(error).__name__}: {error}")
+    return Message(kind="failed", error="JobError", text=f"{type(error).__name__}: {first_line(error)}")
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from profiling_agent.documents import DocumentError, read_record
 from profiling_agent.errors import RunError
-from profiling_agent.files import file_sha256, make_folders, write_text
+from profiling_agent.files import file_sha256, inside, make_folders, write_text
 from profiling_agent.jobs.table import Table
 from profiling_agent.jobs.tasks import Task
 from profiling_agent.records import ArtifactRef, Record
@@ -47,9 +47,9 @@ def write_hashes(folder: Path) -> None:
 def holds(folder: Path) -> bool:
     """Return whether a folder holds a job as it was left."""
     try:
-        hashes = read_record(Hashes, folder / HASHES, under=folder).files
+        hashes = read_record(Hashes, folder / HASHES).files
         return RESULT in hashes and all(
-            file_sha256(folder / name, under=folder) == sha256 for name, sha256 in hashes.items()
+            file_sha256(inside(folder / name, folder)) == sha256 for name, sha256 in hashes.items()
         )
     except (OSError, DocumentError):
         return False
@@ -134,7 +134,7 @@ class JobStore:
     def order(self, key: str) -> Task[Any]:
         """Return what a job was asked; RunError where that isn't known any more."""
         try:
-            kept = read_record(KeptOrder, self._order_path(key), under=self._workspace.root)
+            kept = read_record(KeptOrder, self._order_path(key))
             return self._tasks[kept.task].model_validate(kept.fields)
         except (OSError, KeyError, ValueError) as error:
             raise RunError(
@@ -143,4 +143,4 @@ class JobStore:
 
     def result(self, key: str, task: Task[Any]) -> Any:
         """Return what a whole job came to; OSError or DocumentError where it can't be read."""
-        return read_record(task.result, self.folder(key) / RESULT, under=self._workspace.root)
+        return read_record(task.result, self.folder(key) / RESULT)

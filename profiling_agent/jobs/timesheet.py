@@ -11,7 +11,7 @@ from pydantic import Field
 
 from profiling_agent.documents import DocumentError, parse_record
 from profiling_agent.errors import RunError
-from profiling_agent.files import append_line, read_bytes, storage_problem
+from profiling_agent.files import append_line, storage_problem
 from profiling_agent.records import Record
 
 SHEET = "timesheet.jsonl"
@@ -79,7 +79,7 @@ class Timesheet:
 def _entries(path: Path) -> list[Entry]:
     found: list[Entry] = []
     try:
-        lines = [] if path.is_symlink() else read_bytes(path).splitlines()
+        lines = path.read_bytes().splitlines()
     except OSError:
         # Not there yet, or nobody's to read: the time before counts nothing.
         return found

@@ -8,7 +8,6 @@ import os
 import time
 from pathlib import Path
 
-from profiling_agent.files import read_text
 from profiling_agent.reproducibility import available_cores, available_threads
 
 # What OpenMP's threads, which are torch's, do at the end of a piece of work; ONNX Runtime is told by us where this is set.
@@ -45,7 +44,7 @@ def num_spare(num_all: int, num_allowed: int, num_cores: int, num_threads: int) 
 def _num_running() -> int:
     """Return how many threads of the whole machine run or want to; this one is one of them."""
     try:
-        running, _, _ = read_text(Path("/proc/loadavg")).split()[3].partition("/")
+        running, _, _ = Path("/proc/loadavg").read_text(encoding="utf-8").split()[3].partition("/")
         return int(running)
     except (OSError, IndexError, ValueError):
         return 1

@@ -19,7 +19,6 @@ import psutil
 from pydantic import ValidationError
 
 from profiling_agent.errors import JobError, KilledError
-from profiling_agent.files import open_log
 from profiling_agent.memory import total_bytes
 from profiling_agent.processes.started import Started
 from profiling_agent.records import Record
@@ -88,7 +87,7 @@ class Child(Generic[AnswerT]):
         """Start it with what takes its standard error: `log`, where it and its libraries print, or nobody's file."""
         self._answer, self._wording = answer, wording
         # Closed with the process.
-        self._stderr: IO[bytes] = open_log(log) if log is not None else tempfile.TemporaryFile()  # noqa: SIM115
+        self._stderr: IO[bytes] = log.open("a+b") if log is not None else tempfile.TemporaryFile()  # noqa: SIM115
         try:
             self._process = start(self._stderr)
         except OSError:

@@ -9,7 +9,6 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from profiling_agent.cache import cache_folder
-from profiling_agent.files import read_text
 from profiling_agent.holder import holder_said, note_holder
 from profiling_agent.progress import Progress, silent
 from profiling_agent.stopping import end_if_asked
@@ -24,8 +23,7 @@ FIRST_S = 5
 def _machine() -> str:
     """Return a name of this machine since it was started, which its containers share and no other machine has; its host's where it tells none."""
     try:
-        # The kernel sets aside what a read asks for, and has no megabytes for this one.
-        return read_text(Path("/proc/sys/kernel/random/boot_id"), max_bytes=100)[:8]
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8")[:8]
     except OSError:
         return re.sub(r"[^A-Za-z0-9.-]", "-", platform.node())[:60]
 

@@ -7,7 +7,6 @@ from pathlib import Path
 import psutil
 
 from profiling_agent.errors import JobError
-from profiling_agent.files import read_text
 
 
 def peak_memory_bytes(pid: int | None = None) -> int:
@@ -19,7 +18,7 @@ def peak_memory_bytes(pid: int | None = None) -> int:
     status = Path(f"/proc/{pid or 'self'}/status")
     if status.exists():
         # Linux hands a parent's ru_maxrss on to the child it starts; VmHWM begins anew with the program.
-        line = next(line for line in read_text(status).splitlines() if line.startswith("VmHWM:"))
+        line = next(line for line in status.read_text(encoding="utf-8").splitlines() if line.startswith("VmHWM:"))
         return int(line.split()[1]) * 1024
     if pid is not None:
         raise JobError("what another process held at most is told by Linux alone (/proc): measure memory there")

@@ -17,7 +17,6 @@ from functools import cache
 from pathlib import Path
 from typing import IO, Protocol
 
-from profiling_agent.files import read_text
 from profiling_agent.processes.forking import MAX_BYTES, OWN, Asked, control
 
 # An accelerator's driver, which a library may wake up when it is imported, works in no copy.
@@ -202,7 +201,7 @@ def _passed_on(environment: Mapping[str, str]) -> tuple[object, ...]:
     others = sorted((name, value) for name, value in environment.items() if not name.startswith(OWN))
     limits = [resource.getrlimit(getattr(resource, name)) for name in dir(resource) if name.startswith("RLIMIT_")]
     # By the system's call it can only be read by setting it, which other threads would see.
-    status = read_text(Path("/proc/self/status")).splitlines()
+    status = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     masks = [line for line in status if line.startswith("Umask:")]
     niceness = os.getpriority(os.PRIO_PROCESS, 0)
     return (*others, *sorted(os.sched_getaffinity(0)), *limits, *masks, niceness)

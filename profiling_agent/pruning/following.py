@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPriva
 from torch.overrides import TorchFunctionMode
 
 from profiling_agent.errors import PruningError
-from profiling_agent.foreign import logits_of, on_behalf
+from profiling_agent.foreign import logits_of
 from profiling_agent.modules.hooks import tensors, watching
 from profiling_agent.modules.inference import device_of
 from profiling_agent.pruning.operations import PARTED, RULES, Call, UnknownSpellingError
@@ -65,7 +65,7 @@ class Trace(TorchFunctionMode):
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        result = on_behalf(func, *args, **kwargs)
+        result = func(*args, **kwargs)
         name = getattr(func, "__name__", "an operation").strip("_")
         if not self._running and ((results := list(tensors(result))) or name == "setitem"):
             self._follow(name, args, kwargs, results)

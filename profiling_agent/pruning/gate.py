@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from profiling_agent.errors import PruningError
-from profiling_agent.foreign import on_behalf
 from profiling_agent.modules.complexity import count_complexity
 from profiling_agent.modules.inference import left_as_found, without_weights
 from profiling_agent.pruning.following import is_response_norm
@@ -33,9 +32,9 @@ def mask_error(
     for cut in cuts:
         masked |= masked_parameters(baseline, cut.unit, keep[cut.unit.name])
     with left_as_found(baseline), left_as_found(pruned), torch.inference_mode():
-        answer: Any = on_behalf(functional_call, baseline.eval(), masked, (), {"pixel_values": images})
+        answer: Any = functional_call(baseline.eval(), masked, (), {"pixel_values": images})
         expected = answer.logits.float()
-        logits = on_behalf(pruned.eval(), pixel_values=images).logits.float()
+        logits = pruned.eval()(pixel_values=images).logits.float()
     norms = expected.norm(dim=1).clamp_min(torch.finfo(torch.float32).tiny)
     # An infinite logit in both makes nan, and amax lets nan through.
     return float(((logits - expected).abs().amax(dim=1) / norms).amax())

@@ -17,7 +17,7 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_map
 
 from profiling_agent.errors import PruningError
-from profiling_agent.foreign import foreign_code, logits_of, on_behalf
+from profiling_agent.foreign import foreign_code, logits_of
 from profiling_agent.modules.hooks import tensors
 from profiling_agent.modules.inference import device_of
 from profiling_agent.pruning.gate import MAX_MASK_ERROR, masked_parameters
@@ -126,9 +126,9 @@ def _tried(module: nn.Module, unit: Unit, given: Given) -> str | None:
     try:
         with foreign_code(PruningError), torch.no_grad():
             masked = masked_parameters(trial, unit, kept)
-            expected = next(tensors(on_behalf(functional_call, trial, masked, _copied(args), _copied(kwargs))))
+            expected = next(tensors(functional_call(trial, masked, _copied(args), _copied(kwargs))))
             pruned = cut_units(trial, [cut], {unit.name: kept})
-            found = next(tensors(on_behalf(pruned, *_copied(args), **_copied(kwargs))))
+            found = next(tensors(pruned(*_copied(args), **_copied(kwargs))))
     except PruningError as error:
         return f"unknown_heads: with a head cut its attention fails with {error}"
     if found.shape == expected.shape and bool((found - expected).norm() <= MAX_MASK_ERROR * expected.norm()):

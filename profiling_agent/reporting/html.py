@@ -8,7 +8,6 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from profiling_agent.files import read_text
 from profiling_agent.reporting.charts import charts, library
 from profiling_agent.reporting.omissions import omissions
 from profiling_agent.reporting.reflection import choices, predictions, subject_of
@@ -37,7 +36,7 @@ def environment() -> Environment:
 
 def source(name: str) -> str:
     """Return a file beside this one as it is, which isn't a template: the style and the script of our pages."""
-    return read_text(Path(__file__).with_name(name))
+    return Path(__file__).with_name(name).read_text(encoding="utf-8")
 
 
 def render_sweep(rows: Sequence[Any], number: int) -> str:

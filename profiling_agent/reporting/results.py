@@ -9,7 +9,6 @@ from typing import Any, cast
 from profiling_agent.benchmarking.saved import SavedModel, saved_model
 from profiling_agent.documents import DocumentError, parse_json, parse_record
 from profiling_agent.errors import RunError
-from profiling_agent.files import read_bytes
 from profiling_agent.records import ArtifactRef
 from profiling_agent.reporting.report import RunReport
 from profiling_agent.workspace import MANIFEST, Workspace, check_version, read_manifest
@@ -29,7 +28,7 @@ def read_report(folder: Path) -> RunReport:
         read_manifest(folder)
         raise RunError(f"run {str(folder)!r} has no report yet: finish it with `profiling-agent resume {folder}`")
     try:
-        text = read_bytes(path, under=folder)
+        text = path.read_bytes()
         document = parse_json(text)
         if isinstance(document, dict) and "schema_version" in document:
             check_version(path, cast("dict[str, Any]", document)["schema_version"])

@@ -1,7 +1,6 @@
 """Jobs of an earlier process: whole ones are believed, others are done again from their orders."""
 
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -59,11 +58,6 @@ def linked(folder: Path) -> None:
     (folder / "note.txt").symlink_to(folder.parents[2] / "outside.txt")
 
 
-def fifo(folder: Path) -> None:
-    (folder / "note.txt").unlink()
-    os.mkfifo(folder / "note.txt")
-
-
 def torn_hashes(folder: Path) -> None:
     (folder / HASHES).write_text('{"files": {"res')
 
@@ -87,7 +81,6 @@ DAMAGES = (
     flipped,
     lost,
     linked,
-    fifo,
     torn_hashes,
     no_hashes,
     torn_result,

@@ -94,9 +94,8 @@ def test_a_damaged_line_counts_nothing(tmp_path: Path, line: str):
     assert sheet.spent_s == 2.5
 
 
-def test_a_link_is_not_read(tmp_path: Path):
-    (tmp_path / "other").write_text('{"key": "deploy-1", "seconds": 2.5, "up_to": 2.5}\n')
-    (tmp_path / SHEET).symlink_to(tmp_path / "other")
+def test_a_folder_of_its_name_counts_nothing_and_is_a_line(tmp_path: Path):
+    (tmp_path / SHEET).mkdir()
 
     sheet = Timesheet(tmp_path / SHEET)
     assert sheet.by_kind() == {}

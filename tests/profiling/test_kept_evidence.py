@@ -45,11 +45,6 @@ def a_folder(path: Path) -> None:
     path.mkdir()
 
 
-def a_link(path: Path) -> None:
-    path.unlink()
-    path.symlink_to("/dev/zero")
-
-
 def an_order_with_a_channel_twice(path: Path) -> None:
     path.write_text(path.read_text().replace('"order":[0,1,', '"order":[1,1,', 1))
 
@@ -64,7 +59,7 @@ def of_another_unit(path: Path) -> None:
 
 @pytest.mark.parametrize(
     "damage",
-    [cut_short, emptied, binary, a_folder, a_link, an_order_with_a_channel_twice, a_width_of_none, of_another_unit],
+    [cut_short, emptied, binary, a_folder, an_order_with_a_channel_twice, a_width_of_none, of_another_unit],
 )
 def test_what_is_damaged_or_of_others_is_measured_again(tmp_path: Path, damage: Callable[[Path], None]):
     path = evidence_path(tmp_path, {})

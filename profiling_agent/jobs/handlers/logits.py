@@ -11,7 +11,7 @@ from profiling_agent.acquisition.prepared import iter_batches
 from profiling_agent.artifacts.load import load_module
 from profiling_agent.errors import ArtifactError, RequestError
 from profiling_agent.files import write_bytes
-from profiling_agent.foreign import foreign_code, on_behalf
+from profiling_agent.foreign import foreign_code
 from profiling_agent.jobs.context import JobContext
 from profiling_agent.jobs.tasks import Answered, LogitsTask
 from profiling_agent.modules.fused import fuse_norms_
@@ -50,7 +50,7 @@ def given_logits(job: JobContext) -> Tensor | None:
         return None
     path = folders[0] / FILE
     with foreign_code(lambda said: ArtifactError(f"{str(path)!r} can't be read ({said}): run again")):
-        held = on_behalf(load_file, path)
+        held = load_file(path)
     if held.keys() != {NAME} or held[NAME].dim() != 2 or held[NAME].dtype != torch.float32:
         raise ArtifactError(f"{str(path)!r} holds no logits: run again")
     return held[NAME]
