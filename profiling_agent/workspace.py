@@ -1,6 +1,6 @@
 """Run folder: where everything large lies, and the only code that knows its layout.
 
-`request.json` is what was asked; `jobs/<key>/` one finished job each, its `result.json` and artifacts, never
+`request.json` is what was asked; `jobs/<key>/` one finished job each, its `task.json`, `result.json` and artifacts, never
 overwritten; `timesheet.jsonl` how long each took; `checkpoints.sqlite` the graph's checkpoints; `best` a pointer to the model to deploy, replaced
 atomically; `report.json` and `report.md` the answer.
 """
@@ -40,10 +40,7 @@ from profiling_agent.request import Request, without_retired
 SCHEMA_VERSION = 6
 # What a folder holds that is a run of ours.
 MANIFEST = "request.json"
-# Where what each job was made from is noted.
-ORDERS = "orders"
 LOCK, HOLDER = "run.lock", "holder.json"
-MAX_MANIFEST = 2**20
 SLUG = re.compile(r"[^a-z0-9]+")
 
 
@@ -131,7 +128,7 @@ class Workspace:
 
     def sweep(self) -> None:
         """Remove what a killed process left half-written; only the holder of the lock may call this."""
-        for folder in (self.root, self.jobs, self.root / ORDERS):
+        for folder in (self.root, self.jobs):
             sweep(folder)
 
 
@@ -151,7 +148,7 @@ def read_manifest(root: Path) -> Manifest:
         lacks = "it has no request.json" if root.is_dir() else "there is no such folder"
         raise RunError(f"{str(root)!r} is no run folder: {lacks}; give a folder under the output folder")
     try:
-        raw = parse_json(read_bytes(path, under=root, max_bytes=MAX_MANIFEST))
+        raw = parse_json(read_bytes(path))
         version = raw["schema_version"]
     except OSError as error:
         raise RunError(f"{str(path)!r} can't be read ({error.strerror}): start a new run") from error

@@ -31,7 +31,6 @@ from profiling_agent.workspace import (
     HOLDER,
     LOCK,
     MANIFEST,
-    ORDERS,
     SCHEMA_VERSION,
     Workspace,
     open_workspace,
@@ -231,7 +230,7 @@ class RunSession:
         root = self.workspace.root
         if not self._created:
             return
-        for folder in (self.workspace.jobs, root / ORDERS, root / "recovery"):
+        for folder in (self.workspace.jobs, root / "recovery"):
             shutil.rmtree(folder, ignore_errors=True)
         for name in (MANIFEST, SHEET, JOB_LOG, LOCK, HOLDER):
             (root / name).unlink(missing_ok=True)

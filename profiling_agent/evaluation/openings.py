@@ -22,8 +22,6 @@ VARIABLE = "PROFILING_AGENT_DATA"
 # Of the SHA-256 of an image, in hexadecimal: among ten thousand images, two that differ are taken for one another once in
 # a hundred sets, and then an opening more is counted.
 DIGITS = 8
-# A thousand tests on 8,000 images each have 64 MB.
-MAX_LEDGER = 2**28
 FIRST_SHARE = 0.8
 
 
@@ -96,7 +94,7 @@ def _noted(path: Path, candidate: str, own: set[str], fresh: str | None) -> Open
 def _read(path: Path) -> tuple[_Ledger, str | None]:
     """Return the ledger; one that can't be read is set aside, and that is said."""
     try:
-        return read_record(_Ledger, path, max_bytes=MAX_LEDGER), None
+        return read_record(_Ledger, path), None
     except FileNotFoundError:
         return _Ledger(), None
     except DocumentError as error:
