@@ -96,7 +96,7 @@ def export_files(folder: Path, recipe: Recipe, output: Path, *, others: Sequence
     spec = recipe.input
     prepared = preprocessing_of(load_processor(folder), spec, otherwise=_unprepared(recipe, others))
     session = open_session(folder)
-    labels = _labels(recipe, folder)
+    labels = _labels(recipe)
     with appearing(output) as temporary:
         written = None
         if recipe.deployment.runtime in TORCH:
@@ -123,7 +123,7 @@ def export_files(folder: Path, recipe: Recipe, output: Path, *, others: Sequence
             "dtype": written.dtype if written else "float32",
         }
         write_text(temporary / LOADER, _rendered("load.py.jinja", told))
-        distance = golden_distance(lambda images: _said(temporary, images, recipe), folder, recipe)
+        distance = golden_distance(lambda images: _said(temporary, images, recipe), folder)
         # `not <=` so that a NaN fails.
         if not distance <= (allowed := tolerance(recipe)):
             said = f"as plain files the model gives logits {distance:.2g} from the saved ones (relative), {allowed:g} is allowed"
@@ -149,15 +149,10 @@ def _rendered(template: str, told: Mapping[str, Any]) -> str:
     return text_templates("profiling_agent.handover").get_template(template).render(told)
 
 
-def _labels(recipe: Recipe, folder: Path) -> list[str]:
-    """Return the names of the classes in their order, numbers where they have none."""
-    names = recipe.config.get("id2label")
-    count = recipe.config.get("num_labels")
-    if isinstance(names, dict):
-        known = {int(number): clean(str(name)) for number, name in names.items() if str(number).isdecimal()}
-        if set(known) == set(range(len(known))) and known:
-            return [known[number] for number in range(len(known))]
-    raise ArtifactError(f"{str(folder)!r} doesn't name its classes from 0 on ({count} of them): save the model again")
+def _labels(recipe: Recipe) -> list[str]:
+    """Return the names of the classes in their order."""
+    names = recipe.config["id2label"]
+    return [names[str(number)] for number in range(len(names))]
 
 
 def _requirements(recipe: Recipe) -> tuple[str, ...]:
