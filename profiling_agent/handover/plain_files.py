@@ -109,7 +109,7 @@ def export_files(folder: Path, recipe: Recipe, output: Path, *, others: Sequence
         shutil.copyfile(pixels.__file__, temporary / PREPARE)
         requirements = _requirements(recipe)
         told: dict[str, Any] = {
-            "title": f"{clean(recipe.architecture)} for {recipe.deployment.name}",
+            "title": f"{recipe.architecture} for {recipe.deployment.name}",
             "runtime": recipe.deployment.runtime,
             "scheme": recipe.deployment.scheme,
             "packages": ", ".join(name.partition("==")[0] for name in requirements),
@@ -176,10 +176,6 @@ def _requirements(recipe: Recipe) -> tuple[str, ...]:
 
 def _write_torch(folder: Path, recipe: Recipe, temporary: Path) -> _Torch:
     """Write a torch model, as an ordinary Hugging Face folder where a config can say all of it, or with its layers described."""
-
-    def refuse(said: str) -> ArtifactError:
-        return ArtifactError(f"transformers can't build the model from its config ({said}): save the model again")
-
     model = load_module(folder)
     layout = memory_format(model) if recipe.deployment.runtime == "inductor" else None
     dtype = str(floating_dtype(model)).removeprefix("torch.")
@@ -195,7 +191,7 @@ def _write_torch(folder: Path, recipe: Recipe, temporary: Path) -> _Torch:
             plain.rmdir()
     if not is_ordinary:
         write_weights(model, temporary)
-        write_text(temporary / DESCRIBED, json.dumps(describe(model, recipe, refuse), indent=1) + "\n")
+        write_text(temporary / DESCRIBED, json.dumps(describe(model, recipe), indent=1) + "\n")
         shutil.copyfile(HERE / LAYERS, temporary / LAYERS)
     return _Torch(is_ordinary=is_ordinary, is_channels_last=layout == torch.channels_last, dtype=dtype)
 

@@ -14,13 +14,10 @@ from profiling_agent import Request, approve, build_graph, resume
 from profiling_agent.agents.checkpoints import RunSaver
 from profiling_agent.agents.limits import key_for, trusted_addresses
 from profiling_agent.agents.node import ProgressEvent
-from profiling_agent.agents.session import Sessions
-from profiling_agent.agents.state import RunState
 from profiling_agent.cli.main import app
 from profiling_agent.errors import RequestError, RunError
-from profiling_agent.jobs.tasks import ResolvedShape
 from profiling_agent.llm.chat import Endpoint
-from profiling_agent.records import Approval, ArtifactRef, Outcome
+from profiling_agent.records import Approval, Outcome
 from profiling_agent.reporting.results import read_report
 from profiling_agent.workspace import create_workspace
 
@@ -185,20 +182,3 @@ def test_a_contract_that_was_changed_behind_it_is_what_the_verdict_is_by(finishe
 def test_a_request_that_names_a_password_is_not_kept_in_a_state_either():
     with pytest.raises(ValueError, match="more than an address"):
         Request(base_url="http://me:pw@h/v1")
-
-
-@pytest.mark.parametrize("path", ["../victim/jobs", "/etc", "jobs/../../victim", "link/model", "a\0b"])
-def test_a_checkpoint_names_no_artifact_outside_of_its_run(tmp_path: Path, path: str):
-    root = tmp_path / "runs" / "t"
-    root.mkdir(parents=True)
-    (tmp_path / "victim").mkdir()
-    (root / "link").symlink_to(tmp_path / "victim")
-    model = ArtifactRef(path=path, sha256="0", size_bytes=1, kind="model")
-    resolved = ResolvedShape.model_construct(baseline=model, input=None, device="cpu")
-    state = RunState(output=str(tmp_path / "runs"), run_dir=str(root), resolved=resolved)
-
-    with pytest.raises(RunError, match=r"names '.*it (leads out of|is no path)") as refused:
-        Sessions().get_session(state, "t")
-
-    assert "\n" not in str(refused.value)
-    assert [found.name for found in root.iterdir()] == ["link"]
