@@ -12,12 +12,11 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from profiling_agent.artifacts.recipe import CARD, PACKAGES, Recipe, read_recipe
 from profiling_agent.documents import clean
 from profiling_agent.errors import ArtifactError
-from profiling_agent.files import read_text, write_text
+from profiling_agent.files import inside, read_text, write_text
 from profiling_agent.records import Record
 
 # What the template says there.
 HOW_TO_RUN = "## Run it with profiling-agent\n"
-MAX_CARD = 2**20
 SCHEMES = {
     "float32": "float32, nothing is quantized",
     "bfloat16": "bfloat16 weights and products",
@@ -60,16 +59,16 @@ def read_card(folder: Path) -> str:
     """Return the card of a saved folder, a new one where there is none.
 
     Raises:
-        ArtifactError: the folder is no saved model, or its card can't be read.
+        ArtifactError: the folder is no saved model, or its card leads out of it.
     """
     try:
-        text = read_text(folder / CARD, under=folder, max_bytes=MAX_CARD)
+        return read_text(inside(folder / CARD, folder))
     except FileNotFoundError:
-        text = _rendered(read_recipe(folder), (), (), None)
-    except (OSError, UnicodeDecodeError) as error:
-        said = (error.strerror if isinstance(error, OSError) else None) or str(error)
-        raise ArtifactError(f"{str(folder / CARD)!r} can't be read ({said}): remove it, it is made anew") from error
-    return text
+        return _rendered(read_recipe(folder), (), (), None)
+    except OSError as error:
+        raise ArtifactError(
+            f"{str(folder / CARD)!r} can't be read ({error.strerror}): remove it, it is made anew"
+        ) from error
 
 
 def card_head(folder: Path) -> str:

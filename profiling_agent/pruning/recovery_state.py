@@ -15,12 +15,10 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from profiling_agent.documents import DocumentError, read_record
-from profiling_agent.files import file_sha256, read_bytes, write_bytes, write_text
+from profiling_agent.files import file_sha256, write_bytes, write_text
 from profiling_agent.records import Record
 
 STATE = "recovery.json"
-# Weights, two moments and the best weights, float32, of a model with a billion parameters.
-MAX_TENSORS = 16 * 2**30
 # Sums of floats differ this much between numbers of threads; other images or weights differ by more.
 SAME_KL = 1e-4
 # What AdamW keeps of each parameter.
@@ -59,7 +57,7 @@ class _State(Record):
     sha256: str
 
 
-class _ForeignError(Exception):
+class _MismatchError(Exception):
     """A checkpoint isn't one of this recovery; says why."""
 
 
@@ -101,8 +99,8 @@ def read_state(
     if not (folder / STATE).exists():
         return start, None
     try:
-        state, tensors = _read(folder, key, kl_before, student)
-    except (OSError, DocumentError, SafetensorError, _ForeignError) as error:
+        state, tensors = _read(folder, key, kl_before)
+    except (OSError, DocumentError, SafetensorError, _MismatchError) as error:
         reason = " ".join(str(error).split())[:160]
         return start, f"the checkpoint in {str(folder)!r} was not gone on from: {reason}"
     with torch.no_grad():
@@ -140,32 +138,14 @@ def _moments(tensors: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
     return {kind: tensors[f"{kind}.{name}"] for kind in MOMENTS if f"{kind}.{name}" in tensors}
 
 
-def _read(folder: Path, key: str, kl_before: float, student: nn.Module) -> tuple[_State, dict[str, Tensor]]:
+def _read(folder: Path, key: str, kl_before: float) -> tuple[_State, dict[str, Tensor]]:
     """Return a checkpoint that is of this recovery in all that can be told, or raise."""
-    state = read_record(_State, folder / STATE, under=folder)
+    state = read_record(_State, folder / STATE)
     if state.key != key:
-        raise _ForeignError("it is of other models or settings")
+        raise _MismatchError("it is of other models or settings")
     if not math.isclose(state.kl_before, kl_before, rel_tol=SAME_KL, abs_tol=SAME_KL**2):
-        raise _ForeignError("it was judged by other images")
-    content = read_bytes(_tensors_path(folder, len(state.kls)), max_bytes=MAX_TENSORS, under=folder)
+        raise _MismatchError("it was judged by other images")
+    content = _tensors_path(folder, len(state.kls)).read_bytes()
     if hashlib.sha256(content).hexdigest() != state.sha256:
-        raise _ForeignError("its tensors are not those that were written")
-    tensors = load(content)
-    best_epoch = Reached(kl_before=state.kl_before, kls=state.kls, best={}).best_epoch
-    _check(tensors, student, has_best=best_epoch not in (0, len(state.kls)))
-    return state, tensors
-
-
-def _check(tensors: Mapping[str, Tensor], student: nn.Module, *, has_best: bool) -> None:
-    """Refuse tensors that are missing, foreign, of another shape or type than the student's, or not finite."""
-    expected: dict[str, tuple[torch.Size, torch.dtype]] = {}
-    for name, parameter in trained_parameters(student).items():
-        like = (parameter.shape, parameter.dtype)
-        moments = {"step": (torch.Size(), torch.float32), "exp_avg": like, "exp_avg_sq": like}
-        expected |= {f"model.{name}": like} | ({f"best.{name}": like} if has_best else {})
-        if any(f"{kind}.{name}" in tensors for kind in MOMENTS):
-            expected |= {f"{kind}.{name}": moments[kind] for kind in MOMENTS}
-    if {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()} != expected:
-        raise _ForeignError("its tensors are not of the pruned model's shapes")
-    if not all(tensor.isfinite().all() for tensor in tensors.values()):
-        raise _ForeignError("its tensors are not finite")
+        raise _MismatchError("its tensors are not those that were written")
+    return state, load(content)

@@ -1,14 +1,11 @@
 import copy
-import json
 from typing import Any
 
 import pytest
 import torch
 import zoo
-from safetensors.torch import load_file, save_file
 
 from profiling_agent.errors import PruningError, RequestError
-from profiling_agent.files import file_sha256
 from profiling_agent.modules.divergence import mean_kl
 from profiling_agent.modules.inference import random_batch
 from profiling_agent.pruning.prune import prune_model
@@ -142,30 +139,12 @@ def remove_tensors(folder):
     (folder / "epoch-0003.safetensors").unlink()
 
 
-def rewrite(folder, change):
-    """Write other tensors with the hash that belongs to them."""
-    path = folder / "epoch-0003.safetensors"
-    save_file(change(load_file(path)), path)
-    state = json.loads((folder / "recovery.json").read_text())
-    (folder / "recovery.json").write_text(json.dumps(state | {"sha256": file_sha256(path)}))
-
-
-def lose_a_tensor(folder):
-    rewrite(folder, lambda tensors: dict(list(tensors.items())[1:]))
-
-
-def infinite(folder):
-    rewrite(folder, lambda tensors: {name: tensor * torch.inf for name, tensor in tensors.items()})
-
-
 @pytest.mark.parametrize(
     ("spoil", "reason"),
     [
         (spoil_json, "Field required"),
         (spoil_bytes, "not those that were written"),
         (remove_tensors, "No such file"),
-        (lose_a_tensor, "not of the pruned model's shapes"),
-        (infinite, "not finite"),
     ],
 )
 def test_a_damaged_checkpoint_is_not_gone_on_from(tmp_path, spoil, reason):
