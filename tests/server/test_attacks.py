@@ -54,12 +54,13 @@ def run(client: httpx.Client, request: dict[str, Any]) -> str:
 
 
 def run_with_state(client: httpx.Client, values: dict[str, Any]) -> str:
-    """Return the answer of a thread whose state was overwritten through the server before it goes on."""
+    """Return all answers of a thread whose state is overwritten through the server before it goes on."""
     thread = client.post("/threads", json={}).json()["thread_id"]
     client.post(f"/threads/{thread}/runs/wait", json={"assistant_id": ASSISTANT, "input": {"model": "./nowhere"}})
     values = {"run_dir": f"runs/{thread}"} | values
-    client.post(f"/threads/{thread}/state", json={"values": values, "as_node": "profiling"})
-    return client.post(f"/threads/{thread}/runs/wait", json={"assistant_id": ASSISTANT, "input": None}).text
+    written = client.post(f"/threads/{thread}/state", json={"values": values, "as_node": "profiling"})
+    answer = client.post(f"/threads/{thread}/runs/wait", json={"assistant_id": ASSISTANT, "input": None})
+    return written.text + answer.text + client.get(f"/threads/{thread}/state").text
 
 
 @pytest.mark.slow
