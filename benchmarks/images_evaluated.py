@@ -2,7 +2,7 @@
 
     python benchmarks/images_evaluated.py RUN
 
-Read from the run's jobs: what each was asked, and whether it is there. An image that a split holds is decoded once for each
+Read from the tasks of the run's finished jobs. An image that a split holds is decoded once for each
 image processor that it is prepared with, and answered once by a model, whatever asked for it.
 """
 
@@ -18,17 +18,14 @@ from rich.console import Console
 from rich.table import Table
 
 from profiling_agent.documents import read_json
-from profiling_agent.jobs.store import RESULT
+from profiling_agent.jobs.store import TASK
 from profiling_agent.records import SplitInfo
-from profiling_agent.workspace import ORDERS
 
 
-def asked(run: Path, task: str) -> Iterator[dict[str, Any]]:
-    """Yield what the run's finished jobs of one kind were asked."""
-    for path in sorted((run / ORDERS).glob("*.json")):
-        order = read_json(path)
-        if order["task"] == task and (run / "jobs" / path.stem / RESULT).exists():
-            yield order["fields"]
+def tasks(run: Path, kind: str) -> Iterator[dict[str, Any]]:
+    """Yield the tasks of the run's finished jobs of one kind, such as `evaluate`."""
+    for path in sorted((run / "jobs").glob(f"{kind}-*/{TASK}")):
+        yield read_json(path)
 
 
 def num_images(fields: dict[str, Any]) -> int:
@@ -40,13 +37,13 @@ def counts(run: Path) -> dict[str, Any]:
     """Return, by split, the images decoded and their number by model, and those of them that were looked at twice."""
     evaluated, whole, decoded, twice = Counter[tuple[str, str]](), dict[tuple[str, str], int](), Counter[str](), 0
     seen = set[tuple[str, str, int]]()
-    for fields in asked(run, "EvaluateTask"):
+    for fields in tasks(run, "evaluate"):
         model, split, number = fields["model"]["path"], fields["split"]["name"], num_images(fields)
         evaluated[model, split] += number
         whole[model, split] = fields["split"]["num_images"]
         twice += number if (model, split, fields["shard"]) in seen else 0
         seen.add((model, split, fields["shard"]))
-    for fields in asked(run, "PrepareTask"):
+    for fields in tasks(run, "prepare"):
         decoded[fields["split"]["name"]] += num_images(fields)
     return {
         "images": sum(evaluated.values()),
@@ -54,7 +51,7 @@ def counts(run: Path) -> dict[str, Any]:
         "evaluated": {f"{model} {split}": number for (model, split), number in evaluated.items()},
         "evaluated_twice": twice,
         "decoded": dict(decoded),
-        "reference_logits": sum(1 for _ in asked(run, "LogitsTask")),
+        "reference_logits": sum(1 for _ in tasks(run, "logits")),
     }
 
 

@@ -79,8 +79,7 @@ def _drive(
 
 def _pending(graph: Any, config: RunnableConfig) -> ApprovalQuestion | None:
     """Return the question that the run waits with."""
-    run = str(config.get("configurable", {}).get("thread_id"))
-    return question_in(graph.get_state(config).interrupts, run=run)
+    return question_in(graph.get_state(config).interrupts)
 
 
 def _waiting(workspace: Workspace, question: ApprovalQuestion) -> str:

@@ -1,6 +1,6 @@
 """Run folder: where everything large lies, and the only code that knows its layout.
 
-`request.json` is what was asked; `jobs/<key>/` one finished job each, its `result.json` and artifacts, never
+`request.json` is what was asked; `jobs/<key>/` one finished job each, its `task.json`, `result.json` and artifacts, never
 overwritten; `timesheet.jsonl` how long each took; `checkpoints.sqlite` the graph's checkpoints; `best` a pointer to the model to deploy, replaced
 atomically; `report.json` and `report.md` the answer.
 """
@@ -39,8 +39,6 @@ from profiling_agent.request import Request, without_retired
 SCHEMA_VERSION = 6
 # What a folder holds that is a run of ours.
 MANIFEST = "request.json"
-# Where what each job was made from is noted.
-ORDERS = "orders"
 LOCK, HOLDER = "run.lock", "holder.json"
 SLUG = re.compile(r"[^a-z0-9]+")
 
@@ -129,7 +127,7 @@ class Workspace:
 
     def sweep(self) -> None:
         """Remove what a killed process left half-written; only the holder of the lock may call this."""
-        for folder in (self.root, self.jobs, self.root / ORDERS):
+        for folder in (self.root, self.jobs):
             sweep(folder)
 
 

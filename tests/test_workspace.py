@@ -9,7 +9,7 @@ from made import ref
 from profiling_agent.errors import RequestError, RunError
 from profiling_agent.files import file_sha256, write_text
 from profiling_agent.request import Request
-from profiling_agent.workspace import ORDERS, Workspace, create_workspace, open_workspace, read_manifest
+from profiling_agent.workspace import Workspace, create_workspace, open_workspace, read_manifest
 
 
 def request(folder: Path, **asked) -> Request:
@@ -74,8 +74,6 @@ def test_a_sweep_takes_what_is_half_written_and_nothing_else(tmp_path: Path):
     (workspace.jobs / ".tmp-cut-1").mkdir()
     (workspace.jobs / ".tmp-cut-1" / "model.safetensors").write_text("half")
     (workspace.root / ".tmp-report.json-1").write_text("half")
-    (workspace.root / ORDERS).mkdir()
-    (workspace.root / ORDERS / ".tmp-order.json-1").write_text("half")
 
     workspace.sweep()
 

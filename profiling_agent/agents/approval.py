@@ -4,13 +4,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from langgraph.types import Command, interrupt
-from pydantic import ValidationError
 
 from profiling_agent.agents.node import Update
 from profiling_agent.agents.session import RunSession
 from profiling_agent.agents.state import RunState
-from profiling_agent.documents import first_problem
-from profiling_agent.errors import RequestError, RunError
+from profiling_agent.errors import RequestError
 from profiling_agent.iteration.approval import TIGHTER, edited, pose, read_answer
 from profiling_agent.records import Approval, ApprovalQuestion, Decided, Goal, ModelProfile, Plan
 
@@ -20,21 +18,9 @@ def resuming(answer: Approval) -> Command[Any]:
     return Command(resume=answer.model_dump(mode="json"))
 
 
-def question_of(value: Any, *, run: str) -> ApprovalQuestion:
-    """Return the question that a checkpoint says a run waits with; RunError where it is none of ours."""
-    try:
-        return ApprovalQuestion.model_validate(value)
-    except ValidationError as error:
-        said = first_problem(error, quotes=False)
-        raise RunError(
-            f"the checkpoints of run {run!r} are damaged (the question that it waits with: {said}): "
-            "start a new run with the same request"
-        ) from error
-
-
-def question_in(interrupts: Sequence[Any], *, run: str) -> ApprovalQuestion | None:
-    """Return the question that a run waits with, None where it waits for nothing; a checkpoint may hold anything there."""
-    return question_of(getattr(interrupts[0], "value", None), run=run) if interrupts else None
+def question_in(interrupts: Sequence[Any]) -> ApprovalQuestion | None:
+    """Return the question that a run waits with, None where it waits for nothing."""
+    return ApprovalQuestion.model_validate(interrupts[0].value) if interrupts else None
 
 
 def is_asked(state: RunState) -> bool:

@@ -5,8 +5,7 @@ import enum
 import sqlite3
 import threading
 from collections.abc import AsyncIterator, Generator, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
-from functools import cache
+from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from pathlib import Path
 from pkgutil import iter_modules
@@ -24,11 +23,11 @@ from langgraph.checkpoint.base import (
 from langgraph.checkpoint.serde.base import SerializerProtocol
 from langgraph.checkpoint.serde.jsonplus import JsonPlusSerializer
 from langgraph.checkpoint.sqlite import SqliteSaver
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 from profiling_agent import records, request
 from profiling_agent.agents import state
-from profiling_agent.documents import clean, first_problem
+from profiling_agent.documents import first_line
 from profiling_agent.errors import RunError
 from profiling_agent.files import make_folders
 from profiling_agent.iteration import attempt, finalize
@@ -50,10 +49,6 @@ MODULES: tuple[ModuleType, ...] = (
 )
 
 
-# What LangGraph reads of a checkpoint without asking whether it is there.
-REQUIRED = frozenset({"id", "channel_values", "channel_versions", "versions_seen"})
-
-
 def checkpointed_types() -> tuple[type[BaseModel] | type[enum.Enum], ...]:
     """Return every record and enum that a checkpoint may hold: all of those that our modules define."""
     return tuple(
@@ -71,76 +66,31 @@ def strict_serde() -> JsonPlusSerializer:
 
 
 @contextmanager
-def _damage_told(path: Path) -> Generator[None, None, None]:
-    """Turn what a damaged file raises, as SQL or as what the serializer can't rebuild, into one line.
-
-    A disk that is full or read-only damages nothing, and a file that somebody else holds isn't damaged.
-    """
+def _reading(path: Path) -> Generator[None, None, None]:
+    """Raise RunError in one line for a damaged file, or for one that another process holds."""
     try:
         with storage_told(path.parent):
             yield
-    except sqlite3.OperationalError as error:
+    except (sqlite3.Error, ValueError, TypeError, LookupError) as error:
         if getattr(error, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
             raise RunError(f"the checkpoints {str(path)!r} are in use by another process: wait for it") from error
-        raise _damaged(path, error) from error
-    except (sqlite3.Error, ValueError, TypeError, LookupError, EOFError, RecursionError, NotImplementedError) as error:
-        raise _damaged(path, error) from error
+        raise RunError(
+            f"the checkpoints {str(path)!r} are damaged ({first_line(error)[:80]}): delete the file and resume, "
+            "finished jobs are kept, or start a new run"
+        ) from error
 
 
-def _damaged(path: Path, error: Exception) -> RunError:
-    said = first_problem(error, quotes=False) if isinstance(error, ValidationError) else clean(str(error)[:80])
-    return RunError(f"the checkpoints {str(path)!r} are damaged ({said}): start a new run with the same request")
-
-
-def _schema(connection: sqlite3.Connection) -> set[tuple[str, str, str | None]]:
-    return set(connection.execute("SELECT type, name, sql FROM sqlite_master").fetchall())
-
-
-@cache
-def _own_schema() -> frozenset[tuple[str, str, str | None]]:
-    with closing(sqlite3.connect(":memory:")) as connection:
-        SqliteSaver(connection).setup()
-        return frozenset(_schema(connection))
-
-
-def _check_plain(path: Path) -> None:
-    """Raise ValueError where a file that SQLite would open is a link, or no file."""
-    for file in (path, *(path.with_name(path.name + suffix) for suffix in ("-wal", "-shm", "-journal"))):
-        if file.is_symlink() or (file.exists() and not file.is_file()):
-            raise ValueError(f"{file.name} isn't a regular file")
-
-
-def _opened(path: Path, serde: SerializerProtocol) -> SqliteSaver:
-    with _damage_told(path), ExitStack() as stack:
-        _check_plain(path)
+def _open(path: Path, serde: SerializerProtocol) -> SqliteSaver:
+    with _reading(path), ExitStack() as stack:
         connection = sqlite3.connect(path, check_same_thread=False)
         stack.callback(connection.close)
-        # A view or a trigger in its place computes what its author likes, for as long as he likes.
-        if not _schema(connection) <= _own_schema():
-            raise sqlite3.DatabaseError("its tables are not LangGraph's")
         saver = SqliteSaver(connection, serde=serde)
         saver.setup()
-        ((said,),) = connection.execute("PRAGMA quick_check(1)").fetchall()
-        if said != "ok":
-            raise sqlite3.DatabaseError(said)
+        ((answer,),) = connection.execute("PRAGMA quick_check(1)").fetchall()
+        if answer != "ok":
+            raise sqlite3.DatabaseError(answer)
         stack.pop_all()
         return saver
-
-
-def _check_values(checkpoint: Checkpoint) -> None:
-    """Raise ValueError where a checkpoint lacks a part, or holds a value that isn't what the state has by its name."""
-    if not isinstance(checkpoint, dict):  # pyright: ignore[reportUnnecessaryIsInstance] - it was read from a file
-        raise ValueError("what is no checkpoint")  # noqa: TRY004 - told as damage, as all else that is wrong in a file
-    if absent := REQUIRED - checkpoint.keys():
-        raise ValueError(f"a checkpoint without {min(absent)}")
-    held = checkpoint["channel_values"]
-    for value in held.values():
-        # Of a record that its own rules refuse, LangGraph's serializer makes one without asking them.
-        if isinstance(value, BaseModel):
-            type(value).model_validate(value.model_dump(warnings=False))
-    # LangGraph makes a state of them for the next node, which would be refused with a traceback: by a rule over several fields, or
-    # for what the serializer can't rebuild as one of ours, which it leaves as it is stored, as does who edits a state in Studio.
-    state.RunState.model_validate({name: held[name] for name in state.RunState.model_fields if name in held})
 
 
 class RunSaver(BaseCheckpointSaver[str]):
@@ -159,7 +109,7 @@ class RunSaver(BaseCheckpointSaver[str]):
         with self._lock:
             if path not in self._savers and (create or path.exists()):
                 make_folders(path.parent)
-                self._savers[path] = _opened(path, self.serde)
+                self._savers[path] = _open(path, self.serde)
             return self._savers.get(path)
 
     def _path(self, config: RunnableConfig | None) -> Path:
@@ -178,11 +128,8 @@ class RunSaver(BaseCheckpointSaver[str]):
     def get_tuple(self, config: RunnableConfig) -> CheckpointTuple | None:
         """Return the checkpoint that `config` names, or the thread's newest."""
         saver = self._saver(config)
-        with _damage_told(self._path(config)):
-            found = saver.get_tuple(config) if saver else None
-            if found is not None:
-                _check_values(found.checkpoint)
-            return found
+        with _reading(self._path(config)):
+            return saver.get_tuple(config) if saver else None
 
     def list(
         self,

@@ -12,7 +12,7 @@ from typing import Any
 from profiling_agent.agents.limits import Limits, key_for, trusted_addresses
 from profiling_agent.agents.state import RunState
 from profiling_agent.errors import RunError
-from profiling_agent.files import FileRefusedError, inside, resolved
+from profiling_agent.files import resolved
 from profiling_agent.iteration.budget import Budget, affordable_images
 from profiling_agent.iteration.deployments import deployment_choices, num_tried_first
 from profiling_agent.iteration.evaluator import Evaluator, Settings, most_searched
@@ -20,7 +20,6 @@ from profiling_agent.iteration.forecast import Forecast, Standing, Work, forecas
 from profiling_agent.jobs.local import JOB_LOG
 from profiling_agent.jobs.profile import measure_headline, profile_artifact, read_profile
 from profiling_agent.jobs.runner import Jobs
-from profiling_agent.jobs.store import artifacts_of
 from profiling_agent.jobs.tasks import Profiled
 from profiling_agent.jobs.timesheet import SHEET
 from profiling_agent.llm.chat import Chat, name_of, open_model
@@ -31,7 +30,6 @@ from profiling_agent.workspace import (
     HOLDER,
     LOCK,
     MANIFEST,
-    ORDERS,
     SCHEMA_VERSION,
     Workspace,
     open_workspace,
@@ -231,7 +229,7 @@ class RunSession:
         root = self.workspace.root
         if not self._created:
             return
-        for folder in (self.workspace.jobs, root / ORDERS, root / "recovery"):
+        for folder in (self.workspace.jobs, root / "recovery"):
             shutil.rmtree(folder, ignore_errors=True)
         for name in (MANIFEST, SHEET, JOB_LOG, LOCK, HOLDER):
             (root / name).unlink(missing_ok=True)
@@ -311,8 +309,6 @@ class Sessions:
             raise RunError(
                 f"the checkpoint of run {run_id!r} names the folder {state.run_dir!r}, which isn't its own: start a new run"
             )
-        # A run that was moved is where whoever opened it found it.
-        _check_artifacts(state, known.workspace.root if known else root)
         if known is None:
             read_manifest(root)
         session = known or self.open(Workspace(root))
@@ -341,17 +337,6 @@ class Sessions:
         """Close every session."""
         for session in tuple(self.by_run.values()):
             session.close()
-
-
-def _check_artifacts(state: RunState, root: Path) -> None:
-    """Raise RunError where a checkpoint names an artifact that isn't in its run's folder: jobs read what it names."""
-    for path in {ref.path for ref in artifacts_of(state)}:
-        try:
-            inside(root / path, root)
-        except FileRefusedError as error:
-            raise RunError(
-                f"the checkpoint of run {root.name!r} names {path!r}, and {error.strerror}: start a new run"
-            ) from error
 
 
 def _is_same(one: Path, other: Path) -> bool:

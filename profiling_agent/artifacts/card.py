@@ -12,7 +12,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from profiling_agent.artifacts.recipe import CARD, PACKAGES, Recipe, read_recipe
 from profiling_agent.documents import clean
 from profiling_agent.errors import ArtifactError
-from profiling_agent.files import write_text
+from profiling_agent.files import inside, write_text
 from profiling_agent.records import Record
 
 # What the template says there.
@@ -59,16 +59,16 @@ def read_card(folder: Path) -> str:
     """Return the card of a saved folder, a new one where there is none.
 
     Raises:
-        ArtifactError: the folder is no saved model, or its card can't be read.
+        ArtifactError: the folder is no saved model, or its card leads out of it.
     """
     try:
-        text = (folder / CARD).read_text(encoding="utf-8")
+        return (inside(folder / CARD, folder)).read_text(encoding="utf-8")
     except FileNotFoundError:
-        text = _rendered(read_recipe(folder), (), (), None)
-    except (OSError, UnicodeDecodeError) as error:
-        said = (error.strerror if isinstance(error, OSError) else None) or str(error)
-        raise ArtifactError(f"{str(folder / CARD)!r} can't be read ({said}): remove it, it is made anew") from error
-    return text
+        return _rendered(read_recipe(folder), (), (), None)
+    except OSError as error:
+        raise ArtifactError(
+            f"{str(folder / CARD)!r} can't be read ({error.strerror}): remove it, it is made anew"
+        ) from error
 
 
 def card_head(folder: Path) -> str:

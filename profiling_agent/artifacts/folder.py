@@ -1,4 +1,4 @@
-"""Folders that appear complete or not at all, and are read only if nothing in them is foreign."""
+"""Folders of saved models: written complete or not at all, their files compared with the recipe."""
 
 import re
 from collections.abc import Generator
@@ -8,12 +8,9 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from profiling_agent import files
-from profiling_agent.artifacts.recipe import CARD, OLD_SCHEMA, PROCESSOR, RECIPE, Recipe, read_recipe
+from profiling_agent.artifacts.recipe import OLD_SCHEMA, PROCESSOR, Recipe, read_recipe
 from profiling_agent.errors import ArtifactError, StorageError
-from profiling_agent.files import file_sha256, is_snapshot, resolved
-
-# What git and the Hub's client leave beside what they fetch; nothing of it is read.
-OF_DOWNLOADS = frozenset({".git", ".gitattributes", ".cache"})
+from profiling_agent.files import file_sha256, inside, is_snapshot
 
 
 @contextmanager
@@ -48,35 +45,31 @@ def _errno(error: OSError | SafetensorError) -> int | None:
 
 
 def named_folder(path: str | Path) -> Path:
-    """Return the folder that a path names, its links followed; ArtifactError where it is no path."""
-    try:
-        return resolved(Path(path))
-    except OSError as error:
-        raise ArtifactError(
-            f"{str(path)!r} can't be looked up, {error.strerror}: give the folder of a saved model"
-        ) from error
+    """Return the folder that a path names, its links followed."""
+    return Path(path).resolve()
 
 
 def open_folder(folder: Path, *, verify: bool) -> Recipe:
-    """Return the recipe of a folder in which nothing is missing and nothing foreign but what a download leaves; `verify` compares every hash.
+    """Return the recipe of a folder in which no file is missing; `verify` compares every hash.
 
     Raises:
-        ArtifactError: names the file that is missing, foreign, a link, or not the one that was saved.
+        ArtifactError: names the file that is missing, leads out of the folder, or isn't the one that was saved.
     """
     recipe = read_recipe(folder)
-    try:
-        present = sorted(path for path in folder.iterdir() if path.name not in OF_DOWNLOADS)
-    except OSError as error:
-        raise ArtifactError(f"{str(folder)!r} can't be read ({error.strerror}): make it readable") from error
-    for path in present:
-        if path.is_symlink():
-            where = "download it with `hf download` and --local-dir" if is_snapshot(folder) else "remove it"
-            raise ArtifactError(f"{str(path)!r} is a symbolic link: a saved model holds plain files alone; {where}")
-        # The card is for people: nothing is read from it.
-        if path.name not in (RECIPE, CARD) and path.name not in recipe.files:
-            raise ArtifactError(f"{str(path)!r} isn't in the recipe: remove it, or save the model again")
+    # The Hub's cache holds links to the blobs of the same repository.
+    root = folder.parents[1] if is_snapshot(folder) else folder
     for name, sha256 in recipe.files.items():
-        _check_file(folder / name, sha256 if verify else None)
+        path = folder / name
+        try:
+            file = inside(path, root)
+            if not file.is_file():
+                raise ArtifactError(f"{str(path)!r} is missing: save the model again")
+            if verify and file_sha256(file) != sha256:
+                raise ArtifactError(
+                    f"{str(path)!r} isn't the file that was saved (its sha256 differs): save the model again"
+                )
+        except OSError as error:
+            raise ArtifactError(f"{str(path)!r} can't be read ({error.strerror}): save the model again") from error
     return recipe
 
 
@@ -103,10 +96,9 @@ def processor_text(folder: Path) -> str:
     """
     try:
         return (folder / PROCESSOR).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        said = (error.strerror if isinstance(error, OSError) else None) or str(error)
+    except OSError as error:
         raise ArtifactError(
-            f"{str(folder)!r} has no image processor that can be read ({said}): save the model again"
+            f"{str(folder)!r} has no image processor that can be read ({error.strerror}): save the model again"
         ) from error
 
 
@@ -120,17 +112,3 @@ def model_bytes(folder: Path) -> int:
         return sum((folder / name).stat().st_size for name in read_recipe(folder).model_files)
     except OSError as error:
         raise ArtifactError(f"{str(folder)!r} can't be weighed ({error.strerror}): save the model again") from error
-
-
-def _check_file(path: Path, sha256: str | None) -> None:
-    """Raise ArtifactError where this file can't be read, or not the one of this hash."""
-    try:
-        if sha256 is None:
-            path.open("rb").close()
-        found = sha256 and file_sha256(path)
-    except FileNotFoundError:
-        raise ArtifactError(f"{str(path)!r} is missing: save the model again") from None
-    except OSError as error:
-        raise ArtifactError(f"{str(path)!r} can't be read ({error.strerror}): save the model again") from error
-    if found != sha256:
-        raise ArtifactError(f"{str(path)!r} isn't the file that was saved (its sha256 differs): save the model again")

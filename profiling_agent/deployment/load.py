@@ -22,7 +22,6 @@ from profiling_agent.artifacts.recipe import Recipe
 from profiling_agent.deployment.batches import check_images
 from profiling_agent.deployment.protocol import ModelSession
 from profiling_agent.deployment.registry import open_session
-from profiling_agent.documents import clean
 from profiling_agent.errors import ArtifactError, CorruptImageError, RequestError
 from profiling_agent.foreign import foreign_code
 from profiling_agent.quantization.vnni import has_vnni, needed_instructions
@@ -106,7 +105,7 @@ class Deployed:
         ]
 
     def _prepared(self, images: Sequence[Image.Image]) -> NDArray[Any]:
-        """Return images as the processor prepares them; ArtifactError where it can't, or gives something else."""
+        """Return images as the processor prepares them; ArtifactError where it can't."""
 
         def damaged(said: str) -> CorruptImageError:
             return CorruptImageError(f"an image can't be read: {said}")
@@ -118,19 +117,11 @@ class Deployed:
         with foreign_code(damaged):
             pictures = [in_its_channels(upright_rgb(image), processor) for image in images]
         with foreign_code(refuse):
-            prepared: Any = processor(images=pictures, return_tensors="np")
-        pixel_values = prepared.get("pixel_values")
-        if not isinstance(pixel_values, np.ndarray):
-            raise refuse(f"{type(pixel_values).__name__} instead of pixel values")
-        if pixel_values.dtype.kind not in "fiu" or not np.isfinite(pixel_values).all():
-            # Some runtimes end with an error of their own at these.
-            raise refuse("pixel values that are no finite numbers")
-        return pixel_values
+            return processor(images=pictures, return_tensors="np")["pixel_values"]
 
     def _label(self, class_id: int) -> str:
         """Return the name of a class, or its number where it has none."""
-        names = self.recipe.config.get("id2label")
-        return clean(str(names.get(str(class_id), class_id))) if isinstance(names, dict) else str(class_id)
+        return str(self.recipe.config.get("id2label", {}).get(str(class_id), class_id))
 
 
 def load(path: str | Path, *, verify: bool = True, device: str = "cpu", num_threads: int | None = None) -> Deployed:
@@ -141,7 +132,7 @@ def load(path: str | Path, *, verify: bool = True, device: str = "cpu", num_thre
     container's quota has time for, and torch those that the process has. Warns where it was made on another type of CPU: another deployment may be faster here, or its int8 sums saturate.
 
     Raises:
-        ArtifactError: a file is missing, foreign or damaged, the model doesn't compute what it did, or its runtime
+        ArtifactError: a file is missing or damaged, the model doesn't compute what it did, or its runtime
             isn't installed.
         RequestError: `num_threads` isn't 1 or more.
     """
@@ -159,7 +150,7 @@ def load(path: str | Path, *, verify: bool = True, device: str = "cpu", num_thre
 
 def cpu_note(folder: Path, recipe: Recipe, here: Environment) -> str | None:
     """Return what a saved model's user should know on the machine `here`, whose CPU may be another than the one it was made on; None where nothing."""
-    said = f"{str(folder)!r} was made on {clean(recipe.cpu)[:100]}, this is {here.cpu}"
+    said = f"{str(folder)!r} was made on {recipe.cpu}, this is {here.cpu}"
     runtime = recipe.deployment.runtime
     # By flags alone: a cloud has one name for processors that can do different things.
     if (needed := needed_instructions(runtime, recipe.quantized)) and not has_vnni(runtime, here.cpu_flags):

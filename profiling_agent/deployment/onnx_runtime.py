@@ -132,8 +132,4 @@ def _session(folder: Path, options: Any) -> "InferenceSession":
         return ArtifactError(f"ONNX Runtime can't open {path!r} ({said}): save it again")
 
     with foreign_code(refuse):
-        session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-    inputs, outputs = session.get_inputs(), [output.name for output in session.get_outputs()]
-    if [taken.name for taken in inputs] != [INPUT] or len(inputs[0].shape) != 4 or OUTPUT not in outputs:
-        raise refuse(f"it doesn't turn {INPUT} of four dimensions into {OUTPUT}")
-    return session
+        return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])

@@ -1,6 +1,5 @@
 """OpenVINO on the CPU: float32, bfloat16, and static int8 by our own layers or by NNCF. Opening imports no torch."""
 
-import re
 import threading
 import time
 from collections.abc import Callable
@@ -25,9 +24,6 @@ PRECISIONS: dict[Scheme, str] = {"bfloat16": "bf16"}
 ANY = 0
 # Sizes that are kept at least and at most; in between as many as have room for their weights, which each lays out anew.
 MIN_SIZES, MAX_SIZES, MAX_KEPT_BYTES = 2, 8, 2**31
-OF_IMAGES = 4
-MAX_BEGINNING = 2**16
-GRAPH = re.compile(rb'\s*(<\?xml[^<>]*\?>)?\s*<net\s[^<>]*\bversion="1[01]"')
 ANY_SIZE: frozenset[Scheme] = frozenset({"static"})
 # What becomes of layers in its graphs, what lies between them and their weights, and where an operator that was fused notes what it was made of.
 LAYER_TYPES = ("MatMul", "Convolution", "GroupConvolution")
@@ -81,24 +77,11 @@ class OpenVinoSession:
         return ArtifactError(f"OpenVINO can't read {str(self._path)!r} ({said}): save it again")
 
     def _batch_size(self) -> int | None:
-        """Return the only number of images that the graph takes, None for any; ArtifactError where it takes no images."""
-        model = self._read()
-        with foreign_code(self._refuse):
-            sizes = [taken.get_partial_shape() for taken in model.inputs]
-            is_classifier = len(sizes) == len(model.outputs) == 1 and sizes[0].rank == OF_IMAGES
-        if not is_classifier:
-            raise self._refuse("it doesn't turn one input of four dimensions into one output")
-        return sizes[0][0].get_length() if sizes[0][0].is_static else None
+        """Return the only number of images that the graph takes, None for any."""
+        size = self._read().input(0).get_partial_shape()[0]
+        return size.get_length() if size.is_static else None
 
     def _read(self) -> Any:
-        # What doesn't begin as a graph of its own OpenVINO shows to its readers of other formats, which print.
-        try:
-            with self._path.open("rb") as stream:
-                is_graph = GRAPH.match(stream.read(MAX_BEGINNING)) is not None
-        except OSError as error:
-            raise self._refuse(str(error.strerror)) from error
-        if not is_graph:
-            raise self._refuse("it doesn't begin as one of OpenVINO's graphs")
         with foreign_code(self._refuse):
             return self._core.read_model(self._path)
 

@@ -24,11 +24,7 @@ def logits_function(module: nn.Module) -> Callable[[Tensor], Tensor]:
     """Return a classifier as a function of images to logits."""
 
     def logits(pixel_values: Tensor) -> Tensor:
-        answer = module(pixel_values=pixel_values)
-        # A config may say that models answer with tuples.
-        if not hasattr(answer, "logits"):
-            raise ArtifactError("the model answers without logits: save it again")
-        return answer.logits
+        return module(pixel_values=pixel_values).logits
 
     return logits
 

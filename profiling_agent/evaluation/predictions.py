@@ -5,11 +5,12 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
+from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
+from profiling_agent.documents import first_line
 from profiling_agent.errors import ArtifactError
 from profiling_agent.files import write_bytes
-from profiling_agent.foreign import foreign_code
 
 Classes = NDArray[np.int64]
 DTYPES = {"predicted": np.int64, "true": np.int64, "margin": np.float32}
@@ -68,19 +69,10 @@ def write_predictions(path: Path, answers: Answers) -> None:
 
 
 def read_predictions(path: Path) -> Answers:
-    """Return the answers in a file; ArtifactError where it isn't what `write_predictions` wrote."""
-
-    def refuse(said: str) -> ArtifactError:
-        return ArtifactError(f"the predictions in {str(path)!r} can't be read ({said}): evaluate again")
-
-    with foreign_code(refuse):
-        arrays = load_file(path)
-    if arrays.keys() != DTYPES.keys():
-        raise refuse(f"it holds {', '.join(map(ascii, sorted(arrays)))[:80]}")
-    shapes = {array.shape for array in arrays.values()}
-    if len(shapes) != 1 or any(array.ndim != 1 or array.dtype != DTYPES[name] for name, array in arrays.items()):
-        raise refuse("it doesn't hold one class, one true class and one margin for each image")
-    answers = Answers(**arrays)
-    if not (np.isfinite(answers.margin) & (answers.margin >= 0) & (answers.predicted >= NO_CLASS)).all():
-        raise refuse("a margin or a class that no model gives")
-    return answers
+    """Return the answers in a file; ArtifactError where it is missing or damaged."""
+    try:
+        return Answers(**load_file(path))
+    except (OSError, SafetensorError) as error:
+        raise ArtifactError(
+            f"the predictions in {str(path)!r} can't be read ({first_line(error)}): evaluate again"
+        ) from error

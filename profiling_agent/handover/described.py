@@ -8,19 +8,14 @@ from transformers import AutoConfig, AutoModelForImageClassification
 from transformers.initialization import no_init_weights
 
 from profiling_agent.artifacts.recipe import Recipe
-from profiling_agent.foreign import Refuse, foreign_code
 from profiling_agent.quiet import ALONE
 
 
-def describe(model: nn.Module, recipe: Recipe, refuse: Refuse) -> dict[str, Any]:
-    """Return what `layers.build` makes `model` of, the saved model of `recipe`, beside the tensors.
-
-    Raises:
-        ProfilingAgentError: `refuse` of what transformers says to the config.
-    """
+def describe(model: nn.Module, recipe: Recipe) -> dict[str, Any]:
+    """Return what `layers.build` needs to build `model`, the saved model of `recipe`, besides its tensors."""
     fields = dict(recipe.config)
     name = str(fields.pop("model_type", ""))
-    with ALONE, foreign_code(refuse), no_init_weights():
+    with ALONE, no_init_weights():
         config = AutoConfig.for_model(name, **fields)
         fresh = AutoModelForImageClassification.from_config(config, trust_remote_code=False).eval()
     return {

@@ -80,7 +80,7 @@ def _write_hf(folder: Path, recipe: Recipe, output: Path, batch_size: int | None
             load_skeleton(folder),
             output,
             dtype=HALVES[scheme],
-            golden=lambda run: golden_distance(run, folder, recipe),
+            golden=lambda run: golden_distance(run, folder),
             processor=processor,
             cuts=recipe.cuts,
         )

@@ -7,7 +7,7 @@ from pydantic import Field, field_validator
 from profiling_agent.artifacts.recipe import CARD
 from profiling_agent.documents import DocumentError, read_record
 from profiling_agent.errors import ArtifactError
-from profiling_agent.files import file_sha256
+from profiling_agent.files import file_sha256, inside
 from profiling_agent.records import Deployment, InputSpec, Record
 
 MANIFEST = "export.json"
@@ -53,10 +53,11 @@ def read_exported(folder: Path) -> Exported:
     if exported.format != FORMAT:
         raise ArtifactError(f"{str(folder)!r} was exported by an earlier version: export the model again")
     for name, sha256 in exported.files.items():
+        path = folder / name
         try:
-            found = file_sha256(folder / name)
+            found = file_sha256(inside(path, folder))
         except OSError as error:
-            raise ArtifactError(f"{str(folder / name)!r} can't be read ({error.strerror}): export again") from error
+            raise ArtifactError(f"{str(path)!r} can't be read ({error.strerror}): export the model again") from error
         if found != sha256:
-            raise ArtifactError(f"{str(folder / name)!r} isn't the file that was exported: export the model again")
+            raise ArtifactError(f"{str(path)!r} isn't the file that was exported: export the model again")
     return exported

@@ -96,7 +96,7 @@ def export_files(folder: Path, recipe: Recipe, output: Path, *, others: Sequence
     spec = recipe.input
     prepared = preprocessing_of(load_processor(folder), spec, otherwise=_unprepared(recipe, others))
     session = open_session(folder)
-    labels = _labels(recipe, folder)
+    labels = _labels(recipe)
     with appearing(output) as temporary:
         written = None
         if recipe.deployment.runtime in TORCH:
@@ -109,7 +109,7 @@ def export_files(folder: Path, recipe: Recipe, output: Path, *, others: Sequence
         shutil.copyfile(pixels.__file__, temporary / PREPARE)
         requirements = _requirements(recipe)
         told: dict[str, Any] = {
-            "title": f"{clean(recipe.architecture)} for {recipe.deployment.name}",
+            "title": f"{recipe.architecture} for {recipe.deployment.name}",
             "runtime": recipe.deployment.runtime,
             "scheme": recipe.deployment.scheme,
             "packages": ", ".join(name.partition("==")[0] for name in requirements),
@@ -123,7 +123,7 @@ def export_files(folder: Path, recipe: Recipe, output: Path, *, others: Sequence
             "dtype": written.dtype if written else "float32",
         }
         write_text(temporary / LOADER, _rendered("load.py.jinja", told))
-        distance = golden_distance(lambda images: _said(temporary, images, recipe), folder, recipe)
+        distance = golden_distance(lambda images: _said(temporary, images, recipe), folder)
         # `not <=` so that a NaN fails.
         if not distance <= (allowed := tolerance(recipe)):
             said = f"as plain files the model gives logits {distance:.2g} from the saved ones (relative), {allowed:g} is allowed"
@@ -149,15 +149,10 @@ def _rendered(template: str, told: Mapping[str, Any]) -> str:
     return text_templates("profiling_agent.handover").get_template(template).render(told)
 
 
-def _labels(recipe: Recipe, folder: Path) -> list[str]:
-    """Return the names of the classes in their order, numbers where they have none."""
-    names = recipe.config.get("id2label")
-    count = recipe.config.get("num_labels")
-    if isinstance(names, dict):
-        known = {int(number): clean(str(name)) for number, name in names.items() if str(number).isdecimal()}
-        if set(known) == set(range(len(known))) and known:
-            return [known[number] for number in range(len(known))]
-    raise ArtifactError(f"{str(folder)!r} doesn't name its classes from 0 on ({count} of them): save the model again")
+def _labels(recipe: Recipe) -> list[str]:
+    """Return the names of the classes in their order."""
+    names = recipe.config["id2label"]
+    return [names[str(number)] for number in range(len(names))]
 
 
 def _requirements(recipe: Recipe) -> tuple[str, ...]:
@@ -181,10 +176,6 @@ def _requirements(recipe: Recipe) -> tuple[str, ...]:
 
 def _write_torch(folder: Path, recipe: Recipe, temporary: Path) -> _Torch:
     """Write a torch model, as an ordinary Hugging Face folder where a config can say all of it, or with its layers described."""
-
-    def refuse(said: str) -> ArtifactError:
-        return ArtifactError(f"transformers can't build the model from its config ({said}): save the model again")
-
     model = load_module(folder)
     layout = memory_format(model) if recipe.deployment.runtime == "inductor" else None
     dtype = str(floating_dtype(model)).removeprefix("torch.")
@@ -200,7 +191,7 @@ def _write_torch(folder: Path, recipe: Recipe, temporary: Path) -> _Torch:
             plain.rmdir()
     if not is_ordinary:
         write_weights(model, temporary)
-        write_text(temporary / DESCRIBED, json.dumps(describe(model, recipe, refuse), indent=1) + "\n")
+        write_text(temporary / DESCRIBED, json.dumps(describe(model, recipe), indent=1) + "\n")
         shutil.copyfile(HERE / LAYERS, temporary / LAYERS)
     return _Torch(is_ordinary=is_ordinary, is_channels_last=layout == torch.channels_last, dtype=dtype)
 

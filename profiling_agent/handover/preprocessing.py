@@ -14,7 +14,6 @@ from pydantic import Field
 
 from profiling_agent.acquisition.pixels import RESAMPLE, prepare
 from profiling_agent.errors import ArtifactError
-from profiling_agent.foreign import foreign_code
 from profiling_agent.records import InputSpec, Record
 
 # In units of the prepared images, where a step of an 8-bit channel is 0.004 to 0.02.
@@ -77,12 +76,7 @@ def _probes(spec: InputSpec) -> Iterator[Image.Image]:
 
 
 def _as_prepared(processor: Any, image: Image.Image) -> NDArray[Any]:
-    def refuse(said: str) -> ArtifactError:
-        return ArtifactError(f"the image processor gives {said}: save the model again")
-
-    with foreign_code(refuse):
-        prepared: Any = processor(images=[image], return_tensors="pt")["pixel_values"]
-        return np.asarray(prepared)
+    return np.asarray(processor(images=[image], return_tensors="pt")["pixel_values"])
 
 
 def _is_near(found: NDArray[Any], wanted: NDArray[Any]) -> bool:

@@ -1,11 +1,11 @@
 """Push: a saved model, or what was exported of one, becomes a repository on the Hub, with its card, and nothing else of the run."""
 
 import tempfile
-from collections.abc import Collection, Generator
-from contextlib import contextmanager
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard, constants, get_token
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard, ModelInfo, constants, get_token
 from huggingface_hub.errors import (
     HfHubHTTPError,
     HFValidationError,
@@ -18,7 +18,7 @@ from huggingface_hub.utils.tqdm import disable_progress_bars
 from profiling_agent.artifacts.card import read_card
 from profiling_agent.artifacts.folder import named_folder, open_current
 from profiling_agent.artifacts.recipe import CARD, RECIPE, Recipe
-from profiling_agent.documents import DocumentError, clean, read_record
+from profiling_agent.documents import DocumentError, read_record
 from profiling_agent.errors import ProfilingAgentError, RequestError
 from profiling_agent.files import write_text
 from profiling_agent.foreign import foreign_code
@@ -30,7 +30,6 @@ LOGIN = "log in with `hf auth login`, or set HF_TOKEN to a token that may write 
 # What the Hub puts into a new repository by itself.
 BY_THE_HUB = frozenset({".gitattributes"})
 NAMED = 5
-SHOWN = 200
 
 
 class Pushed(Record):
@@ -39,13 +38,6 @@ class Pushed(Record):
     url: str
     commit: str
     files: tuple[str, ...]
-
-
-class _There(Record):
-    """What a repository holds already, without what the Hub puts there by itself."""
-
-    files: frozenset[str]
-    is_private: bool
 
 
 class _Staged(Record):
@@ -76,17 +68,16 @@ def push(source: str | Path, repo_id: str, *, private: bool = False, update: boo
         staged = _stage(folder, Path(scratch))
         disable_progress_bars()
         api = HfApi(token=token)
-        there = _there(api, repo_id)
-        if there and private and not there.is_private:
+        existing = _existing(api, repo_id)
+        if existing and private and not existing.private:
             raise RequestError(
                 f"{repo_id!r} exists on the Hub and is public: make it private there, or leave --private out"
             )
-        ours = _ours(api, repo_id, there.files, Path(scratch)) if there else frozenset[str]()
-        _check_there(repo_id, there, ours, update=update)
+        pushed = _pushed_before(api, repo_id, existing, Path(scratch), update=update) if existing else frozenset[str]()
         _add_license(api, staged)
-        if there is None:
+        if existing is None:
             api.create_repo(repo_id, private=private or None)
-        return _commit(api, repo_id, staged, ours)
+        return _commit(api, repo_id, staged, pushed)
 
 
 def _check_id(repo_id: str) -> None:
@@ -98,14 +89,14 @@ def _check_id(repo_id: str) -> None:
         is_whole = False
     if not is_whole:
         raise RequestError(
-            f"{clean(repo_id)[:80]!r} is no repository on the Hub: give it as owner/name, of letters, digits, '-', '_' and '.'"
+            f"{repo_id!r} is no repository on the Hub: give it as owner/name, of letters, digits, '-', '_' and '.'"
         )
 
 
-def _commit(api: HfApi, repo_id: str, staged: _Staged, there: frozenset[str]) -> Pushed:
+def _commit(api: HfApi, repo_id: str, staged: _Staged, before: frozenset[str]) -> Pushed:
     # Weights go up from where they lie: the system's temporary folder may be too small for a copy.
     added = [CommitOperationAdd(name, path) for name, path in staged.files.items()]
-    gone = [CommitOperationDelete(name) for name in sorted(there - staged.files.keys())]
+    gone = [CommitOperationDelete(name) for name in sorted(before - staged.files.keys())]
     committed = api.create_commit(
         repo_id, [*added, *gone], commit_message="A model by profiling-agent", revision="main"
     )
@@ -126,42 +117,37 @@ def _stage(folder: Path, scratch: Path) -> _Staged:
     return _Staged(files=files, base=base, revision=revision)
 
 
-def _there(api: HfApi, repo_id: str) -> _There | None:
-    """Return what a repository holds, None where there is none."""
+def _existing(api: HfApi, repo_id: str) -> ModelInfo | None:
+    """Return what the Hub knows of a repository, None where there is none."""
     try:
-        # Asked once; a list of the files would be asked for again and again where nobody answers.
-        info = api.model_info(repo_id)
+        return api.model_info(repo_id)
     except RepositoryNotFoundError:
         return None
-    files = frozenset(file.rfilename for file in info.siblings or ()) - BY_THE_HUB
-    return _There(files=files, is_private=bool(info.private))
 
 
-def _ours(api: HfApi, repo_id: str, there: Collection[str], scratch: Path) -> frozenset[str]:
-    """Return which files of a repository this function put there: those that its recipe or its manifest names."""
+def _pushed_before(api: HfApi, repo_id: str, existing: ModelInfo, scratch: Path, *, update: bool) -> frozenset[str]:
+    """Return the files that an earlier push put into a repository, which its recipe or manifest names.
+
+    Raises:
+        RequestError: it holds files and none of them was pushed, or they are not to be replaced.
+    """
+    present = frozenset(file.rfilename for file in existing.siblings or ()) - BY_THE_HUB
+    if not present:
+        return present
+    pushed = frozenset[str]()
     for name, kind in ((RECIPE, Recipe), (MANIFEST, Exported)):
-        if name not in there:
-            continue
-        fetched = Path(api.hf_hub_download(repo_id, name, local_dir=scratch / "there"))
-        try:
-            said = read_record(kind, fetched)
-        except DocumentError:
-            continue
-        return frozenset({name, CARD, *said.files}) & frozenset(there)
-    return frozenset()
-
-
-def _check_there(repo_id: str, there: _There | None, ours: Collection[str], *, update: bool) -> None:
-    held = sorted(there.files) if there else []
-    if not held:
-        return
-    some = ", ".join(clean(name)[:80] for name in held[:NAMED])
-    more = f" and {len(held) - NAMED} more" if len(held) > NAMED else ""
-    said = f"{repo_id!r} exists on the Hub and holds {some}{more}"
-    if not ours:
-        raise RequestError(f"{said}, which were not pushed by profiling-agent: push to another name")
+        if name in present:
+            fetched = Path(api.hf_hub_download(repo_id, name, local_dir=scratch / "fetched"))
+            with suppress(DocumentError):
+                pushed |= {name, CARD, *read_record(kind, fetched).files} & present
+    names = ", ".join(sorted(present)[:NAMED])
+    more = f" and {len(present) - NAMED} more" if len(present) > NAMED else ""
+    holds = f"{repo_id!r} exists on the Hub and holds {names}{more}"
+    if not pushed:
+        raise RequestError(f"{holds}, which were not pushed by profiling-agent: push to another name")
     if not update:
-        raise RequestError(f"{said}: push to another name, or replace them with --update (earlier commits stay)")
+        raise RequestError(f"{holds}: push to another name, or replace them with --update (earlier commits stay)")
+    return pushed
 
 
 def _add_license(api: HfApi, staged: _Staged) -> None:

@@ -17,7 +17,7 @@ from profiling_agent.errors import ProfilingAgentError
 from profiling_agent.files import NO_SPACE, appearing, storage_problem, write_text
 from profiling_agent.foreign import is_out_of_memory
 from profiling_agent.jobs.context import JobContext
-from profiling_agent.jobs.store import RESULT, write_hashes
+from profiling_agent.jobs.store import RESULT, TASK, write_hashes
 from profiling_agent.jobs.wire import Message, Order
 from profiling_agent.processes.serve import Parent
 from profiling_agent.workspace import storage_error
@@ -42,6 +42,7 @@ def main() -> None:
                 work = resolve_name(order.handler)
                 _end_streams_at_once()
                 result = work(task, job)
+                write_text(job.folder / TASK, task.model_dump_json(indent=1))
                 write_text(job.folder / RESULT, result.model_dump_json(indent=1))
                 write_hashes(job.folder)
         except Exception as error:  # noqa: BLE001 - the boundary: whatever a stage or library raises is a job's result

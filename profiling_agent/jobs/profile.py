@@ -2,8 +2,7 @@
 
 from pathlib import Path
 
-from profiling_agent.documents import DocumentError, read_record
-from profiling_agent.errors import RunError
+from profiling_agent.documents import read_record
 from profiling_agent.jobs.runner import Jobs, jobs_in
 from profiling_agent.jobs.tasks import EvidenceTask, HeadlineTask, Profiled, ProfileTask, ResolveShapeTask
 from profiling_agent.progress import Progress, silent
@@ -53,14 +52,8 @@ def measure_headline(jobs: Jobs, model: ArtifactRef, *, batch_size: int, device:
 
 
 def read_profile(jobs: Jobs, profiled: Profiled) -> ModelProfile:
-    """Return the full profile that a job left, measured again where the file is damaged; RunError where it is none."""
-    path = jobs.path(profiled.profile)
-    try:
-        return read_record(ModelProfile, path)
-    except (OSError, DocumentError) as error:
-        raise RunError(
-            f"{str(path)!r} is no profile ({error}): remove {path.parent} and resume, which measures it again"
-        ) from error
+    """Return the full profile that a job left; RunError where the file is missing or damaged."""
+    return read_record(ModelProfile, jobs.path(profiled.profile))
 
 
 def profile_source(request: Request, folder: Path, *, batch_size: int, progress: Progress = silent) -> ModelProfile:

@@ -10,12 +10,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from profiling_agent.acquisition.prepared import PIXELS
-from profiling_agent.artifacts.recipe import RECIPE
-from profiling_agent.documents import DocumentError
 from profiling_agent.errors import ProfilingAgentError, RunError
-from profiling_agent.files import file_sha256
 from profiling_agent.jobs.local import Batch, LocalEngine
-from profiling_agent.jobs.store import TIMED, JobStore, artifacts_of, key_of
+from profiling_agent.jobs.store import JobStore, artifacts_of, key_of
 from profiling_agent.jobs.table import TABLE, Table
 from profiling_agent.jobs.tasks import PrepareTask, Task
 from profiling_agent.jobs.timesheet import SHEET, Timesheet
@@ -60,7 +57,7 @@ class Jobs:
         self.workspace = workspace
         self.progress = progress
         self._table = table
-        self._store = JobStore(workspace, table)
+        self._store = JobStore(workspace)
         self.timesheet = Timesheet(workspace.root / SHEET)
         # What the baseline takes for an image: a job may take as long as its passes would of a slow one. None before it was timed.
         self.pass_s: float | None = None
@@ -105,7 +102,7 @@ class Jobs:
     def _make(self, tasks: Mapping[str, Task[Any]]) -> None:
         """Do tasks, after what they need and isn't there; raises the first error.
 
-        The artifacts that each reads are there by then, made again where they were damaged.
+        RunError where an artifact that one of them reads is missing or damaged.
         """
         waves = [dict(tasks)]
         while waves[-1]:
@@ -116,7 +113,7 @@ class Jobs:
             self.here.carry_out(self._batches(left), self.progress, self._end)
 
     def _needed(self, tasks: Mapping[str, Task[Any]]) -> dict[str, Task[Any]]:
-        """Return what tasks need and isn't there; the artifacts that they read are there then."""
+        """Return what tasks need and isn't there; RunError where an artifact that they read isn't."""
         needed: dict[str, Task[Any]] = {}
         for task in tasks.values():
             for ref in artifacts_of(task):
@@ -129,7 +126,7 @@ class Jobs:
         # A job that failed took its time all the same.
         self.timesheet.note(key, seconds)
         if error is None:
-            self._store.believe(key)
+            self._store.mark_complete(key)
 
     def _batches(self, tasks: Mapping[str, Task[Any]]) -> list[Batch]:
         """Return one batch for the tasks of each kind."""
@@ -151,21 +148,13 @@ class Jobs:
         ]
 
     def _stored(self, key: str, task: Task[ResultT]) -> ResultT | None:
-        if not self._store.is_whole(key):
-            return None
-        try:
-            return self._store.result(key, task)
-        except (OSError, DocumentError):
-            # Whole, and not what this version takes for a result: somebody wrote the hashes too.
-            return None
+        return self._store.result(key, task) if self._store.is_complete(key) else None
 
     def _order(self, task: Task[Any]) -> Order:
-        """Return what a process is told of a job, and note it."""
-        key, kind = job_key(task), type(task)
-        self._store.keep_order(key, task)
+        kind = type(task)
         return Order(
             root=str(self.workspace.root.resolve()),
-            key=key,
+            key=job_key(task),
             record=f"{kind.__module__}:{kind.__qualname__}",
             task=task.model_dump(mode="json"),
             handler=self._table[kind].handler,
@@ -174,30 +163,19 @@ class Jobs:
         )
 
     def path(self, ref: ArtifactRef) -> Path:
-        """Return where an artifact lies; what is gone or damaged since an earlier process made it is made again first.
-
-        Raises what doing that does, and RunError where it comes out differently.
-        """
+        """Return where an artifact lies; RunError where the job that made it is missing or damaged."""
         key = key_of(ref)
-        if key is not None and not (self._store.is_whole(key) or self._store.is_foreign(key)):
-            task = self._store.order(key)
-            if job_key(task) != key:
-                raise RunError(
-                    f"{ref.path!r} is gone or damaged, and this machine or its libraries are not those that made it: "
-                    "start a new run"
-                )
-            self.run(task)
-            path = self.workspace.path(ref)
-            if ref.kind not in TIMED and file_sha256(path / RECIPE if path.is_dir() else path) != ref.sha256:
-                raise RunError(
-                    f"{ref.path!r} was damaged, and came out differently when it was made again: start a new run"
-                )
+        if key is not None and not (self._store.is_complete(key) or self._store.is_unsealed(key)):
+            raise RunError(
+                f"{str(self._store.folder(key))!r} is missing or damaged: delete {str(self.workspace.checkpoints)!r} and "
+                f"go on with `profiling-agent resume {self.workspace.root}`, which does again only what is missing"
+            )
         return self.workspace.path(ref)
 
     def forget_images(self) -> None:
-        """Remove the images that were prepared, which take most of a run's space; whoever needs some has them made again."""
+        """Remove the images that were prepared, which take most of a run's space; they are made again when they are needed."""
         for folder in self.workspace.jobs.glob(f"{_name(PrepareTask)}-*"):
-            self._store.forget(folder.name, PIXELS)
+            self._store.delete_output(folder.name, PIXELS)
 
     def close(self) -> None:
         """End what was started on this machine."""

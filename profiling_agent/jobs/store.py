@@ -1,7 +1,7 @@
-"""Job store: finished jobs in a run folder, each with what it was asked and the hash of everything that it left.
+"""Job store: finished jobs in a run folder, each with its task, its result and the hash of every file.
 
-A process believes what it saw being made. What an earlier one left is compared with its hashes before it is used, because a
-power cut, a full disk or somebody else may have been at it; where it differs it is removed, and done again from its order.
+A process trusts what it saw being made. What an earlier process left is compared with its hashes before it is used, because a
+power cut or a full disk may have damaged it.
 """
 
 import shutil
@@ -11,31 +11,20 @@ from typing import Any
 from pydantic import BaseModel
 
 from profiling_agent.documents import DocumentError, read_record
-from profiling_agent.errors import RunError
-from profiling_agent.files import file_sha256, inside, make_folders, write_text
-from profiling_agent.jobs.table import Table
+from profiling_agent.files import file_sha256, write_text
 from profiling_agent.jobs.tasks import Task
 from profiling_agent.records import ArtifactRef, Record
-from profiling_agent.workspace import ORDERS, Workspace
+from profiling_agent.workspace import Workspace
 
-RESULT, HASHES = "result.json", "hashes.json"
+TASK, RESULT, HASHES = "task.json", "result.json", "hashes.json"
 # Written anew when a run ends: the card of the model that it returns.
 REWRITTEN = frozenset({"README.md"})
-# Holds times, so that no two of them are equal.
-TIMED = frozenset({"profile", "trace"})
 
 
 class Hashes(Record):
     """The sha256 of each file that a job left, by its path in the job's folder."""
 
     files: dict[str, str]
-
-
-class KeptOrder(Record):
-    """What a job was asked, kept beside it: the task's class, which has to be in the table, and its fields."""
-
-    task: str
-    fields: dict[str, Any]
 
 
 def write_hashes(folder: Path) -> None:
@@ -48,9 +37,7 @@ def holds(folder: Path) -> bool:
     """Return whether a folder holds a job as it was left."""
     try:
         hashes = read_record(Hashes, folder / HASHES).files
-        return RESULT in hashes and all(
-            file_sha256(inside(folder / name, folder)) == sha256 for name, sha256 in hashes.items()
-        )
+        return RESULT in hashes and all(file_sha256(folder / name) == sha256 for name, sha256 in hashes.items())
     except (OSError, DocumentError):
         return False
 
@@ -82,65 +69,39 @@ def key_of(ref: ArtifactRef) -> str | None:
 class JobStore:
     """The finished jobs of one run folder."""
 
-    def __init__(self, workspace: Workspace, table: Table) -> None:
-        """Look into `workspace`; tasks that aren't in `table` are nobody's."""
+    def __init__(self, workspace: Workspace) -> None:
+        """Look into `workspace`."""
         self._workspace = workspace
-        self._tasks = {kind.__name__: kind for kind in table}
-        self._whole: set[str] = set()
+        self._complete: set[str] = set()
 
     def folder(self, key: str) -> Path:
         """Return where a job lies, or will lie."""
         return self._workspace.jobs / key
 
-    def is_whole(self, key: str) -> bool:
-        """Return whether a job is there as it was left; it is looked at once."""
-        if key not in self._whole and holds(self.folder(key)):
-            self._whole.add(key)
-        return key in self._whole
+    def is_complete(self, key: str) -> bool:
+        """Return whether a job is there as it was left; each job is compared with its hashes once."""
+        if key not in self._complete and holds(self.folder(key)):
+            self._complete.add(key)
+        return key in self._complete
 
-    def is_foreign(self, key: str) -> bool:
-        """Return whether a folder was put here by a caller of ours, as a job that nobody ordered; it is taken as it is."""
-        names = (self.folder(key) / HASHES, self._order_path(key))
-        return self.folder(key).is_dir() and not any(path.exists() for path in names)
+    def is_unsealed(self, key: str) -> bool:
+        """Return whether a caller put this folder here without a job, so that it has no hashes."""
+        return self.folder(key).is_dir() and not (self.folder(key) / HASHES).exists()
 
-    def _order_path(self, key: str) -> Path:
-        return self._workspace.root / ORDERS / f"{key}.json"
-
-    def believe(self, key: str) -> None:
-        """Take a job that this process has just seen done as whole."""
-        self._whole.add(key)
+    def mark_complete(self, key: str) -> None:
+        """Trust a job that this process has just seen done."""
+        self._complete.add(key)
 
     def remove(self, key: str) -> None:
-        """Remove a job that is damaged; its order stays."""
-        self._whole.discard(key)
-        folder = self.folder(key)
-        if folder.is_symlink() or folder.is_file():
-            folder.unlink()
-        shutil.rmtree(folder, ignore_errors=True)
+        """Remove a job that is damaged."""
+        self._complete.discard(key)
+        shutil.rmtree(self.folder(key), ignore_errors=True)
 
-    def forget(self, key: str, name: str) -> None:
-        """Remove one file of a job, which is done again where it is asked for; what is said of it stays."""
-        self._whole.discard(key)
-        if not self.folder(key).is_symlink():
-            (self.folder(key) / name).unlink(missing_ok=True)
-
-    def keep_order(self, key: str, task: Task[Any]) -> None:
-        """Note what a job is asked, before it is done, so that it can be done again."""
-        path = self._order_path(key)
-        make_folders(path.parent)
-        kept = KeptOrder(task=type(task).__name__, fields=task.model_dump(mode="json"))
-        write_text(path, kept.model_dump_json(indent=1) + "\n")
-
-    def order(self, key: str) -> Task[Any]:
-        """Return what a job was asked; RunError where that isn't known any more."""
-        try:
-            kept = read_record(KeptOrder, self._order_path(key))
-            return self._tasks[kept.task].model_validate(kept.fields)
-        except (OSError, KeyError, ValueError) as error:
-            raise RunError(
-                f"{str(self.folder(key))!r} is gone or damaged, and so is the note of what it was made from: start a new run"
-            ) from error
+    def delete_output(self, key: str, name: str) -> None:
+        """Remove one file of a job, which is done again when it is next needed."""
+        self._complete.discard(key)
+        (self.folder(key) / name).unlink(missing_ok=True)
 
     def result(self, key: str, task: Task[Any]) -> Any:
-        """Return what a whole job came to; OSError or DocumentError where it can't be read."""
+        """Return the result of a complete job."""
         return read_record(task.result, self.folder(key) / RESULT)

@@ -7,24 +7,20 @@ latest job that was asked for, whoever did it and when.
 from contextlib import suppress
 from pathlib import Path
 
-from pydantic import Field
-
 from profiling_agent.documents import DocumentError, parse_record
 from profiling_agent.errors import RunError
 from profiling_agent.files import append_line, storage_problem
 from profiling_agent.records import Record
 
 SHEET = "timesheet.jsonl"
-# Thirty years.
-MAX_S = 1e9
 
 
 class Entry(Record):
     """One job: its key, the seconds from its order to its end, the start of its process included, and what the run had used by then."""
 
     key: str
-    seconds: float = Field(ge=0, le=MAX_S)
-    up_to: float = Field(ge=0, le=MAX_S)
+    seconds: float
+    up_to: float
 
 
 class Timesheet:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from pydantic import Field
+from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
@@ -56,7 +57,7 @@ class _State(Record):
     sha256: str
 
 
-class _ForeignError(Exception):
+class _MismatchError(Exception):
     """A checkpoint isn't one of this recovery; says why."""
 
 
@@ -99,7 +100,7 @@ def read_state(
         return start, None
     try:
         state, tensors = _read(folder, key, kl_before)
-    except (OSError, DocumentError, _ForeignError) as error:
+    except (OSError, DocumentError, SafetensorError, _MismatchError) as error:
         reason = " ".join(str(error).split())[:160]
         return start, f"the checkpoint in {str(folder)!r} was not gone on from: {reason}"
     with torch.no_grad():
@@ -141,10 +142,10 @@ def _read(folder: Path, key: str, kl_before: float) -> tuple[_State, dict[str, T
     """Return a checkpoint that is of this recovery in all that can be told, or raise."""
     state = read_record(_State, folder / STATE)
     if state.key != key:
-        raise _ForeignError("it is of other models or settings")
+        raise _MismatchError("it is of other models or settings")
     if not math.isclose(state.kl_before, kl_before, rel_tol=SAME_KL, abs_tol=SAME_KL**2):
-        raise _ForeignError("it was judged by other images")
+        raise _MismatchError("it was judged by other images")
     content = _tensors_path(folder, len(state.kls)).read_bytes()
     if hashlib.sha256(content).hexdigest() != state.sha256:
-        raise _ForeignError("its tensors are not those that were written")
+        raise _MismatchError("its tensors are not those that were written")
     return state, load(content)

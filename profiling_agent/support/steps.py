@@ -106,7 +106,7 @@ def make(folder: Path, form: Form, deployment: Deployment, *, num_threads: int |
     try:
         recipe = save_deployed(given, deployment, made, num_threads=num_threads)
         # What it said when it was saved: opening it once more, which another process does, would compile it once more.
-        golden = read_golden(made, base.input)
+        golden = read_golden(made)
     except (ArtifactError, PlanError, QuantizationError) as error:
         return told.model_copy(update={"refused": f"conversion: {error}"})
     expected = logits_of(module, torch.from_numpy(golden.pixel_values.astype(np.float32)))

@@ -11,17 +11,13 @@ from langgraph.checkpoint.memory import InMemorySaver
 from typer.testing import CliRunner
 
 from profiling_agent import Request, approve, build_graph, resume
-from profiling_agent.agents.approval import question_in, question_of
 from profiling_agent.agents.checkpoints import RunSaver
 from profiling_agent.agents.limits import key_for, trusted_addresses
 from profiling_agent.agents.node import ProgressEvent
-from profiling_agent.agents.session import Sessions
-from profiling_agent.agents.state import RunState
 from profiling_agent.cli.main import app
 from profiling_agent.errors import RequestError, RunError
-from profiling_agent.jobs.tasks import ResolvedShape
 from profiling_agent.llm.chat import Endpoint
-from profiling_agent.records import Approval, ArtifactRef, Outcome
+from profiling_agent.records import Approval, Outcome
 from profiling_agent.reporting.results import read_report
 from profiling_agent.workspace import create_workspace
 
@@ -183,53 +179,6 @@ def test_a_contract_that_was_changed_behind_it_is_what_the_verdict_is_by(finishe
     assert before.goal.max_size_ratio != 1e-6
 
 
-def test_a_namesake_elsewhere_is_another_run(finished: Path, tmp_path: Path):
-    victim = Path(shutil.copytree(finished, tmp_path / "other" / "quick", symlinks=True))
-    before = {path: path.stat().st_mtime_ns for path in victim.rglob("*")}
-    for stage in ("report", "evaluation"):
-        run = edited(finished, tmp_path / stage, {"run_dir": str(victim)}, until=stage)
-        saver = RunSaver(run.parent)
-        # As a server does, which has no session of the run before its first node.
-        graph = build_graph(saver, sessions=Sessions())
-        with pytest.raises(RunError, match="isn't its own"):
-            graph.invoke(None, {"configurable": {"thread_id": "quick"}})
-        saver.close()
-    assert {path: path.stat().st_mtime_ns for path in victim.rglob("*")} == before
-
-
 def test_a_request_that_names_a_password_is_not_kept_in_a_state_either():
     with pytest.raises(ValueError, match="more than an address"):
         Request(base_url="http://me:pw@h/v1")
-
-
-@pytest.mark.parametrize("path", ["../victim/jobs", "/etc", "jobs/../../victim", "link/model", "a\0b"])
-def test_a_checkpoint_names_no_artifact_outside_of_its_run(tmp_path: Path, path: str):
-    root = tmp_path / "runs" / "t"
-    root.mkdir(parents=True)
-    (tmp_path / "victim").mkdir()
-    (root / "link").symlink_to(tmp_path / "victim")
-    model = ArtifactRef(path=path, sha256="0", size_bytes=1, kind="model")
-    resolved = ResolvedShape.model_construct(baseline=model, input=None, device="cpu")
-    state = RunState(output=str(tmp_path / "runs"), run_dir=str(root), resolved=resolved)
-
-    with pytest.raises(RunError, match=r"names '.*it (leads out of|is no path)") as refused:
-        Sessions().get_session(state, "t")
-
-    assert "\n" not in str(refused.value)
-    assert [found.name for found in root.iterdir()] == ["link"]
-
-
-@pytest.mark.parametrize(
-    "value", [None, 7, "?", [], {}, {"run_id": "waiting", "xarams_saved": 0.4}, {"plan": {"target": 7}}]
-)
-def test_a_question_that_is_none_of_ours_is_damage_in_one_line(value: Any):
-    with pytest.raises(RunError, match=r"the checkpoints of run 'waiting' are damaged .*start a new run") as caught:
-        question_of(value, run="waiting")
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("interrupt", [None, {"value": {}}, "?", 7])
-def test_what_is_no_interrupt_is_damage_in_one_line(interrupt: Any):
-    with pytest.raises(RunError, match=r"the checkpoints of run 'waiting' are damaged"):
-        question_in([interrupt], run="waiting")
-    assert question_in([], run="waiting") is None

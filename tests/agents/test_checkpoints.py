@@ -1,10 +1,9 @@
 import asyncio
-import os
 import sqlite3
 import warnings
 from contextlib import closing
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, get_args
 
 import pytest
 from full_disk import at_most
@@ -19,10 +18,8 @@ from profiling_agent.agents.state import RunState
 from profiling_agent.analysis.dry_run import dry_run
 from profiling_agent.errors import RunError, StorageError
 from profiling_agent.iteration.attempt import PreparedAttempt
-from profiling_agent.jobs.tasks import Profiled
-from profiling_agent.records import InputSpec, Journal, RecoveredModel, StopReason
+from profiling_agent.records import Journal, RecoveredModel, StopReason
 from profiling_agent.reporting.report import RunReport
-from profiling_agent.request import Request
 
 
 def round_trip(value):
@@ -145,13 +142,6 @@ def test_a_thread_id_that_would_leave_the_folder_is_refused(tmp_path: Path, thre
         RunSaver(tmp_path).get_tuple({"configurable": {"thread_id": thread}})
 
 
-def crafted(path: Path, *statements: str) -> None:
-    """Change the file of a thread's checkpoints by hand."""
-    with closing(sqlite3.connect(path)) as connection, connection:
-        for statement in statements:
-            connection.execute(statement)
-
-
 def a_thread(runs: Path) -> Path:
     """Return the file of a thread that has one checkpoint."""
     saver = RunSaver(runs)
@@ -159,41 +149,6 @@ def a_thread(runs: Path) -> Path:
     saver.put(config, empty_checkpoint(), {}, {})
     saver.close()
     return runs / "t" / "checkpoints.sqlite"
-
-
-ENDLESS = "WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM n) SELECT x"
-
-
-@pytest.mark.parametrize(
-    "statements",
-    [
-        ("ALTER TABLE checkpoints RENAME TO old", f"CREATE VIEW checkpoints AS {ENDLESS} AS thread_id FROM n"),
-        ("CREATE TRIGGER t AFTER INSERT ON checkpoints BEGIN DELETE FROM checkpoints; END",),
-        ("CREATE TABLE more (x)",),
-        ("DROP TABLE checkpoints", "CREATE TABLE checkpoints (x)"),
-    ],
-)
-def test_tables_that_are_not_langgraphs_are_refused_and_nothing_of_theirs_runs(
-    tmp_path: Path, statements: tuple[str, ...]
-):
-    crafted(a_thread(tmp_path), *statements)
-
-    with pytest.raises(RunError, match=r"damaged.*not LangGraph's"):
-        RunSaver(tmp_path).get_tuple({"configurable": {"thread_id": "t"}})
-
-
-@pytest.mark.parametrize("name", ["checkpoints.sqlite", "checkpoints.sqlite-wal", "checkpoints.sqlite-journal"])
-@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to(path.parents[1] / "elsewhere")])
-def test_a_link_or_a_fifo_in_the_place_of_a_file_of_sqlites_is_refused(tmp_path: Path, name: str, make):
-    (tmp_path / "elsewhere").write_text("mine")
-    file = a_thread(tmp_path).with_name(name)
-    file.unlink(missing_ok=True)
-    make(file)
-
-    with pytest.raises(RunError, match="isn't a regular file"):
-        RunSaver(tmp_path).get_tuple({"configurable": {"thread_id": "t"}})
-
-    assert (tmp_path / "elsewhere").read_text() == "mine"
 
 
 def test_a_file_that_another_process_holds_is_not_called_damaged(tmp_path: Path):
@@ -218,41 +173,3 @@ def test_a_disk_that_fills_damages_nothing(tmp_path: Path):
 
     assert before is not None
     assert RunSaver(tmp_path).get_tuple(config) is not None
-
-
-NO_IMAGE = InputSpec.model_construct(channels=0, height=1, width=1, dtype="float32", source="made")
-RUNNING = Request(model="m", dataset="d").model_dump()
-
-
-def test_a_checkpoint_without_its_parts_or_with_another_thing_for_a_record_is_damaged(tmp_path: Path):
-    config: RunnableConfig = {"configurable": {"thread_id": "t", "checkpoint_ns": ""}}
-    whole = empty_checkpoint()
-    edited = made_profiled()
-    for number, (changed, is_damaged) in enumerate(
-        (
-            ({name: held for name, held in whole.items() if name != "channel_versions"}, True),
-            (whole | {"channel_values": {"profiled": edited | {"more": 1}}}, True),
-            # What the record's own rules refuse, which LangGraph's serializer makes a record of all the same.
-            (whole | {"channel_values": {"input": NO_IMAGE}}, True),
-            # What no field refuses, but all of them together.
-            (whole | {"channel_values": RUNNING | {"runtimes": "\x1b[31m"}}, True),
-            (whole | {"channel_values": RUNNING}, False),
-            # As somebody's edit in Studio is stored.
-            (whole | {"channel_values": {"profiled": edited}}, False),
-        )
-    ):
-        saver = RunSaver(tmp_path / str(number))
-        saver.put(config, cast("Checkpoint", changed), {}, {})
-        if is_damaged:
-            with pytest.raises(RunError, match="damaged"):
-                saver.get_tuple(config)
-        else:
-            assert saver.get_tuple(config) is not None
-        saver.close()
-
-
-def made_profiled() -> dict[str, Any]:
-    """Return what a state holds of a profile, as JSON has it."""
-    file = ref("jobs/p/profile.json", kind="profile")
-    held = Profiled(profile=file, params=1, macs=1, latency_ms=1.0, peak_memory_bytes=1, forward_passes=1)
-    return held.model_dump(mode="json")

@@ -1,4 +1,4 @@
-"""What isn't exactly what was saved is refused, by name."""
+"""A saved model that was damaged, or that another version saved, is refused in one line that names the file."""
 
 import json
 import pickle
@@ -76,17 +76,9 @@ def test_truncated_weights_are_refused_even_without_verification(folder: Path):
         load_module(folder, verify=False)
 
 
-def test_a_foreign_file_is_named(folder: Path):
-    (folder / "weights.bin").write_bytes(pickle.dumps({}))
-
-    with pytest.raises(ArtifactError, match=r"weights\.bin.*recipe"):
-        load_module(folder)
-
-
-def test_what_git_and_the_hub_leave_beside_a_download_is_not_read(folder: Path):
+def test_files_beside_the_saved_ones_are_ignored_and_the_hubs_cache_loads_through_its_links(folder: Path):
     (folder / ".gitattributes").write_text("*.safetensors filter=lfs")
-    for name in (".git", ".cache"):
-        (folder / name).mkdir()
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps({}))
     load_module(folder)
 
     snapshot = folder.parent / "models--me--x" / "snapshots" / "c0ffee"
@@ -95,11 +87,10 @@ def test_what_git_and_the_hub_leave_beside_a_download_is_not_read(folder: Path):
     folder.rename(snapshot)
     (snapshot / "preprocessor_config.json").rename(snapshot.parents[1] / "blobs" / "1")
     (snapshot / "preprocessor_config.json").symlink_to("../../blobs/1")
-    with pytest.raises(ArtifactError, match=r"is a symbolic link: .* download it with `hf download` and --local-dir"):
-        load_module(snapshot)
+    load_module(snapshot)
 
 
-def test_a_pickle_is_refused_even_where_the_recipe_lists_it(folder: Path):
+def test_a_pickle_is_refused_even_if_the_recipe_lists_it(folder: Path):
     (folder / "weights.bin").write_bytes(pickle.dumps({}))
     files = load_recipe_files(folder) | {"weights.bin": file_sha256(folder / "weights.bin")}
     rewrite_recipe(folder, files=files)
@@ -120,13 +111,14 @@ def test_a_file_outside_the_folder_is_refused(folder: Path, name: str):
         load_module(folder)
 
 
-def test_a_symbolic_link_inside_is_refused(folder: Path):
+def test_a_link_that_leads_out_of_the_folder_is_refused(folder: Path):
     elsewhere = folder.parent / "preprocessor_config.json"
     (folder / "preprocessor_config.json").rename(elsewhere)
     (folder / "preprocessor_config.json").symlink_to(elsewhere)
 
-    with pytest.raises(ArtifactError, match=r"preprocessor_config\.json.*symbolic link"):
-        load_module(folder)
+    for verify in (True, False):
+        with pytest.raises(ArtifactError, match=r"preprocessor_config\.json.*leads out of"):
+            load_module(folder, verify=verify)
 
 
 def test_the_folder_itself_may_be_reached_by_a_link(folder: Path):
@@ -151,13 +143,6 @@ def test_a_recipe_that_is_no_json_is_refused(folder: Path):
         load_recipe(folder)
 
 
-def test_a_recipe_with_an_unknown_field_is_refused(folder: Path):
-    rewrite_recipe(folder, command="rm")
-
-    with pytest.raises(ArtifactError, match="command"):
-        load_recipe(folder)
-
-
 def test_an_ordinary_folder_is_no_saved_model(tmp_path: Path):
     with pytest.raises(ArtifactError, match=r"recipe\.json"):
         load_module(zoo.save(zoo.vit(), tmp_path / "plain"))
@@ -173,20 +158,9 @@ def test_weights_that_compute_something_else_are_refused_though_their_hash_fits(
         load_module(folder)
 
 
-def test_weights_that_are_not_numbers_are_refused(folder: Path):
+def test_weights_with_other_names_than_the_installed_librarys_are_refused(folder: Path):
     tensors = load_file(folder / "weights.safetensors")
-    tensors["classifier.bias"][:] = float("nan")
-    save_file(tensors, folder / "weights.safetensors")
-    rehash(folder)
-
-    with pytest.raises(ArtifactError, match="doesn't compute what it did"):
-        load_module(folder)
-
-
-@pytest.mark.parametrize("name", ["classifier.bias", "vit.layers.0.attention.q_proj.weight"])
-def test_a_tensor_that_is_gone_is_named(folder: Path, name: str):
-    tensors = load_file(folder / "weights.safetensors")
-    del tensors[name]
+    tensors["head.bias"] = tensors.pop("classifier.bias")
     save_file(tensors, folder / "weights.safetensors")
     rehash(folder)
 

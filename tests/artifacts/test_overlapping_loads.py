@@ -46,30 +46,6 @@ def at_first_parameters(first: Callable[[], None], second: Callable[[], None]) -
             handle.remove()
 
 
-def test_a_folder_is_read_while_another_thread_builds_a_larger_model_than_it_holds(folder: Path):
-    begun, built = threading.Event(), threading.Event()
-
-    def wait() -> None:
-        begun.set()
-        built.wait(LONG_S)
-
-    def build() -> int:
-        begun.wait(LONG_S)
-        try:
-            layers = [nn.Linear(1, 1) for _ in range(500)]
-            # It has no number of values yet.
-            layers[0].register_parameter("later", nn.UninitializedParameter())  # pyright: ignore[reportArgumentType] - it is one, by its metaclass
-            return len(layers)
-        finally:
-            built.set()
-
-    with at_first_parameters(wait, lambda: None) as (one, other):
-        loaded, made = one.submit(load_module, folder), other.submit(build)
-
-        assert made.result() == 500
-        assert isinstance(loaded.result(), nn.Module)
-
-
 def test_two_threads_that_load_at_once_leave_torchs_initialisers_to_others(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -26,7 +26,7 @@ from profiling_agent.deployment.batches import noise_batch
 from profiling_agent.deployment.load import cpu_note
 from profiling_agent.deployment.protocol import Source
 from profiling_agent.deployment.save import save_deployed
-from profiling_agent.errors import ArtifactError, CorruptImageError, RequestError
+from profiling_agent.errors import ArtifactError, CorruptImageError, RequestError, RunError
 from profiling_agent.files import file_sha256
 from profiling_agent.handover.export import export
 from profiling_agent.reproducibility import environment
@@ -167,15 +167,22 @@ def test_a_changed_byte_is_found_and_named(copy: Path, name: str):
         load(copy)
 
 
-def test_a_foreign_file_is_refused_but_the_card_may_be_rewritten(copy: Path):
+def test_the_card_may_be_rewritten(copy: Path):
     write_card(copy, [CardRow(name="accuracy | here", before="88%", after="87%")], ["on <one> machine"])
 
     assert "| accuracy \\| here | 88% | 87% |" in (copy / "README.md").read_text()
     load(copy)
 
-    (copy / "code.md").write_text("mine")
-    with pytest.raises(ArtifactError, match=r"code\.md"):
-        load(copy)
+
+def test_an_export_does_not_follow_a_run_out_of_its_folder(root: Path, tmp_path: Path):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "request.json").write_text("{}")
+    (run / "best").symlink_to(folder_of(root, SIMPLE))
+
+    with pytest.raises(RunError, match="leads out of"):
+        export(run, "hf", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def resigned(folder: Path, **changes) -> None:

@@ -5,9 +5,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from safetensors.numpy import save_file
-from safetensors.torch import save_file as save_torch
 
 from profiling_agent.errors import ArtifactError
 from profiling_agent.evaluation.predictions import (
@@ -71,41 +68,11 @@ def test_parts_stand_in_the_order_given():
     assert whole.margin.tolist() == [1.0, 3.0, 2.0]
 
 
-GOOD = {"predicted": np.array([0, 1]), "true": np.array([0, 0]), "margin": np.array([1, 2], np.float32)}
-
-
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"margin": np.array([1, np.nan], np.float32)},
-        {"margin": np.array([1, np.inf], np.float32)},
-        {"margin": np.array([1, -1], np.float32)},
-        {"margin": np.array([1, 2], np.float64)},
-        {"margin": np.array([1], np.float32)},
-        {"predicted": np.array([0, -2])},
-        {"predicted": np.array([[0, 1]])},
-        {"true": np.array([0, 0], np.int32)},
-        {"more": np.array([0, 0])},
-    ],
-)
-def test_what_no_model_gives_is_not_read(tmp_path: Path, changed: dict[str, np.ndarray]):
-    save_file(GOOD, tmp_path / "answers")
-    assert read_predictions(tmp_path / "answers").right.tolist() == [True, False]
-    save_file(GOOD | changed, tmp_path / "answers")
-
-    with pytest.raises(ArtifactError, match="evaluate again") as refused:
-        read_predictions(tmp_path / "answers")
-
-    assert "\n" not in str(refused.value)
-
-
-def test_no_file_of_ours_is_not_read(tmp_path: Path):
-    (tmp_path / "text").write_text("no predictions")
-    save_file({"predicted": GOOD["predicted"]}, tmp_path / "few")
-    save_torch({name: torch.zeros(2, dtype=torch.bfloat16) for name in GOOD}, tmp_path / "bfloat16")
+def test_a_missing_or_damaged_file_is_one_line(tmp_path: Path):
     write_predictions(tmp_path / "cut", said([1.0, 0.0], [0.0, 2.0]))
     os.truncate(tmp_path / "cut", 40)
 
-    for name in ("text", "few", "bfloat16", "cut", "missing"):
-        with pytest.raises(ArtifactError, match="evaluate again"):
+    for name in ("cut", "missing"):
+        with pytest.raises(ArtifactError, match="evaluate again") as refused:
             read_predictions(tmp_path / name)
+        assert "\n" not in str(refused.value)

@@ -47,7 +47,7 @@ def test_a_new_job_is_done_in_the_worker_and_isolated_and_read_back(jobs: Jobs):
     assert again == alone
     assert heard.count(("doubling", 1, 1)) == 3
     folder = jobs.workspace.jobs / job_key(DoubleTask(number=4))
-    assert sorted(path.name for path in folder.iterdir()) == ["hashes.json", "result.json", "working.txt"]
+    assert sorted(path.name for path in folder.iterdir()) == ["hashes.json", "result.json", "task.json", "working.txt"]
     assert Doubled.model_validate_json((folder / "result.json").read_text()) == next_one
 
 

@@ -73,34 +73,13 @@ def test_a_fork_is_not_charged_for_what_the_other_branch_did(tmp_path: Path):
     assert fork.spent_s == 105.0
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "",
-        "{",
-        '{"key": "a"}',
-        '{"key": "a", "seconds": -1}',
-        '{"key": "a", "seconds": 1.0, "up_to": Infinity}',
-        '{"key": "a", "seconds": 1.0, "up_to": 1.7e308}',
-        "\x00\xff",
-        "[" * 9999,
-    ],
-)
+@pytest.mark.parametrize("line", ["", "{", '{"key": "a"}'])
 def test_a_damaged_line_counts_nothing(tmp_path: Path, line: str):
     (tmp_path / SHEET).write_text(f'{line}\n{{"key": "deploy-1", "seconds": 2.5, "up_to": 2.5}}\n')
     sheet = Timesheet(tmp_path / SHEET)
     sheet.reach("deploy-1")
 
     assert sheet.spent_s == 2.5
-
-
-def test_a_folder_of_its_name_counts_nothing_and_is_a_line(tmp_path: Path):
-    (tmp_path / SHEET).mkdir()
-
-    sheet = Timesheet(tmp_path / SHEET)
-    assert sheet.by_kind() == {}
-    with pytest.raises(RunError, match=r"timesheet\.jsonl' can't be written .*: move it away, and resume"):
-        sheet.note("deploy-2", 1.0)
 
 
 def test_jobs_are_noted_those_that_failed_too_and_read_back_they_cost_what_they_did(jobs: Jobs, workspace: Workspace):
