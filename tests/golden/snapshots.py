@@ -2,14 +2,12 @@
 
 import json
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import typer
 
 import profiling_agent
-from profiling_agent import Request, optimize
 from profiling_agent.cli.main import app
 from profiling_agent.pruning.units import find_units
 
@@ -17,8 +15,6 @@ FOLDER = Path(__file__).parent
 sys.path.append(str(FOLDER.parent))
 
 from pruning.families import FAMILIES, TIMM_FAMILIES, spec_of  # noqa: E402
-
-REFERENCES = ("vit", "deit", "swin", "resnet")
 
 
 def commands() -> dict[str, list[str]]:
@@ -45,39 +41,10 @@ def units(family: str) -> dict[str, Any]:
     }
 
 
-def run(model: str, output: Path) -> dict[str, Any]:
-    """Run a reference model to its verdict; return what depends on no clock."""
-    report = optimize(
-        Request(
-            model=f"reference:{model}",
-            output=str(output),
-            run_id=model,
-            runtimes="eager",
-            quantize_dtype="none",
-            objective="size",
-            max_size_ratio=0.9,
-            max_accuracy_drop=0.05,
-            max_iterations=1,
-            num_sessions=2,
-        )
-    )
-    (attempt,) = report.attempts
-    return {
-        "plan": attempt.plan.model_dump(mode="json"),
-        "dry_run": attempt.dry_run and attempt.dry_run.model_dump(mode="json"),
-        "accepted": attempt.accepted,
-        "outcome": report.verdict.outcome,
-        "report_keys": sorted(report.model_dump(mode="json")),
-    }
-
-
 def taken(kind: str) -> Any:
-    """Take a snapshot of one kind: `commands`, `public_names`, `units` or `runs`."""
+    """Take a snapshot of one kind: `commands`, `public_names` or `units`."""
     if kind == "units":
         return {name: units(name) for name in FAMILIES if name not in TIMM_FAMILIES}
-    if kind == "runs":
-        with tempfile.TemporaryDirectory() as output:
-            return {model: run(model, Path(output)) for model in REFERENCES}
     return commands() if kind == "commands" else public_names()
 
 
@@ -87,5 +54,5 @@ def stored(kind: str) -> Any:
 
 
 if __name__ == "__main__":
-    for kind in sys.argv[1:] or ("commands", "public_names", "units", "runs"):
+    for kind in sys.argv[1:] or ("commands", "public_names", "units"):
         (FOLDER / f"{kind}.json").write_text(json.dumps(taken(kind), indent=1) + "\n", encoding="utf-8")

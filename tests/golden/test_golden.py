@@ -1,4 +1,4 @@
-"""What users and saved work rely on is what it was: commands, public names, pruning units, and whole runs."""
+"""What users and saved work rely on is what it was: commands, public names and pruning units."""
 
 import sys
 from pathlib import Path
@@ -21,9 +21,3 @@ def test_the_interface_is_the_stored_one(kind: str):
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name not in TIMM_FAMILIES])
 def test_a_family_has_the_stored_units_and_refusals(family: str):
     assert snapshots.units(family) == snapshots.stored("units")[family], UPDATE
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("model", snapshots.REFERENCES)
-def test_a_run_of_a_reference_model_decides_as_stored(model: str, tmp_path: Path):
-    assert snapshots.run(model, tmp_path) == snapshots.stored("runs")[model], UPDATE
