@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from conftest import World
 from typer.testing import CliRunner
 
@@ -43,40 +42,6 @@ def test_every_field_of_the_request_is_a_flag_of_run():
 
     for name in Request.model_fields:
         assert f"--{name.replace('_', '-')}" in said
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (("--max-accuracy-drop", "-1"), "max_accuracy_drop"),
-        (("--min-speedup", "0.5"), "min_speedup"),
-        (("--device", "tpu"), "device"),
-        (("--run-id", "../x"), "run_id"),
-        (("--model", "/nowhere/at/all"), "/nowhere/at/all"),
-        (("--batch-size", "many"), "--batch-size"),
-        (("--nonsense",), "--nonsense"),
-        (("--output", "~nobody-of-that-name/x"), "home folder"),
-    ],
-)
-def test_a_bad_request_is_one_clear_line_and_exit_code_2(tmp_path: Path, arguments: tuple[str, ...], says: str):
-    output = tmp_path / "runs"
-
-    ended = call("run", "--output", str(output), *arguments)
-
-    assert ended.exit_code == 2
-    assert says in ended.stderr
-    assert "Traceback" not in ended.stderr
-    assert not output.exists() or not list(output.iterdir())
-
-
-def test_cuda_that_is_not_there_is_refused(tmp_path: Path, world: World):
-    if torch.cuda.is_available():
-        pytest.skip("this machine has CUDA")
-    ended = run_world(world, tmp_path / "runs", "--device", "cuda")
-
-    assert ended.returncode == 2
-    assert "no CUDA device" in ended.stderr
-    assert not list((tmp_path / "runs").iterdir())
 
 
 def test_a_runtime_that_is_not_installed_is_refused_before_anything_is_done(tmp_path: Path):
