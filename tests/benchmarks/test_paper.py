@@ -227,7 +227,10 @@ def test_a_model_that_fails_is_listed_next_to_the_others(finished: Path, tmp_pat
         for name in ("/nowhere/at/all", "m")
     )
     for kind in ("pruned", "paper"):
-        shutil.copytree(finished, tmp_path / str(runs.request(good, kind).run_id), symlinks=True)
+        request = runs.request(good, kind)
+        folder = Path(shutil.copytree(finished, tmp_path / str(request.run_id), symlinks=True))
+        manifest = json.loads((folder / "request.json").read_text()) | {"request": request.model_dump(mode="json")}
+        (folder / "request.json").write_text(json.dumps(manifest))
     (tmp_path / str(runs.request(good, "paper").run_id) / "report.json").write_text("{}")
 
     study = make_table("table2", runs, [bad, good], ["Swin-B: no network"])
