@@ -231,7 +231,7 @@ def refusal(arguments: tuple[str, ...]) -> str:
     environment = {"COLUMNS": "200", "TERM": "dumb", "HF_HUB_OFFLINE": "1"}
     ended: Any = CliRunner().invoke(app, list(arguments), env=environment, standalone_mode=False)
     if isinstance(ended.exception, USAGE_ERROR):
-        return str(ended.exception)
+        return ended.exception.format_message()
 
     assert (ended.exit_code or ended.return_value) == 2, (ended.output, ended.exception)
     lines = [line for line in ended.stderr.splitlines() if line.strip()]
