@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-MAX_LINES = {"profiling_agent graphs": 40_818, "tests": 37_553, "benchmarks": 8_384}
-MAX_MODULES = 330
+MAX_LINES = {"profiling_agent graphs": 33939, "tests": 33421, "benchmarks": 6897}
+MAX_MODULES = 285
 
 
 def python_files(folders: str) -> list[Path]:
