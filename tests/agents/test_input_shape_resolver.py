@@ -43,7 +43,7 @@ def test_a_contradiction_is_settled_by_the_model_that_was_asked(jobs: Jobs, tmp_
 
 
 @pytest.mark.slow
-def test_the_rules_stand_where_the_model_is_wrong_twice_or_not_needed(jobs: Jobs, tmp_path: Path):
+def test_the_rules_stand_where_the_model_is_wrong_three_times_or_not_needed(jobs: Jobs, tmp_path: Path):
     with chat_server(in_turn(WRONG)) as server:
         doubtful = resolve_with(advisor_of(server, tmp_path), task_of(tmp_path / "doubtful", 48), jobs)
         certain = resolve_with(advisor_of(server, tmp_path), task_of(tmp_path / "certain", 32), jobs)
@@ -52,4 +52,4 @@ def test_the_rules_stand_where_the_model_is_wrong_twice_or_not_needed(jobs: Jobs
     assert doubtful.input.source.startswith("model config; from_processor: ")
     assert "openai:scripted: the model refuses" in doubtful.input.source
     assert certain.input.source == "image processor"
-    assert len(server.asked) == 2
+    assert len(server.asked) == 3

@@ -30,7 +30,7 @@ def test_an_old_run_is_refused_in_one_line_that_names_the_versions(old: Path, tm
     assert said.exit_code == 2
     assert len(said.stderr.strip().splitlines()) == 1
     # What is exported is the saved model alone, whose versions are counted for themselves.
-    assert f"with schema version 1, this version reads {2 if verb == 'export' else 6}" in said.stderr
+    assert f"with schema version 1, this version reads {3 if verb == 'export' else 6}" in said.stderr
     assert {path: path.read_bytes() for path in old.rglob("*") if path.is_file()} == before
 
 

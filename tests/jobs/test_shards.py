@@ -210,46 +210,6 @@ def test_the_answers_are_those_of_all_images_at_once_whichever_shard_is_first(jo
     assert predictions.num_correct == int(joined(expected).right.sum())
 
 
-def cut_short(path: Path) -> None:
-    os.truncate(path, path.stat().st_size // 2)
-
-
-def alter(path: Path) -> None:
-    held = bytearray(path.read_bytes())
-    held[-1] ^= 1
-    path.write_bytes(held)
-
-
-def reshape(path: Path) -> None:
-    np.save(path, np.zeros((NUM_IMAGES - 2 * SHARD, 3, 8, 8), np.uint8))
-
-
-def test_what_is_damaged_is_made_again_and_nothing_else(jobs: Jobs, root: Path):
-    whole = evaluated(jobs, root, "baseline")
-    files = [root / file.path for file in whole.predictions.files]
-    pixels = [
-        next((root / "jobs").glob(f"{job_key(task)}/{PIXELS}"))
-        for shard in range(3)
-        for task in prepared(info(root, "search", NUM_IMAGES), root / "baseline", range(shard, shard + 1))
-    ]
-    before, hashes = times(root), [file_sha256(path) for path in (*files, *pixels)]
-    for damage, path in zip((cut_short, alter, Path.unlink), files, strict=True):
-        damage(path)
-    for damage, path in zip((cut_short, alter, reshape), pixels, strict=True):
-        damage(path)
-    later = Jobs(Workspace(root))
-
-    assert evaluated(later, root, "other").predictions.num_images == NUM_IMAGES
-    assert changed(root, before) == {}, "what is answered needs no images"
-    again = evaluated(later, root, "other", against=whole)
-    later.close()
-
-    assert changed(root, before) == {"prepare": 3, "evaluate": 3}
-    assert [file_sha256(path) for path in (*files, *pixels)] == hashes
-    assert again.drop is not None
-    assert again.drop.num_images == NUM_IMAGES
-
-
 def test_images_that_were_forgotten_are_prepared_again_and_what_was_prepared_stays_told(jobs: Jobs, root: Path):
     jobs.run(evaluation(root, "baseline", 2))
     before = times(root)
