@@ -106,16 +106,6 @@ def one_class(place: Place) -> tuple[str, ...]:
     return place.data({"image": pictures(120), "label": [0] * 120}, labelled(list(zoo.LABELS.values())))
 
 
-def unknown_names(place: Place) -> tuple[str, ...]:
-    labels = [index % 5 for index in range(120)]
-    return place.data({"image": pictures(120), "label": labels}, labelled(["oak", "elm", "ash", "fir", "yew"]))
-
-
-def too_few(place: Place) -> tuple[str, ...]:
-    labels = [index % 5 for index in range(10)]
-    return place.data({"image": pictures(10), "label": labels}, labelled(list(zoo.LABELS.values())))
-
-
 def unlabelled(place: Place) -> tuple[str, ...]:
     return place.data({"image": pictures(120)}, Features({"image": Image()}))
 
@@ -190,8 +180,6 @@ RUN: dict[str, tuple[Callable[[Place], tuple[str, ...]], str]] = {
     "wrong label column": (lambda _: ("--label-column", "target"), "target"),
     "no labels": (unlabelled, "label"),
     "one class": (one_class, "class"),
-    "names of another task": (unknown_names, "oak"),
-    "too few images": (too_few, "images"),
     "files that are no pictures": (undecodable, "image"),
     "numbers without pictures": (
         lambda place: ("--dataset", str(Path(place.file("table.csv", "a,b\n1,2\n")).parent)),

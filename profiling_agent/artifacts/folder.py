@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 from profiling_agent import files
 from profiling_agent.artifacts.recipe import OLD_SCHEMA, PROCESSOR, Recipe, read_recipe
 from profiling_agent.errors import ArtifactError, StorageError
-from profiling_agent.files import file_sha256, inside, is_snapshot
+from profiling_agent.files import file_sha256, inside, is_snapshot, resolved
 
 
 @contextmanager
@@ -45,8 +45,11 @@ def _errno(error: OSError | SafetensorError) -> int | None:
 
 
 def named_folder(path: str | Path) -> Path:
-    """Return the folder that a path names, its links followed."""
-    return Path(path).resolve()
+    """Return the folder that a path names, its links followed; ArtifactError for links that form a loop."""
+    try:
+        return resolved(Path(path))
+    except OSError as error:
+        raise ArtifactError(f"{str(path)!r} {error.strerror}: give the folder of a saved model") from error
 
 
 def open_folder(folder: Path, *, verify: bool) -> Recipe:

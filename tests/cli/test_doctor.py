@@ -121,6 +121,7 @@ def test_a_language_model_is_asked_for_one_word(tmp_path: Path):
     assert "--llm none" in lacked.advice
 
 
+@pytest.mark.slow
 def test_the_old_flag_works_and_says_what_to_write():
     printed = call("--advisor", "a parrot")
 

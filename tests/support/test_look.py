@@ -46,7 +46,7 @@ def test_a_damaged_deployment_is_told_when_it_is_opened_again(tmp_path: Path):
     folder = steps.made_folder(tmp_path, "whole", row.deployment)
     assert (row.refused, steps.reopen(tmp_path, row).refused) == ("", "")
 
-    (folder / "model.safetensors").write_bytes(b"")
+    (folder / "weights.safetensors").write_bytes(b"")
 
     assert steps.reopen(tmp_path, row).refused.startswith("reopening: ")
 
