@@ -224,7 +224,7 @@ def refusal(arguments: tuple[str, ...]) -> str:
     """Call the command line as `main` does; return its one line on standard error."""
     environment = {"COLUMNS": "200", "TERM": "dumb", "HF_HUB_OFFLINE": "1"}
     ended: Any = CliRunner().invoke(app, list(arguments), env=environment, standalone_mode=False)
-    if isinstance(ended.exception, USAGE_ERROR):
+    if USAGE_ERROR in type(ended.exception).__mro__:
         return ended.exception.format_message()
 
     assert (ended.exit_code or ended.return_value) == 2, (ended.output, ended.exception)
