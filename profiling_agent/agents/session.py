@@ -224,7 +224,7 @@ class RunSession:
         self.resources.close()
 
     def discard(self) -> None:
-        """Close; where this session created the run folder, take its contents away again."""
+        """Close, and empty the run folder if it was created here."""
         self.close()
         root = self.workspace.root
         if not self._created:
