@@ -44,6 +44,8 @@ def fitted(
     make: Callable[[str], nn.Module] = build,
     side: int = 224,
     num_judged: int = 0,
+    data: Path = SHARED / "data" / "cifar10",
+    device: str = "cpu",
 ) -> Path:
     """Return the folder of a model of ten classes, by default a full-size one, made where it isn't there.
 
@@ -53,19 +55,24 @@ def fitted(
     final = folder / name.replace("/", "-").lower()
     if (final / "config.json").exists():
         return final
-    rows = load_dataset("parquet", data_dir=str(SHARED / "data" / "cifar10"), split="train")
+    rows = load_dataset("parquet", data_dir=str(data), split="train")
     # The product calibrates on images that are drawn anew, so that a few of these are among them.
     chosen = rows.select(np.random.default_rng(0).choice(len(rows), num_images, replace=False).tolist())
     image, label = rows.column_names[:2]
     processor = ViTImageProcessor(size={"height": side, "width": side})
-    model: Any = make(name)
+    model: Any = make(name).to(device)
     last = [layer for layer in model.classifier.modules() if isinstance(layer, nn.Linear)][-1]
     features = torch.cat(
         [
-            _features(model, last, processor(chosen[start : start + BATCH][image], return_tensors="pt")["pixel_values"])
+            _features(
+                model,
+                last,
+                processor(chosen[start : start + BATCH][image], return_tensors="pt")["pixel_values"].to(device),
+            )
             for start in range(0, num_images, BATCH)
         ]
     )
+    features, model = features.cpu(), model.cpu()
     labels = torch.tensor(chosen[label])
     names = rows.features[label].names
     _fit_(last, features, labels, len(names), num_judged)

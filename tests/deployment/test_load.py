@@ -326,7 +326,7 @@ def snippet(folder: Path) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith("eager")])
 def test_the_cards_way_to_run_it_without_us_works(root: Path, tmp_path: Path, name: str):
     folder = shutil.copytree(folder_of(root, name), tmp_path / "model")
     picture(3).save(folder / "image.png", exif=lying_on_its_side())
@@ -336,10 +336,7 @@ def test_the_cards_way_to_run_it_without_us_works(root: Path, tmp_path: Path, na
 
     assert "profiling_agent" not in code
     assert ended.returncode == 0, ended.stderr
-    if name == "eager dynamic":
-        assert "classifier.scale (5,) torch.float32" in ended.stdout
-    else:
-        assert ended.stdout.strip() == load(folder_of(root, name)).predict(Image.open(folder / "image.png")).label
+    assert ended.stdout.strip() == load(folder_of(root, name)).predict(Image.open(folder / "image.png")).label
 
 
 def test_the_card_says_what_it_is_and_where_it_was_made(root: Path):
@@ -349,6 +346,7 @@ def test_the_card_says_what_it_is_and_where_it_was_made(root: Path):
     assert card.startswith("---\n")
     assert recipe.cpu in card
     assert "Layers that aren't float32: 7." in card
+    assert "profiling-agent export . --output ../exported" in card
     assert "(n, 3, 32, 32)" in card
     assert "model.predict" in card
 
