@@ -129,7 +129,10 @@ def complete(request: Request, listener: Listener = ignore) -> RunReport:
         manifest = read_manifest(folder)
         if changed := changed_fields(manifest.request, request):
             raise RunError(f"run {request.run_id!r} was begun with another {changed[0]}: choose another run_id")
-        if not (folder / REPORT).exists() and manifest.machine not in ("", environment().machine):
+        if not (folder / REPORT).exists() and manifest.machine not in (
+            "",
+            environment(request.device).machine,
+        ):
             Workspace(folder).lock().release()
             shutil.rmtree(folder)
     if (folder / REPORT).exists():
@@ -191,7 +194,8 @@ def _reopened(run: str | Path) -> tuple[Request, Workspace]:
         root = resolved(expanded(str(run)))
     except FileRefusedError as error:
         raise RunError(f"{str(run)!r} can't be looked up, {error.strerror}: give a run folder") from error
-    manifest, here = read_manifest(root), environment().machine
+    manifest = read_manifest(root)
+    here = environment(manifest.request.device).machine
     if manifest.machine not in ("", here) and not (root / REPORT).exists():
         raise RunError(
             f"run {root.name!r} was begun on {manifest.machine!r} and this is {here!r}: times of both would be mixed, "

@@ -10,6 +10,7 @@ from functools import cache
 from importlib import metadata
 from pathlib import Path
 
+from profiling_agent.gpu import find_gpu
 from profiling_agent.memory import GROUPS, OWN_GROUPS, own_groups
 from profiling_agent.records import Environment
 from profiling_agent.timm_config import PACKAGES as TIMM_PACKAGES
@@ -129,6 +130,7 @@ def environment(device: str = "cpu") -> Environment:
         libraries={name: metadata.version(name) for name in LIBRARIES} | _timm(),
         runtimes=_installed(RUNTIME_LIBRARIES),
         code_version=code_version(),
+        gpu=None if device == "cpu" else find_gpu(),
     )
 
 

@@ -166,7 +166,7 @@ def _unwritable(request: Request, error: OSError) -> RequestError:
 
 def _write_manifest(root: Path, request: Request) -> None:
     make_folders(root / "jobs")
-    manifest = Manifest(schema_version=SCHEMA_VERSION, request=request, machine=environment().machine)
+    manifest = Manifest(schema_version=SCHEMA_VERSION, request=request, machine=environment(request.device).machine)
     write_text(root / MANIFEST, manifest.model_dump_json(indent=2))
 
 

@@ -158,10 +158,10 @@ def widths_text(cuts: Sequence[Cut], profile: ModelProfile) -> str:
 
 def operator_rows(profile: ModelProfile) -> tuple[str, ...]:
     """Return a row for each operator that takes most of a pass, as OPERATOR_LEGEND says."""
-    whole = sum(row.cpu_time_ms for row in profile.operators) or 1.0
-    heaviest = sorted(profile.operators, key=lambda row: -row.cpu_time_ms)[:MAX_OPERATORS]
+    whole = sum(row.time_ms for row in profile.operators) or 1.0
+    heaviest = sorted(profile.operators, key=lambda row: -row.time_ms)[:MAX_OPERATORS]
     return tuple(
-        f"{quoted(row.name)} | {row.calls} | {row.cpu_time_ms / whole:.1%} | {_mb(max(row.memory_bytes, 0))} | "
+        f"{quoted(row.name)} | {row.calls} | {row.time_ms / whole:.1%} | {_mb(max(row.memory_bytes, 0))} | "
         f"{quoted(row.input_shapes, 80)}"
         for row in heaviest
     )

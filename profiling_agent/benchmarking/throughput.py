@@ -28,7 +28,7 @@ from profiling_agent.records import (
 from profiling_agent.reproducibility import environment
 
 # Measurements can be compared where all of these are the same.
-HARDWARE = ("cpu", "cpu_flags", "num_threads", "memory_bytes", "system", "device")
+HARDWARE = ("cpu", "cpu_flags", "num_threads", "memory_bytes", "system", "device", "gpu_hardware")
 BATCH_SIZES = (1, 8, 32)
 # A runtime may take another way through its kernels, and more memory, after its first pass.
 MEMORY_PASSES = 3
@@ -148,4 +148,5 @@ def check_same_machine(first: Environment, second: Environment) -> None:
 def _name(environment: Environment) -> str:
     flags = ", ".join(environment.cpu_flags) or "no vector extensions known"
     size = f"{environment.num_threads} threads, {environment.memory_bytes / 2**30:.1f} GiB"
-    return f"{environment.cpu} with {flags}, {size}, {environment.system}, on {environment.device}"
+    device = environment.gpu_hardware or environment.device
+    return f"{environment.cpu} with {flags}, {size}, {environment.system}, on {device}"

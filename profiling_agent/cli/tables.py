@@ -230,7 +230,7 @@ def profile_tables(profile: ModelProfile) -> tuple[Table, ...]:
         )
     operators = folded_table("dearest operators", "operator", "calls", "time", "memory", "shapes")
     for row in profile.operators[:10]:
-        operators.add_row(row.name, str(row.calls), ms(row.cpu_time_ms), size(row.memory_bytes), Text(row.input_shapes))
+        operators.add_row(row.name, str(row.calls), ms(row.time_ms), size(row.memory_bytes), Text(row.input_shapes))
     units = folded_table("what can be pruned", "unit", "kind", "width", "step", "params each")
     for unit in profile.units:
         units.add_row(Text(unit.name), unit.kind, str(unit.width), str(unit.step), count(unit.params_per_channel))

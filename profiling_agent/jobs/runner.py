@@ -29,8 +29,10 @@ LEAST_MEMORY = 1.5
 
 
 def job_key(task: Task[ResultT]) -> str:
-    """Return the name of a job: its kind and a hash over its inputs, our code, the libraries and the machine."""
-    here = environment().model_dump(mode="json", exclude=None if task.uses_runtimes else {"runtimes"})
+    """Return the name of a job: its kind and a hash over its inputs, our code, the libraries, machine and GPU."""
+    # A task without a device computes on the CPU; with "auto" it may use the GPU.
+    device: str = getattr(task, "device", "cpu")
+    here = environment(device).model_dump(mode="json", exclude=None if task.uses_runtimes else {"runtimes"})
     inputs = {"task": task.model_dump(mode="json"), "environment": here}
     digest = hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
     return f"{_name(type(task))}-{digest[:20]}"

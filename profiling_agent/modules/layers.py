@@ -2,9 +2,10 @@
 
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from statistics import median
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -12,47 +13,86 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from profiling_agent.modules.hooks import tensors, watching
 
+MarkT = TypeVar("MarkT")
+
 
 @dataclass(slots=True)
-class _Stopwatch:
-    """Gives every module its own time: that between its hooks, less what its children took."""
+class Span(Generic[MarkT]):
+    """One call of a module: the marks at its beginning and end, and the call that it is part of."""
 
-    device: torch.device
-    own_ns: Counter[str] = field(default_factory=Counter[str])
-    _open: list[list[int]] = field(default_factory=list[list[int]])
+    name: str
+    begin: MarkT
+    end: MarkT
+    parent: "Span[MarkT] | None"
 
-    def enter(self, _name: str, _input: Any) -> None:
-        self._open.append([self._now_ns(), 0])
 
-    def leave(self, name: str, _input: Any, _output: Any) -> None:
-        started, children = self._open.pop()
-        whole = self._now_ns() - started
-        self.own_ns[name] += whole - children
-        if self._open:
-            self._open[-1][1] += whole
+class Stopwatch(Generic[MarkT]):
+    """Hooks that mark the beginning and end of every module's calls, each by one call of `mark`."""
 
-    def _now_ns(self) -> int:
-        if self.device.type == "cuda":
-            # Kernels run behind Python's back; a module is done when its kernels are.
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter_ns()
+    def __init__(self, mark: Callable[[], MarkT]) -> None:
+        """Take marks by `mark`."""
+        self._mark = mark
+        self._open: list[Span[MarkT]] = []
+        self.spans: list[Span[MarkT]] = []
+
+    def enter(self, name: str, _input: Any) -> None:
+        """Mark the beginning of a module's call."""
+        now = self._mark()
+        self._open.append(Span(name, now, now, self._open[-1] if self._open else None))
+
+    def leave(self, _name: str, _input: Any, _output: Any) -> None:
+        """Mark its end."""
+        span = self._open.pop()
+        span.end = self._mark()
+        self.spans.append(span)
+
+    def own_ms(self, ms_between: Callable[[MarkT, MarkT], float]) -> dict[str, float]:
+        """Return the milliseconds of each module, summed over its calls, without those of its children."""
+        own: Counter[str] = Counter()
+        for span in self.spans:
+            whole = ms_between(span.begin, span.end)
+            own[span.name] += whole
+            if span.parent is not None:
+                own[span.parent.name] -= whole
+        return dict(own)
 
 
 def layer_latency(model: nn.Module, batch: Tensor, *, passes: int) -> dict[str, float]:
     """Return the own milliseconds of every module that runs: the median over `passes` forward passes.
 
     Own means without its children, so that the rows add up to the whole pass; a module that runs several times in a
-    pass is the sum. The hooks' own time, some microseconds a module, stays in the module around.
+    pass is the sum. The hooks' own time, some microseconds a module, stays in the module around. On CUDA the times are
+    those between events in the stream, read after one synchronization a pass.
     """
+    measure = _pass_on_cuda if batch.is_cuda else _pass_on_cpu
     samples_ms: dict[str, list[float]] = {}
     with torch.inference_mode():
         for _ in range(passes):
-            watch = _Stopwatch(batch.device)
-            with watching(model, before=watch.enter, after=watch.leave):
-                model(pixel_values=batch)
-            for name, own_ns in watch.own_ns.items():
-                samples_ms.setdefault(name, []).append(own_ns / 1e6)
-    return {name: median(own_ms) for name, own_ms in samples_ms.items()}
+            for name, own_ms in measure(model, batch).items():
+                samples_ms.setdefault(name, []).append(own_ms)
+    # Events are half a microsecond apart at best, and a child may seem to take longer than its parent.
+    return {name: max(median(own_ms), 0.0) for name, own_ms in samples_ms.items()}
+
+
+def _pass_on_cpu(model: nn.Module, batch: Tensor) -> dict[str, float]:
+    watch = Stopwatch(time.perf_counter_ns)
+    with watching(model, before=watch.enter, after=watch.leave):
+        model(pixel_values=batch)
+    return watch.own_ms(lambda begin, end: (end - begin) / 1e6)
+
+
+def _pass_on_cuda(model: nn.Module, batch: Tensor) -> dict[str, float]:
+    def mark() -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    watch = Stopwatch(mark)
+    torch.cuda.synchronize(batch.device)
+    with watching(model, before=watch.enter, after=watch.leave):
+        model(pixel_values=batch)
+    torch.cuda.synchronize(batch.device)
+    return watch.own_ms(lambda begin, end: begin.elapsed_time(end))
 
 
 def activation_bytes(model: nn.Module, batch: Tensor) -> dict[str, int]:

@@ -22,8 +22,8 @@ Key = tuple[str, str]
 
 def profile_operators(
     model: nn.Module, batch: Tensor, *, passes: int, trace_path: Path | None = None
-) -> tuple[OperatorProfile, ...]:
-    """Return every operator and input shape of a forward pass of `batch`, the one with most time of its own first.
+) -> tuple[tuple[OperatorProfile, ...], float | None]:
+    """Return the operators of a pass by input shape, most own time first, and the pass's kernel time on CUDA in ms.
 
     Times come from `passes` passes without stacks, which would slow them; one more pass gives each operator the
     stack of its first call (innermost frame first), and the chrome trace at `trace_path`, gzipped if it ends in .gz.
@@ -40,8 +40,21 @@ def profile_operators(
         for event in timed.key_averages(group_by_input_shape=True)
         if _is_operator(event)
     ]
-    rows.sort(key=lambda row: -(row.cuda_time_ms or 0.0) - row.cpu_time_ms)
-    return tuple(rows)
+    rows.sort(key=lambda row: (-row.time_ms, -row.cpu_time_ms))
+    return tuple(rows), _kernel_ms(timed) / passes or None
+
+
+def _kernel_ms(session: profile) -> float:
+    """Return the time of all kernels and copies on the device, 0 without any.
+
+    The operators' own times may be larger: torch counts a kernel again with each of the profiler's own overheads.
+    """
+    on_device = [
+        event
+        for event in session.events() or ()
+        if event.device_type.name != "CPU" and not event.is_user_annotation
+    ]
+    return sum(event.time_range.elapsed_us() for event in on_device) / 1e3
 
 
 def _profiled(model: nn.Module, batch: Tensor, *, passes: int, with_stack: bool) -> profile:

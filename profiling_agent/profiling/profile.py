@@ -70,8 +70,17 @@ def profile_model(  # noqa: PLR0913 (what a profile says of its model has to com
         units=found.units,
         refusals=found.refusals,
         absent=found.absent,
+        launch_bound_share=launch_bound_share(measured.kernel_ms, headline.latency.median_ms),
         forward_passes=forward_passes,
     )
+
+
+def launch_bound_share(kernel_ms: float | None, pass_ms: float) -> float | None:
+    """Return the share of a pass in which no kernel runs; None without kernel times.
+
+    A large share calls for CUDA graphs or larger batches: pruning shortens only the kernels.
+    """
+    return None if kernel_ms is None else max(0.0, 1 - kernel_ms / pass_ms)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +88,7 @@ class _Measured:
     activations: Mapping[str, int]
     latencies_ms: Mapping[str, float]
     operators: tuple[OperatorProfile, ...]
+    kernel_ms: float | None
 
 
 def _measure(
@@ -91,9 +101,9 @@ def _measure(
     latencies_ms = layer_latency(model, batch, passes=_num_passes(LAYERS_MS, pass_ms, MAX_LAYER_PASSES))
     progress("profiling operators", 3, NUM_STEPS)
     passes = _num_passes(OPERATORS_MS, pass_ms, MAX_OPERATOR_PASSES)
-    operators = profile_operators(model, batch, passes=passes, trace_path=trace_path)
+    operators, kernel_ms = profile_operators(model, batch, passes=passes, trace_path=trace_path)
     progress("profiled", NUM_STEPS, NUM_STEPS)
-    return _Measured(activations=activations, latencies_ms=latencies_ms, operators=operators)
+    return _Measured(activations=activations, latencies_ms=latencies_ms, operators=operators, kernel_ms=kernel_ms)
 
 
 def _num_passes(budget_ms: float, pass_ms: float, most: int) -> int:

@@ -170,6 +170,29 @@ class Race(Record):
         return next((dropped.reason for dropped in self.dropped if dropped.model.sha256 == model.sha256), None)
 
 
+class Gpu(Record):
+    """The GPU that measurements were taken on, and the versions that its times depend on, None where unknown."""
+
+    name: str
+    compute_capability: str
+    memory_bytes: int
+    driver: str | None = None
+    cuda: str | None = None
+    cudnn: str | None = None
+
+    @property
+    def hardware(self) -> str:
+        """Return name, compute capability and memory."""
+        memory_gib = self.memory_bytes / 2**30
+        return f"{self.name} (compute capability {self.compute_capability}, {memory_gib:.0f} GiB)"
+
+    @property
+    def versions(self) -> dict[str, str]:
+        """Return the versions of driver, CUDA and cuDNN, as far as they are known."""
+        known = {"NVIDIA driver": self.driver, "CUDA": self.cuda, "cuDNN": self.cudnn}
+        return {name: version for name, version in known.items() if version}
+
+
 class Environment(Record):
     """The machine, the software and the device that measurements were taken with."""
 
@@ -183,16 +206,23 @@ class Environment(Record):
     libraries: dict[str, str]
     runtimes: dict[str, str] = Field(description="libraries that execute models and need not be installed")
     code_version: str
+    gpu: Gpu | None = Field(default=None, description="that of the device; None on the CPU")
 
     @property
     def machine(self) -> str:
-        """Return what times depend on, in words: the processor, and how many of its threads a process may use."""
-        return f"{self.cpu}, {self.num_threads} threads"
+        """Return what times depend on, in words: GPU if it was used, processor, number of threads."""
+        host = f"{self.cpu}, {self.num_threads} threads"
+        return f"{self.gpu.hardware}, {host}" if self.gpu else host
+
+    @property
+    def gpu_hardware(self) -> str | None:
+        """Return the GPU in words, without versions; None on the CPU."""
+        return self.gpu.hardware if self.gpu else None
 
     @property
     def versions(self) -> dict[str, str]:
-        """Return the versions of all libraries that were installed, those of the runtimes among them."""
-        return self.libraries | self.runtimes
+        """Return the versions of all libraries, runtimes and, on a GPU, of its driver."""
+        return self.libraries | self.runtimes | (self.gpu.versions if self.gpu else {})
 
 
 class Throughput(Record):

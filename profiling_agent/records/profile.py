@@ -61,6 +61,11 @@ class OperatorProfile(Record):
     input_shapes: str
     stack: tuple[str, ...] = ()
 
+    @property
+    def time_ms(self) -> float:
+        """Return the time on the device, or that on the CPU if there is no other device."""
+        return self.cpu_time_ms if self.cuda_time_ms is None else self.cuda_time_ms
+
 
 class UnitKind(StrEnum):
     """What can be cut as a whole."""
@@ -139,6 +144,9 @@ class ModelProfile(Record):
     units: tuple[Unit, ...]
     refusals: dict[str, str] = Field(description="layers that can't be pruned, each with the reason")
     absent: dict[str, str] = Field(default={}, description="kinds of which nothing can be pruned, each with the reason")
+    launch_bound_share: float | None = Field(
+        default=None, description="share of a pass in which no kernel runs on the GPU; None on the CPU"
+    )
     evidence: Evidence | None = Field(default=None, description="of the units, where calibration images were given")
     evidence_note: str | None = Field(default=None, description="why there is no evidence, or less than usual")
     trace: ArtifactRef | None = None

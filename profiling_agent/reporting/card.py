@@ -31,9 +31,7 @@ def card_notes(report: RunReport) -> tuple[str, ...]:
     if race_result:
         there = f"{len(race_result.turns)} sessions on one machine"
         notes.append(f"Times as fast as the baseline in eager float32, in {there}: {speedup(race_result)}.")
-    notes.append(
-        f"Measured on {here.cpu}, {here.num_threads} threads, {here.system}, device {report.acquired.source.device}."
-    )
+    notes.append(f"Measured on {here.machine}, {here.system}, device {report.acquired.source.device}.")
     return tuple(notes)
 
 

@@ -15,7 +15,9 @@ def without_times(rows):
 @pytest.fixture(scope="module")
 def profiled(tmp_path_factory):
     trace = tmp_path_factory.mktemp("trace") / "trace.json.gz"
-    return profile_operators(zoo.vit(), random_batch(zoo.SPEC, 2), passes=3, trace_path=trace), trace
+    rows, kernel_ms = profile_operators(zoo.vit(), random_batch(zoo.SPEC, 2), passes=3, trace_path=trace)
+    assert kernel_ms is None
+    return rows, trace
 
 
 def test_calls_are_those_of_one_pass(profiled):
@@ -57,14 +59,18 @@ def test_the_trace_is_one_pass_that_a_browser_can_open(profiled):
 
 
 def test_profiling_twice_differs_in_times_alone(profiled):
-    again = profile_operators(zoo.vit(), random_batch(zoo.SPEC, 2), passes=1)
+    again, _ = profile_operators(zoo.vit(), random_batch(zoo.SPEC, 2), passes=1)
 
     assert without_times(again) == without_times(profiled[0])
 
 
 @pytest.mark.gpu
 def test_a_cuda_batch_has_cuda_times():
-    rows = profile_operators(zoo.vit().cuda(), random_batch(zoo.SPEC, 2).cuda(), passes=2)
+    rows, kernel_ms = profile_operators(zoo.vit().cuda(), random_batch(zoo.SPEC, 2).cuda(), passes=2)
 
+    print(f"kernels {kernel_ms} ms, operators {sum(row.cuda_time_ms or 0 for row in rows):.4f} ms")
+    assert kernel_ms is not None
+    assert kernel_ms > 0
+    assert [row.time_ms for row in rows] == sorted((row.time_ms for row in rows), reverse=True)
     assert sum(row.cuda_time_ms or 0 for row in rows) > 0
     assert all("::" in row.name for row in rows)
