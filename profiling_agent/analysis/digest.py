@@ -34,6 +34,8 @@ UNLIKE = 2.0
 # What a scheme can make int8.
 QUANTIZED_KINDS = ("Linear", "Conv2d")
 MAX_OPERATORS, MAX_LAYERS = 6, 16
+# From this share of a pass on, launches bound a model on a GPU and not its kernels.
+LAUNCH_BOUND = 0.3
 # So many rows stay of sections that are shortened before others.
 FEW = 3
 GROUP_LEGEND = (
@@ -160,11 +162,22 @@ def operator_rows(profile: ModelProfile) -> tuple[str, ...]:
     """Return a row for each operator that takes most of a pass, as OPERATOR_LEGEND says."""
     whole = sum(row.time_ms for row in profile.operators) or 1.0
     heaviest = sorted(profile.operators, key=lambda row: -row.time_ms)[:MAX_OPERATORS]
-    return tuple(
+    share = profile.launch_bound_share
+    launches = () if share is None else (launch_text(share, "eager float32"),)
+    return launches + tuple(
         f"{quoted(row.name)} | {row.calls} | {row.time_ms / whole:.1%} | {_mb(max(row.memory_bytes, 0))} | "
         f"{quoted(row.input_shapes, 80)}"
         for row in heaviest
     )
+
+
+def launch_text(share: float, name: str) -> str:
+    """Return in words what the launch-bound share of a model on a GPU calls for."""
+    if share >= LAUNCH_BOUND:
+        remedy = "capturing it in CUDA graphs, or larger batches, saves that; pruning hardly shortens it"
+    else:
+        remedy = "its kernels take the time, which pruning and lower precision shorten"
+    return f"{name}: launch-bound {share:.0%} of a pass (no kernel runs on the GPU): {remedy}"
 
 
 def layer_rows(profile: ModelProfile) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -38,6 +39,8 @@ from profiling_agent.reproducibility import environment
 # Widths of one shape that are timed, the full one among them; those between are interpolated. A second call still takes a
 # fifth longer than later ones, which the median of eight doesn't feel.
 NUM_TIMED, WARM_UP = 9, 1
+# On a GPU each call is held so many times by a graph, and the widths are gone through so often before they are timed.
+CAPTURED, GPU_WARM_UP = 20, 5
 # A width is an option only if it brings at least this share of what time proportional to the width would: on a
 # staircase (oneDNN blocks 16 channels) the widths inside a step bring nothing (docs/facts.md, "Widths that bring time").
 MIN_GAIN = 0.25
@@ -165,7 +168,12 @@ class _Part:
             like: dict[str, Any] = {name: getattr(layer, name) for name in ("stride", "padding", "dilation")}
             kernel: Any = layer.kernel_size
             made = nn.Conv2d(shape[axis], rows, kernel, groups=groups, bias=has_bias, **like)
-        return made.to(device), torch.randn(shape, device=device)
+        inputs = torch.randn(shape, device=device, dtype=_dtype(device))
+        made = made.to(device, _dtype(device))
+        if device.type == "cuda" and len(shape) == 4:
+            # As convolutions are deployed there.
+            return made.to(memory_format=torch.channels_last), inputs.contiguous(memory_format=torch.channels_last)
+        return made, inputs
 
 
 def _shapes(model: nn.Module, units: Sequence[Unit], batch: Tensor) -> dict[str, tuple[int, ...]]:
@@ -211,15 +219,16 @@ def _settled(known: WidthSamples | None, unit: Unit, parts: Sequence[_Part], bat
 
 def _timed(unit: Unit, parts: Sequence[_Part], batch: Tensor) -> WidthSamples:
     """Time some widths of one unit, one after another in each repeat, until they are steady or MAX_REPEATS are made."""
-    runs = {width: list(_runs(unit, parts, width, batch.device)) for width in _chosen(unit)}
-    ms: dict[int, list[float]] = {width: [] for width in runs}
-    waited: list[float] = []
+    prepare = _clock_of_gpu if batch.is_cuda else _clock_of_cpu
     with torch.inference_mode():
-        for calls in [*runs.values()] * WARM_UP:
-            _clocked(calls, batch.device)
+        clocks = {width: prepare(list(_runs(unit, parts, width, batch.device))) for width in _chosen(unit)}
+        ms: dict[int, list[float]] = {width: [] for width in clocks}
+        waited: list[float] = []
+        for clock in [*clocks.values()] * (GPU_WARM_UP if batch.is_cuda else WARM_UP):
+            clock()
         while True:
-            for width, calls in [*runs.items()] * NUM_REPEATS:
-                taken_ms, share = _clocked(calls, batch.device)
+            for width, clock in [*clocks.items()] * NUM_REPEATS:
+                taken_ms, share = clock()
                 ms[width].append(taken_ms)
                 waited.append(share)
             samples = WidthSamples.taken_now(ms, waited=float(np.median(waited)))
@@ -227,20 +236,69 @@ def _timed(unit: Unit, parts: Sequence[_Part], batch: Tensor) -> WidthSamples:
                 return samples
 
 
-def _clocked(calls: Sequence[Callable[[], Any]], device: torch.device) -> tuple[float, float]:
-    """Return the milliseconds that calls take, and in which share of them this thread had no core, or waited for another.
+def _clock_of_cpu(calls: Sequence[Callable[[], Any]]) -> Callable[[], tuple[float, float]]:
+    """Return a function that returns the milliseconds of the calls, and the share in which this thread had no core or waited.
 
-    Torch's threads wait for one another by spinning, which uses a core, unless one of them isn't let run for long. What a GPU
-    computes needs none.
+    Torch's threads wait for one another by spinning, which uses a core, unless one of them isn't let run for long.
     """
-    used, started = time.thread_time(), time.perf_counter()
-    for call in calls:
-        call()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    taken = max(time.perf_counter() - started, 1e-9)
-    used = time.thread_time() - used
-    return taken * 1e3, max(1 - used / taken, 0.0) if device.type == "cpu" else 0.0
+
+    def clock() -> tuple[float, float]:
+        used, started = time.thread_time(), time.perf_counter()
+        for call in calls:
+            call()
+        taken = max(time.perf_counter() - started, 1e-9)
+        used = time.thread_time() - used
+        return taken * 1e3, max(1 - used / taken, 0.0)
+
+    return clock
+
+
+def _clock_of_gpu(calls: Sequence[Callable[[], Any]]) -> Callable[[], tuple[float, float]]:
+    """Return a function that returns the milliseconds of the calls by events, from a CUDA graph that holds them 20 times.
+
+    Launched one by one, small layers take as long at every width: what the graph leaves out is what deployed graphs leave
+    out. Where the calls can't be captured they are enqueued without waiting.
+    """
+
+    def enqueue() -> None:
+        for call in [*calls] * CAPTURED:
+            call()
+
+    replay = _captured(enqueue, calls) or enqueue
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+    def clock() -> tuple[float, float]:
+        begin.record()
+        replay()
+        end.record()
+        end.synchronize()
+        # What a GPU computes needs no core of this machine.
+        return begin.elapsed_time(end) / CAPTURED, 0.0
+
+    return clock
+
+
+def _captured(enqueue: Callable[[], None], calls: Sequence[Callable[[], Any]]) -> Callable[[], None] | None:
+    """Return what replays a graph of the work that `enqueue` launches; None where it can't be captured."""
+    current = torch.cuda.current_stream()
+    side = torch.cuda.Stream()
+    side.wait_stream(current)
+    with torch.cuda.stream(side):
+        # Libraries choose kernels and allocate workspaces in their first calls, which no capture allows.
+        for call in [*calls] * 3:
+            call()
+    current.wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            enqueue()
+    except RuntimeError as error:
+        # A capture that failed leaves its own stream current.
+        torch.cuda.set_stream(current)
+        torch.cuda.synchronize()
+        warnings.warn(f"layers are timed without a CUDA graph: {error}", RuntimeWarning, stacklevel=2)
+        return None
+    return graph.replay
 
 
 def _runs(unit: Unit, parts: Sequence[_Part], width: int, device: torch.device) -> Iterator[Callable[[], Any]]:
@@ -249,8 +307,13 @@ def _runs(unit: Unit, parts: Sequence[_Part], width: int, device: torch.device) 
         yield partial(layer, inputs)
     if unit.kind is UnitKind.HEADS:
         queries, keys = _attended(unit, parts, width)
-        heads = torch.randn(queries, device=device), torch.randn(keys, device=device)
+        heads = tuple(torch.randn(shape, device=device, dtype=_dtype(device)) for shape in (queries, keys))
         yield partial(F.scaled_dot_product_attention, heads[0], heads[1], heads[1])
+
+
+def _dtype(device: torch.device) -> torch.dtype:
+    """Return the precision that is timed: on a GPU the one that is deployed, of whose units float32's times say nothing."""
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
 def _attended(unit: Unit, parts: Sequence[_Part], width: int) -> tuple[Shape, Shape]:
@@ -292,7 +355,8 @@ def _ruled_out(unit: Unit, samples: WidthSamples) -> frozenset[int]:
 
 
 def _fingerprint(device: torch.device) -> str:
-    here = environment()
-    named = torch.cuda.get_device_name(device) if device.type == "cuda" else here.cpu
-    said = [named, here.cpu_flags, torch.get_num_threads(), here.libraries["torch"]]
+    here = environment(device.type)
+    said: list[Any] = [here.cpu, here.cpu_flags, torch.get_num_threads(), here.libraries["torch"]]
+    if here.gpu:
+        said += [here.gpu.model_dump(), str(_dtype(device)), CAPTURED]
     return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:16]

@@ -61,6 +61,7 @@ class RaceOutcome:
     void: tuple[str, ...] = ()
     num_repeats: int = 0
     num_sessions: int = 0
+    notes: tuple[str, ...] = ()
 
     @property
     def scores(self) -> dict[int, Score]:
@@ -85,6 +86,7 @@ class RaceOutcome:
                 self.peak_bytes.setdefault(index, []).append(session.peak_bytes[index])
         self.dropped |= session.lost
         self.killed |= session.killed
+        self.notes = tuple(dict.fromkeys((*self.notes, *session.notes)))
         self.num_repeats += session.num_repeats
         self.num_sessions += 1
 
@@ -264,6 +266,7 @@ def choose(entries: Entries, track: Track, *, limits: SessionLimits | None = Non
     Raises:
         JobError: the baseline crashed or hung; says what it said last.
     """
+    limits = (limits or SessionLimits()).on(track.device)
     outcome = screen(track.starter(entries), len(entries), limits=limits, seed=track.seed, progress=progress)
     return _as_race(entries, outcome, track)
 
@@ -277,7 +280,9 @@ def hold_one(
         JobError: a process crashed or hung, so the session is void.
     """
     seed, outcome = track.seed + number, RaceOutcome()
-    outcome.add(_hold(track.starter(entries), len(entries), limits=limits, seed=seed, progress=progress))
+    outcome.add(
+        _hold(track.starter(entries), len(entries), limits=limits.on(track.device), seed=seed, progress=progress)
+    )
     return _as_race(entries, outcome, track)
 
 
@@ -326,6 +331,7 @@ def pool(sessions: Sequence[Race], void: Sequence[str] = ()) -> Race:
         num_repeats=sum(race.num_repeats for race in sessions),
         num_sessions=len(sessions),
         void=tuple(void),
+        notes=tuple(dict.fromkeys(note for race in sessions for note in race.notes)),
         detectable=detectable(intervals),
     )
 
@@ -382,5 +388,6 @@ def _as_race(entries: Entries, outcome: RaceOutcome, track: Track) -> Race:
         num_sessions=outcome.num_sessions,
         dropped=tuple(dropped),
         void=outcome.void,
+        notes=outcome.notes,
         detectable=outcome.detectable,
     )

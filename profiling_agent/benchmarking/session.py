@@ -1,13 +1,15 @@
 """Session: one start of all processes of a race, which load, take turns in a shuffled order, and drop out. No torch here."""
 
 import random
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol, Self, runtime_checkable
 
 import numpy as np
 
+from profiling_agent.benchmarking.gpu_state import free_bytes
 from profiling_agent.benchmarking.statistics import NUM_RESAMPLES, Ratios, log_ratios, of_one_session
+from profiling_agent.benchmarking.turns import gpu_runs
 from profiling_agent.errors import JobError, KilledError
 from profiling_agent.memory import available_bytes, total_bytes
 from profiling_agent.progress import Progress, silent
@@ -21,6 +23,8 @@ MAX_RUNS = 10
 FAR_BEHIND: Mapping[int, float] = {2: 2.0, 4: 1.3}
 # Of the machine's memory, and of what is free of it, what the processes of a session may hold together, and at most; six deployments of a ViT-B/16 hold 3 GB.
 MEMORY_FRACTION, FREE_FRACTION, MAX_MEMORY = 0.5, 0.7, 4 * 2**30
+# On a GPU each process holds a context as well as the model.
+CONTEXT_BYTES = 2**29
 # Between turns the machine waits, and an interval is only asked whether it is narrow.
 NUM_ROUGH_RESAMPLES = NUM_RESAMPLES // 8
 
@@ -38,6 +42,21 @@ class SessionLimits:
     seconds_per_model: float = 1.0
     min_repeats: int = 3
     memory_bytes: int = field(default_factory=lambda: room_bytes(total_bytes(), available_bytes()))
+    on_gpu: bool = False
+
+    def on(self, device: str) -> Self:
+        """Return the limits for a device: on a GPU turns are long enough for its clocks, and the memory is its own."""
+        if device != "cuda":
+            return self
+        free = free_bytes()
+        room = self.memory_bytes if free is None else int(FREE_FRACTION * free)
+        return replace(self, on_gpu=True, memory_bytes=room)
+
+    def runs_of_turn(self, pass_ms: float) -> int:
+        """Return how many passes make a turn, where one takes `pass_ms`."""
+        if self.on_gpu:
+            return gpu_runs(pass_ms)
+        return max(1, min(MAX_RUNS, int(self.seconds_per_turn * 1e3 / pass_ms)))
 
 
 def room_bytes(total: int, free: int) -> int:
@@ -65,6 +84,16 @@ class Timed(Protocol):
         ...
 
 
+@runtime_checkable
+class Noted(Protocol):
+    """A model whose measurements come with notes on the machine."""
+
+    @property
+    def notes(self) -> Collection[str]:
+        """Return what disturbed the measurements so far."""
+        ...
+
+
 @dataclass(slots=True)
 class RaceSession:
     """What one session brought, by model: its samples, and log(first's time / its time) of each of its turns.
@@ -81,6 +110,7 @@ class RaceSession:
     killed: set[int] = field(default_factory=set[int])
     waiting: tuple[int, ...] = ()
     num_repeats: int = 0
+    notes: tuple[str, ...] = ()
 
 
 def run_session(
@@ -117,13 +147,16 @@ def run_session(
         if session.num_repeats >= MAX_REPEATS:
             break
         # The time of those who are gone is not the others'.
-        took_ms = sum(sum(map(sum, session.samples[index])) for index in order)
+        # Of long turns on a GPU fewer samples are kept than there were passes.
+        took_ms = sum(runs[index] * float(np.mean(turn)) for index in order for turn in session.samples[index])
         is_late = took_ms >= 1e3 * limits.seconds_per_model * len(order)
         if session.num_repeats >= limits.min_repeats and (is_late or (chooses and _is_narrow(session, order))):
             break
     session.ratios = {index: log_ratios(own, session.samples[0]) for index, own in session.samples.items()}
     peaks = {index: processes[index].peak_bytes() for index in session.samples}
     session.peak_bytes = {index: peak for index, peak in peaks.items() if peak is not None}
+    notes = [note for process in processes.values() if isinstance(process, Noted) for note in process.notes]
+    session.notes = tuple(dict.fromkeys(notes))
     return session
 
 
@@ -167,8 +200,8 @@ def _load(
         except JobError as error:
             _lose(index, error, session, chooses=chooses)
         else:
-            runs[index] = max(1, min(MAX_RUNS, int(limits.seconds_per_turn * 1e3 / pass_ms)))
-            held.append(processes[index].peak_bytes() or 0)
+            runs[index] = limits.runs_of_turn(pass_ms)
+            held.append((processes[index].peak_bytes() or 0) + (CONTEXT_BYTES if limits.on_gpu else 0))
     return runs
 
 

@@ -54,13 +54,13 @@ def throughput(
     rows: list[Throughput] = []
     refused: list[Refusal] = []
     for batch_size in batch_sizes:
-        start = Start(batch_size=batch_size, device=device, num_threads=num_threads)
+        start = Start(batch_size=batch_size, device=device, num_threads=num_threads, enqueued=True)
         able = list(models)
         while able:
             start_session = session_starter([worker_command(root / ref.path) for ref in able], start)
             try:
                 with start_session(range(len(able))) as timed:
-                    session = run_session(timed, limits=limits, seed=seed, progress=progress)
+                    session = run_session(timed, limits=limits.on(device), seed=seed, progress=progress)
             except JobError as error:
                 refused.append(Refusal(model=able.pop(0), batch_size=batch_size, reason=str(error)))
                 continue

@@ -6,6 +6,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
 
+from profiling_agent.benchmarking.gpu_state import NO_NVML
 from profiling_agent.benchmarking.worker import Reply, SampleRequest, Start
 from profiling_agent.errors import JobError
 from profiling_agent.processes.child import Child, Wording
@@ -16,6 +17,8 @@ from profiling_agent.processes.started import ForkServer, Started, child_command
 # Importing torch and reading a large model takes a minute on a busy machine; a hang takes for ever. A turn is ten passes at most, of a slow
 # model one or two, and what is to be slower than the baseline by more than that is not worth waiting for.
 LOAD_TIMEOUT_S, SAMPLE_TIMEOUT_S, MAX_PASSES = 600.0, 300.0, 20
+# A turn under a slowdown of the GPU is void; it is taken again so often, after a pause to cool down.
+MAX_VOID_TURNS, COOL_S = 3, 2.0
 
 
 def worker_command(folder: Path) -> list[str]:
@@ -44,6 +47,8 @@ class TimedProcess:
         self._sample_timeout_s = max(SAMPLE_TIMEOUT_S, MAX_PASSES * pass_s)
         self._started: Child[Reply] | None = None
         self.device_bytes: int | None = None
+        # What disturbed its samples, each once.
+        self.notes: dict[str, None] = {}
 
     def start(self) -> None:
         """Start the process, once; it loads while others do."""
@@ -82,10 +87,26 @@ class TimedProcess:
 
     def take_sample(self, runs: int, timeout_s: float | None = None) -> list[float]:
         """Return the milliseconds of `runs` forward passes; JobError where the child crashes or takes too long."""
-        self._child.send(SampleRequest(runs=runs))
-        reply = self._receive(timeout_s or self._sample_timeout_s)
-        self.device_bytes = reply.device_bytes
+        for void in range(MAX_VOID_TURNS + 1):
+            self._child.send(SampleRequest(runs=runs))
+            reply = self._receive(timeout_s or self._sample_timeout_s)
+            self.device_bytes = reply.device_bytes
+            slowdowns = reply.gpu.slowdowns if reply.gpu is not None else ()
+            if not slowdowns:
+                break
+            if void < MAX_VOID_TURNS:
+                self._note(f"turns under a slowdown of the GPU were measured again: {', '.join(slowdowns)}")
+                time.sleep(COOL_S)
+            else:
+                self._note(f"the GPU was slowed down all the time: {', '.join(slowdowns)}")
+        if reply.gpu is None and self._first.device == "cuda":
+            self._note(NO_NVML)
+        if reply.gpu is not None and reply.gpu.neighbours:
+            self._note(f"other programs used the GPU: {', '.join(reply.gpu.neighbours)}")
         return list(reply.samples_ms)
+
+    def _note(self, text: str) -> None:
+        self.notes[text] = None
 
     def peak_bytes(self) -> int | None:
         """Return the most that the child has held of its device, or else resident, of a copy what it holds by itself; None where nobody tells.

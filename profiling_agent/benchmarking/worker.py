@@ -7,12 +7,17 @@ It imports torch where the model's runtime is torch's, and only there.
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
+from pydantic import Field
+
 from profiling_agent.artifacts.folder import open_folder
+from profiling_agent.benchmarking.gpu_state import GpuState, read_state
+from profiling_agent.benchmarking.turns import take_turn, warm
 from profiling_agent.deployment.batches import noise_batch
-from profiling_agent.deployment.protocol import ModelSession, OnDevice
+from profiling_agent.deployment.protocol import Enqueues, ModelSession, OnDevice
 from profiling_agent.deployment.registry import open_session
 from profiling_agent.processes.serve import Parent
 from profiling_agent.records import Record
@@ -21,6 +26,8 @@ from profiling_agent.reproducibility import available_threads
 # The first pass of a sample finds caches and threads as the other workers left them, which takes milliseconds to mend: it
 # isn't counted, unless passes take so long that it can't matter.
 LONG_MS = 1000.0
+# Samples of a turn whose passes follow each other without waiting: each is the mean of its passes.
+ENQUEUED_PARTS = 5
 
 
 class Start(Record):
@@ -29,6 +36,7 @@ class Start(Record):
     batch_size: int
     device: str
     num_threads: int | None = None
+    enqueued: bool = Field(default=False, description="on a GPU, passes follow each other without waiting")
 
 
 class SampleRequest(Record):
@@ -43,6 +51,7 @@ class Reply(Record):
     kind: Literal["ready", "times"]
     samples_ms: tuple[float, ...] = ()
     device_bytes: int | None = None
+    gpu: GpuState | None = Field(default=None, description="the state of the GPU in this sample; None without NVML")
 
 
 @dataclass(frozen=True)
@@ -51,6 +60,7 @@ class Pass:
 
     run_once: Callable[[], float]
     session: ModelSession
+    enqueued: Callable[[int], float | None] | None = None
 
     def __call__(self) -> float:
         """Run once; return the milliseconds that it took."""
@@ -68,17 +78,44 @@ def serve(open_model: Callable[[Start], Callable[[], float]]) -> None:
     that no more than the number of threads in `Start` are used. A function that knows what is held of a device is asked.
     """
     parent = Parent()
-    run_once = open_model(parent.receive(Start))
+    start = parent.receive(Start)
+    run_once = open_model(start)
     parent.send(Reply(kind="ready"))
-    warmed = False
+    take: Callable[[Callable[[], float], int], tuple[list[float], GpuState | None]] = _gpu_sample
+    if start.device != "cuda":
+        take = _first_cpu_sample
     while True:
         sample = parent.receive(SampleRequest)
-        first = run_once()
-        times = [first] if warmed and first > LONG_MS else []
-        while len(times) < sample.runs:
-            times.append(run_once())
-        warmed = True
-        parent.send(Reply(kind="times", samples_ms=tuple(times), device_bytes=_device_bytes(run_once)))
+        times, state = take(run_once, sample.runs)
+        take = _gpu_sample if start.device == "cuda" else _cpu_sample
+        parent.send(Reply(kind="times", samples_ms=tuple(times), device_bytes=_device_bytes(run_once), gpu=state))
+
+
+def _first_cpu_sample(run_once: Callable[[], float], runs: int) -> tuple[list[float], None]:
+    run_once()
+    return [run_once() for _ in range(runs)], None
+
+
+def _cpu_sample(run_once: Callable[[], float], runs: int) -> tuple[list[float], None]:
+    first = run_once()
+    times = [first] if first > LONG_MS else []
+    return times + [run_once() for _ in range(runs - len(times))], None
+
+
+def _gpu_sample(run_once: Callable[[], float], runs: int) -> tuple[list[float], GpuState | None]:
+    """Warm up, then take a turn; the state of the GPU is read before and after it, while its clocks are up."""
+    warm(run_once)
+    before = read_state()
+    enqueued = run_once.enqueued if isinstance(run_once, Pass) else None
+    if enqueued is None:
+        times = take_turn(run_once, runs)
+    else:
+        parts = min(runs, ENQUEUED_PARTS)
+        times = [enqueued(max(1, runs // parts)) or 0.0 for _ in range(parts)]
+    after = read_state()
+    if before is None or after is None:
+        return times, after
+    return times, after.model_copy(update={"reasons": before.reasons | after.reasons})
 
 
 def _device_bytes(asked: object) -> int | None:
@@ -89,7 +126,9 @@ def open_artifact(folder: Path, start: Start) -> Pass:
     """Return one pass of a saved model over a batch of noise."""
     threads = start.num_threads or available_threads()
     session = open_session(folder, device=start.device, num_threads=threads)
-    return Pass(session.bound(noise_batch(open_folder(folder, verify=False).input, start.batch_size)), session)
+    images = noise_batch(open_folder(folder, verify=False).input, start.batch_size)
+    follow = start.enqueued and start.device == "cuda" and isinstance(session, Enqueues)
+    return Pass(session.bound(images), session, partial(session.enqueued, images) if follow else None)
 
 
 if __name__ == "__main__":

@@ -85,6 +85,15 @@ class OnDevice(Protocol):
         ...
 
 
+@runtime_checkable
+class Enqueues(Protocol):
+    """A session that can run passes on a GPU without waiting for each."""
+
+    def enqueued(self, pixel_values: Batch, passes: int) -> float | None:
+        """Return the milliseconds of a pass, by events around `passes` enqueued without waiting; None on the CPU."""
+        ...
+
+
 class Convert(Protocol):
     """What brings a float32 model into a deployment; named by its runtime, so that opening a model doesn't import it."""
 

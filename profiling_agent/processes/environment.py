@@ -7,6 +7,8 @@ from collections.abc import Collection, Mapping
 QUIET = {
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "HF_HUB_DISABLE_TELEMETRY": "1",
+    # Asking whether there is a GPU then makes no CUDA context, so that a process can still be forked.
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
     "ORT_DISABLE_TELEMETRY": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }

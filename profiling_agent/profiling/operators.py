@@ -50,9 +50,7 @@ def _kernel_ms(session: profile) -> float:
     The operators' own times may be larger: torch counts a kernel again with each of the profiler's own overheads.
     """
     on_device = [
-        event
-        for event in session.events() or ()
-        if event.device_type.name != "CPU" and not event.is_user_annotation
+        event for event in session.events() or () if event.device_type.name != "CPU" and not event.is_user_annotation
     ]
     return sum(event.time_range.elapsed_us() for event in on_device) / 1e3
 

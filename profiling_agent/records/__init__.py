@@ -78,6 +78,7 @@ from profiling_agent.records.plan import (
     unprinted,
 )
 from profiling_agent.records.profile import (
+    Energy,
     Headline,
     LatencyStats,
     LayerProfile,
@@ -116,6 +117,7 @@ __all__ = [
     "DeploymentSearch",
     "Dropped",
     "DryRun",
+    "Energy",
     "Environment",
     "Evaluation",
     "Evidence",

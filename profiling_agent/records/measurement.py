@@ -154,6 +154,7 @@ class Race(Record):
     unsteady: str | None = Field(
         default=None, description="why the machine was too noisy for the times to show anything"
     )
+    notes: tuple[str, ...] = Field(default=(), description="of the GPU: turns measured again, other processes on it")
     detectable: float = Field(
         default=0.0, description="two equal models would have been told apart if one were slower by this share"
     )

@@ -21,12 +21,22 @@ class LatencyStats(Record):
     samples_ms: tuple[float, ...]
 
 
+class Energy(Record):
+    """Energy that the GPU takes for back-to-back passes, and its power without any just before."""
+
+    joules_per_image: float
+    watts: float
+    idle_watts: float | None = None
+    images: int
+
+
 class Headline(Record):
     """Latency and peak resident memory of a fresh process that only loads and runs the model."""
 
     latency: LatencyStats
     peak_memory_bytes: int
     forward_passes: int
+    energy: Energy | None = Field(default=None, description="of a GPU whose driver counts it")
 
     @property
     def pass_s(self) -> float:

@@ -2,9 +2,11 @@
 
 import re
 from collections import defaultdict
+from collections.abc import Mapping
 
 from pydantic import Field, model_validator
 
+from profiling_agent.analysis.digest import launch_text
 from profiling_agent.iteration.finalize import FinalChoice
 from profiling_agent.jobs.tasks import Profiled
 from profiling_agent.records import (
@@ -122,6 +124,9 @@ class RunReport(Record):
     input: InputSpec
     profiles: dict[str, Profiled]
     layers: tuple[LayerGroup, ...]
+    on_gpu: tuple[str, ...] = Field(
+        default=(), description="what a pass leaves of the GPU, and its energy; empty on the CPU"
+    )
     criteria: tuple[CriterionScore, ...] = ()
     sensitivity: tuple[Sensitivity, ...] = ()
     times: tuple[TimeRow, ...] = Field(default=(), description="where the run's time went, most first")
@@ -236,6 +241,18 @@ def evidence_notes(profile: ModelProfile) -> tuple[str, ...]:
     )
 
 
+def gpu_lines(profiles: Mapping[str, ModelProfile]) -> tuple[str, ...]:
+    """Return how far launches bound each model on a GPU, and the energy of an image; nothing on the CPU."""
+    lines: list[str] = []
+    for name, profile in profiles.items():
+        if profile.launch_bound_share is not None:
+            lines.append(launch_text(profile.launch_bound_share, name))
+        if (energy := profile.headline.energy) is not None:
+            idle = "" if energy.idle_watts is None else f", idle {energy.idle_watts:.0f} W"
+            lines.append(f"{name}: {energy.joules_per_image:.3g} J an image at {energy.watts:.0f} W{idle}")
+    return tuple(lines)
+
+
 def absence_notes(profile: ModelProfile) -> tuple[str, ...]:
     """Return why nothing of a kind was cut where nothing could be."""
     return tuple(f"no {kind} can be cut: {reason}" for kind, reason in profile.absent.items())
@@ -295,11 +312,13 @@ def build_report(request: Request, final: FinalChoice, sources: Sources) -> RunR
             *evidence_notes(baseline[1]),
             *_search_notes(sources.deployment_search),
             *final.notes,
+            *(race.notes if race else ()),
         ),
         acquired=acquired,
         input=sources.input,
         profiles={name: profiled for name, (profiled, _) in profiles.items()},
         layers=compare_layers(baseline[1], best[1]),
+        on_gpu=gpu_lines({name: profile for name, (_, profile) in profiles.items()}),
         criteria=baseline[1].evidence.criteria if baseline[1].evidence else (),
         sensitivity=sensitivity_of(baseline[1]),
         times=tuple(

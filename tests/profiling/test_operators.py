@@ -68,7 +68,7 @@ def test_profiling_twice_differs_in_times_alone(profiled):
 def test_a_cuda_batch_has_cuda_times():
     rows, kernel_ms = profile_operators(zoo.vit().cuda(), random_batch(zoo.SPEC, 2).cuda(), passes=2)
 
-    print(f"kernels {kernel_ms} ms, operators {sum(row.cuda_time_ms or 0 for row in rows):.4f} ms")
+    print(f"kernels {kernel_ms} ms, operators {sum(row.cuda_time_ms or 0 for row in rows):.4f} ms")  # noqa: T201 - numbers for the log
     assert kernel_ms is not None
     assert kernel_ms > 0
     assert [row.time_ms for row in rows] == sorted((row.time_ms for row in rows), reverse=True)
