@@ -298,7 +298,12 @@ def _captured(enqueue: Callable[[], None], calls: Sequence[Callable[[], Any]]) -
         torch.cuda.synchronize()
         warnings.warn(f"layers are timed without a CUDA graph: {error}", RuntimeWarning, stacklevel=2)
         return None
-    return graph.replay
+    return partial(_replay, graph, enqueue)
+
+
+def _replay(graph: torch.cuda.CUDAGraph, _kept: Callable[[], None]) -> None:
+    """Replay a graph; weights and inputs must live as long as it, which holds only their addresses."""
+    graph.replay()
 
 
 def _runs(unit: Unit, parts: Sequence[_Part], width: int, device: torch.device) -> Iterator[Callable[[], Any]]:

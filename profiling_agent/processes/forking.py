@@ -9,6 +9,7 @@ well, by a socket of its own. The side of whoever asks is `started`.
 """
 
 import contextlib
+import ctypes
 import gc
 import importlib
 import json
@@ -20,6 +21,7 @@ import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from types import FrameType
 
 # What one message may hold; Linux takes three times as much.
@@ -28,6 +30,8 @@ MAX_BYTES = 2**16
 NUM_DESCRIPTORS = 4
 # Variables that nothing reads when it is imported begin with this.
 OWN = "PROFILING_AGENT_"
+# CUDA_ERROR_NOT_INITIALIZED of cuda.h: what every call returns before cuInit.
+CUDA_NOT_INITIALIZED = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,19 +192,33 @@ def become(copy: Copy) -> None:
     for number, descriptor in enumerate(copy.streams):
         os.dup2(descriptor, number)
         os.close(descriptor)
-    sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 - standard streams, as long as the process
-    sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
-    sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)  # noqa: SIM115
-    sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr
     os.chdir(asked.folder)
     for name in [name for name in os.environ if name.startswith(OWN)]:
         del os.environ[name]
     os.environ.update(asked.environment)
+    if not cuda_is_asleep():
+        # The server's imports made a CUDA context, which no copy can use.
+        os.execv(sys.executable, [sys.executable, "-P", "-m", asked.module or "", *asked.arguments])
+    sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 - standard streams, as long as the process
+    sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)  # noqa: SIM115
+    sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr
     random.seed()
     sys.argv = [asked.module or "", *asked.arguments]
     if not hasattr(sys.modules.get(asked.module or ""), "__path__"):
         # As a program it is another module than the one that others have imported.
         sys.modules.pop(asked.module or "", None)
+
+
+def cuda_is_asleep(library: str = "libcuda.so.1") -> bool:
+    """Return whether this process can begin to use CUDA: there is no driver, or it wasn't initialized before the fork."""
+    if not Path("/dev/nvidiactl").exists():
+        return True
+    try:
+        driver = ctypes.CDLL(library)
+    except OSError:
+        return True
+    return driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) == CUDA_NOT_INITIALIZED
 
 
 def import_modules(names: list[str]) -> None:

@@ -19,12 +19,13 @@ from typing import IO, Protocol
 
 from profiling_agent.processes.forking import MAX_BYTES, OWN, Asked, control
 
-# An accelerator's driver, which a library may wake up when it is imported, works in no copy.
-DRIVERS = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/kfd")
+# AMD's driver, which a library may wake up when it is imported, works in no copy. NVIDIA's does as long as it is asleep,
+# which each copy looks at itself (`forking.become`).
+DRIVERS = ("/dev/kfd",)
 
 
 def can_fork() -> bool:
-    """Say whether this machine stands copies: Linux from 5.3, where a file names a process, and without an accelerator.
+    """Say whether this machine stands copies: Linux from 5.3, where a file names a process, and without an AMD GPU.
 
     macOS forbids what its libraries do in a copy.
     """
