@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from profiling_agent.jobs.runner import job_key
+from profiling_agent.jobs.tasks import HeadlineTask
+from profiling_agent.records import ArtifactRef, Environment, Gpu
 from profiling_agent.reproducibility import (
     LIBRARIES,
     available_cores,
@@ -145,3 +148,42 @@ def test_without_timm_neither_has_a_part_in_anything(tmp_path: Path):
 
     assert alone == beside
     assert set(alone[0]) == set(LIBRARIES)
+
+
+A100 = Gpu(
+    name="NVIDIA A100-SXM4-80GB",
+    compute_capability="8.0",
+    memory_bytes=80 * 2**30,
+    driver="580.1",
+    cuda="13.0",
+    cudnn="9.15",
+)
+
+
+def test_a_gpu_is_part_of_the_machine_s_name_and_its_driver_of_the_versions():
+    here = environment()
+    there = here.model_copy(update={"device": "cuda", "gpu": A100})
+
+    assert there.machine == f"NVIDIA A100-SXM4-80GB (compute capability 8.0, 80 GiB), {here.machine}"
+    assert there.versions == here.versions | {"NVIDIA driver": "580.1", "CUDA": "13.0", "cuDNN": "9.15"}
+    assert Environment.model_validate_json(there.model_dump_json()) == there
+
+
+def test_an_environment_written_before_there_were_gpus_opens():
+    old = environment().model_dump(mode="json", exclude={"gpu"})
+
+    assert Environment.model_validate(old).gpu is None
+
+
+def test_keys_of_jobs_differ_by_gpu_where_the_job_uses_one():
+    model = ArtifactRef(path="model", sha256="0" * 64, size_bytes=1, kind="model")
+    here, there = environment("cuda"), environment("cuda").model_copy(update={"gpu": A100})
+
+    def key(device: str, gpu: Environment) -> str:
+        return job_key(
+            HeadlineTask(model=model, batch_size=1, device=device), lambda name: gpu if name != "cpu" else environment()
+        )
+
+    assert key("cuda", here) != key("cuda", there)
+    assert key("cpu", here) == key("cpu", there)
+    assert key("cuda", here) == job_key(HeadlineTask(model=model, batch_size=1, device="cuda"))

@@ -36,8 +36,10 @@ class TimedProcess:
         *,
         server: ForkServer | None = None,
         pass_s: float = 0.0,
+        cool_s: float = COOL_S,
     ) -> None:
-        """Note what to run; nothing runs before `start` or `wait_until_ready`. `pass_s` is what a batch is known to take.
+        """Note what to run; nothing runs before `start` or `wait_until_ready`. `pass_s` is what a batch is known to take,
+        and `cool_s` how long a GPU that was slowed down rests before a turn is measured again.
 
         The allocator's settings are those that a process has which loads the model for its own use, though others would
         be steadier (docs/decisions/0016). A copy that a `server` makes, which has imported more than the model needs, takes
@@ -45,6 +47,7 @@ class TimedProcess:
         """
         self._command, self._first, self._server = command, first, server
         self._sample_timeout_s = max(SAMPLE_TIMEOUT_S, MAX_PASSES * pass_s)
+        self._cool_s = cool_s
         self._started: Child[Reply] | None = None
         self.device_bytes: int | None = None
         # What disturbed its samples, each once.
@@ -96,7 +99,7 @@ class TimedProcess:
                 break
             if void < MAX_VOID_TURNS:
                 self._note(f"turns under a slowdown of the GPU were measured again: {', '.join(slowdowns)}")
-                time.sleep(COOL_S)
+                time.sleep(self._cool_s)
             else:
                 self._note(f"the GPU was slowed down all the time: {', '.join(slowdowns)}")
         if reply.gpu is None and self._first.device == "cuda":

@@ -19,7 +19,7 @@ from profiling_agent.jobs.timesheet import SHEET, Timesheet
 from profiling_agent.jobs.wire import Order
 from profiling_agent.memory import available_bytes
 from profiling_agent.progress import Progress, silent
-from profiling_agent.records import ArtifactRef, Headline, Record
+from profiling_agent.records import ArtifactRef, Environment, Headline, Record
 from profiling_agent.reproducibility import environment
 from profiling_agent.workspace import Workspace
 
@@ -28,11 +28,11 @@ ResultT = TypeVar("ResultT", bound=Record)
 LEAST_MEMORY = 1.5
 
 
-def job_key(task: Task[ResultT]) -> str:
-    """Return the name of a job: its kind and a hash over its inputs, our code, the libraries, machine and GPU."""
+def job_key(task: Task[ResultT], describe: Callable[[str], Environment] = environment) -> str:
+    """Return the name of a job: its kind and a hash over its inputs, our code, the libraries, machine and GPU, which `describe` returns."""
     # A task without a device computes on the CPU; with "auto" it may use the GPU.
     device: str = getattr(task, "device", "cpu")
-    here = environment(device).model_dump(mode="json", exclude=None if task.uses_runtimes else {"runtimes"})
+    here = describe(device).model_dump(mode="json", exclude=None if task.uses_runtimes else {"runtimes"})
     inputs = {"task": task.model_dump(mode="json"), "environment": here}
     digest = hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()
     return f"{_name(type(task))}-{digest[:20]}"

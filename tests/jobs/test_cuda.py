@@ -1,5 +1,7 @@
 """Jobs on a CUDA device: the models are there while they are worked on, memory is the device's, and the answers are the CPU's."""
 
+import json
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -10,39 +12,91 @@ from conftest import World
 from profiling_agent import optimize
 from profiling_agent.benchmarking.headline import measure_headline
 from profiling_agent.deployment.registry import open_session
+from profiling_agent.jobs.runner import job_key
+from profiling_agent.jobs.table import MODULES
+from profiling_agent.jobs.tasks import HeadlineTask
 from profiling_agent.modules.inference import on_device, random_batch
+from profiling_agent.processes.environment import child_environment
+from profiling_agent.processes.started import fork_server
 from profiling_agent.pruning.compensation import compensate
 from profiling_agent.pruning.prune import prune_model
 from profiling_agent.pruning.units import find_units
 from profiling_agent.pruning.widths import snap
 from profiling_agent.records import Cut
 from profiling_agent.reporting.report import RunReport
+from profiling_agent.reproducibility import environment
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
 ]
 
+# Says whether it is a copy or was started anew, and adds on the device.
+COMPUTES = """
+import sys
+is_copy = "transformers" in sys.modules
+import torch
+print("copy" if is_copy else "anew", "sum", float(torch.full((3, 4), 1.0, device="cuda").sum()))
+"""
+
 
 @pytest.fixture(scope="module")
-def report(world: World, tmp_path_factory: pytest.TempPathFactory) -> RunReport:
+def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def report(world: World, output: Path) -> RunReport:
     """Return the report of a whole run on CUDA."""
-    asked = {"device": "cuda", "runtimes": "auto", "quantize_dtype": "auto"}
-    return optimize(world.request(tmp_path_factory.mktemp("runs"), **asked))
+    asked = {"device": "cuda", "runtimes": "eager,graphed", "quantize_dtype": "auto", "max_iterations": 1}
+    return optimize(world.request(output, **asked))
 
 
 def test_a_whole_run_is_measured_on_the_device(report: RunReport):
+    print(f"{report.verdict.outcome}: {report.verdict.explanation}")  # noqa: T201 - what came out is worth reading
+    print(*report.on_gpu, *report.notes, *report.times, sep="\n")  # noqa: T201
     assert report.acquired.source.device == "cuda"
     assert report.environment.device == "cuda"
     assert report.race is not None
-    assert any(attempt.compensation for attempt in report.attempts)
+    assert report.verdict.outcome
 
 
-def test_int8_is_not_offered(report: RunReport):
+def test_the_gpu_is_named_in_report_card_and_job_keys(report: RunReport, output: Path):
+    name = torch.cuda.get_device_name()
+    folder = output / "quick"
+
+    assert report.environment.gpu is not None
+    assert report.environment.gpu.name == name
+    assert name in (folder / "report.json").read_text()
+    assert name in (folder / "report.md").read_text()
+    assert name in (folder / "best" / "README.md").read_text()
+    assert any("launch-bound" in line for line in report.on_gpu)
+    written = json.loads(next((folder / "jobs").glob("headline-*/task.json")).read_text())
+    task = HeadlineTask.model_validate(written)
+    assert (folder / "jobs" / job_key(task)).exists()
+    assert not (folder / "jobs" / job_key(task, lambda _: environment("cpu"))).exists()
+
+
+def test_every_deployment_of_both_runtimes_was_tried(report: RunReport):
     assert report.deployment_search is not None
-    schemes = {option.deployment.scheme for option in report.deployment_search.options}
-    assert not schemes & {"dynamic", "static", "static_nncf"}
-    assert any("int8 was not tried" in note for note in report.notes)
+    tried = {option.deployment.name: option.reason for option in report.deployment_search.options}
+    print(tried)  # noqa: T201 - a deployment that failed says why
+    assert {option.deployment.runtime for option in report.deployment_search.options} == {"eager", "graphed"}
+    assert any(option.race_result for option in report.deployment_search.options)
+
+
+def test_a_copy_of_a_process_that_has_imported_torch_computes_on_the_device(tmp_path: Path):
+    (tmp_path / "computes.py").write_text(COMPUTES)
+    told = child_environment() | {"PYTHONPATH": str(tmp_path)}
+    with fork_server(MODULES, told) as server, tempfile.TemporaryFile() as stderr:
+        assert server is not None
+        for _ in range(2):
+            process = server.start("computes", [], told, stderr)
+            answer = process.stdout.read()
+            process.stdin.close()
+            print(f"copy: {answer.strip()}")  # noqa: T201 - whether it was started anew
+            assert process.wait() == 0
+            assert "sum 12.0" in answer
 
 
 def test_float32_on_the_device_is_float32():

@@ -4,7 +4,7 @@ import zoo
 from torch import nn
 
 from profiling_agent.modules.inference import random_batch
-from profiling_agent.modules.layers import activation_bytes, layer_latency
+from profiling_agent.modules.layers import Stopwatch, activation_bytes, layer_latency
 
 FLOAT = 4
 
@@ -79,3 +79,19 @@ def test_hooks_are_gone_afterwards_even_if_the_model_fails():
             measure(model, torch.ones(1, 3, 48, 48))
 
     assert num_hooks(model) == before
+
+
+def test_own_times_are_those_between_marks_without_the_children():
+    clock = iter([0, 1, 4, 6, 7, 10, 20, 30])
+    watch = Stopwatch(lambda: next(clock))
+    watch.enter("", None)
+    watch.enter("block", None)
+    watch.enter("block.fc", None)
+    watch.leave("block.fc", None, None)
+    watch.enter("block.fc", None)
+    watch.leave("block.fc", None, None)
+    watch.leave("block", None, None)
+    watch.leave("", None, None)
+
+    # The layer runs from 4 to 6 and 7 to 10, its block from 1 to 20, the model from 0 to 30.
+    assert watch.own_ms(lambda begin, end: end - begin) == {"block.fc": 5, "block": 14, "": 11}

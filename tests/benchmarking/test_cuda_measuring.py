@@ -1,0 +1,175 @@
+"""Measuring on an NVIDIA GPU: layers, operators, widths, races, clocks and energy. Numbers are printed: -rA shows them."""
+
+# ruff: noqa: T201 - what a GPU measures is worth reading also where a bound holds.
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import zoo
+from torch import nn
+from transformers import ViTConfig, ViTForImageClassification
+
+from profiling_agent.artifacts.folder import model_bytes
+from profiling_agent.artifacts.save import save_model
+from profiling_agent.benchmarking.gpu_state import energy_per_image, read_state
+from profiling_agent.benchmarking.headline import measure_headline
+from profiling_agent.benchmarking.latency_table import time_units
+from profiling_agent.benchmarking.race import Track, hold_one, pool
+from profiling_agent.benchmarking.throughput import throughput
+from profiling_agent.deployment.batches import noise_batch
+from profiling_agent.deployment.torch_session import TorchSession
+from profiling_agent.files import file_sha256
+from profiling_agent.gpu import find_gpu, nvml
+from profiling_agent.modules.inference import on_device, random_batch
+from profiling_agent.modules.layers import layer_latency
+from profiling_agent.profiling.operators import profile_operators
+from profiling_agent.profiling.profile import launch_bound_share
+from profiling_agent.pruning.units import find_units
+from profiling_agent.records import ArtifactRef, InputSpec, UnitKind, Variant
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
+]
+SPEC = zoo.SPEC.model_copy(update={"height": 224, "width": 224})
+
+
+def vit(hidden: int, heads: int, depth: int = 12) -> nn.Module:
+    """Return a ViT/16 for images of 224 pixels, with random weights, on the GPU."""
+    config = ViTConfig(
+        hidden_size=hidden,
+        num_attention_heads=heads,
+        intermediate_size=4 * hidden,
+        num_hidden_layers=depth,
+        num_labels=10,
+    )
+    torch.manual_seed(0)
+    return on_device(ViTForImageClassification(config).eval(), "cuda")
+
+
+def measured(model: nn.Module, batch_size: int, spec: InputSpec = SPEC) -> tuple[float, float, float]:
+    """Return the milliseconds of a pass by the wall's clock, of its layers, and of its kernels."""
+    headline = measure_headline(TorchSession(model, device="cuda"), spec, batch_size=batch_size)
+    pass_ms = headline.latency.median_ms
+    batch = random_batch(spec, batch_size).cuda()
+    layers_ms = sum(layer_latency(model, batch, passes=5).values())
+    rows, kernel_ms = profile_operators(model, batch, passes=3)
+    operators_ms = sum(row.time_ms for row in rows)
+    print(
+        f"batch {batch_size}: pass {pass_ms:.3f} ms in {headline.forward_passes} passes, layers {layers_ms:.3f}, "
+        f"kernels {kernel_ms}, operators {operators_ms:.3f}, energy {headline.energy}"
+    )
+    assert kernel_ms is not None, "the profiler saw no kernel"
+    return pass_ms, layers_ms, kernel_ms
+
+
+def test_layers_and_kernels_of_a_large_batch_add_up_to_the_pass():
+    pass_ms, layers_ms, kernel_ms = measured(vit(768, 12), 64)
+    share = launch_bound_share(kernel_ms, pass_ms)
+    print(f"ViT-B, batch 64: launch-bound {share}")
+
+    assert 0.9 < layers_ms / pass_ms < 1.1
+    assert 0.85 < kernel_ms / pass_ms < 1.1
+    assert share is not None
+    assert share < 0.15
+
+
+def test_a_small_batch_of_a_small_model_is_launch_bound():
+    pass_ms, _, kernel_ms = measured(vit(192, 3), 1)
+    share = launch_bound_share(kernel_ms, pass_ms)
+    print(f"ViT-Ti, batch 1: launch-bound {share}")
+
+    assert share is not None
+    assert share > 0.5
+
+
+@pytest.mark.parametrize("batch_size", [1, 32])
+def test_widths_are_told_apart_under_a_graph(tmp_path: Path, recwarn: pytest.WarningsRecorder, batch_size: int):
+    model = vit(768, 12, depth=1)
+    units = [unit for unit in find_units(model, SPEC, {}).units if unit.kind is UnitKind.MLP]
+    table = time_units(model, units, random_batch(SPEC, batch_size).cuda(), file=tmp_path / "times.json")
+    (unit,) = units
+    times, ruled_out = table.times[unit.name], table.ruled_out[unit.name]
+    print(f"batch {batch_size}: {len(ruled_out)} of {len(times)} widths ruled out, unsteady {table.unsteady}")
+    print({width: round(ms, 4) for width, ms in sorted(times.items())})
+
+    assert unit.width == 3072
+    assert not [warning for warning in recwarn if "CUDA graph" in str(warning.message)]
+    widths = sorted(times)
+    assert all(times[narrow] <= times[wide] for narrow, wide in zip(widths, widths[1:], strict=False))
+    if batch_size == 32:
+        assert times[unit.width // 2] < 0.75 * times[unit.width]
+        assert len(ruled_out) < len(times) / 3
+
+
+def saved(folder: Path, model: nn.Module, name: str) -> ArtifactRef:
+    save_model(model.cpu(), folder / name, spec=SPEC, processor=zoo.processor(), base_model="zoo")
+    place = folder / name
+    return ArtifactRef(
+        path=name, sha256=file_sha256(place / "recipe.json"), size_bytes=model_bytes(place), kind="model"
+    )
+
+
+def test_equal_models_race_equal_and_a_slower_one_is_shown(tmp_path: Path):
+    entries = [
+        (Variant.BASELINE, saved(tmp_path, vit(384, 6, depth=6), "one")),
+        (Variant.PRUNED, saved(tmp_path, vit(384, 6, depth=6), "same")),
+        (Variant.QUANTIZED, saved(tmp_path, vit(384, 6, depth=7), "longer")),
+    ]
+    track = Track(root=tmp_path, batch_size=32, device="cuda")
+    race = pool([hold_one(entries, track, number) for number in range(2)])
+    for row in race.results:
+        print(
+            f"{row.variant}: {row.latency.median_ms:.4f} ms, {row.speedup:.4f} [{row.speedup_low:.4f}, "
+            f"{row.speedup_high:.4f}], {len(row.latency.samples_ms)} samples, peak {row.peak_bytes}"
+        )
+    print(f"notes {race.notes}, void {race.void}, repeats {race.num_repeats}, detectable {race.detectable:.4f}")
+
+    same, longer = race.results[1:]
+    assert math.isclose(same.speedup, 1, abs_tol=0.04)
+    # A seventh block more.
+    assert 0.78 < longer.speedup < 0.94
+    assert longer.speedup_high < 1
+
+
+def test_throughput_leaves_out_the_launches(tmp_path: Path):
+    model = saved(tmp_path, vit(192, 3), "tiny")
+    found = throughput([model], root=tmp_path, batch_sizes=(1, 32), device="cuda")
+    for row in found.rows:
+        print(f"batch {row.batch_size}: {row.images_per_s:.0f} images/s [{row.low:.0f}, {row.high:.0f}]")
+
+    assert found.environment.gpu == find_gpu()
+    assert not found.refused
+    assert found.rows[1].images_per_s > 3 * found.rows[0].images_per_s
+
+
+def test_the_gpu_is_named_as_torch_names_it():
+    gpu = find_gpu()
+    print(gpu)
+    assert gpu is not None
+    there = torch.cuda.get_device_properties(0)
+    assert gpu.name == there.name
+    assert gpu.compute_capability == f"{there.major}.{there.minor}"
+    assert abs(gpu.memory_bytes - there.total_memory) < 3 * 2**30
+    assert gpu.cuda == torch.version.cuda
+
+
+@pytest.mark.skipif(nvml() is None, reason="there is no NVML")
+def test_the_state_and_the_energy_of_the_gpu_are_read():
+    session = TorchSession(vit(768, 12), device="cuda")
+    images = noise_batch(SPEC, 32)
+    session.run(images)
+    energy = energy_per_image(session, images)
+    state = read_state()
+    print(f"{energy}\n{state}")
+
+    assert state is not None
+    assert state.sm_mhz is not None
+    assert state.sm_mhz > 0
+    assert energy is not None
+    assert np.isfinite(energy.joules_per_image)
+    assert energy.joules_per_image > 0
+    assert energy.idle_watts is None or energy.watts > energy.idle_watts
