@@ -38,8 +38,9 @@ class TimedProcess:
         pass_s: float = 0.0,
         cool_s: float = COOL_S,
     ) -> None:
-        """Note what to run; nothing runs before `start` or `wait_until_ready`. `pass_s` is what a batch is known to take,
-        and `cool_s` how long a GPU that was slowed down rests before a turn is measured again.
+        """Note what to run; nothing runs before `start` or `wait_until_ready`. `pass_s` is what a batch is known to take.
+
+        A GPU that was slowed down rests for `cool_s` before a turn is measured again.
 
         The allocator's settings are those that a process has which loads the model for its own use, though others would
         be steadier (docs/decisions/0016). A copy that a `server` makes, which has imported more than the model needs, takes
