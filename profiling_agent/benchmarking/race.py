@@ -34,7 +34,7 @@ SHORT = SessionLimits(seconds_per_turn=0.2, seconds_per_model=1.0)
 TOO_NOISY = 0.05
 
 # Runtimes whose processes import torch, and what such a process imports.
-TORCH = frozenset({"eager", "inductor"})
+TORCH = frozenset({"eager", "graphed", "inductor"})
 TIMED = (
     "profiling_agent.benchmarking.worker",
     "profiling_agent.deployment.torch_eager",

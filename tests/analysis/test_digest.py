@@ -80,6 +80,21 @@ def test_operators_and_layers_are_told_with_their_shares():
     assert layer_rows(found)[0].startswith('"vit.layers.#.mlp.fc1" | Linear | 4 | 49.8%, 50.0%, ')
 
 
+def test_on_a_gpu_operators_are_ranked_by_its_time_after_the_launch_bound_share():
+    launched = OperatorProfile(
+        name="aten::add", calls=1, cpu_time_ms=9.0, cuda_time_ms=1.0, memory_bytes=0, input_shapes="[]"
+    )
+    computed = OperatorProfile(
+        name="aten::mm", calls=1, cpu_time_ms=1.0, cuda_time_ms=3.0, memory_bytes=0, input_shapes="[]"
+    )
+    found = judged().model_copy(update={"operators": (launched, computed), "launch_bound_share": 0.62})
+    first, *rows = operator_rows(found)
+
+    assert first.startswith("eager float32: launch-bound 62% of a pass")
+    assert "CUDA graphs" in first
+    assert rows == ['"aten::mm" | 1 | 75.0% | 0 MB | "[]"', '"aten::add" | 1 | 25.0% | 0 MB | "[]"']
+
+
 def test_units_unlike_their_group_are_told_of_the_most_unlike_first():
     rows = unit_rows(judged({1: (0.1, 0.5, 0.6, 0.7), 2: (0.0001, 0.001, 0.01, 0.08)}))
 

@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 
 from profiling_agent.artifacts.card import Judged
+from profiling_agent.records import Gpu
 from profiling_agent.reporting.card import card_judged, card_notes, card_rows
+from profiling_agent.reporting.markdown import render_markdown
 from profiling_agent.reporting.report import RunReport
 from profiling_agent.reporting.units import count, percent
 
@@ -44,6 +46,22 @@ def test_times_are_told_with_the_processor_that_they_were_measured_on(report: Ru
     assert here.cpu
     assert notes[0] == f"{report.verdict.outcome}: {report.verdict.explanation}."
     assert notes[-1].startswith(f"Measured on {here.cpu}, {here.num_threads} threads, {here.system}, device ")
+
+
+def test_card_and_report_name_the_gpu(report: RunReport):
+    gpu = Gpu(name="NVIDIA H100", compute_capability="9.0", memory_bytes=80 * 2**30, driver="580.1", cuda="13.0")
+    there = report.model_copy(
+        update={
+            "environment": report.environment.model_copy(update={"gpu": gpu}),
+            "on_gpu": ("baseline: launch-bound 90% of a pass",),
+        }
+    )
+    text = render_markdown(there)
+
+    assert "NVIDIA H100 (compute capability 9.0, 80 GiB)" in card_notes(there)[-1]
+    assert "- NVIDIA H100 (compute capability 9.0, 80 GiB), NVIDIA driver 580.1, CUDA 13.0\n" in text
+    assert "## Where the model spends, before and after\n\n- baseline: launch-bound 90% of a pass\n\n| layers" in text
+    assert "before and after\n\n| layers" in render_markdown(report)
 
 
 def test_before_and_after_are_the_baselines_and_the_returned_models(report: RunReport):

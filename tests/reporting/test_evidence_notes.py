@@ -1,6 +1,8 @@
 from made import evidence, profile
 
-from profiling_agent.reporting.report import evidence_notes
+from profiling_agent.profiling.profile import launch_bound_share
+from profiling_agent.records import Energy
+from profiling_agent.reporting.report import evidence_notes, gpu_lines
 
 
 def timed(num_unsteady):
@@ -24,3 +26,18 @@ def test_the_report_says_why_there_is_no_evidence():
     (note,) = evidence_notes(without)
     assert note.endswith("ratios are uniform: 12 images are too few")
     assert evidence_notes(profile(3)) == ()
+
+
+def test_what_a_gpu_does_in_a_pass_is_said_first_and_its_energy_after():
+    found = profile(3)
+    energy = Energy(joules_per_image=0.0123, watts=412.0, idle_watts=71.4, images=3200)
+    headline = found.headline.model_copy(update={"energy": energy})
+    on_gpu = found.model_copy(update={"launch_bound_share": launch_bound_share(1.0, 10.0), "headline": headline})
+    launches, joules = gpu_lines({"baseline": on_gpu})
+
+    assert launches.startswith("baseline: launch-bound 90% of a pass")
+    assert joules == "baseline: 0.0123 J an image at 412 W, idle 71 W"
+    assert gpu_lines({"baseline": found}) == ()
+    assert launch_bound_share(None, 10.0) is None
+    # Kernels of several streams overlap.
+    assert launch_bound_share(12.0, 10.0) == 0.0
