@@ -127,8 +127,10 @@ def open_artifact(folder: Path, start: Start) -> Pass:
     threads = start.num_threads or available_threads()
     session = open_session(folder, device=start.device, num_threads=threads)
     images = noise_batch(open_folder(folder, verify=False).input, start.batch_size)
-    follow = start.enqueued and start.device == "cuda" and isinstance(session, Enqueues)
-    return Pass(session.bound(images), session, partial(session.enqueued, images) if follow else None)
+    enqueued = None
+    if start.enqueued and start.device == "cuda" and isinstance(session, Enqueues):
+        enqueued = partial(session.enqueued, images)
+    return Pass(session.bound(images), session, enqueued)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Layers, one by one: the time each module takes by itself, and the bytes of the activations it makes."""
 
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
@@ -48,7 +48,7 @@ class Stopwatch(Generic[MarkT]):
 
     def own_ms(self, ms_between: Callable[[MarkT, MarkT], float]) -> dict[str, float]:
         """Return the milliseconds of each module, summed over its calls, without those of its children."""
-        own: Counter[str] = Counter()
+        own: defaultdict[str, float] = defaultdict(float)
         for span in self.spans:
             whole = ms_between(span.begin, span.end)
             own[span.name] += whole
