@@ -246,7 +246,7 @@ def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
 
-    line = runtime("inductor").missing()
+    line = runtime("inductor").missing("cpu")
 
     assert line is not None
     assert "g++" in line
