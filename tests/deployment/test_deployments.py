@@ -223,7 +223,7 @@ PathFinder.find_spec = staticmethod(
     lambda name, *rest, **named: None if name.split(".")[0] in hidden else find(name, *rest, **named)
 )
 from profiling_agent.deployment.registry import missing
-for name in ("eager", "inductor", "onnxruntime", "openvino"):
+for name in ("eager", "graphed", "inductor", "onnxruntime", "openvino"):
     print(missing(name))
 assert "torch" not in sys.modules
 """
@@ -235,6 +235,7 @@ def test_what_is_missing_is_said_with_the_command_that_installs_it():
     lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
 
     assert lines == [
+        "None",
         "None",
         "torchao isn't installed: pip install profiling-agent[inductor]",
         "onnxruntime isn't installed: pip install profiling-agent[onnx]",
