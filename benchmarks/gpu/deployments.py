@@ -101,7 +101,7 @@ def made(name: str, root: Path, device: str) -> tuple[dict[str, Path], dict[str,
     )
     folders, refused = {"eager float32": base}, dict[str, str]()
     for each in RUNTIMES:
-        if line := missing(each):
+        if line := missing(each, device):
             refused[each] = line
         for scheme in runtime(each).schemes(device):
             deployment = Deployment(runtime=each, scheme=scheme, recommendations=recommend(scheme))
