@@ -204,16 +204,16 @@ class Request(BaseModel):
     quantize_layers: str = Field(
         default="all", min_length=1, max_length=300, description="layers to quantize where no plan says: all, or RE2"
     )
-    quantize_dtype: Literal["auto", "qint8", "float16", "bfloat16", "none"] = Field(
+    quantize_dtype: Literal["auto", "qint8", "float8", "float16", "bfloat16", "none"] = Field(
         default="auto",
-        description="dtype to quantize to (or int8, fp16, bf16, fp32) when no plan names one; auto: the best",
+        description="dtype to quantize to (or int8, fp8, fp16, bf16, fp32) when no plan names one; auto: the best",
     )
     runtimes: str = Field(
         default="auto",
         min_length=1,
         max_length=100,
         description="runtimes that may execute the result, separated by commas: auto for all that are installed, or some of "
-        "eager (torch), inductor, onnxruntime (onnx, ort), openvino",
+        "eager (torch), graphed (CUDA graphs), inductor, onnxruntime (onnx, ort), openvino",
     )
     num_samples: int | None = Field(
         default=None,

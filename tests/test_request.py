@@ -40,8 +40,8 @@ def test_every_field_has_a_default_and_a_description():
         ({"max_acuracy_drop": 0.2}, "unknown term 'max_acuracy_drop': did you mean 'max_accuracy_drop'?"),
         ({"runtime": "eager"}, "unknown term 'runtime': did you mean 'runtimes'?"),
         ({"zzz": 1}, "unknown term 'zzz': `profiling-agent run --help` lists all terms"),
-        ({"quantize_dtype": "int4"}, "'auto', 'qint8', 'float16', 'bfloat16' or 'none'"),
-        ({"quantize_dtype": 8}, "'auto', 'qint8', 'float16', 'bfloat16' or 'none'"),
+        ({"quantize_dtype": "int4"}, "'auto', 'qint8', 'float8', 'float16', 'bfloat16' or 'none'"),
+        ({"quantize_dtype": 8}, "'auto', 'qint8', 'float8', 'float16', 'bfloat16' or 'none'"),
         ({"max_iterations": "5"}, "valid integer"),
         ({"seed": 1.5}, "valid integer"),
         ({"revision": "main"}, "reference models have no revision"),
@@ -103,7 +103,7 @@ def test_the_schema_has_numbers_with_their_bounds_or_text():
         {"type": "number", "exclusiveMinimum": 0, "maximum": 2},
         {"type": "string"},
     ]
-    assert fields["quantize_dtype"]["enum"] == ["auto", "qint8", "float16", "bfloat16", "none"]
+    assert fields["quantize_dtype"]["enum"] == ["auto", "qint8", "float8", "float16", "bfloat16", "none"]
     assert fields["min_speedup"]["default"] == 1.0
 
 
@@ -154,7 +154,7 @@ def test_the_goal_is_the_contract_alone():
 @pytest.mark.parametrize(
     ("asked", "names"),
     [
-        ("auto", ("eager", "inductor", "onnxruntime", "openvino")),
+        ("auto", ("eager", "graphed", "inductor", "onnxruntime", "openvino")),
         ("openvino, eager", ("eager", "openvino")),
         ("onnxruntime", ("onnxruntime",)),
     ],

@@ -101,7 +101,7 @@ def made(name: str, root: Path, device: str) -> tuple[dict[str, Path], dict[str,
     )
     folders, refused = {"eager float32": base}, dict[str, str]()
     for each in RUNTIMES:
-        if line := missing(each):
+        if line := missing(each, device):
             refused[each] = line
         for scheme in runtime(each).schemes(device):
             deployment = Deployment(runtime=each, scheme=scheme, recommendations=recommend(scheme))
@@ -180,8 +180,12 @@ def main() -> None:
                 found = race(name, folders, batch_size, asked.turns, asked.device)
                 rows += [stamped(row) for row in found]
                 for row in found:
-                    print(json.dumps({key: value for key, value in row.items() if key != "speedup_of_turns"}), flush=True)
-                asked.json.write_text(json.dumps({"rows": rows, "refused": refused, "environment": environment()}, indent=1))
+                    print(
+                        json.dumps({key: value for key, value in row.items() if key != "speedup_of_turns"}), flush=True
+                    )
+                asked.json.write_text(
+                    json.dumps({"rows": rows, "refused": refused, "environment": environment()}, indent=1)
+                )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Whole runs on a GPU: the paper's ViT-B/16 with a fitted classifier, from the request to the verdict.
 
-    python benchmarks/gpu/verdicts.py --json FILE [--data DIR] [--model ViT-B/16 | FOLDER] [--time-budget 3m] [--batch-size N] [--device cuda|cpu]
+python benchmarks/gpu/verdicts.py --json FILE [--data DIR] [--model ViT-B/16 | FOLDER] [--time-budget 3m] [--batch-size N] [--device cuda|cpu]
 """
 
 import argparse

@@ -19,9 +19,11 @@ from profiling_agent.records import Record
 HOW_TO_RUN = "## Run it with profiling-agent\n"
 SCHEMES = {
     "float32": "float32, nothing is quantized",
+    "tf32": "float32 weights, products with TF32's ten bits of a mantissa",
     "bfloat16": "bfloat16 weights and products",
     "float16": "float16 weights",
     "dynamic": "int8 weights per output channel, int8 activations scaled as they come",
+    "float8": "float8 (e4m3) weights per output channel, float8 activations scaled by row, the rest bfloat16",
     "static": "int8 weights per output channel, int8 activations with scales from calibration images",
     "static_nncf": "int8 by NNCF, attention products and residual adds included, scales from calibration images",
 }

@@ -72,11 +72,14 @@ def tolerance(recipe: Recipe) -> float:
     """Return how far apart the logits of a saved model may be here."""
     # float16 weights of a layer alone are rounded, the activations that they meet stay float32.
     has_steps = any(layer.dtype != "float16" for layer in recipe.quantized)
-    is_half = not recipe.quantized and recipe.deployment.scheme != "float32"
+    is_half = not recipe.quantized and recipe.deployment.scheme not in ("float32", "tf32")
+    if recipe.deployment.scheme == "tf32":
+        return STEP_TOLERANCE
     if not (has_steps or is_half):
         return FLOAT_TOLERANCE
     # Half precision of all layers is made on CUDA, whose kernels sum otherwise than those of any CPU.
-    if is_half and recipe.deployment.runtime in ("eager", "inductor"):
+    is_cuda = is_half or any(layer.kind == "rowwise" for layer in recipe.quantized)
+    if is_cuda and recipe.deployment.runtime in ("eager", "graphed", "inductor"):
         return REDUCED_TOLERANCE
     # Another CPU may have other kernels, whose activations have 7 bits or whose sums are rounded elsewhere. By its flags too: a
     # cloud has one name for processors that can do different things.

@@ -23,6 +23,7 @@ from profiling_agent.modules.inference import floating_dtype, left_as_found
 from profiling_agent.modules.norms import Folded
 from profiling_agent.modules.widths import fit_widths_
 from profiling_agent.quantization.kinds import rebuilt
+from profiling_agent.quantization.module import QuantizedModule
 from profiling_agent.quiet import ALONE, muted
 from profiling_agent.records import Cut
 from profiling_agent.timm_config import MODEL_TYPE as TIMM
@@ -120,7 +121,7 @@ def _build(folder: Path, recipe: Recipe, *, dequantize: bool) -> nn.Module:
             _place_(model, layer, tensors, dequantize=dequantize)
         _fill_(model, tensors, recipe)
         say_heads_(model, sizes)
-        _halve_rest_(model, recipe)
+        _halve_rest_(model)
     except MISFIT as error:
         if is_out_of_memory(error):
             raise
@@ -131,11 +132,16 @@ def _build(folder: Path, recipe: Recipe, *, dequantize: bool) -> nn.Module:
     return model.eval()
 
 
-def _halve_rest_(model: nn.Module, recipe: Recipe) -> None:
+def _halve_rest_(model: nn.Module) -> None:
     """Take buffers that aren't saved to the dtype of a model that is in half precision as a whole: Swin v2's table of coordinates."""
     dtypes = {parameter.dtype for parameter in model.parameters()}
-    if not recipe.quantized and len(dtypes) == 1 and dtypes <= {torch.bfloat16, torch.float16}:
-        model.to(dtypes.pop())
+    if len(dtypes) != 1 or not dtypes <= {torch.bfloat16, torch.float16}:
+        return
+    (dtype,) = dtypes
+    for module in model.modules():
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            if not isinstance(module, QuantizedModule) and buffer.is_floating_point():
+                setattr(module, name, buffer.to(dtype))
 
 
 def _architecture(recipe: Recipe) -> nn.Module:

@@ -19,6 +19,7 @@ ONNX, IR, IR_WEIGHTS, CARD = "model.onnx", "model.xml", "model.bin", "README.md"
 # What each runtime reads its weights from.
 MODEL_FILES: dict[RuntimeName, tuple[str, ...]] = {
     "eager": (WEIGHTS,),
+    "graphed": (WEIGHTS,),
     "inductor": (WEIGHTS,),
     "onnxruntime": (ONNX,),
     "openvino": (IR, IR_WEIGHTS),
@@ -26,6 +27,7 @@ MODEL_FILES: dict[RuntimeName, tuple[str, ...]] = {
 # Whose versions go into the recipe, beside those of what is always there.
 PACKAGES: dict[RuntimeName, tuple[str, ...]] = {
     "eager": (),
+    "graphed": (),
     "inductor": ("torchao",),
     "onnxruntime": ("onnx", "onnxruntime"),
     "openvino": ("openvino", "nncf"),
@@ -38,8 +40,8 @@ class QuantizedLayer(Record):
     """One layer that is not plain float32, as it was saved; `reduce_range`: activations have 7 bits, or ONNX Runtime's or NNCF's weights."""
 
     name: str
-    kind: Literal["dynamic", "static", "cast"] = "dynamic"
-    dtype: Literal["qint8", "float16", "bfloat16"]
+    kind: Literal["dynamic", "static", "cast", "rowwise"] = "dynamic"
+    dtype: Literal["qint8", "float16", "bfloat16", "float8"]
     reduce_range: bool = False
 
 

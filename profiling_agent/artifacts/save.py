@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,7 @@ def _recipe(
     if complexity is not None:
         params, macs = complexity
         counts = Counts(params=params, macs=macs, parameter_bytes=_weight_bytes(folder, deployment))
-    versions = {name: metadata.version(name) for name in PACKAGES[deployment.runtime]}
+    versions = {name: metadata.version(name) for name in PACKAGES[deployment.runtime] if find_spec(name)}
     return Recipe(
         **dict(description),
         quantized=prepared.quantized,
@@ -173,14 +174,16 @@ def save_derived(
 def write_weights(
     model: nn.Module, folder: Path, *, folded: Sequence[str] = (), dtype: torch.dtype | None = None
 ) -> PreparedFiles:
-    """Write `weights.safetensors`, floating tensors in `dtype` or as they are; quantized layers as `save_model` says."""
+    """Write `weights.safetensors`, floating tensors in `dtype` or as they are, of quantized layers always."""
     tensors, tied = _split_ties(model)
-    if dtype is not None:
-        tensors = {name: held.to(dtype) if held.is_floating_point() else held for name, held in tensors.items()}
+    layers = quantized_modules(model)
+    for name, held in tensors.items():
+        if dtype is not None and held.is_floating_point() and name.rpartition(".")[0] not in layers:
+            tensors[name] = held.to(dtype)
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     quantized = tuple(
         QuantizedLayer(name=name, kind=module.kind, dtype=module.dtype, reduce_range=module.reduce_range)
-        for name, module in quantized_modules(model).items()
+        for name, module in layers.items()
     )
     return PreparedFiles(quantized=quantized, tied=tied, folded=tuple(folded))
 

@@ -118,7 +118,7 @@ def examine(request: Request, progress: Progress = silent) -> Iterator[Finding]:
     ]
     looks += [lambda: _language_model(request), _hub]
     # Last: each takes seconds.
-    looks += [partial(_runtime, name) for name in RUNTIMES]
+    looks += [partial(_runtime, name) for name in RUNTIMES if registry.runtime(name).schemes("cpu")]
     looks += [partial(_device, request.device)]
     for number, look in enumerate(looks):
         progress("looking", number, len(looks))

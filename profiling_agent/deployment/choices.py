@@ -4,11 +4,12 @@ from collections.abc import Mapping
 
 from profiling_agent.records import EVERYTHING, Deployment, QuantizationRecommendation, Scheme
 
-# What one recommendation for all layers makes of a model; float32 needs none.
+# What one recommendation for all layers makes of a model; float32 and tf32 need none.
 RECOMMENDED: Mapping[Scheme, Mapping[str, str]] = {
     "bfloat16": {"quantization_type": "cast", "dtype": "bfloat16"},
     "float16": {"quantization_type": "dynamic", "dtype": "float16"},
     "dynamic": {"quantization_type": "dynamic", "dtype": "qint8"},
+    "float8": {"quantization_type": "dynamic", "dtype": "float8"},
     "static": {"quantization_type": "static", "dtype": "qint8"},
     "static_nncf": {"quantization_type": "static", "dtype": "qint8"},
 }
@@ -16,7 +17,7 @@ RECOMMENDED: Mapping[Scheme, Mapping[str, str]] = {
 
 def recommend(scheme: Scheme, layers: str = EVERYTHING) -> tuple[QuantizationRecommendation, ...]:
     """Return what makes `scheme` of the layers that `layers` hits."""
-    if scheme == "float32":
+    if scheme not in RECOMMENDED:
         return ()
     return (QuantizationRecommendation.model_validate({**RECOMMENDED[scheme], "layer": layers}),)
 

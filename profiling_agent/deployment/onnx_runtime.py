@@ -29,7 +29,7 @@ BLOCKED = "_nchwc"
 CONVERSION = "profiling_agent.deployment.onnx_runtime_conversion:write_deployment"
 
 
-def missing() -> str | None:
+def missing(device: str) -> str | None:  # noqa: ARG001 (every runtime's name and signature)
     """Return what has to be installed, or None."""
     return missing_packages(("onnxruntime", "onnx", "onnxscript"), extra="onnx")
 

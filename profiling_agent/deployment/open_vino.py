@@ -34,7 +34,7 @@ ORIGINALS = "originalLayersNames"
 CONVERSION = "profiling_agent.deployment.open_vino_conversion:write_deployment"
 
 
-def missing() -> str | None:
+def missing(device: str) -> str | None:  # noqa: ARG001 (every runtime's name and signature)
     """Return what has to be installed, or None."""
     return missing_packages(("openvino",), extra="openvino")
 

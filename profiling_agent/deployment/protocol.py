@@ -113,8 +113,8 @@ class Runtime(Protocol):
 
     CONVERSION: str
 
-    def missing(self) -> str | None:
-        """Return what has to be installed, as one line, or None where the runtime can be used."""
+    def missing(self, device: str) -> str | None:
+        """Return what has to be installed for "cpu" or "cuda", as one line, or None where the runtime can be used."""
         ...
 
     def schemes(self, device: str) -> tuple[Scheme, ...]:

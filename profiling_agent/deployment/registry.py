@@ -11,6 +11,7 @@ from profiling_agent.records import Deployment, RuntimeName
 
 MODULES: dict[RuntimeName, str] = {
     "eager": "profiling_agent.deployment.torch_eager",
+    "graphed": "profiling_agent.deployment.torch_graphed",
     "inductor": "profiling_agent.deployment.torch_inductor",
     "onnxruntime": "profiling_agent.deployment.onnx_runtime",
     "openvino": "profiling_agent.deployment.open_vino",
@@ -22,9 +23,9 @@ def runtime(name: RuntimeName) -> Runtime:
     return cast("Runtime", importlib.import_module(MODULES[name]))
 
 
-def missing(name: RuntimeName) -> str | None:
-    """Return what has to be installed for a runtime, as one line, or None."""
-    return runtime(name).missing()
+def missing(name: RuntimeName, device: str = "cpu") -> str | None:
+    """Return what has to be installed for a runtime on a device, as one line, or None."""
+    return runtime(name).missing(device)
 
 
 def reads_onnx(deployment: Deployment) -> bool:
@@ -40,7 +41,7 @@ def open_session(folder: Path, *, device: str = "cpu", num_threads: int | None =
     """
     recipe = open_folder(folder, verify=False)
     name = recipe.deployment.runtime
-    if line := missing(name):
+    if line := missing(name, device):
         raise ArtifactError(f"{str(folder)!r} was saved for {name}: {line}")
     if device != "cpu" and recipe.deployment.scheme not in runtime(name).schemes(device):
         raise ArtifactError(

@@ -10,26 +10,29 @@ from profiling_agent.artifacts.recipe import PreparedFiles
 from profiling_agent.artifacts.save import write_weights
 from profiling_agent.deployment.choices import recommended
 from profiling_agent.deployment.protocol import Source
-from profiling_agent.quantization.quantize import quantize_model
+from profiling_agent.quantization.quantize import quantize_model, quantize_rowwise
 from profiling_agent.records import Deployment, Scheme
 
 HALVES: dict[Scheme, torch.dtype] = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def write_deployment(source: Source, deployment: Deployment, folder: Path) -> PreparedFiles:
-    """Write `weights.safetensors`: on CUDA the whole model in half precision, on the CPU the layers that are chosen.
+    """Write `weights.safetensors`: on the CPU with the layers quantized that are chosen.
+
+    On CUDA half precision is the whole model's, and int8 and float8 that of the chosen linear layers in a bfloat16 model.
 
     Raises:
         PlanError: a pattern hits no layer.
         QuantizationError: a layer's weights or inputs aren't finite, or there are too few images.
     """
-    on_cuda = source.device == "cuda"
-    chosen = () if on_cuda else recommended(deployment)
+    chosen = recommended(deployment)
+    if source.device == "cuda":
+        is_rowwise = deployment.scheme in ("dynamic", "float8")
+        model = quantize_rowwise(source.module, chosen) if is_rowwise else source.module
+        dtype = torch.bfloat16 if is_rowwise else HALVES.get(deployment.scheme)
+        return write_weights(model, folder, folded=source.recipe.folded, dtype=dtype)
     quantized = quantize_model(source.module, chosen, calibration=lambda: calibration_batches(source))
-    folded = (*source.recipe.folded, *quantized.folded)
-    return write_weights(
-        quantized.model, folder, folded=folded, dtype=HALVES.get(deployment.scheme) if on_cuda else None
-    )
+    return write_weights(quantized.model, folder, folded=(*source.recipe.folded, *quantized.folded))
 
 
 def calibration_batches(source: Source) -> Iterator[Tensor]:

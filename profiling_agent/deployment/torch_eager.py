@@ -14,31 +14,34 @@ if TYPE_CHECKING:
 CONVERSION = "profiling_agent.deployment.torch_conversion:write_deployment"
 
 
-def missing() -> str | None:
+def missing(device: str) -> str | None:  # noqa: ARG001 (every runtime's name and signature)
     """Return None: torch is required."""
     return None
 
 
 def schemes(device: str) -> tuple[Scheme, ...]:
-    """Return the schemes of a device; int8 kernels are the CPU's."""
+    """Return the schemes of a device; int8 without a CUDA graph is the CPU's."""
     if device == "cuda":
-        return ("float32", "bfloat16", "float16")
+        return ("float32", "tf32", "bfloat16", "float16")
     return ("float32", "bfloat16", "float16", "dynamic")
 
 
-def open(folder: Path, recipe: Recipe, *, device: str, num_threads: int | None) -> "TorchSession":  # noqa: ARG001 (every runtime's name and signature)
+def open(folder: Path, recipe: Recipe, *, device: str, num_threads: int | None) -> "TorchSession":
     """Open a saved folder; without `num_threads` the process keeps its own."""
-    return _session(folder, device, num_threads)
+    return _session(folder, device, num_threads, tf32=recipe.deployment.scheme == "tf32")
 
 
-def _session(folder: Path, device: str, num_threads: int | None) -> "TorchSession":
+def _session(folder: Path, device: str, num_threads: int | None, *, tf32: bool = False) -> "TorchSession":
     from profiling_agent.artifacts.load import load_module
-    from profiling_agent.deployment.torch_session import TorchSession
+    from profiling_agent.deployment.torch_session import TorchSession, in_its_layout, memory_format
     from profiling_agent.modules.inference import on_device, pin_threads
 
     if num_threads:
         pin_threads(num_threads)
-    return TorchSession(on_device(load_module(folder, verify=False), device), device=device)
+    module = on_device(load_module(folder, verify=False), device)
+    if device != "cuda":
+        return TorchSession(module, device=device)
+    return TorchSession(in_its_layout(module), device=device, memory_format=memory_format(module), tf32=tf32)
 
 
 def operator_times(

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,8 +20,14 @@ COMPILERS = ("g++", "clang++")
 CONVERSION = "profiling_agent.deployment.torch_conversion:write_deployment"
 
 
-def missing() -> str | None:
-    """Return what has to be installed, or None: torchao's int8 patterns, and a compiler."""
+def missing(device: str) -> str | None:
+    """Return what has to be installed, or None: Triton on CUDA; on the CPU torchao's int8 patterns, and a compiler."""
+    if device == "cuda":
+        return (
+            None
+            if find_spec("triton")
+            else "triton isn't installed, with which torch.compile compiles for CUDA: pip install triton"
+        )
     if line := missing_packages(("torchao",), extra="inductor"):
         return line
     wanted = (os.environ["CXX"],) if os.environ.get("CXX") else COMPILERS
@@ -30,8 +37,9 @@ def missing() -> str | None:
 
 
 def schemes(device: str) -> tuple[Scheme, ...]:
-    """Return the schemes of a device; int8 kernels are the CPU's."""
-    return ("float32", "bfloat16", "float16") if device == "cuda" else ("float32", "bfloat16", "static")
+    """Return the schemes of a device."""
+    on_cuda: tuple[Scheme, ...] = ("float32", "bfloat16", "float16", "dynamic", "float8")
+    return on_cuda if device == "cuda" else ("float32", "bfloat16", "static")
 
 
 def open(folder: Path, recipe: Recipe, *, device: str, num_threads: int | None) -> "InductorSession":  # noqa: ARG001 (every runtime's name and signature)

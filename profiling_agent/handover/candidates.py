@@ -183,7 +183,7 @@ def _terms(
         terms.append(Term(name="speed", required=goal.min_speedup, measured=speedup, holds=speedup >= goal.min_speedup))
     else:
         unmeasured.append("speed")
-    terms.append(Term(name="size", required=goal.max_size_ratio, measured=size, holds=size <= goal.max_size_ratio))
+    terms.append(Term(name="size", required=goal.max_size_ratio, measured=size, holds=goal.allows_size(size)))
     if goal.max_memory_ratio is not None:
         if memory is None:
             unmeasured.append("memory")

@@ -19,7 +19,7 @@ from profiling_agent.handover.source import model_folder
 from profiling_agent.quantization.vnni import needed_instructions
 
 FORMATS = ("files", "onnx", "hf")
-TORCH = frozenset({"eager", "inductor"})
+TORCH = frozenset({"eager", "graphed", "inductor"})
 # What the format takes as it is, and a run has usually measured.
 MORE = {
     "onnx": ", pick a candidate for ONNX Runtime (`profiling-agent pick RUN` lists what was measured), or run with --runtimes onnxruntime"
@@ -99,6 +99,8 @@ def _write_hf(folder: Path, recipe: Recipe, output: Path, batch_size: int | None
 def _refused(recipe: Recipe, format_: str) -> str | None:
     """Return why a format can't hold a deployment, or None where it may."""
     runtime = recipe.deployment.runtime
+    if any(layer.kind == "rowwise" for layer in recipe.quantized):
+        return "whose int8 or float8 layers are for CUDA and have no place in other formats"
     if format_ == "files" or (format_ == "onnx" and runtime == "onnxruntime"):
         return None
     if runtime not in TORCH:

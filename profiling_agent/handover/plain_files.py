@@ -40,7 +40,7 @@ from profiling_agent.timm_config import PACKAGES as TIMM_PACKAGES
 LOADER, PREPARE, LAYERS = "load.py", "prepare.py", "layers.py"
 DESCRIBED, PREPROCESSING, LABELS = "layers.json", "preprocessing.json", "labels.json"
 HERE = Path(__file__).parent
-TORCH = frozenset({"eager", "inductor"})
+TORCH = frozenset({"eager", "graphed", "inductor"})
 # Of a model of a gigabyte the loading of torch and transformers included; compiling is left out.
 TIMEOUT_S = 600
 # What the Hub calls the libraries.
@@ -159,6 +159,7 @@ def _requirements(recipe: Recipe) -> tuple[str, ...]:
     runtime = recipe.deployment.runtime
     wanted = {
         "eager": ("torch", "transformers", "safetensors"),
+        "graphed": ("torch", "transformers", "safetensors"),
         "inductor": (
             "torch",
             "transformers",

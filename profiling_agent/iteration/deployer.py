@@ -18,7 +18,7 @@ REFUSALS = (ArtifactError, JobError, QuantizationError)
 class Deployer:
     """What models are deployed with; `latency_shares` is each layer's part of the baseline's time, by name.
 
-    What `tunes` makes a model ready for int8 first; without, it is quantized as it is.
+    What `tunes` makes a model ready for int8 first; without, and on CUDA, where each row has its scale, it is quantized as it is.
     """
 
     jobs: Jobs
@@ -35,7 +35,7 @@ class Deployer:
         """
         tuned = None
         try:
-            if self.tunes and deployment.scheme in INT8:
+            if self.tunes and deployment.scheme in INT8 and self.device == "cpu":
                 tuned = self.jobs.run(self._tune_task(model, deployment))
                 if choose_layers:
                     deployment = _with_kept(deployment, tuned)

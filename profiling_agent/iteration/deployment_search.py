@@ -276,7 +276,7 @@ class Trial:
         if goal.objective != "speed":
             return ""
         size = _model(option).size_bytes / self.baseline.footprint.size_bytes
-        if self.evaluator.budget.is_slow and size * (1 - MOST_PRUNED) > goal.max_size_ratio:
+        if self.evaluator.budget.is_slow and not goal.allows_size(size * (1 - MOST_PRUNED)):
             return "larger than the contract allows, even if it were pruned"
         may_lose_less = option.deployment.scheme not in INT8 and leader.deployment.scheme in INT8
         is_behind = own is not None and best is not None and own.speedup_high * MAX_SHIFT < best.speedup_low
@@ -292,7 +292,7 @@ class Trial:
         goal = self.evaluator.goal
         size = _model(option).size_bytes / self.baseline.footprint.size_bytes
         speedup = option.race_result.speedup if option.race_result else 0.0
-        return size > goal.max_size_ratio, size if goal.objective == "size" else -speedup
+        return not goal.allows_size(size), size if goal.objective == "size" else -speedup
 
     def keeps_terms(self, option: DeploymentOption, pruned: float = 0.0) -> bool:
         """Return whether the contract is content with all but the accuracy, or would be with a share of the model pruned."""

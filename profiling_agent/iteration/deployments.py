@@ -26,11 +26,21 @@ PROMISE: tuple[tuple[RuntimeName, Scheme], ...] = (
     *(("eager", "dynamic"), ("openvino", "bfloat16"), ("openvino", "float32"), ("onnxruntime", "float32")),
     ("inductor", "static"),
 )
+# The same on CUDA: what is launched at once comes first, by the rate of its products.
+PROMISE_ON_CUDA: tuple[tuple[RuntimeName, Scheme], ...] = (
+    *(("graphed", "float8"), ("graphed", "dynamic"), ("graphed", "bfloat16"), ("graphed", "float16")),
+    *(("inductor", "float8"), ("inductor", "bfloat16"), ("inductor", "dynamic"), ("inductor", "float16")),
+    *(("graphed", "tf32"), ("inductor", "float32"), ("eager", "bfloat16"), ("eager", "float16"), ("eager", "tf32")),
+)
 # Runtimes that compile for a minute or two.
 SLOW_TO_MAKE: frozenset[RuntimeName] = frozenset({"inductor"})
 INT8: frozenset[Scheme] = frozenset({"dynamic", "static", "static_nncf"})
+# On CUDA these are linear layers in a bfloat16 model.
+ROWWISE: frozenset[Scheme] = frozenset({"dynamic", "float8"})
+# What changes no weight, and is always tried.
+UNQUANTIZED: frozenset[Scheme] = frozenset({"float32", "tf32"})
 # Of the bytes of float32, with what a file has besides; dynamic int8 leaves convolutions as they are.
-BYTES: Mapping[Scheme, float] = {"float32": 1.0, "bfloat16": 0.51, "float16": 0.51}
+BYTES: Mapping[Scheme, float] = {"float32": 1.0, "tf32": 1.0, "bfloat16": 0.51, "float16": 0.51}
 INT8_BYTES = 0.26
 # What pruning takes off a deployment's bytes and time for next to nothing: a fifth cost the small models 0.04 points at most (docs/benchmarks.md).
 MOST_PRUNED = 0.2
@@ -38,8 +48,9 @@ MOST_PRUNED = 0.2
 MIXTURES: Mapping[RuntimeName, Scheme] = {"eager": "dynamic", "inductor": "static"}
 # The schemes that a request's `quantize_dtype` allows where no plan says.
 ASKED_SCHEMES: Mapping[str, frozenset[Scheme]] = {
-    "auto": frozenset({"bfloat16", "float16", "dynamic", "static", "static_nncf"}),
+    "auto": frozenset({"bfloat16", "float16", "dynamic", "float8", "static", "static_nncf"}),
     "qint8": frozenset({"dynamic", "static", "static_nncf"}),
+    "float8": frozenset({"float8"}),
     "float16": frozenset({"float16"}),
     "bfloat16": frozenset({"bfloat16"}),
     "none": frozenset(),
@@ -67,15 +78,18 @@ def deployment_choices(request: Request, device: str) -> DeploymentChoices:
     supported: dict[RuntimeName, tuple[Scheme, ...]] = {}
     notes: list[str] = []
     for name in request.runtime_names:
-        if line := registry.missing(name):
+        if line := registry.missing(name, device):
             notes.append(f"{name} was not tried: {line}")
         elif schemes := registry.runtime(name).schemes(device):
             supported[name] = schemes
-        else:
-            notes.append(f"{name} was not tried: here it runs on the CPU alone, and the run is on {device}")
+        elif device != "cpu" or request.names_runtimes:
+            where = "the CPU" if device != "cpu" else "CUDA"
+            notes.append(f"{name} was not tried: here it runs on {where} only, and the run is on {device}")
     schemes = ASKED_SCHEMES[request.quantize_dtype]
-    if schemes & INT8 and not any(INT8 & set(known) for known in supported.values()) and device != "cpu":
-        notes.append(f"int8 was not tried: no runtime here has kernels for it on {device}")
+    if device != "cpu" and request.quantize_layers != EVERYTHING:
+        schemes &= ROWWISE
+    if schemes and not any(schemes & set(known) for known in supported.values()):
+        notes.append(f"{request.quantize_dtype} was not tried: no runtime here has kernels for it on {device}")
     return DeploymentChoices(
         supported=supported,
         is_named=request.names_runtimes,
@@ -97,8 +111,8 @@ def schemes_of(recommendations: Iterable[QuantizationRecommendation]) -> frozens
 def possible_deployments(plan: Plan, choices: DeploymentChoices) -> tuple[Deployment, ...]:
     """Return the deployments to try, in the order of the runtimes; eager float32 is the baseline and no deployment.
 
-    A plan that says how to quantize is taken at its word; otherwise every scheme that was asked for is tried. float32 is
-    always one: another runtime alone may suffice.
+    A plan that says how to quantize is taken at its word; otherwise every scheme that was asked for is tried. float32 and TF32 are
+    always: another runtime may suffice.
     """
     found: list[Deployment] = []
     for runtime, known in choices.supported.items():
@@ -106,12 +120,12 @@ def possible_deployments(plan: Plan, choices: DeploymentChoices) -> tuple[Deploy
             chosen = [
                 Deployment(runtime=runtime, scheme=scheme, recommendations=recommend(scheme, choices.layers))
                 for scheme in known
-                if scheme in choices.schemes or scheme == "float32"
+                if scheme in choices.schemes or scheme in UNQUANTIZED
             ]
         else:
             chosen = [
                 Deployment(runtime=runtime, scheme=scheme, recommendations=plan.quantization)
-                for scheme in _planned(runtime, known, schemes_of(plan.quantization))
+                for scheme in _planned(runtime, known, schemes_of(plan.quantization), on_cuda=choices.is_whole)
             ]
         found += [
             deployment for deployment in chosen if (deployment.runtime, deployment.scheme) != ("eager", "float32")
@@ -125,8 +139,9 @@ def why_undeployable(plan: Plan, choices: DeploymentChoices, goal: Goal) -> str 
         return None
     if goal.selection == "paper":
         return "the paper's selection judges attempts in eager float32: a plan's quantization has to be null"
-    if choices.is_whole and any(asked.layer != EVERYTHING for asked in plan.quantization):
-        return "on CUDA half precision is the whole model's: quantization may name 'all' and no layers"
+    names_layers = any(asked.layer != EVERYTHING for asked in plan.quantization)
+    if choices.is_whole and names_layers and not schemes_of(plan.quantization) & ROWWISE:
+        return "on CUDA half precision is the whole model's: quantization may name layers for int8 and float8 only"
     # Eager float32 is there always, and no deployment.
     if possible_deployments(plan, choices) or not schemes_of(plan.quantization):
         return None
@@ -136,12 +151,14 @@ def why_undeployable(plan: Plan, choices: DeploymentChoices, goal: Goal) -> str 
 
 def by_promise(deployments: Iterable[Deployment]) -> list[Deployment]:
     """Return deployments in the order in which they are worth trying; those of which nothing is known in theirs, slow ones last."""
-    places = {pair: place for place, pair in enumerate(PROMISE)}
+    ordered = [*deployments]
+    on_cuda = any(deployment.runtime == "graphed" or deployment.scheme == "tf32" for deployment in ordered)
+    places = {pair: place for place, pair in enumerate(PROMISE_ON_CUDA if on_cuda else PROMISE)}
 
     def place(deployment: Deployment) -> tuple[bool, int]:
         return deployment.runtime in SLOW_TO_MAKE, places.get((deployment.runtime, deployment.scheme), len(places))
 
-    return sorted(deployments, key=place)
+    return sorted(ordered, key=place)
 
 
 @dataclass(frozen=True)
@@ -186,7 +203,7 @@ def num_tried_first(plan: Plan, budget: Budget, goal: Goal, choices: DeploymentC
 
 def _bytes_of(scheme: Scheme, linear_share: float) -> float:
     """Return about how many of float32's bytes a scheme leaves."""
-    reached = linear_share if scheme == "dynamic" else 1.0
+    reached = linear_share if scheme in ROWWISE else 1.0
     return BYTES.get(scheme, 1 - reached * (1 - INT8_BYTES))
 
 
@@ -195,10 +212,15 @@ def linear_share_of(profile: ModelProfile) -> float:
     return sum(row.params for row in profile.layers if row.kind == "Linear") / max(profile.params, 1)
 
 
-def _planned(runtime: RuntimeName, known: Sequence[Scheme], wanted: frozenset[Scheme]) -> list[Scheme]:
+def _planned(
+    runtime: RuntimeName, known: Sequence[Scheme], wanted: frozenset[Scheme], *, on_cuda: bool
+) -> list[Scheme]:
     """Return the schemes by which this runtime can carry out recommendations of the `wanted` kinds."""
     if not wanted:
-        return [scheme for scheme in known if scheme == "float32"]
+        return [scheme for scheme in known if scheme in UNQUANTIZED]
+    if on_cuda and wanted & ROWWISE:
+        widest: Scheme = "float8" if "float8" in wanted else "dynamic"
+        return [widest] if widest in known and wanted <= ROWWISE | {"bfloat16"} else []
     kinds = wanted - {"static_nncf"}
     if len(kinds) == 1:
         return [scheme for scheme in known if scheme in wanted]
@@ -223,20 +245,20 @@ def leaving_in_float(deployment: Deployment, layers: Sequence[str]) -> Deploymen
 
 def check_runtimes(request: Request) -> None:
     """Raise RequestError where a runtime that was asked for by name isn't installed, or it or int8 isn't there on the device."""
-    if request.device == "cuda" and request.quantize_dtype == "qint8":
+    if request.device == "cpu" and request.quantize_dtype == "float8":
+        raise RequestError("quantize_dtype is 'float8' and device is 'cpu', which has no kernels for it: use int8")
+    is_half = request.quantize_dtype in ("bfloat16", "float16")
+    if request.device == "cuda" and request.quantize_layers != EVERYTHING and is_half:
         raise RequestError(
-            "quantize_dtype is 'qint8' and device is 'cuda', where no runtime here has int8 kernels: use bfloat16 or float16, or device cpu"
-        )
-    if request.device == "cuda" and request.quantize_layers != EVERYTHING:
-        raise RequestError(
-            f"quantize_layers is {request.quantize_layers!r} and device is 'cuda', where half precision is the whole model's: leave it out, or use device cpu"
+            f"quantize_layers is {request.quantize_layers!r} and device is 'cuda', where half precision is the whole model's: leave it out, or use int8 or float8"
         )
     if request.runtimes.strip() == "auto":
         return
     for name in request.runtime_names:
-        if line := registry.missing(name):
+        device, other = ("cuda", "cpu") if request.device == "cuda" else ("cpu", "cuda")
+        if line := registry.missing(name, device):
             raise RequestError(f"runtimes asks for {name}, but {line}")
-        if request.names_runtimes and not registry.runtime(name).schemes("cuda" if request.device == "cuda" else "cpu"):
+        if request.names_runtimes and not registry.runtime(name).schemes(device):
             raise RequestError(
-                f"runtimes asks for {name}, which here runs on the CPU alone: leave it out, or use device cpu"
+                f"runtimes asks for {name}, which here runs on {other} only: leave it out, or use device {other}"
             )

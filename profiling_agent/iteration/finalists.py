@@ -66,7 +66,7 @@ def _rivals(journal: Journal, pruned: Candidate, goal: Goal, *, small_alone: boo
     if leader is None or goal.objective != "speed":
         return [Deployment(), *(option.deployment for option in suited)]
     own, whole = pruned.evaluation, journal.baseline
-    is_small = size_ratio(own, whole) <= goal.max_size_ratio
+    is_small = goal.allows_size(size_ratio(own, whole))
     left = own.footprint.params / max(whole.footprint.params, 1)
     most = goal.max_size_ratio / max(left, 1e-9) if small_alone and is_small else math.inf
     reached = [(Deployment(), whole.footprint.macs / max(own.footprint.macs, 1), 1.0)]
@@ -116,7 +116,7 @@ def is_all_asked(candidate: Candidate, journal: Journal, goal: Goal) -> bool:
     search, deployment = journal.deployment_search, candidate.evaluation.deployment
     options = search.options if search else ()
     raced = next((option.race_result for option in options if option.deployment == deployment), None)
-    is_small = size_ratio(candidate.evaluation, journal.baseline) <= goal.max_size_ratio
+    is_small = goal.allows_size(size_ratio(candidate.evaluation, journal.baseline))
     return is_small and (raced.speedup if raced else 1.0) >= goal.min_speedup
 
 

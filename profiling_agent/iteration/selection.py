@@ -40,7 +40,7 @@ def preference(goal: Goal, *, size: float, speedup: float, memory: float | None)
     held = math.inf if memory is None else memory
     is_greedy = goal.max_memory_ratio is not None and held > goal.max_memory_ratio
     wanted = {"speed": -speedup, "size": size, "memory": held}[goal.objective]
-    return size > goal.max_size_ratio, speedup < goal.min_speedup, is_greedy, wanted
+    return not goal.allows_size(size), speedup < goal.min_speedup, is_greedy, wanted
 
 
 def has_answer(journal: Journal, goal: Goal) -> bool:
@@ -49,7 +49,7 @@ def has_answer(journal: Journal, goal: Goal) -> bool:
     How fast attempts are isn't known before the end: of them the bytes are asked.
     """
     accepted = [attempt.deployed for attempt in journal.attempts if attempt.accepted and attempt.deployed]
-    if any(size_ratio(one, journal.baseline) <= goal.max_size_ratio for one in accepted):
+    if any(goal.allows_size(size_ratio(one, journal.baseline)) for one in accepted):
         return True
     search = journal.deployment_search
     if search is None or search.chosen is None:
@@ -73,7 +73,7 @@ def _by_counts(journal: Journal, goal: Goal) -> tuple[Candidate, ...]:
         sorted(
             passed,
             key=lambda found: (
-                size_ratio(found.evaluation, baseline) > goal.max_size_ratio,
+                not goal.allows_size(size_ratio(found.evaluation, baseline)),
                 found.evaluation.footprint.macs,
                 found.evaluation.footprint.size_bytes,
             ),

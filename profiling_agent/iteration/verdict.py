@@ -67,7 +67,10 @@ def _speed(facts: Facts, goal: Goal) -> Term:
 
 def _size(facts: Facts, goal: Goal) -> Term:
     asked, measured = goal.max_size_ratio, facts.size_ratio
-    return Term(name="size", required=asked, measured=measured, bound=measured, holds=measured <= asked)
+    holds = goal.allows_size(measured)
+    return Term(
+        name="size", required=asked, measured=measured, bound=min(measured, asked) if holds else measured, holds=holds
+    )
 
 
 def _memory(facts: Facts, goal: Goal, asked: float) -> Term:
@@ -106,7 +109,7 @@ def _shortfall(term: Term) -> float:
 
 def out_of_reach(limit: Limit, goal: Goal) -> str | None:
     """Return the term that even the cheapest model misses, or None."""
-    if limit.size_ratio is not None and limit.size_ratio > goal.max_size_ratio:
+    if limit.size_ratio is not None and not goal.allows_size(limit.size_ratio):
         return "size"
     if limit.speedup_high is not None and limit.speedup_high < goal.min_speedup:
         return "speed"

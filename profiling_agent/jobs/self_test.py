@@ -24,7 +24,7 @@ from profiling_agent.deployment.probe import SPEC, write_tiny
 from profiling_agent.deployment.protocol import Batch, Source
 from profiling_agent.deployment.registry import open_session, runtime
 from profiling_agent.deployment.save import save_deployed
-from profiling_agent.errors import ArtifactError
+from profiling_agent.errors import ArtifactError, QuantizationError
 from profiling_agent.modules.inference import on_device, random_batch
 from profiling_agent.profiling.profile import profile_model
 from profiling_agent.profiling.sensitivity import measure_sensitivity
@@ -32,7 +32,7 @@ from profiling_agent.pruning.calibration import MIN_IMAGES
 from profiling_agent.pruning.compensation import compensate
 from profiling_agent.pruning.prune import prune_model
 from profiling_agent.pruning.widths import snap
-from profiling_agent.records import Cut, Deployment, ModelProfile, Scheme
+from profiling_agent.records import Cut, Deployment, ModelProfile, RuntimeName
 
 BATCH = 8
 # Float32 on another device adds in another order.
@@ -99,12 +99,20 @@ class SelfTest:
             raise ArtifactError(
                 f"logits are {max(distances):.2g} from the CPU's (relative), {MAX_DISTANCE:g} is allowed"
             )
-        schemes: list[Scheme] = [scheme for scheme in runtime("eager").schemes(self.device) if scheme != "float32"]
-        for scheme in schemes:
-            folder = self.folder / scheme
-            save_deployed(self._source(images), Deployment(scheme=scheme), folder)
+        names: tuple[RuntimeName, ...] = ("eager", "graphed")
+        made = [Deployment(runtime=name, scheme=one) for name in names for one in runtime(name).schemes(self.device)]
+        working: list[str] = []
+        for deployment in made[1:]:
+            folder = self.folder / f"{deployment.runtime}-{deployment.scheme}"
+            try:
+                save_deployed(self._source(images), deployment, folder)
+            except QuantizationError as error:
+                # A GPU may have no float8.
+                working.append(f"{deployment.name} doesn't ({error})")
+                continue
             open_session(folder, device=self.device).run(images)
-        return f"float32 is {max(distances):.1g} from the CPU's; {', '.join(schemes)} work"
+            working.append(deployment.name)
+        return f"float32 is {max(distances):.1g} from the CPU's; what works: {', '.join(working)}"
 
     def _source(self, images: Batch) -> Source:
         return Source(

@@ -50,8 +50,9 @@ def device_of(model: nn.Module) -> torch.device:
 
 def floating_dtype(model: nn.Module) -> torch.dtype:
     """Return the dtype in which a model takes its images: float32, or that of a model in half precision as a whole."""
-    found = {tensor.dtype for tensor in (*model.parameters(), *model.buffers()) if tensor.is_floating_point()}
-    # Layers that compute in half precision among float32 ones cast their inputs by themselves.
+    # Quantized layers, whose weights and scales are buffers, cast their inputs by themselves.
+    tensors = [*model.parameters()] or [*model.buffers()]
+    found = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
     return found.pop() if len(found) == 1 else torch.float32
 
 

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from profiling_agent.errors import QuantizationError
 from profiling_agent.quantization.cast import CastConv2d, CastLinear
+from profiling_agent.quantization.cuda_linear import RowwiseLinear
 from profiling_agent.quantization.linear import DynamicLinear
 from profiling_agent.quantization.module import Kind, QuantizedModule
 from profiling_agent.quantization.static import StaticConv2d, StaticLinear
@@ -14,6 +15,7 @@ CLASSES: Mapping[tuple[Kind, type[nn.Module]], type[QuantizedModule]] = {
     ("dynamic", nn.Linear): DynamicLinear,
     ("static", nn.Linear): StaticLinear,
     ("static", nn.Conv2d): StaticConv2d,
+    ("rowwise", nn.Linear): RowwiseLinear,
     ("cast", nn.Linear): CastLinear,
     ("cast", nn.Conv2d): CastConv2d,
 }

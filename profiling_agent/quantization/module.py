@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from profiling_agent.errors import QuantizationError
 from profiling_agent.modules.borders import border_of
 
-Kind = Literal["dynamic", "static", "cast"]
-Dtype = Literal["qint8", "float16", "bfloat16"]
+Kind = Literal["dynamic", "static", "cast", "rowwise"]
+Dtype = Literal["qint8", "float16", "bfloat16", "float8"]
 Layer = nn.Linear | nn.Conv2d
 
 

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from profiling_agent.modules.places import places
 from profiling_agent.quantization.bias import correct_biases_, output_means
 from profiling_agent.quantization.calibrate import MIN_IMAGES, Images, Observed, observe
 from profiling_agent.quantization.cast import CastConv2d, CastLinear
+from profiling_agent.quantization.cuda_linear import MULTIPLE, Float8Linear, Int8Linear, has_float8
 from profiling_agent.quantization.kinds import can_be
 from profiling_agent.quantization.linear import DynamicLinear
 from profiling_agent.quantization.module import Kind, Layer, QuantizedModule
@@ -85,6 +87,46 @@ def quantize_model(
         quantized.set_submodule(name, layer.train(model.get_submodule(name).training))
     shifts = correct_biases_(quantized, expected, calibration) if calibration else {}
     return Quantized(model=quantized, layers=tuple(made), folded=folded, shifts=shifts)
+
+
+def quantize_rowwise(model: nn.Module, recommendations: Sequence[QuantizationRecommendation]) -> nn.Module:
+    """Return a copy of `model` on the CPU with the recommended linear layers in int8 or float8.
+
+    The classifier, whose rows are images, and layers whose widths aren't multiples of 16 are left as they are.
+
+    Raises:
+        PlanError: a pattern is invalid or hits no layer.
+        QuantizationError: no layer is left to quantize, a weight isn't finite, or the device multiplies no float8.
+    """
+    chosen = chosen_layers(model, recommendations)
+    dtypes = {choice.dtype for choice in chosen.values()}
+    if "float8" in dtypes and torch.cuda.is_available() and not has_float8():
+        raise QuantizationError("float8 needs a GPU of compute capability 8.9 or higher (H100, L40S, RTX 4090)")
+    quantized = copy.deepcopy(model).cpu()
+    heads = _classifiers(quantized)
+    made: dict[str, QuantizedModule] = {}
+    for name, choice in chosen.items():
+        layer: Any = quantized.get_submodule(name)
+        is_linear = type(layer) is nn.Linear and name not in heads
+        if choice.dtype in ("qint8", "float8") and is_linear and not any(n % MULTIPLE for n in layer.weight.shape):
+            try:
+                made[name] = (Int8Linear if choice.dtype == "qint8" else Float8Linear).from_float(layer)
+            except QuantizationError as error:
+                raise QuantizationError(f"layer {name!r} can't be quantized: {error}") from error
+    if not made:
+        raise QuantizationError(
+            f"no nn.Linear that is chosen, besides the classifier, has widths that are multiples of {MULTIPLE}, which alone int8 and float8 take on CUDA"
+        )
+    for name, layer in made.items():
+        quantized.set_submodule(name, layer.train(model.get_submodule(name).training))
+    return quantized
+
+
+def _classifiers(model: nn.Module) -> set[str]:
+    """Return the last linear layer, and all that have as many outputs as there are classes."""
+    linear = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
+    num_classes = getattr(getattr(model, "config", None), "num_labels", None)
+    return {*[*linear][-1:], *(name for name, layer in linear.items() if layer.out_features == num_classes)}
 
 
 def chosen_layers(

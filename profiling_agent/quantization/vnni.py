@@ -13,13 +13,17 @@ from profiling_agent.reproducibility import environment
 # torch (FBGEMM) asks for that of AVX-512 (docs/facts.md says where that was read).
 INSTRUCTIONS: Mapping[RuntimeName, tuple[str, ...]] = {
     "eager": ("avx512_vnni",),
+    "graphed": (),
     "inductor": ("avx512_vnni",),
     "onnxruntime": ("avx512_vnni", "avx_vnni"),
     "openvino": ("avx512_vnni", "avx_vnni"),
 }
 # torch's layers of which no sum saturates on any CPU: dynamic ones take 7 bits where one would, and static ones compute in float32 unless inductor
 # makes int8 products of them.
-SAFE: Mapping[RuntimeName, tuple[str, ...]] = {"eager": ("dynamic", "static"), "inductor": ("dynamic",)}
+SAFE: Mapping[RuntimeName, tuple[str, ...]] = {
+    "eager": ("dynamic", "static", "rowwise"),
+    "inductor": ("dynamic", "rowwise"),
+}
 
 
 class _Layer(Protocol):

@@ -7,10 +7,11 @@ from pydantic import Field
 from profiling_agent.records.plan import QuantizationRecommendation
 from profiling_agent.records.record import ArtifactRef, Record
 
-RuntimeName = Literal["eager", "inductor", "onnxruntime", "openvino"]
-RUNTIMES: tuple[RuntimeName, ...] = ("eager", "inductor", "onnxruntime", "openvino")
+RuntimeName = Literal["eager", "graphed", "inductor", "onnxruntime", "openvino"]
+RUNTIMES: tuple[RuntimeName, ...] = ("eager", "graphed", "inductor", "onnxruntime", "openvino")
 # `static_nncf` is static int8 by NNCF, which quantizes attention products and residual adds as well.
-Scheme = Literal["float32", "bfloat16", "float16", "dynamic", "static", "static_nncf"]
+# `tf32` and `float8` are CUDA's; `dynamic` there has a scale per row.
+Scheme = Literal["float32", "tf32", "bfloat16", "float16", "dynamic", "float8", "static", "static_nncf"]
 
 
 class Deployment(Record):

@@ -34,6 +34,10 @@ class Goal(Record):
     pins: tuple[PruningRecommendation, ...] = Field(default=(), description="ratios that a person fixed for every plan")
     caps: tuple[Cap, ...] = Field(default=(), description="units that a person lets be cut no further, in any plan")
 
+    def allows_size(self, ratio: float) -> bool:
+        """Return whether a share of the baseline's bytes is allowed, to a tenth of a percent: half precision is 50.02%."""
+        return min(ratio, round(ratio, 3)) <= self.max_size_ratio
+
     @property
     def without_demands(self) -> "Goal":
         """Return the contract alone: what a person has fixed of plans says nothing of deployments."""

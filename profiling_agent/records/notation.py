@@ -10,7 +10,14 @@ QUANTITY = re.compile(r"((?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[-+]?[0-9]+)?)\s*([a-z%
 # Each unit with its divisor.
 PERCENT, TIMES = {"": 1, "%": 100}, {"": 1, "x": 1}
 POINTS = PERCENT | dict.fromkeys(("pt", "pts", "pp", "point", "points"), 100)
-DTYPE_SYNONYMS = {"int8": "qint8", "fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32"}
+DTYPE_SYNONYMS = {
+    "int8": "qint8",
+    "fp16": "float16",
+    "half": "float16",
+    "fp8": "float8",
+    "bf16": "bfloat16",
+    "fp32": "float32",
+}
 
 
 def _limit(bounds: Any, units: Mapping[str, int], advice: str) -> BeforeValidator:

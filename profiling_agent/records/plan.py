@@ -15,7 +15,7 @@ EVERYTHING = "all"
 PRUNING, QUANTIZATION = (("pruning", "pruning_recommendations"), ("quantization", "quantization_recommendations"))
 PARTS = frozenset({*PRUNING, *QUANTIZATION, "caps"})
 PRINTED = re.compile(rf'"(?:{PRUNING[1]}|{QUANTIZATION[1]})"\s*:')
-DTYPES = {"dynamic": ("qint8", "float16"), "static": ("qint8",), "cast": ("bfloat16", "float32")}
+DTYPES = {"dynamic": ("qint8", "float16", "float8"), "static": ("qint8",), "cast": ("bfloat16", "float32")}
 
 
 class PruningRecommendation(Record):
@@ -30,13 +30,13 @@ class PruningRecommendation(Record):
 class QuantizationRecommendation(Record):
     """What becomes of the layers that the pattern hits, or of `all`: `nn.Linear` by any scheme, `nn.Conv2d` by some.
 
-    dynamic: int8 or float16 weights, int8 activations scaled as they come, Linear alone. static: int8 weights and
+    dynamic: int8 or float16 weights, int8 activations scaled as they come, Linear alone; float8 on CUDA. static: int8 weights and
     activations, scales from calibration images, Linear and Conv2d. cast: bfloat16, or float32 to leave a layer alone.
     """
 
     layer: str = Field(min_length=1, max_length=300)
     quantization_type: Literal["dynamic", "static", "cast"] = "dynamic"
-    dtype: Literal["qint8", "float16", "bfloat16", "float32"]
+    dtype: Literal["qint8", "float16", "bfloat16", "float8", "float32"]
     justification: str = Field(default="", max_length=2000)
 
     @field_validator("dtype", mode="before")

@@ -223,7 +223,7 @@ PathFinder.find_spec = staticmethod(
     lambda name, *rest, **named: None if name.split(".")[0] in hidden else find(name, *rest, **named)
 )
 from profiling_agent.deployment.registry import missing
-for name in ("eager", "inductor", "onnxruntime", "openvino"):
+for name in ("eager", "graphed", "inductor", "onnxruntime", "openvino"):
     print(missing(name))
 assert "torch" not in sys.modules
 """
@@ -236,6 +236,7 @@ def test_what_is_missing_is_said_with_the_command_that_installs_it():
 
     assert lines == [
         "None",
+        "None",
         "torchao isn't installed: pip install profiling-agent[inductor]",
         "onnxruntime isn't installed: pip install profiling-agent[onnx]",
         "openvino isn't installed: pip install profiling-agent[openvino]",
@@ -246,7 +247,7 @@ def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
 
-    line = runtime("inductor").missing()
+    line = runtime("inductor").missing("cpu")
 
     assert line is not None
     assert "g++" in line

@@ -14,7 +14,7 @@ from profiling_agent.records import Deployment, Scheme
 CONVERSION = "profiling_agent.deployment.toy:write_deployment"
 
 
-def missing() -> str | None:
+def missing(device: str) -> str | None:
     return missing_packages(("onnx",), extra="onnx")
 
 

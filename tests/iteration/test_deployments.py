@@ -5,6 +5,7 @@ from profiling_agent.errors import RequestError
 from profiling_agent.iteration.deployments import (
     ASKED_SCHEMES,
     DeploymentChoices,
+    by_promise,
     check_runtimes,
     deployment_choices,
     leaving_in_float,
@@ -101,27 +102,44 @@ def test_on_cuda_nothing_is_offered_that_has_no_kernels_there():
     choices = deployment_choices(Request(), "cuda")
 
     found = possible_deployments(Plan(), choices)
-    assert {deployment.runtime for deployment in found} <= {"eager", "inductor"}
-    assert not {deployment.scheme for deployment in found} & {"dynamic", "static", "static_nncf"}
-    assert {"eager bfloat16", "eager float16"} <= {deployment.name for deployment in found}
-    assert any(
-        note.startswith("int8 was not tried: no runtime here has kernels for it on cuda") for note in choices.notes
-    )
-    # A plan that names int8 has nobody to carry it out.
-    planned = Plan(quantization=(QuantizationRecommendation(layer="all", dtype="qint8"),))
-    assert possible_deployments(planned, choices) == ()
-    assert not any("int8" in note for note in deployment_choices(Request(), "cpu").notes)
-    assert not any("int8" in note for note in deployment_choices(Request(quantize_dtype="bfloat16"), "cuda").notes)
+    named = {deployment.name for deployment in found}
+    assert {deployment.runtime for deployment in found} <= {"eager", "graphed", "inductor"}
+    assert not {deployment.scheme for deployment in found} & {"static", "static_nncf"}
+    assert {"eager tf32", "eager bfloat16", "eager float16", "graphed dynamic", "graphed float8"} <= named
+    assert by_promise(found)[0].name == "graphed float8"
+    assert not any("graphed" in note for note in deployment_choices(Request(), "cpu").notes)
+    # Without quantization TF32 is left, as float32 is.
+    unquantized = possible_deployments(Plan(), deployment_choices(Request(quantize_dtype="none"), "cuda"))
+    assert {deployment.scheme for deployment in unquantized} <= {"float32", "tf32"}
+    # A pattern chooses the layers that are int8 or float8.
+    some = possible_deployments(Plan(), deployment_choices(Request(quantize_layers="mlp"), "cuda"))
+    assert {deployment.scheme for deployment in some} <= {"float32", "tf32", "dynamic", "float8"}
+
+
+@pytest.mark.parametrize(
+    ("recommendations", "expected"),
+    [
+        ((rec("all", "dynamic", "qint8"),), "graphed dynamic"),
+        ((rec("all", "dynamic", "float8"), rec("fc2", "cast", "bfloat16")), "graphed float8"),
+        ((rec("all", "dynamic", "qint8"), rec("fc2", "dynamic", "float8")), "graphed float8"),
+        ((rec("all", "dynamic", "qint8"), rec("fc2", "dynamic", "float16")), None),
+    ],
+)
+def test_on_cuda_a_plan_mixes_int8_float8_and_bfloat16(recommendations, expected: str | None):
+    choices = deployment_choices(Request(runtimes="eager,graphed"), "cuda")
+
+    found = possible_deployments(Plan(quantization=recommendations), choices)
+
+    assert [deployment.name for deployment in found] == ([expected] if expected else [])
 
 
 @pytest.mark.parametrize(
     ("asked", "says"),
     [
-        ({"quantize_dtype": "qint8"}, "no runtime here has int8 kernels"),
-        ({"runtimes": "eager,onnxruntime"}, "runtimes asks for onnxruntime, which here runs on the CPU alone"),
-        ({"runtimes": "openvino"}, "runtimes asks for openvino, which here runs on the CPU alone"),
+        ({"runtimes": "eager,onnxruntime"}, "runtimes asks for onnxruntime, which here runs on cpu only"),
+        ({"runtimes": "openvino"}, "runtimes asks for openvino, which here runs on cpu only"),
         (
-            {"quantize_layers": "mlp"},
+            {"quantize_layers": "mlp", "quantize_dtype": "bfloat16"},
             "quantize_layers is 'mlp' and device is 'cuda', where half precision is the whole",
         ),
     ],

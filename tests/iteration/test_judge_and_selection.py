@@ -3,7 +3,7 @@ from made import BASELINE, GOAL, attempt, drop, evaluation, journal, race_result
 
 from profiling_agent.iteration.judge import is_doubtful, judge
 from profiling_agent.iteration.selection import has_answer, may_be_returned, preference, ranked
-from profiling_agent.records import Deployment, DeploymentOption, DeploymentSearch, Variant
+from profiling_agent.records import Deployment, DeploymentOption, DeploymentSearch, Goal, Variant
 
 PAPER = GOAL.model_copy(update={"selection": "paper"})
 SMALL = {"macs": 900, "params": 900, "size_bytes": 1000}
@@ -161,3 +161,11 @@ def test_a_contract_prefers_what_keeps_its_terms_and_then_its_objective(better: 
     plain = {"size": 0.5, "speedup": 2.0, "memory": 0.5}
 
     assert preference(asked, **plain | better) < preference(asked, **plain | worse)
+
+
+def test_half_precision_is_half_the_bytes_to_a_tenth_of_a_percent():
+    goal = Goal(max_accuracy_drop=0.01, min_speedup=1.0, max_size_ratio=0.5, selection="contract")
+
+    assert goal.allows_size(0.5002)
+    assert not goal.allows_size(0.5006)
+    assert goal.model_copy(update={"max_size_ratio": 0.2505}).allows_size(0.2505)

@@ -117,7 +117,7 @@ def test_layers_can_not_be_chosen_where_half_precision_is_the_whole_models():
     assert why_undeployable(Plan(quantization=(rec("all", "cast", "bfloat16"),)), cuda, GOAL) is None
     wish = Plan(quantization=(rec("all", "cast", "bfloat16"), rec("classifier", "cast", "float32")))
     assert why_undeployable(wish, cuda, GOAL) == (
-        "on CUDA half precision is the whole model's: quantization may name 'all' and no layers"
+        "on CUDA half precision is the whole model's: quantization may name layers for int8 and float8 only"
     )
 
 

@@ -99,6 +99,13 @@ def test_a_copy_of_a_process_that_has_imported_torch_computes_on_the_device(tmp_
             assert "sum 12.0" in answer
 
 
+def test_what_cuda_has_kernels_for_is_offered(report: RunReport):
+    assert report.deployment_search is not None
+    schemes = {option.deployment.scheme for option in report.deployment_search.options}
+    assert {"tf32", "dynamic"} <= schemes
+    assert not schemes & {"static", "static_nncf"}
+
+
 def test_float32_on_the_device_is_float32():
     image = random_batch(zoo.SPEC, 4)
     for model in (zoo.vit(), zoo.resnet()):

@@ -1,0 +1,149 @@
+"""Linear layers in int8 and float8 with a scale per row: error, rows, plain tensors, and which layers a model has in them."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import zoo
+from torch import nn
+
+from profiling_agent.artifacts.load import load_module, load_processor, load_recipe
+from profiling_agent.artifacts.save import save_model, write_artifact
+from profiling_agent.deployment.choices import recommend
+from profiling_agent.deployment.protocol import Source
+from profiling_agent.deployment.registry import open_session
+from profiling_agent.deployment.save import _ask
+from profiling_agent.deployment.torch_conversion import write_deployment
+from profiling_agent.errors import QuantizationError
+from profiling_agent.quantization.cuda_linear import Float8Linear, Int8Linear, RowwiseLinear
+from profiling_agent.quantization.quantize import quantize_rowwise
+from profiling_agent.records import Deployment, Scheme
+
+KINDS = [(Int8Linear, 0.02), (Float8Linear, 0.06)]
+gpu = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
+]
+DEVICES = ["cpu", pytest.param("cuda", marks=gpu)]
+
+
+def layer(num_inputs: int = 192, num_outputs: int = 176, *, bias: bool = True) -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(num_inputs, num_outputs, bias=bias)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("num_rows", [1, 8, 17, 33])
+@pytest.mark.parametrize(("kind", "most"), KINDS)
+def test_a_layer_is_near_its_float_one(kind: type[RowwiseLinear], most: float, num_rows: int, bias: bool, device: str):
+    linear = layer(bias=bias)
+    # Rows of other sizes, each with its own scale.
+    x = torch.randn(num_rows, 192) * torch.logspace(-2, 2, num_rows)[:, None]
+    quantized = kind.from_float(linear).to(device)
+
+    found = quantized(x.to(device, torch.bfloat16))
+
+    expected = linear.double()(x.bfloat16().double()).detach()
+    assert found.shape == (num_rows, 176)
+    assert found.dtype == torch.bfloat16
+    assert found.isfinite().all()
+    errors = (found.cpu().double() - expected).norm(dim=1) / expected.norm(dim=1)
+    assert float(errors.max()) < most
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("kind", "most"), KINDS)
+def test_more_dimensions_are_rows(kind: type[RowwiseLinear], most: float, device: str):
+    del most
+    quantized, x = kind.from_float(layer()).to(device), torch.randn(2, 5, 192, device=device)
+
+    assert quantized(x).shape == (2, 5, 176)
+    assert quantized(x).dtype == torch.float32
+    torch.testing.assert_close(quantized(x)[1], quantized(x[1]))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("kind", "most"), KINDS)
+def test_zeros_and_the_largest_numbers_stay_numbers(kind: type[RowwiseLinear], most: float, device: str):
+    del most
+    linear = layer()
+    with torch.no_grad():
+        linear.weight[3] = 0
+    x = torch.zeros(40, 192)
+    x[1] = 3e4
+    x[2] = -3e4
+
+    assert kind.from_float(linear).to(device)(x.to(device, torch.bfloat16)).isfinite().all()
+
+
+@pytest.mark.parametrize(("kind", "most"), KINDS)
+def test_a_layer_comes_back_from_its_plain_tensors(kind: type[RowwiseLinear], most: float):
+    del most
+    quantized, x = kind.from_float(layer()), torch.randn(4, 192)
+
+    back = RowwiseLinear.from_tensors(quantized.export_tensors())
+
+    assert type(back) is kind
+    assert torch.equal(back(x), quantized(x))
+    assert back.dequantized().weight.shape == (176, 192)
+
+
+@pytest.mark.parametrize(("scheme", "kind"), [("dynamic", Int8Linear), ("float8", Float8Linear)])
+def test_all_linear_layers_but_the_classifier_are_quantized(scheme: Scheme, kind: type[RowwiseLinear]):
+    model = zoo.vit()
+
+    quantized = quantize_rowwise(model, recommend(scheme))
+
+    linear = [name for name, module in model.named_modules() if type(module) is nn.Linear]
+    made = [name for name, module in quantized.named_modules() if type(module) is kind]
+    assert made == [name for name in linear if name != "classifier"]
+    assert quantized.get_submodule("classifier").out_features == len(zoo.LABELS)
+
+
+def test_a_pattern_chooses_the_layers():
+    quantized = quantize_rowwise(zoo.vit(), recommend("float8", "fc1"))
+
+    made = [name for name, module in quantized.named_modules() if isinstance(module, RowwiseLinear)]
+    assert made
+    assert all(name.endswith("fc1") for name in made)
+
+
+def test_a_model_without_such_layers_is_refused_in_one_line():
+    with pytest.raises(QuantizationError, match="besides the classifier"):
+        quantize_rowwise(zoo.resnet(), recommend("dynamic"))
+    with pytest.raises(QuantizationError, match="multiples of 16"):
+        quantize_rowwise(zoo.vit(intermediate_size=250), recommend("float8", "fc1|fc2"))
+
+
+@pytest.mark.parametrize("scheme", ["dynamic", "float8", "bfloat16"])
+def test_what_is_saved_for_cuda_opens_on_the_cpu_with_its_logits(scheme: Scheme, tmp_path: Path):
+    save_model(zoo.vit(), tmp_path / "source", spec=zoo.SPEC, processor=zoo.processor(), base_model="zoo")
+    source = Source(
+        module=load_module(tmp_path / "source"),
+        recipe=load_recipe(tmp_path / "source"),
+        processor=load_processor(tmp_path / "source"),
+        calibration=torch.zeros(8, *zoo.SPEC.batch(1)[1:]).numpy(),
+        batch_size=4,
+        device="cuda",
+    )
+    deployment = Deployment(runtime="graphed", scheme=scheme)
+
+    recipe = write_artifact(
+        source.recipe.deployed_as(deployment),
+        tmp_path / "model",
+        processor=source.processor,
+        write_model=lambda folder: write_deployment(source, deployment, folder),
+        ask=lambda folder, recipe: _ask(folder, recipe, device="cpu", num_threads=1),
+        has_card=True,
+    )
+
+    kinds = {(row.kind, row.dtype) for row in recipe.quantized}
+    assert kinds == {"dynamic": {("rowwise", "qint8")}, "float8": {("rowwise", "float8")}, "bfloat16": set()}[scheme]
+    module = load_module(tmp_path / "model", verify=True)
+    assert {parameter.dtype for parameter in module.parameters()} == {torch.bfloat16}
+    images = torch.randn(zoo.SPEC.batch(3)).numpy()
+    found = torch.from_numpy(open_session(tmp_path / "model").run(images))
+    with torch.inference_mode():
+        expected = source.module(pixel_values=torch.from_numpy(images)).logits
+    assert float((found - expected).norm() / expected.norm()) < 0.2
