@@ -50,7 +50,7 @@ class Racer:
         self.name, self.folder, self.error = name, folder, ""
         self.turns: list[list[float]] = []
         command = [sys.executable, str(Path(__file__).with_name("timed.py")), name, str(folder)]
-        self._stderr = tempfile.TemporaryFile("w+")
+        self._stderr = tempfile.TemporaryFile("w+")  # noqa: SIM115 (as long as the child lives)
         self._child = subprocess.Popen(
             [*command, str(batch_size), device],
             stdin=subprocess.PIPE,
@@ -63,7 +63,8 @@ class Racer:
         """Return what the child answers, None where it fails, with the reason in `error`."""
         if self.error:
             return None
-        assert self._child.stdin is not None and self._child.stdout is not None, "both are pipes"
+        assert self._child.stdin is not None, "it is a pipe"
+        assert self._child.stdout is not None, "it is a pipe"
         timer = threading.Timer(timeout_s, self._child.kill)
         timer.start()
         try:

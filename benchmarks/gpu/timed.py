@@ -55,7 +55,7 @@ def peer(name: str, folder: Path, device: str) -> TorchSession:
     compiled = torch.compile(logits, mode="reduce-overhead", dynamic=False)
     session = TorchSession(model, device=device, call=lambda images: compiled(images).clone())
     # Quantized weights say nothing of the images' type.
-    session._dtype = torch.bfloat16  # noqa: SLF001 # pyright: ignore[reportPrivateUsage]
+    session._dtype = torch.bfloat16  # pyright: ignore[reportPrivateUsage]
     return session
 
 

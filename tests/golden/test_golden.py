@@ -21,3 +21,9 @@ def test_the_interface_is_the_stored_one(kind: str):
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name not in TIMM_FAMILIES])
 def test_a_family_has_the_stored_units_and_refusals(family: str):
     assert snapshots.units(family) == snapshots.stored("units")[family], UPDATE
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", snapshots.RUNS)
+def test_a_small_run_decides_as_stored(name: str, tmp_path: Path):
+    assert snapshots.run(name, tmp_path) == snapshots.stored("runs")[name], UPDATE
