@@ -167,7 +167,9 @@ def test_labels_taken_by_their_places_against_what_the_model_answers_are_refused
 def test_a_baseline_that_guesses_leaves_the_verdict_unproven(world: World, tmp_path: Path):
     model = zoo.save(zoo.vit(), tmp_path / "model")
 
-    report = optimize(world.request(tmp_path, model=str(model), iterate=False))
+    request = world.request(tmp_path, iterate=False).model_copy(update={"model": str(model)})
+
+    report = optimize(request)
 
     assert not report.verdict.certified
     assert report.verdict.explanation.startswith("unproven: the baseline answers ")
