@@ -28,7 +28,17 @@ OF_LINEAR = {"eager float16", "eager dynamic", "onnxruntime dynamic"}
 REFUSALS = ("conversion: OpenVINO computes something else", "conversion: the model has no nn.Linear,")
 # One of each kind of architecture.
 KINDS = (
-    *("vit", "swin", "resnet_bottleneck", "mobilenet_v2", "levit", "mobilevit", "convnext", "segformer", "efficientnet"),
+    *(
+        "vit",
+        "swin",
+        "resnet_bottleneck",
+        "mobilenet_v2",
+        "levit",
+        "mobilevit",
+        "convnext",
+        "segformer",
+        "efficientnet",
+    ),
     *("timm_swin", "timm_resnetv2", "timm_mobilenetv3"),
 )
 CASES = [(name, "pruned") for name in FAMILIES] + [(name, "whole") for name in TYPICAL]
