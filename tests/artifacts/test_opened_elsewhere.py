@@ -197,7 +197,7 @@ def test_no_path_of_this_machine_is_written(tmp_path: Path):
     assert config.name_or_path == str(tmp_path / "private" / "my-vit")
     save_model(loaded.model, tmp_path / "model", spec=zoo.SPEC, processor=loaded.processor, base_model=loaded.source)
     source = deployed.saved_source(tmp_path)
-    for form in ("eager dynamic", "onnxruntime float32", "openvino static"):
+    for form in ("eager dynamic", "onnxruntime float32", "openvino float32"):
         write(source, form, tmp_path / form)
     export(tmp_path / "model", "hf", tmp_path / "hf")
     export(tmp_path / "model", "files", tmp_path / "ordinary")
