@@ -32,7 +32,7 @@ test-slow: $(VENV)/.installed-dev
 test-timm: $(VENV)/timm/.installed
 	PYTHONPATH=$(abspath $(VENV))/timm:$(CURDIR)/tests $(BIN)/python -m pytest --durations=20 -q -n auto --dist worksteal -m "timm and not gpu and not matrix"
 
-# All families in all deployments, where test-all has one of each kind: half an hour.
+# All families and recipes, where test-all has one of each kind: half an hour.
 test-matrix: $(VENV)/timm/.installed
 	PYTHONPATH=$(abspath $(VENV))/timm:$(CURDIR)/tests $(BIN)/python -m pytest --durations=20 -q -n auto --dist worksteal -m "matrix and not gpu"
 

@@ -12,7 +12,7 @@ from pydantic import SecretStr
 
 from profiling_agent import build_graph, optimize, resume
 from profiling_agent.errors import RequestError, RunError
-from profiling_agent.llm.transcript import FILE, Transcript
+from profiling_agent.llm.transcript import FILE
 
 TARGETS = (0.2, 0.35, 0.5)
 
@@ -101,37 +101,9 @@ def test_what_is_no_chat_model_is_refused(world: World, tmp_path: Path):
         build_graph(advisor="gpt-4o").invoke(world.request(tmp_path))
 
 
-def recorded(path: Path) -> Path:
-    """Write the transcript of a run that answered for the first plan and was asked no more."""
-    answer = {"reason": "a fifth", "target": {"metric": "params", "saving": 0.2}}
-    lines = [
-        {"kind": "turn", "agent": "analysis", "model": "openai:gpt-x", "input_tokens": 100, "output_tokens": 10},
-        {"kind": "answer", "agent": "analysis", "question": "q", "answer": answer},
-    ]
-    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    return path
-
-
 def test_a_transcript_without_answers_is_refused_and_leaves_nothing(world: World, tmp_path: Path):
     (tmp_path / "llm.jsonl").write_text('{"kind": "turn"}\n')
 
     with pytest.raises(RequestError, match="has no answers of a language model"):
         optimize(world.request(tmp_path / "runs", llm=f"recorded:{tmp_path / 'llm.jsonl'}"))
     assert not list((tmp_path / "runs").glob("*/*"))
-
-
-@pytest.mark.slow
-def test_a_recorded_model_plans_without_a_server_and_its_run_is_a_record(world: World, tmp_path: Path):
-    record = recorded(tmp_path / "llm.jsonl")
-    report = optimize(world.request(tmp_path, llm=f"recorded:{record}", planner="llm", max_iterations=2))
-
-    assert report.attempts[0].origin.by == "openai:gpt-x, recorded"
-    assert report.attempts[0].plan.target is not None
-    assert report.attempts[0].plan.target.saving == 0.2
-    # Its speed was measured before the second plan was asked for, of which the record has none.
-    assert report.attempts[0].race_result is not None
-    assert report.attempts[1].origin.by == "rules"
-    assert "used up" in (report.attempts[1].origin.note or "")
-    assert report.spent is not None
-    assert report.spent.requests == 0
-    assert len(Transcript(tmp_path / "quick" / FILE).of("answer", "failure")) == 2
