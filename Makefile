@@ -6,7 +6,7 @@ BIN = $(VENV)/bin
 TORCH_INDEX ?=
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: run install hooks test coverage test-slow test-timm test-all check lint types format clean
+.PHONY: run install hooks test coverage test-slow test-timm test-matrix test-all check lint types format clean
 
 run: $(VENV)/.installed
 	$(BIN)/profiling-agent run
@@ -30,7 +30,11 @@ test-slow: $(VENV)/.installed-dev
 # What needs timm, with it beside the environment and not in it: no torchvision on our index has operators that its torch can load
 # (tests/torchvision_names.py), and all other tests have to pass where there is none.
 test-timm: $(VENV)/timm/.installed
-	PYTHONPATH=$(abspath $(VENV))/timm:$(CURDIR)/tests $(BIN)/python -m pytest --durations=20 -q -n auto --dist worksteal -m "timm and not gpu"
+	PYTHONPATH=$(abspath $(VENV))/timm:$(CURDIR)/tests $(BIN)/python -m pytest --durations=20 -q -n auto --dist worksteal -m "timm and not gpu and not matrix"
+
+# All families and recipes, where test-all has one of each kind: half an hour.
+test-matrix: $(VENV)/timm/.installed
+	PYTHONPATH=$(abspath $(VENV))/timm:$(CURDIR)/tests $(BIN)/python -m pytest --durations=20 -q -n auto --dist worksteal -m "matrix and not gpu"
 
 test-all: test test-slow test-timm
 

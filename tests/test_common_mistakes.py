@@ -157,6 +157,10 @@ RUN: dict[str, tuple[Callable[[Place], tuple[str, ...]], str]] = {
         "config.json",
     ),
     "unknown architecture": (lambda place: place.edited("config.json", model_type="foo"), "foo"),
+    "names of fewer classes": (
+        lambda place: place.edited("config.json", id2label={"0": "a", "1": "b", "2": "c"}, label2id=None),
+        "has 3 classes by",
+    ),
     "no classifier": (no_classifier, "classif"),
     "weights of other widths": (lambda place: place.edited("config.json", intermediate_size=512), "weights"),
     "weights as a pickle": (pickled, "safetensors"),

@@ -16,6 +16,7 @@ from conftest import World
 from profiling_agent.analysis.plan_file import read_plan
 from profiling_agent.iteration.approval import read_answer
 from profiling_agent.reporting.results import read_report
+from profiling_agent.sweep import read_sweep
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -26,9 +27,6 @@ NAMED = re.compile(r"`((?:profiling_agent|graphs|prompts|tests|docs|benchmarks|n
 CITED = re.compile(r"\b(?:[\w/]*facts/\w+\.md|docs/[\w/-]+\.md|[A-Z]{4,}\.md)")
 # What a run in these pages is asked for besides, so that it ends soon: its plan is asked about, and that is enough here.
 QUICK = "--runtimes eager --max-iterations 1 --num-samples 60 --quantize-dtype none --num-sessions 2 --approve plan"
-SWEPT = "request: {runtimes: eager, max_iterations: 1, num_samples: 60, quantize_dtype: none, num_sessions: 2}"
-# Two models under one contract are runs enough; a sweep of two contracts is in cli/test_sweep.py.
-SWEPT_BESIDES = re.compile(r"^  - .*objective: size.*\n", re.MULTILINE)
 CARD = """---
 configs:
 - config_name: full_size
@@ -37,10 +35,25 @@ configs:
   data_files: [{split: train, path: train.parquet}, {split: test, path: test.parquet}]
 ---
 """
+# Whole runs, races and sweeps have tests of their own: here, that the command line is understood.
+PARSE = """
+import sys
+from typer.main import get_command
+from profiling_agent import Request
+from profiling_agent.cli.main import app
+name, *arguments = sys.argv[1:]
+given = get_command(app).commands[name].make_context(name, arguments).params
+Request.model_validate({key: given[key] for key in Request.model_fields if given.get(key) is not None})
+""".strip()
+# Blocks that run: of a model of the Hub, resumed, shown and compared; and one that waits for an answer.
+REALLY_RUN = ("resume runs/my-run", "--approve plan")
 COMMANDS = {
     # Not met and waiting are answers too: what is tested is that the command does what the page says.
     "profiling-agent": f"""
-case "$1" in run) set -- "$@" {QUICK};; race) set -- "$@" --num-sessions 2;; esac
+case "$1" in
+  run) [ "$RUNS" ] || exec {sys.executable} -c '{PARSE}' "$@"; set -- "$@" {QUICK};;
+  sweep | race | measure) exec {sys.executable} -c '{PARSE}' "$@";;
+esac
 {sys.executable} -m profiling_agent.cli.main "$@" || {{ code=$?; [ $code = 1 ] || [ $code = 3 ] || exit $code; }}""",
     # The paper's tables take minutes, and have a test of their own: here, that the command line is understood.
     "python": f"""
@@ -87,9 +100,8 @@ def place(world: World, finished: Path, tmp_path_factory: pytest.TempPathFactory
     plans = [text for page, text in blocks("json") if page.startswith("guide")]
     (folder / "plan.json").write_text(plans[0])
     ((_, sweep),) = blocks("yaml")
-    (folder / "sweep.yaml").write_text(
-        SWEPT_BESIDES.sub("", re.sub(r"^request: .*$", SWEPT, sweep, flags=re.MULTILINE))
-    )
+    (folder / "sweep.yaml").write_text(sweep)
+    assert read_sweep(folder / "sweep.yaml", "runs")
     (folder / "edit.json").write_text(plans[1])
     for name, script in COMMANDS.items():
         (folder / "bin" / name).parent.mkdir(parents=True, exist_ok=True)
@@ -158,7 +170,7 @@ def test_every_command_runs(page: str, text: str, place: Path):
         ended = subprocess.run(
             ["bash", "-euo", "pipefail", "-c", script],
             cwd=place,
-            env=environment(place) | more,
+            env=environment(place) | more | {"RUNS": "1" if any(part in text for part in REALLY_RUN) else ""},
             capture_output=True,
             text=True,
             check=False,

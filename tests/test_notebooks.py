@@ -9,8 +9,12 @@ from nbclient import NotebookClient
 NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def executed(path: Path):
+    # The README's own block does what the quickstart does.
+    return pytest.param(path, marks=pytest.mark.matrix if "quickstart" in path.stem else pytest.mark.slow)
+
+
+@pytest.mark.parametrize("path", [executed(path) for path in NOTEBOOKS], ids=lambda path: path.stem)
 def test_a_notebook_runs_from_top_to_bottom(path: Path, monkeypatch: pytest.MonkeyPatch):
     # As for whoever has a key: it may go to no address that the notebook names without saying so.
     monkeypatch.setenv("OPENAI_API_KEY", "sk-nobodys")

@@ -153,8 +153,10 @@ def test_a_cache_that_can_not_be_written_is_named(tmp_path, monkeypatch):
         reference_dataset()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", RECIPES)
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(name, marks=pytest.mark.slow if name == "resnet" else pytest.mark.matrix) for name in RECIPES],
+)
 def test_each_reference_reaches_95_percent_and_loads_like_any_model(family):
     folder = reference_model(f"reference:{family}")
     loaded = load_model(f"reference:{family}")

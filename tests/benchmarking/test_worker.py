@@ -15,7 +15,7 @@ from transformers import ViTForImageClassification
 
 from profiling_agent.artifacts.folder import model_bytes
 from profiling_agent.artifacts.save import save_model
-from profiling_agent.benchmarking.race import Track, choose, hold_one, pool
+from profiling_agent.benchmarking.race import Track, hold_one, pool
 from profiling_agent.benchmarking.session import SessionLimits
 from profiling_agent.benchmarking.timed_process import TimedProcess, worker_command
 from profiling_agent.benchmarking.worker import Start
@@ -66,26 +66,6 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 BRIEF = SessionLimits(seconds_per_turn=0.01, seconds_per_model=0)
-
-
-@pytest.mark.slow
-def test_results_come_back_in_the_order_of_the_entries(root: Path):
-    before = {child.pid for child in psutil.Process().children(recursive=True)}
-    entries = [(Variant.BASELINE, ref(root / "baseline")), (Variant.QUANTIZED, ref(root / "quantized"))]
-    track, seen = Track(root=root, batch_size=2, num_threads=1), []
-    result = choose(
-        entries, track, limits=BRIEF, progress=lambda message, done, total: seen.append((message, done, total))
-    )
-    assert [race_result.variant for race_result in result.results] == [Variant.BASELINE, Variant.QUANTIZED]
-    assert (result.num_sessions, result.num_repeats) == (1, len(seen))
-    first, second = result.results
-    assert (first.speedup, first.speedup_low, first.speedup_high) == (1, 1, 1)
-    assert 0 < second.speedup_low <= second.speedup <= second.speedup_high
-    assert all(
-        race_result.latency.batch_size == 2 and len(race_result.latency.samples_ms) >= 3
-        for race_result in result.results
-    )
-    assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
 
 
 @pytest.mark.slow

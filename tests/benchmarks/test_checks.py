@@ -2,13 +2,10 @@ import json
 import math
 
 import pytest
-import zoo
 from checks import Check, Estimate, commit, finish, stamped
 from sessions import Sessions, pool
 
-from profiling_agent.artifacts.save import save_model
 from profiling_agent.benchmarking.session import RaceSession, SessionLimits
-from profiling_agent.benchmarking.timed_process import worker_command
 from profiling_agent.benchmarking.worker import Start
 
 
@@ -65,18 +62,3 @@ def test_rows_say_what_they_were_measured_with(tmp_path):
     assert (first["session"], first["commit"]) == (4, commit())
     assert first["measured_at"].endswith("+00:00")
     assert (second["session"], second["commit"]) == (1, "abc1234")
-
-
-@pytest.mark.slow
-def test_one_session_races_real_processes_as_they_would_run_deployed(tmp_path):
-    for name in ("one", "two"):
-        save_model(zoo.vit(), tmp_path / name, spec=zoo.SPEC, processor=zoo.processor(), base_model="zoo")
-    commands = [worker_command(tmp_path / name) for name in ("one", "two")]
-    limits = SessionLimits(seconds_per_turn=0.01, min_repeats=2, seconds_per_model=0.1)
-    sessions = Sessions(commands, Start(batch_size=1, device="cpu", num_threads=1), limits)
-    sessions.hold()
-    sessions.hold()
-
-    assert sessions.lasting == [0, 1]
-    assert sessions.over(1).low < sessions.over(1).value < sessions.over(1).high
-    assert sessions.told(1)["session"] == [1, 2]

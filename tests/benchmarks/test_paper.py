@@ -14,7 +14,7 @@ from datasets import load_dataset
 from made import drop, evaluation, plan, race_result, ref
 
 from benchmarks.paper.__main__ import PAGE, RESULTS, choose, data_sets, filled, main, read
-from benchmarks.paper.numbers import METHOD, ONNX, OURS, RECIPE, TABLES, UNIFORM_CUT, DataSet, Study, contradictions
+from benchmarks.paper.numbers import METHOD, OURS, TABLES, DataSet, Study, contradictions
 from benchmarks.paper.tables import (
     KINDS,
     Runs,
@@ -23,7 +23,6 @@ from benchmarks.paper.tables import (
     make_table,
     of_report,
 )
-from profiling_agent.analysis.plan_file import read_plan
 from profiling_agent.errors import PruningError, RequestError
 from profiling_agent.records import Attempt, Variant
 from profiling_agent.reporting.report import VariantRow
@@ -77,20 +76,22 @@ def test_several_data_sets_have_one_config_each_or_one_for_all():
         (["table1", "--models", "{convnext}"], "is a ConvNextForImageClassification, and the paper has ViT-B/16,"),
         (["table1", "--models", "{unnamed}"], "names its architecture"),
         (["table1", "--models", "ResNet-101={tmp}/nowhere"], "does not exist"),
-        (["table1", *VIT, "--data", "{tmp}/nowhere"], "ViT-B/16 (reference:vit) on nowhere as Imagenette: "),
+        (["table1", "--models", "{world}", "--data", "{tmp}/nowhere"], " on nowhere as Imagenette: "),
         (["table1", *VIT, "--data", "cifar-100="], "give a Hub id or a folder"),
         (["table1", *VIT, "--llm", "a", "--llm", "b"], "table5 compares language models"),
         (["table1", *VIT, "--batch-size", "0"], "batch_size"),
         (["table1", *VIT, "--time-budget", "soon"], "time_budget"),
-        (["table1", *VIT, "--data", "reference:digits", "--output", "{tmp}/file/deep"], "Not a directory"),
+        (["table1", "--models", "{world}", "--data", "{data}", "--output", "{tmp}/file/deep"], "Not a directory"),
     ],
 )
 def test_a_mistake_is_one_line_and_nothing_is_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ):
     (tmp_path / "file").write_text("in the way")
     places = {
         "tmp": str(tmp_path),
+        "world": str(world.model),
+        "data": str(world.data),
         "convnext": model(tmp_path / "convnext", ["ConvNextForImageClassification"]),
         "unnamed": model(tmp_path / "unnamed", None),
     }
@@ -244,46 +245,28 @@ def test_a_model_that_fails_is_listed_next_to_the_others(finished: Path, tmp_pat
     assert ours.here("top-1, %") is not None
 
 
-@pytest.mark.slow
-def test_tables_are_made_by_the_command(world: World, tmp_path: Path):
-    """Table 3 and Figure 5 of the tiny ViT: torch's int8 and coupled or uniform cuts are really made and measured."""
-    command = [sys.executable, "-m", "benchmarks.paper", "table3", "figure5", "--models", str(world.model)]
-    options = ["--data", f"CIFAR-10={world.data}", "--num-samples", "60", "--num-sessions", "2", "--batch-size", "16"]
-    output = tmp_path / "out"
+def test_the_command_makes_a_table_of_the_runs_that_are_there(
+    world: World, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    data = DataSet(stands_for="CIFAR-10", dataset=str(world.data))
+    subject = Subject(model=str(world.model), family="ViT-B/16", data=data)
+    options = {"num_samples": 60, "num_sessions": 2, "batch_size": 16, "device": "auto", "time_budget": None}
+    runs = Runs(tmp_path, options, [], None)
+    for kind in ("pruned", "paper"):
+        request = runs.request(subject, kind)
+        folder = Path(shutil.copytree(finished, tmp_path / str(request.run_id), symlinks=True))
+        manifest = json.loads((folder / "request.json").read_text()) | {"request": request.model_dump(mode="json")}
+        (folder / "request.json").write_text(json.dumps(manifest))
+    named = ["--models", str(world.model), "--data", f"CIFAR-10={world.data}", "--output", str(tmp_path), "--json"]
 
-    done = subprocess.run(
-        [*command, *options, "--output", str(output), "--json"], capture_output=True, text=True, check=False, cwd=ROOT
-    )
+    code = main(["table2", *named, "--num-samples", "60", "--num-sessions", "2", "--batch-size", "16"])
 
-    assert done.returncode == 0, done.stderr
-    table3, figure5 = (Study.model_validate(one) for one in json.loads(done.stdout))
-    assert Study.model_validate_json((output / "tables" / "table3.json").read_text()) == table3
-    assert (output / "tables" / "figure5.md").read_text().count("█") > 10
-    assert [row.what for row in table3.rows] == [ONNX, METHOD, RECIPE, OURS]
-    for row in table3.rows[:3]:
-        size = row.here("MB on disk")
-        assert size is not None, row.note
-        assert size.before is not None
-        # One byte for four, and all that isn't a linear layer's weight.
-        assert 0.25 < size.value / size.before < 0.7
-    method, ours = table3.rows[1], table3.rows[3]
-    assert method.here("times ONNX Runtime") is not None
-    assert ours.here("points gained") is not None
-    assert [row.what for row in figure5.rows] == ["l1 10%", "l2 10%", "random 10%", METHOD, OURS]
-    assert all(row.here("times as fast") is not None for row in figure5.rows), figure5
-    # Two MLPs 1024 wide over 128: a channel is a row, a column and a bias; a tenth is 102 of them.
-    (folder,) = output.glob("vit-b-16-cifar-10-pruned-*")
-    params = read_report(folder).baseline.params
-    for row in figure5.rows[:3]:
-        memory = row.here("% of memory saved")
-        assert memory is not None
-        assert memory.value == pytest.approx(100 * 2 * 102 * 257 / params, rel=1e-3)
-    (folder,) = output.glob("vit-b-16-cifar-10-paper-*")
-    report = read_report(folder)
-    assert len(report.attempts) == 5
-    layer, ratio = UNIFORM_CUT["ViT-B/16"]
-    assert [(cut.layer, cut.pruning_ratio) for cut in report.attempts[0].plan.pruning] == [(layer, ratio)]
-    assert read_plan(str(output / "paper-vit-b-16.json")).quantization == ()
+    assert code == 0
+    (table,) = (Study.model_validate(one) for one in json.loads(capsys.readouterr().out))
+    assert Study.model_validate_json((tmp_path / "tables" / "table2.json").read_text()) == table
+    assert [row.what for row in table.rows] == [METHOD, OURS]
+    assert table.rows[1].here("top-1, %") is not None
+    assert (tmp_path / "tables" / "table2.md").read_text().count("\n|") > 3
 
 
 def test_the_page_holds_the_tables_that_lie_in_the_results():

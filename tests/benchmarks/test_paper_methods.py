@@ -41,7 +41,7 @@ def runs(model):
         return bool(model(pixel_values=random_batch(zoo.SPEC, 2)).logits.isfinite().all())
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize("family", FULL_SIZE)
 def test_the_papers_baselines_have_the_params_of_its_table_1(family):
     model = FULL_SIZE[family]().eval()

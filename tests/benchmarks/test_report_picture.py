@@ -4,9 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from PIL import Image
-from report_picture import MAX_BYTES, WIDTH, browser
+from report_picture import MAX_BYTES, WIDTH
 
 ROOT = Path(__file__).parents[2]
 PICTURE = ROOT / "docs" / "report.png"
@@ -28,21 +27,3 @@ def test_a_run_that_has_no_report_gives_no_picture_and_one_line(tmp_path: Path):
     assert len(ended.stderr.strip().splitlines()) == 1
     assert "is no run folder" in ended.stderr
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(browser() is None, reason="no chromium: apt-get install chromium")
-def test_a_finished_run_gives_its_picture(finished: Path, tmp_path: Path):
-    program = [sys.executable, str(ROOT / "benchmarks" / "report_picture.py"), str(finished)]
-
-    said = subprocess.run(
-        [*program, "--output", str(tmp_path / "x.png")], capture_output=True, text=True, check=True
-    ).stdout
-
-    with Image.open(tmp_path / "x.png") as opened:
-        picture = opened.copy()
-    assert picture.width == WIDTH
-    assert f"{picture.width}x{picture.height}" in said
-    # A page on which nothing was drawn has few colours, and ends below its head.
-    assert len(picture.getcolors(256) or ()) > 50
-    assert picture.height > 800

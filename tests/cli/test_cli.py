@@ -59,64 +59,6 @@ def test_a_runtime_that_is_not_installed_is_refused_before_anything_is_done(tmp_
     assert not list(output.iterdir())
 
 
-def test_an_output_that_can_not_be_written_is_refused(tmp_path: Path, world: World):
-    (tmp_path / "file").write_text("in the way")
-
-    ended = run_world(world, tmp_path / "file")
-
-    assert ended.returncode == 2
-    assert "can't be written" in ended.stderr
-
-
-NAMES = {str(index): f"kind {index}" for index in range(3)}
-
-
-@pytest.mark.parametrize(
-    ("file", "changes", "says"),
-    [
-        (
-            "preprocessor_config.json",
-            {"size": {"height": 48, "width": 48}},
-            "the image processor doesn't fit the model",
-        ),
-        pytest.param("config.json", {"id2label": NAMES, "label2id": None}, "has 3 classes by", marks=pytest.mark.slow),
-        pytest.param("config.json", {"model_type": "foo"}, "model_type 'foo', which", marks=pytest.mark.slow),
-    ],
-)
-def test_a_model_whose_files_do_not_go_together_is_refused_before_an_image_is_drawn(
-    tmp_path: Path, world: World, file: str, changes: dict, says: str
-):
-    model = Path(shutil.copytree(world.model, tmp_path / "model"))
-    held = json.loads((model / file).read_text())
-    (model / file).write_text(json.dumps(held | changes))
-
-    ended = run_world(world, tmp_path / "runs", "--model", str(model), "--quiet")
-
-    assert ended.returncode == 2
-    assert says in ended.stderr
-    assert len(ended.stderr.strip().splitlines()) == 1
-    assert not list((tmp_path / "runs").iterdir())
-
-
-@pytest.mark.parametrize(
-    ("layer", "ratio", "says"),
-    [
-        pytest.param("vit.encoder.layer.0.intermediate.dense", 0.2, "matches no layer", marks=pytest.mark.slow),
-        ("fc1", 1, "less than 1"),
-    ],
-)
-def test_a_plan_that_does_not_fit_is_refused_and_leaves_nothing(tmp_path: Path, world: World, layer, ratio, says):
-    wrong = {"pruning": [{"layer": layer, "pruning_type": "structured", "pruning_ratio": ratio}]}
-    (tmp_path / "plan.json").write_text(json.dumps(wrong))
-
-    ended = run_world(world, tmp_path / "runs", "--plan", str(tmp_path / "plan.json"))
-
-    assert ended.returncode == 2
-    assert says in ended.stderr
-    assert len(ended.stderr.strip().splitlines()) == 1
-    assert not list((tmp_path / "runs").iterdir())
-
-
 def test_show_prints_one_json_document(finished: Path):
     shown = json.loads(call("show", str(finished), "--json").output)
 

@@ -121,14 +121,6 @@ def test_a_language_model_is_asked_for_one_word(tmp_path: Path):
     assert "--llm none" in lacked.advice
 
 
-@pytest.mark.slow
-def test_the_old_flag_works_and_says_what_to_write():
-    printed = call("--advisor", "a parrot")
-
-    assert printed.exit_code == 1
-    assert "--advisor is now --llm: write --llm a parrot" in printed.stderr
-
-
 def test_being_cut_off_from_the_hub_on_purpose_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert "HF_HUB_OFFLINE" not in looked(tmp_path)["Hugging Face"].seen
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -225,12 +217,3 @@ def test_a_runtime_or_device_that_was_asked_for_or_breaks_is_a_problem_and_a_mis
         assert "find failed" in found["device"].seen
         assert "no CUDA device" in found["device"].seen
     assert all(one.advice for one in found.values() if one.state != "ok")
-
-
-@pytest.mark.slow
-def test_every_runtime_that_is_installed_here_works_and_people_are_told_so_in_a_table(tmp_path: Path):
-    said = call("--output", str(tmp_path / "runs"))
-
-    assert said.exit_code == 0
-    assert all(name in said.stdout for name in (*QUICK, *RUNTIMES))
-    assert said.stdout.count("runs a tiny model in") == len(RUNTIMES)

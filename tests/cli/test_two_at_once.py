@@ -1,4 +1,4 @@
-"""Two that want the same run, and two runs that want the same machine."""
+"""Two that want the same run."""
 
 import json
 import shutil
@@ -50,19 +50,6 @@ def is_refused(process: subprocess.Popen[str], reason: str) -> bool:
     return code == 2 and not said and len(complained.strip().splitlines()) == 1 and reason in complained
 
 
-def is_finished(process: subprocess.Popen[str], run: Path) -> bool:
-    """Return whether a run ended with its verdict, as its own report has it."""
-    code, said, complained = ended(process)
-    last, report = json.loads(said.splitlines()[-1]), read_report(run)
-    return (
-        (code, complained) == (0 if report.verdict.outcome == "MET" else 1, "")
-        and (last["event"], last["run"], last["outcome"]) == ("verdict", str(run), report.verdict.outcome)
-        and report.run_id == run.name
-        and (run / "best").exists()
-        and not list(run.rglob(".tmp-*"))
-    )
-
-
 @pytest.mark.parametrize("arguments", [("resume",), ("resume", "--quiet"), ("resume", "--json")])
 def test_a_run_that_another_process_has_is_refused_and_goes_on_when_it_is_free(
     finished: Path, tmp_path: Path, arguments: tuple[str, ...]
@@ -84,14 +71,15 @@ def test_a_run_that_another_process_has_is_refused_and_goes_on_when_it_is_free(
 
 
 @pytest.mark.slow
-def test_two_runs_take_turns_and_whoever_wants_one_that_is_under_way_is_refused(world: World, tmp_path: Path):
-    first = start_run(world, tmp_path, "one")
-    assert first.stdout is not None
-    assert json.loads(first.stdout.readline())["stage"] == "acquisition"
-    second = start_run(world, tmp_path, "two")
+def test_a_run_that_is_under_way_is_refused_to_others(world: World, tmp_path: Path):
+    with start_run(world, tmp_path, "one") as first:
+        assert first.stdout is not None
+        assert json.loads(first.stdout.readline())["stage"] == "acquisition"
 
-    assert is_refused(start("resume", str(tmp_path / "one")), "in use by another process")
-    assert is_refused(start_run(world, tmp_path, "one"), "exists in")
-    assert is_finished(first, tmp_path / "one")
-    assert is_finished(second, tmp_path / "two")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "two"]
+        assert is_refused(start("resume", str(tmp_path / "one")), "in use by another process")
+        assert is_refused(start_run(world, tmp_path, "one"), "exists in")
+        first.terminate()
+        first.communicate()
+
+    assert first.returncode == 143
+    assert [path.name for path in tmp_path.iterdir()] == ["one"]

@@ -22,7 +22,7 @@ class Tiny(nn.Module):
         return ImageClassifierOutput(logits=self.layer(pixel_values.flatten(1)))
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_a_process_compiles_more_models_than_torch_keeps_of_one():
     images = torch.ones(2, 3, 2, 2).numpy()
     counters.clear()

@@ -9,7 +9,6 @@ from torch import nn
 from profiling_agent.deployment.layer_times import by_layer, layer_times
 from profiling_agent.deployment.protocol import OperatorTime, Source
 from profiling_agent.deployment.save import save_deployed
-from profiling_agent.errors import ArtifactError
 
 NAMES = [one.name for one in deployed.all_deployments() if one.runtime != "inductor"]
 
@@ -40,7 +39,7 @@ def test_each_runtime_says_where_a_pass_goes(wide: Source, tmp_path: Path, name:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["eager float32", "onnxruntime static", "openvino static", "openvino static_nncf"])
 def test_each_convolution_of_a_network_has_its_time(tmp_path: Path, name: str):
     source, deployment = deployed.source_of("resnet", tmp_path / "resnet"), deployed.deployment(name)
     save_deployed(source, deployment, tmp_path / "model", num_threads=1)
@@ -54,14 +53,6 @@ def test_each_convolution_of_a_network_has_its_time(tmp_path: Path, name: str):
     named = {layer.replace(".normalization", ".convolution") for layer in told}
     assert convolutions <= named
     assert sum(told.values()) > 0
-
-
-@pytest.mark.slow
-def test_a_runtime_that_does_not_tell_is_named(wide: Source, tmp_path: Path):
-    save_deployed(wide, deployed.deployment("inductor float32"), tmp_path / "model", num_threads=1)
-
-    with pytest.raises(ArtifactError, match="inductor doesn't tell what the parts of a pass take"):
-        layer_times(tmp_path / "model", wide.onnx, batch_size=2, num_threads=1)
 
 
 def test_what_nobody_knows_counts_with_the_layer_before_it():

@@ -76,12 +76,8 @@ def test_others_have_room_where_we_are_not_and_on_half_of_our_second_threads(
 
 
 @pytest.mark.usefixtures("_spinning")
-def test_a_process_that_never_rests_is_seen():
+def test_processes_that_never_rest_are_seen_and_beside_them_what_is_not_timed_sleeps_while_it_waits(jobs: Jobs):
     assert is_busy()
-
-
-@pytest.mark.usefixtures("_spinning")
-def test_beside_others_what_is_not_timed_sleeps_while_it_waits(jobs: Jobs):
     worker = jobs.run(DoubleTask(number=1))
 
     assert policy(worker.pid) == PASSIVE

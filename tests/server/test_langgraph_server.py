@@ -28,25 +28,14 @@ def followed(client: SyncLangGraphClient, thread: str, **how: Any) -> list[dict[
     return events
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"max_acuracy_drop": 0.2}, "unknown term 'max_acuracy_drop': did you mean 'max_accuracy_drop'?"),
-        ({"max_size_ratio": 50}, "max_size_ratio: give a fraction above 0, up to 2: 0.5 is half, or 50% (got '50')"),
-    ],
-)
-def test_a_request_that_cannot_be_meant_is_one_line_and_no_run(tmp_path: Path, given: dict[str, Any], message: str):
-    with serving(tmp_path) as (_, client):
-        thread = client.threads.create()["thread_id"]
-        parts = [part for part in client.runs.stream(thread, ASSISTANT, input=given) if part.event == "error"]
-
-    assert [part.data for part in parts] == [{"error": "TermError", "message": message}]
-    assert not (tmp_path / "runs").exists()
+MISTAKES: list[tuple[dict[str, Any], str]] = [
+    ({"max_acuracy_drop": 0.2}, "unknown term 'max_acuracy_drop': did you mean 'max_accuracy_drop'?"),
+    ({"max_size_ratio": 50}, "max_size_ratio: give a fraction above 0, up to 2: 0.5 is half, or 50% (got '50')"),
+]
 
 
 @pytest.mark.slow
-def test_studio_sees_the_form_follows_a_run_answers_it_and_forks_it(world: World, tmp_path: Path):
+def test_studio_sees_the_form_follows_a_run_that_is_killed_answers_it_and_forks_it(world: World, tmp_path: Path):
     with serving(tmp_path, PROFILING_AGENT_FOLDERS=str(world.model.parent)) as (server, client):
         (assistant,) = client.assistants.search(graph_id=ASSISTANT)
         schemas = client.assistants.get_schemas(assistant["assistant_id"])
@@ -58,13 +47,32 @@ def test_studio_sees_the_form_follows_a_run_answers_it_and_forks_it(world: World
         assert fields["batch_size"]["maximum"] == 4096
         assert fields["model"]["default"] == "reference:vit"
 
+        for given, message in MISTAKES:
+            thread = client.threads.create()["thread_id"]
+            parts = [part for part in client.runs.stream(thread, ASSISTANT, input=given) if part.event == "error"]
+            assert [part.data for part in parts] == [{"error": "TermError", "message": message}]
+            assert not (tmp_path / "runs").exists()
+
         thread = client.threads.create()["thread_id"]
+        run = tmp_path / "runs" / thread
         contract = {"max_accuracy_drop": "1%", "quantize_dtype": "int8"}
-        events = followed(client, thread, input=asked(world, tmp_path, approve="plan") | contract)
+        given = asked(world, tmp_path, approve="plan") | contract
+        stages: list[str] = []
+        for part in client.runs.stream(thread, ASSISTANT, input=given, stream_mode="custom"):
+            if part.event == "custom":
+                stages.append(part.data["stage"])
+                if part.data["stage"] == "profiling":
+                    with pytest.raises(RunError, match="in use by another process"):
+                        resume(run)
+                    break
+        done = {path.parent.name for path in run.glob("jobs/*/result.json")}
+        # Killed in its work, started again.
+        client = server.again(thread)
+        stages += [event["stage"] for event in followed(client, thread, input=None)]
+        assert done <= {path.parent.name for path in run.glob("jobs/*/result.json")}
         values: Any = client.threads.get_state(thread)["values"]
         assert values["quantize_dtype"] == "qint8"
-        stages = list(dict.fromkeys(event["stage"] for event in events))
-        assert stages == [
+        assert list(dict.fromkeys(stages)) == [
             "acquisition",
             "input_shape_resolver",
             "profiling",
@@ -85,7 +93,6 @@ def test_studio_sees_the_form_follows_a_run_answers_it_and_forks_it(world: World
 
         values = client.threads.get_state(thread)["values"]
         assert isinstance(values, dict)
-        run = tmp_path / "runs" / thread
         assert values["verdict"]["outcome"] == read_report(run).verdict.outcome
         # The command line sees the same run, through the same saver.
         assert resume(run).verdict.outcome == values["verdict"]["outcome"]
@@ -102,27 +109,3 @@ def test_studio_sees_the_form_follows_a_run_answers_it_and_forks_it(world: World
         assert read_report(fork).goal.max_accuracy_drop == 0.2
         assert (fork / "best").resolve().is_dir()
         assert {path: path.read_bytes() for path in run.glob("report.*")} == before
-
-
-@pytest.mark.slow
-def test_a_thread_that_was_killed_in_its_work_goes_on_and_is_locked_meanwhile(world: World, tmp_path: Path):
-    with serving(tmp_path, PROFILING_AGENT_FOLDERS=str(world.model.parent)) as (server, client):
-        thread = client.threads.create()["thread_id"]
-        run = tmp_path / "runs" / thread
-        stages: list[str] = []
-        for part in client.runs.stream(thread, ASSISTANT, input=asked(world, tmp_path), stream_mode="custom"):
-            if part.event == "custom":
-                stages.append(part.data["stage"])
-                if part.data["stage"] == "profiling":
-                    with pytest.raises(RunError, match="in use by another process"):
-                        resume(run)
-                    break
-        done = {path.parent.name for path in run.glob("jobs/*/result.json")}
-        client = server.again(thread)
-
-        followed(client, thread, input=None)
-
-        values = client.threads.get_state(thread)["values"]
-        assert isinstance(values, dict)
-        assert values["verdict"]["outcome"]
-        assert done <= {path.parent.name for path in run.glob("jobs/*/result.json")}

@@ -10,8 +10,7 @@ from broken import break_library
 from typer.testing import CliRunner
 
 from profiling_agent.cli.main import app
-from profiling_agent.cli.support import _installed
-from profiling_agent.errors import AcquisitionError
+from profiling_agent.cli.support import _installed, _show
 from profiling_agent.records import Deployment
 from profiling_agent.request import Request
 from profiling_agent.support import steps
@@ -51,44 +50,6 @@ def test_a_damaged_deployment_is_told_when_it_is_opened_again(tmp_path: Path):
     assert steps.reopen(tmp_path, row).refused.startswith("reopening: ")
 
 
-@pytest.mark.slow
-def test_a_model_is_looked_at_from_its_folder_and_nothing_is_left(tmp_path: Path):
-    zoo.save(zoo.vit(num_hidden_layers=1), tmp_path / "model")
-    before = set(Path(tempfile.gettempdir()).glob("pa-*"))
-
-    ended = CliRunner().invoke(
-        app, ["doctor", "--model", str(tmp_path / "model"), "--runtimes", "eager,onnxruntime", "--json"]
-    )
-
-    told = json.loads(ended.stdout)
-    assert ended.exit_code == 0
-    assert told["prunable"]["units"] == {"heads": 1, "mlp": 1}
-    schemes = {(row["form"], row["deployment"]["runtime"], row["deployment"]["scheme"]) for row in told["deployable"]}
-    assert schemes == {
-        *(("pruned", "eager", scheme) for scheme in ("float32", "bfloat16", "float16", "dynamic")),
-        *(("pruned", "onnxruntime", scheme) for scheme in ("float32", "dynamic", "static")),
-    }
-    assert not any(row["refused"] for row in told["deployable"])
-    assert set(Path(tempfile.gettempdir()).glob("pa-*")) <= before
-
-
-@pytest.mark.slow
-def test_a_look_is_shown_as_tables_with_a_reason_for_what_stays(tmp_path: Path):
-    zoo.save(zoo.vit(num_hidden_layers=1), tmp_path / "model")
-
-    ended = CliRunner().invoke(
-        app, ["doctor", "--model", str(tmp_path / "model"), "--runtimes", "eager"], env={"COLUMNS": "200"}
-    )
-
-    lines = [" ".join(line.split()) for line in ended.stdout.splitlines()]
-    assert ended.exit_code == 0
-    assert any(line.startswith("ViTForImageClassification, ") and "images of 3x32x32" in line for line in lines)
-    assert "│ heads │ 1 │ can be cut │" in lines
-    assert any("│ classifier │ 1 │ stay, as classifier: its outputs are the logits" in line for line in lines)
-    works = [line.split(" │ ")[:2] for line in lines if line.startswith("│ eager ")]
-    assert works == [[f"│ eager {scheme}", "yes"] for scheme in ("float32", "bfloat16", "float16", "dynamic")]
-
-
 def test_runtimes_that_are_not_there_or_take_long_are_named(tmp_path: Path):
     names, left_out = _installed(Request())
     assert "inductor" not in names
@@ -99,50 +60,58 @@ def test_runtimes_that_are_not_there_or_take_long_are_named(tmp_path: Path):
     assert (named, nothing) == (["eager"], [])
 
 
+def test_a_look_is_shown_as_tables_with_a_reason_for_what_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    prunable = steps.lay_out(
+        zoo.vit(num_hidden_layers=1), tmp_path, spec=zoo.SPEC, processor=zoo.processor(), name="zoo"
+    )
+    made = steps.make(tmp_path, "pruned", Deployment(runtime="eager", scheme="dynamic"))
+    refused = steps.make(tmp_path, "pruned", Deployment(runtime="openvino", scheme="float32"))
+
+    _show(prunable, [made, refused], ["inductor: it compiles for minutes"])
+
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert any(line.startswith("ViTForImageClassification, ") and "images of 3x32x32" in line for line in lines)
+    assert "│ heads │ 1 │ can be cut │" in lines
+    assert any("│ classifier │ 1 │ stay, as classifier: its outputs are the logits" in line for line in lines)
+    assert any(line.startswith("│ eager dynamic │ yes │ ") for line in lines)
+    assert any(line.startswith("│ openvino float32 │ no │ ") for line in lines)
+    assert "not tried: inductor: it compiles for minutes" in lines
+
+
 @pytest.mark.slow
-def test_a_process_that_a_runtime_takes_down_is_a_refusal_and_the_others_are_tried(
+def test_a_model_is_looked_at_from_its_folder_a_crash_is_a_refusal_and_nothing_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     break_library("onnxruntime", tmp_path, monkeypatch)
     zoo.save(zoo.vit(num_hidden_layers=1), tmp_path / "model")
+    before = set(Path(tempfile.gettempdir()).glob("pa-*"))
 
-    with Look() as look:
-        look.prunable(str(tmp_path / "model"))
-        rows = list(look.deployable("whole", ["onnxruntime", "eager"]))
+    ended = CliRunner().invoke(
+        app, ["doctor", "--model", str(tmp_path / "model"), "--runtimes", "onnxruntime,eager", "--json"]
+    )
 
-    by_runtime = {
-        name: [row.refused for row in rows if row.deployment.runtime == name] for name in ("onnxruntime", "eager")
+    shown = json.loads(ended.stdout)
+    assert ended.exit_code == 0
+    assert shown["prunable"]["units"] == {"heads": 1, "mlp": 1}
+    refused = {
+        (row["deployment"]["runtime"], row["deployment"]["scheme"]): row["refused"] for row in shown["deployable"]
     }
-    assert all("SIGILL" in refused for refused in by_runtime["onnxruntime"])
-    assert by_runtime["eager"] == ["", "", "", ""]
+    crashed = [refused.pop(("onnxruntime", scheme)) for scheme in ("float32", "dynamic", "static")]
+    assert all("SIGILL" in reason for reason in crashed)
+    assert refused == dict.fromkeys((("eager", scheme) for scheme in ("float32", "bfloat16", "float16", "dynamic")), "")
+    assert {row["form"] for row in shown["deployable"]} == {"pruned"}
+    assert set(Path(tempfile.gettempdir()).glob("pa-*")) <= before
 
 
 @pytest.mark.slow
-def test_an_export_that_fails_costs_those_alone_that_read_it(tmp_path: Path):
+def test_an_export_that_fails_is_the_reason_of_each_deployment_that_reads_it(tmp_path: Path):
     zoo.save(zoo.vit(num_hidden_layers=1), tmp_path / "model")
 
     with Look() as look:
         look.prunable(str(tmp_path / "model"))
         # Where the file would be written.
         (look.folder / "whole.onnx").mkdir()
-        refused = {row.deployment.scheme: row.refused for row in look.deployable("whole", ["openvino"])}
+        rows = list(look.deployable("whole", ["onnxruntime"]))
 
-    # It is exported anew, with its int8 layers.
-    assert refused.pop("static") == ""
-    assert all(said.startswith("export: ") for said in refused.values())
-
-
-@pytest.mark.slow
-def test_a_model_that_is_none_is_one_line(tmp_path: Path):
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text("{}")
-
-    with Look() as look, pytest.raises(AcquisitionError, match="without a model_type"):
-        look.prunable(str(tmp_path / "model"))
-    ended = CliRunner().invoke(app, ["doctor", "--model", str(tmp_path / "model"), "--runtimes", "eager"])
-
-    assert ended.exit_code == 2
-    lines = ended.stderr.splitlines()
-    # What is being done is said as well, further in.
-    assert [line for line in lines if not line.startswith("  ")] == lines[-1:]
-    assert "without a model_type" in lines[-1]
+    assert [row.deployment.scheme for row in rows] == ["float32", "dynamic", "static"]
+    assert all(row.refused.startswith("export: ") for row in rows)
