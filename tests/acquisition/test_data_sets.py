@@ -11,7 +11,7 @@ import pytest
 from datasets import ClassLabel, Value
 from PIL import Image
 
-from profiling_agent.acquisition.images import read_split
+from profiling_agent.acquisition.images import SplitImages
 from profiling_agent.errors import AcquisitionError
 
 CIFAR10 = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
@@ -115,7 +115,7 @@ def test_folders_of_photographs_that_lie_side_by_side_are_never_read_as_one(tmp_
         draw(tmp_path / "set", IMAGENET)
     drawn = draw(tmp_path / "set", IMAGENET, dataset_config=where)
     photographs = {make.png(500 + 100 * index + row) for index in range(2) for row in range(20)}
-    held = read_split(drawn.heldout.path)
+    held = SplitImages(drawn.heldout.path)
     assert len(held) > 5
     assert {held.encoded(row) for row in range(len(held))} <= photographs
 
@@ -179,8 +179,8 @@ def test_plain_integers_are_class_ids_of_which_a_split_may_lack_some(parquet, ma
     test = make.table(1 + np.arange(60) % 2, Value("int64"), first=500)
     drawn = draw(parquet(train=train, test=test), ["a", "b", "c", "d"])
     assert [match.model_id for match in drawn.labels] == [1, 2]
-    assert set(read_split(drawn.heldout.path).labels) == {1, 2}
-    assert set(read_split(drawn.calibration.path).labels) == {0, 1, 2, 3}
+    assert set(SplitImages(drawn.heldout.path).labels) == {1, 2}
+    assert set(SplitImages(drawn.calibration.path).labels) == {0, 1, 2, 3}
     # Counted from 1 they fit as well, until the model's answers, or a 0 in the train split, decide.
     assert [way.by for way in drawn.matchings] == ["number", "from-1"]
 
@@ -281,7 +281,7 @@ def test_image_folders_are_read_with_their_folders_as_labels(tmp_path, make, dra
             for row in range(20):
                 (tmp_path / "set" / split / name / f"{row}.png").write_bytes(make.png(first + 100 * index + row))
     drawn = draw(tmp_path / "set", ["dog", "cat"])
-    split = read_split(drawn.search.path)
+    split = SplitImages(drawn.search.path)
     folders = [{make.png(500 + 100 * index + row) for row in range(20)} for index in (1, 0)]
     assert len(split) == min(make.halves([*folders[0], *folders[1]]))
     assert all(split.encoded(row) in folders[split.labels[row]] for row in range(len(split)))
@@ -299,7 +299,7 @@ def test_a_class_may_be_called_as_a_split_is(photographs, cats_and_dogs, draw, c
         for label, name in enumerate(("cat", "dog"))
         for row in range(40)
     }
-    split = read_split(drawn.search.path)
+    split = SplitImages(drawn.search.path)
     assert {(split.encoded(row), split.labels[row]) for row in range(len(split))} <= held
 
 
@@ -359,7 +359,7 @@ def test_sixteen_bit_and_palette_images_are_drawn_as_they_are(tmp_path, draw):
         rows = datasets.Dataset.from_dict({"image": cells, "label": [0, 1] * 10}, features=features)
         rows.to_parquet(tmp_path / "set" / f"{split}.parquet")
     drawn = draw(tmp_path / "set", ["cat", "dog"])
-    split = read_split(drawn.heldout.path)
+    split = SplitImages(drawn.heldout.path)
     assert {split.image(row).mode for row in range(len(split))} == {"RGB"}
 
 

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from profiling_agent.acquisition.images import read_split
+from profiling_agent.acquisition.images import SplitImages
 from profiling_agent.errors import AcquisitionError
 
 NAMES = ["cat", "dog"]
@@ -50,7 +50,7 @@ def pictures(tmp_path, make):
 
 def drawn_images(drawn):
     """Return the bytes of all images that are measured on."""
-    splits = [read_split(part.path) for part in (drawn.search, drawn.heldout)]
+    splits = [SplitImages(part.path) for part in (drawn.search, drawn.heldout)]
     return {split.encoded(row) for split in splits for row in range(len(split))}
 
 

@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from profiling_agent.acquisition.images import read_split
+from profiling_agent.acquisition.images import SplitImages
 from profiling_agent.acquisition.models import load_model
 from profiling_agent.acquisition.reference import RECIPES, accuracy, distort, reference_dataset, reference_model, train
 from profiling_agent.cache import cache_folder, cached
@@ -41,7 +41,7 @@ def test_the_digits_are_drawn_from_like_any_data_set(draw, make):
 
 def test_the_digits_are_scikit_learns_and_no_image_is_lost(draw):
     drawn = draw("reference:digits", DIGITS)
-    split = read_split(drawn.search.path)
+    split = SplitImages(drawn.search.path)
     digits = load_digits()
     assert not isinstance(digits, tuple)
     darkest = {tuple(image.astype(int).ravel()) for image in digits.images}

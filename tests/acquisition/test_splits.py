@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from datasets import ClassLabel, DatasetDict
 
-from profiling_agent.acquisition.images import read_split
+from profiling_agent.acquisition.images import SplitImages
 from profiling_agent.errors import AcquisitionError
 
 NAMES = ["ant", "bee", "cow"]
@@ -19,12 +19,12 @@ KIND = ClassLabel(names=NAMES)
 
 
 def digests(split):
-    images = read_split(split.path)
+    images = SplitImages(split.path)
     return [hashlib.sha256(images.encoded(row)).hexdigest() for row in range(len(images))]
 
 
 def labels(split):
-    return read_split(split.path).labels
+    return SplitImages(split.path).labels
 
 
 @pytest.fixture
