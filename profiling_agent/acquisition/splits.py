@@ -115,7 +115,7 @@ def draw_splits(
             if is_other and len(columns.matchings) == 1:
                 # Splits that were made apart may number their classes differently.
                 columns_of_train = match_column(data, train, columns.image, columns.label, id2label)
-            others, num_in_both = _draw_train(data, train, columns_of_train, pool, spool, folder, progress)
+            others, num_in_both = _draw_train(data, train, columns_of_train, pool, folder, progress)
             drawn |= others
         notes = _notes(data, evaluation, train, columns, pool, drawn)
         if measured.repeated:
@@ -353,24 +353,18 @@ def _draw(pool: Pool, parts: Mapping[str, Rows], folder: Path, progress: Progres
 
 
 def _draw_train(
-    data: OpenedData,
-    train: str,
-    columns: Columns,
-    measured: Pool,
-    spool: IO[bytes],
-    folder: Path,
-    progress: Progress,
+    data: OpenedData, train: str, columns: Columns, measured: Pool, folder: Path, progress: Progress
 ) -> tuple[dict[str, DrawnSplit], int]:
-    """Write calibration images of the train split and, if requested, others to recover with.
+    """Write images of the train split to calibrate and, if requested, to recover with.
 
     Images that accuracy is measured on are left out; the second result is their number.
     """
     num_recovery = data.query.num_recovery
     wanted = NUM_CALIBRATION + num_recovery
-    spare = int(MAX_REPEATED * wanted) + 1
-    pool = open_pool(data, train, columns, target=wanted + spare, spool=spool, progress=progress)
+    target = wanted + int(MAX_REPEATED * wanted) + 1
+    pool = open_pool(data, train, columns, target=target, spool=measured.spool, progress=progress)
     usable = pool.usable(data.query.seed)
-    rows = usable[: wanted + spare].tolist()
+    rows = usable[:target].tolist()
     repeated = set(_look(pool, columns.image, rows, progress).repeated)
     rows = [row for row in rows if row not in repeated]
     elsewhere = set(measured.digests.values()) - {None}
@@ -473,13 +467,13 @@ def sides(rows: Sequence[int], digests: Sequence[bytes | None]) -> Sides:
     """Return what each row is for: by the last bit of its image's SHA-256, or of its number if it has no image."""
     found, seen = Sides(), set[bytes]()
     for row, digest in zip(rows, digests, strict=True):
-        if digest is None:
-            (found.heldout if row & 1 else found.search).append(row)
-        elif digest in seen:
+        if digest is not None and digest in seen:
             found.repeated.append(row)
-        else:
+            continue
+        if digest is not None:
             seen.add(digest)
-            (found.heldout if digest[-1] & 1 else found.search).append(row)
+        is_heldout = (row if digest is None else digest[-1]) & 1
+        (found.heldout if is_heldout else found.search).append(row)
     return found
 
 

@@ -42,7 +42,7 @@ def acquire(task: AcquireTask, job: JobContext) -> Acquired:
     if len(measured := np.unique(SplitImages(drawn.search.path).labels)) < 2:
         raise AcquisitionError(
             f"all {drawn.search.num_images} images to search on are of one class ({config.id2label[int(measured[0])]!r}), so that no loss of "
-            "accuracy would show: give images of two classes or more"
+            "accuracy would show: give a split of several classes; in folders of images, each class has its own"
         )
     notes = (*drawn.notes, *([loaded.note] if loaded.note else []))
     for line in notes:
