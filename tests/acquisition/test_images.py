@@ -133,11 +133,6 @@ def test_damaged_images_raise_one_error_whatever_the_decoder_makes_of_them(kind)
             continue
 
 
-def test_nothing_is_no_image():
-    with pytest.raises(CorruptImageError):
-        decode_rgb(b"")
-
-
 @pytest.mark.parametrize("kind", ["DDS", "BLP", "ICO", "TGA", "EPS"])
 def test_a_format_that_pictures_are_not_kept_in_is_no_image_damaged_or_whole(kind):
     image = Image.new("P" if kind == "BLP" else "RGB", (32, 32))
