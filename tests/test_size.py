@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-MAX_LINES = {"profiling_agent graphs": 33942, "tests": 33358, "benchmarks": 6897}
+MAX_LINES = {"profiling_agent graphs": 33697, "tests": 33223, "benchmarks": 6897}
 MAX_MODULES = 285
 
 
