@@ -10,7 +10,7 @@ import numpy as np
 from PIL import Image
 from torch import nn
 
-from profiling_agent.acquisition.images import write_split
+from profiling_agent.acquisition.images import write_rows
 from profiling_agent.artifacts.folder import model_bytes
 from profiling_agent.artifacts.save import save_model
 from profiling_agent.deployment import registry
@@ -85,7 +85,7 @@ class Workshop:
     def split(self, name: Any, images: Sequence[bytes], labels: Sequence[int], *, draw: int = 0) -> SplitInfo:
         """Store encoded images and their class ids as a split, one of several draws."""
         path = self.root / f"{name}-{len(images)}-{draw}.parquet"
-        write_split(path, list(images), list(labels))
+        write_rows(path, zip(list(images), list(labels), strict=True))
         file = ArtifactRef(path=path.name, sha256=file_sha256(path), size_bytes=path.stat().st_size, kind="split")
         return SplitInfo(name=name, source_split="benchmark", num_images=len(images), file=file)
 

@@ -284,7 +284,7 @@ class Runs:
             changed = change(model, spec).to(device).eval()
             tasks = prepared(split, path)
             jobs.run_each(tasks)
-            images = PreparedImages.open([jobs.workspace.jobs / job_key(task) for task in tasks])
+            images = PreparedImages([jobs.workspace.jobs / job_key(task) for task in tasks])
             sessions = [TorchSession(module, device=device) for module in (model, changed)]
             if report.run_id not in self._answers:
                 self._answers[report.run_id] = answer(sessions[0], images, batch_size, jobs.progress).right

@@ -1,6 +1,6 @@
 """Columns of a data set: the one of images, the one of labels, and what its labels mean to the model."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,7 +10,6 @@ from profiling_agent.acquisition.data import OpenedData
 from profiling_agent.acquisition.hub import did_you_mean
 from profiling_agent.acquisition.labels import Matching, called_by_number, match_labels, match_numbers
 from profiling_agent.errors import AcquisitionError
-from profiling_agent.records import LabelMatch
 
 IMAGE_NAMES = ("image", "img", "picture", "photo", "jpg", "png")
 LABEL_NAMES = ("label", "labels", "fine_label", "class", "class_label", "target", "category", "cls", "y")
@@ -29,8 +28,7 @@ MAX_STREAMED_LABELS = 2000
 class Columns:
     """Where images and labels are; `class_of` maps a raw label to the model's class, by the first of `matchings`.
 
-    `num_classes` of the model's classes occur, or may occur if not all labels were read. `known` are the raw labels that are
-    allowed; None if all are, and those that `class_of` lacks are no class of the model.
+    `num_classes` of the model's classes may occur. `known` are the raw labels that are allowed, None if all are.
     """
 
     image: str
@@ -41,27 +39,18 @@ class Columns:
     known: Collection[Any] | None = None
     notes: tuple[str, ...] = ()
 
-    def num_names(self, features: Mapping[str, Any]) -> int | None:
-        """Return how many named numbers a split's labels may be, None if they aren't numbers with names."""
-        kind = features.get(self.label)
-        return len(kind.names) if isinstance(kind, datasets.ClassLabel) else None
-
 
 def _listed(features: Mapping[str, Any]) -> str:
     described = (f"{name} ({getattr(kind, 'dtype', None) or type(kind).__name__})" for name, kind in features.items())
     return ", ".join(described) or "none"
 
 
-def _is_image(kind: Any) -> bool:
-    return isinstance(kind, datasets.Image) or (isinstance(kind, dict) and "bytes" in kind) or _dtype(kind) in BYTES
-
-
 def _dtype(kind: Any) -> str:
     return str(kind.dtype) if isinstance(kind, datasets.Value) else ""
 
 
-def _is_label_kind(kind: Any) -> bool:
-    return isinstance(kind, datasets.ClassLabel) or _is_whole(kind) or _dtype(kind) in TEXT
+def _is_image(kind: Any) -> bool:
+    return isinstance(kind, datasets.Image) or (isinstance(kind, dict) and "bytes" in kind) or _dtype(kind) in BYTES
 
 
 def _is_whole(kind: Any) -> bool:
@@ -77,11 +66,7 @@ def _require(column: str, features: Mapping[str, Any], option: str) -> str:
 
 
 def find_image_column(features: Mapping[str, Any], named: str | None) -> str:
-    """Return the column of images: the named one, else the only one of an image type, else one with a usual name.
-
-    Raises:
-        AcquisitionError: there is none, or the named one holds no images.
-    """
+    """Return the column of images: named, of an image type, or with a usual name; AcquisitionError if there is none."""
     if named is not None:
         if not _is_image(features[_require(named, features, "image_column")]):
             advice = f"; {BY_TABLE}" if _dtype(features[named]) in TEXT else ""
@@ -101,10 +86,10 @@ def find_image_column(features: Mapping[str, Any], named: str | None) -> str:
 
 
 def label_candidates(data: OpenedData, split: str) -> list[list[str]]:
-    """Return the columns of a split that may hold labels, in tiers: class labels, then strings, then integers of a usual name.
+    """Return columns that may hold labels: class labels, then usual names of strings, then of integers.
 
     Raises:
-        AcquisitionError: there are none.
+        AcquisitionError: there are none, or the named one is missing or of another kind.
     """
     features = data.features(split)
     if not features:
@@ -112,7 +97,8 @@ def label_candidates(data: OpenedData, split: str) -> list[list[str]]:
             f"split {split!r} of {data.query.dataset!r} holds no images, as no CSV or JSON does: {BY_TABLE}"
         )
     if (named := data.query.label_column) is not None:
-        if not _is_label_kind(features[_require(named, features, "label_column")]):
+        kind = features[_require(named, features, "label_column")]
+        if not (isinstance(kind, datasets.ClassLabel) or _is_whole(kind) or _dtype(kind) in TEXT):
             raise AcquisitionError(
                 f"label_column {named!r} holds neither class labels nor names nor whole numbers: the columns are "
                 f"{_listed(features)}"
@@ -151,17 +137,13 @@ def _distinct_labels(data: OpenedData, split: str, column: str) -> set[Any]:
 
 
 def match_column(data: OpenedData, split: str, image: str, column: str, id2label: Mapping[int, str]) -> Columns:
-    """Return how a column's labels match the model's classes, and the class of each raw label that does.
-
-    Raises:
-        AcquisitionError: none matches, or it holds numbers or texts that are no classes.
-    """
+    """Return how a column's labels match the model's classes; AcquisitionError if none does."""
     kind = data.features(split)[column]
     known: Collection[Any] | None = None
     notes: tuple[str, ...] = ()
+    by = data.query.label_match
     if isinstance(kind, datasets.ClassLabel):
-        names: list[str] = kind.names
-        matchings = match_labels(names, id2label, by=data.query.label_match)
+        matchings = match_labels(list[str](kind.names), id2label, by=by)
         class_of: Mapping[Any, int] = matchings[0].class_of
     elif _is_whole(kind):
         numbers = _distinct_labels(data, split, column)
@@ -175,7 +157,7 @@ def match_column(data: OpenedData, split: str, image: str, column: str, id2label
                 f"model has {len(id2label)} classes, 0 to {len(id2label) - 1}: name another with label_column, or choose a model "
                 "that was trained on these classes"
             )
-        matchings = match_numbers(numbers, id2label, by=data.query.label_match)
+        matchings = match_numbers(numbers, id2label, by=by)
         class_of = matchings[0].class_of
         # The train split may hold those that this one lacks.
         known = class_of.keys()
@@ -183,7 +165,7 @@ def match_column(data: OpenedData, split: str, image: str, column: str, id2label
             return Columns(image, column, matchings, class_of, len(numbers), known, notes)
     else:
         texts = sorted(_distinct_labels(data, split, column))
-        matchings = match_labels(texts, id2label, ordered=False, by=data.query.label_match)
+        matchings = match_labels(texts, id2label, ordered=False, by=by)
         class_of = {texts[place]: index for place, index in matchings[0].class_of.items()}
         if not data.has_cheap_labels:
             known = frozenset(texts)
@@ -195,21 +177,16 @@ def match_column(data: OpenedData, split: str, image: str, column: str, id2label
     return Columns(image, column, matchings, class_of, len(set(class_of.values())), known, notes)
 
 
-def _score(matches: Iterable[LabelMatch], num_classes: int) -> tuple[float, float]:
-    """Return the share of the labels that map, and of the classes that are reached."""
-    ids = [match.model_id for match in matches]
-    mapped = [index for index in ids if index is not None]
-    return len(mapped) / len(ids), len(set(mapped)) / num_classes
-
-
 def choose_columns(data: OpenedData, split: str, id2label: Mapping[int, str]) -> Columns:
-    """Return the image column, and the label column whose labels map best to the model's classes.
+    """Return the image column and the label column that maps best to the model's classes; AcquisitionError if none does."""
 
-    Raises:
-        AcquisitionError: a column is missing, or no label maps.
-    """
-    features = data.features(split)
-    image = find_image_column(features, data.query.image_column)
+    def score(columns: Columns) -> tuple[float, int]:
+        """Return the share of the labels that map, and how many classes are reached."""
+        ids = [match.model_id for match in columns.matchings[0].matches]
+        mapped = [index for index in ids if index is not None]
+        return len(mapped) / len(ids), len(set(mapped))
+
+    image = find_image_column(data.features(split), data.query.image_column)
     refusal: AcquisitionError | None = None
     for tier in label_candidates(data, split):
         found: dict[str, Columns] = {}
@@ -219,12 +196,10 @@ def choose_columns(data: OpenedData, split: str, id2label: Mapping[int, str]) ->
             except AcquisitionError as error:
                 refusal = refusal or error
         if found:
-            best = max(found.values(), key=lambda columns: _score(columns.matchings[0].matches, len(id2label)))
-            others = [repr(column) for column in tier if column != best.label]
-            if not others:
+            best = max(found.values(), key=score)
+            if not (others := [repr(column) for column in tier if column != best.label]):
                 return best
             note = f"labels are read from column {best.label!r}, which maps best to the model's classes; not used: {', '.join(others)}"
             return replace(best, notes=(note, *best.notes))
-    raise refusal or AcquisitionError(
-        f"split {split!r} of {data.query.dataset!r} has no labels: name another with split"
-    )
+    assert refusal is not None, "there is a tier, and none of its columns matched"
+    raise refusal

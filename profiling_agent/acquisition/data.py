@@ -81,10 +81,7 @@ class DataQuery(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """The one place that a data set's files come from: a folder, or a repository on the Hub at one commit.
-
-    `folder` is None for the Hub. `root` is what absolute names of its files begin with.
-    """
+    """A folder, or a repository on the Hub at one commit; `root` is what absolute names of its files begin with."""
 
     name: str
     folder: Path | None
@@ -95,27 +92,18 @@ class Place:
     notes: tuple[str, ...] = ()
 
     def inside(self, file: str) -> str:
-        """Return the absolute name of a file, of which `file` may be a relative one.
-
-        Raises:
-            AcquisitionError: it lies outside of the data set.
-        """
+        """Return the absolute name of a file of the data set; AcquisitionError if it lies elsewhere."""
         path = file.removeprefix(self.root)
-        is_address = "://" in path or "::" in path
-        if self.folder is None and not is_address and ".." not in PurePosixPath(path).parts:
-            return self.root + path
-        if self.folder is not None and not is_address:
-            target = (self.folder / path).resolve()
-            if target.is_relative_to(files_root(self.folder)):
+        if "://" not in path and "::" not in path:
+            if self.folder is None and ".." not in PurePosixPath(path).parts:
+                return self.root + path
+            target = (self.folder / path).resolve() if self.folder is not None else None
+            if self.folder is not None and target is not None and target.is_relative_to(files_root(self.folder)):
                 return str(target)
         raise AcquisitionError(
             f"dataset {self.name!r} can't be read: it names {file[:MAX_TEXT]!r}, which is not in it: copy the data into it, or give "
             "the images' bytes in the table"
         )
-
-    def relative(self, file: str) -> str:
-        """Return a file's name below the root."""
-        return file.removeprefix(self.root)
 
     def builder(self, cache: Path, config: str | None = None, **options: Any) -> Any:
         """Return what reads the files; nothing is downloaded or copied yet."""
@@ -133,11 +121,10 @@ class Place:
         """Return whether the data set's card lists its configs."""
         if not self.has_card:
             return False
-        card = (
-            hf_hub_download(self.name, CARD, repo_type="dataset", revision=self.commit)
-            if self.folder is None
-            else self.folder / CARD
-        )
+        if self.folder is None:
+            card = hf_hub_download(self.name, CARD, repo_type="dataset", revision=self.commit)
+        else:
+            card = self.folder / CARD
         return bool(DatasetCard.load(card, ignore_metadata_errors=True).data.get("configs"))
 
 
@@ -145,8 +132,7 @@ class Place:
 class OpenedData:
     """A data set whose splits can be read; nothing of it has been copied or downloaded yet.
 
-    `options` are what its builder was made with; `builder` is None for what `save_to_disk` wrote. `cache` is a temporary folder.
-    `notes` are for the results' readers.
+    `options` are what its builder was made with; `builder` is None for what `save_to_disk` wrote.
     """
 
     query: DataQuery
@@ -214,19 +200,15 @@ class OpenedData:
                 yield row[image_column], row[label_column]
 
     def image(self, cell: Any) -> bytes | None:
-        """Return the encoded image that a cell holds or names; None if it has none.
-
-        Raises:
-            AcquisitionError: it names a file outside of the data set, or one that can't be read.
-        """
+        """Return the encoded image that a cell holds or names, or None; AcquisitionError if its file can't be read."""
         data, location = (cell.get("bytes"), cell.get("path")) if isinstance(cell, dict) else (cell, None)
         if data is not None or not location:
             return data if isinstance(data, bytes) else None
         member, file = _parts(location)
         with reading(self.query.dataset):
             path = self.place.inside(file)
-            files: Any = fsspec.filesystem("zip", fo=path) if member else fsspec.url_to_fs(path)[0]
-            with files.open(member or path, "rb") as stream:
+            opened: Any = fsspec.open(f"{ZIP}{member}::{path}" if member else path, "rb")
+            with opened as stream:
                 return stream.read()
 
     def file_name(self, cell: Any) -> str | None:
@@ -235,7 +217,7 @@ class OpenedData:
         if not location:
             return None
         member, file = _parts(location)
-        name = self.place.relative(file)
+        name = file.removeprefix(self.place.root)
         return repr(f"{name}/{member}" if member else name)
 
 
@@ -262,8 +244,7 @@ def open_data(query: DataQuery, *, cache: Path, progress: Progress) -> OpenedDat
     """Return the data set that `query` names: reference:digits, a local folder, or a Hub id to be streamed.
 
     Raises:
-        AcquisitionError: it does not exist, is gated, needs a script, has several configs and none was named, or
-            can't be read.
+        AcquisitionError: it does not exist, is gated, needs a script or the name of a config, or can't be read.
     """
     name = query.dataset
     if name == DIGITS:
@@ -276,13 +257,11 @@ def open_data(query: DataQuery, *, cache: Path, progress: Progress) -> OpenedDat
         progress(f"looking up {name}", 0, 0)
         place = _repository(name, query.dataset_revision)
     with reading(name):
-        if place.folder is not None and any(
-            (place.folder / file).is_file() for file in ("dataset_dict.json", "state.json")
-        ):
+        saved = ("dataset_dict.json", "state.json")
+        if place.folder is not None and any((place.folder / file).is_file() for file in saved):
             loaded: Any = datasets.load_from_disk(str(place.folder))
-            splits: Any = (
-                dict(loaded) if isinstance(loaded, datasets.DatasetDict) else {str(loaded.split or "train"): loaded}
-            )
+            is_several = isinstance(loaded, datasets.DatasetDict)
+            splits: dict[str, Any] = dict(loaded) if is_several else {str(loaded.split or "train"): loaded}
             for rows in splits.values():
                 for file in rows.cache_files:
                     place.inside(file["filename"])
@@ -290,7 +269,10 @@ def open_data(query: DataQuery, *, cache: Path, progress: Progress) -> OpenedDat
         builder, options = _choose_config(query.dataset_config, place, cache)
         files = itertools.chain.from_iterable((builder.config.data_files or {}).values())
         parts = sorted({part for file in files for part in PurePosixPath(str(file)).parts if part.startswith(PARTIAL)})
-        notes = (f"of split {part.removeprefix(PARTIAL)!r} only the first part is read: the Hub copied no more of it" for part in parts)  # fmt: skip
+        notes = [
+            f"of split {part.removeprefix(PARTIAL)!r} only the first part is read: the Hub copied no more of it"
+            for part in parts
+        ]
         return OpenedData(
             query=query,
             place=place,
@@ -358,32 +340,31 @@ def _repository(name: str, revision: str | None) -> Place:
     )
 
 
-def _choose_config(asked: str | None, place: Place, cache: Path) -> tuple[Any, dict[str, Any]]:
-    """Return a builder of the requested config, and the options that it was made with.
+def _choose_config(requested: str | None, place: Place, cache: Path) -> tuple[Any, dict[str, Any]]:
+    """Return a builder of the requested config, and its options.
 
-    Without a card `datasets` reads into a split every folder that names that split somewhere below: of a data set in three
-    sizes, each photograph three times.
+    Without a card `datasets` reads every folder named as a split into it: of a data set in three sizes, each image thrice.
     """
     if place.names_configs():
         try:
-            return place.builder(cache, asked), {"config": asked}
+            return place.builder(cache, requested), {"config": requested}
         except ValueError:
             path = place.name if place.folder is None else str(place.folder)
-            check_config(place.name, asked, datasets.get_dataset_config_names(path, revision=place.commit))
+            check_config(place.name, requested, datasets.get_dataset_config_names(path, revision=place.commit))
             raise
-    builder, options = place.builder(cache), dict[str, Any]()
-    folder = beside_others(place.name, asked, _files(place, builder))
+    builder = place.builder(cache)
+    folder = beside_others(place.name, requested, _files(place, builder))
+    options: dict[str, Any] = {} if folder is None else {"data_dir": folder}
     if folder is not None:
-        options = {"data_dir": folder}
         builder = place.builder(cache, **options)
-    elif asked is not None:
-        check_config(place.name, asked, [builder.config.name])
+    elif requested is not None:
+        check_config(place.name, requested, [builder.config.name])
     if isinstance(builder, ImageFolder):
         files = _files(place, builder)
         tables = tuple(builder.METADATA_FILENAMES)
         has_table = any(file.endswith(tables) for names in files.values() for file in names)
         if not has_table and (patterns := each_once(files)):
-            options = dict[str, Any](data_files=patterns)
+            options = {"data_files": patterns}
             builder = place.builder(cache, **options)
     return builder, options
 
@@ -394,50 +375,45 @@ def _files(place: Place, builder: Any) -> dict[str, list[str]]:
     if isinstance(builder, ImageFolder):
         read = (*builder.EXTENSIONS, *ARCHIVES, *builder.METADATA_FILENAMES)
     return {
-        split: [place.relative(str(file)) for file in files if str(file).lower().endswith(read)]
+        split: [str(file).removeprefix(place.root) for file in files if str(file).lower().endswith(read)]
         for split, files in (builder.config.data_files or {}).items()
     }
 
 
-def check_config(dataset: str, asked: str | None, names: Collection[str]) -> None:
-    """Check that a config is one of `names`, or that there is only one.
-
-    Raises:
-        AcquisitionError: it names them.
-    """
+def check_config(dataset: str, requested: str | None, names: Collection[str]) -> None:
+    """Check that a config is one of `names`, or that there is only one; AcquisitionError names them."""
     listed = ", ".join(names)
-    if len(names) > 1 and asked is None:
+    if len(names) > 1 and requested is None:
         raise AcquisitionError(f"dataset {dataset!r} has several configs, {listed}: name one with dataset_config")
-    if asked not in (None, *names):
+    if requested not in (None, *names):
         raise AcquisitionError(
-            f"dataset {dataset!r} has no config {asked!r}: use one of {listed}{did_you_mean(asked or '', names)}"
+            f"dataset {dataset!r} has no config {requested!r}: use one of {listed}{did_you_mean(requested or '', names)}"
         )
 
 
-def beside_others(dataset: str, asked: str | None, files: Mapping[str, Iterable[str]]) -> str | None:
-    """Return which folder to read of a data set without a card, whose splits would be of these files; None if it is one.
+def beside_others(dataset: str, requested: str | None, files: Mapping[str, Iterable[str]]) -> str | None:
+    """Return which folder to read if several lie side by side, whose splits would be of these files; None for only one.
 
     Raises:
-        AcquisitionError: several lie side by side and none was requested, or one that isn't there, or that has another inside.
+        AcquisitionError: none was requested, or one that isn't there or has another inside.
     """
     above = [{folder for file in names if (folder := _above_split(file)) is not None} for names in files.values()]
     folders = sorted({folder for names in above if len(names) > 1 for folder in names})
     if not folders:
         return None
-    # What has another inside would be read with it.
-    outer = [
-        folder
-        for folder in folders
-        if any(other.startswith(f"{folder}/" if folder else "") for other in folders if other != folder)
-    ]
-    inner = [folder for folder in folders if folder not in outer]
-    if outer and asked not in inner:
+
+    def has_inner(folder: str) -> bool:
+        start = f"{folder}/" if folder else ""
+        return any(other.startswith(start) for other in folders if other != folder)
+
+    outer, inner = list(filter(has_inner, folders)), list(itertools.filterfalse(has_inner, folders))
+    if outer and requested not in inner:
         raise AcquisitionError(
             f"dataset {dataset!r} has splits at {outer[0] or 'the top'} and others inside of it, which would be read as one: "
             f"name one of {', '.join(inner)} with dataset_config, or move them out"
         )
-    check_config(dataset, asked, inner)
-    return asked
+    check_config(dataset, requested, inner)
+    return requested
 
 
 def each_once(files: Mapping[str, Sequence[str]]) -> dict[str, list[str]] | None:

@@ -44,17 +44,10 @@ def is_local(name: str) -> bool:
 
 
 def local_folder(name: str, kind: Kind) -> Path:
-    """Return the absolute path of an existing folder.
-
-    Raises:
-        AcquisitionError: there is no such folder.
-    """
-    try:
-        path = Path(name).expanduser().absolute()
-        problem = None if path.is_dir() else "is a file" if path.exists() else "does not exist"
-    except (OSError, RuntimeError, ValueError) as error:
-        raise AcquisitionError(f"{kind} path {name[:MAX_TEXT]!r} can't be read: {error}"[: 3 * MAX_TEXT]) from error
-    if problem:
+    """Return the absolute path of an existing folder; AcquisitionError if there is none."""
+    path = Path(name).expanduser().absolute()
+    if not path.is_dir():
+        problem = "is a file" if path.exists() else "does not exist"
         raise AcquisitionError(f"{kind} path {name!r} {problem}: give an existing folder or a Hub id{_near(path)}")
     return path
 
@@ -124,9 +117,6 @@ def hub_errors(kind: Kind, name: str, revision: str | None) -> Generator[None]:
 
 
 def fetch_model(name: str, revision: str | None) -> Path:
-    """Return the folder of a model's snapshot, downloaded or cached; its name is the commit.
-
-    Only the configuration, the image processor and safetensors weights are fetched.
-    """
+    """Return the folder of a model's snapshot, named by its commit: configuration, processor and safetensors only."""
     with hub_errors("model", name, revision):
         return Path(snapshot_download(name, revision=revision, allow_patterns=MODEL_FILES))

@@ -4,11 +4,10 @@ import io
 import warnings
 import zlib
 from bisect import bisect_right
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -29,11 +28,7 @@ GROUP_IMAGES, GROUP_BYTES = 64, 2**25
 
 
 def decode_rgb(data: bytes) -> Image.Image:
-    """Return the image as 8-bit RGB, upright; a moving image's first frame.
-
-    Raises:
-        CorruptImageError: the bytes are damaged, of no format in FORMATS, or of more pixels than Pillow opens.
-    """
+    """Return an image's first frame as upright 8-bit RGB; CorruptImageError if it is damaged, too large or of no format."""
     with warnings.catch_warnings():
         # Pillow warns of images half as large as those that it refuses, and of odd metadata.
         warnings.simplefilter("ignore")
@@ -50,13 +45,13 @@ def decode_rgb(data: bytes) -> Image.Image:
 
 
 class SplitImages:
-    """A drawn split: `labels` are the model's class ids, images are read and decoded on request.
+    """A drawn split on disk: `labels` are the model's class ids, images are read and decoded on request.
 
-    One row group is in memory, so that images are best requested in order.
+    One row group is in memory: images are best requested in order. ArtifactError if the file is missing or damaged.
     """
 
     def __init__(self, path: Path) -> None:
-        """Read all but the images; see `read_split`."""
+        """Read all but the images."""
         self._path = path
         with self._reading():
             self._file = pq.ParquetFile(path)
@@ -94,50 +89,33 @@ class SplitImages:
             ) from error
 
 
-def read_split(path: Path) -> SplitImages:
-    """Return the split that was written to `path`.
-
-    Raises:
-        ArtifactError: the file is missing, damaged, or no split of ours.
-    """
-    return SplitImages(path)
-
-
-def write_split(path: Path, images: Iterable[bytes], labels: Iterable[int]) -> None:
-    """Write encoded images and their class ids, in this order."""
-    write_rows(path, zip(images, labels, strict=True))
-
-
 def write_rows(path: Path, rows: Iterable[tuple[bytes, int]]) -> int:
-    """Write encoded images, each with its class id, as they come, and return how many; a row group is in memory.
-
-    The same images make the same file.
-    """
+    """Write encoded images with their class ids as they come; return how many. Same images make the same file."""
+    images: list[bytes] = []
+    labels: list[int] = []
+    number = size = 0
     with pq.ParquetWriter(path, SPLIT) as writer:
-        number = 0
-        for table in _grouped(rows):
-            writer.write_table(table)
-            number += len(table)
+
+        def write_group() -> None:
+            writer.write_table(pa.table({"image": images, "label": labels}, schema=SPLIT))
+            images.clear()
+            labels.clear()
+
+        for image, label in rows:
+            if images and (len(images) == GROUP_IMAGES or size + len(image) > GROUP_BYTES):
+                write_group()
+                size = 0
+            images.append(image)
+            labels.append(label)
+            size += len(image)
+            number += 1
+        if images:
+            write_group()
     return number
 
 
 def relabel_split(path: Path, becomes: Mapping[int, int]) -> None:
     """Write a split again with other class ids, `becomes` of each of its own."""
-    split, new = read_split(path), path.with_suffix(".new")
+    split, new = SplitImages(path), path.with_suffix(".new")
     write_rows(new, ((split.encoded(row), becomes[int(label)]) for row, label in enumerate(split.labels)))
     new.replace(path)
-
-
-def _grouped(rows: Iterable[tuple[bytes, int]]) -> Iterator[Any]:
-    images: list[bytes] = []
-    labels: list[int] = []
-    size = 0
-    for image, label in rows:
-        if images and (len(images) == GROUP_IMAGES or size + len(image) > GROUP_BYTES):
-            yield pa.table({"image": images, "label": labels}, schema=SPLIT)
-            images, labels, size = [], [], 0
-        images.append(image)
-        labels.append(label)
-        size += len(image)
-    if images:
-        yield pa.table({"image": images, "label": labels}, schema=SPLIT)

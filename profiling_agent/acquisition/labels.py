@@ -59,12 +59,10 @@ class Matching:
 def match_labels(
     labels: Sequence[str], id2label: Mapping[int, str], *, ordered: bool = True, by: MatchBy = "auto"
 ) -> tuple[Matching, ...]:
-    """Return each way in which the labels fit the classes, the likeliest first; the model's answers have to decide.
+    """Return each way in which labels fit the classes, the likeliest first.
 
-    By id, if the names agree at every id. By number or by place, if the labels are the numbers 0 to n-1. By place or in
-    timm's order of folders, if the model has no names. Else each label by the first of these: exact name, normalised
-    name or ImageNet synonym, ImageNet's wnid, and a class that is all of the label's last words. A label with several
-    candidates stays unmapped.
+    By id, if the names agree at every id; by number, by place or in timm's order of folders, if either side is numbers;
+    else each label by its name, synonym, wnid or last words. A label with several candidates stays unmapped.
 
     Args:
         labels: distinct names; a label's position is its id in the data set.
@@ -97,11 +95,7 @@ def match_labels(
 
 
 def match_numbers(numbers: Iterable[int], id2label: Mapping[int, str], *, by: MatchBy = "auto") -> tuple[Matching, ...]:
-    """Return each way in which whole numbers fit the classes: as names, as ids, or as ids that are counted from 1.
-
-    Raises:
-        AcquisitionError: they don't fit in the chosen way.
-    """
+    """Return each way in which whole numbers fit: as names, ids, or ids from 1; AcquisitionError if not the chosen way."""
     ordered = sorted(numbers)
     rules: dict[MatchKind, Mapping[int, int]] = {
         "name": called_by_number(id2label),
@@ -135,15 +129,9 @@ def _chosen(ways: Sequence[Matching], by: MatchBy) -> tuple[Matching, ...]:
 
 
 def choose_matching(matchings: Sequence[Matching], predicted: Classes, true: Classes) -> tuple[Matching, str]:
-    """Return the matching that a model's answers fit clearly best, and a note that says so.
+    """Return the matching that a model's answers fit clearly best, and a note; AcquisitionError if they don't decide.
 
-    Args:
-        matchings: two or more, as `match_labels` returns them.
-        predicted: the model's answers on images that are measured on nowhere else.
-        true: the classes of these images by the first matching.
-
-    Raises:
-        AcquisitionError: the answers don't decide.
+    `predicted` are answers on images that are measured on nowhere else, `true` their classes by the first matching.
     """
     becomes = {way.by: matchings[0].becomes(way) for way in matchings}
     # Counted from 1, there is no label 0; it may be among these images, and not among those that were matched.
@@ -316,11 +304,6 @@ def _are_moved(labels: Sequence[str], model_labels: Sequence[str]) -> bool:
     return list(labels) != list(model_labels) and len(names) == len(labels) and names == set(model_labels)
 
 
-def _natural_key(name: str) -> list[str | int]:
-    """Return what timm sorts class folders by: 2 before 10, upper case like lower case."""
-    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name.casefold())]
-
-
 def _by_order(
     labels: Sequence[str], id2label: Mapping[int, str], *, ordered: bool
 ) -> dict[MatchKind | Literal["id"], list[int]]:
@@ -347,7 +330,12 @@ def _by_order(
         return {}
     if list(labels) != sorted(labels):
         return {"place": places}
-    by_nature = sorted(places, key=lambda place: _natural_key(labels[place]))
+
+    def natural_key(place: int) -> list[str | int]:
+        """Return what timm sorts class folders by: 2 before 10, upper case like lower case."""
+        return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", labels[place].casefold())]
+
+    by_nature = sorted(places, key=natural_key)
     return {"place": places, "natural": [by_nature.index(place) for place in places]}
 
 
@@ -397,11 +385,7 @@ def _by_names(labels: Sequence[str], id2label: Mapping[int, str]) -> tuple[Label
 
 
 def _by_last_words(label: str, synonyms: Mapping[str, set[int]]) -> set[int]:
-    """Return the classes named by most of the label's last words, since a sports car is a car.
-
-    Never the reverse: a model's only apple may be the custard apple, its only bird the indigo bunting, and then
-    nearly every answer would be counted wrong. Never without a negation: without_mask is no mask.
-    """
+    """Return the classes named by most of the label's last words: a sports car is a car, without_mask is no mask."""
     words = _normalised(label).split(" ")
     for start in range(max(1, len(words) - MAX_WORDS), len(words)):
         if _is_negated(words[:start]):

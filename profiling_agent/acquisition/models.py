@@ -47,8 +47,8 @@ HALVES = {"BF16": "bfloat16", "F16": "float16"}
 class LoadedModel:
     """A classifier in eval mode and float32 on its device.
 
-    `source` is the requested name, of a folder its absolute path, so that a run resumes from any working folder. `revision` is the
-    Hub commit, or None for a folder. `note` is for the results' readers: that the weights are stored in fewer bits.
+    `source` is the requested name, of a folder its absolute path; `revision` the Hub commit, None for a folder. `note` tells
+    the results' readers that weights are stored in fewer bits.
     """
 
     model: nn.Module
@@ -98,18 +98,10 @@ def _read_config(folder: Path, name: str) -> Any:
     """Return the configuration of an image classifier of transformers, with a name for every class."""
     if any((folder / file).exists() for file in OURS):
         raise AcquisitionError(f"model {name!r} was written by profiling-agent: give the model that it was made from")
-    try:
-        fields: Any = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise AcquisitionError(
-            f"model {name!r} has no config.json: give an ordinary Hugging Face model folder or id"
-        ) from error
-    except (OSError, ValueError) as error:
-        raise AcquisitionError(
-            f"model {name!r} has a config.json that is damaged, or can't be read: {error}"
-        ) from error
-    if not isinstance(fields, dict):
-        raise AcquisitionError(f"model {name!r} has a config.json that is damaged: it is no JSON object")
+    if not (folder / "config.json").exists():
+        raise AcquisitionError(f"model {name!r} has no config.json: give an ordinary Hugging Face model folder or id")
+    with library_errors(f"model {name!r} has a config.json that is damaged, or can't be read: "):
+        fields: dict[str, Any] = dict(json.loads((folder / "config.json").read_text(encoding="utf-8")))
     _check_kind(fields, name)
     refusal = f"model {name!r} has a config.json that can't be used, "
     advice = ": correct it, or save the model again"
@@ -146,13 +138,12 @@ def _check_kind(fields: dict[str, Any], name: str) -> None:
         raise AcquisitionError(
             f"model {name!r} is quantized already (quantization_config): give the one it was made from"
         )
-    labels = fields.get("id2label")
-    if labels is not None and not isinstance(labels, dict):
+    if isinstance(fields.get("id2label"), list):
         raise AcquisitionError(
             f'model {name!r} has a config.json whose id2label maps no numbers to names: give it as {{"0": "cat", "1": "dog"}}'
         )
     model_type = TIMM if is_timm(fields) else fields.get("model_type")
-    if not isinstance(model_type, str):
+    if model_type is None:
         raise AcquisitionError(f"model {name!r} has a config.json without a model_type: it is damaged")
     if model_type in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES:
         return
@@ -164,13 +155,8 @@ def _check_kind(fields: dict[str, Any], name: str) -> None:
             f"{transformers.__version__} doesn't know: choose an architecture that it implements"
             f"{did_you_mean(model_type, list(MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES))}"
         )
-    raise AcquisitionError(
-        f"model {name!r} is no image classifier ({_built_for(fields.get('architectures')) or model_type}): choose one that is"
-    )
-
-
-def _built_for(architectures: Any) -> str:
-    return ", ".join(map(str, architectures)) if isinstance(architectures, list) else ""
+    built_for = ", ".join(fields.get("architectures") or [model_type])
+    raise AcquisitionError(f"model {name!r} is no image classifier ({built_for}): choose one that is")
 
 
 def _weight_files(folder: Path, name: str, commit: str | None) -> list[Path]:
@@ -187,7 +173,7 @@ def _weight_files(folder: Path, name: str, commit: str | None) -> list[Path]:
         if file.parent != folder or file.suffix != ".safetensors":
             raise AcquisitionError(f"model {name!r} has a {INDEX} that names {str(file)!r}, which is no safetensors file in its folder")  # fmt: skip
         if not file.exists():
-            raise AcquisitionError(_without_weights(folder, name, commit, file.name))
+            raise _without_weights(folder, name, commit, file.name)
         with file.open("rb") as stream:
             if stream.read(len(LFS)) == LFS:
                 raise AcquisitionError(
@@ -196,18 +182,17 @@ def _weight_files(folder: Path, name: str, commit: str | None) -> list[Path]:
     return files
 
 
-def _without_weights(folder: Path, name: str, commit: str | None, missing: str) -> str:
+def _without_weights(folder: Path, name: str, commit: str | None, missing: str) -> AcquisitionError:
     """Return why there are no weights: on the Hub or in the folder there may be a pickle, which isn't fetched."""
     files = [path.name for path in folder.iterdir()]
     if commit and not any(file.endswith(PICKLES) for file in files):
         with hub_errors("model", name, commit):
             files = HfApi().list_repo_files(name, revision=commit)
     if pickles := sorted(file for file in files if file.endswith(PICKLES)):
-        return (
-            f"model {name!r} has its weights only as pickle ({pickles[0]!r}), which is never loaded: "
-            "convert them to safetensors"
-        )
-    return f"model {name!r} has no weights: {missing} is missing"
+        reason = f"its weights only as pickle ({pickles[0]!r}), which is never loaded: convert them to safetensors"
+    else:
+        reason = f"no weights: {missing} is missing"
+    return AcquisitionError(f"model {name!r} has {reason}")
 
 
 def _read_weights(folder: Path, name: str, config: Any, file: str) -> nn.Module:
@@ -226,8 +211,9 @@ def _read_weights(folder: Path, name: str, config: Any, file: str) -> nn.Module:
     _check_shapes(name, config, info["mismatched_keys"])
     make_plain_(model)
     if missing := sorted(info["missing_keys"]):
+        built_for = ", ".join(config.architectures or ["an unknown task"])
         raise AcquisitionError(
-            f"model {name!r} is no complete image classifier: its weights ({_built_for(config.architectures) or 'an unknown task'}) lack {missing[0]!r} "
+            f"model {name!r} is no complete image classifier: its weights ({built_for}) lack {missing[0]!r} "
             f"and {len(missing) - 1} more; choose a checkpoint that was fine-tuned for classification"
         )
     for key, tensor in model.state_dict().items():
@@ -257,12 +243,12 @@ def _check_shapes(name: str, config: Any, mismatched: Iterable[tuple[str, Sequen
 def _read_processor(folder: Path, name: str, config: Any) -> Any:
     is_there = any((folder / file).exists() for file in PROCESSORS)
     if not is_there and (how := getattr(config, "pretrained_cfg", None)):
-        return processor_of_timm(
-            how,
-            lambda problem: AcquisitionError(
-                f"model {name!r} prepares images in a way that isn't done here ({problem}): save an image processor into its folder"
-            ),
-        )
+
+        def refuse(problem: str) -> AcquisitionError:
+            start = f"model {name!r} prepares images in a way that isn't done here"
+            return AcquisitionError(f"{start} ({problem}): save an image processor into its folder")
+
+        return processor_of_timm(how, refuse)
     before = f"model {name!r} has no image processor that can be used, as its preprocessor_config.json "
     after = ": save the processor that it was trained with into its folder"
     if not is_there:

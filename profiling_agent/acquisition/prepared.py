@@ -1,17 +1,15 @@
 """Prepared images: decoded and processed once, then read in batches by every process of a run. Importing this imports no torch.
 
-`pixels.npy` holds a shard's pixel values, (n, channels, height, width), and is mapped into memory. What processors make of
-8-bit images are 256 values a channel, so that each is stored as one byte, a quarter of float32, and `labels.safetensors` has
-the table that turns it back. That is bit for bit what the processor gave, whatever its arithmetic: where it isn't, as is
-checked on every pixel, the file holds float32.
+`pixels.npy` holds a shard's pixel values, (n, channels, height, width), and is mapped into memory. Of 8-bit images these are
+256 values a channel: each is stored as one byte, and `labels.safetensors` has the table that turns it back, bit for bit.
+Where that can't be undone, as is checked on every pixel, the file holds float32.
 """
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,10 +41,7 @@ class _UncodableError(Exception):
 
 
 class _Codes:
-    """Pixel values as one byte each: the 8-bit value that each came from, as the processor's settings have it.
-
-    The settings only say which byte may stand for a value. What a byte means is learned from the values, and checked.
-    """
+    """Pixel values as one byte each. The processor's settings suggest a byte; what it means is learned, and checked."""
 
     def __init__(self, processor: Any) -> None:
         self._factor = getattr(processor, "rescale_factor", 1.0) if getattr(processor, "do_rescale", False) else 1.0
@@ -57,27 +52,10 @@ class _Codes:
 
     def encode(self, values: Pixels) -> NDArray[np.uint8]:
         """Return one byte a value; _UncodableError where that can't be undone."""
-        codes = self._guess(values)
         channels = range(values.shape[1])
-        known = self.table if self.table is not None else np.full((len(channels), NUM_CODES), np.nan, np.float32)
-        learned = known.copy()
-        for channel in channels:
-            learned[channel][codes[:, channel]] = values[:, channel]
-        self.table = np.where(np.isnan(known), learned, known)
-        for channel in channels:
-            meant = self.table[channel][codes[:, channel]]
-            # As bits: a zero has two signs.
-            if not np.array_equal(meant.view(np.uint32), np.ascontiguousarray(values[:, channel]).view(np.uint32)):
-                raise _UncodableError
-        return codes
-
-    def _guess(self, values: Pixels) -> NDArray[np.uint8]:
-        if not np.isfinite(values).all():
-            raise _UncodableError
         try:
-            shape = (values.shape[1],)
             mean, deviation = (
-                np.broadcast_to(np.asarray(each, np.float32), shape)[:, None, None]
+                np.broadcast_to(np.asarray(each, np.float32), (len(channels),))[:, None, None]
                 for each in (self._mean, self._deviation)
             )
             with np.errstate(all="ignore"):
@@ -86,7 +64,18 @@ class _Codes:
             raise _UncodableError from error
         if not np.isfinite(guessed).all():
             raise _UncodableError
-        return guessed.clip(0, NUM_CODES - 1).astype(np.uint8)
+        codes = guessed.clip(0, NUM_CODES - 1).astype(np.uint8)
+        known = self.table if self.table is not None else np.full((len(channels), NUM_CODES), np.nan, np.float32)
+        learned = known.copy()
+        for channel in channels:
+            learned[channel][codes[:, channel]] = values[:, channel]
+        self.table = np.where(np.isnan(known), learned, known)
+        for channel in channels:
+            decoded = self.table[channel][codes[:, channel]]
+            # As bits: a zero has two signs.
+            if not np.array_equal(decoded.view(np.uint32), np.ascontiguousarray(values[:, channel]).view(np.uint32)):
+                raise _UncodableError
+        return codes
 
 
 def in_its_channels(image: "Image", processor: Any) -> "Image":
@@ -108,16 +97,13 @@ def write_prepared(
     codes = _Codes(processor)
     try:
         shape = _write(folder / PIXELS, split, rows, processor, codes, progress)
-        return shape, _write_labels(folder / LABELS, split, rows, codes.table)
+        table = codes.table
     except _UncodableError:
-        shape = _write(folder / PIXELS, split, rows, processor, None, progress)
-        return shape, _write_labels(folder / LABELS, split, rows, None)
-
-
-def _write_labels(path: Path, split: "SplitImages", rows: range, table: Pixels | None) -> str:
+        shape, table = _write(folder / PIXELS, split, rows, processor, None, progress), None
     labels = np.ascontiguousarray(split.labels[rows.start : rows.stop])
-    write_bytes(path, save({"labels": labels} | ({} if table is None else {"table": np.nan_to_num(table)})))
-    return "float32" if table is None else "uint8"
+    tables = {} if table is None else {"table": np.nan_to_num(table)}
+    write_bytes(folder / LABELS, save({"labels": labels} | tables))
+    return shape, "float32" if table is None else "uint8"
 
 
 def _write(
@@ -128,25 +114,22 @@ def _write(
     with replacing(path) as stream:
         done = 0
         for values in processed_batches(split, rows, processor):
-            held = values if codes is None else codes.encode(values)
+            encoded = values if codes is None else codes.encode(values)
             if shape is None:
                 shape = (len(rows), *values.shape[1:])
-                _write_header(stream, shape, held.dtype)
+                kind = np.lib.format.dtype_to_descr(encoded.dtype)
+                described = {"descr": kind, "fortran_order": False, "shape": shape}
+                np.lib.format.write_array_header_1_0(stream, described)
             if values.shape[1:] != shape[1:]:
                 raise ArtifactError(
                     f"the model's image processor gives images of the shapes {shape[1:]!r} and {values.shape[1:]!r}: "
                     "let it resize or crop them to one"
                 )
-            stream.write(np.ascontiguousarray(held).data)
+            stream.write(np.ascontiguousarray(encoded).data)
             done += len(values)
             progress("preparing images", done, len(rows))
     assert shape is not None, "a shard has an image at least"
     return shape
-
-
-def _write_header(stream: IO[bytes], shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
-    described = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
-    np.lib.format.write_array_header_1_0(stream, described)
 
 
 def processed_batches(split: "SplitImages", rows: range, processor: Any) -> Iterator[Pixels]:
@@ -178,24 +161,8 @@ def _processed(images: "Sequence[Image]", rows: range, processor: Any) -> Pixels
     return values
 
 
-@dataclass(frozen=True, slots=True)
-class _Shard:
-    """The arrays of one shard; `table` has the value of each byte of each channel, where bytes are held."""
-
-    pixels: NDArray[np.uint8] | Pixels
-    labels: Labels
-    table: Pixels | None
-
-    def read_into(self, row: int, out: Pixels) -> None:
-        if self.table is None:
-            out[...] = self.pixels[row]
-            return
-        for channel, values in enumerate(self.table):
-            values.take(self.pixels[row, channel], out=out[channel], mode="clip")
-
-
-def _open_shard(folder: Path) -> _Shard:
-    """Return what `write_prepared` wrote into a folder; ArtifactError if it is missing or damaged."""
+def _open_shard(folder: Path) -> tuple[NDArray[np.uint8] | Pixels, Labels, Pixels | None]:
+    """Return a shard's pixels, labels, and table of values where pixels are bytes; ArtifactError if it is damaged."""
     try:
         pixels = np.load(folder / PIXELS, mmap_mode="r", allow_pickle=False)
         arrays = load_file(folder / LABELS)
@@ -203,31 +170,21 @@ def _open_shard(folder: Path) -> _Shard:
     except (OSError, EOFError, KeyError, ValueError, SafetensorError) as error:
         raise ArtifactError(f"the prepared images in {str(folder)!r} can't be read ({error}): run again") from error
     if len(pixels) != len(labels):
-        raise ArtifactError(
-            f"the prepared images in {str(folder)!r} can't be read ({len(pixels)} images, {len(labels)} labels): run again"
-        )
-    return _Shard(pixels, labels, arrays.get("table"))
+        counts = f"{len(pixels)} images, {len(labels)} labels"
+        raise ArtifactError(f"the prepared images in {str(folder)!r} can't be read ({counts}): run again")
+    return pixels, labels, arrays.get("table")
 
 
 class PreparedImages:
-    """The images of some shards, one shard after the other; pixels are read from disk when they are asked for."""
+    """The images of some shards, one shard after the other; pixels are read from disk on request."""
 
-    def __init__(self, shards: Sequence[_Shard]) -> None:
-        """Take shards that were opened; see `open`."""
-        self._shards = tuple(shards)
-        self._starts = tuple(accumulate((len(shard.labels) for shard in shards), initial=0))
-
-    @classmethod
-    def open(cls, folders: Sequence[Path]) -> Self:
-        """Return the images that `write_prepared` left in these folders.
-
-        Raises:
-            ArtifactError: a file is missing, cut short, of another shape, or no array; or shapes differ between shards.
-        """
-        shards = [_open_shard(folder) for folder in folders]
-        if len(shapes := {shard.pixels.shape[1:] for shard in shards}) > 1:
+    def __init__(self, folders: Sequence[Path]) -> None:
+        """Open what `write_prepared` wrote into these folders; ArtifactError if it is damaged, or shapes differ."""
+        self._shards = [_open_shard(folder) for folder in folders]
+        shapes = {pixels.shape[1:] for pixels, _, _ in self._shards}
+        if len(shapes) > 1:
             raise ArtifactError(f"the prepared images have the shapes {sorted(shapes)!r}: let the processor give one")
-        return cls(shards)
+        self._starts = tuple(accumulate((len(labels) for _, labels, _ in self._shards), initial=0))
 
     def __len__(self) -> int:
         """Return the number of images."""
@@ -236,14 +193,19 @@ class PreparedImages:
     @property
     def labels(self) -> Labels:
         """Return the class id of each image."""
-        return np.concatenate([np.empty(0, np.int64), *(shard.labels for shard in self._shards)])
+        return np.concatenate([np.empty(0, np.int64), *(labels for _, labels, _ in self._shards)])
 
     def pixel_values(self, rows: Sequence[int]) -> Pixels:
         """Return images by their numbers, (n, channels, height, width), as the model takes them; at least one."""
-        values = np.empty((len(rows), *self._shards[0].pixels.shape[1:]), np.float32)
+        values = np.empty((len(rows), *self._shards[0][0].shape[1:]), np.float32)
         for place, row in enumerate(rows):
             number = bisect_right(self._starts, row) - 1
-            self._shards[number].read_into(row - self._starts[number], values[place])
+            (pixels, _, table), row_of_shard = self._shards[number], row - self._starts[number]
+            if table is None:
+                values[place] = pixels[row_of_shard]
+            else:
+                for channel, channel_values in enumerate(table):
+                    channel_values.take(pixels[row_of_shard, channel], out=values[place, channel], mode="clip")
         return values
 
     def batches(self, batch_size: int, *, limit: int | None = None) -> Iterator[tuple[Pixels, Labels]]:
@@ -257,10 +219,7 @@ class PreparedImages:
 def iter_batches(
     images: PreparedImages, *, batch_size: int, limit: int | None = None
 ) -> "Iterator[tuple[Tensor, Tensor]]":
-    """Yield pixel_values, float32 (b, c, h, w), and labels, int64 (b,), in the split's order; the last may be short.
-
-    With `limit`, only of so many images, which hold the classes in the split's proportions.
-    """
+    """Yield pixel_values, float32 (b, c, h, w), and labels, int64 (b,), in order, of at most `limit` images."""
     import torch
 
     for pixel_values, labels in images.batches(batch_size, limit=limit):
@@ -268,10 +227,7 @@ def iter_batches(
 
 
 def shuffled_batches(images: PreparedImages, *, batch_size: int, seed: int) -> "Callable[[int], Iterator[Tensor]]":
-    """Return a function that gives an epoch's pixel_values, float32 (b, c, h, w), every image once, the last batch short.
-
-    An epoch's order follows from `seed` and its number only.
-    """
+    """Return a function of an epoch's number: pixel_values, float32 (b, c, h, w), every image once, in a seeded order."""
     import torch
 
     def epoch_of(epoch: int) -> "Iterator[Tensor]":

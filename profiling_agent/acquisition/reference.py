@@ -4,8 +4,6 @@ import hashlib
 import io
 import json
 import math
-from collections.abc import Generator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -57,10 +55,7 @@ ARCHITECTURES: dict[str, tuple[Any, Any]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingRecipe:
-    """One classifier's configuration and its training, all that the weights depend on besides the images.
-
-    `image_size` is in pixels; shifts and scales are fractions of the image, rotations in degrees.
-    """
+    """One classifier and its training: `image_size` in pixels, shifts and scales as fractions, rotations in degrees."""
 
     family: str
     config: dict[str, Any] = field(default_factory=dict)
@@ -120,7 +115,6 @@ RECIPES = {
     ),
 }  # fmt: skip
 
-
 # About fifty steps of memory: smooths the last steps of a run of several hundred.
 EMA_DECAY = 0.98
 MAX_GRADIENT_NORM = 1.0
@@ -143,17 +137,13 @@ def distort(images: Tensor, recipe: TrainingRecipe, generator: torch.Generator) 
     return F.grid_sample(images, grid, align_corners=False, padding_mode="border")
 
 
-def _optimizer(model: nn.Module, recipe: TrainingRecipe) -> torch.optim.Optimizer:
-    """Return AdamW that decays matrices and leaves biases and norms alone."""
+def _fit(model: Any, recipe: TrainingRecipe, images: Tensor, labels: Tensor, progress: Progress) -> nn.Module:
+    generator = torch.Generator().manual_seed(recipe.seed)
+    # Biases and norms don't decay.
     matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
     vectors = [parameter for parameter in model.parameters() if parameter.dim() <= 1]
     groups = [{"params": matrices, "weight_decay": recipe.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=BETAS)
-
-
-def _fit(model: Any, recipe: TrainingRecipe, images: Tensor, labels: Tensor, progress: Progress) -> nn.Module:
-    generator = torch.Generator().manual_seed(recipe.seed)
-    optimizer = _optimizer(model, recipe)
+    optimizer = torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=BETAS)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, recipe.learning_rate, total_steps=recipe.num_steps, pct_start=recipe.warmup, cycle_momentum=False
     )
@@ -175,23 +165,8 @@ def _fit(model: Any, recipe: TrainingRecipe, images: Tensor, labels: Tensor, pro
     return average.module
 
 
-@contextmanager
-def _one_thread() -> Generator[None]:
-    """Compute on one thread: sums that don't depend on the number of cores, and no waiting for one that is taken.
-
-    At these sizes a second thread saves a quarter of the time on an idle machine, and costs several times that
-    where another program uses the core.
-    """
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(num_threads)
-
-
 def train(recipe: TrainingRecipe, images: Tensor, labels: Tensor, progress: Progress) -> nn.Module:
-    """Return the trained classifier in eval mode: the running average of its weights.
+    """Return the trained classifier in eval mode, the running average of its weights.
 
     Args:
         recipe: what to build and how to train it.
@@ -199,9 +174,15 @@ def train(recipe: TrainingRecipe, images: Tensor, labels: Tensor, progress: Prog
         labels: class ids, int64 (n,).
         progress: called after every step.
     """
-    with _one_thread(), torch.random.fork_rng(devices=[]), torch.enable_grad():
-        torch.manual_seed(recipe.seed)
-        return _fit(recipe.build().train(), recipe, images, labels, progress).eval()
+    num_threads = torch.get_num_threads()
+    # Sums don't depend on the number of cores then, and at these sizes a second thread gains little.
+    torch.set_num_threads(1)
+    try:
+        with torch.random.fork_rng(devices=[]), torch.enable_grad():
+            torch.manual_seed(recipe.seed)
+            return _fit(recipe.build().train(), recipe, images, labels, progress).eval()
+    finally:
+        torch.set_num_threads(num_threads)
 
 
 def accuracy(model: Any, images: Tensor, labels: Tensor) -> float:
@@ -211,16 +192,15 @@ def accuracy(model: Any, images: Tensor, labels: Tensor) -> float:
     return float((answers == labels).float().mean())
 
 
-def _png(digit: Any) -> bytes:
-    stream = io.BytesIO()
-    Image.fromarray(np.rint(digit * (255 / BRIGHTEST)).astype(np.uint8)).save(stream, "PNG")
-    return stream.getvalue()
-
-
 def _write_digits(folder: Path) -> None:
     # It takes seconds to import, once on a machine.
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
+
+    def png(digit: Any) -> bytes:
+        stream = io.BytesIO()
+        Image.fromarray(np.rint(digit * (255 / BRIGHTEST)).astype(np.uint8)).save(stream, "PNG")
+        return stream.getvalue()
 
     bundled: Any = load_digits()
     rows = train_test_split(
@@ -230,7 +210,7 @@ def _write_digits(folder: Path) -> None:
     (folder / "data").mkdir()
     for split, members in zip(("train", "test"), rows, strict=True):
         columns = {
-            "image": [{"bytes": _png(bundled.images[row]), "path": None} for row in members],
+            "image": [{"bytes": png(bundled.images[row]), "path": None} for row in members],
             "label": [int(bundled.target[row]) for row in members],
         }
         with quiet():
@@ -267,11 +247,7 @@ def _train_into(folder: Path, recipe: TrainingRecipe, progress: Progress) -> Non
 
 
 def reference_model(name: str, progress: Progress = silent) -> Path:
-    """Return the local Hugging Face folder of reference:vit, deit, swin or resnet, trained now if it never was.
-
-    Raises:
-        AcquisitionError: there is no such reference, or it did not learn.
-    """
+    """Return the folder of a reference model, trained on first use; AcquisitionError if it is unknown or didn't learn."""
     recipe = RECIPES.get(name.removeprefix(PREFIX))
     if recipe is None:
         known = ", ".join(f"{PREFIX}{family}" for family in RECIPES)

@@ -6,12 +6,13 @@ seed, the requested number and the data set's order, so that no run searches on 
 
 import hashlib
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import IO, Any
 
+import datasets
 import numpy as np
 from numpy.typing import NDArray
 
@@ -58,7 +59,7 @@ class DrawnSplit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrawnSplits:
-    """Disjoint sets, the matchings of labels (theirs are by the first), and notes for the results' readers."""
+    """Disjoint sets labelled by the first of the matchings, and notes for the results' readers."""
 
     calibration: DrawnSplit
     search: DrawnSplit
@@ -78,20 +79,16 @@ def draw_splits(
 ) -> DrawnSplits:
     """Write calibration.parquet, search.parquet and heldout.parquet into `folder`, and recovery.parquet if requested.
 
-    Each holds the columns `image` (encoded bytes) and `label` (the model's class id). The sets are disjoint,
-    stratified by class, the same for the same seed, and ordered so that every prefix is stratified too. No image that one
-    call holds out is searched on by another, whatever the seed and the number of images.
+    Columns are `image` (encoded bytes) and `label` (the model's class id); every prefix of a set is stratified by class.
 
     Raises:
-        AcquisitionError: the data set can't be had, has no image or label column, no label that the model knows, no
-            labelled split to evaluate on, no train split to recover with if that is requested, a single class, too few
-            images, or too many that are damaged or copies.
+        AcquisitionError: the data set can't be read, has no usable split, column or label, or too few or bad images.
     """
     with quiet(), tempfile.TemporaryDirectory(dir=folder) as cache, tempfile.TemporaryFile(dir=folder) as spool:
         data = open_data(query, cache=Path(cache), progress=progress)
         evaluation = choose_evaluation_split(data)
         columns = choose_columns(data, evaluation, id2label)
-        train = choose_calibration_split(data, evaluation)
+        train = next((split for split in TRAIN if split in data.splits and split != evaluation), evaluation)
         if query.num_recovery and train == evaluation:
             misnamed = data.misnamed_splits()
             raise AcquisitionError(
@@ -101,22 +98,15 @@ def draw_splits(
             )
         num_rows = num_looked_at(query.num_samples, NUM_CALIBRATION if train == evaluation else 0)
         pool = open_pool(data, evaluation, columns, target=num_rows, spool=spool, progress=progress)
-        usable = np.unique(pool.labels[pool.labels != UNMAPPED])
-        if len(usable) == 1:
-            raise AcquisitionError(
-                f"all images of split {evaluation!r} that have a label of the model are of one class, {id2label[int(usable[0])]!r}: "
-                "give a split with several classes; in folders of images, each class has its own"
-            )
-        measured = _look(pool, columns.image, _order(pool, query.seed)[:num_rows].tolist(), progress)
+        measured = _look(pool, columns.image, pool.usable(query.seed)[:num_rows].tolist(), progress)
         search = pool.stratified(measured.search, query.seed)
         reserved = search[: min(NUM_CALIBRATION, len(search) // 2)] if train == evaluation else search[:0]
         search = search[len(reserved) :]
         num_search, num_heldout = evaluation_sizes(len(search), len(measured.heldout), query.num_samples, evaluation)
         heldout = pool.stratified(measured.heldout, query.seed)
         parts = {"search": pool.by_content(search[:num_search]), "heldout": pool.by_content(heldout[:num_heldout])}
-        num_in_both = 0
         if train == evaluation:
-            drawn = _draw(pool, {"calibration": reserved, **parts}, folder, progress)
+            num_in_both, drawn = 0, _draw(pool, {"calibration": reserved, **parts}, folder, progress)
         else:
             drawn = _draw(pool, parts, folder, progress)
             columns_of_train, kind = columns, data.features(train).get(columns.label)
@@ -125,25 +115,22 @@ def draw_splits(
             if is_other and len(columns.matchings) == 1:
                 # Splits that were made apart may number their classes differently.
                 columns_of_train = match_column(data, train, columns.image, columns.label, id2label)
-            others, num_in_both = _draw_train(data, train, columns_of_train, pool, spool, folder, progress)
+            others, num_in_both = _draw_train(data, train, columns_of_train, pool, folder, progress)
             drawn |= others
-        repeats = (
-            (len(measured.repeated), f"images of split {evaluation!r} are copies of others, and were counted once"),
-            (num_in_both, f"images of split {train!r} are in split {evaluation!r} too, and were left out"),
-        )
         notes = _notes(data, evaluation, train, columns, pool, drawn)
-        copies = (f"{count} {text}" for count, text in repeats if count)
-        return DrawnSplits(**drawn, matchings=columns.matchings, notes=(*notes, *copies))
+        if measured.repeated:
+            notes.append(
+                f"{len(measured.repeated)} images of split {evaluation!r} are copies of others, and were counted once"
+            )
+        if num_in_both:
+            notes.append(f"{num_in_both} images of split {train!r} are in split {evaluation!r} too, and were left out")
+        return DrawnSplits(**drawn, matchings=columns.matchings, notes=tuple(notes))
 
 
 def look_up_labels(
     query: DataQuery, *, id2label: Mapping[int, str], progress: Progress = silent
 ) -> tuple[str, tuple[LabelMatch, ...]]:
-    """Return the split that would be evaluated on, and its labels' matches with a model's classes; nothing is drawn.
-
-    Raises:
-        AcquisitionError: as `draw_splits`, as far as that shows without an image.
-    """
+    """Return the split to evaluate on, and its labels' matches with a model's classes; AcquisitionError as above."""
     with quiet(), tempfile.TemporaryDirectory() as cache:
         data = open_data(query, cache=Path(cache), progress=progress)
         evaluation = choose_evaluation_split(data)
@@ -151,11 +138,7 @@ def look_up_labels(
 
 
 def choose_evaluation_split(data: OpenedData) -> str:
-    """Return the labelled split to evaluate on: the requested one, else the first usual one but train.
-
-    Raises:
-        AcquisitionError: there is none.
-    """
+    """Return the labelled split to evaluate on, the requested or first usual one; AcquisitionError if there is none."""
     name, there, misnamed = data.query.dataset, ", ".join(data.splits), data.misnamed_splits()
     if (requested := data.query.split) is not None:
         if requested not in data.splits:
@@ -186,17 +169,11 @@ def _is_labelled(data: OpenedData, split: str) -> bool:
     return any(is_label(cell) for column in columns for cell in islice(data.labels(split, column), NUM_LABELS_SEEN))
 
 
-def choose_calibration_split(data: OpenedData, evaluation: str) -> str:
-    """Return the train split, or the evaluation split if there is no other."""
-    return next((split for split in TRAIN if split in data.splits and split != evaluation), evaluation)
-
-
 @dataclass(slots=True)
 class Pool:
     """Labelled rows of one split, and the images of those that were read.
 
-    `labels` are the model's class of each row, or UNMAPPED. Image bytes wait in the file `spool`; images that a local data set
-    only names are read again.
+    `labels` are the model's class of each row, or UNMAPPED. The file `spool` holds images, except those in local files.
     """
 
     data: OpenedData
@@ -243,6 +220,10 @@ class Pool:
             return f"row {row}"
         return f"{name} in row {row}" if row in self._places and self.data.is_local else name
 
+    def usable(self, seed: int) -> Rows:
+        """Return all rows with a class of the model, stratified."""
+        return self.stratified(np.flatnonzero(self.labels != UNMAPPED).tolist(), seed)
+
     def stratified(self, rows: Sequence[int], seed: int) -> Rows:
         """Return rows in an order that follows from the seed, every prefix stratified."""
         found = np.asarray(rows, dtype=np.int64)
@@ -271,11 +252,9 @@ def get(spool: IO[bytes], place: tuple[int, int]) -> bytes:
 def open_pool(
     data: OpenedData, split: str, columns: Columns, *, target: int, spool: IO[bytes], progress: Progress
 ) -> Pool:
-    """Return the rows that can be drawn from a split: all of a local one, about `target` of one on the Hub.
-
-    The images of a stream have been read, in equal numbers per class; those of a local data set haven't.
-    """
-    num_names = columns.num_names(data.features(split))
+    """Return a split's rows: all of a local one, images unread; of a stream about `target`, in equal numbers per class."""
+    kind = data.features(split).get(columns.label)
+    num_names = len(kind.names) if isinstance(kind, datasets.ClassLabel) else None
     if data.is_local:
         progress(f"reading labels of {split}", 0, 0)
         labels = [_class_of(raw, columns, num_names) for raw in data.labels(split, columns.label)]
@@ -321,10 +300,6 @@ def _class_of(raw: Any, columns: Columns, num_names: int | None) -> int:
             "are read to find its classes: download the data set (hf download) and give its folder, or shuffle its rows"
         )
     return columns.class_of.get(raw, UNMAPPED)
-
-
-def _order(pool: Pool, seed: int) -> Rows:
-    return pool.stratified(np.flatnonzero(pool.labels != UNMAPPED).tolist(), seed)
 
 
 def _look(pool: Pool, image_column: str, rows: list[int], progress: Progress) -> "Sides":
@@ -378,24 +353,18 @@ def _draw(pool: Pool, parts: Mapping[str, Rows], folder: Path, progress: Progres
 
 
 def _draw_train(
-    data: OpenedData,
-    train: str,
-    columns: Columns,
-    measured: Pool,
-    spool: IO[bytes],
-    folder: Path,
-    progress: Progress,
+    data: OpenedData, train: str, columns: Columns, measured: Pool, folder: Path, progress: Progress
 ) -> tuple[dict[str, DrawnSplit], int]:
-    """Write calibration images of the train split and, if requested, others to recover with.
+    """Write images of the train split to calibrate and, if requested, to recover with.
 
     Images that accuracy is measured on are left out; the second result is their number.
     """
     num_recovery = data.query.num_recovery
     wanted = NUM_CALIBRATION + num_recovery
-    spare = int(MAX_REPEATED * wanted) + 1
-    pool = open_pool(data, train, columns, target=wanted + spare, spool=spool, progress=progress)
-    usable = _order(pool, data.query.seed)
-    rows = usable[: wanted + spare].tolist()
+    target = wanted + int(MAX_REPEATED * wanted) + 1
+    pool = open_pool(data, train, columns, target=target, spool=measured.spool, progress=progress)
+    usable = pool.usable(data.query.seed)
+    rows = usable[:target].tolist()
     repeated = set(_look(pool, columns.image, rows, progress).repeated)
     rows = [row for row in rows if row not in repeated]
     elsewhere = set(measured.digests.values()) - {None}
@@ -423,96 +392,71 @@ def _draw_train(
 
 def _notes(
     data: OpenedData, evaluation: str, train: str, columns: Columns, pool: Pool, drawn: Mapping[str, DrawnSplit]
-) -> tuple[str, ...]:
+) -> list[str]:
     """Return notes about the images for the results' readers."""
-    calibration, recovery = drawn["calibration"], drawn.get("recovery")
-    num_unmapped = int((pool.labels == UNMAPPED).sum())
-    matches = columns.matchings[0].matches
-    unknown = [match.dataset_label for match in matches if match.model_id is None]
-    num_classes, num_search = columns.num_classes, drawn["search"].num_images
+    calibration, search, recovery = drawn["calibration"], drawn["search"], drawn.get("recovery")
+    matches, notes = columns.matchings[0].matches, [*data.notes, *columns.notes]
     # Of several matchings, the model's answers choose one later.
-    requested, guessed = data.query.num_samples or 0, guesses(matches) if len(columns.matchings) == 1 else None
-    notes = (
-        (guessed is not None, guessed or ""),
-        (
-            evaluation in TRAIN,
+    if len(columns.matchings) == 1 and (guessed := guesses(matches)) is not None:
+        notes.append(guessed)
+    if evaluation in TRAIN:
+        notes.append(
             f"accuracies are measured on split {evaluation!r}, as requested: on images that the model was trained on "
-            "they are optimistic",
-        ),
-        (
-            train == evaluation,
-            f"calibration images come from split {evaluation!r} too, disjoint from those that accuracy is measured on",
-        ),
-        (
-            calibration.num_images + calibration.num_skipped < NUM_CALIBRATION,
-            f"only {calibration.num_images} images are there to calibrate with, not {NUM_CALIBRATION}",
-        ),
-        (
-            recovery is not None,
-            f"pruned models are trained on {recovery.num_images if recovery else 0} images of split {train!r}, "
-            "which are in no other set",
-        ),
-        (num_unmapped > 0, f"{num_unmapped} images of split {evaluation!r} have no label that the model knows"),
-        (
-            bool(unknown),
+            "they are optimistic"
+        )
+    if train == evaluation:
+        notes.append(
+            f"calibration images come from split {evaluation!r} too, disjoint from those that accuracy is measured on"
+        )
+    if calibration.num_images + calibration.num_skipped < NUM_CALIBRATION:
+        notes.append(f"only {calibration.num_images} images are there to calibrate with, not {NUM_CALIBRATION}")
+    if recovery is not None:
+        number = recovery.num_images
+        notes.append(f"pruned models are trained on {number} images of split {train!r}, which are in no other set")
+    if num_unmapped := int((pool.labels == UNMAPPED).sum()):
+        notes.append(f"{num_unmapped} images of split {evaluation!r} have no label that the model knows")
+    if unknown := [match.dataset_label for match in matches if match.model_id is None]:
+        notes.append(
             f"{len(unknown)} of the data set's {len(matches)} labels match no class of the model or several, and their "
-            f"images were left out: {shown(unknown)}",
-        ),
-        (
-            num_search + drawn["search"].num_skipped < requested,
-            f"{num_search} images are searched on, not {requested}: by their content, the others are to be held out",
-        ),
-        (
-            num_search < num_classes,
-            f"{num_search} images to search on are fewer than the data set's {num_classes} classes",
-        ),
-        (not data.is_local, "images were streamed and drawn in equal numbers per class"),
-    )
-    return (*data.notes, *columns.notes, *(text for holds, text in notes if holds))
+            f"images were left out: {shown(unknown)}"
+        )
+    if search.num_images + search.num_skipped < (requested := data.query.num_samples or 0):
+        notes.append(
+            f"{search.num_images} images are searched on, not {requested}: by their content, the others are to be held out"
+        )
+    if search.num_images < columns.num_classes:
+        notes.append(
+            f"{search.num_images} images to search on are fewer than the data set's {columns.num_classes} classes"
+        )
+    if not data.is_local:
+        notes.append("images were streamed and drawn in equal numbers per class")
+    return notes
 
 
-def stratified_order(labels: NDArray[np.int64], seed: int) -> NDArray[np.int64]:
-    """Return all indices in an order whose every prefix holds each class in its share, give or take one image.
-
-    Each class is shuffled by itself and its images spread evenly over [0, 1); the order is that of their positions.
-    """
-
-    def shuffled(label: int, members: Rows) -> tuple[Rows, float]:
-        rng = np.random.default_rng([seed, label])
-        offset = rng.random()
-        return rng.permutation(members), offset
-
-    return _interleaved(labels, shuffled)
-
-
-def content_order(labels: NDArray[np.int64], digests: Sequence[bytes]) -> NDArray[np.int64]:
-    """Return all indices in an order that follows from the images' content only, every prefix stratified as above."""
-    draws = np.array([int.from_bytes(digest[:8], "big") / 2**64 for digest in digests])
-
-    def sorted_by_content(_label: int, members: Rows) -> tuple[Rows, NDArray[np.float64]]:
-        members = members[np.argsort(draws[members], kind="stable")]
-        return members, draws[members]
-
-    return _interleaved(labels, sorted_by_content)
-
-
-def _interleaved(
-    labels: NDArray[np.int64], ordered: Callable[[int, Rows], tuple[Rows, float | NDArray[np.float64]]]
-) -> Rows:
-    """Spread each class over [0, 1): its images in the order, and with the offsets below 1, that `ordered` returns."""
+def stratified_order(labels: Rows, seed: int) -> Rows:
+    """Return all indices in an order whose every prefix holds each class in its share, give or take one image."""
     positions = np.empty(len(labels))
     for label in np.unique(labels):
-        members, offsets = ordered(int(label), np.flatnonzero(labels == label))
-        positions[members] = (np.arange(len(members)) + offsets) / len(members)
+        rng, members = np.random.default_rng([seed, int(label)]), np.flatnonzero(labels == label)
+        offset = rng.random()
+        positions[rng.permutation(members)] = (np.arange(len(members)) + offset) / len(members)
+    return np.argsort(positions, kind="stable")
+
+
+def content_order(labels: Rows, digests: Sequence[bytes]) -> Rows:
+    """Return all indices in an order that follows from the images' content only, every prefix stratified as above."""
+    draws = np.array([int.from_bytes(digest[:8], "big") / 2**64 for digest in digests])
+    positions = np.empty(len(labels))
+    for label in np.unique(labels):
+        members = np.flatnonzero(labels == label)
+        members = members[np.argsort(draws[members], kind="stable")]
+        positions[members] = (np.arange(len(members)) + draws[members]) / len(members)
     return np.argsort(positions, kind="stable")
 
 
 @dataclass(frozen=True, slots=True)
 class Sides:
-    """Rows of a pool by what they are for, in the given order.
-
-    `repeated` are the rows whose image is a copy of an earlier one.
-    """
+    """Rows of a pool by what they are for, in the given order; `repeated` are copies of earlier images."""
 
     search: list[int] = field(default_factory=list[int])
     heldout: list[int] = field(default_factory=list[int])
@@ -523,24 +467,20 @@ def sides(rows: Sequence[int], digests: Sequence[bytes | None]) -> Sides:
     """Return what each row is for: by the last bit of its image's SHA-256, or of its number if it has no image."""
     found, seen = Sides(), set[bytes]()
     for row, digest in zip(rows, digests, strict=True):
-        if digest is None:
-            (found.heldout if row & 1 else found.search).append(row)
-        elif digest in seen:
+        if digest is not None and digest in seen:
             found.repeated.append(row)
-        else:
+            continue
+        if digest is not None:
             seen.add(digest)
-            (found.heldout if digest[-1] & 1 else found.search).append(row)
+        is_heldout = (row if digest is None else digest[-1]) & 1
+        (found.heldout if is_heldout else found.search).append(row)
     return found
 
 
 def evaluation_sizes(num_search: int, num_heldout: int, num_samples: int | None, split: str) -> tuple[int, int]:
-    """Return how many images to search on and how many to hold out, of those available for either.
+    """Return how many images to search on and how many to hold out; AcquisitionError if there are too few for both.
 
-    No more are searched on than can be held out. Halves by content are halves by chance: a few less than `num_samples` may
-    be left.
-
-    Raises:
-        AcquisitionError: the split is too small to hold out as many as are searched on.
+    Halves by content are halves by chance: a few less than `num_samples` may be left.
     """
     num_usable, most = num_search + num_heldout, min(num_search, num_heldout)
     if most < 1 or (num_samples is not None and num_usable < 2 * num_samples):
@@ -553,20 +493,14 @@ def evaluation_sizes(num_search: int, num_heldout: int, num_samples: int | None,
 
 
 def num_looked_at(num_samples: int | None, num_calibration: int = 0) -> int:
-    """Return how many images of a large split are enough to search on, to calibrate with, and to hold out.
-
-    Half are held out, up to chance.
-    """
+    """Return how many images of a large split are enough for all sets; half of them, up to chance, are held out."""
     wanted = MAX_SEARCH if num_samples is None else num_samples
     half = max(HELDOUT_RATIO * wanted, wanted + num_calibration)
     return 2 * half + 6 * int((2 * half) ** 0.5)
 
 
 class ClassQuotas:
-    """Fills equal shares per class from a stream, and keeps spare images for shares that never fill.
-
-    A spare is dropped once it can't be needed any more: at most `target` are kept.
-    """
+    """Equal shares per class from a stream, and spare images for shares that never fill: at most `target` in all."""
 
     def __init__(self, target: int, num_classes: int) -> None:
         self._target = target

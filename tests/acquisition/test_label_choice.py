@@ -11,7 +11,7 @@ import torch
 import zoo
 from PIL import Image
 
-from profiling_agent.acquisition.images import read_split
+from profiling_agent.acquisition.images import SplitImages
 from profiling_agent.errors import AcquisitionError
 from profiling_agent.jobs.tasks import AcquireTask
 from profiling_agent.records import Acquired
@@ -79,7 +79,7 @@ def test_folders_with_numbers_are_the_classes_that_the_model_was_trained_with(da
     assert {match.rule for match in acquired.labels} == {order}
     assert f"calibration images decide: by {order} (" in acquired.notes[0]
     for split in (acquired.calibration, acquired.search, acquired.heldout):
-        images = read_split(tmp_path / "run" / split.file.path)
+        images = SplitImages(tmp_path / "run" / split.file.path)
         pixels = zoo.processor()([images.image(row) for row in range(len(images))], return_tensors="pt")
         with torch.inference_mode():
             predicted = zoo.inside(turned)(**pixels).logits.argmax(-1).numpy()

@@ -14,7 +14,7 @@ from datasets import ClassLabel
 
 from profiling_agent.acquisition.columns import choose_columns
 from profiling_agent.acquisition.data import DataQuery, open_data
-from profiling_agent.acquisition.splits import get, open_pool, put
+from profiling_agent.acquisition.splits import open_pool
 from profiling_agent.errors import AcquisitionError
 from profiling_agent.progress import silent
 
@@ -113,12 +113,6 @@ def test_an_image_in_a_table_is_found_by_its_row_and_its_name_there(pool, tmp_pa
     for row in range(5):
         number = next(number for number in range(NUM_IMAGES) if made.image(row) == cells[number]["bytes"])
         assert made.where(row) == (f"'{number}.png'" if streamed else f"'{number}.png' in row {row}")
-
-
-def test_what_waits_comes_back_as_it_was():
-    spool = io.BytesIO()
-    places = [put(spool, image) for image in (b"one", b"", b"three")]
-    assert [get(spool, place) for place in reversed(places)] == [b"three", b"", b"one"]
 
 
 def test_of_a_stream_whose_labels_are_cheap_all_are_read(opened, tmp_path, make):

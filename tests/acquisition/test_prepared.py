@@ -15,7 +15,7 @@ from PIL import Image
 from safetensors.numpy import load_file, save_file
 from transformers import CLIPImageProcessorPil, ConvNextImageProcessorPil
 
-from profiling_agent.acquisition.images import SplitImages, decode_rgb, read_split, write_split
+from profiling_agent.acquisition.images import SplitImages, decode_rgb, write_rows
 from profiling_agent.acquisition.prepared import LABELS, PIXELS, PreparedImages, write_prepared
 from profiling_agent.errors import ArtifactError, CorruptImageError
 
@@ -40,8 +40,8 @@ def flat(width: int, height: int, rng: np.random.Generator | None = None) -> byt
 @pytest.fixture(scope="module")
 def split(tmp_path_factory: pytest.TempPathFactory) -> SplitImages:
     path, rng = tmp_path_factory.mktemp("split") / "search.parquet", np.random.default_rng(0)
-    write_split(path, [encoded(rng) for _ in range(NUM_IMAGES)], list(range(NUM_IMAGES)))
-    return read_split(path)
+    write_rows(path, zip([encoded(rng) for _ in range(NUM_IMAGES)], list(range(NUM_IMAGES)), strict=True))
+    return SplitImages(path)
 
 
 class Counted:
@@ -75,7 +75,7 @@ def test_every_pixel_is_the_processors_to_the_bit_in_a_quarter_of_the_space(
 
     shape, dtype = write_prepared(tmp_path, counted, range(NUM_IMAGES), processor)
 
-    images = PreparedImages.open([tmp_path])
+    images = PreparedImages([tmp_path])
     taken = [split.image(row).convert("L" if name == "gray" else "RGB") for row in range(NUM_IMAGES)]
     expected = processor(images=taken, return_tensors="pt")["pixel_values"].float().numpy()
     assert (shape, dtype) == (expected.shape, "uint8")
@@ -113,7 +113,7 @@ class Overflowing(Standardising):
 def test_where_bytes_would_not_do_float32_is_held(split: SplitImages, tmp_path: Path, processor: Any):
     _, dtype = write_prepared(tmp_path, split, range(35), processor)
 
-    found = PreparedImages.open([tmp_path]).pixel_values(range(35))
+    found = PreparedImages([tmp_path]).pixel_values(range(35))
     expected = [
         processor([split.image(row) for row in rows], "np")["pixel_values"] for rows in (range(32), range(32, 35))
     ]
@@ -134,7 +134,7 @@ def test_a_value_that_only_a_later_batch_gives_another_meaning_is_noticed(split:
     _, dtype = write_prepared(tmp_path, split, range(40), processor)
 
     assert (dtype, processor.calls) == ("float32", 4)
-    values = PreparedImages.open([tmp_path]).pixel_values(range(40))
+    values = PreparedImages([tmp_path]).pixel_values(range(40))
     assert (values[:32] % 1 == 0).all()
     assert (values[32:] % 1 == 0.25).all()
 
@@ -145,24 +145,24 @@ def test_images_of_two_shards_stand_one_after_the_other(split: SplitImages, tmp_
         folder.mkdir()
         write_prepared(folder, split, rows, zoo.processor())
 
-    images = PreparedImages.open(folders)
+    images = PreparedImages(folders)
 
     assert len(images) == 9
     assert images.labels.tolist() == list(range(3, 12))
     assert [labels.tolist() for _, labels in images.batches(4)] == [[3, 4, 5, 6], [7, 8, 9, 10], [11]]
     apart = zoo.processor()(images=[split.image(row) for row in (11, 3, 10)], return_tensors="np")["pixel_values"]
     assert np.array_equal(images.pixel_values([8, 0, 7]), apart)
-    assert len(PreparedImages.open([])) == len(PreparedImages.open([]).labels) == 0
+    assert len(PreparedImages([])) == len(PreparedImages([]).labels) == 0
 
 
 def test_images_of_several_shapes_are_refused(tmp_path: Path):
     rng, path = np.random.default_rng(0), tmp_path / "split.parquet"
-    write_split(path, [encoded(rng) for _ in range(32)] + [encoded(rng, 40, 20)] * 2, [0] * 34)
+    write_rows(path, zip([encoded(rng) for _ in range(32)] + [encoded(rng, 40, 20)] * 2, [0] * 34, strict=True))
 
     with pytest.raises(ArtifactError, match=r"\(3, 20, 30\) and \(3, 20, 40\)"):
-        write_prepared(tmp_path, read_split(path), range(34), Standardising())
+        write_prepared(tmp_path, SplitImages(path), range(34), Standardising())
     with pytest.raises(ArtifactError, match="can't process images 30 to 33"):
-        write_prepared(tmp_path, read_split(path), range(30, 34), zoo.processor().__class__(do_resize=False))
+        write_prepared(tmp_path, SplitImages(path), range(30, 34), zoo.processor().__class__(do_resize=False))
     assert not (tmp_path / PIXELS).exists()
 
 
@@ -181,10 +181,10 @@ def test_large_images_are_processed_a_few_at_once(tmp_path: Path):
     rng, path = np.random.default_rng(0), tmp_path / "split.parquet"
     photograph, frame, small = (flat(width, height) for width, height in ((4000, 3000), (8160, 6144), (30, 20)))
     images = [photograph] * 6 + [frame] + [small] * 33 + [encoded(rng)]
-    write_split(path, images, range(len(images)))
+    write_rows(path, zip(images, range(len(images)), strict=True))
     processor = Numbering()
 
-    shape, _ = write_prepared(tmp_path, read_split(path), range(1, len(images)), processor)
+    shape, _ = write_prepared(tmp_path, SplitImages(path), range(1, len(images)), processor)
 
     assert shape == (len(images) - 1, 3, 8, 8)
     assert [len(given) for given in processor.given] == [4, 1, 1, 32, 2] * 2
@@ -195,12 +195,12 @@ def test_no_value_depends_on_the_images_that_are_processed_with_it(tmp_path: Pat
     rng, path, processor = np.random.default_rng(0), tmp_path / "split.parquet", PROCESSORS[name]
     sizes = [(30, 20), (40, 60), (5000, 4500), (33, 33), (5000, 6000), (20, 30)]
     images = [encoded(rng, *size) if max(size) < 100 else flat(*size, rng=rng) for size in sizes]
-    write_split(path, images, range(len(images)))
+    write_rows(path, zip(images, range(len(images)), strict=True))
     decoded = [decode_rgb(image).convert("L" if name == "gray" else "RGB") for image in images]
 
-    write_prepared(tmp_path, read_split(path), range(len(images)), processor)
+    write_prepared(tmp_path, SplitImages(path), range(len(images)), processor)
 
-    found = PreparedImages.open([tmp_path]).pixel_values(range(len(images)))
+    found = PreparedImages([tmp_path]).pixel_values(range(len(images)))
     together = processor(images=decoded, return_tensors="np")["pixel_values"]
     alone = [processor(images=[image], return_tensors="np")["pixel_values"] for image in decoded]
     assert found.tobytes() == np.asarray(together, np.float32).tobytes()
@@ -208,10 +208,10 @@ def test_no_value_depends_on_the_images_that_are_processed_with_it(tmp_path: Pat
 
 
 def test_an_image_that_can_not_be_decoded_is_refused(tmp_path: Path):
-    write_split(tmp_path / "split.parquet", [b"no image"], [0])
+    write_rows(tmp_path / "split.parquet", zip([b"no image"], [0], strict=True))
 
     with pytest.raises(CorruptImageError):
-        write_prepared(tmp_path, read_split(tmp_path / "split.parquet"), range(1), zoo.processor())
+        write_prepared(tmp_path, SplitImages(tmp_path / "split.parquet"), range(1), zoo.processor())
 
 
 def test_a_full_disk_leaves_no_array(split: SplitImages, tmp_path: Path):
@@ -247,10 +247,10 @@ def of_few_labels(folder: Path) -> None:
 @pytest.mark.parametrize("damage", [cut_short, of_objects, of_text, without_labels, of_few_labels])
 def test_what_is_damaged_is_refused_in_one_line(split: SplitImages, tmp_path: Path, damage: Callable[[Path], None]):
     write_prepared(tmp_path, split, range(4), zoo.processor())
-    PreparedImages.open([tmp_path])
+    PreparedImages([tmp_path])
     damage(tmp_path)
 
     with pytest.raises(ArtifactError, match=r"can.t be read.*run again") as refused:
-        PreparedImages.open([tmp_path])
+        PreparedImages([tmp_path])
 
     assert "\n" not in str(refused.value)

@@ -6,13 +6,13 @@ import world as made_world
 from conftest import World
 
 from profiling_agent import load, optimize
-from profiling_agent.acquisition.images import read_split
+from profiling_agent.acquisition.images import SplitImages
 from profiling_agent.reporting.report import RunReport
 from profiling_agent.request import Request
 
 
 def images_of(path) -> set[bytes]:
-    images = read_split(path)
+    images = SplitImages(path)
     return {images.encoded(row) for row in range(len(images))}
 
 

@@ -12,7 +12,7 @@ import torch
 import zoo
 from PIL import Image
 
-from profiling_agent.acquisition.images import write_split
+from profiling_agent.acquisition.images import write_rows
 from profiling_agent.acquisition.prepared import iter_batches
 from profiling_agent.artifacts.load import load_module, load_recipe
 from profiling_agent.artifacts.save import save_model
@@ -44,8 +44,8 @@ def split(name="split.parquet", num_images: int = NUM_IMAGES) -> SplitInfo:
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root, rng = tmp_path_factory.mktemp("run"), np.random.default_rng(0)
     save_model(zoo.resnet("basic"), root / "baseline", spec=zoo.SPEC, processor=zoo.processor(), base_model="zoo")
-    write_split(root / "split.parquet", [png(rng) for _ in range(NUM_IMAGES)], [0] * NUM_IMAGES)
-    write_split(root / "empty.parquet", [], [])
+    write_rows(root / "split.parquet", zip([png(rng) for _ in range(NUM_IMAGES)], [0] * NUM_IMAGES, strict=True))
+    write_rows(root / "empty.parquet", zip([], [], strict=True))
     return root
 
 
@@ -130,7 +130,7 @@ def test_no_calibration_images_are_refused(root: Path):
 
 def test_too_few_calibration_images_for_static_scales_are_refused(root: Path):
     rng = np.random.default_rng(1)
-    write_split(root / "two.parquet", [png(rng) for _ in range(2)], [0, 0])
+    write_rows(root / "two.parquet", zip([png(rng) for _ in range(2)], [0, 0], strict=True))
 
     with pytest.raises(QuantizationError, match="at least"):
         deployed(root, "few", Deployment(runtime="inductor", scheme="static"), calibration=split("two.parquet", 2))

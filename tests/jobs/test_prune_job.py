@@ -9,7 +9,7 @@ import torch
 import zoo
 from PIL import Image
 
-from profiling_agent.acquisition.images import write_split
+from profiling_agent.acquisition.images import write_rows
 from profiling_agent.acquisition.prepared import iter_batches
 from profiling_agent.artifacts.load import load_module, load_recipe
 from profiling_agent.artifacts.save import save_model
@@ -31,7 +31,7 @@ def png(rng: np.random.Generator) -> bytes:
 def task(tmp_path) -> PruneTask:
     model, rng = zoo.vit(), np.random.default_rng(0)
     save_model(model, tmp_path / "baseline", spec=zoo.SPEC, processor=zoo.processor(), base_model="zoo")
-    write_split(tmp_path / "split.parquet", [png(rng) for _ in range(128)], [0] * 128)
+    write_rows(tmp_path / "split.parquet", zip([png(rng) for _ in range(128)], [0] * 128, strict=True))
     sha256 = file_sha256(tmp_path / "baseline" / "recipe.json")
     units = find_units(model, zoo.SPEC, {}).units
     return PruneTask(

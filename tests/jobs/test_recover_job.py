@@ -10,7 +10,7 @@ import zoo
 from PIL import Image
 from safetensors.torch import load_file
 
-from profiling_agent.acquisition.images import write_split
+from profiling_agent.acquisition.images import write_rows
 from profiling_agent.acquisition.prepared import iter_batches
 from profiling_agent.artifacts.load import load_module, load_recipe
 from profiling_agent.artifacts.recipe import WEIGHTS
@@ -38,7 +38,7 @@ def split(root, name, seed) -> SplitInfo:
         held = io.BytesIO()
         Image.fromarray(rng.integers(0, 256, (32, 32, 3), dtype=np.uint8)).save(held, format="PNG")
         images.append(held.getvalue())
-    write_split(root / f"{name}.parquet", images, [0] * NUM_IMAGES)
+    write_rows(root / f"{name}.parquet", zip(images, [0] * NUM_IMAGES, strict=True))
     file = ArtifactRef(path=f"{name}.parquet", sha256=name, size_bytes=1, kind="split")
     return SplitInfo(name=name, source_split="train", num_images=NUM_IMAGES, file=file)
 

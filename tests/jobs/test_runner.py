@@ -11,7 +11,7 @@ import pytest
 import zoo
 from PIL import Image
 
-from profiling_agent.acquisition.images import write_split
+from profiling_agent.acquisition.images import write_rows
 from profiling_agent.artifacts.save import save_model
 from profiling_agent.errors import ArtifactError, JobError, RunError
 from profiling_agent.files import file_sha256
@@ -53,7 +53,10 @@ def baseline(tmp_path_factory: pytest.TempPathFactory) -> tuple[Workspace, Artif
     folder = workspace.jobs / "made" / "model"
     folder.parent.mkdir(parents=True)
     rng = np.random.default_rng(0)
-    write_split(workspace.root / "split.parquet", [noise_png(rng) for _ in range(NUM_IMAGES)], [0] * NUM_IMAGES)
+    write_rows(
+        workspace.root / "split.parquet",
+        zip([noise_png(rng) for _ in range(NUM_IMAGES)], [0] * NUM_IMAGES, strict=True),
+    )
     save_model(zoo.vit(), folder, spec=zoo.SPEC, processor=zoo.processor(), base_model="zoo")
     sha256 = file_sha256(folder / "recipe.json")
     return workspace, ArtifactRef(path="jobs/made/model", sha256=sha256, size_bytes=1, kind="model")

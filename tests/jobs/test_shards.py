@@ -19,7 +19,7 @@ from full_disk import at_most
 from PIL import Image
 from toy_job import DoubleTask, KillTask
 
-from profiling_agent.acquisition.images import write_split
+from profiling_agent.acquisition.images import write_rows
 from profiling_agent.acquisition.prepared import PIXELS, PreparedImages
 from profiling_agent.artifacts.load import load_module
 from profiling_agent.artifacts.save import save_model
@@ -61,7 +61,7 @@ def split(root: Path, name: Any, num_images: int, seed: int) -> SplitInfo:
         held = io.BytesIO()
         Image.fromarray(rng.integers(0, 256, (16, 16, 3), dtype=np.uint8)).save(held, format="BMP")
         images.append(held.getvalue())
-    write_split(path, images, rng.integers(0, len(zoo.LABELS), num_images).tolist())
+    write_rows(path, zip(images, rng.integers(0, len(zoo.LABELS), num_images).tolist(), strict=True))
     file = ArtifactRef(path=path.name, sha256=file_sha256(path), size_bytes=path.stat().st_size, kind="split")
     return SplitInfo(name=name, source_split="test", num_images=num_images, file=file)
 
@@ -200,7 +200,7 @@ def test_the_answers_are_those_of_all_images_at_once_whichever_shard_is_first(jo
     model, expected = load_module(root / "baseline"), list[Answers]()
     with torch.inference_mode(), quick_products():
         for task in tasks:
-            shard_images = PreparedImages.open([root / "jobs" / job_key(task)])
+            shard_images = PreparedImages([root / "jobs" / job_key(task)])
             for pixel_values, labels in shard_images.batches(BATCH_SIZE):
                 expected.append(answers_of(model(pixel_values=torch.from_numpy(pixel_values)).logits.numpy(), labels))
     found = [read_predictions(root / file.path) for file in predictions.files]

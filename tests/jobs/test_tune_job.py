@@ -11,7 +11,7 @@ from outliers import with_outliers
 from PIL import Image
 from torch import nn
 
-from profiling_agent.acquisition.images import write_split
+from profiling_agent.acquisition.images import write_rows
 from profiling_agent.artifacts.load import load_module, load_recipe
 from profiling_agent.artifacts.save import save_model
 from profiling_agent.files import file_sha256
@@ -29,7 +29,7 @@ def png(rng: np.random.Generator) -> bytes:
 def ask(root: Path, model: nn.Module, num_images: int = 40) -> TuneTask:
     rng = np.random.default_rng(0)
     save_model(model, root / "model", spec=zoo.SPEC, processor=zoo.processor(), base_model="zoo")
-    write_split(root / "split.parquet", [png(rng) for _ in range(num_images)], [0] * num_images)
+    write_rows(root / "split.parquet", zip([png(rng) for _ in range(num_images)], [0] * num_images, strict=True))
     sha256 = file_sha256(root / "model" / "recipe.json")
     split_sha256 = file_sha256(root / "split.parquet")
     return TuneTask(

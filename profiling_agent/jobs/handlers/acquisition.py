@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from profiling_agent.acquisition.data import DataQuery
-from profiling_agent.acquisition.images import read_split, relabel_split
+from profiling_agent.acquisition.images import SplitImages, relabel_split
 from profiling_agent.acquisition.labels import choose_matching
 from profiling_agent.acquisition.models import LoadedModel, device_note, load_model, resolve_device
 from profiling_agent.acquisition.prepared import processed_batches
@@ -39,10 +39,10 @@ def acquire(task: AcquireTask, job: JobContext) -> Acquired:
     config: Any = loaded.model.config
     drawn = draw_splits(DataQuery(**shared), id2label=config.id2label, folder=job.folder, progress=job.progress)
     drawn = _with_chosen_labels(drawn, loaded, job)
-    if len(measured := np.unique(read_split(drawn.search.path).labels)) < 2:
+    if len(measured := np.unique(SplitImages(drawn.search.path).labels)) < 2:
         raise AcquisitionError(
             f"all {drawn.search.num_images} images to search on are of one class ({config.id2label[int(measured[0])]!r}), so that no loss of "
-            "accuracy would show: give images of two classes or more"
+            "accuracy would show: give a split of several classes; in folders of images, each class has its own"
         )
     notes = (*drawn.notes, *([loaded.note] if loaded.note else []))
     for line in notes:
@@ -82,7 +82,7 @@ def _with_chosen_labels(drawn: DrawnSplits, loaded: LoadedModel, job: JobContext
     if len(drawn.matchings) == 1:
         return drawn
     job.progress(f"labels fit in {len(drawn.matchings)} ways, of which the model's answers choose one", 0, 0)
-    split = read_split(drawn.calibration.path)
+    split = SplitImages(drawn.calibration.path)
     device = next(loaded.model.parameters()).device
     with torch.inference_mode():
         logits = [

@@ -1,6 +1,6 @@
 """Images of a shard, decoded and processed once for all jobs of a run."""
 
-from profiling_agent.acquisition.images import read_split
+from profiling_agent.acquisition.images import SplitImages
 from profiling_agent.acquisition.prepared import write_prepared
 from profiling_agent.artifacts.load import read_processor
 from profiling_agent.artifacts.recipe import PROCESSOR
@@ -13,7 +13,7 @@ from profiling_agent.jobs.tasks import Prepared, PrepareTask
 def prepare(task: PrepareTask, job: JobContext) -> Prepared:
     """Write what the processor makes of the shard's images, and the processor beside it."""
     path = job.path(task.split.file)
-    split, rows = read_split(path), task.split.rows(task.shard)
+    split, rows = SplitImages(path), task.split.rows(task.shard)
     # A run that is short of time takes the first of them alone.
     if len(split) < task.split.num_images:
         raise ArtifactError(
