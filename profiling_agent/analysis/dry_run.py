@@ -4,9 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from profiling_agent.analysis.allocation import allocate, narrowest
 from profiling_agent.errors import PlanError
-from profiling_agent.pruning.crossings import crossings
-from profiling_agent.pruning.patterns import cap_ratios, resolve
-from profiling_agent.pruning.widths import aligned_widths
+from profiling_agent.pruning.widths import aligned_widths, cap_ratios, crossings, resolve
 from profiling_agent.records import Cut, DryRun, Evidence, LayerProfile, ModelProfile, Plan
 
 

@@ -8,10 +8,10 @@ from torch import Tensor, nn
 from profiling_agent.errors import PruningError, RequestError
 from profiling_agent.foreign import foreign_code
 from profiling_agent.modules.inference import device_of, random_batch
-from profiling_agent.pruning.following import LAYERS
-from profiling_agent.pruning.gate import check_mask_error, check_saving, mask_error
-from profiling_agent.pruning.importance import IMPORTANCE, keep_indices, score
+from profiling_agent.pruning.criteria import IMPORTANCE, keep_indices, score
 from profiling_agent.pruning.surgery import cut_units
+from profiling_agent.pruning.tracing import LAYERS
+from profiling_agent.pruning.verify import check_mask_error, check_saving, mask_error
 from profiling_agent.records import Cut, InputSpec, Unit
 
 # As good as any on the shared models and 1,000 images without compensation: a ViT's MLPs cut by half keep 63.2% top-1

@@ -17,7 +17,7 @@ from profiling_agent.jobs.tasks import Answered, LogitsTask
 from profiling_agent.modules.fused import fuse_norms_
 from profiling_agent.modules.inference import device_of, logits_of, on_device
 from profiling_agent.modules.products import quick_products
-from profiling_agent.pruning.calibration import Calibration
+from profiling_agent.pruning.compensation import Calibration
 
 FILE, NAME = "logits.safetensors", "logits"
 

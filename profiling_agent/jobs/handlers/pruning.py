@@ -17,8 +17,7 @@ from profiling_agent.jobs.tasks import PruneTask, RecoverTask
 from profiling_agent.modules.inference import device_of, on_device
 from profiling_agent.modules.products import quick_products
 from profiling_agent.pruning import recovery
-from profiling_agent.pruning.calibration import Calibration
-from profiling_agent.pruning.compensation import compensate
+from profiling_agent.pruning.compensation import Calibration, compensate
 from profiling_agent.pruning.prune import NUM_GATE_IMAGES, prune_model
 from profiling_agent.records import ArtifactRef, Cut, PrunedModel, RecoveredModel
 
