@@ -17,8 +17,7 @@ from profiling_agent.errors import ProfilingAgentError
 from profiling_agent.files import NO_SPACE, appearing, storage_problem, write_text
 from profiling_agent.foreign import is_out_of_memory
 from profiling_agent.jobs.context import JobContext
-from profiling_agent.jobs.store import RESULT, TASK, write_hashes
-from profiling_agent.jobs.wire import Message, Order
+from profiling_agent.jobs.store import RESULT, TASK, Message, Order, write_hashes
 from profiling_agent.processes.serve import Parent
 from profiling_agent.workspace import storage_error
 

@@ -23,7 +23,7 @@ from benchmarks.paper.tables import (
     make_table,
     of_report,
 )
-from profiling_agent.analysis.plan_file import read_plan
+from profiling_agent.analysis.rules import read_plan
 from profiling_agent.errors import PruningError, RequestError
 from profiling_agent.records import Attempt, Variant
 from profiling_agent.reporting.report import VariantRow
