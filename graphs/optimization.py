@@ -10,7 +10,7 @@
                                           |
                                       verdict -> report
 
-Every agent is one thin file in `profiling_agent/agents/`; this one only wires them.
+Every agent is one function of `profiling_agent/agents/nodes.py`; this file only wires them.
 """
 
 import os

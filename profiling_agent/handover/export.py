@@ -434,7 +434,18 @@ def _write_files(folder: Path, recipe: Recipe, output: Path, batch_size: int | N
 
 def _write_onnx(folder: Path, recipe: Recipe, output: Path, batch_size: int | None) -> str:
     if recipe.deployment.runtime == "onnxruntime":
-        return _copy_graph(folder, recipe, output, batch_size)
+        # Copy the graph of a model for ONNX Runtime, once it gave the saved logits.
+        if batch_size is not None:
+            raise RequestError("batch_size is for models of torch alone: a graph for ONNX Runtime is exported as it is")
+        if os.path.lexists(output):
+            raise ArtifactError(f"{str(output)!r} exists already: exports never overwrite, choose another file")
+        check_golden(open_session(folder).run, folder, recipe)
+        make_folders(output.parent)
+        with (folder / ONNX).open("rb") as graph, replacing(output) as stream:
+            shutil.copyfileobj(graph, stream)
+        needed = needed_instructions(recipe.deployment.runtime, recipe.quantized)
+        where = f" here; on a processor without {' or '.join(needed)} its int8 sums may saturate" if needed else ""
+        return f"wrote {output}, the graph as ONNX Runtime runs it; it gives the saved model's logits{where}"
     distance = export_onnx(load_module(folder), output, spec=recipe.input, batch_size=batch_size, is_bare=True)
     return f"wrote {output}; ONNX Runtime's logits are {distance:.1g} from torch's (relative)"
 
@@ -482,18 +493,3 @@ def _refused(recipe: Recipe, format_: str) -> str | None:
         what = "an ONNX file" if format_ == "onnx" else "a Hugging Face folder"
         return f"and quantized layers of torch have no place in {what}"
     return None
-
-
-def _copy_graph(folder: Path, recipe: Recipe, output: Path, batch_size: int | None) -> str:
-    """Copy the graph of a model for ONNX Runtime, once it gave the saved logits."""
-    if batch_size is not None:
-        raise RequestError("batch_size is for models of torch alone: a graph for ONNX Runtime is exported as it is")
-    if os.path.lexists(output):
-        raise ArtifactError(f"{str(output)!r} exists already: exports never overwrite, choose another file")
-    check_golden(open_session(folder).run, folder, recipe)
-    make_folders(output.parent)
-    with (folder / ONNX).open("rb") as graph, replacing(output) as stream:
-        shutil.copyfileobj(graph, stream)
-    needed = needed_instructions(recipe.deployment.runtime, recipe.quantized)
-    where = f" here; on a processor without {' or '.join(needed)} its int8 sums may saturate" if needed else ""
-    return f"wrote {output}, the graph as ONNX Runtime runs it; it gives the saved model's logits{where}"

@@ -46,15 +46,11 @@ def main() -> None:
                 write_hashes(job.folder)
         except Exception as error:  # noqa: BLE001 - the boundary: whatever a stage or library raises is a job's result
             answer = _failure(error, Path(order.root))
-        _give_back()
+        # Let go of what torch holds of a device for its next tensors: what is timed next is another process.
+        torch: Any = sys.modules.get("torch")
+        if torch is not None and torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
         parent.send(answer)
-
-
-def _give_back() -> None:
-    """Let go of what torch holds of a device for its next tensors: what is timed next is another process."""
-    torch: Any = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
 
 
 def _end_streams_at_once() -> None:

@@ -52,7 +52,10 @@ def prune_model(
     """
     if importance not in IMPORTANCE:
         raise RequestError(f"there is no importance {importance!r}; choose one of {', '.join(IMPORTANCE)}")
-    _check_finite(model)
+    # Refuse a model with a weight that is no number: nothing can be said of what it would compute.
+    for name, tensor in model.state_dict().items():
+        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+            raise PruningError(f"the model's {name!r} holds values that aren't finite; load or train it again")
     _check_fit(model, cuts)
     if keep is None:
         kept = {cut.unit.name: keep_indices(score(model, cut.unit, importance, seed=seed), cut.keep) for cut in cuts}
@@ -81,13 +84,6 @@ def _checked(kept: list[int] | None, cut: Cut) -> list[int]:
             f"{str(kept)[:60]!r} was given"
         )
     return list(kept)
-
-
-def _check_finite(model: nn.Module) -> None:
-    """Refuse a model with a weight that is no number: nothing can be said of what it would compute."""
-    for name, tensor in model.state_dict().items():
-        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
-            raise PruningError(f"the model's {name!r} holds values that aren't finite; load or train it again")
 
 
 def _check_fit(model: nn.Module, cuts: Sequence[Cut]) -> None:

@@ -223,7 +223,9 @@ def recover(  # noqa: PLR0913 (all that the result depends on)
         while (stopped := _reason_to_stop(reached, epochs)) is None:
             epoch = len(reached.kls)
             progress("recovering", epoch, epochs)
-            _set_rate(optimizer, learning_rate * (1 + math.cos(math.pi * epoch / epochs)) / 2)
+            rate = learning_rate * (1 + math.cos(math.pi * epoch / epochs)) / 2
+            for group in optimizer.param_groups:
+                group["lr"] = rate
             kl = math.nan
             if _train(dense, student, optimizer, batches(epoch)):
                 kl = mean_kl(expected, _logits(student, judged()))
@@ -246,11 +248,6 @@ def _trained(student: nn.Module) -> list[nn.Parameter]:
     if not (trained := trained_parameters(student)):
         raise PruningError("no parameter of the pruned model requires gradients; there is nothing to train")
     return list(trained.values())
-
-
-def _set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    for group in optimizer.param_groups:
-        group["lr"] = rate
 
 
 def _train(dense: nn.Module, student: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterable[Tensor]) -> bool:
