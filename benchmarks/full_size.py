@@ -18,8 +18,7 @@ from transformers import (
 
 from profiling_agent.modules.complexity import count_complexity
 from profiling_agent.modules.inference import without_weights
-from profiling_agent.pruning.crossings import crossings
-from profiling_agent.pruning.widths import snap
+from profiling_agent.pruning.widths import crossings, snap
 from profiling_agent.records import Cut, InputSpec, Unit
 
 SPEC = InputSpec(channels=3, height=224, width=224, source="benchmark")

@@ -19,12 +19,10 @@ from checks import use_own_ledger
 
 from profiling_agent import Request, build_graph
 from profiling_agent.agents.session import Sessions
+from profiling_agent.analysis.allocation import METRICS, NATS_A_POINT, dry_run, frontier, saved_share
 from profiling_agent.analysis.digest import named_groups, plan_text
-from profiling_agent.analysis.dry_run import dry_run, saved_share
-from profiling_agent.analysis.frontier import METRICS, frontier
-from profiling_agent.analysis.guards import NATS_A_POINT
 from profiling_agent.errors import PlanError
-from profiling_agent.jobs.profile import read_profile
+from profiling_agent.jobs.match import read_profile
 from profiling_agent.records import (
     Attempt,
     DryRun,

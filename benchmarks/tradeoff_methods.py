@@ -27,9 +27,8 @@ from profiling_agent.modules.inference import device_of
 from profiling_agent.modules.norms import following_norms, has_bias
 from profiling_agent.profiling.sensitivity import measure_sensitivity
 from profiling_agent.pruning.compensation import compensate
-from profiling_agent.pruning.consumers import columns_of, matrix_of
 from profiling_agent.pruning.criteria import flap
-from profiling_agent.pruning.moments import UnitMoments
+from profiling_agent.pruning.moments import UnitMoments, columns_of, matrix_of
 from profiling_agent.pruning.prune import prune_model
 from profiling_agent.quiet import muted
 from profiling_agent.records import Evidence, InputSpec, Target, Unit, UnitKind

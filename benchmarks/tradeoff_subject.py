@@ -14,7 +14,7 @@ from paper.methods import WIDTHS
 from torch import Tensor, nn
 
 from profiling_agent.acquisition.splits import NUM_CALIBRATION
-from profiling_agent.analysis.dry_run import params_and_macs_saved
+from profiling_agent.analysis.allocation import params_and_macs_saved
 from profiling_agent.errors import PruningError
 from profiling_agent.modules.complexity import count_complexity
 from profiling_agent.pruning.moments import UnitMoments, gather_moments

@@ -24,7 +24,7 @@ from profiling_agent.evaluation.predictions import Answers, write_predictions
 from profiling_agent.iteration.budget import PRUNE_PASSES, evidence_passes
 from profiling_agent.iteration.evaluator import Evaluator, Settings
 from profiling_agent.iteration.finalize import FinalChoice, finalize
-from profiling_agent.iteration.judge import judge
+from profiling_agent.iteration.selection import judge
 from profiling_agent.jobs.tasks import Evaluated, EvaluateTask, MemoryTask, OpenHeldoutTask, RaceTask, SessionTask
 from profiling_agent.jobs.timesheet import Timesheet
 from profiling_agent.records import (

@@ -17,7 +17,7 @@ from profiling_agent.deployment import registry
 from profiling_agent.deployment.choices import recommend
 from profiling_agent.errors import ProfilingAgentError
 from profiling_agent.files import file_sha256
-from profiling_agent.iteration.deployer import Deployer
+from profiling_agent.iteration.evaluator import Deployer
 from profiling_agent.jobs.runner import Jobs
 from profiling_agent.records import RUNTIMES, ArtifactRef, Cut, DeployedModel, Deployment, InputSpec, SplitInfo
 from profiling_agent.workspace import Workspace

@@ -10,7 +10,7 @@
                                           |
                                       verdict -> report
 
-Every agent is one thin file in `profiling_agent/agents/`; this one only wires them.
+Every agent is one function of `profiling_agent/agents/nodes.py`; this file only wires them.
 """
 
 import os
@@ -21,23 +21,25 @@ from typing import Any, Literal
 from langgraph.checkpoint.base import BaseCheckpointSaver
 from langgraph.graph import END, START, StateGraph
 
-from profiling_agent.agents.acquisition import acquisition
-from profiling_agent.agents.analysis import analysis
-from profiling_agent.agents.approval import approval
 from profiling_agent.agents.checked_graph import CheckedGraph
-from profiling_agent.agents.deployment_search import deployment_search
-from profiling_agent.agents.evaluation import evaluation
-from profiling_agent.agents.input_shape_resolver import input_shape_resolver
-from profiling_agent.agents.iterative_pruning import iterative_pruning
 from profiling_agent.agents.limits import operators_limits
 from profiling_agent.agents.node import Agent, Node, as_node
-from profiling_agent.agents.profiling import profiling
-from profiling_agent.agents.pruning import pruning
-from profiling_agent.agents.quantization import quantization
-from profiling_agent.agents.report import report
+from profiling_agent.agents.nodes import (
+    acquisition,
+    analysis,
+    approval,
+    deployment_search,
+    evaluation,
+    input_shape_resolver,
+    iterative_pruning,
+    profiling,
+    pruning,
+    quantization,
+    report,
+    verdict,
+)
 from profiling_agent.agents.session import Sessions
 from profiling_agent.agents.state import RunResult, RunState
-from profiling_agent.agents.verdict import verdict
 from profiling_agent.request import Request
 
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from langchain_core.runnables import RunnableConfig
 
-from profiling_agent.agents.approval import question_in, resuming
 from profiling_agent.agents.checkpoints import RunSaver
 from profiling_agent.agents.node import ProgressEvent
+from profiling_agent.agents.nodes import question_in, resuming
 from profiling_agent.agents.session import Sessions
 from profiling_agent.errors import ApprovalPendingError, RequestError, RunError
 from profiling_agent.files import FileRefusedError, expanded, resolved

@@ -5,10 +5,10 @@ from dataclasses import replace
 from made import BASELINE, GOAL, attempt, evaluation, evidence, journal, profile, race_result
 
 from profiling_agent.analysis.advised import UNKNOWN, Setting, plan_question
-from profiling_agent.analysis.dry_run import dry_run
+from profiling_agent.analysis.allocation import dry_run
 from profiling_agent.deployment.choices import recommend
-from profiling_agent.iteration.judge import rule_text
 from profiling_agent.iteration.planners import admission_text
+from profiling_agent.iteration.selection import rule_text
 from profiling_agent.llm.transcript import Question
 from profiling_agent.records import (
     Attempt,

@@ -4,7 +4,7 @@ from typing import Any
 
 from made import BASELINE, GOAL, drop, evaluation
 
-from profiling_agent.analysis.dry_run import dry_run
+from profiling_agent.analysis.allocation import dry_run
 from profiling_agent.analysis.rules import analyse
 from profiling_agent.iteration.planners import Planner, first_proposal, next_proposal
 from profiling_agent.llm.transcript import LanguageModel

@@ -33,7 +33,7 @@ def test_packages_import_one_way():
 @pytest.mark.parametrize(
     "line",
     [
-        "from profiling_agent.iteration.judge import judge",
+        "from profiling_agent.iteration.selection import judge",
         "def late():\n    from profiling_agent.jobs import tasks",
         "if TYPE_CHECKING:\n    import profiling_agent.cli.main",
     ],
@@ -123,7 +123,7 @@ def test_few_frames_lie_between_a_node_and_the_tensor_operation(world: World):
     found = counted(world.model, world.data)
 
     # A trial of what a head is, on noise, cuts nothing of the model.
-    cuts = [frames for frames in found["cut"] if not any("pruning/trial" in name for name in frames)]
+    cuts = [frames for frames in found["cut"] if not any("pruning/verify" in name for name in frames)]
     cut = len(longest(found["pruning"], "agents/")) + len(longest(cuts, "jobs/"))
     rounded = len(longest(found["round"], "jobs/"))
     assert cut <= 13
@@ -131,5 +131,5 @@ def test_few_frames_lie_between_a_node_and_the_tensor_operation(world: World):
         ("quantization", "iteration/attempt.py:quantize_attempt"),
         ("deployment_search", "iteration/deployment_search.py"),
     ):
-        handed_over = [frames for frames in found[node] if any("iteration/deployer" in name for name in frames)]
+        handed_over = [frames for frames in found[node] if any("iteration/evaluator" in name for name in frames)]
         assert len(longest(handed_over, through)) + rounded <= 17

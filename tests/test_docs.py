@@ -13,7 +13,7 @@ from acquisition.hub_server import serve
 from chat_server import Said, chat_server
 from conftest import World
 
-from profiling_agent.analysis.plan_file import read_plan
+from profiling_agent.analysis.rules import read_plan
 from profiling_agent.iteration.approval import read_answer
 from profiling_agent.reporting.results import read_report
 from profiling_agent.sweep import read_sweep

@@ -35,8 +35,7 @@ from benchmarks.paper.numbers import (
 )
 from benchmarks.paper.tables import KINDS, Runs, Subject, make_table, markdown
 from profiling_agent.acquisition.hub import fetch_model, is_local, local_folder
-from profiling_agent.cli.progress import open_display
-from profiling_agent.cli.terminal import errors
+from profiling_agent.cli.terminal import errors, open_display
 from profiling_agent.errors import AcquisitionError, ProfilingAgentError, RequestError
 from profiling_agent.jobs.match import check_match
 from profiling_agent.jobs.runner import scratch_jobs

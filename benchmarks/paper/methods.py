@@ -15,10 +15,10 @@ from torch.ao.quantization import quantize_dynamic
 
 from profiling_agent.errors import PruningError, RequestError
 from profiling_agent.modules.inference import device_of, without_weights
-from profiling_agent.pruning.gate import check_saving
-from profiling_agent.pruning.importance import IMPORTANCE, UnitWeights, keep_indices
+from profiling_agent.pruning.criteria import IMPORTANCE, UnitWeights, keep_indices
 from profiling_agent.pruning.prune import prune_model
 from profiling_agent.pruning.units import find_units
+from profiling_agent.pruning.verify import check_saving
 from profiling_agent.quiet import muted
 from profiling_agent.records import Cut, InputSpec, Unit, UnitKind
 

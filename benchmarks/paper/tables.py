@@ -29,11 +29,10 @@ from profiling_agent.deployment.torch_session import TorchSession
 from profiling_agent.errors import ProfilingAgentError, PruningError, QuantizationError
 from profiling_agent.evaluation.intervals import compare
 from profiling_agent.iteration.budget import MIN_LOOK
-from profiling_agent.iteration.deployer import Deployer
-from profiling_agent.iteration.evaluator import Evaluator, Settings
+from profiling_agent.iteration.evaluator import Deployer, Evaluator, Settings
 from profiling_agent.iteration.selection import papers_rank
-from profiling_agent.jobs.handlers.evaluation import answer
-from profiling_agent.jobs.profile import read_profile
+from profiling_agent.jobs.handlers.measurement import answer
+from profiling_agent.jobs.match import read_profile
 from profiling_agent.jobs.runner import Jobs, job_key
 from profiling_agent.jobs.tasks import prepared
 from profiling_agent.lifecycle import Listener, complete, ignore

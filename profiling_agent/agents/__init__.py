@@ -1,1 +1,1 @@
-"""Agents: the nodes of the graph, thin, one file each; `node.py` and `session.py` are what they share."""
+"""Agents: the nodes of the graph, thin, in `nodes.py`; `node.py` and `session.py` are what they share."""

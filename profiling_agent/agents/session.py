@@ -18,7 +18,7 @@ from profiling_agent.iteration.deployments import deployment_choices, num_tried_
 from profiling_agent.iteration.evaluator import Evaluator, Settings, most_searched
 from profiling_agent.iteration.forecast import Forecast, Standing, Work, forecast
 from profiling_agent.jobs.local import JOB_LOG
-from profiling_agent.jobs.profile import measure_headline, profile_artifact, read_profile
+from profiling_agent.jobs.match import measure_headline, profile_artifact, read_profile
 from profiling_agent.jobs.runner import Jobs
 from profiling_agent.jobs.tasks import Profiled
 from profiling_agent.jobs.timesheet import SHEET

@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from profiling_agent.iteration.attempt import PreparedAttempt
 from profiling_agent.iteration.finalize import FinalChoice
-from profiling_agent.iteration.judge import rejudged
+from profiling_agent.iteration.selection import rejudged
 from profiling_agent.jobs.tasks import Profiled, ResolvedShape
 from profiling_agent.llm.chat import Endpoint
 from profiling_agent.records import (

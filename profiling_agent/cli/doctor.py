@@ -16,10 +16,9 @@ import typer
 from rich.text import Text
 
 from profiling_agent.cache import cache_folder
-from profiling_agent.cli.progress import open_display
-from profiling_agent.cli.support import look_at_model
+from profiling_agent.cli.models import look_at_model
 from profiling_agent.cli.tables import folded_table
-from profiling_agent.cli.terminal import JsonOption, console, echo_json, errors, refusing
+from profiling_agent.cli.terminal import JsonOption, console, echo_json, errors, open_display, refusing
 from profiling_agent.deployment import registry
 from profiling_agent.documents import parse_json
 from profiling_agent.errors import RequestError
@@ -254,8 +253,8 @@ def self_tested(name: str, code: int, said: str, errors_said: str) -> Finding:
 
 
 def _language_model(request: Request) -> Finding:
-    from profiling_agent.agents.acquisition import choose_advisor
     from profiling_agent.agents.limits import trusted_addresses
+    from profiling_agent.agents.nodes import choose_advisor
 
     try:
         note = choose_advisor(request, None, trusted_addresses(os.environ, request.base_url))["advisor_note"]

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from profiling_agent.cli import approval, doctor, handover, runs, saved, sweep
+from profiling_agent.cli import doctor, models, runs, sweep
 from profiling_agent.cli.terminal import (
     EXIT_BAD_REQUEST,
     EXIT_CRASHED,
@@ -29,14 +29,14 @@ COMMANDS = (
     runs.report,
     runs.profile,
     sweep.sweep,
-    approval.approve,
+    runs.approve,
     doctor.doctor,
-    handover.pick,
-    handover.export,
-    handover.push,
-    saved.race,
-    saved.measure,
-    saved.compare,
+    models.pick,
+    models.export,
+    models.push,
+    models.race,
+    models.measure,
+    models.compare,
 )
 
 app = typer.Typer(

@@ -1,18 +1,25 @@
-"""`run`, `resume`, `show`, `report`, `profile`: the commands that make a run, or show one."""
+"""Commands on runs: `run`, `resume`, `approve`, `show`, `report`, `profile`; a run is watched from its first event to its verdict."""
 
 import inspect
+import json
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, NoReturn, get_args
 
 import typer
 from rich.markdown import Markdown
+from rich.prompt import Prompt
+from rich.text import Text
 
-from profiling_agent.cli.progress import open_display
-from profiling_agent.cli.tables import plan_table, verdict_table
+from profiling_agent.cli.tables import approval_table, plan_table, verdict_table
 from profiling_agent.cli.terminal import (
+    EXIT_MET,
+    EXIT_NOT_MET,
+    EXIT_WAITING,
     AddressOption,
+    Display,
     EventsOption,
     JsonOption,
     QuietOption,
@@ -20,14 +27,149 @@ from profiling_agent.cli.terminal import (
     console,
     echo_json,
     errors,
+    open_display,
     refuse,
     refusing,
+    say_stopped,
+    with_flags,
 )
-from profiling_agent.cli.watching import Work, watch
-from profiling_agent.errors import ProfilingAgentError, RequestError, RunError
+from profiling_agent.documents import DocumentError, read_json
+from profiling_agent.errors import ApprovalPendingError, ProfilingAgentError, RequestError, RunError
+from profiling_agent.files import expanded
+from profiling_agent.iteration.approval import read_answer
+from profiling_agent.processes.streams import keep_stdout
+from profiling_agent.records import Approval, ApprovalQuestion
 from profiling_agent.reporting.report import RunReport
 from profiling_agent.reporting.results import read_report
 from profiling_agent.request import OLD_NAMES, Request, current_names
+
+Work = Callable[[Any, Callable[[ApprovalQuestion], Approval] | None], RunReport]
+
+
+def watch(work: Work, root: Path, *, is_quiet: bool = False, is_json: bool = False) -> NoReturn:
+    """Do `work`, which takes a listener and an approver, show it, and end with the verdict's exit code.
+
+    As JSON: a line for each event, and one at the end.
+    """
+    if is_json:
+        keep_stdout()
+    try:
+        with open_display(console, is_quiet=is_quiet, is_json=is_json) as display:
+            is_here = is_answered_here() and not is_json
+            report = work(display.hear, _approver(display) if is_here else None)
+    except ApprovalPendingError as error:
+        errors.print(str(error), markup=False, soft_wrap=True)
+        raise typer.Exit(EXIT_WAITING) from None
+    except ProfilingAgentError as error:
+        refuse(with_flags(str(error)))
+    except (KeyboardInterrupt, EOFError) as stop:
+        say_stopped(stop, f"; go on with: profiling-agent resume {root}")
+    if is_json:
+        said = report.verdict.model_dump(mode="json")
+        typer.echo(json.dumps({"event": "verdict", "run": str(root), **said}))
+    else:
+        console.print(_brief(report, root) if is_quiet else verdict_table(report, root))
+    raise typer.Exit(EXIT_MET if report.verdict.outcome == "MET" else EXIT_NOT_MET)
+
+
+def _brief(report: RunReport, root: Path) -> Text:
+    return Text(f"{report.verdict.outcome}: {report.verdict.explanation} ({root})")
+
+
+def is_answered_here() -> bool:
+    """Return whether somebody sits at this terminal."""
+    return console.is_terminal and sys.stdin.isatty()
+
+
+def _approver(display: Display) -> Callable[[ApprovalQuestion], Approval]:
+    def approver(question: ApprovalQuestion) -> Approval:
+        with display.paused():
+            return ask(question)
+
+    return approver
+
+
+def ask(question: ApprovalQuestion) -> Approval:
+    """Show a plan and return what is typed of it, asking again until it can be read."""
+    console.print(approval_table(question))
+    while True:
+        choice = Prompt.ask("decision", console=console, choices=list(question.choices), default="accept")
+        try:
+            return answer_of(choice)
+        except RequestError as error:
+            console.print(Text(str(error), style="red"))
+
+
+def answer_of(choice: str) -> Approval:
+    """Return the answer of a choice, with what belongs to it asked for."""
+    if choice == "reject":
+        return read_answer({"decision": choice, "reason": Prompt.ask("why", console=console)})
+    if choice == "edit":
+        return read_edit(
+            Path(Prompt.ask("file with the changes (see `profiling-agent approve --help`)", console=console))
+        )
+    return read_answer(choice)
+
+
+def read_edit(path: Path) -> Approval:
+    """Return the edit in a JSON file: parts of a plan, stricter limits; RequestError where it can't be read."""
+    try:
+        document = read_json(expanded(str(path)))
+    except (OSError, DocumentError) as error:
+        said = error.strerror if isinstance(error, OSError) else error
+        raise RequestError(f"{str(path)!r} can't be read as JSON ({said}): give a file with the changes") from error
+    if not isinstance(document, dict):
+        raise RequestError(f"{str(path)!r} holds a {type(document).__name__}: give an object such as a plan")
+    return read_answer({**document, "decision": "edit"})
+
+
+def approve(
+    run: RunArgument,
+    accept: Annotated[bool, typer.Option("--accept", help="carry the plan out")] = False,  # noqa: FBT002 - a flag
+    edit: Annotated[Path | None, typer.Option(help="JSON file with changes to make first")] = None,
+    reject: Annotated[str | None, typer.Option(metavar="REASON", help="ask for another plan, and say why")] = None,
+    base_url: AddressOption = None,
+    json_: JsonOption = False,  # noqa: FBT002 - a flag
+) -> None:
+    """Answer a run that was started with --approve plan or each, and go on with it; without an answer, show what it asks.
+
+    An edit is a JSON object of a plan's parts and of stricter limits; what it fixes, later plans keep:
+    `{"pruning": [{"layer": "layers\\.0\\.mlp", "pruning_type": "structured", "pruning_ratio": 0.25}],
+    "caps": [{"layer": "layers\\.11"}], "target": {"saving": 0.3}, "max_accuracy_drop": 0.005}`
+
+    `profiling-agent approve runs/my-run --edit plan.json`
+    """
+    from profiling_agent.lifecycle import approve as go_on
+    from profiling_agent.lifecycle import pending
+
+    try:
+        answer = _answer(accept=accept, edit=edit, reject=reject)
+        question = pending(run)
+    except ProfilingAgentError as error:
+        refuse(str(error))
+    if question is None:
+        refuse(f"run {str(run)!r} waits for no approval: go on with `profiling-agent resume {run}`")
+    if answer is None and json_:
+        echo_json(question.model_dump(mode="json"))
+        raise typer.Exit(EXIT_WAITING)
+    if answer is None and not is_answered_here():
+        console.print(approval_table(question))
+        raise typer.Exit(EXIT_WAITING)
+    said = answer or ask(question)
+    watch(lambda listener, approver: go_on(run, said, listener, base_url=base_url, approver=approver), run)
+
+
+def _answer(**given: Any) -> Approval | None:
+    """Return the one answer that was given by flags."""
+    named = {name: value for name, value in given.items() if value not in (None, False)}
+    if len(named) > 1:
+        raise RequestError(f"{' and '.join(f'--{name}' for name in named)} were given: give one answer")
+    if "edit" in named:
+        return read_edit(named["edit"])
+    if "reject" in named:
+        return read_answer({"decision": "reject", "reason": named["reject"]})
+    return read_answer("accept") if named else None
+
 
 SCHEMA = Request.model_json_schema()
 
@@ -160,7 +302,7 @@ def profile(
 ) -> None:
     """Profile a model: where its time, memory, MACs and parameters are, and what can be pruned."""
     from profiling_agent.cli.tables import profile_tables
-    from profiling_agent.jobs.profile import profile_source
+    from profiling_agent.jobs.match import profile_source
 
     with (
         refusing(),

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 from rich.text import Text
 
-from profiling_agent.cli.progress import open_display
 from profiling_agent.cli.tables import folded_table
 from profiling_agent.cli.terminal import (
     EXIT_MET,
@@ -16,6 +15,7 @@ from profiling_agent.cli.terminal import (
     console,
     echo_json,
     errors,
+    open_display,
     refuse,
     refusing,
 )

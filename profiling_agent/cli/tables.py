@@ -10,7 +10,7 @@ from rich.text import Text
 
 from profiling_agent.benchmarking.race import noise_warning
 from profiling_agent.benchmarking.saved import Measurements
-from profiling_agent.handover.candidates import FAILED, Measured
+from profiling_agent.handover.pick import FAILED, Measured
 from profiling_agent.records import ApprovalQuestion, Comparison, ModelProfile, Race, Variant, by_cause
 from profiling_agent.reporting.machines import differences
 from profiling_agent.reporting.reflection import choices, predictions, subject_of

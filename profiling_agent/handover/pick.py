@@ -1,19 +1,246 @@
-"""Pick: another measured candidate of a finished run becomes the model to take home; nothing is measured again."""
+"""Candidates of a finished run, as its report has them, and the choice and copy of one."""
 
+import re
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
+from typing import Literal, get_args
+
+from pydantic import Field
 
 from profiling_agent.artifacts.card import CardRow, write_card
 from profiling_agent.artifacts.folder import appearing, open_current
 from profiling_agent.artifacts.recipe import CARD, RECIPE
-from profiling_agent.errors import ArtifactError, RequestError
+from profiling_agent.benchmarking.race import compare
+from profiling_agent.errors import ArtifactError, RequestError, RunError
 from profiling_agent.files import expanded
-from profiling_agent.handover.candidates import Measured, best_for, candidates_of, named
-from profiling_agent.records import Evaluation, Variant
+from profiling_agent.iteration.selection import keeps_accuracy, preference, size_ratio
+from profiling_agent.records import Evaluation, Goal, RaceResult, Record, Term, Variant
 from profiling_agent.reporting.report import RunReport
 from profiling_agent.reporting.results import read_report, run_of
 from profiling_agent.reporting.units import count, drop, percent, size, speedup
 from profiling_agent.workspace import Workspace
+
+Objective = Literal["speed", "size", "memory", "accuracy"]
+OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
+FAILED = "it failed on the held-out images, and was refused"
+
+
+class Measured(Record):
+    """One candidate: its number in the report, what was measured of it, and the terms of the contract that this answers.
+
+    `race_result` is of the sessions where it had any; `chosen_by` is of the one session that all were in, so that candidates are
+    compared by that: of who is the fastest in one session the others say a little less.
+
+    `terms` are on held-out images where it `is_judged`, on search images otherwise; what was not measured has none.
+    """
+
+    number: int
+    evaluation: Evaluation
+    race_result: RaceResult | None
+    chosen_by: RaceResult | None = None
+    terms: tuple[Term, ...]
+    unmeasured: tuple[str, ...] = Field(default=(), description="terms of the contract of which nothing was measured")
+    is_judged: bool = Field(description="whether it is what the run returned, with held-out images and a verdict")
+    is_on_front: bool = Field(description="whether no other is as accurate, as fast and as small, and better in one")
+    notes: tuple[str, ...] = Field(default=(), description="what the held-out images said against it")
+
+    @property
+    def name(self) -> str:
+        """Return what was done to it and what executes it."""
+        return f"{self.evaluation.variant} ({self.evaluation.deployment.name})"
+
+    @property
+    def lost(self) -> float:
+        """Return the top-1 that it lost on search images; of the baseline nothing."""
+        return self.evaluation.drop.drop if self.evaluation.drop else 0.0
+
+    @property
+    def speedup(self) -> float:
+        """Return how many times as fast it was, where all were timed together as far as they were; 0 where nobody timed it."""
+        told = self.chosen_by or self.race_result
+        return told.speedup if told else 0.0
+
+    @property
+    def holds(self) -> bool | None:
+        """Return whether the contract holds, None where nothing speaks against it and not all of it was measured."""
+        if not all(term.holds for term in self.terms):
+            return False
+        return None if self.unmeasured else True
+
+
+def candidates(run: str | Path) -> tuple[Measured, ...]:
+    """Return all that a finished run measured, the baseline first.
+
+    Raises:
+        RunError: the run has no report yet, or a damaged one.
+    """
+    return candidates_of(read_report(Path(run)))
+
+
+def candidates_of(report: RunReport) -> tuple[Measured, ...]:
+    """Return what `candidates` does of a report that was read."""
+    rows, goal = report.variants, report.goal
+    baseline = rows[0]
+    screened = {one.model.sha256: one for one in report.screening.results} if report.screening else {}
+    found: list[Measured] = []
+    for number, row in enumerate(rows):
+        model = row.evaluation.model
+        is_judged = model == report.heldout.model
+        ratio = _memory_ratio(row.race_result, baseline.race_result)
+        if is_judged and row.evaluation.variant is not Variant.BASELINE:
+            terms, unmeasured = report.verdict.terms, ()
+        else:
+            terms, unmeasured = _terms(row.evaluation, baseline.evaluation, row.race_result, ratio, goal)
+        found.append(
+            Measured(
+                number=number,
+                evaluation=row.evaluation,
+                race_result=row.race_result,
+                chosen_by=screened.get(model.sha256),
+                terms=terms,
+                unmeasured=unmeasured,
+                is_judged=is_judged,
+                is_on_front=False,
+                notes=_refusals(report, row.evaluation),
+            )
+        )
+    return tuple(one.model_copy(update={"is_on_front": not _is_beaten(one, found)}) for one in found)
+
+
+def best_for(objective: str, found: Sequence[Measured], goal: Goal) -> Measured:
+    """Return the candidate that a contract with this objective prefers, by what was measured: its terms kept, then the objective.
+
+    What held-out images were against comes last. Of two that can't be told apart by their speed what the run returned comes first. The baseline is none of them: it is what everything is compared with.
+
+    Raises:
+        RequestError: there is no such objective.
+        RunError: nothing but the baseline was measured, or nothing of what is wanted.
+    """
+    if objective not in OBJECTIVES:
+        raise RequestError(f"there is no objective {objective[:80]!r}: choose one of {', '.join(OBJECTIVES)}")
+    others = [one for one in found if one.evaluation.variant is not Variant.BASELINE]
+    if not others:
+        raise RunError("the run measured nothing but the baseline: there is nothing to pick")
+    if objective == "speed":
+        others = [one for one in others if one.race_result is not None]
+    elif objective == "memory":
+        others = [one for one in others if _memory_ratio(one.race_result, found[0].race_result) is not None]
+    if not others:
+        raise RunError(f"the run measured the {objective} of no candidate: pick one by its number")
+
+    def rank(one: Measured) -> tuple[float, ...]:
+        return _rank(one, objective, found[0], goal)
+
+    best = min(others, key=rank)
+    returned = next((one for one in others if one.is_judged), best)
+    is_level = objective == "speed" and rank(returned)[:-3] == rank(best)[:-3] and not _is_faster(best, returned)
+    return returned if is_level else best
+
+
+def _rank(one: Measured, objective: str, baseline: Measured, goal: Goal) -> tuple[float, ...]:
+    """Return what an objective prefers, least first: what was refused or breaks a term last, by what was measured of it as a term."""
+    size = size_ratio(one.evaluation, baseline.evaluation)
+    *missed, wanted = preference(
+        goal if objective == "accuracy" else goal.model_copy(update={"objective": objective}),
+        size=size,
+        speedup=one.race_result.speedup if one.race_result else 0.0,
+        memory=_memory_ratio(one.race_result, baseline.race_result),
+    )
+    refused = bool(one.notes) and not one.is_judged
+    if objective == "accuracy":
+        return (refused, *missed, one.lost, size)
+    wanted = -one.speedup if objective == "speed" else wanted
+    return (refused, not _keeps(one.evaluation, goal), *missed, wanted, one.lost, size)
+
+
+def named(candidate: str, found: Sequence[Measured]) -> Measured:
+    """Return the candidate of a number, or of a name that only one has: `openvino static`, or `pruned (eager float32)`.
+
+    Raises:
+        RequestError: there is none, or more than one.
+    """
+    if candidate.isdecimal() and candidate.isascii() and len(candidate) <= 9:
+        hits = [one for one in found if one.number == int(candidate)]
+    else:
+        hits = [one for one in found if candidate in (one.name, one.evaluation.deployment.name)]
+    if len(hits) == 1:
+        return hits[0]
+    said = "names none of the run's candidates" if not hits else "names several of the run's candidates"
+    listed = ", ".join(f"{one.number} {one.name}" for one in (hits or found))
+    raise RequestError(f"{candidate[:80]!r} {said}: choose a number of {listed}")
+
+
+def _keeps(evaluation: Evaluation, goal: Goal) -> bool:
+    return evaluation.drop is None or keeps_accuracy(evaluation, goal)
+
+
+def _terms(
+    own: Evaluation, baseline: Evaluation, race_result: RaceResult | None, memory: float | None, goal: Goal
+) -> tuple[tuple[Term, ...], tuple[str, ...]]:
+    """Return the terms as far as search images, one race and the disk tell, and the names of the others."""
+    lost, size = own.drop.drop if own.drop else 0.0, size_ratio(own, baseline)
+    asked = goal.max_accuracy_drop
+    terms = [Term(name="accuracy", required=asked, measured=lost, holds=_keeps(own, goal))]
+    unmeasured: list[str] = []
+    if race_result is not None:
+        speedup = race_result.speedup
+        terms.append(Term(name="speed", required=goal.min_speedup, measured=speedup, holds=speedup >= goal.min_speedup))
+    else:
+        unmeasured.append("speed")
+    terms.append(Term(name="size", required=goal.max_size_ratio, measured=size, holds=goal.allows_size(size)))
+    if goal.max_memory_ratio is not None:
+        if memory is None:
+            unmeasured.append("memory")
+        else:
+            allowed = goal.max_memory_ratio
+            terms.append(Term(name="memory", required=allowed, measured=memory, holds=memory <= allowed))
+    return tuple(terms), tuple(unmeasured)
+
+
+def _memory_ratio(own: RaceResult | None, baseline: RaceResult | None) -> float | None:
+    """Return what a candidate's processes held of what the baseline's did; None where nobody asked."""
+    if own is None or baseline is None or not own.peak_bytes or not baseline.peak_bytes:
+        return None
+    return median(own.peak_bytes) / median(baseline.peak_bytes)
+
+
+def _refusals(report: RunReport, evaluation: Evaluation) -> tuple[str, ...]:
+    """Return what the held-out images said against a model; of several in one deployment the run's own words say which."""
+    if report.kept_beside == evaluation.model.path:
+        return (FAILED,)
+    number = next(
+        (each.number for each in report.attempts if each.deployed and each.deployed.model == evaluation.model), None
+    )
+    if number is not None:
+        who = f"attempt {number} "
+    elif evaluation.variant is Variant.QUANTIZED:
+        who = f"{evaluation.variant} "
+    else:
+        # An attempt's in another deployment than it was judged in; which one's, nobody noted.
+        who = r"attempt \d+ "
+    said = re.compile(who + re.escape(f"({evaluation.deployment.name}) "))
+    return tuple(
+        f"the run says: {note}" for note in report.notes if note.endswith("and was refused") and said.match(note)
+    )
+
+
+def _is_faster(one: Measured, other: Measured) -> bool:
+    """Return whether the session that both were in shows one to be faster; one that wasn't in it is by no other's."""
+    return one.chosen_by is not None and other.chosen_by is not None and compare(one.chosen_by, other.chosen_by).low > 1
+
+
+def _is_beaten(one: Measured, found: Sequence[Measured]) -> bool:
+    def merits(each: Measured) -> tuple[float, float, float]:
+        return -each.lost, each.speedup, -each.evaluation.footprint.size_bytes
+
+    own = merits(one)
+    return any(
+        merits(other) != own and all(theirs >= mine for theirs, mine in zip(merits(other), own, strict=True))
+        for other in found
+    )
+
 
 UNJUDGED = (
     "Picked among what its run measured: it was never judged on held-out images, and whoever looks for the best of many on the "

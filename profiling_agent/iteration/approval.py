@@ -5,8 +5,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from profiling_agent.analysis.demands import demanded, obeying
-from profiling_agent.analysis.dry_run import dry_run
+from profiling_agent.analysis.allocation import demanded, dry_run, obeying
 from profiling_agent.documents import first_problem
 from profiling_agent.errors import RequestError
 from profiling_agent.records import (

@@ -2,12 +2,12 @@
 
 from collections.abc import Collection
 
-from profiling_agent.analysis.dry_run import dry_run
+from profiling_agent.analysis.allocation import dry_run
 from profiling_agent.errors import ArtifactError, JobError, PlanError, PruningError
 from profiling_agent.iteration.deployment_search import as_search, try_deployments, with_unit_times
 from profiling_agent.iteration.deployments import DeploymentChoices, by_promise, possible_deployments, why_undeployable
 from profiling_agent.iteration.evaluator import Evaluator
-from profiling_agent.iteration.judge import hopeless_kl, judge
+from profiling_agent.iteration.selection import hopeless_kl, judge
 from profiling_agent.jobs.tasks import PruneTask, RecoverTask
 from profiling_agent.records import (
     SHARD,

@@ -8,16 +8,22 @@ suited the baseline.
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from profiling_agent.analysis.guards import NATS_A_POINT
+from profiling_agent.analysis.allocation import NATS_A_POINT
 from profiling_agent.benchmarking.race import noise_warning
 from profiling_agent.deployment.layer_times import NUM_PASSES
 from profiling_agent.errors import JobError
 from profiling_agent.iteration.budget import SLOW_CONVERSION_S, race_s
-from profiling_agent.iteration.deployer import REFUSALS
 from profiling_agent.iteration.deployments import INT8, MOST_PRUNED, SLOW_TO_MAKE, Round, in_rounds, linear_share_of
-from profiling_agent.iteration.evaluator import Evaluator
-from profiling_agent.iteration.judge import hopeless_kl, is_doubtful, is_likely, judge, likelihood_of
-from profiling_agent.iteration.selection import preference, size_ratio
+from profiling_agent.iteration.evaluator import REFUSALS, Evaluator
+from profiling_agent.iteration.selection import (
+    hopeless_kl,
+    is_doubtful,
+    is_likely,
+    judge,
+    likelihood_of,
+    preference,
+    size_ratio,
+)
 from profiling_agent.jobs.tasks import LayerTimesTask
 from profiling_agent.records import (
     SHARD,

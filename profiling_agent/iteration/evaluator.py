@@ -1,5 +1,6 @@
-"""Evaluator: measures everything in a run alike, on the same images, at the same batch size, on the same device."""
+"""Evaluator of a run: models deployed, evaluated and raced as jobs, each once."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -7,22 +8,32 @@ import numpy as np
 import numpy.typing as npt
 
 from profiling_agent.benchmarking.race import Entries
-from profiling_agent.errors import RequestError
+from profiling_agent.deployment.registry import reads_onnx
+from profiling_agent.errors import ArtifactError, JobError, QuantizationError, RequestError
 from profiling_agent.evaluation.intervals import at_a_look, compare, counts_of, least_images
 from profiling_agent.evaluation.predictions import Answers, joined, read_predictions
 from profiling_agent.evaluation.sequential import decide
 from profiling_agent.iteration.budget import Budget
-from profiling_agent.iteration.deployer import Deployer
-from profiling_agent.iteration.deployments import DeploymentChoices
-from profiling_agent.iteration.judge import SEARCH_CONFIDENCE, can_be_bounded, keeps_accuracy
+from profiling_agent.iteration.deployments import INT8, DeploymentChoices, leaving_in_float
+from profiling_agent.iteration.selection import SEARCH_CONFIDENCE, can_be_bounded, keeps_accuracy
 from profiling_agent.jobs.runner import Jobs
-from profiling_agent.jobs.tasks import EvaluateTask, HeadlineTask, MemoryTask, RaceTask, SessionTask
+from profiling_agent.jobs.tasks import (
+    DeployTask,
+    EvaluateTask,
+    ExportTask,
+    HeadlineTask,
+    MemoryTask,
+    RaceTask,
+    SessionTask,
+    TuneTask,
+)
 from profiling_agent.records import (
     NUM_SESSIONS,
     SHARD,
     Acquired,
     ArtifactRef,
     Deployment,
+    DeploymentOption,
     Evaluation,
     Goal,
     ModelProfile,
@@ -30,8 +41,77 @@ from profiling_agent.records import (
     Race,
     Record,
     SplitInfo,
+    Tuned,
     Variant,
 )
+
+# What a conversion or a runtime may end with; it costs the deployment its place, or the attempt, and never the run.
+REFUSALS = (ArtifactError, JobError, QuantizationError)
+
+
+@dataclass(frozen=True)
+class Deployer:
+    """What models are deployed with; `latency_shares` is each layer's part of the baseline's time, by name.
+
+    What `tunes` makes a model ready for int8 first; without, and on CUDA, where each row has its scale, it is quantized as it is.
+    """
+
+    jobs: Jobs
+    calibration: SplitInfo
+    batch_size: int
+    device: str = "cpu"
+    latency_shares: Mapping[str, float] = field(default_factory=dict)
+    tunes: bool = True
+
+    def make(self, model: ArtifactRef, deployment: Deployment, *, choose_layers: bool = False) -> DeploymentOption:
+        """Tune a float32 model for int8, leave the dearest layers in float where that is to be chosen, and convert.
+
+        What the conversion refuses, and that it crashed or hung, is the option's reason.
+        """
+        tuned = None
+        try:
+            if self.tunes and deployment.scheme in INT8 and self.device == "cpu":
+                tuned = self.jobs.run(self._tune_task(model, deployment))
+                if choose_layers:
+                    deployment = _with_kept(deployment, tuned)
+            deployed = self.jobs.run(self.deploy_task(tuned.model if tuned else model, deployment))
+        except REFUSALS as error:
+            is_unfit = isinstance(error, QuantizationError)
+            return DeploymentOption(deployment=deployment, tuned=tuned, reason=str(error), is_unfit=is_unfit)
+        return DeploymentOption(deployment=deployment, tuned=tuned, deployed=deployed, reason="")
+
+    def _tune_task(self, model: ArtifactRef, deployment: Deployment) -> TuneTask:
+        return TuneTask(
+            model=model,
+            scheme="dynamic" if deployment.scheme == "dynamic" else "static",
+            calibration=self.calibration,
+            latency_shares=dict(self.latency_shares),
+            batch_size=self.batch_size,
+        )
+
+    def deploy_task(self, model: ArtifactRef, deployment: Deployment) -> DeployTask:
+        """Return the job that converts a float32 model as it is; where the runtime reads ONNX, that is written first."""
+        return DeployTask(
+            model=model,
+            deployment=deployment,
+            calibration=self.calibration,
+            onnx=self.exported(model, deployment),
+            batch_size=self.batch_size,
+            device=self.device,
+            # Converters and compilers of other runtimes crash and hang.
+            isolated=deployment.runtime != "eager",
+        )
+
+    def exported(self, model: ArtifactRef, deployment: Deployment) -> ArtifactRef | None:
+        """Return a float32 model as ONNX, written where it isn't yet; None where the runtime reads none for this deployment."""
+        return self.jobs.run(ExportTask(model=model)).onnx if reads_onnx(deployment) else None
+
+
+def _with_kept(deployment: Deployment, tuned: Tuned) -> Deployment:
+    """Leave the dearest layers of an int8 deployment in float, unless a plan says by name what becomes of which layer."""
+    is_by_name = len(deployment.recommendations) > 1
+    return deployment if is_by_name else leaving_in_float(deployment, tuned.kept)
+
 
 # So few are looked at once: of them a sample of fixed size says more than a test that may be looked at whenever one likes.
 MAX_AT_ONCE = 2 * SHARD

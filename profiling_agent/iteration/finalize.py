@@ -1,33 +1,254 @@
-"""Final choice: all that may be returned races once, the best is timed again and tested on held-out images; a verdict."""
+"""Finalists: raced, tested on held-out images one after the other, and the one returned with its verdict."""
 
-from collections.abc import Sequence
+import contextlib
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
 
-from profiling_agent.benchmarking.race import noise_warning
+from profiling_agent.benchmarking.race import compare, hold_steady_sessions, noise_warning
 from profiling_agent.errors import JobError
 from profiling_agent.evaluation.intervals import selection_bias
-from profiling_agent.iteration.budget import TEST_S
-from profiling_agent.iteration.deployment_search import memory_if_measurable
-from profiling_agent.iteration.evaluator import Evaluator
-from profiling_agent.iteration.finalists import fallback_candidates, finalists, is_all_asked, measured
-from profiling_agent.iteration.heldout import HeldoutTest, error_of, first_look, opening_notes, run_heldout_test
-from profiling_agent.iteration.judge import is_doubtful
-from profiling_agent.iteration.limit import find_limit
-from profiling_agent.iteration.proof import why_unproven
-from profiling_agent.iteration.ranking import Ranking
-from profiling_agent.iteration.selection import lost, size_ratio
-from profiling_agent.iteration.speed import better, estimate
-from profiling_agent.iteration.verdict import Facts, decide
+from profiling_agent.iteration.budget import TEST_S, race_s
+from profiling_agent.iteration.deployment_search import MAX_SHIFT, Trial, memory_if_measurable
+from profiling_agent.iteration.evaluator import REFUSALS, Evaluator
+from profiling_agent.iteration.heldout import (
+    HeldoutTest,
+    error_of,
+    first_look,
+    opening_notes,
+    run_heldout_test,
+    why_unproven,
+)
+from profiling_agent.iteration.selection import (
+    Ranking,
+    candidates,
+    is_doubtful,
+    is_likely,
+    likelihood_of,
+    lost,
+    may_be_returned,
+    ranked,
+    size_ratio,
+)
+from profiling_agent.iteration.verdict import Facts, decide, find_limit
 from profiling_agent.records import (
+    SHARD,
     AccuracyDrop,
+    ArtifactRef,
+    Attempt,
     Candidate,
+    Deployment,
     Evaluation,
     Goal,
+    Headline,
     Journal,
     Race,
     Record,
     Variant,
     Verdict,
 )
+
+# Equal sessions differ by a few per cent, and small models' processes by a tenth; what is so many times as much was next to something else.
+MAX_DISAGREEMENT = 1.5
+
+
+def estimate(evaluator: Evaluator, candidates: Sequence[Candidate], screening: Race | None = None) -> Race:
+    """Return the race of the baseline and `candidates` over the run's sessions, which says so where the machine was too noisy.
+
+    Between the sessions is done what has to be done anyway: the baseline sees its first held-out images, and its memory is read, and that of the
+    first candidate, which mostly is the one that is returned.
+
+    Raises:
+        JobError: processes died in more than two sessions.
+    """
+    models = [candidate.evaluation.model for candidate in candidates]
+    entries = [(Variant.BASELINE, evaluator.baseline), *((one.variant, one.evaluation.model) for one in candidates)]
+    between: list[Callable[[], object]] = [partial(first_look, evaluator)]
+    between += [partial(evaluator.peak_memory, model) for model in (evaluator.baseline, *models[:1])]
+
+    def hold(number: int) -> Race:
+        if 0 < number <= len(between):
+            with contextlib.suppress(*REFUSALS):
+                between[number - 1]()
+        return evaluator.hold_session(entries, number)
+
+    # What is held again must not take the time of the held-out images.
+    race = hold_steady_sessions(hold, evaluator.settings.num_sessions, evaluator.budget.has_time_for_a_test)
+    why = race.unsteady or _disagreement(evaluator, race, screening)
+    return race.model_copy(update={"unsteady": why})
+
+
+def _disagreement(evaluator: Evaluator, race: Race, screening: Race | None) -> str | None:
+    """Return how the sessions contradict the race that chose, or what the baseline was timed at first; None where they don't."""
+    baseline_ms, first_ms = race.results[0].latency.median_ms, evaluator.batch_s * 1e3
+    if baseline_ms > MAX_DISAGREEMENT * first_ms:
+        return f"the baseline took {baseline_ms:.3g} ms in its sessions, and {first_ms:.3g} when it was timed first"
+    chosen = {one.model.sha256: one.speedup for one in screening.results} if screening else {}
+    for result in race.results:
+        before = chosen.get(result.model.sha256, result.speedup)
+        if result.speedup > MAX_DISAGREEMENT * before:
+            return f"the sessions have a model {result.speedup:.2f} times as fast, the race that chose it {before:.2f}"
+    return None
+
+
+def better(first: Candidate, second: Candidate, race: Race, min_speedup: float) -> Candidate:
+    """Return whichever the sessions have as fast as the contract asks, if that is one of the two, else `second` where they show it faster than `first`.
+
+    Otherwise the two can't be told apart, and `first` is the more accurate or the smaller; in the screening both kept the same terms.
+    """
+    theirs, its = (race.result_of(candidate.evaluation.model) for candidate in (second, first))
+    if (theirs.speedup >= min_speedup) != (its.speedup >= min_speedup):
+        return second if theirs.speedup >= min_speedup else first
+    return second if compare(theirs, its).is_shown_faster else first
+
+
+def timed(evaluator: Evaluator, attempt: Attempt) -> Attempt:
+    """Return a measured attempt with its times in one race against the baseline, for whoever plans the next and can't count on predictions.
+
+    It stays as it is where the run has no time for that, or its process died: nothing is decided by it.
+    """
+    made = attempt.deployed
+    if made is None or not evaluator.budget.has_room_for(race_s(evaluator.budget.pass_s)):
+        return attempt
+    try:
+        race = evaluator.race([(Variant.BASELINE, evaluator.baseline), (made.variant, made.model)])
+        return attempt.model_copy(update={"race_result": race.result_of(made.model)})
+    except (JobError, LookupError):
+        return attempt
+
+
+def raced_headline(evaluator: Evaluator, race: Race | None, model: ArtifactRef) -> Headline | None:
+    """Return what the sessions and a process of its own say of a model that took part in the race; None of one that didn't."""
+    if race is None:
+        return None
+    try:
+        result = race.result_of(model)
+    except LookupError:
+        return None
+    return Headline(latency=result.latency, peak_memory_bytes=evaluator.peak_memory(model), forward_passes=0)
+
+
+# So many are tested although the search images don't show that they keep the accuracy: each halves the error that a next one has.
+MAX_DOUBTFUL = 2
+
+
+def made_from(candidate: Candidate, journal: Journal, baseline: ArtifactRef) -> ArtifactRef:
+    """Return the float32 model that a candidate was made from."""
+    made = next((attempt for attempt in journal.attempts if attempt.number == candidate.attempt), None)
+    return (made.pruned_model if made else None) or baseline
+
+
+def torch_model(winner: Candidate, journal: Journal, baseline: ArtifactRef) -> ArtifactRef:
+    """Return the winner itself where eager torch executes it, else the float32 model that it was made from.
+
+    Layers can only be looked at one by one in eager torch.
+    """
+    is_eager = winner.evaluation.deployment.runtime == "eager"
+    return winner.evaluation.model if is_eager else made_from(winner, journal, baseline)
+
+
+def measured(evaluator: Evaluator, journal: Journal) -> tuple[Candidate, ...]:
+    """Return all that the run has measured on the search images, and of the cheapest accepted attempt more.
+
+    What was the best deployment before pruning need not be the best after it: that attempt is measured in eager float32 and in
+    every deployment that suited the baseline.
+    """
+    known = candidates(journal)
+    best = next((one for one in ranked(journal, evaluator.goal) if one.attempt is not None), None)
+    if best is None or evaluator.goal.selection == "paper":
+        return known
+    seen = [one.evaluation.deployment for one in known if one.attempt == best.attempt]
+    rivals = _rivals(journal, best, evaluator.goal, small_alone=evaluator.budget.is_slow)
+    wanted = [deployment for deployment in rivals if deployment not in seen]
+    more: list[Evaluation | None] = []
+    took_s = SHARD * evaluator.budget.pass_s
+    for deployment in wanted:
+        if not evaluator.budget.has_room_for(took_s):
+            break
+        began_s = evaluator.jobs.timesheet.spent_s
+        more.append(_in(evaluator, journal, best, deployment))
+        took_s = evaluator.jobs.timesheet.spent_s - began_s
+    found = [*known, *(best.model_copy(update={"variant": one.variant, "evaluation": one}) for one in more if one)]
+    return tuple({one.evaluation.model.sha256: one for one in found}.values())
+
+
+def _rivals(journal: Journal, pruned: Candidate, goal: Goal, *, small_alone: bool = False) -> list[Deployment]:
+    """Return eager float32 and the deployments that suited the baseline, those that may suit a pruned model best.
+
+    Not those that were far behind on the baseline. Of eager float32 that is the baseline itself, made faster by as much as its MACs are fewer. With `small_alone`, not those
+    either in which the pruned model is larger than the contract allows, where it isn't as it was measured: these come behind it in any case.
+    """
+    search = journal.deployment_search
+    leader = search.of(search.chosen).race_result if search and search.chosen else None
+    suited = search.suited if search else ()
+    if leader is None or goal.objective != "speed":
+        return [Deployment(), *(option.deployment for option in suited)]
+    own, whole = pruned.evaluation, journal.baseline
+    is_small = goal.allows_size(size_ratio(own, whole))
+    left = own.footprint.params / max(whole.footprint.params, 1)
+    most = goal.max_size_ratio / max(left, 1e-9) if small_alone and is_small else math.inf
+    reached = [(Deployment(), whole.footprint.macs / max(own.footprint.macs, 1), 1.0)]
+    for option in suited:
+        speedup = option.race_result.speedup_high if option.race_result else math.inf
+        reached.append((option.deployment, speedup, size_ratio(option.evaluation, whole) if option.evaluation else 0.0))
+    return [each for each, speedup, size in reached if speedup * MAX_SHIFT >= leader.speedup_low and size <= most]
+
+
+def finalists(evaluator: Evaluator, journal: Journal, found: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
+    """Return those of `found` that may be returned; with the paper's selection float32 pruned models alone, best first.
+
+    Where none of them is known to be all that the contract asks for, doubtful ones that may be join them, the deployment that was chosen
+    before all others: those that rather keep the accuracy than not, where there are any.
+    """
+    goal = evaluator.goal
+    if goal.selection == "paper":
+        return ranked(journal, goal)
+    able = tuple(one for one in found if may_be_returned(one.evaluation, journal.baseline, goal))
+    if any(is_all_asked(one, journal, goal) for one in able):
+        return able
+    doubtful = [one for one in found if is_doubtful(one.evaluation, goal) and is_all_asked(one, journal, goal)]
+    first = journal.quantized
+    doubtful.sort(
+        key=lambda one: (first is None or one.evaluation.model != first.model, -likelihood_of(one.evaluation, goal))
+    )
+    likely = [one for one in doubtful if is_likely(one.evaluation, goal)]
+    return (*able, *(likely or doubtful)[:MAX_DOUBTFUL])
+
+
+def fallback_candidates(
+    journal: Journal, goal: Goal, found: Sequence[Candidate], able: Sequence[Candidate]
+) -> tuple[Candidate, ...]:
+    """Return the doubtful of `found` that keep the other terms as far as known, the likeliest to keep the accuracy first; none of `able`.
+
+    They are in no race, so that none is returned where the contract asks for memory.
+    """
+    if goal.selection == "paper" or goal.max_memory_ratio is not None:
+        return ()
+    others = [one for one in found if one not in able and is_doubtful(one.evaluation, goal)]
+    asked = [one for one in others if is_all_asked(one, journal, goal)]
+    return tuple(sorted(asked, key=lambda one: -likelihood_of(one.evaluation, goal)))
+
+
+def is_all_asked(candidate: Candidate, journal: Journal, goal: Goal) -> bool:
+    """Return whether a candidate is small enough, and fast enough by what the baseline showed in its deployment; an attempt isn't slower there."""
+    search, deployment = journal.deployment_search, candidate.evaluation.deployment
+    options = search.options if search else ()
+    raced = next((option.race_result for option in options if option.deployment == deployment), None)
+    is_small = goal.allows_size(size_ratio(candidate.evaluation, journal.baseline))
+    return is_small and (raced.speedup if raced else 1.0) >= goal.min_speedup
+
+
+def _in(evaluator: Evaluator, journal: Journal, candidate: Candidate, deployment: Deployment) -> Evaluation | None:
+    """Return the candidate's float32 model in another deployment; None where it can't be made or run."""
+    model = made_from(candidate, journal, evaluator.baseline)
+    if deployment != Deployment():
+        option = evaluator.deployer.make(model, deployment)
+        return Trial(evaluator, Variant.BOTH, journal.baseline).measure(option, in_full=False).evaluation
+    try:
+        return evaluator.search(Variant.PRUNED, model)
+    except REFUSALS:
+        return None
+
 
 # Of the error that all tests share, what a fourth would have is not worth its images.
 MAX_TESTED = 3

@@ -3,11 +3,32 @@
 import math
 from collections.abc import Sequence
 
+from profiling_agent.benchmarking.race import hold_sessions, pool
 from profiling_agent.benchmarking.statistics import bound_over_sessions
+from profiling_agent.errors import JobError, ProfilingAgentError
 from profiling_agent.evaluation.intervals import certain_bound
-from profiling_agent.iteration.heldout import ACCURACY_ERROR
-from profiling_agent.iteration.proof import images_that_certify
-from profiling_agent.records import AccuracyDrop, ArtifactRef, Goal, Outcome, Race, Record, Term, Verdict
+from profiling_agent.iteration.budget import TEST_S
+from profiling_agent.iteration.deployments import possible_deployments
+from profiling_agent.iteration.evaluator import REFUSALS, Evaluator
+from profiling_agent.iteration.heldout import ACCURACY_ERROR, images_that_certify
+from profiling_agent.jobs.tasks import PruneTask
+from profiling_agent.pruning.widths import snap
+from profiling_agent.records import (
+    AccuracyDrop,
+    ArtifactRef,
+    Cut,
+    Deployment,
+    Goal,
+    Journal,
+    Outcome,
+    Plan,
+    Race,
+    RaceResult,
+    Record,
+    Term,
+    Variant,
+    Verdict,
+)
 
 # Of the 5% that `certified` may be wrong in, what the accuracy leaves: for the speed, or half each for speed and memory.
 OTHER_ERROR = 0.025
@@ -174,3 +195,108 @@ def _decide(facts: Facts, goal: Goal, limit: Limit | None) -> Verdict:
     binding = "accuracy" if facts.refused else max(missed, key=_shortfall).name
     explanation = facts.refused or f"no candidate that keeps the accuracy meets the {binding} term"
     return Verdict(outcome=Outcome.NEAREST_MISS, certified=False, terms=terms, binding=binding, explanation=explanation)
+
+
+def find_limit(evaluator: Evaluator, journal: Journal, term: str) -> Limit | None:
+    """Return the least bytes, or the most speed, that any deployment of the most cut model has, or of the unpruned one as the run has made it.
+
+    The most promising deployment is made first, of all its layers, and one that keeps the term ends it: nothing is infeasible then. None where
+    nothing can be made or timed.
+    """
+    options = journal.deployment_search.options if journal.deployment_search else ()
+    seen = [option.deployed.model for option in options if option.deployed]
+    raced = [option.race_result.speedup_high for option in options if option.race_result]
+    try:
+        model = _cheapest(evaluator)
+    except ProfilingAgentError:
+        return None
+    limit: Limit | None = None
+    made: list[ArtifactRef] = []
+    for number, deployment in enumerate(promising := _promising(evaluator, journal, term)):
+        # Of the deployments that there was time for nothing can be said of all.
+        if made and not evaluator.budget.has_time_for(TEST_S):
+            return None
+        try:
+            made.append(_deployed(evaluator, model, deployment))
+        except REFUSALS:
+            continue
+        # Races take long: one of the most promising, and one of all where that doesn't reach.
+        if term == "size":
+            limit = Limit(size_ratio=min(_cheapest_size(evaluator, one) for one in (*made, *seen)))
+        elif len(made) == 1 or number == len(promising) - 1:
+            limit = _fastest(evaluator, made, raced)
+        if limit is not None and out_of_reach(limit, evaluator.goal) != term:
+            break
+    return limit
+
+
+def _deployed(evaluator: Evaluator, model: ArtifactRef, deployment: Deployment) -> ArtifactRef:
+    if deployment == Deployment():
+        return model
+    return evaluator.jobs.run(evaluator.deployer.deploy_task(model, deployment)).model
+
+
+def _cheapest(evaluator: Evaluator) -> ArtifactRef:
+    """Return the float32 model with every unit cut as far as is allowed."""
+    cuts = [Cut(unit=unit, keep=snap(unit, 0.99), requested_ratio=0.99) for unit in evaluator.profile.units]
+    cuts = [cut for cut in cuts if cut.keep < cut.unit.width]
+    if not cuts:
+        return evaluator.baseline
+    # Only its size and speed are asked for, and those don't depend on compensation.
+    task = PruneTask(
+        baseline=evaluator.baseline,
+        cuts=tuple(cuts),
+        calibration=evaluator.acquired.calibration,
+        seed=evaluator.settings.seed,
+        compensate=False,
+        device=evaluator.device,
+    )
+    return evaluator.jobs.run(task).model
+
+
+def _promising(evaluator: Evaluator, journal: Journal, term: str) -> Sequence[Deployment]:
+    """Return the deployments that the baseline was tried in, first those in which it took least, and eager float32.
+
+    As they were asked for: layers that were left in float for the sake of accuracy, which is no matter here, take bytes and time.
+    """
+    options = list(journal.deployment_search.options) if journal.deployment_search else []
+    asked = {
+        (each.runtime, each.scheme): each
+        for each in possible_deployments(Plan(quantization=journal.wish), evaluator.choices)
+    }
+
+    def wanted(place: int) -> tuple[bool, float]:
+        option = options[place]
+        if term == "size":
+            return option.deployed is None, option.deployed.model.size_bytes if option.deployed else 0.0
+        return option.race_result is None, -option.race_result.speedup if option.race_result else 0.0
+
+    tried = [options[place].deployment for place in sorted(range(len(options)), key=wanted)]
+    return [*(asked.get((each.runtime, each.scheme), each) for each in tried), Deployment()]
+
+
+def _cheapest_size(evaluator: Evaluator, model: ArtifactRef) -> float:
+    return model.size_bytes / evaluator.baseline.size_bytes
+
+
+def _fastest(evaluator: Evaluator, made: Sequence[ArtifactRef], before: Sequence[float]) -> Limit | None:
+    """Return the most that the fastest of them may be faster: by sessions of its own, by one session for the others, and what was raced `before`."""
+    entries = [(Variant.BASELINE, evaluator.baseline), *((Variant.BOTH, model) for model in made)]
+    try:
+        race = evaluator.race(entries)
+        raced = [result for result in race.results if result.variant is Variant.BOTH]
+        if not raced:
+            return None
+        best = max(raced, key=lambda result: result.speedup)
+        highs = [result.speedup_high for result in raced if result.model != best.model]
+        if best.speedup < evaluator.goal.min_speedup:
+            best = _again(evaluator, best)
+        return Limit(speedup_high=max(best.speedup_high, *highs, *before, 0.0))
+    except JobError:
+        return None
+
+
+def _again(evaluator: Evaluator, best: RaceResult) -> RaceResult:
+    entries = ((Variant.BASELINE, evaluator.baseline), (Variant.BOTH, best.model))
+    sessions = hold_sessions(lambda number: evaluator.hold_session(entries, number), evaluator.settings.num_sessions)
+    return pool(*sessions).result_of(best.model)

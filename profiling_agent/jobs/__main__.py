@@ -17,8 +17,7 @@ from profiling_agent.errors import ProfilingAgentError
 from profiling_agent.files import NO_SPACE, appearing, storage_problem, write_text
 from profiling_agent.foreign import is_out_of_memory
 from profiling_agent.jobs.context import JobContext
-from profiling_agent.jobs.store import RESULT, TASK, write_hashes
-from profiling_agent.jobs.wire import Message, Order
+from profiling_agent.jobs.store import RESULT, TASK, Message, Order, write_hashes
 from profiling_agent.processes.serve import Parent
 from profiling_agent.workspace import storage_error
 
@@ -47,15 +46,11 @@ def main() -> None:
                 write_hashes(job.folder)
         except Exception as error:  # noqa: BLE001 - the boundary: whatever a stage or library raises is a job's result
             answer = _failure(error, Path(order.root))
-        _give_back()
+        # Let go of what torch holds of a device for its next tensors: what is timed next is another process.
+        torch: Any = sys.modules.get("torch")
+        if torch is not None and torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
         parent.send(answer)
-
-
-def _give_back() -> None:
-    """Let go of what torch holds of a device for its next tensors: what is timed next is another process."""
-    torch: Any = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
 
 
 def _end_streams_at_once() -> None:

@@ -9,9 +9,8 @@ from pydantic import Field
 
 from profiling_agent.errors import JobError, KilledError, ProfilingAgentError, RunError
 from profiling_agent.files import storage_problem, sweep
-from profiling_agent.jobs.store import holds
+from profiling_agent.jobs.store import ERRORS, Message, Order, holds
 from profiling_agent.jobs.table import MODULES
-from profiling_agent.jobs.wire import ERRORS, Message, Order
 from profiling_agent.memory import available_bytes
 from profiling_agent.processes.busy import PASSIVE, WAIT_POLICY, is_busy
 from profiling_agent.processes.child import Child, Wording

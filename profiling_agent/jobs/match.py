@@ -1,12 +1,22 @@
-"""Matching: whether models and data sets can be had and go together, looked at before anything is run on them."""
+"""Single jobs without a run: labels matched, a model profiled."""
 
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
+from profiling_agent.documents import read_record
 from profiling_agent.errors import AcquisitionError
-from profiling_agent.jobs.runner import Jobs, scratch_jobs
-from profiling_agent.jobs.tasks import MatchLabelsTask
+from profiling_agent.jobs.runner import Jobs, jobs_in, scratch_jobs
+from profiling_agent.jobs.tasks import (
+    EvidenceTask,
+    HeadlineTask,
+    MatchLabelsTask,
+    Profiled,
+    ProfileTask,
+    ResolveShapeTask,
+)
 from profiling_agent.progress import Progress, silent
+from profiling_agent.records import ArtifactRef, Headline, ModelProfile, SplitInfo
 from profiling_agent.request import Request
 
 MAX_NAMED = 5
@@ -34,3 +44,57 @@ def check_matches(requests: Iterable[Request], progress: Progress = silent) -> N
                 check_match(jobs, asked)
             except AcquisitionError as error:
                 raise AcquisitionError(f"{asked['model']} on {asked['dataset']}: {error}") from error
+
+
+def profile_artifact(  # noqa: PLR0913 (what is measured, with what, and where)
+    jobs: Jobs,
+    model: ArtifactRef,
+    *,
+    batch_size: int,
+    device: str,
+    calibration: SplitInfo | None = None,
+    criterion: str = "auto",
+    seed: int = 0,
+    cache: bool = True,
+    headline: Headline | None = None,
+) -> Profiled:
+    """Return where the profile of `model` lies, and its totals; `calibration` images give evidence on its units.
+
+    With `cache`, evidence of an earlier run is used where that had the same model, images and machine. Its `headline` is measured where it isn't given.
+    """
+    if headline is None:
+        headline = measure_headline(jobs, model, batch_size=batch_size, device=device)
+    if calibration is None:
+        return jobs.run(ProfileTask(model=model, batch_size=batch_size, device=device, headline=headline))
+    task = EvidenceTask(
+        model=model,
+        batch_size=batch_size,
+        device=device,
+        headline=headline,
+        calibration=calibration,
+        criterion=criterion,
+        seed=seed,
+        cache=cache,
+    )
+    return jobs.run(task)
+
+
+def measure_headline(jobs: Jobs, model: ArtifactRef, *, batch_size: int, device: str) -> Headline:
+    """Return the latency and the memory of `model`; the first that a run measures is its baseline, by which its jobs' limits go."""
+    headline = jobs.run(HeadlineTask(model=model, batch_size=batch_size, device=device))
+    if jobs.pass_s is None:
+        jobs.learn(headline, device)
+    return headline
+
+
+def read_profile(jobs: Jobs, profiled: Profiled) -> ModelProfile:
+    """Return the full profile that a job left; RunError where the file is missing or damaged."""
+    return read_record(ModelProfile, jobs.path(profiled.profile))
+
+
+def profile_source(request: Request, folder: Path, *, batch_size: int, progress: Progress = silent) -> ModelProfile:
+    """Return the profile of the request's model, without a data set; `folder` takes the work files and is the caller's to remove."""
+    with jobs_in(folder, progress) as jobs:
+        resolved = jobs.run(ResolveShapeTask(model=request.model, revision=request.revision, device=request.device))
+        profiled = profile_artifact(jobs, resolved.baseline, batch_size=batch_size, device=resolved.device)
+        return read_profile(jobs, profiled)

@@ -12,11 +12,10 @@ from typing import Any, TypeVar
 from profiling_agent.acquisition.prepared import PIXELS
 from profiling_agent.errors import ProfilingAgentError, RunError
 from profiling_agent.jobs.local import Batch, LocalEngine
-from profiling_agent.jobs.store import JobStore, artifacts_of, key_of
+from profiling_agent.jobs.store import JobStore, Order, artifacts_of, key_of
 from profiling_agent.jobs.table import TABLE, Table
 from profiling_agent.jobs.tasks import PrepareTask, Task
 from profiling_agent.jobs.timesheet import SHEET, Timesheet
-from profiling_agent.jobs.wire import Order
 from profiling_agent.memory import available_bytes
 from profiling_agent.progress import Progress, silent
 from profiling_agent.records import ArtifactRef, Environment, Headline, Record

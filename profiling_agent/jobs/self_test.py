@@ -28,8 +28,7 @@ from profiling_agent.errors import ArtifactError, QuantizationError
 from profiling_agent.modules.inference import on_device, random_batch
 from profiling_agent.profiling.profile import profile_model
 from profiling_agent.profiling.sensitivity import measure_sensitivity
-from profiling_agent.pruning.calibration import MIN_IMAGES
-from profiling_agent.pruning.compensation import compensate
+from profiling_agent.pruning.compensation import MIN_IMAGES, compensate
 from profiling_agent.pruning.prune import prune_model
 from profiling_agent.pruning.widths import snap
 from profiling_agent.records import Cut, Deployment, ModelProfile, RuntimeName

@@ -1,20 +1,54 @@
-"""Job store: finished jobs in a run folder, each with its task, its result and the hash of every file.
-
-A process trusts what it saw being made. What an earlier process left is compared with its hashes before it is used, because a
-power cut or a full disk may have damaged it.
-"""
+"""Results of jobs on disk, by key, and the messages between a run and its worker."""
 
 import shutil
 from pathlib import Path, PurePosixPath
-from typing import Any
+from pkgutil import resolve_name
+from typing import Any, Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
+from profiling_agent import errors
 from profiling_agent.documents import DocumentError, read_record
 from profiling_agent.files import file_sha256, write_text
 from profiling_agent.jobs.tasks import Task
 from profiling_agent.records import ArtifactRef, Record
 from profiling_agent.workspace import Workspace
+
+ERRORS: dict[str, type[errors.ProfilingAgentError]] = {
+    name: kind
+    for name, kind in vars(errors).items()
+    if isinstance(kind, type) and issubclass(kind, errors.ProfilingAgentError)
+}
+
+
+class Order(Record):
+    """Parent to child: do this task in the run folder `root`, under `key`; `record` and `handler` are "module:name".
+
+    `given` has the keys of the finished jobs that the task needs, by name.
+    """
+
+    root: str
+    key: str
+    record: str
+    task: dict[str, Any]
+    handler: str
+    given: dict[str, tuple[str, ...]] = Field(default_factory=dict)
+    torch: bool = True
+
+    def read(self) -> Any:
+        """Return the task."""
+        return resolve_name(self.record).model_validate(self.task)
+
+
+class Message(Record):
+    """Child to parent: where the job is, that it is done, or why it failed."""
+
+    kind: Literal["progress", "done", "failed"]
+    text: str = ""
+    done: int = 0
+    total: int = 0
+    error: str = ""
+
 
 TASK, RESULT, HASHES = "task.json", "result.json", "hashes.json"
 # Written anew when a run ends: the card of the model that it returns.

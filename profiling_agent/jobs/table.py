@@ -42,38 +42,42 @@ Table = Mapping[type[tasks.Task[Any]], JobRow]
 
 TABLE: Table = {
     # All four read the model where it was found, which may be the Hub.
-    tasks.MatchLabelsTask: JobRow(handler="profiling_agent.jobs.handlers.acquisition:match_labels", secrets=HUB),
-    tasks.AcquireTask: JobRow(handler="profiling_agent.jobs.handlers.acquisition:acquire", secrets=HUB),
-    tasks.SurveyShapeTask: JobRow(handler="profiling_agent.jobs.handlers.acquisition:survey_shape", secrets=HUB),
-    tasks.ResolveShapeTask: JobRow(handler="profiling_agent.jobs.handlers.acquisition:resolve_shape", secrets=HUB),
-    tasks.PrepareTask: JobRow(handler="profiling_agent.jobs.handlers.images:prepare"),
-    tasks.LogitsTask: JobRow(handler="profiling_agent.jobs.handlers.logits:ask"),
-    tasks.ProfileTask: JobRow(handler="profiling_agent.jobs.handlers.profiling:profile", timed=True),
-    tasks.EvidenceTask: JobRow(handler="profiling_agent.jobs.handlers.profiling:add_evidence", passes=100_000),
-    tasks.PruneTask: JobRow(handler="profiling_agent.jobs.handlers.pruning:prune"),
+    tasks.MatchLabelsTask: JobRow(handler="profiling_agent.jobs.handlers.models:match_labels", secrets=HUB),
+    tasks.AcquireTask: JobRow(handler="profiling_agent.jobs.handlers.models:acquire", secrets=HUB),
+    tasks.SurveyShapeTask: JobRow(handler="profiling_agent.jobs.handlers.models:survey_shape", secrets=HUB),
+    tasks.ResolveShapeTask: JobRow(handler="profiling_agent.jobs.handlers.models:resolve_shape", secrets=HUB),
+    tasks.PrepareTask: JobRow(handler="profiling_agent.jobs.handlers.measurement:prepare"),
+    tasks.LogitsTask: JobRow(handler="profiling_agent.jobs.handlers.models:ask"),
+    tasks.ProfileTask: JobRow(handler="profiling_agent.jobs.handlers.models:profile", timed=True),
+    tasks.EvidenceTask: JobRow(handler="profiling_agent.jobs.handlers.models:add_evidence", passes=100_000),
+    tasks.PruneTask: JobRow(handler="profiling_agent.jobs.handlers.models:prune"),
     # What is cut off goes on after its last epoch, but a hundred epochs may take a day.
     tasks.RecoverTask: JobRow(
-        handler="profiling_agent.jobs.handlers.pruning:recover", timeout_s=24 * HOUR, passes=1_000_000
+        handler="profiling_agent.jobs.handlers.models:recover", timeout_s=24 * HOUR, passes=1_000_000
     ),
-    tasks.TuneTask: JobRow(handler="profiling_agent.jobs.handlers.deployment:tune"),
-    tasks.ExportTask: JobRow(handler="profiling_agent.jobs.handlers.deployment:export", isolated_timeout_s=HOUR / 2),
-    tasks.DeployTask: JobRow(handler="profiling_agent.jobs.handlers.deployment:deploy", isolated_timeout_s=HOUR / 2),
-    tasks.EvaluateTask: JobRow(handler="profiling_agent.jobs.handlers.evaluation:evaluate", torch=False),
-    tasks.OpenHeldoutTask: JobRow(handler="profiling_agent.jobs.handlers.heldout:open_heldout", torch=False),
+    tasks.TuneTask: JobRow(handler="profiling_agent.jobs.handlers.models:tune"),
+    tasks.ExportTask: JobRow(handler="profiling_agent.jobs.handlers.models:export", isolated_timeout_s=HOUR / 2),
+    tasks.DeployTask: JobRow(handler="profiling_agent.jobs.handlers.models:deploy", isolated_timeout_s=HOUR / 2),
+    tasks.EvaluateTask: JobRow(handler="profiling_agent.jobs.handlers.measurement:evaluate", torch=False),
+    tasks.OpenHeldoutTask: JobRow(handler="profiling_agent.jobs.handlers.measurement:open_heldout", torch=False),
     tasks.HeadlineTask: JobRow(
-        handler="profiling_agent.jobs.handlers.timing:headline",
+        handler="profiling_agent.jobs.handlers.measurement:headline",
         torch=False,
         isolated_timeout_s=HOUR / 2,
         anew=True,
         timed=True,
     ),
-    tasks.RaceTask: JobRow(handler="profiling_agent.jobs.handlers.timing:race", torch=False, timed=True),
-    tasks.SessionTask: JobRow(handler="profiling_agent.jobs.handlers.timing:session", torch=False, timed=True),
-    tasks.ThroughputTask: JobRow(handler="profiling_agent.jobs.handlers.timing:throughput", torch=False, timed=True),
-    tasks.MemoryTask: JobRow(
-        handler="profiling_agent.jobs.handlers.timing:memory", torch=False, isolated_timeout_s=HOUR / 2
+    tasks.RaceTask: JobRow(handler="profiling_agent.jobs.handlers.measurement:race", torch=False, timed=True),
+    tasks.SessionTask: JobRow(handler="profiling_agent.jobs.handlers.measurement:session", torch=False, timed=True),
+    tasks.ThroughputTask: JobRow(
+        handler="profiling_agent.jobs.handlers.measurement:throughput", torch=False, timed=True
     ),
-    tasks.LayerTimesTask: JobRow(handler="profiling_agent.jobs.handlers.timing:layer_times", torch=False, timed=True),
+    tasks.MemoryTask: JobRow(
+        handler="profiling_agent.jobs.handlers.measurement:memory", torch=False, isolated_timeout_s=HOUR / 2
+    ),
+    tasks.LayerTimesTask: JobRow(
+        handler="profiling_agent.jobs.handlers.measurement:layer_times", torch=False, timed=True
+    ),
 }
 
 # What programs of jobs import: all handlers, and what those import only when they need it, as nearly every run does.

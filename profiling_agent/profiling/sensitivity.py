@@ -22,11 +22,10 @@ from profiling_agent.modules.inference import device_of, left_as_found
 from profiling_agent.modules.norms import following_norms, has_bias
 from profiling_agent.modules.prefix import Replay, find_prefixes
 from profiling_agent.progress import Progress, silent
-from profiling_agent.pruning.calibration import MIN_IMAGES, Calibration, regrouped
+from profiling_agent.pruning.compensation import MIN_IMAGES, Calibration, regrouped
 from profiling_agent.pruning.criteria import CRITERIA, best_for, order_by, ordered
 from profiling_agent.pruning.folding import Folded, fold, overlay
-from profiling_agent.pruning.moments import gather_moments
-from profiling_agent.pruning.ridge import SingularError
+from profiling_agent.pruning.moments import SingularError, gather_moments
 from profiling_agent.pruning.widths import aligned_widths
 from profiling_agent.records import CriterionScore, Cut, Evidence, Unit, UnitEvidence, UnitKind, WidthOption
 

@@ -7,10 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from profiling_agent.modules.norms import has_bias
-from profiling_agent.pruning.consumers import columns_of, matrix_of
-from profiling_agent.pruning.gate import masked_parameters
-from profiling_agent.pruning.moments import UnitMoments
-from profiling_agent.pruning.ridge import damp_, divide_
+from profiling_agent.pruning.moments import UnitMoments, columns_of, damp_, divide_, matrix_of
+from profiling_agent.pruning.verify import masked_parameters
 from profiling_agent.records import Unit
 
 

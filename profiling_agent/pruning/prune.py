@@ -8,10 +8,10 @@ from torch import Tensor, nn
 from profiling_agent.errors import PruningError, RequestError
 from profiling_agent.foreign import foreign_code
 from profiling_agent.modules.inference import device_of, random_batch
-from profiling_agent.pruning.following import LAYERS
-from profiling_agent.pruning.gate import check_mask_error, check_saving, mask_error
-from profiling_agent.pruning.importance import IMPORTANCE, keep_indices, score
+from profiling_agent.pruning.criteria import IMPORTANCE, keep_indices, score
 from profiling_agent.pruning.surgery import cut_units
+from profiling_agent.pruning.tracing import LAYERS
+from profiling_agent.pruning.verify import check_mask_error, check_saving, mask_error
 from profiling_agent.records import Cut, InputSpec, Unit
 
 # As good as any on the shared models and 1,000 images without compensation: a ViT's MLPs cut by half keep 63.2% top-1
@@ -52,7 +52,10 @@ def prune_model(
     """
     if importance not in IMPORTANCE:
         raise RequestError(f"there is no importance {importance!r}; choose one of {', '.join(IMPORTANCE)}")
-    _check_finite(model)
+    # Refuse a model with a weight that is no number: nothing can be said of what it would compute.
+    for name, tensor in model.state_dict().items():
+        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+            raise PruningError(f"the model's {name!r} holds values that aren't finite; load or train it again")
     _check_fit(model, cuts)
     if keep is None:
         kept = {cut.unit.name: keep_indices(score(model, cut.unit, importance, seed=seed), cut.keep) for cut in cuts}
@@ -81,13 +84,6 @@ def _checked(kept: list[int] | None, cut: Cut) -> list[int]:
             f"{str(kept)[:60]!r} was given"
         )
     return list(kept)
-
-
-def _check_finite(model: nn.Module) -> None:
-    """Refuse a model with a weight that is no number: nothing can be said of what it would compute."""
-    for name, tensor in model.state_dict().items():
-        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
-            raise PruningError(f"the model's {name!r} holds values that aren't finite; load or train it again")
 
 
 def _check_fit(model: nn.Module, cuts: Sequence[Cut]) -> None:

@@ -30,7 +30,15 @@ def cut_units(model: nn.Module, cuts: Sequence[Cut], keep: Mapping[str, list[int
     attention = find_attention(model)
     for cut in cuts:
         unit, dropped = cut.unit, _others(keep[cut.unit.name], cut.unit.width)
-        _cut_layers_(pruned, unit, dropped)
+        # Cut the rows of producers and of what is on the way, and the columns of all readers.
+        for name in unit.producers:
+            _cut_producer_(pruned.get_submodule(name), unit, dropped)
+        for name in unit.inner:
+            _cut_rows_(pruned.get_submodule(name), unit.width, dropped)
+        for name in (unit.consumer, *unit.side_readers):
+            layer: Any = pruned.get_submodule(name)
+            columns = _spread(dropped, layer.weight.shape[1] // unit.width)
+            (CUT_FILTER_COLUMNS if isinstance(layer, nn.Conv2d) else CUT_COLUMNS)(layer, columns)
         if unit.kind is UnitKind.HEADS:
             heads = attention[unit.name]
             assert isinstance(heads, Attention), "find_units refuses attention whose heads can't be cut"
@@ -44,18 +52,6 @@ def cut_units(model: nn.Module, cuts: Sequence[Cut], keep: Mapping[str, list[int
 
 def _others(kept: Iterable[int], width: int) -> list[int]:
     return sorted(set(range(width)) - set(kept))
-
-
-def _cut_layers_(model: nn.Module, unit: Unit, dropped: Sequence[int]) -> None:
-    """Cut the rows of producers and of what is on the way, and the columns of all readers."""
-    for name in unit.producers:
-        _cut_producer_(model.get_submodule(name), unit, dropped)
-    for name in unit.inner:
-        _cut_rows_(model.get_submodule(name), unit.width, dropped)
-    for name in (unit.consumer, *unit.side_readers):
-        layer: Any = model.get_submodule(name)
-        columns = _spread(dropped, layer.weight.shape[1] // unit.width)
-        (CUT_FILTER_COLUMNS if isinstance(layer, nn.Conv2d) else CUT_COLUMNS)(layer, columns)
 
 
 def _spread(dropped: Sequence[int], size: int) -> list[int]:

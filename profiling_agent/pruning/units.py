@@ -1,18 +1,173 @@
-"""Units: the parts of a model that can be cut, found by structure and traced channels, never by the model's class."""
+"""Structured pruning units from traced channel axes, found by structure and never by the model's class."""
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
 from profiling_agent.modules.attention import Attention, Refused, find_attention
 from profiling_agent.modules.inference import without_weights
-from profiling_agent.pruning.absences import absences
-from profiling_agent.pruning.chains import Chain, block_of, chain_of, tied_modules
-from profiling_agent.pruning.following import LAYERS, Trace, UntraceableError, follow_channels
-from profiling_agent.pruning.trial import Trials
+from profiling_agent.pruning.tracing import LAYERS, Space, Trace, UntraceableError, follow_channels
+from profiling_agent.pruning.verify import Trials
 from profiling_agent.pruning.widths import aligned_widths, step_for
 from profiling_agent.records import InputSpec, Record, Unit, UnitKind
+
+HEADS, MLPS, CONVOLUTIONS = "heads", "MLPs", "convolutions"
+KINDS: Mapping[UnitKind, str] = {
+    UnitKind.HEADS: HEADS,
+    UnitKind.MLP: MLPS,
+    UnitKind.CONV_INNER: CONVOLUTIONS,
+    UnitKind.INVERTED_RESIDUAL: CONVOLUTIONS,
+}
+# A model begins and ends somewhere: what has no other layers of a kind misses none.
+ENDS = ("stem", "classifier")
+
+
+def absences(
+    model: nn.Module, projections: Collection[str], units: Collection[Unit], refusals: Mapping[str, str]
+) -> dict[str, str]:
+    """Return, for each kind that a model has layers and no unit of, the commonest reason and a layer that stays for it.
+
+    `projections` are the layers of attention, whose refusal is the heads'. A reason starts with its code: "shared: ...".
+    """
+    by_kind: dict[str, dict[str, str]] = {HEADS: {}, MLPS: {}, CONVOLUTIONS: {}}
+    for name, reason in refusals.items():
+        is_linear = isinstance(model.get_submodule(name), nn.Linear)
+        by_kind[HEADS if name in projections else MLPS if is_linear else CONVOLUTIONS][name] = reason
+    there = {KINDS[unit.kind] for unit in units}
+    return {
+        kind: _commonest(reasons)
+        for kind, reasons in by_kind.items()
+        if kind not in there and not all(reason.startswith(ENDS) for reason in reasons.values())
+    }
+
+
+def _commonest(reasons: Mapping[str, str]) -> str:
+    code, count = Counter(reason.partition(":")[0] for reason in reasons.values()).most_common(1)[0]
+    name, reason = next((name, reason) for name, reason in reasons.items() if reason.startswith(f"{code}:"))
+    return f"{reason} (so {count} of {len(reasons)} layers, as {name!r})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chain:
+    """Producers whose channels, `width` that can be cut one by one, reach `consumer` through nothing but `inner`.
+
+    A channel has rows in each of the producers' equal `stacks`.
+    `side_readers` read them too, but only to make weights that multiply them; what makes those is in `inner`.
+    """
+
+    producers: tuple[nn.Linear | nn.Conv2d, ...]
+    consumer: nn.Linear | nn.Conv2d
+    inner: tuple[nn.Module, ...]
+    side_readers: tuple[nn.Linear | nn.Conv2d, ...]
+    width: int
+    mask_exact: bool
+    stacks: int
+
+
+def tied_modules(model: nn.Module) -> set[nn.Module]:
+    """Return the modules that have two names, and those that own a parameter which another owns too."""
+    modules = Counter(module for _, module in model.named_modules(remove_duplicate=False))
+    owners = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
+    shared = {id_ for id_, count in owners.items() if count > 1}
+    return {m for m, count in modules.items() if count > 1 or any(id(p) in shared for p in m.parameters(recurse=False))}
+
+
+def chain_of(
+    layer: nn.Linear | nn.Conv2d, trace: Trace, names: Mapping[nn.Module, str], tied: Collection[nn.Module]
+) -> Chain | str:
+    """Return the chain that `layer` is a producer of, or why it is of none: a sentence that starts with a code."""
+    if layer in tied:
+        return "tied: the layer or its weights are used in more than one place"
+    if layer not in trace.writes:
+        if layer in trace.borrowed:
+            return f"unsupported: {trace.borrowed[layer]} uses its weights in its place"
+        return "unused: the forward pass doesn't reach it"
+    space = trace.writes[layer].current()
+    if reason := _refusal(layer, space, trace, names):
+        return reason
+    gates = _gates(space, trace)
+    side = {maker for gate in gates for maker in _makers(gate, space, trace)}
+    consumers = [reader for reader in space.readers if reader not in side]
+    if len(consumers) != 1:
+        return f"shared: {len(consumers)} layers read its outputs"
+    chain = _chain(space, gates, consumers[0], side)
+    return _outside(chain, names, tied) or chain
+
+
+def _refusal(layer: nn.Linear | nn.Conv2d, space: Space, trace: Trace, names: Mapping[nn.Module, str]) -> str | None:
+    if space.is_logits:
+        return "classifier: its outputs are the logits"
+    stems = [writer for writer in space.writers if (read := trace.reads.get(writer)) and read.current().is_image]
+    if layer in stems:
+        return "stem: it reads the image, and its outputs are where all others begin"
+    if isinstance(layer, nn.Conv2d) and layer.groups > 1:
+        return f"grouped: its channels are tied together in {layer.groups} groups"
+    return _coupling(layer, space, stems, names)
+
+
+def _coupling(layer: nn.Module, space: Space, stems: Sequence[nn.Module], names: Mapping[nn.Module, str]) -> str | None:
+    """Return what the layer's channels are coupled with that can't be cut."""
+    if space.is_added:
+        others = [names[writer] for writer in space.writers if writer is not layer]
+        more = f"those of {len(others)} more layers, as {min(others)!r}" if others else "other activations"
+        return f"residual_writer: its outputs are added to {more}"
+    if stems:
+        return f"stem: its outputs go with those of {names[stems[0]]!r}, which reads the image"
+    if space.obstacle:
+        return f"unsupported: its outputs pass through {space.obstacle}"
+    return None if space.readers else "unsupported: no layer reads its outputs"
+
+
+def _gates(space: Space, trace: Trace) -> list[nn.Module]:
+    """Return the writers that compute from the channels what multiplies them, as a squeeze-and-excitation's last layer."""
+    return [writer for writer in space.writers if _makers(writer, space, trace)]
+
+
+def _makers(gate: nn.Module, space: Space, trace: Trace) -> list[nn.Module]:
+    """Return the readers of `space` that make what `gate` reads; a residual is also made by layers that run later."""
+    read = trace.reads.get(gate)
+    order = {layer: position for position, layer in enumerate(trace.calls)}
+    makers = read.current().writers if read is not None else []
+    return [maker for maker in makers if maker in space.readers and order[maker] < order[gate]]
+
+
+def _chain(space: Space, gates: Collection[nn.Module], consumer: Any, side: Collection[Any]) -> Chain:
+    producers: list[Any] = [writer for writer in space.writers if writer not in gates]
+    readers: list[Any] = [reader for reader in space.readers if reader in side]
+    return Chain(
+        producers=tuple(producers),
+        consumer=consumer,
+        inner=(*space.inner, *gates),
+        side_readers=tuple(readers),
+        width=space.width,
+        mask_exact=space.mask_exact,
+        stacks=space.stacks,
+    )
+
+
+def _outside(chain: Chain, names: Mapping[nn.Module, str], tied: Collection[nn.Module]) -> str | None:
+    """Return why a chain reaches too far: into the stem, into another block, or into a layer that is used twice."""
+    for member in (*chain.producers, *chain.inner, chain.consumer, *chain.side_readers):
+        if member in tied:
+            return f"tied: its channels reach {names[member]!r}, which is used in more than one place"
+    if not chain.producers or any(isinstance(p, nn.Conv2d) and p.groups > 1 for p in chain.producers):
+        return "grouped: a grouped convolution begins it"
+    if not block_of(names[chain.producers[0]], names[chain.consumer]):
+        return f"unsupported: its reader, {names[chain.consumer]!r}, is in another block"
+    return None
+
+
+def block_of(first: str, second: str) -> str:
+    """Return the name of the innermost module that holds both, empty where that is the model itself."""
+    shared: list[str] = []
+    for one, other in zip(first.split(".")[:-1], second.split(".")[:-1], strict=False):
+        if one != other:
+            break
+        shared.append(one)
+    return ".".join(shared)
 
 
 class FoundUnits(Record):
@@ -77,7 +232,7 @@ def find_units(model: nn.Module, spec: InputSpec, macs: Mapping[str, int]) -> Fo
     for layer in names:
         if isinstance(layer, LAYERS) and names[layer] not in found:
             chain = trace if isinstance(trace, str) else chain_of(layer, trace, names, tied)
-            found[names[layer]] = chain if isinstance(chain, str) else _chain(chain, ledger)
+            found[names[layer]] = chain if isinstance(chain, str) else _chain_unit(chain, ledger)
     units, refusals = _sorted(_apart(found), names.values())
     projections = {name for attention in attentions.values() for name in attention.projections}
     return FoundUnits(units=units, refusals=refusals, absent=absences(skeleton, projections, units, refusals))
@@ -158,7 +313,7 @@ def _heads(
     )
 
 
-def _chain(chain: Chain, ledger: _Ledger) -> Unit | str:
+def _chain_unit(chain: Chain, ledger: _Ledger) -> Unit | str:
     """Return the unit of one chain of layers, or the reason it stays."""
     kind, size = _kind(chain), len(chain.producers[0].weight) // chain.stacks
     # Groups are cut as wholes, like heads.

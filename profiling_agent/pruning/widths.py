@@ -1,8 +1,12 @@
-"""Aligned widths of a unit: the ones it may be cut to, because an odd width is no faster than the next aligned one."""
+"""Aligned widths of units, a plan's patterns resolved to cuts, and layers that two cuts share. Imports no torch."""
 
 import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
-from profiling_agent.records import Unit, UnitKind
+from profiling_agent.errors import PlanError
+from profiling_agent.modules.layer_names import matching_names, near_names
+from profiling_agent.records import Cap, Cut, PruningRecommendation, Record, Unit, UnitKind
 
 # oneDNN blocks 16 channels of a convolution (AVX-512), so its time is a staircase of 16; a Linear's time is
 # proportional to its width, but odd widths cost 3 to 5% more, and int8 and tensor-core kernels want 32 or 64.
@@ -35,3 +39,114 @@ def snap(unit: Unit, ratio: float) -> int:
     # Rounded, so that a tie between two widths isn't decided by the last bit of the product.
     target = round(unit.width * (1 - ratio), 6)
     return min((*aligned_widths(unit.width, unit.step), unit.width), key=lambda keep: (abs(keep - target), keep))
+
+
+@dataclass(frozen=True, slots=True)
+class Crossing:
+    """A layer that ends one unit and begins the next, as a ResNet bottleneck's middle convolution.
+
+    Of its `whole` pairs of input and output channels `gone` are counted by both cuts.
+    """
+
+    layer: str
+    gone: int
+    whole: int
+
+
+def crossings(cuts: Sequence[Cut]) -> Iterator[Crossing]:
+    """Yield every layer in which one of `cuts` ends and another begins."""
+    begins = {producer: cut for cut in cuts for producer in cut.unit.producers}
+    for ending in cuts:
+        if (beginning := begins.get(ending.unit.consumer)) is not None:
+            gone = (ending.unit.width - ending.keep) * (beginning.unit.width - beginning.keep)
+            yield Crossing(ending.unit.consumer, gone, ending.unit.width * beginning.unit.width)
+
+
+class ResolvedCuts(Record):
+    """What recommendations come to: each unit cut at most once, in network order, and what was read differently."""
+
+    cuts: tuple[Cut, ...]
+    notes: tuple[str, ...]
+
+
+def resolve(
+    recommendations: Sequence[PruningRecommendation], *, units: Sequence[Unit], refusals: Mapping[str, str]
+) -> ResolvedCuts:
+    """Return the cuts that `recommendations` ask for, widths aligned.
+
+    A pattern is searched for in the names of units, of their members and of refused layers; a hit on any member
+    means its unit, once. The last recommendation that hits a unit wins, with its ratio of the unpruned width.
+
+    Raises:
+        PlanError: a pattern is invalid, matches nothing, or hits refused layers alone.
+    """
+    owners = _owners(units)
+    chosen: dict[str, float] = {}
+    notes: list[str] = []
+    for recommendation in recommendations:
+        hits = _hits(recommendation.layer, owners, refusals)
+        chosen |= {unit.name: recommendation.pruning_ratio for unit in _fitting(recommendation, hits, notes)}
+    cuts: list[Cut] = []
+    for unit in units:
+        if (ratio := chosen.get(unit.name)) is None:
+            continue
+        if (keep := snap(unit, ratio)) < unit.width:
+            cuts.append(Cut(unit=unit, keep=keep, requested_ratio=ratio))
+        else:
+            notes.append(f"{unit.name!r} is left alone: a cut of {ratio:g} is nearest to its full width, {unit.width}")
+    return ResolvedCuts(cuts=tuple(cuts), notes=tuple(notes))
+
+
+def _owners(units: Sequence[Unit]) -> dict[str, Unit]:
+    """Return the unit that each name means; a layer that ends one unit and begins another means the one it begins."""
+    owners: dict[str, Unit] = {}
+    for unit in units:
+        owners |= dict.fromkeys((unit.consumer, *unit.side_readers, *unit.inner), unit)
+    for unit in units:
+        owners |= dict.fromkeys((unit.name, *unit.producers), unit)
+    return owners
+
+
+def cap_ratios(caps: Sequence[Cap], *, units: Sequence[Unit], refusals: Mapping[str, str]) -> dict[str, float]:
+    """Return the largest ratio that each unit may be cut by, the strictest where several caps hit it.
+
+    Raises:
+        PlanError: as `resolve`.
+    """
+    owners = _owners(units)
+    found: dict[str, float] = {}
+    for cap in caps:
+        for unit in _hits(cap.layer, owners, refusals):
+            found[unit.name] = min(cap.max_ratio, found.get(unit.name, 1.0))
+    return found
+
+
+def _hits(pattern: str, owners: Mapping[str, Unit], refusals: Mapping[str, str]) -> list[Unit]:
+    names = matching_names(pattern, [*owners, *refusals])
+    if not names:
+        near = near_names(pattern, [*owners, *refusals])
+        raise PlanError(f"the layer pattern {pattern!r} matches no layer; use names like {', '.join(map(repr, near))}")
+    hits = list({owners[name].name: owners[name] for name in names if name in owners}.values())
+    if not hits:
+        raise PlanError(
+            f"the layer pattern {pattern!r} hits only layers that can't be pruned: "
+            f"{names[0]!r} ({refusals[names[0]]}); name a layer of a unit instead"
+        )
+    return hits
+
+
+def _fitting(recommendation: PruningRecommendation, hits: Sequence[Unit], notes: list[str]) -> list[Unit]:
+    """Return the units that the recommendation's type fits, and note the others."""
+    attention = [unit for unit in hits if unit.kind is UnitKind.HEADS]
+    if recommendation.pruning_type == "structured":
+        if attention:
+            notes.append(_note(recommendation, attention, "holds attention, so whole heads are cut"))
+        return list(hits)
+    if others := [unit for unit in hits if unit.kind is not UnitKind.HEADS]:
+        notes.append(_note(recommendation, others, "has no heads and is left alone; ask for 'structured'"))
+    return attention
+
+
+def _note(recommendation: PruningRecommendation, units: Sequence[Unit], verdict: str) -> str:
+    more = f" (and {len(units) - 1} more like it)" if len(units) > 1 else ""
+    return f"{recommendation.layer!r} as {recommendation.pruning_type!r}: {units[0].name!r}{more} {verdict}"

@@ -8,7 +8,7 @@ from profiling_agent.modules.inference import pin_threads
 from profiling_agent.processes.serve import Parent
 from profiling_agent.reproducibility import available_threads
 from profiling_agent.support import steps
-from profiling_agent.support.wire import Ask, Reply
+from profiling_agent.support.look import Ask, Reply
 
 
 def answered(ask: Ask, folder: Path, parent: Parent) -> Reply:

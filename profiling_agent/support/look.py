@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import IO, Self
+from typing import IO, Literal, Self
 
 from profiling_agent.deployment import registry
 from profiling_agent.errors import AcquisitionError, JobError, ShapeUnresolvedError
@@ -13,8 +13,31 @@ from profiling_agent.processes.child import Child, Wording
 from profiling_agent.processes.environment import HUB, child_environment, withheld
 from profiling_agent.processes.started import Started, child_command, start
 from profiling_agent.progress import Progress, silent
-from profiling_agent.records import Deployability, Deployment, Form, Prunable, RuntimeName
-from profiling_agent.support.wire import Ask, Reply
+from profiling_agent.records import Deployability, Deployment, Form, Prunable, Record, RuntimeName
+
+
+class Ask(Record):
+    """Take one step."""
+
+    step: Literal["prepare", "export", "make", "reopen"]
+    model: str = ""
+    revision: str | None = None
+    form: Form | None = None
+    told: Deployability | None = None
+
+
+class Reply(Record):
+    """Where the step is, what came of it, or why it failed."""
+
+    kind: Literal["progress", "done", "failed"]
+    text: str = ""
+    error: str = ""
+    done: int = 0
+    total: int = 0
+    forms: tuple[Form, ...] = ()
+    prunable: Prunable | None = None
+    told: Deployability | None = None
+
 
 # A model of hundreds of millions of parameters takes minutes to fetch, and as many to compile.
 STEP_S, FETCH_S = 900.0, 3600.0

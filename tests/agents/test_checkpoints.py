@@ -15,7 +15,7 @@ from pydantic import BaseModel
 
 from profiling_agent.agents.checkpoints import RunSaver, checkpointed_types, strict_serde
 from profiling_agent.agents.state import RunState
-from profiling_agent.analysis.dry_run import dry_run
+from profiling_agent.analysis.allocation import dry_run
 from profiling_agent.errors import RunError, StorageError
 from profiling_agent.iteration.attempt import PreparedAttempt
 from profiling_agent.records import Journal, RecoveredModel, StopReason

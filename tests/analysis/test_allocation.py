@@ -7,8 +7,7 @@ import zoo
 from analysis.test_dry_run import profiled
 from made import evidence, unit
 
-from profiling_agent.analysis.allocation import MAX_GAP, allocate
-from profiling_agent.analysis.dry_run import params_and_macs_saved, predicted_kl
+from profiling_agent.analysis.allocation import MAX_GAP, allocate, params_and_macs_saved, predicted_kl
 from profiling_agent.errors import PlanError
 from profiling_agent.modules.complexity import count_complexity
 from profiling_agent.pruning.prune import prune_model

@@ -8,7 +8,7 @@ from advisors import advisor_of
 from chat_server import Said, chat_server, in_turn
 from made import BASELINE, GOAL, attempt, evidence, profile
 
-from profiling_agent.analysis.dry_run import dry_run
+from profiling_agent.analysis.allocation import dry_run
 from profiling_agent.analysis.rules import analyse
 from profiling_agent.iteration.planners import first_proposal, next_proposal
 from profiling_agent.records import Journal, ModelProfile, Plan, Target

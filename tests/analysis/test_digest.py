@@ -3,6 +3,7 @@ import json
 from made import GOAL, attempt, evidence, journal, plan, profile
 
 from profiling_agent.analysis.digest import (
+    attempt_rows,
     demand_rows,
     frontier_rows,
     goal_text,
@@ -10,10 +11,10 @@ from profiling_agent.analysis.digest import (
     layer_rows,
     operator_rows,
     plan_text,
+    rejection_rows,
     shortened,
     unit_rows,
 )
-from profiling_agent.analysis.history import attempt_rows, rejection_rows
 from profiling_agent.llm.transcript import quoted
 from profiling_agent.records import Approval, Decided, OperatorProfile, Plan, PruningRecommendation, Target
 

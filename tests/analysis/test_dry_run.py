@@ -5,8 +5,8 @@ import zoo
 from made import evidence
 from pruning import families
 
-from profiling_agent.analysis.dry_run import dry_run, most_saving
-from profiling_agent.analysis.plan_file import read_plan
+from profiling_agent.analysis.allocation import dry_run, most_saving
+from profiling_agent.analysis.rules import read_plan
 from profiling_agent.errors import PlanError
 from profiling_agent.modules.complexity import count_complexity
 from profiling_agent.pruning.prune import prune_model

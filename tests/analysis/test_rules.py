@@ -7,10 +7,9 @@ from langchain_core.messages import AIMessage
 from made import GOAL, profile
 
 from profiling_agent.analysis.advised import PlanAnswer
-from profiling_agent.analysis.dry_run import dry_run
-from profiling_agent.analysis.groups import group_units, pattern_for
-from profiling_agent.analysis.plan_file import parse_plan, read_plan
-from profiling_agent.analysis.rules import MIN_PARAMS_SAVED, analyse
+from profiling_agent.analysis.allocation import dry_run
+from profiling_agent.analysis.digest import group_units, pattern_for
+from profiling_agent.analysis.rules import MIN_PARAMS_SAVED, analyse, parse_plan, read_plan
 from profiling_agent.documents import DocumentError
 from profiling_agent.errors import PlanError
 from profiling_agent.llm.chat import read_answer

@@ -2,8 +2,8 @@ import json
 
 from made import GOAL, attempt, evidence, journal, plan, profile
 
-from profiling_agent.analysis.dry_run import dry_run
-from profiling_agent.analysis.tools import evidence_tools
+from profiling_agent.analysis.advised import evidence_tools
+from profiling_agent.analysis.allocation import dry_run
 
 
 def tools(num_layers: int = 2):

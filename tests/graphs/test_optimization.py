@@ -12,14 +12,14 @@ from transformers import ViTForImageClassification
 from world import write_data
 
 from profiling_agent import Request, build_graph, load, optimize
-from profiling_agent.agents.deployment_search import deployment_search
+from profiling_agent.agents.nodes import deployment_search
 from profiling_agent.agents.session import RunSession, Sessions
 from profiling_agent.agents.state import RunState
 from profiling_agent.analysis.rules import analyse
 from profiling_agent.deployment.choices import recommend
 from profiling_agent.errors import AcquisitionError, PlanError, RunError
 from profiling_agent.iteration.attempt import measure_attempt, open_journal, prune_attempt, quantize_attempt
-from profiling_agent.iteration.propose import propose
+from profiling_agent.iteration.planners import propose
 from profiling_agent.jobs.tasks import ResolvedShape
 from profiling_agent.modules.inference import random_batch
 from profiling_agent.records import Deployment, Outcome, Plan

@@ -15,7 +15,7 @@ from profiling_agent.cli.main import app
 from profiling_agent.cli.tables import candidates_table, picked_table
 from profiling_agent.deployment.load import load
 from profiling_agent.errors import ArtifactError, RequestError, RunError
-from profiling_agent.handover.candidates import Measured, best_for, candidates, candidates_of, named
+from profiling_agent.handover.pick import Measured, best_for, candidates, candidates_of, named
 from profiling_agent.records import RaceResult, Term, Variant
 from profiling_agent.reporting.report import RunReport
 

@@ -3,12 +3,11 @@
 import pytest
 from made import GOAL, attempt, evidence, journal, plan, profile
 
-from profiling_agent.analysis.demands import obeying
-from profiling_agent.analysis.dry_run import dry_run
+from profiling_agent.analysis.allocation import dry_run, obeying
 from profiling_agent.errors import PlanError, RequestError
 from profiling_agent.iteration.approval import edited, pose, read_answer
-from profiling_agent.iteration.judge import rejudged
-from profiling_agent.iteration.propose import milder, propose
+from profiling_agent.iteration.planners import milder, propose
+from profiling_agent.iteration.selection import rejudged
 from profiling_agent.records import (
     Approval,
     Cap,

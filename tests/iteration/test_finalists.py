@@ -5,7 +5,7 @@ from typing import Any
 import made
 import pytest
 
-from profiling_agent.iteration.finalists import _rivals
+from profiling_agent.iteration.finalize import _rivals
 from profiling_agent.records import Candidate, Deployment, DeploymentOption, DeploymentSearch, Variant
 
 

@@ -21,7 +21,7 @@ from profiling_agent.iteration.heldout import (
     looks,
     run_heldout_test,
 )
-from profiling_agent.iteration.judge import judge
+from profiling_agent.iteration.selection import judge
 from profiling_agent.jobs.tasks import Evaluated, EvaluateTask, OpenHeldoutTask
 from profiling_agent.jobs.timesheet import SHEET, Timesheet
 from profiling_agent.records import (

@@ -1,8 +1,7 @@
 import pytest
 from made import BASELINE, GOAL, attempt, drop, evaluation, journal, race_result
 
-from profiling_agent.iteration.judge import is_doubtful, judge
-from profiling_agent.iteration.selection import has_answer, may_be_returned, preference, ranked
+from profiling_agent.iteration.selection import has_answer, is_doubtful, judge, may_be_returned, preference, ranked
 from profiling_agent.records import Deployment, DeploymentOption, DeploymentSearch, Goal, Variant
 
 PAPER = GOAL.model_copy(update={"selection": "paper"})

@@ -10,7 +10,7 @@ from profiling_agent.deployment.choices import recommend
 from profiling_agent.errors import JobError
 from profiling_agent.iteration.deployments import ASKED_SCHEMES, DeploymentChoices, leaving_in_float
 from profiling_agent.iteration.evaluator import Evaluator, Settings
-from profiling_agent.iteration.limit import find_limit
+from profiling_agent.iteration.verdict import find_limit
 from profiling_agent.jobs.tasks import Exported
 from profiling_agent.records import (
     NUM_SESSIONS,

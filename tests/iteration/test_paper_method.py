@@ -10,8 +10,7 @@ import pytest
 
 from profiling_agent.evaluation.predictions import write_predictions
 from profiling_agent.iteration.attempt import measure_attempt, open_journal, prune_attempt, quantize_attempt
-from profiling_agent.iteration.deployer import Deployer
-from profiling_agent.iteration.evaluator import Evaluator, Settings
+from profiling_agent.iteration.evaluator import Deployer, Evaluator, Settings
 from profiling_agent.iteration.selection import ranked
 from profiling_agent.jobs import tasks
 from profiling_agent.jobs.timesheet import SHEET, Timesheet

@@ -11,12 +11,10 @@ from chat_server import Said, chat_server, in_turn
 from made import BASELINE, GOAL, evaluation, evidence, profile
 
 from profiling_agent.analysis.advised import UNKNOWN, NextAnswer, PlanAnswer
-from profiling_agent.analysis.demands import obeying
-from profiling_agent.analysis.dry_run import dry_run
+from profiling_agent.analysis.allocation import dry_run, obeying
 from profiling_agent.analysis.rules import analyse
 from profiling_agent.errors import AdvisorError, ContextTooLongError, PlanError
-from profiling_agent.iteration.planners import Planner, first_proposal, next_proposal
-from profiling_agent.iteration.propose import propose
+from profiling_agent.iteration.planners import Planner, first_proposal, next_proposal, propose
 from profiling_agent.llm.transcript import Advice, LanguageModel, Question
 from profiling_agent.records import (
     Attempt,

@@ -8,7 +8,7 @@ import pytest
 
 from profiling_agent.evaluation.intervals import images_to_certify
 from profiling_agent.evaluation.sequential import Counts, upper_bound
-from profiling_agent.iteration.proof import images_that_certify, why_unproven
+from profiling_agent.iteration.heldout import images_that_certify, why_unproven
 from profiling_agent.records import Acquired, ModelSource, SplitInfo
 
 

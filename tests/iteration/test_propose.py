@@ -1,9 +1,8 @@
 import pytest
 from made import GOAL, attempt, journal, profile
 
-from profiling_agent.analysis.demands import MAX_RATIO
-from profiling_agent.analysis.dry_run import dry_run
-from profiling_agent.iteration.propose import propose
+from profiling_agent.analysis.allocation import MAX_RATIO, dry_run
+from profiling_agent.iteration.planners import propose
 from profiling_agent.records import Attempt, Plan, StopReason
 
 PROFILE = profile()

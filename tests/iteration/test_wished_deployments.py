@@ -7,7 +7,7 @@ from profiling_agent.deployment.choices import recommend
 from profiling_agent.errors import PlanError
 from profiling_agent.iteration.attempt import deployment_of
 from profiling_agent.iteration.deployments import ASKED_SCHEMES, DeploymentChoices, why_undeployable
-from profiling_agent.iteration.propose import propose
+from profiling_agent.iteration.planners import propose
 from profiling_agent.records import (
     DeployedModel,
     Deployment,

@@ -14,7 +14,7 @@ from profiling_agent.acquisition.prepared import iter_batches
 from profiling_agent.artifacts.load import load_module, load_recipe
 from profiling_agent.artifacts.save import save_model
 from profiling_agent.files import file_sha256
-from profiling_agent.jobs.handlers.pruning import prune
+from profiling_agent.jobs.handlers.models import prune
 from profiling_agent.jobs.tasks import PruneTask
 from profiling_agent.pruning.units import find_units
 from profiling_agent.pruning.widths import snap

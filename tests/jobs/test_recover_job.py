@@ -16,7 +16,7 @@ from profiling_agent.artifacts.load import load_module, load_recipe
 from profiling_agent.artifacts.recipe import WEIGHTS
 from profiling_agent.artifacts.save import save_model
 from profiling_agent.jobs.context import JobContext
-from profiling_agent.jobs.handlers.pruning import recover
+from profiling_agent.jobs.handlers.models import recover
 from profiling_agent.jobs.tasks import RecoverTask
 from profiling_agent.modules.divergence import mean_kl
 from profiling_agent.progress import silent

@@ -289,7 +289,9 @@ def test_the_logits_of_a_float_model_are_computed_once_for_all_its_deployments(j
 
 
 def test_whoever_evaluates_imports_no_torch_for_a_runtime_that_has_none():
-    code = "import sys, profiling_agent.jobs.handlers.evaluation; print({'torch', 'transformers'} & sys.modules.keys())"
+    code = (
+        "import sys, profiling_agent.jobs.handlers.measurement; print({'torch', 'transformers'} & sys.modules.keys())"
+    )
 
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
 

@@ -10,7 +10,7 @@ from loops import NUM_ATTEMPTS, best_saving, loop
 from made import GOAL, evidence, profile
 from personas import INJECTION, PERSONAS, drawn, injected, prompt_of, uniform
 
-from profiling_agent.analysis.guards import allowed_kl
+from profiling_agent.analysis.allocation import allowed_kl
 from profiling_agent.iteration.planners import Planner
 from profiling_agent.records import ModelProfile
 

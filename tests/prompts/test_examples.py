@@ -11,8 +11,7 @@ from chat_server import Said, chat_server
 from loops import best_saving, loop
 
 from profiling_agent.analysis.advised import NextAnswer, PlanAnswer
-from profiling_agent.analysis.dry_run import dry_run, saved_share
-from profiling_agent.analysis.guards import guard
+from profiling_agent.analysis.allocation import dry_run, guard, saved_share
 from profiling_agent.prompts import render  # pyright: ignore[reportMissingImports] - mapped on install
 
 AGENTS = {"analysis": PlanAnswer, "iterative_pruning": NextAnswer}

@@ -12,7 +12,7 @@ from full_depth import DEEP, judged_deep
 from made import GOAL, attempt, journal, race_result
 
 from profiling_agent.analysis.advised import plan_question
-from profiling_agent.analysis.dry_run import dry_run
+from profiling_agent.analysis.allocation import dry_run
 from profiling_agent.analysis.rules import analyse
 from profiling_agent.deployment.choices import recommend
 from profiling_agent.iteration.deployments import PROMISE

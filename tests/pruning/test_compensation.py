@@ -11,8 +11,7 @@ from profiling_agent.artifacts.save import save_model
 from profiling_agent.errors import PruningError
 from profiling_agent.modules.divergence import mean_kl
 from profiling_agent.modules.inference import random_batch
-from profiling_agent.pruning.calibration import Calibration, regrouped
-from profiling_agent.pruning.compensation import compensate, reestimate_
+from profiling_agent.pruning.compensation import Calibration, compensate, reestimate_, regrouped
 from profiling_agent.pruning.prune import prune_model
 from profiling_agent.pruning.units import find_units
 from profiling_agent.pruning.widths import snap

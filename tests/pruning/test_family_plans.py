@@ -8,8 +8,8 @@ from pruning.families import FAMILIES, made
 from torch import nn
 
 from profiling_agent.errors import PlanError
-from profiling_agent.pruning.patterns import resolve
 from profiling_agent.pruning.units import FoundUnits, find_units
+from profiling_agent.pruning.widths import resolve
 from profiling_agent.records import PruningRecommendation
 
 

@@ -9,8 +9,8 @@ from torch.func import functional_call
 
 from profiling_agent.modules.inference import random_batch
 from profiling_agent.modules.norms import following_norms, has_bias
+from profiling_agent.pruning.compensation import compensate_units_
 from profiling_agent.pruning.folding import fold, overlay
-from profiling_agent.pruning.least_squares import compensate_units_
 from profiling_agent.pruning.moments import gather_moments
 from profiling_agent.pruning.prune import prune_model
 from profiling_agent.pruning.units import find_units

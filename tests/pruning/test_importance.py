@@ -1,7 +1,7 @@
 import torch
 import zoo
 
-from profiling_agent.pruning.importance import IMPORTANCE, UnitWeights, keep_indices, score, unit_weights
+from profiling_agent.pruning.criteria import IMPORTANCE, UnitWeights, keep_indices, score, unit_weights
 from profiling_agent.pruning.units import find_units
 
 ROWS = torch.tensor([[3.0, 4.0], [6.0, 0.0], [0.0, -1.0]])

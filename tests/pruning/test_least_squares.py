@@ -5,10 +5,9 @@ from torch import nn
 
 from profiling_agent.modules.inference import random_batch
 from profiling_agent.modules.prefix import Walk, in_order, stopping_at
-from profiling_agent.pruning.consumers import columns_of, features, matrix_of, outputs_of
-from profiling_agent.pruning.least_squares import PairedMoments, compensate_units_, fit_, paired_moments
+from profiling_agent.pruning.compensation import PairedMoments, compensate_units_, fit_, paired_moments
+from profiling_agent.pruning.moments import RIDGE, columns_of, features, matrix_of, outputs_of
 from profiling_agent.pruning.prune import prune_model
-from profiling_agent.pruning.ridge import RIDGE
 from profiling_agent.pruning.units import find_units
 from profiling_agent.pruning.widths import snap
 from profiling_agent.records import Cut

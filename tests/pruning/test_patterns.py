@@ -6,7 +6,7 @@ import pytest
 
 from profiling_agent.errors import PlanError
 from profiling_agent.modules.layer_names import matching_names
-from profiling_agent.pruning.patterns import resolve
+from profiling_agent.pruning.widths import resolve
 from profiling_agent.records import PruningRecommendation, Unit, UnitKind
 
 
@@ -161,5 +161,5 @@ def test_a_pattern_that_takes_python_years_is_matched_at_once():
 
 
 def test_reading_a_plan_needs_no_torch():
-    code = "import sys, profiling_agent.pruning.patterns; sys.exit('torch' in sys.modules)"
+    code = "import sys, profiling_agent.pruning.widths; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from profiling_agent.modules.complexity import count_complexity
 from profiling_agent.modules.inference import random_batch
-from profiling_agent.pruning.importance import unit_weights
+from profiling_agent.pruning.criteria import unit_weights
 from profiling_agent.pruning.prune import prune_model
 from profiling_agent.pruning.surgery import cut_units
 from profiling_agent.pruning.units import find_units

@@ -10,7 +10,7 @@ from broken import break_library
 from typer.testing import CliRunner
 
 from profiling_agent.cli.main import app
-from profiling_agent.cli.support import _installed, _show
+from profiling_agent.cli.models import _installed, _show
 from profiling_agent.records import Deployment
 from profiling_agent.request import Request
 from profiling_agent.support import steps

@@ -1,4 +1,4 @@
-"""Evaluation: what a model says of a shard's images, and what it takes. Imports torch only where the model's runtime is torch's."""
+"""Handlers of measurements: images, evaluation, timing, memory. Imports torch only where the model's runtime is torch's."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -6,19 +6,130 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from profiling_agent.acquisition.prepared import PreparedImages
+from profiling_agent.acquisition.images import SplitImages
+from profiling_agent.acquisition.prepared import PreparedImages, write_prepared
 from profiling_agent.artifacts.folder import model_bytes, open_folder
 from profiling_agent.artifacts.golden import check_golden
-from profiling_agent.artifacts.recipe import Counts
+from profiling_agent.artifacts.load import read_processor
+from profiling_agent.artifacts.recipe import PROCESSOR, Counts
+from profiling_agent.benchmarking import race as races
+from profiling_agent.benchmarking import throughput as throughputs
+from profiling_agent.benchmarking.headline import measure_headline
+from profiling_agent.deployment import layer_times as layers
 from profiling_agent.deployment.protocol import ModelSession
 from profiling_agent.deployment.registry import open_session
-from profiling_agent.errors import RequestError
+from profiling_agent.errors import ArtifactError, RequestError
+from profiling_agent.evaluation.openings import note_opening
 from profiling_agent.evaluation.predictions import Answers, answers_of, joined, write_predictions
+from profiling_agent.files import write_text
 from profiling_agent.jobs.context import JobContext
-from profiling_agent.jobs.tasks import Evaluated, EvaluateTask
+from profiling_agent.jobs.tasks import (
+    Evaluated,
+    EvaluateTask,
+    HeadlineTask,
+    LayerTimes,
+    LayerTimesTask,
+    MemoryTask,
+    OpenHeldoutTask,
+    Prepared,
+    PrepareTask,
+    RaceTask,
+    SessionTask,
+    ThroughputTask,
+)
+from profiling_agent.processes.started import inherited
 from profiling_agent.progress import Progress
-from profiling_agent.records import Deployment, Footprint, InputSpec, Predictions
+from profiling_agent.records import (
+    Deployment,
+    Footprint,
+    Headline,
+    InputSpec,
+    MemoryUse,
+    Opening,
+    Predictions,
+    Race,
+    Throughputs,
+)
 from profiling_agent.reproducibility import available_threads
+
+
+def headline(task: HeadlineTask, job: JobContext) -> Headline:
+    """Time the model and its memory."""
+    path = job.path(task.model)
+    session = open_session(path, device=task.device, num_threads=available_threads())
+    return measure_headline(session, open_folder(path, verify=False).input, batch_size=task.batch_size)
+
+
+def race(task: RaceTask, job: JobContext) -> Race:
+    """Let the models take turns."""
+    return races.choose(task.entries, _track(task, job), progress=job.progress)
+
+
+def session(task: SessionTask, job: JobContext) -> Race:
+    """Hold one session of an estimate."""
+    return races.hold_one(
+        task.entries, _track(task, job, reads_memory=task.reads_memory), task.number, progress=job.progress
+    )
+
+
+def _track(task: RaceTask, job: JobContext, *, reads_memory: bool = False) -> races.Track:
+    return races.Track(
+        root=job.root,
+        batch_size=task.batch_size,
+        device=task.device,
+        seed=task.seed,
+        pass_s=task.pass_s,
+        server=None if reads_memory else inherited(),
+    )
+
+
+def throughput(task: ThroughputTask, job: JobContext) -> Throughputs:
+    """Let the models take turns at each batch size."""
+    return throughputs.throughput(
+        task.models,
+        root=job.root,
+        batch_sizes=task.batch_sizes,
+        device=task.device,
+        seed=task.seed,
+        progress=job.progress,
+    )
+
+
+def memory(task: MemoryTask, job: JobContext) -> MemoryUse:
+    """Read what a process holds at most that only loads and runs the model."""
+    return throughputs.memory_use(task.model, root=job.root, batch_size=task.batch_size, device=task.device)
+
+
+def layer_times(task: LayerTimesTask, job: JobContext) -> LayerTimes:
+    """Ask the model's runtime what the parts of a pass take."""
+    exported = job.path(task.onnx) if task.onnx else None
+    found = layers.layer_times(
+        job.path(task.model), exported, batch_size=task.batch_size, num_threads=available_threads()
+    )
+    return LayerTimes(layers=found)
+
+
+def open_heldout(task: OpenHeldoutTask, job: JobContext) -> Opening:
+    """Note in the user's ledger that a candidate is tested."""
+    baseline = open_folder(job.path(task.baseline), verify=False)
+    weights = baseline.files[baseline.model_files[0]]
+    images = SplitImages(job.path(task.heldout.file))
+    encoded = (images.encoded(row) for row in range(len(images)))
+    return note_opening(weights, task.candidate.sha256, encoded, task.fresh)
+
+
+def prepare(task: PrepareTask, job: JobContext) -> Prepared:
+    """Write what the processor makes of the shard's images, and the processor beside it."""
+    path = job.path(task.split.file)
+    split, rows = SplitImages(path), task.split.rows(task.shard)
+    # A run that is short of time takes the first of them alone.
+    if len(split) < task.split.num_images:
+        raise ArtifactError(
+            f"split {str(path)!r} holds {len(split)} images, {task.split.num_images} were drawn: run again"
+        )
+    write_text(job.folder / PROCESSOR, task.processor)
+    shape, dtype = write_prepared(job.folder, split, rows, read_processor(job.folder), progress=job.progress)
+    return Prepared(shape=shape, dtype=dtype)
 
 
 @dataclass
@@ -111,7 +222,7 @@ def keep_answers(answers: Answers, split: Any, job: JobContext, *, name: str = "
 def _counts(path: Path) -> Counts:
     """Return what a model that torch reads takes."""
     from profiling_agent.artifacts.load import load_module
-    from profiling_agent.jobs.handlers.deployment import complexity_of
+    from profiling_agent.jobs.handlers.models import complexity_of
     from profiling_agent.quantization.footprint import parameter_bytes
 
     params, macs = complexity_of(path)

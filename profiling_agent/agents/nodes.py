@@ -1,0 +1,394 @@
+"""Agents: the nodes of the optimization graph, from acquisition to report."""
+
+from collections.abc import Collection, Sequence
+from functools import partial
+from typing import Any
+
+from langgraph.config import get_config
+from langgraph.runtime import Runtime
+from langgraph.types import Command, interrupt
+
+from profiling_agent.acquisition.labels import why_doubtful
+from profiling_agent.agents.limits import choose_endpoint, key_for
+from profiling_agent.agents.node import Update, run_node
+from profiling_agent.agents.session import RunSession, Sessions
+from profiling_agent.agents.state import RESULTS, RunState
+from profiling_agent.analysis.advised import UNKNOWN
+from profiling_agent.analysis.allocation import dry_run, obeying
+from profiling_agent.analysis.rules import analyse, read_plan
+from profiling_agent.artifacts.card import write_card
+from profiling_agent.artifacts.recipe import CARD
+from profiling_agent.errors import AdvisorError, PlanError, RequestError, ShapeUnresolvedError
+from profiling_agent.files import expanded, make_folders
+from profiling_agent.iteration.approval import TIGHTER, edited, pose, read_answer
+from profiling_agent.iteration.attempt import (
+    deployment_of,
+    measure_attempt,
+    open_journal,
+    prune_attempt,
+    quantize_attempt,
+    reopened,
+)
+from profiling_agent.iteration.deployments import check_runtimes, schemes_of, why_undeployable
+from profiling_agent.iteration.evaluator import Evaluator
+from profiling_agent.iteration.finalize import finalize, raced_headline, timed, torch_model
+from profiling_agent.iteration.heldout import why_unproven
+from profiling_agent.iteration.planners import first_proposal, milder, next_proposal, setting_of
+from profiling_agent.iteration.selection import has_answer
+from profiling_agent.jobs.match import profile_artifact, read_profile
+from profiling_agent.jobs.runner import Jobs
+from profiling_agent.jobs.tasks import AcquireTask, ResolvedShape, ResolveShapeTask, SurveyShapeTask
+from profiling_agent.llm.chat import check_endpoint, name_of
+from profiling_agent.llm.transcript import RECORDED, LanguageModel, Recorded, open_recording
+from profiling_agent.records import (
+    SHARD,
+    Acquired,
+    Approval,
+    ApprovalQuestion,
+    Decided,
+    Goal,
+    Journal,
+    ModelProfile,
+    Origin,
+    Plan,
+    StopReason,
+)
+from profiling_agent.reporting.card import card_judged, card_notes, card_rows
+from profiling_agent.reporting.report import Sources, build_report
+from profiling_agent.reporting.results import results_folder
+from profiling_agent.reporting.tracking import check_tracker, track
+from profiling_agent.reporting.write import write_report
+from profiling_agent.request import Request
+from profiling_agent.shapes.advised import advised_shape
+
+# Recovery's settings were chosen with 1,000 images an epoch. Five times as many leave room for a thousand classes, and
+# bound what a stream has to fetch, since those are downloaded one by one.
+MAX_RECOVERY = 5000
+
+
+def choose_advisor(request: Request, advisor: Any, trusted: Collection[str]) -> Update:
+    """Return the language model that plans, and a line about it; raises RequestError when it doesn't work.
+
+    `advisor` is a chat model object. Keys go to `trusted` addresses only.
+    """
+    if request.planner == "rules":
+        return {"advisor_note": "the built-in rules plan: they were requested"}
+    if advisor is not None:
+        name, chosen = name_of(advisor), {"advisor_object": name_of(advisor)}
+    elif request.llm.startswith(RECORDED):
+        file = str(expanded(request.llm.removeprefix(RECORDED)).resolve())
+        recording = open_recording(file)
+        name, chosen = Recorded(recording, recording).name, {"recorded": file}
+    elif endpoint := choose_endpoint(request.llm, request.base_url):
+        check_endpoint(endpoint, key_for(endpoint, trusted), timeout_s=request.llm_timeout_s)
+        name, chosen = endpoint.name, {"endpoint": endpoint}
+    elif request.planner == "llm":
+        raise RequestError("planner is 'llm' but llm is 'none': name a model, as in llm=openai:MODEL")
+    else:
+        return {"advisor_note": "the built-in rules plan: no language model was requested"}
+    beside = " beside the built-in rules" if request.planner == "hybrid" else ""
+    return {**chosen, "advisor_note": f"{name} plans{beside}"}
+
+
+def acquire(request: Request, session: RunSession) -> Update:
+    """Reset every result that this thread has had before, and record what was acquired.
+
+    A plan of the user's is read here, before anything expensive, and kept: its file may be gone when a run resumes.
+    """
+    check_runtimes(request)
+    check_tracker(request)
+    chosen = choose_advisor(request, session.chat_model, session.trusted)
+    plan = read_plan(request.plan, quotes=not session.is_served) if request.plan else None
+    asked = request.model_dump(include=set(AcquireTask.model_fields))
+    asked["num_recovery"] = MAX_RECOVERY if request.recover_epochs else 0
+    session.jobs.progress(chosen["advisor_note"], 0, 0)
+    acquired = session.jobs.run(AcquireTask.model_validate(asked))
+    if line := why_unproven(acquired, request.goal):
+        session.jobs.progress(line, 0, 0)
+    blank = {name: RunState.model_fields[name].get_default() for name in RESULTS}
+    root = session.workspace.root
+    return blank | chosen | {"run_id": root.name, "run_dir": str(root), "acquired": acquired, "proposal": plan}
+
+
+def _is_checkpointed() -> bool:
+    """Return whether this graph can go on after a stop; LangGraph has no public name for it."""
+    return bool(get_config().get("configurable", {}).get("__pregel_checkpointer"))
+
+
+def acquisition(state: Request, *, runtime: Runtime[None], sessions: Sessions) -> Update:
+    """Validate the request and fetch what it names; the only node that reads a request and not a state."""
+    info = runtime.execution_info
+    if state.approve != "never" and not _is_checkpointed():
+        raise RequestError(
+            f"approve is {state.approve!r}, and a run that waits has to be kept somewhere: "
+            "build the graph with a checkpointer, or use approve=never"
+        )
+    session = sessions.begin(state, info.thread_id if info else None)
+    # Without checkpoints it can only be this call's own; with them it may be what an old one, or a stranger, left.
+    if state.base_url is not None and sessions.limits is None and not _is_checkpointed():
+        session.addresses.add(state.base_url)
+    return run_node(session, "acquisition", runtime, partial(acquire, state, session))
+
+
+def input_shape_resolver(state: RunState, session: RunSession) -> Update:
+    """Resolve the input shape by the ordered rules, or by a language model where they disagree or don't know."""
+    assert state.acquired is not None, "acquisition comes first"
+    source = state.acquired.source
+    task = ResolveShapeTask(model=source.name, revision=source.revision, device=source.device)
+    advisor = session.advisor(state)
+    return {"resolved": resolve_with(advisor, task, session.jobs) if advisor else session.jobs.run(task)}
+
+
+def resolve_with(advisor: LanguageModel, task: ResolveShapeTask, jobs: Jobs) -> ResolvedShape:
+    """Resolve by the rules where they are certain, else by the language model, and by the rules again where it fails."""
+    facts = jobs.run(SurveyShapeTask(model=task.model, revision=task.revision, device=task.device))
+    if facts.is_certain:
+        return jobs.run(task)
+    try:
+        return advised_shape(advisor, facts, lambda spec: jobs.run(task.model_copy(update={"stated": spec})))
+    except (AdvisorError, ShapeUnresolvedError) as error:
+        resolved = jobs.run(task)
+        told = resolved.input.model_copy(update={"source": f"{resolved.input.source}; {error}"})
+        return resolved.model_copy(update={"input": told})
+
+
+def profiling(state: RunState, session: RunSession) -> Update:
+    """Profile the baseline, headline numbers in a process of their own; they say how many calibration images there is time for."""
+    assert state.acquired is not None, "acquisition comes first"
+    asked, calibration = state.acquired.calibration, session.calibration(state)
+    if calibration == asked:
+        return {"profiled": session.measured(state, calibration)}
+    note = f"calibrated on {calibration.num_images} of {asked.num_images} images: the time budget has no room for more"
+    acquired = state.acquired.model_copy(update={"calibration": calibration, "notes": (*state.acquired.notes, note)})
+    return {"acquired": acquired, "profiled": session.measured(state, calibration)}
+
+
+def deployment_search(state: RunState, session: RunSession) -> Update:
+    """Open the journal with the baseline, and with the deployments that are possible for it, made, raced and measured.
+
+    What the user's own plan asks of quantization is all that is searched, once it is known to fit the model and what is installed.
+    """
+    evaluator = session.evaluator(state)
+    if state.proposal is not None:
+        dry_run(state.proposal, evaluator.profile)
+        why = why_undeployable(state.proposal, evaluator.choices, state.goal)
+        # The paper's plans have both halves; its loop judges the pruned one in float32.
+        if why and state.goal.selection != "paper":
+            raise PlanError(why)
+    acquired = _with_checked_labels(evaluator)
+    journal = open_journal(evaluator, state.proposal or Plan())
+    if state.proposal is not None and (why := _why_unmade(state.proposal, journal)):
+        raise PlanError(why)
+    return {"journal": journal, "acquired": acquired}
+
+
+def _with_checked_labels(evaluator: Evaluator) -> Acquired:
+    """Return what was acquired, with the doubt that the baseline's answers on the first search images leave.
+
+    Raises:
+        AcquisitionError: they contradict labels that were matched by place or number only.
+    """
+    acquired = evaluator.acquired
+    answers = evaluator.answers(evaluator.evaluate_baseline(acquired.search, range(SHARD)))
+    doubt = why_doubtful(answers.predicted, answers.true, acquired.labels)
+    if doubt is None:
+        return acquired
+    evaluator.jobs.progress(doubt, 0, 0)
+    return acquired.model_copy(update={"notes": (*acquired.notes, doubt), "doubt": doubt})
+
+
+def _why_unmade(plan: Plan, journal: Journal) -> str | None:
+    """Return why what the user's own plan asks of quantization fits nothing of the model; None where something was made, or nothing is asked.
+
+    A conversion that crashed or took too long says nothing against the plan.
+    """
+    options = journal.deployment_search.options if journal.deployment_search else ()
+    if not schemes_of(plan.quantization or ()) or not options or not all(option.is_unfit for option in options):
+        return None
+    return f"what the plan asks of quantization can't be made of this model: {options[0].reason}"
+
+
+def analysis(state: RunState, session: RunSession) -> Update:
+    """Plan by the built-in rules or a language model, or take the user's own plan."""
+    if state.proposal is not None:
+        return {"origin": Origin(by="user")}
+    profile = session.profile(state)
+    rules = obeying(milder(analyse(profile, state.goal), len(state.rejected)), state.goal)
+    advisor = session.advisor(state)
+    setting = setting_of(session.evaluator(state), state.seen) if advisor else UNKNOWN
+    plan, origin = first_proposal(advisor, state.planner, profile, state.goal, rules, state.seen, setting=setting)
+    return {"proposal": plan, "origin": origin}
+
+
+def resuming(answer: Approval) -> Command[Any]:
+    """Return what goes on with a run that waits."""
+    return Command(resume=answer.model_dump(mode="json"))
+
+
+def question_in(interrupts: Sequence[Any]) -> ApprovalQuestion | None:
+    """Return the question that a run waits with, None where it waits for nothing."""
+    return ApprovalQuestion.model_validate(interrupts[0].value) if interrupts else None
+
+
+def is_asked(state: RunState) -> bool:
+    """Return whether this plan waits for a person."""
+    return state.approve == "each" or (state.approve == "plan" and state.is_first)
+
+
+def approval(state: RunState, session: RunSession) -> Update:
+    """Ask until an answer can be taken. Nothing is done here that a second pass would do twice."""
+    if not is_asked(state):
+        return {}
+    assert state.proposal is not None, "a plan is proposed before it is approved"
+    profile = session.profile(state)
+    question = pose(session.workspace.root.name, state.proposal, state.origin, profile, state.journal)
+    while True:
+        # Checked by ourselves and not by LangGraph, whose refusal ends the turn with a traceback.
+        said = interrupt(question.model_dump(mode="json"), response_schema=Approval.model_json_schema())
+        try:
+            answer = read_answer(said)
+            plan, goal = _taken(answer, state.proposal, state.goal, profile)
+        except RequestError as error:
+            question = question.model_copy(update={"problem": str(error)})
+            continue
+        decided = Decided(attempt=question.attempt, plan=plan or state.proposal, answer=answer)
+        return {"proposal": plan, "decisions": (*state.decisions, decided)} | _changed(goal)
+
+
+def _taken(answer: Approval, plan: Plan, goal: Goal, profile: ModelProfile) -> tuple[Plan | None, Goal]:
+    if answer.decision == "reject":
+        return None, goal
+    return edited(answer, plan, goal, profile) if answer.decision == "edit" else (plan, goal)
+
+
+def _changed(goal: Goal) -> Update:
+    return {name: getattr(goal, name) for name in (*TIGHTER, "pins", "caps")}
+
+
+def pruning(state: RunState, session: RunSession) -> Update:
+    """Prune; a plan that fails a gate goes on as a candidate that says why."""
+    assert state.proposal is not None, "a plan is proposed before it is applied"
+    evaluator, began_s = session.evaluator(state), session.jobs.timesheet.spent_s
+    prepared = prune_attempt(evaluator, state.proposal)
+    return {"prepared": prepared, "attempt_s": session.jobs.timesheet.spent_s - began_s}
+
+
+def quantization(state: RunState, session: RunSession) -> Update:
+    """Deploy this attempt; one that can't be deployed as its plan asks goes on as a candidate that says why."""
+    assert state.prepared is not None, "pruning comes first"
+    assert state.journal is not None, "the deployment search comes first"
+    evaluator = session.evaluator(state)
+    # A person, or whoever forked the run, may have changed the contract since.
+    journal, began_s = reopened(evaluator, state.journal), session.jobs.timesheet.spent_s
+    if state.prepared.failure is not None:
+        return {"journal": journal}
+    try:
+        deployment = deployment_of(state.prepared.plan, journal, evaluator.choices, state.goal)
+        prepared = quantize_attempt(evaluator, state.prepared, deployment)
+    except PlanError as error:
+        prepared = state.prepared.model_copy(update={"failure": str(error), "is_undeployable": True})
+    took_s = session.jobs.timesheet.spent_s - began_s
+    return {"journal": journal, "prepared": prepared, "attempt_s": state.attempt_s + took_s}
+
+
+def evaluation(state: RunState, session: RunSession) -> Update:
+    """Add a measured and judged attempt to the journal."""
+    assert state.prepared is not None, "pruning comes first"
+    assert state.journal is not None, "the deployment search comes first"
+    began_s = session.jobs.timesheet.spent_s
+    evaluator = session.evaluator(state)
+    attempt = measure_attempt(evaluator, state.prepared, state.journal)
+    if state.iterate and attempt.number < state.max_iterations and session.advisor(state) is not None:
+        attempt = timed(evaluator, attempt)
+    journal = state.journal.with_attempt(attempt.model_copy(update={"origin": state.origin or attempt.origin}))
+    attempt_s = state.attempt_s + session.jobs.timesheet.spent_s - began_s
+    return {
+        "journal": journal,
+        "stopped": None if state.iterate else StopReason.SINGLE_PASS,
+        "attempt_s": attempt_s,
+        "longest_s": max(state.longest_s, attempt_s),
+    }
+
+
+def iterative_pruning(state: RunState, session: RunSession) -> Update:
+    """Ask the journal, and a language model where there is one, as long as the run has the time for another attempt."""
+    budget, has_accepted = session.evaluator(state).budget, any(attempt.accepted for attempt in state.seen.attempts)
+    # Where attempts are cheap, int8 alone is no reason to end without one; whoever asks for training asks for what takes long.
+    is_answered = has_accepted or (budget.is_slow and has_answer(state.seen, state.goal))
+    is_worth_it = budget.allows_attempt(state.longest_s, is_optional=is_answered and not state.recover_epochs)
+    advisor = session.advisor(state) if is_worth_it else None
+    choice = next_proposal(
+        advisor,
+        state.planner,
+        session.profile(state),
+        state.goal,
+        state.seen,
+        max_iterations=state.max_iterations,
+        setting=setting_of(session.evaluator(state), state.seen) if advisor else UNKNOWN,
+    )
+    if isinstance(choice, StopReason):
+        return {"stopped": choice}
+    if not is_worth_it:
+        return {"stopped": StopReason.TIME_SPENT}
+    plan, origin = choice
+    return {"proposal": plan, "origin": origin}
+
+
+def verdict(state: RunState, session: RunSession) -> Update:
+    """Choose the winner by the contract as it is now."""
+    evaluator = session.evaluator(state)
+    journal = reopened(evaluator, state.seen)
+    final = finalize(evaluator, journal)
+    return {"journal": journal, "final": final, "verdict": final.verdict}
+
+
+def report(state: RunState, session: RunSession) -> Update:
+    """Profile the winner, write the report, and let go of the run."""
+    assert state.acquired is not None, "acquisition comes first"
+    assert state.resolved is not None, "the input shape resolver comes first"
+    assert state.profiled is not None, "profiling comes first"
+    assert state.stopped is not None, "the loop says why it stopped"
+    assert state.final is not None, "the verdict comes first"
+    evaluator, workspace, journal = session.evaluator(state), session.workspace, state.seen
+    # Whoever forked the run behind its verdict may have changed the contract.
+    final = state.final if state.final.goal == state.goal else finalize(evaluator, journal)
+    best = final.winner.evaluation.model
+    profiles = {"baseline": (state.profiled, evaluator.profile)}
+    if (seen := torch_model(final.winner, journal, state.resolved.baseline)) != state.resolved.baseline:
+        profiled = profile_artifact(
+            session.jobs,
+            seen,
+            batch_size=state.batch_size,
+            device=evaluator.device,
+            headline=raced_headline(evaluator, final.race, seen),
+        )
+        profiles["best"] = (profiled, read_profile(session.jobs, profiled))
+    written = build_report(
+        state.request,
+        final,
+        Sources(
+            acquired=state.acquired,
+            input=state.resolved.input,
+            deployment_search=journal.deployment_search,
+            peak_memory_bytes=(evaluator.peak_memory(evaluator.baseline), evaluator.peak_memory(best)),
+            attempts=journal.attempts,
+            stopped=state.stopped,
+            planned_by=state.advisor_note,
+            spent=session.spent(state),
+            decisions=state.decisions,
+            profiles=profiles,
+            times=session.jobs.timesheet.by_kind(),
+        ),
+    )
+    folder = results_folder(workspace.root, written)
+    make_folders(folder)
+    # A fork may return the model that its parent did, whose card tells of the parent's verdict.
+    if folder == workspace.root or not (session.jobs.path(best) / CARD).exists():
+        write_card(session.jobs.path(best), card_rows(written), card_notes(written), judged=card_judged(written))
+    workspace.point_best(best, folder)
+    write_report(written, folder)
+    if line := track(written, folder):
+        session.jobs.progress(line, 0, 0)
+    session.jobs.forget_images()
+    session.close()
+    return {"verdict": written.verdict, "report": written, "results_dir": str(folder)}

@@ -1,0 +1,330 @@
+"""Commands on models: `race`, `measure`, `compare`, `pick`, `export`, `push`, `doctor --model`."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.text import Text
+
+from profiling_agent.cli.tables import folded_table
+from profiling_agent.cli.terminal import (
+    JsonOption,
+    RunArgument,
+    console,
+    echo_json,
+    errors,
+    open_display,
+    refuse,
+    refusing,
+    run_folder,
+)
+from profiling_agent.deployment import registry
+from profiling_agent.errors import ProfilingAgentError, RequestError
+from profiling_agent.records import NUM_SESSIONS, Deployability, Prunable, RuntimeName
+from profiling_agent.reporting.units import count, percent
+from profiling_agent.request import SYNONYMS, Request
+from profiling_agent.support.look import Look
+
+
+def _device(named: str) -> str:
+    named = SYNONYMS["device"].get(named, named)
+    if named not in ("cpu", "cuda"):
+        raise typer.BadParameter(f"{named[:80]!r} is no device: use cpu or cuda")
+    return named
+
+
+DeviceOption = Annotated[str, typer.Option(parser=_device, metavar="cpu|cuda", help="where to measure")]
+
+
+def race(
+    sources: Annotated[
+        list[Path],
+        typer.Argument(parser=run_folder, metavar="RUN_OR_FOLDER...", help="a run (its models), or saved models"),
+    ],
+    batch_size: Annotated[int, typer.Option(min=1, max=4096, help="images in a forward pass")] = 32,
+    num_sessions: Annotated[
+        int, typer.Option(min=2, max=100, help="times that all start anew; fewer are quicker and prove less")
+    ] = NUM_SESSIONS,
+    device: DeviceOption = "cpu",
+    json_: JsonOption = False,  # noqa: FBT002 - a flag
+) -> None:
+    """Race saved models on this machine: samples are interleaved, a process each; speed-ups are over the first.
+
+    What was the fastest on one CPU need not be on another: race a run's models again where you deploy them.
+
+    `profiling-agent race runs/my-run --batch-size 1`
+    """
+    from profiling_agent.benchmarking.saved import race_saved
+    from profiling_agent.cli.tables import race_table
+    from profiling_agent.reporting.results import models_of_all
+
+    try:
+        with open_display(errors) as display:
+            models = models_of_all(sources)
+            names, held = race_saved(
+                models,
+                batch_size=batch_size,
+                num_sessions=num_sessions,
+                device=device,
+                progress=display.stage("race"),
+            )
+    except ProfilingAgentError as error:
+        refuse(str(error))
+    if json_:
+        echo_json(held.model_dump(mode="json"))
+        return
+    console.print(race_table(names, held))
+
+
+def measure(
+    sources: Annotated[
+        list[Path],
+        typer.Argument(
+            parser=run_folder, metavar="RUN_OR_FOLDER...", help="a run (its baseline and best), or saved models"
+        ),
+    ],
+    device: DeviceOption = "cpu",
+    against: Annotated[
+        Path | None, typer.Option(help="file that an earlier --json wrote; another machine's is refused")
+    ] = None,
+    json_: JsonOption = False,  # noqa: FBT002 - a flag
+) -> None:
+    """Measure what saved models take: images per second at batch sizes 1, 8 and 32, peak memory, bytes on disk.
+
+    `profiling-agent measure runs/my-run --json > now.json`
+    """
+    from profiling_agent.benchmarking.saved import compare_measurements, measure_saved, read_measurements
+    from profiling_agent.cli.tables import measurement_table
+    from profiling_agent.reporting.results import before_and_after
+
+    try:
+        earlier = read_measurements(against, device=device) if against else None
+        with open_display(errors) as display:
+            models = [model for source in sources for model in before_and_after(source)]
+            measured = measure_saved(models, device=device, progress=display.stage("measure"))
+        compared = compare_measurements(measured, earlier or measured)
+    except ProfilingAgentError as error:
+        refuse(str(error))
+    if json_:
+        echo_json(measured.model_dump(mode="json"))
+        return
+    console.print(measurement_table(measured, compared))
+
+
+def compare(
+    runs: Annotated[
+        list[Path],
+        typer.Argument(parser=run_folder, metavar="RUN...", help="finished runs, or forks of one"),
+    ],
+    json_: JsonOption = False,  # noqa: FBT002 - a flag
+) -> None:
+    """Show finished runs side by side: contract, verdict, accuracy, speed, size, plans.
+
+    `profiling-agent compare runs/mild runs/bold`
+    """
+    from profiling_agent.cli.tables import compare_table
+    from profiling_agent.reporting.results import read_report
+
+    try:
+        reports = {str(run): read_report(run) for run in runs}
+    except ProfilingAgentError as error:
+        refuse(str(error))
+    if json_:
+        echo_json({name: report.model_dump(mode="json") for name, report in reports.items()})
+        return
+    console.print(compare_table(reports))
+
+
+SourceArgument = Annotated[
+    Path,
+    typer.Argument(parser=run_folder, metavar="RUN_OR_FOLDER", help="run (its best model), or a saved model"),
+]
+
+
+def _say(line: str) -> None:
+    console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def pick(
+    run: RunArgument,
+    objective: Annotated[
+        str | None,
+        typer.Option(metavar="speed|size|memory|accuracy", help="what the contract would have preferred"),
+    ] = None,
+    candidate: Annotated[
+        str | None, typer.Option(metavar="NUMBER|NAME", help="one of the list, or `openvino static`")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="folder to write; nothing is overwritten, the run stays as it is")
+    ] = None,
+    json_: JsonOption = False,  # noqa: FBT002 - a flag
+) -> None:
+    """Take another model of a finished run than the one it returned; nothing is measured again.
+
+    Without `--objective` and `--candidate` all that the run measured is listed: on search images, and whether anything beats
+    it. With one of them the model is copied to `--output`, to be loaded, exported or pushed. By an objective it is the one
+    that the run's contract would have chosen with it: that keeps its terms first. Only what the run returned was judged on
+    held-out images; of every other this says so.
+
+    `profiling-agent pick runs/my-run --objective size --output small`
+    """
+    from profiling_agent.cli.tables import candidates_table, picked_table
+    from profiling_agent.handover.pick import candidates
+    from profiling_agent.handover.pick import pick as take
+
+    with refusing():
+        if objective is None and candidate is None and output is None:
+            found = candidates(run)
+            if json_:
+                echo_json([one.model_dump(mode="json") for one in found])
+            else:
+                console.print(candidates_table(found))
+            return
+        if output is None:
+            raise typer.BadParameter("name a folder to write it to: --output small")
+        picked = take(run, output, objective=objective, candidate=candidate)
+    if json_:
+        echo_json(picked.model_dump(mode="json"))
+        return
+    console.print(picked_table(picked))
+    _say(f"wrote {output}")
+
+
+def export(
+    source: SourceArgument,
+    output: Annotated[Path, typer.Option(help="folder (files, hf) or file (onnx) to write; nothing is overwritten")],
+    format_: Annotated[
+        str,
+        typer.Option(
+            "--format",
+            metavar="files|onnx|hf",
+            help="files: a folder that runs without profiling-agent; onnx: one file for ONNX Runtime; hf: a folder for from_pretrained",
+        ),
+    ] = "files",
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, help="onnx, of a model of torch: fix the batch; else any batch will do")
+    ] = None,
+) -> None:
+    """Write a model for machines without profiling-agent, after checking that it computes the same there.
+
+    `files` takes every deployment, as it is: an ONNX graph, OpenVINO's, or safetensors, int8 ones too; with the images'
+    preparation and the labels as JSON, and a `load.py` that imports numpy, pillow and the runtime alone. `onnx` takes float32
+    models of torch, and graphs for ONNX Runtime; `hf` float32 models, and ones in bfloat16 or float16 whose logits stay the same
+    when all of the model is. A pruned model is an ordinary Hugging Face folder only where its layers were cut alike; where they
+    weren't, the reason is given and nothing is written.
+
+    `profiling-agent export runs/my-run --output home`, then `python home/load.py image.png`
+    """
+    from profiling_agent.handover.export import export as write
+
+    with refusing():
+        said = write(source, format_, output, batch_size=batch_size)
+    _say(said)
+
+
+def push(
+    source: Annotated[
+        Path,
+        typer.Argument(
+            parser=run_folder,
+            metavar="RUN_OR_FOLDER",
+            help="run (its best model), a saved or picked model, or a folder that `export` wrote as files",
+        ),
+    ],
+    repo_id: Annotated[
+        str, typer.Argument(metavar="REPO_ID", help="owner/name on the Hub; it is made where it isn't there")
+    ],
+    *,
+    private: Annotated[bool, typer.Option("--private", help="seen by its owner alone, where it is made now")] = False,
+    update: Annotated[
+        bool, typer.Option("--update", help="replace what was pushed there before; earlier commits stay")
+    ] = False,
+) -> None:
+    """Put a model and its card on the Hugging Face Hub, and nothing else of the run: no logs, no reports, no paths.
+
+    The token is that of `hf auth login`, or HF_TOKEN; it is never written down. A repository that holds something is named and
+    left alone, unless it was pushed from here and `--update` is given.
+
+    `profiling-agent push runs/my-run my-name/small-resnet --private`
+    """
+    from profiling_agent.handover.push import push as put
+
+    with refusing():
+        pushed = put(source, repo_id, private=private, update=update)
+    _say(f"{pushed.url} holds {', '.join(pushed.files)} (commit {pushed.commit[:12]})")
+
+
+# It compiles for a minute or two in each scheme: whoever wants it asks for it by name.
+NOT_UNASKED: frozenset[RuntimeName] = frozenset({"inductor"})
+
+
+def look_at_model(model: str, *, revision: str | None, runtimes: str, json_: bool) -> None:
+    """Cut a model, deploy what comes of it in every way, and show what worked; ends with 1 where no deployment did."""
+    with refusing():
+        request = Request.model_validate({"model": model, "revision": revision, "runtimes": runtimes})
+        names, left_out = _installed(request)
+        with open_display(errors) as display, Look(display.stage("doctor")) as look:
+            prunable = look.prunable(model, revision)
+            rows = list(look.deployable(look.forms[-1], names))
+    if json_:
+        echo_json(
+            {
+                "prunable": prunable.model_dump(mode="json"),
+                "deployable": [row.model_dump(mode="json") for row in rows],
+                "left_out": left_out,
+            }
+        )
+    else:
+        _show(prunable, rows, left_out)
+    raise typer.Exit(0 if any(not row.refused for row in rows) else 1)
+
+
+def _installed(request: Request) -> tuple[list[RuntimeName], list[str]]:
+    """Return the runtimes to try, and a line for each that isn't."""
+    names, left_out = list[RuntimeName](), list[str]()
+    for name in request.runtime_names:
+        line = registry.missing(name)
+        if line and request.names_runtimes:
+            raise RequestError(f"runtimes asks for {name}, but {line}")
+        if line:
+            left_out.append(f"{name}: {line}")
+        elif name in NOT_UNASKED and not request.names_runtimes:
+            left_out.append(f"{name}: it compiles for minutes; --runtimes {name} tries it")
+        else:
+            names.append(name)
+    return names, left_out
+
+
+def _show(prunable: Prunable, rows: Sequence[Deployability], left_out: Sequence[str]) -> None:
+    spec = prunable.input
+    console.print(
+        Text(
+            f"{prunable.architecture}, {count(prunable.params)} params, images of {spec.channels}x{spec.height}x{spec.width}"
+        )
+    )
+    table = folded_table("what can be cut", "kind or reason", "number", "of it")
+    for kind, number in prunable.units.items():
+        table.add_row(kind, str(number), Text("can be cut"))
+    for kind, reason in prunable.absent.items():
+        table.add_row(kind, "none", Text(reason))
+    for code, number in prunable.refused.items():
+        table.add_row(code, str(number), Text(f"stay, as {prunable.examples[code]}"))
+    console.print(table)
+    cut = f"a quarter off every unit: {percent(prunable.cut_share)} of the params"
+    console.print(Text(cut if prunable.units else "no unit can be cut; it is deployed whole"))
+    deployed = folded_table(
+        "what can be deployed here", "deployment", "works", "bytes", "distance", "layers not in float32"
+    )
+    for row in rows:
+        if row.refused:
+            deployed.add_row(row.deployment.name, "no", "", "", Text(row.refused))
+        else:
+            distance = f"{row.distance:.1g}"
+            deployed.add_row(row.deployment.name, "yes", percent(row.size_ratio), distance, str(row.num_layers))
+    console.print(deployed)
+    console.print(
+        Text("bytes: of the unpruned float32 model's; distance: of the logits from float32's, relative, on noise")
+    )
+    for line in left_out:
+        console.print(Text(f"not tried: {line}"))

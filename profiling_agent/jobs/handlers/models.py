@@ -1,0 +1,496 @@
+"""Handlers that make models: acquisition, reference logits, profiles, pruning, recovery, tuning, export, deployment."""
+
+import contextlib
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save
+from torch import Tensor, nn
+
+from profiling_agent.acquisition.data import DataQuery
+from profiling_agent.acquisition.images import SplitImages, relabel_split
+from profiling_agent.acquisition.labels import choose_matching
+from profiling_agent.acquisition.models import LoadedModel, device_note, load_model, resolve_device
+from profiling_agent.acquisition.prepared import iter_batches, processed_batches, shuffled_batches
+from profiling_agent.acquisition.splits import DrawnSplit, DrawnSplits, draw_splits, look_up_labels
+from profiling_agent.artifacts.folder import model_bytes, processor_text
+from profiling_agent.artifacts.golden import check_golden
+from profiling_agent.artifacts.load import load_module, load_processor, load_recipe, load_skeleton
+from profiling_agent.artifacts.save import save_derived, save_model
+from profiling_agent.benchmarking.latency_table import LatencyTable, read_table, time_units, write_table
+from profiling_agent.cache import kept_folder
+from profiling_agent.deployment.onnx_export import export_onnx
+from profiling_agent.deployment.protocol import Batch, ModelSession, Source
+from profiling_agent.deployment.registry import open_session
+from profiling_agent.deployment.save import save_deployed
+from profiling_agent.documents import DocumentError, read_record
+from profiling_agent.errors import AcquisitionError, ArtifactError, PruningError, QuantizationError, RequestError
+from profiling_agent.evaluation.predictions import answers_of
+from profiling_agent.files import write_bytes, write_text
+from profiling_agent.foreign import foreign_code
+from profiling_agent.jobs.context import JobContext
+from profiling_agent.jobs.tasks import (
+    AcquireTask,
+    Answered,
+    DeployTask,
+    EvidenceTask,
+    Exported,
+    ExportTask,
+    LogitsTask,
+    MatchedLabels,
+    MatchLabelsTask,
+    Profiled,
+    ProfileTask,
+    PruneTask,
+    RecoverTask,
+    ResolvedShape,
+    ResolveShapeTask,
+    SurveyShapeTask,
+    TuneTask,
+)
+from profiling_agent.modules.complexity import count_complexity
+from profiling_agent.modules.divergence import mean_kl, relative_distance
+from profiling_agent.modules.fused import fuse_norms_
+from profiling_agent.modules.inference import device_of, logits_of, on_device, random_batch
+from profiling_agent.modules.products import quick_products
+from profiling_agent.profiling.kept_evidence import evidence_path, keep_evidence, read_evidence
+from profiling_agent.profiling.profile import profile_model
+from profiling_agent.profiling.sensitivity import measure_sensitivity, timed
+from profiling_agent.pruning import recovery
+from profiling_agent.pruning.compensation import Calibration, compensate
+from profiling_agent.pruning.prune import NUM_GATE_IMAGES, prune_model
+from profiling_agent.quantization import tune as tuning
+from profiling_agent.records import (
+    Acquired,
+    ArtifactRef,
+    Cut,
+    DeployedModel,
+    Evidence,
+    ModelProfile,
+    ModelSource,
+    PrunedModel,
+    RecoveredModel,
+    ShapeFacts,
+    SplitInfo,
+    Tuned,
+)
+from profiling_agent.reproducibility import available_threads, environment
+from profiling_agent.shapes.resolve import check_processor, resolve_input_shape, survey, verify
+
+FILE, NAME = "logits.safetensors", "logits"
+
+
+def ask(task: LogitsTask, job: JobContext) -> Answered:
+    """Run the model over the images and write down its logits."""
+    model = on_device(load_module(job.path(task.model)), task.device)
+    read = partial(iter_batches, job.images("images"), batch_size=task.batch_size, limit=task.num_images)
+    images = Calibration(batches=read, device=device_of(model), dtype=next(model.parameters()).dtype)
+    if task.device == "cpu":
+        fuse_norms_(model.eval(), next(images.every())[:2])
+    with quick_products():
+        logits = [logits_of(model, batch).float() for batch in (images.judged() if task.judged else images.every())]
+    # Fewer than 32 images have none that judge; whoever compares then does it on all of them.
+    if not logits and not task.judged:
+        raise RequestError("there are 0 images to ask a model about: raise num_samples")
+    found = torch.cat(logits).cpu() if logits else torch.empty(0, 0)
+    write_bytes(job.folder / FILE, save({NAME: found}))
+    return Answered(num_images=len(found))
+
+
+def given_logits(job: JobContext) -> Tensor | None:
+    """Return the reference logits, float32 (images, classes), that a job's task needs; None where it needs none.
+
+    Raises:
+        ArtifactError: they can't be read.
+    """
+    folders: list[Path] = job.folders("logits")
+    if not folders:
+        return None
+    path = folders[0] / FILE
+    with foreign_code(lambda said: ArtifactError(f"{str(path)!r} can't be read ({said}): run again")):
+        held = load_file(path)
+    if held.keys() != {NAME} or held[NAME].dim() != 2 or held[NAME].dtype != torch.float32:
+        raise ArtifactError(f"{str(path)!r} holds no logits: run again")
+    return held[NAME]
+
+
+def acquire(task: AcquireTask, job: JobContext) -> Acquired:
+    """Check the model, draw the images."""
+    device, note = resolve_device(task.device), device_note(task.device, has_cuda=torch.cuda.is_available())
+    if note:
+        job.progress(note, 0, 0)
+    loaded = load_model(task.model, revision=task.revision, device=device, progress=job.progress)
+    check_processor(loaded.model, loaded.processor)
+    shared = task.model_dump(include=set(DataQuery.model_fields))
+    config: Any = loaded.model.config
+    drawn = draw_splits(DataQuery(**shared), id2label=config.id2label, folder=job.folder, progress=job.progress)
+    drawn = _with_chosen_labels(drawn, loaded, job)
+    if len(measured := np.unique(SplitImages(drawn.search.path).labels)) < 2:
+        raise AcquisitionError(
+            f"all {drawn.search.num_images} images to search on are of one class ({config.id2label[int(measured[0])]!r}), so that no loss of "
+            "accuracy would show: give a split of several classes; in folders of images, each class has its own"
+        )
+    notes = (*drawn.notes, *([loaded.note] if loaded.note else []))
+    for line in notes:
+        job.progress(line, 0, 0)
+
+    def info(name: Any, split: DrawnSplit) -> SplitInfo:
+        return SplitInfo(
+            name=name,
+            source_split=split.source_split,
+            num_images=split.num_images,
+            num_skipped=split.num_skipped,
+            file=job.ref(split.path, "split"),
+        )
+
+    return Acquired(
+        source=ModelSource(
+            name=loaded.source,
+            revision=loaded.revision,
+            architecture=loaded.architecture,
+            device=device,
+        ),
+        calibration=info("calibration", drawn.calibration),
+        search=info("search", drawn.search),
+        heldout=info("heldout", drawn.heldout),
+        recovery=info("recovery", drawn.recovery) if drawn.recovery else None,
+        labels=drawn.labels,
+        notes=(*notes, *([note] if note else [])),
+    )
+
+
+def _with_chosen_labels(drawn: DrawnSplits, loaded: LoadedModel, job: JobContext) -> DrawnSplits:
+    """Return the images labelled by the matching that the model's answers on the calibration images fit.
+
+    Raises:
+        AcquisitionError: several matchings fit, and the answers don't decide.
+    """
+    if len(drawn.matchings) == 1:
+        return drawn
+    job.progress(f"labels fit in {len(drawn.matchings)} ways, of which the model's answers choose one", 0, 0)
+    split = SplitImages(drawn.calibration.path)
+    device = next(loaded.model.parameters()).device
+    with torch.inference_mode():
+        logits = [
+            loaded.model(pixel_values=torch.from_numpy(pixels).to(device)).logits.cpu().numpy()
+            for pixels in processed_batches(split, range(len(split)), loaded.processor)
+        ]
+    predicted = answers_of(np.concatenate(logits), split.labels).predicted
+    chosen, note = choose_matching(drawn.matchings, predicted, split.labels)
+    if chosen != drawn.matchings[0]:
+        for part in filter(None, (drawn.calibration, drawn.search, drawn.heldout, drawn.recovery)):
+            relabel_split(part.path, drawn.matchings[0].becomes(chosen))
+    return replace(drawn, matchings=(chosen,), notes=(note, *drawn.notes))
+
+
+def match_labels(task: MatchLabelsTask, job: JobContext) -> MatchedLabels:
+    """Open the model and the data set, and match their classes."""
+    loaded = load_model(task.model, revision=task.revision, device="cpu", progress=job.progress)
+    check_processor(loaded.model, loaded.processor)
+    shared = task.model_dump(include=set(DataQuery.model_fields))
+    config: Any = loaded.model.config
+    split, matches = look_up_labels(DataQuery(**shared), id2label=config.id2label, progress=job.progress)
+    return MatchedLabels(split=split, labels=matches, num_classes=len(config.id2label))
+
+
+def survey_shape(task: SurveyShapeTask, job: JobContext) -> ShapeFacts:
+    """Gather what is known of the input shape."""
+    device = resolve_device(task.device)
+    loaded = load_model(task.model, revision=task.revision, device=device, progress=job.progress)
+    return survey(loaded.model, loaded.processor)
+
+
+def resolve_shape(task: ResolveShapeTask, job: JobContext) -> ResolvedShape:
+    """Find the input shape; save the baseline with it."""
+    device = resolve_device(task.device)
+    loaded = load_model(task.model, revision=task.revision, device=device, progress=job.progress)
+    spec = task.stated or resolve_input_shape(loaded.model, loaded.processor)
+    if task.stated is not None:
+        verify(loaded.model, spec)
+    folder = job.folder / "model"
+    save_model(
+        loaded.model.cpu(),
+        folder,
+        spec=spec,
+        processor=loaded.processor,
+        base_model=task.model,
+        base_revision=loaded.revision,
+    )
+    return ResolvedShape(input=spec, baseline=job.ref(folder, "model"), device=device)
+
+
+PROFILE, WIDTHS = "profile.json", "widths.json"
+
+
+def profile(task: ProfileTask, job: JobContext) -> Profiled:
+    """Profile the model; write profile.json and the chrome trace, and the latency table where it is asked for."""
+    path = job.path(task.model)
+    model, recipe = on_device(load_module(path), task.device), load_recipe(path)
+    trace = job.folder / "trace.json.gz"
+    measured = profile_model(
+        model,
+        recipe.input,
+        batch_size=task.batch_size,
+        device=task.device,
+        headline=task.headline,
+        size_bytes=model_bytes(path),
+        architecture=recipe.architecture,
+        skeleton=load_skeleton(path),
+        trace_path=trace,
+        progress=job.progress,
+    )
+    if task.times_widths:
+        batch = random_batch(measured.input, task.batch_size).to(task.device)
+        write_table(job.folder / WIDTHS, time_units(model, measured.units, batch, progress=job.progress))
+    return _kept_profile(measured.model_copy(update={"trace": job.ref(trace, "trace")}), job)
+
+
+def add_evidence(task: EvidenceTask, job: JobContext) -> Profiled:
+    """Write the profile again, with the evidence on the model's units, or why there is none."""
+    (folder,) = job.folders("profile")
+    try:
+        profiled = read_record(ModelProfile, folder / PROFILE)
+    except (OSError, DocumentError) as error:
+        raise ArtifactError(f"{str(folder / PROFILE)!r} is no profile ({error}): run again") from error
+    evidence, note = _evidence(task, job, profiled, read_table(folder / WIDTHS))
+    return _kept_profile(profiled.model_copy(update={"evidence": evidence, "evidence_note": note}), job)
+
+
+def _kept_profile(profiled: ModelProfile, job: JobContext) -> Profiled:
+    out = job.folder / PROFILE
+    write_text(out, profiled.model_dump_json(indent=1))
+    return Profiled(
+        profile=job.ref(out, "profile"),
+        params=profiled.params,
+        macs=profiled.macs,
+        latency_ms=profiled.headline.latency.median_ms,
+        peak_memory_bytes=profiled.headline.peak_memory_bytes,
+        forward_passes=profiled.forward_passes,
+    )
+
+
+def _evidence(
+    task: EvidenceTask, job: JobContext, profiled: ModelProfile, table: LatencyTable
+) -> tuple[Evidence | None, str | None]:
+    """Return the evidence on the model's units, or why there is none."""
+    path = job.path(task.model)
+    kept = _kept(task, path) if task.cache else None
+    if kept is not None and (known := read_evidence(kept, profiled.units)) is not None:
+        job.progress("evidence of an earlier run is used", 0, 0)
+        # Its KLs; what units take was timed anew, and a machine that is never quiet keeps evidence too.
+        return timed(known, profiled.units, table), None
+    model = on_device(load_module(path), task.device)
+    read = partial(iter_batches, job.images("calibration"), batch_size=task.batch_size)
+    try:
+        with quick_products():
+            evidence = measure_sensitivity(
+                model,
+                profiled.units,
+                read,
+                criterion=task.criterion,
+                table=table,
+                seed=task.seed,
+                progress=job.progress,
+            )
+    except PruningError as error:
+        return None, str(error)
+    if kept is not None:
+        keep_evidence(kept, evidence)
+    return evidence, None
+
+
+def _kept(task: EvidenceTask, model: Path) -> Path | None:
+    """Return where evidence is kept that depends on the same: model, images, what was asked for, code and machine; None without a cache folder."""
+    if (folder := kept_folder("evidence")) is None:
+        return None
+    images = task.calibration
+    depends_on = {
+        "model": task.model.sha256,
+        "images": [images.file.sha256, images.num_images, processor_text(model)],
+        "asked": [task.batch_size, task.device, task.criterion, task.seed],
+        "environment": environment(task.device).model_dump(mode="json", exclude={"runtimes"}),
+    }
+    return evidence_path(folder, depends_on)
+
+
+def prune(task: PruneTask, job: JobContext) -> PrunedModel:
+    """Cut the units, pass the gates, compensate, save the candidate."""
+    path = job.path(task.baseline)
+    model, recipe = on_device(load_module(path), task.device), load_recipe(path)
+    read = partial(iter_batches, job.images("calibration"), batch_size=task.batch_size)
+    images, _ = next(read(batch_size=NUM_GATE_IMAGES))
+    keep = {name: list(kept) for name, kept in task.keep.items()}
+    pruned = prune_model(model, task.cuts, spec=recipe.input, seed=task.seed, images=images, keep=keep or None)
+    made = None
+    if task.compensate:
+        expected = given_logits(job)
+        with quick_products():
+            made = compensate(
+                model, pruned.model, task.cuts, pruned.keep, read, expected=expected, progress=job.progress
+            )
+    return PrunedModel(
+        model=keep_model((made.model if made else pruned.model).cpu(), task.baseline, job, cuts=task.cuts),
+        cuts=task.cuts,
+        mask_error=pruned.mask_error,
+        kl=made.kl_after if made else None,
+        kl_uncompensated=made.kl_before if made else None,
+        compensation=made.steps if made else (),
+        compensation_note=made.note if made else None,
+    )
+
+
+def recover(task: RecoverTask, job: JobContext) -> RecoveredModel:
+    """Recover, judged on the images that compensation wasn't fitted to; save what was recovered.
+
+    Each epoch is kept in `recovery/<job key>` of the run folder, because a job's own folder goes when the job is cut.
+    """
+    folder = job.root / "recovery" / Path(job.final).name
+    dense, pruned = (on_device(load_module(job.path(ref)), task.device) for ref in (task.baseline, task.model))
+    calibration = Calibration(
+        batches=partial(iter_batches, job.images("calibration"), batch_size=task.batch_size),
+        device=device_of(dense),
+        dtype=next(dense.parameters()).dtype,
+    )
+    with quick_products():
+        recovered = recovery.recover(
+            dense,
+            pruned,
+            shuffled_batches(job.images("recovery"), batch_size=task.batch_size, seed=task.seed),
+            calibration.judged,
+            epochs=task.epochs,
+            folder=folder,
+            seed=task.seed,
+            expected=given_logits(job),
+            progress=job.progress,
+        )
+    model = task.model if recovered.model is pruned else keep_model(recovered.model.cpu(), task.model, job)
+    shutil.rmtree(folder, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        # Empty unless another attempt's recovery was cut.
+        folder.parent.rmdir()
+    return RecoveredModel(
+        model=model,
+        epochs_run=recovered.epochs_run,
+        kl_before=recovered.kl_before,
+        kl_after=recovered.kl_after,
+        stopped=recovered.stopped,
+        note=recovered.note,
+    )
+
+
+def keep_model(
+    model: nn.Module, source: ArtifactRef, job: JobContext, *, cuts: Sequence[Cut] | None = None
+) -> ArtifactRef:
+    """Save `model`, made of the saved model `source`, with its source's cuts where none are given; return the reference.
+
+    It is loaded once, which is the reload gate: a model that doesn't come back as it was saved is never handed on.
+
+    Raises:
+        ArtifactError: it doesn't come back, or `source` is damaged.
+    """
+    folder = job.folder / "model"
+    save_derived(model, job.path(source), folder, cuts=cuts)
+    load_module(folder)
+    return job.ref(folder, "model")
+
+
+# Activation ranges and NNCF's statistics settle well before; more only take longer.
+MAX_CALIBRATION = 128
+
+
+def tune(task: TuneTask, job: JobContext) -> Tuned:
+    """Even out activations, find what each layer costs; save the model if it was changed."""
+    started = time.perf_counter()
+    path = job.path(task.model)
+    batches = iter_batches(job.images("calibration"), batch_size=task.batch_size, limit=tuning.MAX_IMAGES)
+    model = load_module(path)
+    images = (pixel_values for pixel_values, _ in batches)
+    with quick_products():
+        tuned = tuning.tune(model, images, task.scheme, task.latency_shares, progress=job.progress)
+    return Tuned(
+        model=task.model if tuned.model is model else keep_model(tuned.model, task.model, job),
+        sites=tuned.sites,
+        layers=tuned.rows,
+        kl=tuned.kl,
+        kl_unfolded=tuned.kl_unfolded,
+        num_images=tuned.num_images,
+        seconds=time.perf_counter() - started,
+    )
+
+
+def export(task: ExportTask, job: JobContext) -> Exported:
+    """Write a float32 model as ONNX."""
+    source, path = job.path(task.model), job.folder / "model.onnx"
+    distance = export_onnx(load_module(source), path, spec=load_recipe(source).input)
+    return Exported(onnx=job.ref(path, "onnx"), distance=distance)
+
+
+def deploy(task: DeployTask, job: JobContext) -> DeployedModel:
+    """Bring a float32 model into a deployment, save it, open it again, and see how far it is from its parent."""
+    source, folder, expected = _source(task, job), job.folder / "model", given_logits(job)
+    assert expected is not None, "where there are calibration images, the float32 model was asked about them"
+    num_threads = available_threads()
+    job.progress(f"converting to {task.deployment.name}", 0, 0)
+    started = time.perf_counter()
+    complexity = complexity_of(job.path(task.model))
+    recipe = save_deployed(source, task.deployment, folder, complexity=complexity, num_threads=num_threads)
+    seconds = time.perf_counter() - started
+    session = open_session(folder, device=task.device, num_threads=num_threads)
+    distance, kl = _differences(session, source, expected)
+    check_golden(session.run, folder, recipe)
+    return DeployedModel(
+        model=job.ref(folder, "model"),
+        deployment=task.deployment,
+        layers=tuple(layer.name for layer in recipe.quantized),
+        distance=distance,
+        kl=kl,
+        seconds=seconds,
+    )
+
+
+def _source(task: DeployTask, job: JobContext) -> Source:
+    path = job.path(task.model)
+    images = [
+        pixel_values for pixel_values, _ in job.images("calibration").batches(task.batch_size, limit=MAX_CALIBRATION)
+    ]
+    if not images:
+        raise QuantizationError("there are 0 calibration images: raise num_samples")
+    return Source(
+        module=load_module(path),
+        recipe=load_recipe(path),
+        processor=load_processor(path),
+        calibration=np.concatenate(images),
+        batch_size=task.batch_size,
+        onnx=job.path(task.onnx) if task.onnx else None,
+        device=task.device,
+    )
+
+
+def complexity_of(path: Path) -> tuple[int, int]:
+    """Return params and MACs of one image, counted on a saved model that torch can read."""
+    rows = count_complexity(load_skeleton(path), load_recipe(path).input).values()
+    return sum(row.params for row in rows), sum(row.macs for row in rows)
+
+
+def _differences(session: ModelSession, source: Source, expected: Tensor) -> tuple[float, float]:
+    """Return the relative distance of the logits from the float32 model's, and the KL divergence to it, nats.
+
+    `expected` is what the float32 model says of the first calibration images.
+    """
+    compared: Batch = source.calibration[: len(expected)]
+    found = [
+        torch.from_numpy(session.run(compared[index : index + source.batch_size]))
+        for index in range(0, len(compared), source.batch_size)
+    ]
+    ours, theirs = torch.cat(found).double(), expected.double()
+    if not ours.isfinite().all():
+        raise QuantizationError("on calibration images the logits aren't finite in this deployment: leave it out")
+    # Rounding makes it a hair negative where both are equal.
+    return relative_distance(ours, theirs), max(0.0, mean_kl(theirs, ours))

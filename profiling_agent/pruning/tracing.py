@@ -1,0 +1,454 @@
+"""Channel tracing: spaces of channels that are made, changed and read together, followed through a forward pass."""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
+from torch.overrides import TorchFunctionMode
+
+from profiling_agent.errors import PruningError
+from profiling_agent.foreign import logits_of
+from profiling_agent.modules.hooks import tensors, watching
+from profiling_agent.modules.inference import device_of
+from profiling_agent.records import InputSpec
+
+
+@dataclass(slots=True)
+class Space:
+    """The channels of one layer's outputs and of whatever is added to them or multiplied with them.
+
+    `width` counts what can be cut on its own: fewer than `size` where a grouped convolution ties channels together. Of
+    writers with several `stacks`, a channel has a row in each.
+    """
+
+    size: int
+    width: int
+    writers: list[nn.Module] = field(default_factory=list[nn.Module])
+    inner: list[nn.Module] = field(default_factory=list[nn.Module])
+    readers: list[nn.Module] = field(default_factory=list[nn.Module])
+    is_added: bool = False
+    is_image: bool = False
+    is_logits: bool = False
+    mask_exact: bool = True
+    stacks: int = 1
+    obstacle: str | None = None
+    merged_into: "Space | None" = None
+
+    def current(self) -> "Space":
+        """Return the space that this one has become part of, itself if none."""
+        space = self
+        while space.merged_into is not None:
+            space = space.merged_into
+        return space
+
+    def split(self, stacks: int) -> "Space | None":
+        """Return the space that the channels become whose parts are taken for each other's; None where more than writers know them."""
+        if self.size % stacks or self.stacks > 1 or self.inner or self.readers or self.is_added or self.is_image:
+            return None
+        size = self.size // stacks
+        self.merged_into = Space(size, size, writers=self.writers, stacks=stacks, obstacle=self.obstacle)
+        return self.merged_into
+
+    def block(self, obstacle: str) -> None:
+        """Say what keeps the channels from being cut; the first obstacle stays."""
+        self.obstacle = self.obstacle or obstacle
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """Which dimension of a tensor, counted from the last, -1, holds the channels of which space."""
+
+    held: Space
+    dim: int
+
+    @property
+    def space(self) -> Space:
+        """Return the space as it is now."""
+        return self.held.current()
+
+
+def merge(first: Space, second: Space) -> bool:
+    """Make two spaces of one size one, and say whether they were two.
+
+    Groups of consecutive channels in one and others in the other: only what is whole in both can be cut.
+    """
+    if first is second:
+        return False
+    first.width = math.gcd(first.width, second.width)
+    first.writers += second.writers
+    first.inner += second.inner
+    first.readers += second.readers
+    first.is_added |= second.is_added
+    first.is_image |= second.is_image
+    first.is_logits |= second.is_logits
+    first.mask_exact &= second.mask_exact
+    first.obstacle = first.obstacle or second.obstacle
+    if first.stacks != second.stacks:
+        first.block("an operation of a part of a layer with another layer")
+    second.merged_into = first
+    return True
+
+
+ADDITIONS = frozenset({"add", "iadd", "radd", "sub", "isub", "rsub", "cat", "concat"})
+ELEMENTWISE = ADDITIONS - {"cat", "concat"} | {
+    *("mul", "imul", "rmul", "multiply", "div", "truediv", "itruediv", "rtruediv", "neg", "pow", "abs", "exp", "sqrt"),
+    *("relu", "relu6", "gelu", "silu", "sigmoid", "tanh", "hardswish", "hardsigmoid", "hardtanh", "leaky_relu", "elu"),
+    *("mish", "softplus", "clamp", "dropout", "contiguous", "to", "float", "type", "type_as", "clone", "detach"),
+    *("expand", "expand_as", "broadcast_to"),
+}
+# These mix channels, but leave them where they are: what is added to them later still says that they are a residual.
+NORMS = ("layer_norm", "group_norm", "normalize", "instance_norm")
+VIEWS = ("view", "reshape", "flatten", "squeeze", "unsqueeze", "view_as", "reshape_as")
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One operation: its name, what it was given, and the tensors that it returned."""
+
+    name: str
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    results: Sequence[Tensor]
+    axes: Callable[[Tensor], Axis | None]
+
+    @property
+    def result(self) -> Tensor:
+        """Return the tensor that it returned, the first of several."""
+        return self.results[0]
+
+    @property
+    def operands(self) -> list[Tensor]:
+        """Return the tensors among the arguments, those in lists too."""
+        return list(tensors((*self.args, *self.kwargs.values())))
+
+    def given(self, name: str, position: int, default: Any = None) -> Any:
+        """Return an argument by name or position."""
+        if name in self.kwargs:
+            return self.kwargs[name]
+        return self.args[position] if len(self.args) > position else default
+
+    def integer(self, name: str, position: int, default: Any = None) -> int:
+        """Return an argument that has to be a whole number."""
+        value = self.given(name, position, default)
+        if not isinstance(value, int):
+            raise UnknownSpellingError(f"{self.name} with {name} = {value!r}")
+        return value
+
+    def integers(self, name: str, position: int, default: Any = None) -> Sequence[int]:
+        """Return an argument that is a whole number or several."""
+        value = self.given(name, position, default)
+        values = [value] if isinstance(value, int) else value
+        if not isinstance(values, (list, tuple)) or not all(isinstance(each, int) for each in values):
+            raise UnknownSpellingError(f"{self.name} with {name} = {value!r}")
+        return values
+
+    @property
+    def axis(self) -> Axis:
+        """Return the axis of the first operand that has one; there is always one."""
+        return next(axis for operand in self.operands if (axis := self.axes(operand)) is not None)
+
+    @property
+    def source(self) -> Tensor:
+        """Return the operand that `axis` belongs to."""
+        return next(operand for operand in self.operands if self.axes(operand) is not None)
+
+
+class UnknownSpellingError(Exception):
+    """An operation was called in a way that its rule can't read: its axis is lost, and the trace goes on."""
+
+
+def elementwise(call: Call) -> Axis | None:
+    """Couple the channels of all operands, which line up from their last dimensions."""
+    found = [axis for operand in call.operands if (axis := call.axes(operand)) is not None]
+    first = found[0]
+    if any(axis.dim != first.dim or axis.space.size != first.space.size for axis in found):
+        return None
+    if call.result.dim() < -first.dim or call.result.shape[first.dim] != first.space.size:
+        return None
+    for axis in found[1:]:
+        if merge(first.space, axis.space) and call.name in ADDITIONS:
+            first.space.is_added = True
+    for operand in call.operands:
+        varies = operand.dim() >= -first.dim and operand.shape[first.dim] != 1
+        if call.axes(operand) is None and varies:
+            _couple_with_unknown(call, operand, first)
+    return first
+
+
+def _couple_with_unknown(call: Call, operand: Tensor, axis: Axis) -> None:
+    """Note an operand whose channels nobody knows, but which has one for each of the axis."""
+    if isinstance(operand, nn.Parameter):
+        axis.space.block("an operation with a parameter that no layer owns")
+    elif call.name in ADDITIONS:
+        axis.space.is_added = True
+        axis.space.block("an addition")
+    else:
+        axis.space.block(f"{call.name} with other activations")
+
+
+def concatenation(call: Call) -> Axis | None:
+    """Couple the channels of tensors that are joined along another dimension."""
+    dim = call.integer("dim", 1, 0)
+    return None if _negative(dim, call.result) == call.axis.dim else elementwise(call)
+
+
+def view(call: Call) -> Axis | None:
+    """Find the channels again: a dimension of their size with as many elements before it."""
+    source, axis = call.source, call.axis
+    before = math.prod(source.shape[: axis.dim])
+    for position, size in enumerate(call.result.shape):
+        if size == axis.space.size and math.prod(call.result.shape[:position]) == before:
+            return Axis(axis.space, position - call.result.dim())
+    return None
+
+
+def transposition(call: Call) -> Axis | None:
+    """Follow the channels through an exchange of two dimensions."""
+    one = _negative(call.integer("dim0", 1), call.result)
+    other = _negative(call.integer("dim1", 2), call.result)
+    return Axis(call.axis.space, {one: other, other: one}.get(call.axis.dim, call.axis.dim))
+
+
+def permutation(call: Call) -> Axis | None:
+    """Follow the channels through an order of dimensions, given as a list or one by one."""
+    order = call.args[1:] if len(call.args) > 2 else call.integers("dims", 1)
+    dims = [_negative(dim, call.result) for dim in order]
+    return Axis(call.axis.space, dims.index(call.axis.dim) - len(dims))
+
+
+def reduction(call: Call) -> Axis | None:
+    """Keep the channels where a sum or mean is over other dimensions."""
+    source, axis = call.source, call.axis
+    # Without dimensions it is over all of them.
+    reduced = {_negative(dim, source) for dim in call.integers("dim", 1)}
+    if axis.dim in reduced:
+        return None
+    kept = call.result.dim() == source.dim()
+    return Axis(axis.space, axis.dim if kept else axis.dim + sum(dim > axis.dim for dim in reduced))
+
+
+def spatial(dims: int) -> Callable[[Call], Axis | None]:
+    """Return the rule of an operation over the last `dims` dimensions: channels before them stay."""
+    return lambda call: call.axis if call.axis.dim < -dims else None
+
+
+def padding(call: Call) -> Axis | None:
+    """Keep the channels where other dimensions are padded."""
+    return call.axis if -call.axis.dim > len(call.integers("pad", 1)) // 2 else None
+
+
+def rolling(call: Call) -> Axis | None:
+    """Keep the channels where other dimensions are rolled."""
+    rolled = [_negative(dim, call.result) for dim in call.integers("dims", 2, ())]
+    return call.axis if rolled and call.axis.dim not in rolled else None
+
+
+def norm(call: Call) -> Axis | None:
+    """Keep the channels where they are, and say that they can't be cut."""
+    call.axis.space.block(call.name)
+    return call.axis
+
+
+def _negative(dim: int, tensor: Tensor) -> int:
+    return dim if dim < 0 else dim - tensor.dim()
+
+
+def parts(call: Call) -> Axis | None:
+    """Follow channels that are taken apart into as many equal parts as there are results, which stand for one another.
+
+    Parts that only ever meet channel by channel, as a gate's, are cut together.
+    """
+    axis, source = call.axis, call.source
+    if _negative(call.integer("dim", 2, 0), source) != axis.dim:
+        return axis
+    sizes = [tensor.shape[axis.dim] for tensor in call.results]
+    if len(set(sizes)) != 1 or sum(sizes) != axis.space.size:
+        return None
+    space = axis.space.split(len(sizes))
+    return None if space is None else Axis(space, axis.dim)
+
+
+# Those whose results are several, each with the axis that comes of it. A split into parts of a given size isn't one: cut, it is another.
+PARTED: Mapping[str, Callable[[Call], Axis | None]] = {"chunk": parts}
+
+RULES: Mapping[str, Callable[[Call], Axis | None]] = {
+    **dict.fromkeys(ELEMENTWISE, elementwise),
+    **dict.fromkeys(NORMS, norm),
+    **dict.fromkeys(VIEWS, view),
+    **dict.fromkeys(("transpose", "swapaxes", "swapdims"), transposition),
+    **dict.fromkeys(("cat", "concat"), concatenation),
+    **dict.fromkeys(("mean", "sum"), reduction),
+    **dict.fromkeys(("adaptive_avg_pool1d", "avg_pool1d", "max_pool1d"), spatial(1)),
+    **dict.fromkeys(("adaptive_avg_pool2d", "adaptive_max_pool2d", "avg_pool2d", "max_pool2d"), spatial(2)),
+    **dict.fromkeys(("interpolate", "upsample"), spatial(2)),
+    "permute": permutation,
+    "pad": padding,
+    "roll": rolling,
+}
+
+
+LAYERS = (nn.Linear, nn.Conv2d)
+
+
+class UntraceableError(PruningError):
+    """A model doesn't run without weights; says what it raised."""
+
+
+class Trace(TorchFunctionMode):
+    """The channel space that each layer writes and reads, how often it was called, and what used its weights otherwise."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._model = model
+        self.writes: dict[nn.Module, Space] = {}
+        self.reads: dict[nn.Module, Space] = {}
+        self.calls: Counter[nn.Module] = Counter()
+        self.borrowed: dict[nn.Module, str] = {}
+        self._owners = {id(p): m for m in model.modules() if isinstance(m, LAYERS) for p in m.parameters(recurse=False)}
+        # Tensors are held, so that no other takes their id.
+        self._axes: dict[int, tuple[Tensor, Axis]] = {}
+        self._running = 0
+
+    @property
+    def repeated(self) -> set[nn.Module]:
+        """Return the modules that the forward pass came to more than once."""
+        return {module for module, count in self.calls.items() if count > 1}
+
+    def axis_of(self, tensor: Tensor) -> Axis | None:
+        """Return where the channels of a tensor lie, None where nobody knows."""
+        held = self._axes.get(id(tensor))
+        return held[1] if held else None
+
+    def put(self, tensor: Tensor, axis: Axis | None) -> None:
+        """Say where the channels of a tensor lie."""
+        if axis is not None:
+            self._axes[id(tensor)] = (tensor, axis)
+        else:
+            self._axes.pop(id(tensor), None)
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        name = getattr(func, "__name__", "an operation").strip("_")
+        if not self._running and ((results := list(tensors(result))) or name == "setitem"):
+            self._follow(name, args, kwargs, results)
+        return result
+
+    def _follow(self, name: str, args: Sequence[Any], kwargs: dict[str, Any], results: list[Tensor]) -> None:
+        operands = list(tensors((*args, *kwargs.values())))
+        for operand in operands:
+            if (owner := self._owners.get(id(operand))) is not None:
+                self.borrowed.setdefault(owner, name)
+        found = [axis for operand in operands if (axis := self.axis_of(operand)) is not None]
+        axis = None
+        if found and (name in RULES if len(results) == 1 else name in PARTED):
+            axis = self._ruled(Call(name, args, kwargs, results, self.axis_of))
+        if axis is None:
+            for lost in found:
+                lost.space.block(name)
+        for result in results:
+            self.put(result, axis)
+
+    def _ruled(self, call: Call) -> Axis | None:
+        try:
+            return (PARTED if len(call.results) > 1 else RULES)[call.name](call)
+        except UnknownSpellingError:
+            return None
+
+    def enter(self, _name: str, _input: Any) -> None:
+        """Look away while a layer that is known as a whole runs."""
+        self._running += 1
+
+    def leave(self, name: str, given: Tensor, output: Tensor) -> None:
+        """Note what a layer, which has one input, read and wrote."""
+        self._running -= 1
+        module = self._model.get_submodule(name)
+        self.calls[module] += 1
+        axis = self.axis_of(given)
+        if axis is not None and given.shape[axis.dim] != axis.space.size:
+            # It was taken apart before.
+            axis.space.block("a layer that reads its parts as a whole")
+            axis = None
+        if isinstance(module, LAYERS):
+            self.put(output, self._through_layer(module, axis))
+        else:
+            self.put(output, self._through_norm(module, given, axis))
+
+    def _through_layer(self, layer: nn.Linear | nn.Conv2d, axis: Axis | None) -> Axis:
+        dim, groups = (-3, layer.groups) if isinstance(layer, nn.Conv2d) else (-1, 1)
+        if axis is not None and axis.dim != dim:
+            axis.space.block("a layer across other dimensions")
+            axis = None
+        if axis is not None:
+            self.reads[layer] = axis.space
+            if groups > 1 and len(layer.weight) == axis.space.size:
+                axis.space.width = math.gcd(axis.space.width, groups)
+                axis.space.inner.append(layer)
+                self.writes[layer] = axis.space
+                return axis
+            axis.space.readers.append(layer)
+            if groups > 1:
+                axis.space.block("a grouped convolution")
+        width = len(layer.weight)
+        self.writes[layer] = Space(width, width, writers=[layer], obstacle="grouped" if groups > 1 else None)
+        return Axis(self.writes[layer], dim)
+
+    def _through_norm(self, norm: nn.Module, given: Tensor, axis: Axis | None) -> Axis | None:
+        if axis is None:
+            return None
+        if axis.dim != _channels_of(norm, given):
+            axis.space.block("a norm across other dimensions")
+        axis.space.inner.append(norm)
+        axis.space.mask_exact &= isinstance(norm, _BatchNorm)
+        return axis
+
+
+def is_response_norm(module: nn.Module) -> bool:
+    """Say whether `module` is a global response norm: x times its share of the mean norm over channels, two parameters."""
+    parameters = dict(module.named_parameters())
+    return (
+        type(module).__name__.endswith(("GRN", "GlobalResponseNorm"))
+        and parameters.keys() == {"weight", "bias"}
+        and all(parameter.numel() == parameter.shape[-1] for parameter in parameters.values())
+    )
+
+
+def _channels_of(norm: nn.Module, given: Tensor) -> int:
+    """Return which dimension of what it reads a norm takes for the channels, from the last; timm's response norms state it."""
+    if isinstance(norm, _BatchNorm):
+        return 1 - given.dim()
+    stated = getattr(norm, "channel_dim", -1)
+    return stated - given.dim() if stated >= 0 else stated
+
+
+def _is_known(module: nn.Module) -> bool:
+    """Say whether a module computes what its kind does; a subclass may use its weights in another way."""
+    if isinstance(module, LAYERS):
+        plain = (nn.Linear.forward, nn.Conv2d.forward)
+        return type(module).forward in plain and "weight" in dict(module.named_parameters(recurse=False))
+    return isinstance(module, _BatchNorm) or is_response_norm(module)
+
+
+def follow_channels(skeleton: nn.Module, spec: InputSpec) -> Trace:
+    """Run one blank image of `spec` through `skeleton`, a copy on the meta device made for it, and return the trace.
+
+    Raises:
+        UntraceableError: the model can't be run so; names what it raised.
+    """
+    dtype = next((parameter.dtype for parameter in skeleton.parameters() if parameter.is_floating_point()), None)
+    image = torch.zeros(spec.batch(1), device=device_of(skeleton), dtype=dtype)
+    trace = Trace(skeleton)
+    trace.put(image, Axis(Space(spec.channels, spec.channels, is_image=True, obstacle="the image"), -3))
+    known = [name for name, module in skeleton.named_modules() if _is_known(module)]
+    with torch.no_grad(), watching(skeleton, known, before=trace.enter, after=trace.leave), trace:
+        logits = logits_of(skeleton.eval(), image, UntraceableError)
+    if (axis := trace.axis_of(logits)) is not None:
+        axis.space.is_logits = True
+    return trace
