@@ -261,7 +261,7 @@ def open_data(query: DataQuery, *, cache: Path, progress: Progress) -> OpenedDat
         if place.folder is not None and any((place.folder / file).is_file() for file in saved):
             loaded: Any = datasets.load_from_disk(str(place.folder))
             is_several = isinstance(loaded, datasets.DatasetDict)
-            splits: dict[str, Any] = dict(loaded) if is_several else {str(loaded.split or "train"): loaded}
+            splits: Any = dict(loaded) if is_several else {str(loaded.split or "train"): loaded}
             for rows in splits.values():
                 for file in rows.cache_files:
                     place.inside(file["filename"])
