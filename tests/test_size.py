@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-MAX_LINES = {"profiling_agent graphs": 33942, "tests": 33957, "benchmarks": 6897}
-MAX_MODULES = 285
+MAX_LINES = {"profiling_agent graphs": 34428, "tests": 33812, "benchmarks": 7291}
+MAX_MODULES = 229
 
 
 def python_files(folders: str) -> list[Path]:
