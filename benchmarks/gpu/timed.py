@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from profiling_agent.artifacts.load import load_module, load_recipe
+from profiling_agent.benchmarking.gpu_state import energy_per_image
 from profiling_agent.deployment.batches import noise_batch
 from profiling_agent.deployment.registry import open_session
 from profiling_agent.deployment.torch_session import TorchSession
@@ -87,18 +88,8 @@ class Timer:
 
     def energy(self, seconds: float) -> float | None:
         """Return J per image over back-to-back passes, None where the driver doesn't count it."""
-        try:
-            import pynvml
-        except ImportError:
-            return None
-        pynvml.nvmlInit()
-        handle = pynvml.nvmlDeviceGetHandleByIndex(0)
-        before, passes, began = pynvml.nvmlDeviceGetTotalEnergyConsumption(handle), 0, time.monotonic()
-        while time.monotonic() - began < seconds:
-            self._session.enqueued(self._images, MIN_PASSES)
-            passes += MIN_PASSES
-        used = pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) - before
-        return used / 1e3 / (passes * len(self._images))
+        measured = energy_per_image(self._session, self._images, seconds)
+        return None if measured is None else measured.joules_per_image
 
     def memory(self, _: float = 0.0) -> list[int]:
         """Return the most bytes allocated and reserved; zeros on the CPU."""

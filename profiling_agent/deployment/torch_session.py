@@ -7,6 +7,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FunctionType
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,7 +40,8 @@ def logits_function(module: nn.Module) -> Callable[[Tensor], Tensor]:
 def tf32_products(*, allowed: bool) -> Generator[None]:
     """Let CUDA round float32 products to TF32, or not; afterwards the process is as before."""
     # Not by `fp32_precision`, after which exporting a model is an error in torch 2.11 to 2.13.
-    products, convolutions = torch.backends.cuda.matmul, torch.backends.cudnn
+    products: Any = torch.backends.cuda.matmul
+    convolutions: Any = torch.backends.cudnn
     before = products.allow_tf32, convolutions.allow_tf32
     products.allow_tf32 = convolutions.allow_tf32 = allowed
     try:

@@ -149,7 +149,7 @@ class Int8Linear(RowwiseLinear):
     def product(self, x: Tensor, scale: Tensor) -> Tensor:
         """Return x W^T + b in float32 on CUDA, for x (m, k) on the grid with scales (m, 1)."""
         # The transpose of a contiguous weight is the column-major matrix that the kernels want.
-        output = torch._int_mm(x, self.rounded.t()) * scale * self.scale  # pyright: ignore[reportPrivateUsage]
+        output = torch._int_mm(x, self.rounded.t()) * scale * self.scale  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
         return output if self.bias is None else output + self.bias
 
 
@@ -167,7 +167,7 @@ class Float8Linear(RowwiseLinear):
 
     def product(self, x: Tensor, scale: Tensor) -> Tensor:
         """Return x W^T + b in bfloat16 on CUDA, for x (m, k) on the grid with scales (m, 1)."""
-        return torch._scaled_mm(  # pyright: ignore[reportPrivateUsage]
+        return torch._scaled_mm(  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
             x,
             self.rounded.t(),
             scale_a=scale,

@@ -45,7 +45,6 @@ def vit(hidden: int, heads: int, depth: int = 12) -> nn.Module:
         num_attention_heads=heads,
         intermediate_size=4 * hidden,
         num_hidden_layers=depth,
-        num_labels=10,
     )
     torch.manual_seed(0)
     return on_device(ViTForImageClassification(config).eval(), "cuda")

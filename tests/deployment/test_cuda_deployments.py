@@ -2,6 +2,7 @@
 
 import time
 from pathlib import Path
+from typing import Any
 
 import deployed
 import numpy as np
@@ -146,7 +147,8 @@ def test_convolutions_are_channels_last(tmp_path: Path):
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory: pytest.TempPathFactory) -> Source:
     torch.manual_seed(0)
-    model = ViTForImageClassification(ViTConfig(num_hidden_layers=3, num_labels=1000)).eval()
+    of_imagenet: dict[str, Any] = {"num_labels": 1000}
+    model = ViTForImageClassification(ViTConfig(num_hidden_layers=3, **of_imagenet)).eval()
     return source_of(model, tmp_path_factory.mktemp("wide") / "model", WIDE)
 
 

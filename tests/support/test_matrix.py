@@ -12,7 +12,7 @@ import pytest
 from pruning.families import FAMILIES, TYPICAL, marked, processor_of, spec_of
 
 from profiling_agent.deployment.registry import runtime
-from profiling_agent.records import Deployability, Deployment, RuntimeName
+from profiling_agent.records import Deployability, Deployment, Form, RuntimeName
 from profiling_agent.support import steps
 
 RUNTIMES: tuple[RuntimeName, ...] = ("eager", "onnxruntime", "openvino")
@@ -80,7 +80,7 @@ def case(family: str, form: str):
 
 @pytest.mark.parametrize(("family", "form"), [case(family, form) for family, form in CASES])
 def test_a_family_is_made_in_every_deployment_stays_near_and_is_opened_elsewhere(
-    tmp_path: Path, family: str, form: str, reopen: Reopen
+    tmp_path: Path, family: str, form: Form, reopen: Reopen
 ):
     model, folder = FAMILIES[family](), tmp_path
     spec = spec_of(model)
