@@ -266,7 +266,7 @@ def test_the_command_makes_a_table_of_the_runs_that_are_there(
     assert Study.model_validate_json((tmp_path / "tables" / "table2.json").read_text()) == table
     assert [row.what for row in table.rows] == [METHOD, OURS]
     assert table.rows[1].here("top-1, %") is not None
-    assert (tmp_path / "tables" / "table2.md").read_text().count("\n|") > 3
+    assert (tmp_path / "tables" / "table2.md").read_text().count("\n|") == 3
 
 
 def test_the_page_holds_the_tables_that_lie_in_the_results():
