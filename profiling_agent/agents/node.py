@@ -2,7 +2,8 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from types import FunctionType
+from typing import Any, cast
 
 from langgraph.runtime import Runtime
 from pydantic import Field
@@ -118,7 +119,7 @@ def _told(candidate: Candidate, journal: Journal) -> Best:
 
 def as_node(agent: Agent, sessions: Sessions) -> Node:
     """Return the node of an agent whose runs are open in `sessions`."""
-    stage = agent.__module__.rsplit(".", 1)[-1]
+    stage = cast("FunctionType", agent).__name__
 
     def node(state: RunState, *, runtime: Runtime[None]) -> Update:
         info = runtime.execution_info
