@@ -299,5 +299,5 @@ def device_note(name: str, *, has_cuda: bool) -> str | None:
     if name != "auto" or not has_cuda:
         return None
     return (
-        "a CUDA device is there and was left alone, as this has run on one for minutes only: --device cuda asks for it"
+        "a CUDA device is there and was left alone, as nothing was measured on one yet: --device cuda asks for it"
     )
