@@ -298,6 +298,4 @@ def device_note(name: str, *, has_cuda: bool) -> str | None:
     """Return a line if `auto` left a CUDA device unused, else None."""
     if name != "auto" or not has_cuda:
         return None
-    return (
-        "a CUDA device is there and was left alone, as nothing was measured on one yet: --device cuda asks for it"
-    )
+    return "a CUDA device is there and was left alone, as nothing was measured on one yet: --device cuda asks for it"

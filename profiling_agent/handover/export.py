@@ -8,14 +8,13 @@ import sys
 import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from huggingface_hub import ModelCard
 from numpy.typing import NDArray
-from pydantic import Field, field_validator
 from torch import nn
 from transformers import AutoConfig, AutoModelForImageClassification
 from transformers.initialization import no_init_weights
@@ -32,70 +31,17 @@ from profiling_agent.deployment.plain import save_half, save_plain
 from profiling_agent.deployment.registry import open_session
 from profiling_agent.deployment.torch_conversion import HALVES
 from profiling_agent.deployment.torch_session import memory_format
-from profiling_agent.documents import DocumentError, clean, read_record
-from profiling_agent.errors import ArtifactError, RequestError, RunError
-from profiling_agent.files import file_sha256, inside, make_folders, replacing, write_text
+from profiling_agent.documents import clean
+from profiling_agent.errors import ArtifactError, RequestError
+from profiling_agent.files import file_sha256, make_folders, replacing, write_text
+from profiling_agent.handover.manifest import MANIFEST, Exported, model_folder
 from profiling_agent.handover.preprocessing import preprocessing_of
 from profiling_agent.modules.inference import floating_dtype
 from profiling_agent.processes.environment import child_environment
 from profiling_agent.quantization.vnni import needed_instructions
 from profiling_agent.quiet import ALONE
-from profiling_agent.records import Deployment, InputSpec, Record
-from profiling_agent.reporting.results import is_run, run_of
 from profiling_agent.timm_config import MODEL_TYPE as TIMM
 from profiling_agent.timm_config import PACKAGES as TIMM_PACKAGES
-
-MANIFEST = "export.json"
-# Format 1 had a config.json beside weights that transformers misreads.
-FORMAT = 2
-
-
-class Exported(Record):
-    """What `export.json` holds."""
-
-    format: int = FORMAT
-    base_model: str
-    base_revision: str | None
-    architecture: str
-    deployment: Deployment
-    input: InputSpec
-    batch_size: int | None = Field(description="the only number of images that it takes at a time; null for any")
-    libraries: dict[str, str] = Field(description="versions that it was made and tried with")
-    files: dict[str, str] = Field(description="sha256 of every other file, the card aside")
-
-    @field_validator("files")
-    @classmethod
-    def _plain_files(cls, files: dict[str, str]) -> dict[str, str]:
-        for name in files:
-            if PurePosixPath(name).name != name or "\\" in name or name in (MANIFEST, CARD):
-                raise ValueError(f"file {name[:80]!r} doesn't lie in the folder itself")
-        return files
-
-
-def read_exported(folder: Path) -> Exported:
-    """Return what a folder of exported files is, each file compared with its hash.
-
-    Raises:
-        ArtifactError: it has no manifest, a damaged one, or a file isn't the one that was exported.
-    """
-    path = folder / MANIFEST
-    try:
-        exported = read_record(Exported, path)
-    except OSError as error:
-        raise ArtifactError(f"{str(path)!r} can't be read ({error.strerror}): export the model again") from error
-    except DocumentError as error:
-        raise ArtifactError(f"{str(path)!r} is damaged ({error}): export the model again") from error
-    if exported.format != FORMAT:
-        raise ArtifactError(f"{str(folder)!r} was exported by an earlier version: export the model again")
-    for name, sha256 in exported.files.items():
-        path = folder / name
-        try:
-            found = file_sha256(inside(path, folder))
-        except OSError as error:
-            raise ArtifactError(f"{str(path)!r} can't be read ({error.strerror}): export the model again") from error
-        if found != sha256:
-            raise ArtifactError(f"{str(path)!r} isn't the file that was exported: export the model again")
-    return exported
 
 
 def describe(model: nn.Module, recipe: Recipe) -> dict[str, Any]:
@@ -141,23 +87,6 @@ def _is_number(value: Any) -> bool:
     if isinstance(value, tuple):
         return bool(value) and all(isinstance(each, int) for each in value)
     return isinstance(value, int) and not isinstance(value, bool)
-
-
-def model_folder(source: Path) -> Path:
-    """Return the folder of a saved model, for a run, or a fork of one, that of the model to deploy.
-
-    Raises:
-        RunError: the run has no model yet, or its `best` leads elsewhere.
-    """
-    if not is_run(source):
-        return source
-    if not os.path.lexists(source / "best"):
-        raise RunError(f"run {str(source)!r} has no model yet: finish it with `profiling-agent resume {source}`")
-    try:
-        return inside(source / "best", run_of(source))
-    except OSError as error:
-        said = f"{str(source / 'best')!r} is no model of the run ({error.strerror})"
-        raise RunError(f"{said}: name the saved model's own folder") from error
 
 
 LOADER, PREPARE, LAYERS = "load.py", "prepare.py", "layers.py"

@@ -22,7 +22,7 @@ from profiling_agent.documents import DocumentError, read_record
 from profiling_agent.errors import ProfilingAgentError, RequestError
 from profiling_agent.files import write_text
 from profiling_agent.foreign import foreign_code
-from profiling_agent.handover.export import MANIFEST, Exported, model_folder, read_exported
+from profiling_agent.handover.manifest import MANIFEST, Exported, model_folder, read_exported
 from profiling_agent.records import Record
 
 LOGIN = "log in with `hf auth login`, or set HF_TOKEN to a token that may write (huggingface.co/settings/tokens)"

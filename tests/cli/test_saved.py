@@ -13,7 +13,7 @@ from profiling_agent.benchmarking.saved import Measurements, compare_measurement
 from profiling_agent.cli.main import app
 from profiling_agent.cli.tables import compare_table, measurement_table
 from profiling_agent.files import write_text
-from profiling_agent.handover.export import model_folder
+from profiling_agent.handover.manifest import model_folder
 from profiling_agent.records import Race
 from profiling_agent.reporting.report import RunReport
 from profiling_agent.reporting.results import before_and_after, models_of_all, read_report
