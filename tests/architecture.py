@@ -16,6 +16,7 @@ BASE = (
     "documents",
     "foreign",
     "timm_config",
+    "gpu",
     "request",
     "workspace",
     "reproducibility",

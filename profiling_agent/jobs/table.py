@@ -46,7 +46,7 @@ TABLE: Table = {
     tasks.AcquireTask: JobRow(handler="profiling_agent.jobs.handlers.models:acquire", secrets=HUB),
     tasks.SurveyShapeTask: JobRow(handler="profiling_agent.jobs.handlers.models:survey_shape", secrets=HUB),
     tasks.ResolveShapeTask: JobRow(handler="profiling_agent.jobs.handlers.models:resolve_shape", secrets=HUB),
-    tasks.PrepareTask: JobRow(handler="profiling_agent.jobs.handlers.measurement:prepare"),
+    tasks.PrepareTask: JobRow(handler="profiling_agent.jobs.handlers.models:prepare"),
     tasks.LogitsTask: JobRow(handler="profiling_agent.jobs.handlers.models:ask"),
     tasks.ProfileTask: JobRow(handler="profiling_agent.jobs.handlers.models:profile", timed=True),
     tasks.EvidenceTask: JobRow(handler="profiling_agent.jobs.handlers.models:add_evidence", passes=100_000),

@@ -13,7 +13,6 @@ from profiling_agent.reproducibility import environment
 # torch (FBGEMM) asks for that of AVX-512 (docs/facts.md says where that was read).
 INSTRUCTIONS: Mapping[RuntimeName, tuple[str, ...]] = {
     "eager": ("avx512_vnni",),
-    "graphed": (),
     "inductor": ("avx512_vnni",),
     "onnxruntime": ("avx512_vnni", "avx_vnni"),
     "openvino": ("avx512_vnni", "avx_vnni"),
@@ -41,7 +40,7 @@ class _Layer(Protocol):
 
 def has_vnni(runtime: RuntimeName, cpu_flags: Collection[str]) -> bool:
     """Return whether the int8 kernels of a runtime add products in 32 bits on a CPU of these flags, as Linux names them."""
-    return not set(INSTRUCTIONS[runtime]).isdisjoint(cpu_flags)
+    return not set(INSTRUCTIONS.get(runtime, ())).isdisjoint(cpu_flags)
 
 
 def saturates(runtime: RuntimeName) -> bool:

@@ -44,7 +44,7 @@ def test_arguments_that_cannot_be_read_are_refused_in_one_line(arguments: tuple[
         ),
         (
             ("run", "--runtimes", "onnx,tensorrt"),
-            "--runtimes names 'tensorrt': use auto, or some of eager, inductor, onnxruntime, openvino",
+            "--runtimes names 'tensorrt': use auto, or some of eager, graphed, inductor, onnxruntime, openvino",
         ),
         (
             ("run", "--quantize-dtype", "fp32", "--quantize-layers", "fc1"),
@@ -58,7 +58,7 @@ def test_arguments_that_cannot_be_read_are_refused_in_one_line(arguments: tuple[
         (("doctor", "--device", "tpu"), "--device: Input should be 'auto', 'cpu' or 'cuda' (got 'tpu')"),
         (
             ("doctor", "--model", "max_size_ratio", "--runtimes", "tensorrt"),
-            "--runtimes names 'tensorrt': use auto, or some of eager, inductor, onnxruntime, openvino",
+            "--runtimes names 'tensorrt': use auto, or some of eager, graphed, inductor, onnxruntime, openvino",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""Handlers of measurements: images, evaluation, timing, memory. Imports torch only where the model's runtime is torch's."""
+"""Handlers of measurements: evaluation, timing, memory. Imports torch only where the model's runtime is torch's."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -7,21 +7,19 @@ from pathlib import Path
 from typing import Any
 
 from profiling_agent.acquisition.images import SplitImages
-from profiling_agent.acquisition.prepared import PreparedImages, write_prepared
+from profiling_agent.acquisition.prepared import PreparedImages
 from profiling_agent.artifacts.folder import model_bytes, open_folder
 from profiling_agent.artifacts.golden import check_golden
-from profiling_agent.artifacts.load import read_processor
-from profiling_agent.artifacts.recipe import PROCESSOR, Counts
+from profiling_agent.artifacts.recipe import Counts
 from profiling_agent.benchmarking import race as races
 from profiling_agent.benchmarking import throughput as throughputs
 from profiling_agent.benchmarking.headline import measure_headline
 from profiling_agent.deployment import layer_times as layers
 from profiling_agent.deployment.protocol import ModelSession
 from profiling_agent.deployment.registry import open_session
-from profiling_agent.errors import ArtifactError, RequestError
+from profiling_agent.errors import RequestError
 from profiling_agent.evaluation.openings import note_opening
 from profiling_agent.evaluation.predictions import Answers, answers_of, joined, write_predictions
-from profiling_agent.files import write_text
 from profiling_agent.jobs.context import JobContext
 from profiling_agent.jobs.tasks import (
     Evaluated,
@@ -31,8 +29,6 @@ from profiling_agent.jobs.tasks import (
     LayerTimesTask,
     MemoryTask,
     OpenHeldoutTask,
-    Prepared,
-    PrepareTask,
     RaceTask,
     SessionTask,
     ThroughputTask,
@@ -116,20 +112,6 @@ def open_heldout(task: OpenHeldoutTask, job: JobContext) -> Opening:
     images = SplitImages(job.path(task.heldout.file))
     encoded = (images.encoded(row) for row in range(len(images)))
     return note_opening(weights, task.candidate.sha256, encoded, task.fresh)
-
-
-def prepare(task: PrepareTask, job: JobContext) -> Prepared:
-    """Write what the processor makes of the shard's images, and the processor beside it."""
-    path = job.path(task.split.file)
-    split, rows = SplitImages(path), task.split.rows(task.shard)
-    # A run that is short of time takes the first of them alone.
-    if len(split) < task.split.num_images:
-        raise ArtifactError(
-            f"split {str(path)!r} holds {len(split)} images, {task.split.num_images} were drawn: run again"
-        )
-    write_text(job.folder / PROCESSOR, task.processor)
-    shape, dtype = write_prepared(job.folder, split, rows, read_processor(job.folder), progress=job.progress)
-    return Prepared(shape=shape, dtype=dtype)
 
 
 @dataclass

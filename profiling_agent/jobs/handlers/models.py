@@ -1,4 +1,4 @@
-"""Handlers that make models: acquisition, reference logits, profiles, pruning, recovery, tuning, export, deployment."""
+"""Handlers that make models: acquisition, images, reference logits, profiles, pruning, recovery, tuning, export, deployment."""
 
 import contextlib
 import shutil
@@ -18,11 +18,12 @@ from profiling_agent.acquisition.data import DataQuery
 from profiling_agent.acquisition.images import SplitImages, relabel_split
 from profiling_agent.acquisition.labels import choose_matching
 from profiling_agent.acquisition.models import LoadedModel, device_note, load_model, resolve_device
-from profiling_agent.acquisition.prepared import iter_batches, processed_batches, shuffled_batches
+from profiling_agent.acquisition.prepared import iter_batches, processed_batches, shuffled_batches, write_prepared
 from profiling_agent.acquisition.splits import DrawnSplit, DrawnSplits, draw_splits, look_up_labels
 from profiling_agent.artifacts.folder import model_bytes, processor_text
 from profiling_agent.artifacts.golden import check_golden
-from profiling_agent.artifacts.load import load_module, load_processor, load_recipe, load_skeleton
+from profiling_agent.artifacts.load import load_module, load_processor, load_recipe, load_skeleton, read_processor
+from profiling_agent.artifacts.recipe import PROCESSOR
 from profiling_agent.artifacts.save import save_derived, save_model
 from profiling_agent.benchmarking.latency_table import LatencyTable, read_table, time_units, write_table
 from profiling_agent.cache import kept_folder
@@ -46,6 +47,8 @@ from profiling_agent.jobs.tasks import (
     LogitsTask,
     MatchedLabels,
     MatchLabelsTask,
+    Prepared,
+    PrepareTask,
     Profiled,
     ProfileTask,
     PruneTask,
@@ -494,3 +497,17 @@ def _differences(session: ModelSession, source: Source, expected: Tensor) -> tup
         raise QuantizationError("on calibration images the logits aren't finite in this deployment: leave it out")
     # Rounding makes it a hair negative where both are equal.
     return relative_distance(ours, theirs), max(0.0, mean_kl(theirs, ours))
+
+
+def prepare(task: PrepareTask, job: JobContext) -> Prepared:
+    """Write what the processor makes of the shard's images, and the processor beside it."""
+    path = job.path(task.split.file)
+    split, rows = SplitImages(path), task.split.rows(task.shard)
+    # A run that is short of time takes the first of them alone.
+    if len(split) < task.split.num_images:
+        raise ArtifactError(
+            f"split {str(path)!r} holds {len(split)} images, {task.split.num_images} were drawn: run again"
+        )
+    write_text(job.folder / PROCESSOR, task.processor)
+    shape, dtype = write_prepared(job.folder, split, rows, read_processor(job.folder), progress=job.progress)
+    return Prepared(shape=shape, dtype=dtype)
