@@ -1,8 +1,9 @@
 """Common mistakes: each ends in one clear line and exit code 2, and leaves nothing behind."""
 
 import json
+import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +18,12 @@ from transformers import ViTConfig, ViTModel
 from typer.testing import CliRunner
 
 from profiling_agent.cli.main import USAGE_ERROR, app
+from profiling_agent.jobs.table import MODULES
+from profiling_agent.processes.environment import child_environment
+from profiling_agent.processes.started import fork_server
 from profiling_agent.workspace import Workspace
+
+SETTINGS = {"COLUMNS": "200", "TERM": "dumb", "HF_HUB_OFFLINE": "1"}
 
 
 class Place(NamedTuple):
@@ -219,15 +225,21 @@ OTHER: dict[str, tuple[Callable[[Place], tuple[str, ...]], str]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def _imported_offline(_imported_once: None) -> Iterator[None]:
+    """Keep what the children of offline runs are copies of, for all mistakes."""
+    with fork_server(MODULES, child_environment({**os.environ, **SETTINGS})):
+        yield
+
+
 @pytest.fixture
-def place(world: World, finished: Path, tmp_path: Path) -> Place:
+def place(world: World, finished: Path, tmp_path: Path, _imported_offline: None) -> Place:
     return Place(world, finished, tmp_path)
 
 
 def refusal(arguments: tuple[str, ...]) -> str:
     """Call the command line as `main` does; return its one line on standard error."""
-    environment = {"COLUMNS": "200", "TERM": "dumb", "HF_HUB_OFFLINE": "1"}
-    ended: Any = CliRunner().invoke(app, list(arguments), env=environment, standalone_mode=False)
+    ended: Any = CliRunner().invoke(app, list(arguments), env=SETTINGS, standalone_mode=False)
     if USAGE_ERROR in type(ended.exception).__mro__:
         return ended.exception.format_message()
 
