@@ -34,6 +34,9 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+UNTIL_ASKED = ("acquisition", "input_shape_resolver", "profiling", "deployment_search", "analysis", "approval")
+
+
 @pytest.mark.slow
 def test_studio_sees_the_form_follows_a_run_that_is_killed_answers_it_and_forks_it(world: World, tmp_path: Path):
     with serving(tmp_path, PROFILING_AGENT_FOLDERS=str(world.model.parent)) as (server, client):
@@ -72,14 +75,10 @@ def test_studio_sees_the_form_follows_a_run_that_is_killed_answers_it_and_forks_
         assert done <= {path.parent.name for path in run.glob("jobs/*/result.json")}
         values: Any = client.threads.get_state(thread)["values"]
         assert values["quantize_dtype"] == "qint8"
-        assert list(dict.fromkeys(stages)) == [
-            "acquisition",
-            "input_shape_resolver",
-            "profiling",
-            "deployment_search",
-            "analysis",
-            "approval",
-        ]
+        # What the server did between the last event that was read and its end isn't done again.
+        seen = [*dict.fromkeys(stages)]
+        assert seen == [stage for stage in UNTIL_ASKED if stage in seen]
+        assert {"acquisition", "profiling", "approval"} <= {*seen}
         (waiting,) = client.threads.get_state(thread)["interrupts"]
         assert waiting["value"]["choices"] == ["accept", "edit", "reject"]
 
