@@ -25,7 +25,7 @@ coverage: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest --cov --cov-report=term:skip-covered --durations=20 -q -n auto --dist loadfile
 
 test-slow: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest --durations=30 -q -n auto --dist worksteal -m "slow and not gpu"
+	$(BIN)/python -m pytest --durations=30 -q -n auto --dist worksteal -m "slow and not gpu and not matrix"
 
 # What needs timm, with it beside the environment and not in it: no torchvision on our index has operators that its torch can load
 # (tests/torchvision_names.py), and all other tests have to pass where there is none.
