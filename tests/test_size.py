@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-MAX_LINES = {"profiling_agent graphs": 34428, "tests": 33812, "benchmarks": 7291}
-MAX_MODULES = 229
+MAX_LINES = {"profiling_agent graphs": 34438, "tests": 33831, "benchmarks": 7282}
+MAX_MODULES = 230
 
 
 def python_files(folders: str) -> list[Path]:
