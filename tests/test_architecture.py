@@ -131,5 +131,7 @@ def test_few_frames_lie_between_a_node_and_the_tensor_operation(world: World):
         ("quantization", "iteration/attempt.py:quantize_attempt"),
         ("deployment_search", "iteration/deployment_search.py"),
     ):
-        handed_over = [frames for frames in found[node] if any("iteration/evaluator.py:make" in name for name in frames)]
+        handed_over = [
+            frames for frames in found[node] if any("iteration/evaluator.py:make" in name for name in frames)
+        ]
         assert len(longest(handed_over, through)) + rounded <= 17
