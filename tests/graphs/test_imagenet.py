@@ -12,7 +12,7 @@ SHARED = Path(__file__).resolve().parents[3] / "shared"
 MODEL, DATASET = SHARED / "models" / "mobilenetv1-imagenet", SHARED / "data" / "imagenet-sample"
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.matrix,
     pytest.mark.skipif(not (MODEL.exists() and DATASET.exists()), reason=f"{MODEL} or {DATASET} is missing"),
 ]
 
