@@ -28,12 +28,12 @@ def measure_headline(session: ModelSession, spec: InputSpec, *, batch_size: int)
         warm_up += warm(run_once)
         pass_ms = run_once()
         warm_up += 1
-    runs = max(MIN_RUNS, min(MAX_RUNS, int(TIME_MS / pass_ms)))
-    samples_ms = take_turn(run_once, gpu_runs(pass_ms) if on_gpu else runs)
+    runs = gpu_runs(pass_ms) if on_gpu else max(MIN_RUNS, min(MAX_RUNS, int(TIME_MS / pass_ms)))
+    samples_ms = take_turn(run_once, runs)
     on_device = session.peak_bytes() if isinstance(session, OnDevice) else None
     return Headline(
         latency=latency_stats(samples_ms, batch_size),
         peak_memory_bytes=peak_memory_bytes() if on_device is None else on_device,
-        forward_passes=warm_up + (gpu_runs(pass_ms) if on_gpu else runs),
+        forward_passes=warm_up + runs,
         energy=energy_per_image(session, images) if on_gpu and isinstance(session, Enqueues) else None,
     )

@@ -317,7 +317,6 @@ def _write_card(folder: Path, recipe: Recipe, temporary: Path, how: str, *, is_o
 
 
 FORMATS = ("files", "onnx", "hf")
-TORCH_RUNTIMES = frozenset({"eager", "graphed", "inductor"})
 # What the format takes as it is, and a run has usually measured.
 MORE = {
     "onnx": ", pick a candidate for ONNX Runtime (`profiling-agent pick RUN` lists what was measured), or run with --runtimes onnxruntime"
@@ -412,7 +411,7 @@ def _refused(recipe: Recipe, format_: str) -> str | None:
         return "whose int8 or float8 layers are for CUDA and have no place in other formats"
     if format_ == "files" or (format_ == "onnx" and runtime == "onnxruntime"):
         return None
-    if runtime not in TORCH_RUNTIMES:
+    if runtime not in TORCH:
         return f"whose graph is no {'ONNX file' if format_ == 'onnx' else 'Hugging Face model'}"
     if format_ == "onnx" and not recipe.quantized and recipe.deployment.scheme != "float32":
         return "whose weights are all in half precision, and an export to ONNX is of float32"
