@@ -1,11 +1,13 @@
 """Sweeps: every combination of models, data sets, contracts and seeds as a run, on this machine or on the nodes of a Ray cluster."""
 
+import contextlib
 import hashlib
 import itertools
 import json
 import logging
 import os
 import socket
+import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -119,7 +121,8 @@ def _on_ray(cells: dict[str | None, Request], address: str) -> Iterator[SweepRow
         cluster = ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except Exception as error:  # Ray raises all kinds.
         raise RequestError(f"no Ray cluster at {address!r} ({error}): start one, with profiling-agent[ray]") from error
-    with cluster:
+    # Ray prints that a node is lost to standard output, where a document may be due.
+    with cluster, contextlib.redirect_stdout(sys.stderr):
         cpus = sorted({int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]} - {0})
         if len(cpus) != 1:
             raise RequestError(f"the nodes have {cpus} CPUs and a run takes a whole node: give all the same --num-cpus")

@@ -245,9 +245,11 @@ def test_the_command_goes_on_with_every_cell_and_reads_them_back(tmp_path: Path,
     page = (output / PAGE).read_text()
     assert all(f'href="{run_id}/report.html"' in page for run_id in run_ids)
 
-    again = command(str(file), "--output", str(output))
+    # A process of its own: the width of the terminal is read once in each.
+    program = [sys.executable, "-m", "profiling_agent.cli.main", "sweep", str(file), "--output", str(output)]
+    again = subprocess.run(program, env=os.environ | {"COLUMNS": "250"}, capture_output=True, text=True, check=False)
 
-    assert again.exit_code == 1
+    assert again.returncode == 1, again.stderr
     assert all(run_id in again.stdout for run_id in run_ids)
     assert {run_id: (output / run_id / "report.json").stat().st_mtime_ns for run_id in run_ids} == written
 
@@ -281,13 +283,13 @@ def node_of(run: Path) -> int | None:
         return None
 
 
-@pytest.mark.skip(reason="open: it failed in its only run, and why is not known yet")
 @pytest.mark.slow
+@pytest.mark.matrix
 def test_a_sweep_on_three_nodes_decides_what_one_here_does_though_a_node_is_lost(
     world: World, nodes: tuple[Any, list[Any]], tmp_path: Path
 ):
     cluster, started = nodes
-    file = sheet(tmp_path, world, contracts=[{"max_accuracy_drop": 0.03}], seeds=[0, 1, 2, 3])
+    file = sheet(tmp_path, world, contracts=[{"max_accuracy_drop": 0.03}], seeds=[0, 1, 2])
     output, here = tmp_path / "there", tmp_path / "here"
     program = [sys.executable, "-m", "profiling_agent.cli.main", "sweep", file.name, "--output", output.name, "--json"]
     options = ["--engine", "ray", "--ray-address", cluster.address]
@@ -312,7 +314,7 @@ def test_a_sweep_on_three_nodes_decides_what_one_here_does_though_a_node_is_lost
     assert lost is not None
     # What the lost node had finished wasn't done again.
     assert {path: path.stat().st_mtime_ns for path in kept} == kept
-    assert [row["failure"] for row in rows] == [""] * 4
+    assert [row["failure"] for row in rows] == [""] * 3
     for row, expected in zip(rows, local, strict=True):
         run_id = str(expected.request.run_id)
         assert row["request"]["run_id"] == run_id
@@ -322,7 +324,6 @@ def test_a_sweep_on_three_nodes_decides_what_one_here_does_though_a_node_is_lost
         assert sorted(path.name for path in (output / run_id).iterdir()) >= ["best", "checkpoints.sqlite"]
 
 
-@pytest.mark.skip(reason="open: it failed in its only run, and why is not known yet")
 @pytest.mark.slow
 def test_a_cluster_that_is_not_there_and_runs_that_fail_on_nodes(nodes: tuple[Any, list[Any]], tmp_path: Path):
     cluster, _ = nodes

@@ -241,9 +241,9 @@ def test_the_form_that_studio_shows_is_the_requests():
     assert schema["properties"]["max_accuracy_drop"]["default"] == 0.01
 
 
-def test_readme_shows_the_graph_as_it_is():
+def test_the_guide_shows_the_graph_as_it_is():
     from profiling_agent.graphs.optimization import graph  # pyright: ignore[reportMissingImports] - mapped on install
 
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    guide = (Path(__file__).parents[2] / "docs" / "guide.md").read_text()
 
-    assert graph.get_graph().draw_mermaid().strip() in readme
+    assert graph.get_graph().draw_mermaid().strip() in guide
