@@ -44,7 +44,6 @@ class FileRefusedError(OSError):
     """A path that isn't used; `strerror` is the reason, as in the system's own errors."""
 
     def __init__(self, path: Path, reason: str) -> None:
-        """Refuse `path`."""
         super().__init__(errno.EPERM, reason, str(path))
 
 

@@ -78,7 +78,6 @@ def _drive(
 
 
 def _pending(graph: Any, config: RunnableConfig) -> ApprovalQuestion | None:
-    """Return the question that the run waits with."""
     return question_in(graph.get_state(config).interrupts)
 
 

@@ -60,7 +60,6 @@ def _files(stat: Path, names: tuple[str, ...]) -> int:
 
 
 def _number(path: Path) -> int | None:
-    """Return the number in a file; None where there is none, as in "max"."""
     text = "".join(_lines(path)).strip()
     return int(text) if text.isdecimal() else None
 

@@ -39,7 +39,6 @@ CPU_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx_vnni", "amx_i
 
 
 def _cpuinfo(field: str) -> str:
-    """Return the first value of `field` in /proc/cpuinfo, or nothing where there is no such file."""
     path = Path("/proc/cpuinfo")
     lines = path.read_bytes().decode(errors="replace").splitlines() if path.exists() else []
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(field)), "")

@@ -181,7 +181,6 @@ def choose_columns(data: OpenedData, split: str, id2label: Mapping[int, str]) ->
     """Return the image column and the label column that maps best to the model's classes; AcquisitionError if none does."""
 
     def score(columns: Columns) -> tuple[float, int]:
-        """Return the share of the labels that map, and how many classes are reached."""
         ids = [match.model_id for match in columns.matchings[0].matches]
         mapped = [index for index in ids if index is not None]
         return len(mapped) / len(ids), len(set(mapped))

@@ -299,7 +299,6 @@ def _generic_ids(names: Sequence[str]) -> list[int] | None:
 
 
 def _are_moved(labels: Sequence[str], model_labels: Sequence[str]) -> bool:
-    """Return whether both are the same names in different orders, each once."""
     names = set(labels)
     return list(labels) != list(model_labels) and len(names) == len(labels) and names == set(model_labels)
 

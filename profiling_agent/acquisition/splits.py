@@ -164,7 +164,6 @@ def choose_evaluation_split(data: OpenedData) -> str:
 
 
 def _is_labelled(data: OpenedData, split: str) -> bool:
-    """Return whether any of a split's first rows has a label; columns are checked on the way."""
     columns = [column for tier in label_candidates(data, split) for column in tier]
     return any(is_label(cell) for column in columns for cell in islice(data.labels(split, column), NUM_LABELS_SEEN))
 

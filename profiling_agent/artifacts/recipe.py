@@ -81,7 +81,6 @@ class Description(Record):
     @field_validator("config")
     @classmethod
     def _without_source(cls, config: dict[str, Any]) -> dict[str, Any]:
-        """Drop the path that transformers keeps of where a model was loaded from."""
         return {name: value for name, value in config.items() if name != "_name_or_path"}
 
 

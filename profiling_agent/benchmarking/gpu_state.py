@@ -59,7 +59,6 @@ def read_state() -> GpuState | None:
 
 
 def _read(module: Any, read: Callable[[], Any]) -> Any:
-    """Return one reading, None where this GPU or driver has none."""
     with contextlib.suppress(module.NVMLError, AttributeError):
         return read()
     return None

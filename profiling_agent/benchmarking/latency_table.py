@@ -126,7 +126,6 @@ def time_units(
 
 
 def _kept_file(batch: Tensor) -> Path | None:
-    """Return where this machine's times are kept; None without a cache folder."""
     folder = kept_folder("latency")
     return folder / f"{_fingerprint(batch.device)}.json" if folder else None
 
@@ -202,7 +201,6 @@ def _parts(model: nn.Module, unit: Unit, shapes: Mapping[str, tuple[int, ...]]) 
 
 
 def _chosen(unit: Unit) -> list[int]:
-    """Return the widths of a unit that are timed."""
     widths = aligned_widths(unit.width, unit.step)[::-1]
     count = min(NUM_TIMED - 1, len(widths))
     return [unit.width, *(widths[(index + 1) * len(widths) // count - 1] for index in range(count))]

@@ -193,7 +193,6 @@ def hold_race(
 def _hold(
     start_session: StartSession, num_models: int, *, limits: SessionLimits, seed: int, progress: Progress
 ) -> RaceSession:
-    """Return a session of all models from beginning to end; JobError where a process crashed or hung."""
     with start_session(range(num_models)) as processes:
         return run_session(processes, limits=limits, seed=seed, chooses=False, progress=progress)
 

@@ -132,12 +132,10 @@ def saved_model(source: Path) -> SavedModel:
 
 
 def _lacks(folder: Path) -> str | None:
-    """Return what has to be installed to run a saved model here, None where nothing."""
     return missing(open_folder(folder, verify=False).deployment.runtime)
 
 
 def _ref(folder: Path) -> ArtifactRef:
-    """Return a saved model; ArtifactError where it isn't there, or not whole."""
     open_folder(folder, verify=False)
     sha256, size_bytes = file_sha256(folder / RECIPE), model_bytes(folder)
     return ArtifactRef(path=str(folder), sha256=sha256, size_bytes=size_bytes, kind="model")

@@ -219,7 +219,6 @@ def _runtime(name: RuntimeName) -> Finding:
 
 
 def _device(name: str) -> Finding:
-    """Take a small model through profile, prune and evaluate on a device."""
     command = child_command("profiling_agent.jobs.self_test", name)
     try:
         ended = subprocess.run(

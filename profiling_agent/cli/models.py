@@ -281,7 +281,6 @@ def look_at_model(model: str, *, revision: str | None, runtimes: str, json_: boo
 
 
 def _installed(request: Request) -> tuple[list[RuntimeName], list[str]]:
-    """Return the runtimes to try, and a line for each that isn't."""
     names, left_out = list[RuntimeName](), list[str]()
     for name in request.runtime_names:
         line = registry.missing(name)

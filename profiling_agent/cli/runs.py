@@ -160,7 +160,6 @@ def approve(
 
 
 def _answer(**given: Any) -> Approval | None:
-    """Return the one answer that was given by flags."""
     named = {name: value for name, value in given.items() if value not in (None, False)}
     if len(named) > 1:
         raise RequestError(f"{' and '.join(f'--{name}' for name in named)} were given: give one answer")

@@ -49,7 +49,6 @@ class Deployed:
     """A saved model, opened in its runtime."""
 
     def __init__(self, folder: Path, recipe: Recipe, session: ModelSession) -> None:
-        """Take an opened session; `load` is the way in."""
         self.folder, self.recipe, self.session = folder, recipe, session
 
     @property
@@ -120,7 +119,6 @@ class Deployed:
             return processor(images=pictures, return_tensors="np")["pixel_values"]
 
     def _label(self, class_id: int) -> str:
-        """Return the name of a class, or its number where it has none."""
         return str(self.recipe.config.get("id2label", {}).get(str(class_id), class_id))
 
 

@@ -43,7 +43,6 @@ class OnnxSession:
     """An ONNX file, opened."""
 
     def __init__(self, session: "InferenceSession") -> None:
-        """Take ONNX Runtime's own session; `open` is the way in."""
         self._session = session
         # A dynamic size has a name.
         size = session.get_inputs()[0].shape[0]

@@ -145,7 +145,6 @@ class _Images(CalibrationDataReader):
         self._images: Iterator[NDArray[Any]] = iter(images)
 
     def get_next(self) -> Any:
-        """Return the next image as the model's input, None after the last."""
         image = next(self._images, None)
         return None if image is None else {INPUT: image[None]}
 

@@ -77,7 +77,6 @@ class OpenVinoSession:
         return ArtifactError(f"OpenVINO can't read {str(self._path)!r} ({said}): save it again")
 
     def _batch_size(self) -> int | None:
-        """Return the only number of images that the graph takes, None for any."""
         size = self._read().input(0).get_partial_shape()[0]
         return size.get_length() if size.is_static else None
 

@@ -63,7 +63,6 @@ def write_deployment(source: Source, deployment: Deployment, folder: Path) -> Pr
 
 @contextmanager
 def _theirs(doing: str) -> Generator[None]:
-    """Name what OpenVINO or NNCF raises; nothing of ours runs within."""
     try:
         yield
     except (RuntimeError, ValueError, TypeError) as error:

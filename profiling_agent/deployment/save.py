@@ -47,7 +47,6 @@ def save_deployed(
 
 
 def _ask(folder: Path, recipe: Recipe, *, device: str, num_threads: int | None) -> Golden:
-    """Return what the model in `folder` says of noise, once it is opened."""
     session = runtime(recipe.deployment.runtime).open(folder, recipe, device=device, num_threads=num_threads)
     images = noise_batch(recipe.input, session.fixed_size or NUM_IMAGES).astype(np.float16)
     logits = session.run(images.astype(np.float32))

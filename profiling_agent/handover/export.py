@@ -202,7 +202,6 @@ def _rendered(template: str, told: Mapping[str, Any]) -> str:
 
 
 def _labels(recipe: Recipe) -> list[str]:
-    """Return the names of the classes in their order."""
     names = recipe.config["id2label"]
     return [names[str(number)] for number in range(len(names))]
 
@@ -293,14 +292,12 @@ def _last_line(lines: Sequence[str]) -> str:
 
 
 def _offered(recipe: Recipe) -> str:
-    """Return what else can be done with a model of this deployment."""
     if recipe.deployment.runtime in TORCH:
         return "export its float32 parent, or the same model in ONNX Runtime or OpenVINO (`profiling-agent pick` lists them)"
     return f"copy {' and '.join(recipe.model_files)} from the saved folder"
 
 
 def _unprepared(recipe: Recipe, others: Sequence[str]) -> str:
-    """Return what can be done with a model whose images only its processor can prepare."""
     if others:
         return f"use --format {' or '.join(others)}, and prepare images with transformers"
     if recipe.deployment.runtime in TORCH:

@@ -200,7 +200,6 @@ def _terms(
 
 
 def _memory_ratio(own: RaceResult | None, baseline: RaceResult | None) -> float | None:
-    """Return what a candidate's processes held of what the baseline's did; None where nobody asked."""
     if own is None or baseline is None or not own.peak_bytes or not baseline.peak_bytes:
         return None
     return median(own.peak_bytes) / median(baseline.peak_bytes)
@@ -227,7 +226,6 @@ def _refusals(report: RunReport, evaluation: Evaluation) -> tuple[str, ...]:
 
 
 def _is_faster(one: Measured, other: Measured) -> bool:
-    """Return whether the session that both were in shows one to be faster; one that wasn't in it is by no other's."""
     return one.chosen_by is not None and other.chosen_by is not None and compare(one.chosen_by, other.chosen_by).low > 1
 
 

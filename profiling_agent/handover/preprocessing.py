@@ -110,7 +110,6 @@ def _rounded(value: float) -> float:
 
 
 def _guesses(processor: Any, spec: InputSpec) -> Generator[dict[str, Any]]:
-    """Yield what the settings may mean."""
     names = {int(number): name for name, number in RESAMPLE.items()}
     resample = names.get(_integer(getattr(processor, "resample", None)) or 0, "bilinear")
     own = (spec.height, spec.width)

@@ -117,7 +117,6 @@ def _stage(folder: Path, scratch: Path) -> _Staged:
 
 
 def _existing(api: HfApi, repo_id: str) -> ModelInfo | None:
-    """Return what the Hub knows of a repository, None where there is none."""
     try:
         return api.model_info(repo_id)
     except RepositoryNotFoundError:
@@ -166,7 +165,6 @@ def _add_license(api: HfApi, staged: _Staged) -> None:
 
 @contextmanager
 def _hub(repo_id: str) -> Generator[None]:
-    """Turn what the Hub says into one line."""
 
     def refuse(said: str) -> ProfilingAgentError:
         return RequestError(f"{repo_id!r} can't be pushed to {constants.ENDPOINT} ({said}): nothing was committed")

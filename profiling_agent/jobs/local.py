@@ -140,7 +140,6 @@ class LocalEngine:
             )
 
     def _hear(self, process: Child[Message], timeout_s: float, progress: Progress) -> None:
-        """Wait until a process has done its job; raises what the stage raised."""
         late, deadline = f"took longer than {timeout_s:.0f} s", time.monotonic() + timeout_s
         while (message := process.receive(deadline, late)).kind == "progress":
             progress(message.text, message.done, message.total)

@@ -82,7 +82,6 @@ class Server:
     """What the process is until it is a copy: it forks, buries what ended, and kills what it is told to."""
 
     def __init__(self) -> None:
-        """Begin to listen."""
         self._parent = socket.socket(fileno=os.dup(0))
         self._controls = [self._parent]
         self._woken, self._wakes = os.pipe()
@@ -172,7 +171,6 @@ def _ignore(_number: int, _frame: FrameType | None) -> None:
 
 
 def _has_ended(program: _Running) -> bool:
-    """Say whether a program has ended, and tell how."""
     pid, status = os.waitpid(program.pid, os.WNOHANG)
     if pid:
         _tell(program.status, f"{os.waitstatus_to_exitcode(status)}\n")

@@ -84,7 +84,6 @@ def _means(output: Tensor) -> Tensor:
 
 
 def _corrected(_module: nn.Module, _args: Any, output: Tensor, *, shift: _Shift) -> Tensor:
-    """Return the output with what is known of the shift by now."""
     shift.add(output)
     return output + shift.mean.view(-1, 1, 1)
 

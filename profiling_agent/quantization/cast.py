@@ -25,7 +25,6 @@ class CastModule(QuantizedModule):
     kind = "cast"
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take plain tensors; `from_tensors` and `from_float` are the ways in."""
         super().__init__()
         expect_dtype(tensors["weight"], torch.bfloat16)
         self.dtype = "bfloat16"
@@ -72,7 +71,6 @@ class CastLinear(CastModule):
     """`nn.Linear` in bfloat16; x is (..., in_features)."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take plain tensors; `from_tensors` and `from_float` are the ways in."""
         super().__init__(tensors)
         self.out_features, self.in_features = self.rounded.shape
 
@@ -97,7 +95,6 @@ class CastConv2d(CastModule):
     """`nn.Conv2d` in bfloat16; x is (b, c, h, w)."""
 
     def __init__(self, tensors: Mapping[str, Tensor], geometry: Geometry) -> None:
-        """Take plain tensors; `from_tensors` and `from_float` are the ways in."""
         super().__init__(tensors)
         self.geometry = geometry
         geometry.tell_(self, self.rounded)

@@ -56,7 +56,6 @@ class DynamicLinear(QuantizedModule):
     kind = "dynamic"
 
     def __init__(self, packed: Any, weight: Tensor, *, reduce_range: bool, has_bias: bool) -> None:
-        """Take weights packed already; `from_linear` and `from_tensors` are the ways in."""
         super().__init__()
         self._packed = packed
         self.out_features, self.in_features = weight.shape

@@ -42,7 +42,6 @@ class Grid:
     """Where an activation's steps lie: x is stored as round(x / scale) + zero_point, from 0 to `levels`."""
 
     def __init__(self, scale: float, zero_point: int, levels: int) -> None:
-        """Take plain numbers, which a traced graph holds as constants."""
         self.scale, self.zero_point, self.levels = scale, zero_point, levels
 
     @classmethod
@@ -83,7 +82,6 @@ class StaticModule(QuantizedModule):
     kind = "static"
 
     def __init__(self, tensors: Mapping[str, Tensor], *, reduce_range: bool) -> None:
-        """Take plain tensors; `from_tensors` and `from_float` are the ways in."""
         super().__init__()
         expect_dtype(tensors["weight"], torch.int8)
         self.dtype = "qint8"
@@ -162,7 +160,6 @@ class StaticLinear(StaticModule):
     """`nn.Linear` in static int8; x is (..., in_features)."""
 
     def __init__(self, tensors: Mapping[str, Tensor], *, reduce_range: bool) -> None:
-        """Take plain tensors; `from_tensors` and `from_float` are the ways in."""
         super().__init__(tensors, reduce_range=reduce_range)
         self.out_features, self.in_features = self.steps.shape
 
@@ -187,7 +184,6 @@ class StaticConv2d(StaticModule):
     """`nn.Conv2d` in static int8; x is (b, c, h, w)."""
 
     def __init__(self, tensors: Mapping[str, Tensor], geometry: Geometry, *, reduce_range: bool) -> None:
-        """Take plain tensors; `from_tensors` and `from_float` are the ways in."""
         super().__init__(tensors, reduce_range=reduce_range)
         self.geometry = geometry
         geometry.tell_(self, self.steps)

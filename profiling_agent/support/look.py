@@ -54,7 +54,6 @@ class Look:
     """One look at one model; a context manager, which leaves neither files nor processes."""
 
     def __init__(self, progress: Progress = silent) -> None:
-        """Make room for the models; nothing is started yet."""
         self._progress, self._open = progress, ExitStack()
         self.folder = Path(
             self._open.enter_context(tempfile.TemporaryDirectory(prefix="pa-", ignore_cleanup_errors=True))

@@ -202,7 +202,6 @@ def keep_answers(answers: Answers, split: Any, job: JobContext, *, name: str = "
 
 
 def _counts(path: Path) -> Counts:
-    """Return what a model that torch reads takes."""
     from profiling_agent.artifacts.load import load_module
     from profiling_agent.jobs.handlers.models import complexity_of
     from profiling_agent.quantization.footprint import parameter_bytes
