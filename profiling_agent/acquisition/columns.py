@@ -111,9 +111,14 @@ def label_candidates(data: OpenedData, split: str) -> list[list[str]]:
         [name for name in usual if _dtype(features[name]).startswith(("int", "uint"))],
     ]
     if not any(tiers):
-        advice = f", or label images by a table: {BY_TABLE}" if data.is_image_folder else ""
-        why = data.stray_image(split) or f"its columns are {_listed(features)}; name label_column{advice}"
-        raise AcquisitionError(f"the data set has no label column: {why}")
+        advice = (
+            f" (folders are labels only if all images lie equally deep), or label images by a table: {BY_TABLE}"
+            if data.is_image_folder
+            else ""
+        )
+        raise AcquisitionError(
+            f"the data set has no label column: its columns are {_listed(features)}; name label_column{advice}"
+        )
     return [tier for tier in tiers if tier]
 
 

@@ -266,7 +266,7 @@ def look_at_model(model: str, *, revision: str | None, runtimes: str, json_: boo
         names, left_out = _installed(request)
         with open_display(errors) as display, Look(display.stage("doctor")) as look:
             prunable = look.prunable(model, revision)
-            rows = list(look.deployable(look.forms[-1], names))
+            rows = list(look.deployable("pruned" if prunable.cut_share else "whole", names))
     if json_:
         echo_json(
             {

@@ -41,11 +41,13 @@ class JobRow:
 Table = Mapping[type[tasks.Task[Any]], JobRow]
 
 TABLE: Table = {
-    # All four read the model where it was found, which may be the Hub.
+    # All these read the model where it was found, which may be the Hub.
     tasks.MatchLabelsTask: JobRow(handler="profiling_agent.jobs.handlers.models:match_labels", secrets=HUB),
     tasks.AcquireTask: JobRow(handler="profiling_agent.jobs.handlers.models:acquire", secrets=HUB),
     tasks.SurveyShapeTask: JobRow(handler="profiling_agent.jobs.handlers.models:survey_shape", secrets=HUB),
     tasks.ResolveShapeTask: JobRow(handler="profiling_agent.jobs.handlers.models:resolve_shape", secrets=HUB),
+    tasks.LookTask: JobRow(handler="profiling_agent.support.steps:look", secrets=HUB),
+    tasks.TryTask: JobRow(handler="profiling_agent.support.steps:attempt", isolated_timeout_s=HOUR / 4),
     tasks.PrepareTask: JobRow(handler="profiling_agent.jobs.handlers.models:prepare"),
     tasks.LogitsTask: JobRow(handler="profiling_agent.jobs.handlers.models:ask"),
     tasks.ProfileTask: JobRow(handler="profiling_agent.jobs.handlers.models:profile", timed=True),

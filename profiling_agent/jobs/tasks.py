@@ -14,6 +14,7 @@ from profiling_agent.records import (
     Acquired,
     ArtifactRef,
     Cut,
+    Deployability,
     DeployedModel,
     Deployment,
     Footprint,
@@ -24,6 +25,7 @@ from profiling_agent.records import (
     MemoryUse,
     Opening,
     Predictions,
+    Prunable,
     PrunedModel,
     Race,
     Record,
@@ -132,6 +134,28 @@ class SurveyShapeTask(Task[ShapeFacts]):
     model: str
     revision: str | None = None
     device: Device = "auto"
+
+
+# The folder of the run that looks at a model work in.
+LOOKED = "looked"
+
+
+class LookTask(Task[Prunable]):
+    """Read a model, and write it whole and with a quarter off every unit."""
+
+    result: ClassVar[type[Record]] = Prunable
+    model: str
+    revision: str | None = None
+
+
+class TryTask(Task[Deployability]):
+    """Export a form of the model that was looked at, bring it into the deployment of `row`, or open that again."""
+
+    result: ClassVar[type[Record]] = Deployability
+    uses_runtimes: ClassVar[bool] = True
+    isolated: bool = True
+    step: Literal["export", "make", "reopen"]
+    row: Deployability
 
 
 class Prepared(Record):
