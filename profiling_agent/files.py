@@ -6,8 +6,6 @@ import hashlib
 import os
 import shutil
 import sqlite3
-import tempfile
-import threading
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,8 +34,6 @@ SQLITE_STORAGE = {
     sqlite3.SQLITE_CANTOPEN: FOREIGN,
     sqlite3.SQLITE_IOERR: FAILING,
 }
-# Errors of file systems that can't sync a folder.
-NO_FOLDER_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP})
 
 
 class FileRefusedError(OSError):
@@ -95,46 +91,9 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def sync(path: Path) -> None:
-    """Put a file's bytes on the disk."""
-    with path.open("rb") as stream:
-        os.fsync(stream.fileno())
-
-
-def sync_names(folder: Path) -> None:
-    """Put a folder's names on the disk, where its file system can."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in NO_FOLDER_SYNC:
-            raise
-    finally:
-        os.close(descriptor)
-
-
 def make_folders(folder: Path) -> None:
-    """Make a folder and those above it, where they aren't there, their names on the disk.
-
-    Raises:
-        FileExistsError: there is something else of that name.
-    """
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    """Make a folder and those above it, where they aren't there; FileExistsError where there is something else of that name."""
     folder.mkdir(parents=True, exist_ok=True)
-    for path in reversed(missing):
-        sync_names(path.parent)
-
-
-def sync_tree(folder: Path) -> None:
-    """Put everything in a folder on the disk, the folder last; links are left alone."""
-    for path in folder.rglob("*"):
-        if path.is_symlink():
-            continue
-        if path.is_dir():
-            sync_names(path)
-        elif path.is_file():
-            sync(path)
-    sync_names(folder)
 
 
 def _beside(path: Path) -> Path:
@@ -151,13 +110,12 @@ def replacing(path: Path) -> Generator[IO[bytes], None, None]:
             stream.flush()
             os.fsync(stream.fileno())
         temporary.replace(path)
-        sync_names(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Write so that a reader, a crash and a power cut leave the old file or the new one, and nothing between."""
+    """Write so that a reader and a crash leave the old file or the new one, and nothing between."""
     with replacing(path) as stream:
         stream.write(data)
 
@@ -198,29 +156,9 @@ def appearing(folder: Path) -> Generator[Path, None, None]:
     temporary.mkdir()
     try:
         yield temporary
-        sync_tree(temporary)
         temporary.rename(folder)
-        sync_names(folder.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-# Of two that overlap the second would find what the first had set, and put that back for good.
-_SCRATCH = threading.RLock()
-
-
-@contextmanager
-def scratch_in(folder: Path) -> Generator[Path, None, None]:
-    """Give a temporary folder in `folder`, which libraries put their temporary files in too; it is removed at the end.
-
-    `folder`'s disk has room for what is made; /tmp may be a container's 64 MB. One thread at a time.
-    """
-    with _SCRATCH, tempfile.TemporaryDirectory(prefix=TEMPORARY, dir=folder.resolve()) as scratch:
-        before, tempfile.tempdir = tempfile.tempdir, scratch
-        try:
-            yield Path(scratch)
-        finally:
-            tempfile.tempdir = before
 
 
 def sweep(folder: Path, name: str = "") -> None:

@@ -28,7 +28,6 @@ from profiling_agent.files import (
     make_folders,
     storage_problem,
     sweep,
-    sync_names,
     write_text,
 )
 from profiling_agent.holder import holder_said, note_holder
@@ -123,7 +122,6 @@ class Workspace:
         temporary.unlink(missing_ok=True)
         temporary.symlink_to(os.path.relpath(self.path(ref), folder), target_is_directory=True)
         temporary.replace(folder / self.best.name)
-        sync_names(folder)
 
     def sweep(self) -> None:
         """Remove what a killed process left half-written; only the holder of the lock may call this."""

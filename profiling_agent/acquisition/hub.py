@@ -20,6 +20,7 @@ from huggingface_hub.errors import (
 from safetensors import SafetensorError
 
 from profiling_agent.errors import AcquisitionError, ProfilingAgentError
+from profiling_agent.foreign import foreign_code
 
 MODEL_FILES = [
     "config.json",
@@ -74,20 +75,8 @@ def _near(path: Path) -> str:
 @contextmanager
 def library_errors(before: str, after: str = "", kind: type[ProfilingAgentError] = AcquisitionError) -> Generator[None]:
     """Raise an error of ours for what a library raises: its kind and text, between `before` and `after`."""
-    try:
+    with foreign_code(lambda said: kind(f"{before}{said}{after}")):
         yield
-    except ProfilingAgentError:
-        raise
-    except LIBRARY_ERRORS as error:
-        # A device's memory is the machine's problem, not the model's.
-        if type(error).__name__ == "OutOfMemoryError":
-            raise
-        cause: BaseException = error
-        # A lazy import names what it wanted, and is raised from what kept it from being imported.
-        while isinstance(cause, ImportError) and cause.__cause__ is not None:
-            cause = cause.__cause__
-        text = f"{type(cause).__name__} ({' '.join(str(cause).split())[:MAX_TEXT]!r})"
-        raise kind(f"{before}{text}{after}") from error
 
 
 @contextmanager

@@ -24,6 +24,8 @@ MODEL_FILES: dict[RuntimeName, tuple[str, ...]] = {
     "onnxruntime": (ONNX,),
     "openvino": (IR, IR_WEIGHTS),
 }
+# Runtimes whose processes import torch.
+TORCH = frozenset({"eager", "graphed", "inductor"})
 # Whose versions go into the recipe, beside those of what is always there.
 PACKAGES: dict[RuntimeName, tuple[str, ...]] = {
     "eager": (),

@@ -13,6 +13,7 @@ from typing import TypeVar
 import numpy as np
 
 from profiling_agent.artifacts.folder import open_folder
+from profiling_agent.artifacts.recipe import TORCH
 from profiling_agent.benchmarking.session import RaceSession, SessionLimits, Timed, run_session
 from profiling_agent.benchmarking.statistics import EQUAL, Ratios, Score, detectable, latency_stats, score
 from profiling_agent.benchmarking.timed_process import TimedProcess, worker_command
@@ -33,8 +34,7 @@ SHORT = SessionLimits(seconds_per_turn=0.2, seconds_per_model=1.0)
 # A race that can't tell apart what differs by less than this is worth a warning.
 TOO_NOISY = 0.05
 
-# Runtimes whose processes import torch, and what such a process imports.
-TORCH = frozenset({"eager", "graphed", "inductor"})
+# What a process of one of torch's runtimes imports.
 TIMED = (
     "profiling_agent.benchmarking.worker",
     "profiling_agent.deployment.torch_eager",
@@ -297,12 +297,15 @@ def hold_steady_sessions(
     """
     sessions, void = hold_sessions(hold, num_sessions)
     most = num_sessions + MAX_AGAIN
-    while len(steady := _steady(sessions)) < num_sessions and len(sessions) < most and has_time():
+    while True:
+        best_ms = min(map(_baseline_ms, sessions))
+        steady = [session for session in sessions if _baseline_ms(session) <= MAX_SLOWDOWN * best_ms]
+        if len(steady) >= num_sessions or len(sessions) >= most or not has_time():
+            break
         try:
             sessions.append(hold(len(sessions) + len(void)))
         except JobError as error:
             void, most = (*void, str(error)), most - 1
-    best_ms = min(map(_baseline_ms, sessions))
     slow = [_baseline_ms(session) for session in sessions if session not in steady]
     reasons = tuple(f"the baseline took {took_ms:.3g} ms, in its best session {best_ms:.3g}" for took_ms in slow)
     race = pool(steady, (*void, *reasons))
@@ -310,11 +313,6 @@ def hold_steady_sessions(
         return race
     times = ", ".join(f"{_baseline_ms(session):.3g}" for session in sessions)
     return race.model_copy(update={"unsteady": f"the baseline took {times} ms in its sessions"})
-
-
-def _steady(sessions: Sequence[Race]) -> list[Race]:
-    best_ms = min(map(_baseline_ms, sessions))
-    return [session for session in sessions if _baseline_ms(session) <= MAX_SLOWDOWN * best_ms]
 
 
 def _baseline_ms(session: Race) -> float:

@@ -20,7 +20,7 @@ from transformers.masking_utils import bidirectional_mask_function, sdpa_mask
 from profiling_agent.deployment.patches import PlainPatches
 from profiling_agent.deployment.protocol import INPUT, OUTPUT
 from profiling_agent.errors import ArtifactError
-from profiling_agent.files import TEMPORARY, sync, sync_names
+from profiling_agent.files import TEMPORARY
 from profiling_agent.modules.divergence import relative_distance
 from profiling_agent.modules.inference import logits_of, random_batch
 from profiling_agent.quantization.kinds import quantized_modules
@@ -85,9 +85,7 @@ def export_onnx(
                 f"ONNX Runtime's logits are {distance:.2g} from torch's (relative), {TOLERANCE:g} is allowed: "
                 "deploy the saved folder instead"
             )
-        sync(temporary)
         temporary.rename(path)
-        sync_names(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
     return distance

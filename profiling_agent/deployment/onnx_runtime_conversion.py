@@ -6,6 +6,7 @@ once, and no transposed copy is written. ViT-B in dynamic int8 is 8% faster for 
 
 import contextlib
 import itertools
+import tempfile
 from collections import defaultdict
 from collections.abc import Collection, Generator, Iterator, Mapping
 from pathlib import Path
@@ -24,7 +25,6 @@ from profiling_agent.deployment.onnx_names import LAYER_OPS, is_convnet, layer_o
 from profiling_agent.deployment.protocol import INPUT, Batch, Source
 from profiling_agent.documents import first_line
 from profiling_agent.errors import ArtifactError, QuantizationError
-from profiling_agent.files import scratch_in
 from profiling_agent.quantization.quantize import chosen_layers
 from profiling_agent.quantization.vnni import saturates
 from profiling_agent.quiet import muted
@@ -87,8 +87,7 @@ def write_deployment(source: Source, deployment: Deployment, folder: Path) -> Pr
 def _quantizer(folder: Path) -> Generator[None]:
     """Mute the quantizer, which advises on the root logger, have it write below `folder` alone, name its errors."""
     try:
-        # The lock of `muted` first: a second thread's files are its own.
-        with muted(""), scratch_in(folder) as scratch, contextlib.chdir(scratch):
+        with muted(""), tempfile.TemporaryDirectory(dir=folder) as scratch, contextlib.chdir(scratch):
             yield
     except ERRORS as error:
         line = first_line(error)[:200]

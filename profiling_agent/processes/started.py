@@ -3,7 +3,6 @@
 import contextlib
 import itertools
 import os
-import resource
 import select
 import signal
 import socket
@@ -29,15 +28,8 @@ def can_fork() -> bool:
 
     macOS forbids what its libraries do in a copy.
     """
-    if any(Path(driver).exists() for driver in DRIVERS):
-        return False
-    if sys.platform != "linux" or not hasattr(os, "pidfd_open"):
-        return False
-    try:
-        os.close(os.pidfd_open(os.getpid()))
-    except OSError:
-        return False
-    return True
+    is_amd = any(Path(driver).exists() for driver in DRIVERS)
+    return sys.platform == "linux" and hasattr(os, "pidfd_open") and not is_amd
 
 
 def child_command(module: str, *arguments: str) -> list[str]:
@@ -146,14 +138,9 @@ def start(
 
 
 def _passed_on(environment: Mapping[str, str]) -> tuple[object, ...]:
-    """Return what a process that is started now begins with, but for our own variables: environment, cores, limits, umask."""
+    """Return what a process that is started now begins with, but for our own variables: environment, and cores."""
     others = sorted((name, value) for name, value in environment.items() if not name.startswith(OWN))
-    limits = [resource.getrlimit(getattr(resource, name)) for name in dir(resource) if name.startswith("RLIMIT_")]
-    # By the system's call it can only be read by setting it, which other threads would see.
-    status = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
-    masks = [line for line in status if line.startswith("Umask:")]
-    niceness = os.getpriority(os.PRIO_PROCESS, 0)
-    return (*others, *sorted(os.sched_getaffinity(0)), *limits, *masks, niceness)
+    return (*others, *sorted(os.sched_getaffinity(0)))
 
 
 class Forked:
