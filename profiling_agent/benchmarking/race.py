@@ -223,13 +223,6 @@ def session_starter(
     return start_session
 
 
-def runs_torch(folder: Path) -> bool:
-    """Say whether a saved model runs in torch, which takes seconds to import; what can't be opened says so in its turn."""
-    with suppress(ArtifactError):
-        return open_folder(folder, verify=False).deployment.runtime in TORCH
-    return False
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Track:
     """Where saved models race, and how: paths are relative to `root`.
@@ -250,8 +243,12 @@ class Track:
         """Return what starts a process for each entry."""
         start = Start(batch_size=self.batch_size, device=self.device, num_threads=self.num_threads)
         folders = [self.root / ref.path for _, ref in entries]
-        server = self.server
-        servers = {place: server for place, folder in enumerate(folders) if server is not None and runs_torch(folder)}
+        servers: dict[int, ForkServer] = {}
+        for place, folder in enumerate(folders if self.server is not None else ()):
+            # What can't be opened says so in its turn.
+            with suppress(ArtifactError):
+                if self.server is not None and open_folder(folder, verify=False).deployment.runtime in TORCH:
+                    servers[place] = self.server
         commands = [worker_command(folder) for folder in folders]
         return session_starter(commands, start, servers=servers, pass_s=self.pass_s)
 

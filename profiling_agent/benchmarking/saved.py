@@ -8,8 +8,8 @@ from pathlib import Path
 from pydantic import Field
 
 from profiling_agent.artifacts.folder import model_bytes, named_folder, open_folder
-from profiling_agent.artifacts.recipe import RECIPE
-from profiling_agent.benchmarking.race import SHORT, TIMED, Track, choose, hold_one, hold_sessions, pool, runs_torch
+from profiling_agent.artifacts.recipe import RECIPE, TORCH
+from profiling_agent.benchmarking.race import SHORT, TIMED, Track, choose, hold_one, hold_sessions, pool
 from profiling_agent.benchmarking.throughput import check_same_machine, compare, memory_use, taken, throughput
 from profiling_agent.deployment.registry import missing
 from profiling_agent.documents import DocumentError, read_record
@@ -53,15 +53,15 @@ def race_saved(
         raise RequestError(f"a race takes two models, {len(models)} was given: name a run, or another saved model")
     refs = [_ref(model.folder) for model in models]
     entries = [(model.variant, ref) for model, ref in zip(models, refs, strict=True)]
-    lacking = {place: line for place, model in enumerate(models) if (line := _lacks(model.folder))}
+    runtimes = [open_folder(model.folder, verify=False).deployment.runtime for model in models]
+    lacking = {place: line for place, name in enumerate(runtimes) if (line := missing(name))}
     if 0 in lacking:
         raise ArtifactError(f"{models[0].name}, which all are compared with, can't be run here: {lacking[0]}")
     dropped = [Dropped(variant=entries[place][0], model=refs[place], reason=line) for place, line in lacking.items()]
     entries = [entry for place, entry in enumerate(entries) if place not in lacking]
-    copies = any(runs_torch(model.folder) for model in models)
     with (
         machine_lock(progress, "a measurement of saved models"),
-        fork_server(TIMED, child_environment()) if copies else nullcontext() as server,
+        fork_server(TIMED, child_environment()) if TORCH.intersection(runtimes) else nullcontext() as server,
     ):
         track = Track(root=Path("/"), batch_size=batch_size, device=device, server=server)
         first = choose(entries, track, limits=SHORT, progress=progress)
@@ -129,10 +129,6 @@ def saved_model(source: Path) -> SavedModel:
     """Return a saved model under the path that it was given; ArtifactError where it is none."""
     folder = named_folder(source)
     return SavedModel(f"{source} ({open_folder(folder, verify=False).deployment.name})", Variant.BASELINE, folder)
-
-
-def _lacks(folder: Path) -> str | None:
-    return missing(open_folder(folder, verify=False).deployment.runtime)
 
 
 def _ref(folder: Path) -> ArtifactRef:

@@ -15,12 +15,11 @@ from profiling_agent.cli.terminal import (
     echo_json,
     errors,
     open_display,
-    refuse,
     refusing,
     run_folder,
 )
 from profiling_agent.deployment import registry
-from profiling_agent.errors import ProfilingAgentError, RequestError
+from profiling_agent.errors import RequestError
 from profiling_agent.records import NUM_SESSIONS, Deployability, Prunable, RuntimeName
 from profiling_agent.reporting.units import count, percent
 from profiling_agent.request import SYNONYMS, Request
@@ -59,18 +58,14 @@ def race(
     from profiling_agent.cli.tables import race_table
     from profiling_agent.reporting.results import models_of_all
 
-    try:
-        with open_display(errors) as display:
-            models = models_of_all(sources)
-            names, held = race_saved(
-                models,
-                batch_size=batch_size,
-                num_sessions=num_sessions,
-                device=device,
-                progress=display.stage("race"),
-            )
-    except ProfilingAgentError as error:
-        refuse(str(error))
+    with refusing(), open_display(errors) as display:
+        names, held = race_saved(
+            models_of_all(sources),
+            batch_size=batch_size,
+            num_sessions=num_sessions,
+            device=device,
+            progress=display.stage("race"),
+        )
     if json_:
         echo_json(held.model_dump(mode="json"))
         return
@@ -98,14 +93,12 @@ def measure(
     from profiling_agent.cli.tables import measurement_table
     from profiling_agent.reporting.results import before_and_after
 
-    try:
+    with refusing():
         earlier = read_measurements(against, device=device) if against else None
         with open_display(errors) as display:
             models = [model for source in sources for model in before_and_after(source)]
             measured = measure_saved(models, device=device, progress=display.stage("measure"))
         compared = compare_measurements(measured, earlier or measured)
-    except ProfilingAgentError as error:
-        refuse(str(error))
     if json_:
         echo_json(measured.model_dump(mode="json"))
         return
@@ -126,10 +119,8 @@ def compare(
     from profiling_agent.cli.tables import compare_table
     from profiling_agent.reporting.results import read_report
 
-    try:
+    with refusing():
         reports = {str(run): read_report(run) for run in runs}
-    except ProfilingAgentError as error:
-        refuse(str(error))
     if json_:
         echo_json({name: report.model_dump(mode="json") for name, report in reports.items()})
         return
