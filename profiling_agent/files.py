@@ -80,9 +80,10 @@ def inside(path: Path, folder: Path) -> Path:
     return found
 
 
-def is_snapshot(folder: Path) -> bool:
-    """Tell whether a folder is one of the Hub's cache, whose files are links to its repository's blobs."""
-    return folder.parent.name == "snapshots" and (folder.parent.parent / "blobs").is_dir()
+def files_root(folder: Path) -> Path:
+    """Return the folder that links in `folder` may lead to: itself, or the repository of a snapshot in the Hub's cache."""
+    is_snapshot = folder.parent.name == "snapshots" and (folder.parent.parent / "blobs").is_dir()
+    return folder.parent.parent if is_snapshot else folder
 
 
 def file_sha256(path: Path) -> str:

@@ -26,13 +26,13 @@ from profiling_agent.acquisition.hub import (
     LIBRARY_ERRORS,
     MAX_TEXT,
     did_you_mean,
-    files_root,
     hub_errors,
     is_local,
     local_folder,
 )
 from profiling_agent.acquisition.reference import DIGITS, PREFIX, reference_dataset
 from profiling_agent.errors import AcquisitionError, ProfilingAgentError
+from profiling_agent.files import files_root
 from profiling_agent.progress import Progress
 from profiling_agent.records import MatchBy, Record
 

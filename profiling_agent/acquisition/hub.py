@@ -53,12 +53,6 @@ def local_folder(name: str, kind: Kind) -> Path:
     return path
 
 
-def files_root(folder: Path) -> Path:
-    """Return the folder that links in `folder` may lead to: itself, or the repository of a snapshot in the Hub's cache."""
-    is_snapshot = folder.parent.name == "snapshots" and (folder.parent.parent / "blobs").is_dir()
-    return folder.parent.parent if is_snapshot else folder
-
-
 def did_you_mean(name: str, names: Collection[str]) -> str:
     """Return "; did you mean 'x'?" for a name close to `name`, else nothing."""
     near = get_close_matches(name, names, n=1)

@@ -45,10 +45,7 @@ def by_layer(operators: Sequence[OperatorTime], known: Mapping[str, str]) -> dic
     times: defaultdict[str, float] = defaultdict(float)
     layer = ""
     for operator in operators:
-        layer = next((found for name in operator.names if (found := _layer(name, known)) is not None), layer)
+        own = (name.removeprefix(MODULE) if name.startswith(MODULE) else known.get(name) for name in operator.names)
+        layer = next((name for name in own if name is not None), layer)
         times[layer] += operator.ms
     return dict(times)
-
-
-def _layer(name: str, known: Mapping[str, str]) -> str | None:
-    return name.removeprefix(MODULE) if name.startswith(MODULE) else known.get(name)

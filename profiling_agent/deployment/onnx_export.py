@@ -76,7 +76,11 @@ def export_onnx(
     try:
         write_graph(model, temporary, spec=spec, batch_size=batch_size)
         if is_bare:
-            _bare(temporary)
+            import onnx
+
+            from profiling_agent.deployment.onnx_names import write_bare
+
+            write_bare(onnx.load(temporary), temporary)
         checked = CHECKED_BATCHES if batch_size is None else (batch_size,)
         distance = max(_distance(model, temporary, random_batch(spec, size, seed=size)) for size in checked)
         # `not <=` so that a NaN fails.
@@ -89,14 +93,6 @@ def export_onnx(
     finally:
         temporary.unlink(missing_ok=True)
     return distance
-
-
-def _bare(path: Path) -> None:
-    import onnx
-
-    from profiling_agent.deployment.onnx_names import write_bare
-
-    write_bare(onnx.load(path), path)
 
 
 def _check_installed() -> None:
@@ -135,18 +131,14 @@ def write_graph(model: nn.Module, path: Path, *, spec: InputSpec, batch_size: in
                 output_names=[OUTPUT],
                 dynamic_shapes={INPUT: {0: "batch"}} if is_dynamic else None,
             )
-            _fold_(program)
+            from profiling_agent.deployment.onnx_resizes import fold_resizes_
+
+            fold_resizes_(program.model)
             program.save(str(path), external_data=False)
     # A model above protobuf's 2 GB is a ValueError.
     except (torch.onnx.OnnxExporterError, RuntimeError, ValueError) as error:
         advice = "a fixed batch size may work" if is_dynamic else "deploy the saved folder instead"
         raise ArtifactError(f"torch can't export the model to ONNX ({_cause(error)}): {advice}") from error
-
-
-def _fold_(program: Any) -> None:
-    from profiling_agent.deployment.onnx_resizes import fold_resizes_
-
-    fold_resizes_(program.model)
 
 
 def _fit_pools_(model: nn.Module, batch: Tensor) -> None:

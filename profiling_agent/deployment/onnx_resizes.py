@@ -23,7 +23,10 @@ def fold_resizes_(model: Any) -> None:
         if (needed := _needed(model, node)) is None:
             continue
         if (result := _computed(model, needed, node.outputs[0].name)) is not None:
-            _hold_(model, node.outputs[0], result)
+            output = node.outputs[0]
+            held = ir.val(f"{output.name}_resized", const_value=ir.tensor(result))
+            model.graph.register_initializer(held)
+            output.replace_all_uses_with(held)
     if resizes:
         optimizer.remove_unused_nodes(model)
 
@@ -70,9 +73,3 @@ def _computed(model: Any, nodes: Sequence[Any], name: str) -> Any:
         return onnxruntime.InferenceSession(whole, options, providers=["CPUExecutionProvider"]).run([name], {})[0]
     except (Fail, InvalidArgument, InvalidGraph, NotImplemented):
         return None
-
-
-def _hold_(model: Any, output: Any, result: Any) -> None:
-    held = ir.val(f"{output.name}_resized", const_value=ir.tensor(result))
-    model.graph.register_initializer(held)
-    output.replace_all_uses_with(held)

@@ -114,7 +114,8 @@ def _quantize_dynamic(model: onnx.ModelProto, path: Path, nodes: Collection[str]
 
 def _quantize_static(model: onnx.ModelProto, path: Path, nodes: dict[str, str], images: Batch) -> None:
     if is_convnet(model):
-        ops, left_out = CONVNET_OPS, [node.name for node in model.graph.node if _is_kept(node, nodes)]
+        ops, layers = CONVNET_OPS, [node.name for node in model.graph.node if node.op_type in LAYER_OPS]
+        left_out = [name for name in layers if name not in nodes]
         which: dict[str, Any] = {"op_types_to_quantize": list(ops), "nodes_to_exclude": left_out}
     else:
         which = {"op_types_to_quantize": list(LAYER_OPS), "nodes_to_quantize": list(nodes)}
@@ -131,10 +132,6 @@ def _quantize_static(model: onnx.ModelProto, path: Path, nodes: dict[str, str], 
             reduce_range=saturates("onnxruntime"),
             **which,
         )
-
-
-def _is_kept(node: onnx.NodeProto, nodes: Collection[str]) -> bool:
-    return node.op_type in LAYER_OPS and node.name not in nodes
 
 
 class _Images(CalibrationDataReader):

@@ -135,8 +135,12 @@ def best_for(objective: str, found: Sequence[Measured], goal: Goal) -> Measured:
 
     best = min(others, key=rank)
     returned = next((one for one in others if one.is_judged), best)
-    is_level = objective == "speed" and rank(returned)[:-3] == rank(best)[:-3] and not _is_faster(best, returned)
-    return returned if is_level else best
+    if objective != "speed" or rank(returned)[:-3] != rank(best)[:-3]:
+        return best
+    # By the session that both were in; one that wasn't in it is by no other's faster.
+    both = best.chosen_by, returned.chosen_by
+    is_faster = both[0] is not None and both[1] is not None and compare(both[0], both[1]).low > 1
+    return best if is_faster else returned
 
 
 def _rank(one: Measured, objective: str, baseline: Measured, goal: Goal) -> tuple[float, ...]:
@@ -225,10 +229,6 @@ def _refusals(report: RunReport, evaluation: Evaluation) -> tuple[str, ...]:
     )
 
 
-def _is_faster(one: Measured, other: Measured) -> bool:
-    return one.chosen_by is not None and other.chosen_by is not None and compare(one.chosen_by, other.chosen_by).low > 1
-
-
 def _is_beaten(one: Measured, found: Sequence[Measured]) -> bool:
     def merits(each: Measured) -> tuple[float, float, float]:
         return -each.lost, each.speedup, -each.evaluation.footprint.size_bytes
@@ -285,9 +285,6 @@ def _rows(report: RunReport, picked: Measured) -> tuple[CardRow, ...]:
     baseline, own = report.variants[0].evaluation, picked.evaluation
     images = f"{own.predictions.num_images:,} search images"
 
-    def row(name: str, before: str, after: str) -> CardRow:
-        return CardRow(name=name, before=before, after=after)
-
     def footprint(evaluation: Evaluation) -> tuple[str, str, str]:
         held = evaluation.footprint
         return count(held.params), count(held.macs), size(held.size_bytes)
@@ -296,7 +293,8 @@ def _rows(report: RunReport, picked: Measured) -> tuple[CardRow, ...]:
     counted = zip(names, footprint(baseline), footprint(own), strict=True)
     seen = own.drop
     told = percent(own.top1 + seen.drop) if seen else percent(baseline.top1)
-    return (row(f"top-1 on {images}", told, percent(own.top1)), *(row(*each) for each in counted))
+    rows = ((f"top-1 on {images}", told, percent(own.top1)), *counted)
+    return tuple(CardRow(name=name, before=before, after=after) for name, before, after in rows)
 
 
 def _notes(report: RunReport, picked: Measured) -> tuple[str, ...]:

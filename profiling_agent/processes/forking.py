@@ -22,7 +22,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import FrameType
 
 # What one message may hold; Linux takes three times as much.
 MAX_BYTES = 2**16
@@ -90,7 +89,8 @@ class Server:
         self._running: list[_Running] = []
         # A program that ends wakes the server up, whatever whoever started it has blocked.
         signal.set_wakeup_fd(self._wakes, warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, _ignore)
+        # Unlike SIG_IGN, with which the system would bury what ends.
+        signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
         self._blocked = signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
         # Ctrl-C in a terminal is its parent's business, and a copy's as far as it was the server's.
         self._interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -164,10 +164,6 @@ class Server:
         for program in self._running:
             if program.asked_by is control and program.number == number:
                 os.kill(program.pid, signal.SIGKILL)
-
-
-def _ignore(_number: int, _frame: FrameType | None) -> None:
-    """Do nothing, unlike SIG_IGN, with which the system would bury what ends."""
 
 
 def _has_ended(program: _Running) -> bool:
