@@ -139,10 +139,6 @@ def _say(line: str) -> None:
 
 def pick(
     run: RunArgument,
-    objective: Annotated[
-        str | None,
-        typer.Option(metavar="speed|size|memory|accuracy", help="what the contract would have preferred"),
-    ] = None,
     candidate: Annotated[
         str | None, typer.Option(metavar="NUMBER|NAME", help="one of the list, or `openvino static`")
     ] = None,
@@ -153,19 +149,18 @@ def pick(
 ) -> None:
     """Take another model of a finished run than the one it returned; nothing is measured again.
 
-    Without `--objective` and `--candidate` all that the run measured is listed: on search images, and whether anything beats
-    it. With one of them the model is copied to `--output`, to be loaded, exported or pushed. By an objective it is the one
-    that the run's contract would have chosen with it: that keeps its terms first. Only what the run returned was judged on
-    held-out images; of every other this says so.
+    Without `--candidate` all that the run measured is listed: on search images, and whether anything beats it. With it the model
+    is copied to `--output`, to be loaded, exported or pushed. Only what the run returned was judged on held-out images; of every
+    other this says so.
 
-    `profiling-agent pick runs/my-run --objective size --output small`
+    `profiling-agent pick runs/my-run --candidate 2 --output small`
     """
     from profiling_agent.cli.tables import candidates_table, picked_table
     from profiling_agent.handover.pick import candidates
     from profiling_agent.handover.pick import pick as take
 
     with refusing():
-        if objective is None and candidate is None and output is None:
+        if candidate is None and output is None:
             found = candidates(run)
             if json_:
                 echo_json([one.model_dump(mode="json") for one in found])
@@ -174,7 +169,9 @@ def pick(
             return
         if output is None:
             raise typer.BadParameter("name a folder to write it to: --output small")
-        picked = take(run, output, objective=objective, candidate=candidate)
+        if candidate is None:
+            raise typer.BadParameter("name a candidate of the list: --candidate 2")
+        picked = take(run, output, candidate=candidate)
     if json_:
         echo_json(picked.model_dump(mode="json"))
         return

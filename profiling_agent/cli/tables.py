@@ -157,7 +157,7 @@ def candidates_table(found: Sequence[Measured]) -> Group:
             "yes" if one.is_on_front else "no",
             _holds(one),
         )
-    how = "take one home: profiling-agent pick RUN --candidate NUMBER --output FOLDER, or --objective size"
+    how = "take one home: profiling-agent pick RUN --candidate NUMBER --output FOLDER"
     return Group(table, Text(BY_BOUND), Text(how))
 
 
