@@ -10,17 +10,15 @@ from pydantic import Field
 from profiling_agent.artifacts.folder import model_bytes, named_folder, open_folder
 from profiling_agent.artifacts.recipe import RECIPE, TORCH
 from profiling_agent.benchmarking.race import SHORT, TIMED, Track, choose, hold_one, hold_sessions, pool
-from profiling_agent.benchmarking.throughput import check_same_machine, compare, memory_use, taken, throughput
+from profiling_agent.benchmarking.throughput import memory_use, taken, throughput
 from profiling_agent.deployment.registry import missing
-from profiling_agent.documents import DocumentError, read_record
 from profiling_agent.errors import ArtifactError, RequestError
 from profiling_agent.files import file_sha256
 from profiling_agent.processes.environment import child_environment
 from profiling_agent.processes.machine_lock import machine_lock
 from profiling_agent.processes.started import fork_server
 from profiling_agent.progress import Progress, silent
-from profiling_agent.records import NUM_SESSIONS, ArtifactRef, Comparison, Dropped, Race, Record, Taken, Variant
-from profiling_agent.reproducibility import environment
+from profiling_agent.records import NUM_SESSIONS, ArtifactRef, Dropped, Race, Record, Taken, Variant
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +81,7 @@ class MeasuredModel(Record):
 
 
 class Measurements(Record):
-    """What `profiling-agent measure --json` writes, and `--against` reads."""
+    """What `profiling-agent measure --json` writes."""
 
     models: tuple[MeasuredModel, ...] = Field(min_length=1)
 
@@ -103,26 +101,6 @@ def measure_saved(models: Sequence[SavedModel], *, device: str = "cpu", progress
             use = memory_use(ref, root=Path("/"), batch_size=1, device=device)
             measured.append(MeasuredModel(name=model.name, taken=taken(ref, through, use)))
     return Measurements(models=tuple(measured))
-
-
-def read_measurements(path: Path, *, device: str = "cpu") -> Measurements:
-    """Return what an earlier `profiling-agent measure --json` wrote on this machine.
-
-    Raises:
-        RequestError: the file holds no measurements, or those of another machine.
-    """
-    try:
-        earlier = read_record(Measurements, path)
-    except (OSError, DocumentError) as error:
-        said = "measurements of `profiling-agent measure --json`"
-        raise RequestError(f"{str(path)!r} doesn't hold {said}: write it again") from error
-    check_same_machine(earlier.models[0].taken.environment, environment(device))
-    return earlier
-
-
-def compare_measurements(measured: Measurements, earlier: Measurements) -> tuple[Comparison, ...]:
-    """Return each model beside the first one of `earlier`; RequestError where that is another machine's."""
-    return tuple(compare(earlier.models[0].taken, model.taken) for model in measured.models)
 
 
 def saved_model(source: Path) -> SavedModel:

@@ -80,29 +80,23 @@ def measure(
         ),
     ],
     device: DeviceOption = "cpu",
-    against: Annotated[
-        Path | None, typer.Option(help="file that an earlier --json wrote; another machine's is refused")
-    ] = None,
     json_: JsonOption = False,  # noqa: FBT002 - a flag
 ) -> None:
     """Measure what saved models take: images per second at batch sizes 1, 8 and 32, peak memory, bytes on disk.
 
     `profiling-agent measure runs/my-run --json > now.json`
     """
-    from profiling_agent.benchmarking.saved import compare_measurements, measure_saved, read_measurements
+    from profiling_agent.benchmarking.saved import measure_saved
     from profiling_agent.cli.tables import measurement_table
     from profiling_agent.reporting.results import before_and_after
 
-    with refusing():
-        earlier = read_measurements(against, device=device) if against else None
-        with open_display(errors) as display:
-            models = [model for source in sources for model in before_and_after(source)]
-            measured = measure_saved(models, device=device, progress=display.stage("measure"))
-        compared = compare_measurements(measured, earlier or measured)
+    with refusing(), open_display(errors) as display:
+        models = [model for source in sources for model in before_and_after(source)]
+        measured = measure_saved(models, device=device, progress=display.stage("measure"))
     if json_:
         echo_json(measured.model_dump(mode="json"))
         return
-    console.print(measurement_table(measured, compared))
+    console.print(measurement_table(measured))
 
 
 def compare(

@@ -71,9 +71,6 @@ TABLE: Table = {
     ),
     tasks.RaceTask: JobRow(handler="profiling_agent.jobs.handlers.measurement:race", torch=False, timed=True),
     tasks.SessionTask: JobRow(handler="profiling_agent.jobs.handlers.measurement:session", torch=False, timed=True),
-    tasks.ThroughputTask: JobRow(
-        handler="profiling_agent.jobs.handlers.measurement:throughput", torch=False, timed=True
-    ),
     tasks.MemoryTask: JobRow(
         handler="profiling_agent.jobs.handlers.measurement:memory", torch=False, isolated_timeout_s=HOUR / 2
     ),

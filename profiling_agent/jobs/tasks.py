@@ -32,7 +32,6 @@ from profiling_agent.records import (
     RecoveredModel,
     ShapeFacts,
     SplitInfo,
-    Throughputs,
     Tuned,
     Variant,
 )
@@ -437,18 +436,6 @@ class SessionTask(RaceTask):
 
     number: int
     reads_memory: bool
-
-
-class ThroughputTask(Task[Throughputs]):
-    """Count images per second at several batch sizes, models taking turns."""
-
-    result: ClassVar[type[Record]] = Throughputs
-    uses_runtimes: ClassVar[bool] = True
-    isolated: bool = True
-    models: tuple[ArtifactRef, ...]
-    batch_sizes: tuple[int, ...] = (1, 8, 32)
-    device: str = "cpu"
-    seed: int = 0
 
 
 class MemoryTask(Task[MemoryUse]):

@@ -268,18 +268,9 @@ class MemoryUse(Record):
 
 
 class Taken(Record):
-    """Throughput and memory of a deployed model on one machine; compared by `benchmarking.throughput.compare`."""
+    """Throughput and memory of a deployed model on one machine."""
 
     model: ArtifactRef
     throughput: tuple[Throughput, ...]
     memory: MemoryUse
     environment: Environment
-
-
-class Comparison(Record):
-    """One model beside another on the same machine: above 1 in `throughput` and below 1 elsewhere is better."""
-
-    throughput: dict[int, float] = Field(description="images per second, second over first, by batch size")
-    peak_memory: float
-    size: float
-    notes: tuple[str, ...] = ()

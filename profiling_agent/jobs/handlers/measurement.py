@@ -30,7 +30,6 @@ from profiling_agent.jobs.tasks import (
     OpenHeldoutTask,
     RaceTask,
     SessionTask,
-    ThroughputTask,
 )
 from profiling_agent.processes.started import inherited
 from profiling_agent.progress import Progress
@@ -42,7 +41,6 @@ from profiling_agent.records import (
     Opening,
     Predictions,
     Race,
-    Throughputs,
 )
 from profiling_agent.reproducibility import available_threads
 
@@ -74,18 +72,6 @@ def _track(task: RaceTask, job: JobContext, *, reads_memory: bool = False) -> ra
         seed=task.seed,
         pass_s=task.pass_s,
         server=None if reads_memory else inherited(),
-    )
-
-
-def throughput(task: ThroughputTask, job: JobContext) -> Throughputs:
-    """Let the models take turns at each batch size."""
-    return throughputs.throughput(
-        task.models,
-        root=job.root,
-        batch_sizes=task.batch_sizes,
-        device=task.device,
-        seed=task.seed,
-        progress=job.progress,
     )
 
 
