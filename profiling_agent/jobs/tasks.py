@@ -61,13 +61,11 @@ class Task(Record, Generic[ResultT]):
         return {}
 
 
-class AcquireTask(Task[Acquired]):
-    """Check that the model can be had, and draw the images."""
+class SourceTask(Task[ResultT], Generic[ResultT]):
+    """A job on a model and a data set where they were found."""
 
-    result: ClassVar[type[Record]] = Acquired
     model: str
     revision: str | None = None
-    device: Device = "auto"
     dataset: str
     dataset_config: str | None = None
     dataset_revision: str | None = None
@@ -75,6 +73,13 @@ class AcquireTask(Task[Acquired]):
     image_column: str | None = None
     label_column: str | None = None
     label_match: MatchBy = "auto"
+
+
+class AcquireTask(SourceTask[Acquired]):
+    """Check that the model can be had, and draw the images."""
+
+    result: ClassVar[type[Record]] = Acquired
+    device: Device = "auto"
     num_samples: int | None = None
     num_recovery: int = 0
     seed: int = 0
@@ -93,19 +98,10 @@ class MatchedLabels(Record):
         return tuple(label.dataset_label for label in self.labels if label.model_id is None)
 
 
-class MatchLabelsTask(Task[MatchedLabels]):
+class MatchLabelsTask(SourceTask[MatchedLabels]):
     """Look whether a model and a data set can be had and go together, before anything is drawn."""
 
     result: ClassVar[type[Record]] = MatchedLabels
-    model: str
-    revision: str | None = None
-    dataset: str
-    dataset_config: str | None = None
-    dataset_revision: str | None = None
-    split: str | None = None
-    image_column: str | None = None
-    label_column: str | None = None
-    label_match: MatchBy = "auto"
 
 
 class ResolvedShape(Record):

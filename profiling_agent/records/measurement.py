@@ -216,11 +216,6 @@ class Environment(Record):
         return f"{self.gpu.hardware}, {host}" if self.gpu else host
 
     @property
-    def gpu_hardware(self) -> str | None:
-        """Return the GPU in words, without versions; None on the CPU."""
-        return self.gpu.hardware if self.gpu else None
-
-    @property
     def versions(self) -> dict[str, str]:
         """Return the versions of all libraries, runtimes and, on a GPU, of its driver."""
         return self.libraries | self.runtimes | (self.gpu.versions if self.gpu else {})
