@@ -91,7 +91,8 @@ class TimedProcess:
 
     def take_sample(self, runs: int, timeout_s: float | None = None) -> list[float]:
         """Return the milliseconds of `runs` forward passes; JobError where the child crashes or takes too long."""
-        for void in range(MAX_VOID_TURNS + 1):
+        void = 0
+        while True:
             self._child.send(SampleRequest(runs=runs))
             reply = self._receive(timeout_s or self._sample_timeout_s)
             self.device_bytes = reply.device_bytes
@@ -101,6 +102,7 @@ class TimedProcess:
                 self._note(f"the GPU was slowed down all the time: {slowdowns}")
                 break
             self._note(f"turns under a slowdown of the GPU were measured again: {slowdowns}")
+            void += 1
             time.sleep(self._cool_s)
         if reply.gpu is None and self._first.device == "cuda":
             self._note(NO_NVML)

@@ -18,7 +18,11 @@ def fold_resizes_(model: Any) -> None:
 
     What ONNX Runtime can't compute by itself stays as it is.
     """
-    resizes = [node for node in model.graph if _is_antialiased(node)]
+    resizes = [
+        node
+        for node in model.graph
+        if node.op_type == "Resize" and "antialias" in node.attributes and node.attributes["antialias"].as_int() == 1
+    ]
     for node in resizes:
         if (needed := _needed(model, node)) is None:
             continue
@@ -29,10 +33,6 @@ def fold_resizes_(model: Any) -> None:
             output.replace_all_uses_with(held)
     if resizes:
         optimizer.remove_unused_nodes(model)
-
-
-def _is_antialiased(node: Any) -> bool:
-    return node.op_type == "Resize" and "antialias" in node.attributes and node.attributes["antialias"].as_int() == 1
 
 
 def _needed(model: Any, last: Any) -> list[Any] | None:
