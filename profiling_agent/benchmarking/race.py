@@ -73,10 +73,6 @@ class RaceOutcome:
         """Return the share by which two equal models would have to differ to be told apart."""
         return detectable([score for index, score in self.scores.items() if index])
 
-    def against(self, index: int, other: int) -> Score:
-        """Return the score of one model against any other."""
-        return against(self.ratios[index], self.ratios[other])
-
     def add(self, session: RaceSession) -> None:
         """Count a session, or the part of one that others had no memory for."""
         for index, own in session.samples.items():

@@ -82,10 +82,6 @@ class TorchSession:
         """Return the most bytes that this process has had allocated on a CUDA device; None on the CPU."""
         return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else None
 
-    def reserved_bytes(self) -> int | None:
-        """Return the most bytes that torch has reserved on a CUDA device for this process; None on the CPU."""
-        return torch.cuda.max_memory_reserved(self.device) if self.device.type == "cuda" else None
-
     @torch.inference_mode()
     def _pass(self, batch: Tensor) -> Tensor:
         if not batch.is_cuda:
