@@ -10,6 +10,7 @@ from typing import Any
 from onnx import TensorProto, helper, numpy_helper
 from onnxscript import ir, optimizer
 
+from profiling_agent.deployment.onnx_runtime import one_thread
 from profiling_agent.quiet import import_onnxruntime
 
 
@@ -63,13 +64,11 @@ def _computed(model: Any, nodes: Sequence[Any], name: str) -> Any:
         initializer=[numpy_helper.from_array(value.const_value.numpy(), each) for each, value in weights.items()],
     )
     opsets = [helper.make_opsetid(domain, version) for domain, version in model.opset_imports.items()]
-    onnxruntime = import_onnxruntime()
+    import_onnxruntime()
     from onnxruntime.capi.onnxruntime_pybind11_state import Fail, InvalidArgument, InvalidGraph, NotImplemented
 
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level, options.intra_op_num_threads = 3, 1
     whole = helper.make_model(graph, opset_imports=opsets, ir_version=model.ir_version).SerializeToString()
     try:
-        return onnxruntime.InferenceSession(whole, options, providers=["CPUExecutionProvider"]).run([name], {})[0]
+        return one_thread(whole).run([name], {})[0]
     except (Fail, InvalidArgument, InvalidGraph, NotImplemented):
         return None

@@ -123,6 +123,11 @@ def _options(num_threads: int | None) -> Any:
     return options
 
 
+def one_thread(graph: str | bytes) -> "InferenceSession":
+    """Return a session of a graph or its file for a few images: a pool of threads would try to pin them to cores that a container may not have."""
+    return import_onnxruntime().InferenceSession(graph, _options(1), providers=["CPUExecutionProvider"])
+
+
 def _session(folder: Path, options: Any) -> "InferenceSession":
     onnxruntime = import_onnxruntime()
     path = str(folder / ONNX)
