@@ -18,7 +18,7 @@ from profiling_agent.processes.environment import child_environment
 from profiling_agent.processes.machine_lock import machine_lock
 from profiling_agent.processes.started import fork_server
 from profiling_agent.progress import Progress, silent
-from profiling_agent.records import NUM_SESSIONS, ArtifactRef, Dropped, Race, Record, Taken, Variant
+from profiling_agent.records import NUM_SESSIONS, ArtifactRef, Dropped, Race, Record, RuntimeName, Taken, Variant
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ def race_saved(
         raise RequestError(f"a race takes two models, {len(models)} was given: name a run, or another saved model")
     refs = [_ref(model.folder) for model in models]
     entries = [(model.variant, ref) for model, ref in zip(models, refs, strict=True)]
-    runtimes = [open_folder(model.folder, verify=False).deployment.runtime for model in models]
+    runtimes: list[RuntimeName] = [open_folder(model.folder, verify=False).deployment.runtime for model in models]
     lacking = {place: line for place, name in enumerate(runtimes) if (line := missing(name))}
     if 0 in lacking:
         raise ArtifactError(f"{models[0].name}, which all are compared with, can't be run here: {lacking[0]}")
