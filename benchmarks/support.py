@@ -53,8 +53,8 @@ def looked_at(
     with Look() as look:
         told = steps.lay_out(model, look.folder, spec=spec, processor=processor_of(spec), name=family)
         yield told
-        for form in steps.forms(look.folder):
-            if form in wanted:
+        for form in wanted:
+            if (look.folder / form).is_dir():
                 yield from look.deployable(form, runtimes)
 
 

@@ -6,8 +6,6 @@ import hashlib
 import os
 import shutil
 import sqlite3
-import tempfile
-import threading
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,15 +34,12 @@ SQLITE_STORAGE = {
     sqlite3.SQLITE_CANTOPEN: FOREIGN,
     sqlite3.SQLITE_IOERR: FAILING,
 }
-# Errors of file systems that can't sync a folder.
-NO_FOLDER_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP})
 
 
 class FileRefusedError(OSError):
     """A path that isn't used; `strerror` is the reason, as in the system's own errors."""
 
     def __init__(self, path: Path, reason: str) -> None:
-        """Refuse `path`."""
         super().__init__(errno.EPERM, reason, str(path))
 
 
@@ -85,9 +80,10 @@ def inside(path: Path, folder: Path) -> Path:
     return found
 
 
-def is_snapshot(folder: Path) -> bool:
-    """Tell whether a folder is one of the Hub's cache, whose files are links to its repository's blobs."""
-    return folder.parent.name == "snapshots" and (folder.parent.parent / "blobs").is_dir()
+def files_root(folder: Path) -> Path:
+    """Return the folder that links in `folder` may lead to: itself, or the repository of a snapshot in the Hub's cache."""
+    is_snapshot = folder.parent.name == "snapshots" and (folder.parent.parent / "blobs").is_dir()
+    return folder.parent.parent if is_snapshot else folder
 
 
 def file_sha256(path: Path) -> str:
@@ -96,46 +92,9 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def sync(path: Path) -> None:
-    """Put a file's bytes on the disk."""
-    with path.open("rb") as stream:
-        os.fsync(stream.fileno())
-
-
-def sync_names(folder: Path) -> None:
-    """Put a folder's names on the disk, where its file system can."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in NO_FOLDER_SYNC:
-            raise
-    finally:
-        os.close(descriptor)
-
-
 def make_folders(folder: Path) -> None:
-    """Make a folder and those above it, where they aren't there, their names on the disk.
-
-    Raises:
-        FileExistsError: there is something else of that name.
-    """
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    """Make a folder and those above it, where they aren't there; FileExistsError where there is something else of that name."""
     folder.mkdir(parents=True, exist_ok=True)
-    for path in reversed(missing):
-        sync_names(path.parent)
-
-
-def sync_tree(folder: Path) -> None:
-    """Put everything in a folder on the disk, the folder last; links are left alone."""
-    for path in folder.rglob("*"):
-        if path.is_symlink():
-            continue
-        if path.is_dir():
-            sync_names(path)
-        elif path.is_file():
-            sync(path)
-    sync_names(folder)
 
 
 def _beside(path: Path) -> Path:
@@ -152,13 +111,12 @@ def replacing(path: Path) -> Generator[IO[bytes], None, None]:
             stream.flush()
             os.fsync(stream.fileno())
         temporary.replace(path)
-        sync_names(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Write so that a reader, a crash and a power cut leave the old file or the new one, and nothing between."""
+    """Write so that a reader and a crash leave the old file or the new one, and nothing between."""
     with replacing(path) as stream:
         stream.write(data)
 
@@ -199,29 +157,9 @@ def appearing(folder: Path) -> Generator[Path, None, None]:
     temporary.mkdir()
     try:
         yield temporary
-        sync_tree(temporary)
         temporary.rename(folder)
-        sync_names(folder.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-# Of two that overlap the second would find what the first had set, and put that back for good.
-_SCRATCH = threading.RLock()
-
-
-@contextmanager
-def scratch_in(folder: Path) -> Generator[Path, None, None]:
-    """Give a temporary folder in `folder`, which libraries put their temporary files in too; it is removed at the end.
-
-    `folder`'s disk has room for what is made; /tmp may be a container's 64 MB. One thread at a time.
-    """
-    with _SCRATCH, tempfile.TemporaryDirectory(prefix=TEMPORARY, dir=folder.resolve()) as scratch:
-        before, tempfile.tempdir = tempfile.tempdir, scratch
-        try:
-            yield Path(scratch)
-        finally:
-            tempfile.tempdir = before
 
 
 def sweep(folder: Path, name: str = "") -> None:

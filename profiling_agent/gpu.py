@@ -88,7 +88,6 @@ def _by_torch() -> tuple[str, str, int, str | None] | None:
 
 
 def _cuda_of_torch() -> str | None:
-    """Return the CUDA version that torch was built with, without importing torch."""
     spec = find_spec("torch")
     folders = spec.submodule_search_locations if spec else None
     return runpy.run_path(str(Path(folders[0]) / "version.py")).get("cuda") if folders else None

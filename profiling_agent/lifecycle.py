@@ -55,7 +55,9 @@ def _drive(
             # A run that was cut before its first checkpoint starts again; the jobs it has finished are still there.
             graph_input: Any = None if saver.get_tuple(config) else request
             if answer is not None:
-                _expect_question(_pending(graph, config), workspace)
+                if _pending(graph, config) is None:
+                    advice = f"go on with `profiling-agent resume {workspace.root}`"
+                    raise RunError(f"run {workspace.root.name!r} waits for no approval: {advice}")
                 graph_input = resuming(answer)
             while True:
                 for event in graph.stream(graph_input, config, stream_mode="custom", durability="sync"):
@@ -63,7 +65,11 @@ def _drive(
                 if (question := _pending(graph, config)) is None:
                     break
                 if approver is None:
-                    raise ApprovalPendingError(_waiting(workspace, question))
+                    refused = f" ({question.problem})" if question.problem else ""
+                    raise ApprovalPendingError(
+                        f"run {workspace.root.name!r} waits for an approval of attempt {question.attempt}{refused}: "
+                        f"answer with `profiling-agent approve {workspace.root}`"
+                    )
                 # The gate has let the run go: while somebody thinks, nobody else is to answer.
                 sessions.open(workspace)
                 graph_input = resuming(approver(question))
@@ -78,23 +84,7 @@ def _drive(
 
 
 def _pending(graph: Any, config: RunnableConfig) -> ApprovalQuestion | None:
-    """Return the question that the run waits with."""
     return question_in(graph.get_state(config).interrupts)
-
-
-def _waiting(workspace: Workspace, question: ApprovalQuestion) -> str:
-    refused = f" ({question.problem})" if question.problem else ""
-    return (
-        f"run {workspace.root.name!r} waits for an approval of attempt {question.attempt}{refused}: "
-        f"answer with `profiling-agent approve {workspace.root}`"
-    )
-
-
-def _expect_question(question: ApprovalQuestion | None, workspace: Workspace) -> None:
-    if question is None:
-        raise RunError(
-            f"run {workspace.root.name!r} waits for no approval: go on with `profiling-agent resume {workspace.root}`"
-        )
 
 
 def optimize(

@@ -1,14 +1,9 @@
 """Progress: how long work says where it is."""
 
-from typing import Protocol
+from collections.abc import Callable
 
-
-class Progress(Protocol):
-    """Called now and then by long work; `total` is 0 where the end isn't known."""
-
-    def __call__(self, message: str, done: int, total: int) -> None:
-        """Say that `done` of `total` is behind us."""
-        ...
+# Called now and then by long work with what it does, and how much of how much is done; the last is 0 where the end isn't known.
+Progress = Callable[[str, int, int], None]
 
 
 def silent(message: str, done: int, total: int) -> None:

@@ -33,13 +33,10 @@ LIBRARIES = (
 RUNTIME_LIBRARIES = ("onnx", "onnxscript", "onnxruntime", "openvino", "nncf", "torchao")
 # Of each logical processor what the kernel knows.
 CPUS = Path("/sys/devices/system/cpu")
-# The files that hold the quota of a control group and the period that it is for, in versions 2 and 1.
-QUOTAS = (("", ("cpu.max",)), ("cpu", ("cpu.cfs_quota_us", "cpu.cfs_period_us")))
 CPU_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx_vnni", "amx_int8", "amx_bf16")
 
 
 def _cpuinfo(field: str) -> str:
-    """Return the first value of `field` in /proc/cpuinfo, or nothing where there is no such file."""
     path = Path("/proc/cpuinfo")
     lines = path.read_bytes().decode(errors="replace").splitlines() if path.exists() else []
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(field)), "")
@@ -95,18 +92,14 @@ def _core(topology: Path, cpu: int) -> tuple[str, ...]:
 
 def cpu_quota(groups: Path = GROUPS, own: Path = OWN_GROUPS) -> float | None:
     """Return how many processors' time this process's control group and those above it leave it, more than 0; None where that has no bound."""
-    quotas = (
-        _quota([group / name for name in names])
-        for controller, names in QUOTAS
-        for group in own_groups(controller, groups, own)
-    )
+    quotas = (_quota(group / "cpu.max") for group in own_groups(groups, own))
     return min((quota for quota in quotas if quota is not None), default=None)
 
 
-def _quota(files: Sequence[Path]) -> float | None:
-    """Return the quota in these files, in periods; None where there is none, as in "max 100000", or in -1 beside 100000."""
+def _quota(file: Path) -> float | None:
+    """Return the quota in a file, in periods; None where there is none, as in "max 100000"."""
     try:
-        words = [word for file in files for word in file.read_text(encoding="utf-8").split()]
+        words = file.read_text(encoding="utf-8").split()
     except (OSError, UnicodeDecodeError):
         return None
     numbers = [int(word) for word in words if word.isdecimal()]

@@ -306,16 +306,6 @@ class Request(BaseModel):
         return self
 
     @model_validator(mode="after")
-    def _is_text(self) -> Self:
-        for name, value in self:
-            try:
-                str(value).encode()
-            except UnicodeEncodeError:
-                # What a terminal gives of bytes that are no UTF-8; a request is kept as JSON, which can't hold them.
-                raise ValueError(f"{name} holds bytes that are no UTF-8 text: name it otherwise") from None
-        return self
-
-    @model_validator(mode="after")
     def _no_contradictions(self) -> Self:
         for what, name, refinements in (
             ("reference models have no revision", self.model, {"revision": self.revision}),

@@ -9,7 +9,6 @@ import hashlib
 import json
 import os
 import re
-import shutil
 import sqlite3
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
@@ -24,14 +23,14 @@ from profiling_agent.documents import DocumentError, read_json
 from profiling_agent.errors import ArtifactError, RequestError, RunError, StorageError
 from profiling_agent.files import (
     TEMPORARY,
+    appearing,
     inside,
     make_folders,
     storage_problem,
     sweep,
-    sync_names,
     write_text,
 )
-from profiling_agent.holder import holder_said, note_holder, remove_left
+from profiling_agent.holder import holder_said, note_holder
 from profiling_agent.records import ArtifactRef, Record
 from profiling_agent.reproducibility import environment
 from profiling_agent.request import Request, without_retired
@@ -39,7 +38,7 @@ from profiling_agent.request import Request, without_retired
 SCHEMA_VERSION = 6
 # What a folder holds that is a run of ours.
 MANIFEST = "request.json"
-LOCK, HOLDER = "run.lock", "holder.json"
+LOCK, HOLDER = "run.lock", "holder.txt"
 SLUG = re.compile(r"[^a-z0-9]+")
 
 
@@ -123,7 +122,6 @@ class Workspace:
         temporary.unlink(missing_ok=True)
         temporary.symlink_to(os.path.relpath(self.path(ref), folder), target_is_directory=True)
         temporary.replace(folder / self.best.name)
-        sync_names(folder)
 
     def sweep(self) -> None:
         """Remove what a killed process left half-written; only the holder of the lock may call this."""
@@ -190,16 +188,10 @@ def changed_fields(begun: Request, asked: Request) -> list[str]:
 def create_workspace(request: Request, run_id: str) -> Workspace:
     """Create a run folder, whole or not at all; RunError where there is one of that name, whatever is in it."""
     root = request.output_dir / run_id
-    temporary = root.with_name(f"{TEMPORARY}{run_id}-{os.getpid()}")
     try:
-        if root.exists():
-            raise FileExistsError
-        remove_left(root.parent.glob(f"{TEMPORARY}{root.name}-*"))
-        _write_manifest(temporary, request.model_copy(update={"run_id": run_id}))
-        temporary.rename(root)
-        sync_names(root.parent)
+        with appearing(root) as temporary:
+            _write_manifest(temporary, request.model_copy(update={"run_id": run_id}))
     except OSError as error:
-        shutil.rmtree(temporary, ignore_errors=True)
         if root.exists():
             raise RunError(
                 f"run {run_id!r} exists in {request.output!r}: resume it, or choose another run_id"

@@ -5,7 +5,6 @@ import os
 import sqlite3
 import subprocess
 import sys
-import tempfile
 from contextlib import closing
 from pathlib import Path
 
@@ -19,7 +18,6 @@ from profiling_agent.files import (
     append_line,
     expanded,
     inside,
-    scratch_in,
     storage_problem,
     sweep,
     write_text,
@@ -96,18 +94,6 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path: Path):
 
     assert [path.name for path in tmp_path.iterdir()] == ["whole"]
     assert {path.name for path in (tmp_path / "whole").iterdir()} == {"part", "deeper"}
-
-
-def test_libraries_leave_their_temporary_files_in_a_scratch_that_goes_with_them(tmp_path: Path):
-    before = tempfile.tempdir
-    with scratch_in(tmp_path) as scratch, tempfile.NamedTemporaryFile(delete=False) as left:
-        assert Path(left.name).parent == scratch
-        assert scratch.parent == tmp_path
-    assert tempfile.tempdir == before
-    assert not list(tmp_path.iterdir())
-    with pytest.raises(KeyError), scratch_in(tmp_path):
-        raise KeyError
-    assert tempfile.tempdir == before
 
 
 def test_a_folder_that_a_process_was_killed_over_is_swept(tmp_path: Path):

@@ -10,19 +10,12 @@ from profiling_agent.memory import available_bytes, own_groups, total_bytes
 GIB = 2**30
 
 
-def group(folder: Path, limit: str, used: int, files: int = 0, version: int = 2) -> None:
-    names = (
-        ("max", "current", "inactive_file")
-        if version == 2
-        else ("limit_in_bytes", "usage_in_bytes", "total_inactive_file")
-    )
+def group(folder: Path, limit: str, used: int, files: int = 0) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"memory.{names[0]}").write_text(f"{limit}\n")
-    (folder / f"memory.{names[1]}").write_text(f"{used}\n")
-    recent = names[2].replace("inactive", "active")
-    (folder / "memory.stat").write_text(
-        f"anon {used - files}\n{names[2]} {files // 2}\n{recent} {files - files // 2}\n"
-    )
+    (folder / "memory.max").write_text(f"{limit}\n")
+    (folder / "memory.current").write_text(f"{used}\n")
+    dropped = f"inactive_file {files // 2}\nactive_file {files - files // 2}\n"
+    (folder / "memory.stat").write_text(f"anon {used - files}\n{dropped}")
 
 
 @pytest.fixture
@@ -49,16 +42,9 @@ def test_the_narrowest_limit_on_the_way_up_counts(tmp_path: Path, own: Path):
     assert available_bytes(tmp_path / "groups", own) == 0
 
 
-def test_the_older_control_groups_are_read_as_well(tmp_path: Path, own: Path):
-    group(tmp_path / "groups" / "memory" / "app" / "one", str(GIB), GIB // 2, files=GIB // 8, version=1)
-
-    assert available_bytes(tmp_path / "groups", own) == GIB // 2 + GIB // 8
-
-
 def test_the_own_group_comes_first_and_the_root_last(tmp_path: Path, own: Path):
-    assert list(own_groups("", tmp_path, own)) == [tmp_path / "app" / "one", tmp_path / "app", tmp_path]
-    assert list(own_groups("cpu", tmp_path, own)) == [tmp_path / "cpu"]
-    assert list(own_groups("memory", tmp_path, tmp_path / "none")) == [tmp_path / "memory"]
+    assert list(own_groups(tmp_path, own)) == [tmp_path / "app" / "one", tmp_path / "app", tmp_path]
+    assert list(own_groups(tmp_path, tmp_path / "none")) == [tmp_path]
 
 
 @pytest.mark.parametrize("limit", ["max", "", "9223372036854771712"])

@@ -62,15 +62,11 @@ def test_what_ray_sets_for_each_of_its_tasks_changes_nothing(tmp_path: Path, mon
 
 def held(folder: Path, files: dict[str, str]) -> tuple[Path, Path]:
     """Return a folder of control groups that holds these files, and the file that says which is ours: /app/one."""
-    (own := folder / "own").write_text("4:memory:/\n1:cpu,cpuacct:/app/one\n0::/app/one\n")
+    (own := folder / "own").write_text("1:name=systemd:/other\n0::/app/one\n")
     for name, text in files.items():
         (path := folder / "groups" / name).parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"{text}\n")
     return folder / "groups", own
-
-
-def older(folder: str, quota: str, period: str = "100000") -> dict[str, str]:
-    return {f"{folder}/cpu.cfs_quota_us": quota, f"{folder}/cpu.cfs_period_us": period}
 
 
 @pytest.mark.parametrize(
@@ -81,22 +77,14 @@ def older(folder: str, quota: str, period: str = "100000") -> dict[str, str]:
         ({"app/one/cpu.max": "max 100000", "app/cpu.max": "400000 100000", "cpu.max": "800000 100000"}, 4),
         # In a container the own group is the root, whatever it is called outside.
         ({"cpu.max": "200000 100000"}, 2),
-        (older("cpu/app/one", "300000"), 3),
-        (older("cpu/app/one", "-1") | older("cpu/app", "50000"), 0.5),
-        (older("cpu", "-1") | {"app/one/cpu.max": "600000 100000"}, 6),
         # Somebody else's.
         ({"app/other/cpu.max": "100000 100000"}, None),
         ({"app/one/cpu.max": "max 100000"}, None),
-        (older("cpu/app/one", "-1"), None),
-        ({"cpu/app/one/cpu.cfs_quota_us": "100000"}, None),
-        (older("cpu/app/one", "100000", "0"), None),
         ({"app/one/cpu.max": ""}, None),
         ({}, None),
     ],
 )
-def test_the_narrowest_quota_on_the_way_up_counts_in_both_versions_of_control_groups(
-    tmp_path: Path, files: dict[str, str], quota: float | None
-):
+def test_the_narrowest_quota_on_the_way_up_counts(tmp_path: Path, files: dict[str, str], quota: float | None):
     assert cpu_quota(*held(tmp_path, files)) == quota
 
 

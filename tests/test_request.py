@@ -49,7 +49,6 @@ def test_every_field_has_a_default_and_a_description():
         ({"runtimes": "eager,tensorrt"}, "runtimes names 'tensorrt'"),
         ({"objective": "beauty"}, "'speed', 'size' or 'memory'"),
         ({"quantize_dtype": "none", "quantize_layers": "fc1"}, "quantize_dtype is 'none'"),
-        ({"label_column": "\udcff"}, "label_column holds bytes that are no UTF-8"),
         ({"num_sessions": 1}, "greater than or equal to 2"),
         *(
             ({"time_budget": text}, "is no duration")

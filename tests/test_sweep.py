@@ -277,7 +277,7 @@ def nodes(tmp_path: Path) -> Iterator[tuple[Any, list[Any]]]:
 def node_of(run: Path) -> int | None:
     """Return the number of the node that works on a run, by the environment of the process that holds it."""
     try:
-        process = psutil.Process(json.loads((run / "holder.json").read_text())["pid"])
+        process = psutil.Process(int((run / "holder.txt").read_text().partition("(process ")[2].partition(",")[0]))
         return int(Path(process.environ()["PROFILING_AGENT_CACHE"]).name)
     except (OSError, ValueError, psutil.Error):
         return None

@@ -9,7 +9,7 @@ from made import ref
 from profiling_agent.errors import RequestError, RunError
 from profiling_agent.files import file_sha256, write_text
 from profiling_agent.request import Request
-from profiling_agent.workspace import Workspace, create_workspace, open_workspace, read_manifest
+from profiling_agent.workspace import Workspace, open_workspace, read_manifest
 
 
 def request(folder: Path, **asked) -> Request:
@@ -79,19 +79,6 @@ def test_a_sweep_takes_what_is_half_written_and_nothing_else(tmp_path: Path):
 
     assert [path.name for path in workspace.jobs.iterdir()] == ["done"]
     assert not list(workspace.root.rglob(".tmp-*"))
-
-
-def test_what_a_killed_process_had_begun_is_swept_when_its_run_is_begun_again(tmp_path: Path):
-    with subprocess.Popen(["sleep", "60"]) as alive:
-        dead = subprocess.Popen(["true"])
-        dead.wait()
-        for name in (f".tmp-a-{dead.pid}", f".tmp-a-{alive.pid}", f".tmp-b-{dead.pid}"):
-            (tmp_path / name / "jobs").mkdir(parents=True)
-
-        create_workspace(request(tmp_path), "a")
-
-        assert {path.name for path in tmp_path.iterdir()} == {"a", f".tmp-a-{alive.pid}", f".tmp-b-{dead.pid}"}
-        alive.kill()
 
 
 def test_a_second_process_can_not_take_the_run(tmp_path: Path):

@@ -20,6 +20,7 @@ from huggingface_hub.errors import (
 from safetensors import SafetensorError
 
 from profiling_agent.errors import AcquisitionError, ProfilingAgentError
+from profiling_agent.foreign import foreign_code
 
 MODEL_FILES = [
     "config.json",
@@ -52,12 +53,6 @@ def local_folder(name: str, kind: Kind) -> Path:
     return path
 
 
-def files_root(folder: Path) -> Path:
-    """Return the folder that links in `folder` may lead to: itself, or the repository of a snapshot in the Hub's cache."""
-    is_snapshot = folder.parent.name == "snapshots" and (folder.parent.parent / "blobs").is_dir()
-    return folder.parent.parent if is_snapshot else folder
-
-
 def did_you_mean(name: str, names: Collection[str]) -> str:
     """Return "; did you mean 'x'?" for a name close to `name`, else nothing."""
     near = get_close_matches(name, names, n=1)
@@ -74,20 +69,8 @@ def _near(path: Path) -> str:
 @contextmanager
 def library_errors(before: str, after: str = "", kind: type[ProfilingAgentError] = AcquisitionError) -> Generator[None]:
     """Raise an error of ours for what a library raises: its kind and text, between `before` and `after`."""
-    try:
+    with foreign_code(lambda said: kind(f"{before}{said}{after}")):
         yield
-    except ProfilingAgentError:
-        raise
-    except LIBRARY_ERRORS as error:
-        # A device's memory is the machine's problem, not the model's.
-        if type(error).__name__ == "OutOfMemoryError":
-            raise
-        cause: BaseException = error
-        # A lazy import names what it wanted, and is raised from what kept it from being imported.
-        while isinstance(cause, ImportError) and cause.__cause__ is not None:
-            cause = cause.__cause__
-        text = f"{type(cause).__name__} ({' '.join(str(cause).split())[:MAX_TEXT]!r})"
-        raise kind(f"{before}{text}{after}") from error
 
 
 @contextmanager

@@ -51,7 +51,6 @@ class SplitImages:
     """
 
     def __init__(self, path: Path) -> None:
-        """Read all but the images."""
         self._path = path
         with self._reading():
             self._file = pq.ParquetFile(path)
@@ -62,7 +61,6 @@ class SplitImages:
         self._group: tuple[int, pa.ChunkedArray] | None = None
 
     def __len__(self) -> int:
-        """Return the number of images."""
         return len(self.labels)
 
     def encoded(self, row: int) -> bytes:

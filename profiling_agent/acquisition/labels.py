@@ -21,10 +21,6 @@ Classes = NDArray[np.int64]
 # No class has a longer number, and Python refuses to read one of thousands of digits.
 GENERIC = re.compile(r"(?:label|class)?[ _-]?(\d{1,18})", re.IGNORECASE)
 NUM_SHOWN = 5
-# A pair that is wrong spoils what is measured: rather a long line than one that is missing.
-MAX_GUESSES_SHOWN = 50
-# The longest synonym in ImageNet-21k has twelve.
-MAX_WORDS = 40
 # The first class of models with one class more than ImageNet.
 BACKGROUND = "background"
 # How ImageNet numbers its classes, and names folders. Models have its thousand in the order of these numbers.
@@ -62,7 +58,7 @@ def match_labels(
     """Return each way in which labels fit the classes, the likeliest first.
 
     By id, if the names agree at every id; by number, by place or in timm's order of folders, if either side is numbers;
-    else each label by its name, synonym, wnid or last words. A label with several candidates stays unmapped.
+    else each label by its name, synonym or wnid. A label with several candidates stays unmapped.
 
     Args:
         labels: distinct names; a label's position is its id in the data set.
@@ -150,7 +146,7 @@ def choose_matching(matchings: Sequence[Matching], predicted: Classes, true: Cla
         f"by {way.by} ({_pair(way.matches[place])}) {np.mean(true_by[way.by] == predicted):.0%} right" for way in ranked
     ]
     answers = f"labels fit the classes in {len(ranked)} ways, and the model's answers on {len(true)} calibration images"
-    if is_better and _is_above_chance(predicted, true_by[ranked[0].by], predicted, CHOICE_ERROR):
+    if is_better and _is_above_chance(predicted, true_by[ranked[0].by], CHOICE_ERROR):
         return ranked[0], f"{answers} decide: {', '.join(described)}"
     ways = " or ".join(way.by for way in ranked)
     raise AcquisitionError(f"{answers} don't decide: {', '.join(described)}; set label_match to {ways}")
@@ -166,24 +162,17 @@ def why_doubtful(predicted: Classes, true: Classes, matches: Sequence[LabelMatch
         if any(match.rule in ORDERS for match in matches):
             raise AcquisitionError(reason)
         return reason
-    if not _is_above_chance(predicted, true, predicted, CHANCE_ERROR):
+    if not _is_above_chance(predicted, true, CHANCE_ERROR):
         return (
             f"the baseline answers {np.sum(predicted == true)} of {len(true)} search images right, which chance does too, so "
             "that no loss of accuracy shows: check that the model was trained on these classes, and how labels are matched"
         )
-    by_words = [match for match in matches if match.rule == "substring"]
-    guessed = np.isin(true, [match.model_id for match in by_words if match.model_id is not None])
-    if guessed.any() and not _is_above_chance(predicted[guessed], true[guessed], predicted, CHANCE_ERROR):
-        return (
-            f"{_pairs(by_words, NUM_MOVED_SHOWN)} by the label's last words, and the baseline answers {np.sum((predicted == true) & guessed)} "
-            f"of these {np.sum(guessed)} search images right, which chance does too: name the data set's classes as the model does"
-        )
     return None
 
 
-def _is_above_chance(predicted: Classes, true: Classes, every: Classes, error: float) -> bool:
-    """Test whether more is right than if answers as frequent as `every` knew nothing of the images."""
-    chance = sum(float(np.mean(true == index) * np.mean(every == index)) for index in np.unique(true))
+def _is_above_chance(predicted: Classes, true: Classes, error: float) -> bool:
+    """Test whether more is right than if answers as frequent as these knew nothing of the images."""
+    chance = sum(float(np.mean(true == index) * np.mean(predicted == index)) for index in np.unique(true))
     num_right = int(np.sum(predicted == true))
     return bool(binomtest(num_right, len(true), min(chance, 1.0), alternative="greater").pvalue < error)
 
@@ -226,11 +215,6 @@ def _why_mislabelled(predicted: Classes, true: Classes, matches: Sequence[LabelM
 
 def guesses(matches: Sequence[LabelMatch]) -> str | None:
     """Return a note on labels that no class's name is equal to: each pair, and what to do if it is wrong."""
-    if by_words := [match for match in matches if match.rule == "substring"]:
-        return (
-            f"{_pairs(by_words)}, by the label's last words alone: if that is wrong, every answer on its "
-            "images counts as wrong, so name the data set's classes as the model does"
-        )
     by_order = [
         match
         for match in matches
@@ -241,19 +225,15 @@ def guesses(matches: Sequence[LabelMatch]) -> str | None:
     if not by_order:
         return None
     are_numbers = _number(by_order[0].dataset_label) is not None
+    rest = f" and {len(by_order) - NUM_SHOWN} more alike" if len(by_order) > NUM_SHOWN else ""
     return (
-        f"{_pairs(by_order, NUM_SHOWN)}, by their {'numbers' if are_numbers else 'places'} alone: if the model was trained with "
+        f"{', '.join(map(_pair, by_order[:NUM_SHOWN]))}{rest}, by their {'numbers' if are_numbers else 'places'} alone: if the model was trained with "
         "another order, right answers count as wrong, so name its classes in config.json (id2label, or timm's label_names)"
     )
 
 
 def _pair(match: LabelMatch) -> str:
     return f"{match.dataset_label[:MAX_QUOTED]!r} is taken for {(match.model_label or '')[:MAX_QUOTED]!r}"
-
-
-def _pairs(matches: Sequence[LabelMatch], most: int = MAX_GUESSES_SHOWN) -> str:
-    rest = f" and {len(matches) - most} more alike" if len(matches) > most else ""
-    return ", ".join(map(_pair, matches[:most])) + rest
 
 
 def shown(names: Sequence[str]) -> str:
@@ -299,7 +279,6 @@ def _generic_ids(names: Sequence[str]) -> list[int] | None:
 
 
 def _are_moved(labels: Sequence[str], model_labels: Sequence[str]) -> bool:
-    """Return whether both are the same names in different orders, each once."""
     names = set(labels)
     return list(labels) != list(model_labels) and len(names) == len(labels) and names == set(model_labels)
 
@@ -352,7 +331,7 @@ def _imagenet(id2label: Mapping[int, str]) -> Mapping[str, int]:
 
 
 def _by_names(labels: Sequence[str], id2label: Mapping[int, str]) -> tuple[LabelMatch, ...]:
-    """Match each label by the first rule with a single hit. Last words never reach a class that another label names."""
+    """Match each label by the first rule with a single hit."""
     exact, normalised, synonyms = (defaultdict[str, set[int]](set) for _ in range(3))
     for index, name in id2label.items():
         exact[name].add(index)
@@ -370,26 +349,10 @@ def _by_names(labels: Sequence[str], id2label: Mapping[int, str]) -> tuple[Label
         )
         return next(((rule, min(hits)) for rule, hits in rules if len(hits) == 1), None)
 
-    named = [full_name(label) for label in labels]
-    taken = {hit[1] for hit in named if hit is not None}
     matches: list[LabelMatch] = []
-    for label, hit in zip(labels, named, strict=True):
-        guessed = _by_last_words(label, synonyms) - taken
-        if hit is not None:
-            matches.append(_match(label, hit[1], id2label, hit[0]))
-        elif len(guessed) == 1:
-            matches.append(_match(label, guessed.pop(), id2label, "substring"))
-        else:
+    for label in labels:
+        if (hit := full_name(label)) is None:
             matches.append(LabelMatch(dataset_label=label, model_id=None, model_label=None, rule="unmapped"))
+        else:
+            matches.append(_match(label, hit[1], id2label, hit[0]))
     return tuple(matches)
-
-
-def _by_last_words(label: str, synonyms: Mapping[str, set[int]]) -> set[int]:
-    """Return the classes named by most of the label's last words: a sports car is a car, without_mask is no mask."""
-    words = _normalised(label).split(" ")
-    for start in range(max(1, len(words) - MAX_WORDS), len(words)):
-        if _is_negated(words[:start]):
-            return set()
-        if hits := synonyms.get(" ".join(words[start:])):
-            return hits
-    return set()

@@ -62,7 +62,6 @@ def upright_rgb(image: Image.Image) -> Image.Image:
 
 
 def _turn(image: Image.Image) -> Image.Transpose | None:
-    """Return what an image's EXIF orientation asks for; None where that is nothing, or where the EXIF is broken."""
     try:
         return TURNS.get(image.getexif().get(ORIENTATION, 1))
     except BROKEN:
@@ -104,7 +103,6 @@ def _prepared(image: Image.Image, how: Mapping[str, Any]) -> NDArray[np.float32]
 
 
 def _edges(image: Image.Image, shortest: int) -> tuple[int, int]:
-    """Return height and width of an image whose shorter edge is to be so long."""
     if image.width <= image.height:
         return int(shortest * image.height / image.width), shortest
     return shortest, int(shortest * image.width / image.height)

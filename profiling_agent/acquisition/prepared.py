@@ -187,7 +187,6 @@ class PreparedImages:
         self._starts = tuple(accumulate((len(labels) for _, labels, _ in self._shards), initial=0))
 
     def __len__(self) -> int:
-        """Return the number of images."""
         return self._starts[-1]
 
     @property

@@ -225,7 +225,6 @@ def reference_dataset(progress: Progress = silent) -> Path:
 
 
 def _pixels(split: str, processor: Any, progress: Progress) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return one split as the model takes it, float32 (n, 3, h, w) and int64 (n,)."""
     rows = pq.read_table(reference_dataset(progress) / "data" / f"{split}-00000-of-00001.parquet")
     images = [decode_rgb(cell["bytes"]) for cell in rows["image"].to_pylist()]
     return processor(images=images, return_tensors="pt")["pixel_values"], torch.tensor(rows["label"].to_pylist())

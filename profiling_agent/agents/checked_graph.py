@@ -30,7 +30,6 @@ def _checked_input(given: Any) -> Any:
 
 
 def _check_fields(*updates: Any) -> None:
-    """Raise TermError when an update of the state names a field that the state hasn't."""
     for update in updates:
         if isinstance(update, dict) and (problem := unknown_term(update, RunState.model_fields)):
             raise TermError(problem)
@@ -40,7 +39,6 @@ class CheckedGraph(CompiledStateGraph[RunState, None, Request, RunResult]):
     """The optimization graph; all ways to run it come through `stream` or `astream`, also those of its copies."""
 
     def __init__(self, *, sessions: Sessions, **compiled: Any) -> None:
-        """Take over the attributes of a compiled graph, whose nodes open their sessions in `sessions`."""
         super().__init__(**compiled)
         self.sessions = sessions
 

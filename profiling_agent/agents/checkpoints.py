@@ -97,7 +97,6 @@ class RunSaver(BaseCheckpointSaver[str]):
     """Keeps the checkpoints of thread `<id>` in `<runs>/<id>/checkpoints.sqlite`, sync and async."""
 
     def __init__(self, runs: str | Path = "runs") -> None:
-        """Use the folder that holds the run folders."""
         super().__init__(serde=strict_serde())
         self._runs = Path(runs).expanduser()
         self._savers: dict[Path, SqliteSaver] = {}

@@ -46,9 +46,7 @@ from profiling_agent.records import (
     Approval,
     ApprovalQuestion,
     Decided,
-    Goal,
     Journal,
-    ModelProfile,
     Origin,
     Plan,
     StopReason,
@@ -247,22 +245,15 @@ def approval(state: RunState, session: RunSession) -> Update:
         said = interrupt(question.model_dump(mode="json"), response_schema=Approval.model_json_schema())
         try:
             answer = read_answer(said)
-            plan, goal = _taken(answer, state.proposal, state.goal, profile)
+            plan, goal = (None if answer.decision == "reject" else state.proposal), state.goal
+            if answer.decision == "edit":
+                plan, goal = edited(answer, state.proposal, goal, profile)
         except RequestError as error:
             question = question.model_copy(update={"problem": str(error)})
             continue
         decided = Decided(attempt=question.attempt, plan=plan or state.proposal, answer=answer)
-        return {"proposal": plan, "decisions": (*state.decisions, decided)} | _changed(goal)
-
-
-def _taken(answer: Approval, plan: Plan, goal: Goal, profile: ModelProfile) -> tuple[Plan | None, Goal]:
-    if answer.decision == "reject":
-        return None, goal
-    return edited(answer, plan, goal, profile) if answer.decision == "edit" else (plan, goal)
-
-
-def _changed(goal: Goal) -> Update:
-    return {name: getattr(goal, name) for name in (*TIGHTER, "pins", "caps")}
+        changed = {name: getattr(goal, name) for name in (*TIGHTER, "pins", "caps")}
+        return {"proposal": plan, "decisions": (*state.decisions, decided)} | changed
 
 
 def pruning(state: RunState, session: RunSession) -> Update:

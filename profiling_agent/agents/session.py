@@ -52,7 +52,6 @@ def _has_advisor(state: RunState) -> bool:
 
 
 def _is_advised(state: RunState) -> bool:
-    """Return whether a language model may plan."""
     return state.planner != "rules" and _has_advisor(state)
 
 

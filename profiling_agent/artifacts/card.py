@@ -95,12 +95,13 @@ def _rendered(recipe: Recipe, rows: Sequence[CardRow], notes: Sequence[str], jud
     jinja = text_templates("profiling_agent.artifacts")
     # Names of strangers go through it.
     jinja.filters["plain"] = _plain
+    wanted = ("torch", "transformers", *PACKAGES[recipe.deployment.runtime])
     return jinja.get_template("card.md.jinja").render(
         r=recipe,
         metadata=metadata_of(recipe, judged).to_yaml(),
         scheme=SCHEMES[recipe.deployment.scheme],
         files=recipe.model_files,
-        libraries=", ".join(f"{name} {version}" for name, version in sorted(_versions(recipe).items())),
+        libraries=", ".join(f"{name} {recipe.libraries[name]}" for name in sorted(wanted) if name in recipe.libraries),
         rows=rows,
         notes=notes,
     )
@@ -113,7 +114,11 @@ def metadata_of(recipe: Recipe, judged: Judged | None = None) -> ModelCardData:
         known |= {"base_model": recipe.base_model}
         known |= {"base_model_relation": "quantized"} if recipe.deployment.scheme != "float32" else {}
     if judged is not None:
-        known |= {"datasets": [judged.dataset], "metrics": ["accuracy"], "model_name": _title(recipe)}
+        known |= {
+            "datasets": [judged.dataset],
+            "metrics": ["accuracy"],
+            "model_name": f"{clean(recipe.architecture)} for {recipe.deployment.name}",
+        }
         told = EvalResult(
             task_type="image-classification",
             dataset_type=judged.dataset,
@@ -129,10 +134,6 @@ def metadata_of(recipe: Recipe, judged: Judged | None = None) -> ModelCardData:
     return ModelCardData(library_name="profiling-agent", pipeline_tag="image-classification", tags=tags, **known)
 
 
-def _title(recipe: Recipe) -> str:
-    return f"{clean(recipe.architecture)} for {recipe.deployment.name}"
-
-
 def _is_hub_id(name: str) -> bool:
     try:
         validate_repo_id(name)
@@ -144,8 +145,3 @@ def _is_hub_id(name: str) -> bool:
 def _plain(text: object) -> str:
     """Return a stranger's text so that it stays in its cell and opens no markup."""
     return clean(" ".join(str(text).split()))[:300].replace("`", "'").replace("<", "&lt;").replace("|", "\\|")
-
-
-def _versions(recipe: Recipe) -> dict[str, str]:
-    wanted = ("torch", "transformers", *PACKAGES[recipe.deployment.runtime])
-    return {name: recipe.libraries[name] for name in wanted if name in recipe.libraries}

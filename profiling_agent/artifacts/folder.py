@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 from profiling_agent import files
 from profiling_agent.artifacts.recipe import OLD_SCHEMA, PROCESSOR, Recipe, read_recipe
 from profiling_agent.errors import ArtifactError, StorageError
-from profiling_agent.files import file_sha256, inside, is_snapshot, resolved
+from profiling_agent.files import file_sha256, files_root, inside, resolved
 
 
 @contextmanager
@@ -59,12 +59,10 @@ def open_folder(folder: Path, *, verify: bool) -> Recipe:
         ArtifactError: names the file that is missing, leads out of the folder, or isn't the one that was saved.
     """
     recipe = read_recipe(folder)
-    # The Hub's cache holds links to the blobs of the same repository.
-    root = folder.parents[1] if is_snapshot(folder) else folder
     for name, sha256 in recipe.files.items():
         path = folder / name
         try:
-            file = inside(path, root)
+            file = inside(path, files_root(folder))
             if not file.is_file():
                 raise ArtifactError(f"{str(path)!r} is missing: save the model again")
             if verify and file_sha256(file) != sha256:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
-from profiling_agent.artifacts.recipe import GOLDEN, Recipe
+from profiling_agent.artifacts.recipe import GOLDEN, TORCH, Recipe
 from profiling_agent.errors import ArtifactError
 from profiling_agent.quantization.vnni import saturates
 from profiling_agent.reproducibility import environment
@@ -79,7 +79,7 @@ def tolerance(recipe: Recipe) -> float:
         return FLOAT_TOLERANCE
     # Half precision of all layers is made on CUDA, whose kernels sum otherwise than those of any CPU.
     is_cuda = is_half or any(layer.kind == "rowwise" for layer in recipe.quantized)
-    if is_cuda and recipe.deployment.runtime in ("eager", "graphed", "inductor"):
+    if is_cuda and recipe.deployment.runtime in TORCH:
         return REDUCED_TOLERANCE
     # Another CPU may have other kernels, whose activations have 7 bits or whose sums are rounded elsewhere. By its flags too: a
     # cloud has one name for processors that can do different things.

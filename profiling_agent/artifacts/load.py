@@ -1,6 +1,5 @@
 """Reading a model that `save_model` wrote, in any process, without pickle and without remote code."""
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ from profiling_agent.modules.widths import fit_widths_
 from profiling_agent.quantization.kinds import rebuilt
 from profiling_agent.quantization.module import QuantizedModule
 from profiling_agent.quiet import ALONE, muted
-from profiling_agent.records import Cut
 from profiling_agent.timm_config import MODEL_TYPE as TIMM
 from profiling_agent.timm_config import check_timm, make_plain_
 
@@ -79,18 +77,18 @@ def load_module(path: str | Path, *, verify: bool = True) -> nn.Module:
     recipe = open_folder(folder, verify=verify)
     model = _build(folder, recipe, dequantize=False)
     if verify:
+
+        def refuse(said: str) -> ArtifactError:
+            return ArtifactError(f"the model gives {said}: save it again")
+
         with left_as_found(model), torch.inference_mode():
             dtype = floating_dtype(model)
             check_golden(
-                lambda images: logits_of(model, torch.from_numpy(images).to(dtype), _mute).float().numpy(),
+                lambda images: logits_of(model, torch.from_numpy(images).to(dtype), refuse).float().numpy(),
                 folder,
                 recipe,
             )
     return model
-
-
-def _mute(said: str) -> ArtifactError:
-    return ArtifactError(f"the model gives {said}: save it again")
 
 
 def load_skeleton(path: str | Path) -> nn.Module:
@@ -103,23 +101,31 @@ def load_skeleton(path: str | Path) -> nn.Module:
     return _build(folder, open_folder(folder, verify=False), dequantize=True).float()
 
 
-def _read_tensors(path: Path) -> dict[str, Tensor]:
+def _build(folder: Path, recipe: Recipe, *, dequantize: bool) -> nn.Module:
+    path = folder / recipe.model_files[0]
     try:
-        return load_file(path)
+        tensors = load_file(path)
     except (OSError, SafetensorError) as error:
         raise ArtifactError(f"{str(path)!r} is damaged ({first_line(error)}): save the model again") from error
-
-
-def _build(folder: Path, recipe: Recipe, *, dequantize: bool) -> nn.Module:
-    tensors = _read_tensors(folder / recipe.model_files[0])
     try:
         model = _architecture(recipe)
         sizes = head_sizes(model)
         for norm in recipe.folded:
-            _unfold_(model, norm, recipe.cuts)
+            # No tensor is stored that would say how wide it was.
+            folded = Folded(model.get_submodule(norm))
+            for cut in recipe.cuts:
+                if norm in cut.unit.inner:
+                    folded.num_features = folded.num_features * cut.keep // cut.unit.width
+            model.set_submodule(norm, folded, strict=True)
         for layer in recipe.quantized:
             _place_(model, layer, tensors, dequantize=dequantize)
-        _fill_(model, tensors, recipe)
+        tensors |= {name: tensors[first] for name, first in recipe.tied.items()}
+        fit_widths_(model, tensors)
+        model.load_state_dict(tensors, strict=True, assign=True)
+        for name, first in recipe.tied.items():
+            owner, _, leaf = name.rpartition(".")
+            source, _, source_leaf = first.rpartition(".")
+            setattr(model.get_submodule(owner), leaf, getattr(model.get_submodule(source), source_leaf))
         say_heads_(model, sizes)
         _halve_rest_(model)
     except MISFIT as error:
@@ -162,15 +168,6 @@ def _architecture(recipe: Recipe) -> nn.Module:
     return model
 
 
-def _unfold_(model: nn.Module, name: str, cuts: Iterable[Cut]) -> None:
-    """Set what is left of a batch norm that went into its convolution in its place; no tensor is stored that would say how wide it was."""
-    folded = Folded(model.get_submodule(name))
-    for cut in cuts:
-        if name in cut.unit.inner:
-            folded.num_features = folded.num_features * cut.keep // cut.unit.width
-    model.set_submodule(name, folded, strict=True)
-
-
 def _place_(model: nn.Module, layer: QuantizedLayer, tensors: dict[str, Tensor], *, dequantize: bool) -> None:
     """Set a quantized layer in its place, taking its tensors; or its float layer, putting tensors in their stead."""
     prefix = f"{layer.name}."
@@ -181,13 +178,3 @@ def _place_(model: nn.Module, layer: QuantizedLayer, tensors: dict[str, Tensor],
     if dequantize:
         tensors |= {f"{prefix}{leaf}": tensor for leaf, tensor in module.state_dict().items()}
     model.set_submodule(layer.name, module, strict=True)
-
-
-def _fill_(model: nn.Module, tensors: dict[str, Tensor], recipe: Recipe) -> None:
-    tensors |= {name: tensors[first] for name, first in recipe.tied.items()}
-    fit_widths_(model, tensors)
-    model.load_state_dict(tensors, strict=True, assign=True)
-    for name, first in recipe.tied.items():
-        owner, _, leaf = name.rpartition(".")
-        source, _, source_leaf = first.rpartition(".")
-        setattr(model.get_submodule(owner), leaf, getattr(model.get_submodule(source), source_leaf))

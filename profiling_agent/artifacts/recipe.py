@@ -24,6 +24,8 @@ MODEL_FILES: dict[RuntimeName, tuple[str, ...]] = {
     "onnxruntime": (ONNX,),
     "openvino": (IR, IR_WEIGHTS),
 }
+# Runtimes whose processes import torch.
+TORCH = frozenset({"eager", "graphed", "inductor"})
 # Whose versions go into the recipe, beside those of what is always there.
 PACKAGES: dict[RuntimeName, tuple[str, ...]] = {
     "eager": (),
@@ -81,7 +83,6 @@ class Description(Record):
     @field_validator("config")
     @classmethod
     def _without_source(cls, config: dict[str, Any]) -> dict[str, Any]:
-        """Drop the path that transformers keeps of where a model was loaded from."""
         return {name: value for name, value in config.items() if name != "_name_or_path"}
 
 

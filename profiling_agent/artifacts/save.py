@@ -77,8 +77,9 @@ def _recipe(
     deployment = description.deployment
     counts = None
     if complexity is not None:
-        params, macs = complexity
-        counts = Counts(params=params, macs=macs, parameter_bytes=_weight_bytes(folder, deployment))
+        files = (folder / name for name in MODEL_FILES[deployment.runtime] if not name.endswith(".xml"))
+        weights = sum(path.stat().st_size for path in files)
+        counts = Counts(params=complexity[0], macs=complexity[1], parameter_bytes=weights)
     versions = {name: metadata.version(name) for name in PACKAGES[deployment.runtime] if find_spec(name)}
     return Recipe(
         **dict(description),
@@ -91,11 +92,6 @@ def _recipe(
         libraries=environment().libraries | versions,
         cpu=environment().cpu,
     )
-
-
-def _weight_bytes(folder: Path, deployment: Deployment) -> int:
-    files = (folder / name for name in MODEL_FILES[deployment.runtime] if not name.endswith(".xml"))
-    return sum(path.stat().st_size for path in files)
 
 
 def _write_recipe(recipe: Recipe, folder: Path) -> None:

@@ -28,11 +28,8 @@ IDLE_AFTER_S = 1.0
 
 
 class GpuState(Record):
-    """One reading of the GPU; what its driver doesn't tell is None."""
+    """One reading of the GPU."""
 
-    sm_mhz: int | None = None
-    memory_mhz: int | None = None
-    temperature_c: int | None = None
     reasons: int = 0
     neighbours: tuple[str, ...] = ()
 
@@ -50,16 +47,12 @@ def read_state() -> GpuState | None:
     module, handle = opened
     reasons = getattr(module, "nvmlDeviceGetCurrentClocksEventReasons", None)
     return GpuState(
-        sm_mhz=_read(module, lambda: module.nvmlDeviceGetClockInfo(handle, module.NVML_CLOCK_SM)),
-        memory_mhz=_read(module, lambda: module.nvmlDeviceGetClockInfo(handle, module.NVML_CLOCK_MEM)),
-        temperature_c=_read(module, lambda: module.nvmlDeviceGetTemperature(handle, module.NVML_TEMPERATURE_GPU)),
         reasons=_read(module, lambda: (reasons or module.nvmlDeviceGetCurrentClocksThrottleReasons)(handle)) or 0,
         neighbours=_neighbours(_read(module, lambda: module.nvmlDeviceGetComputeRunningProcesses(handle)) or []),
     )
 
 
 def _read(module: Any, read: Callable[[], Any]) -> Any:
-    """Return one reading, None where this GPU or driver has none."""
     with contextlib.suppress(module.NVMLError, AttributeError):
         return read()
     return None

@@ -108,7 +108,7 @@ def time_units(
     timed again where it is older than thirty days or of a time to come, and where it isn't steady; then the better of both
     is used. `model` is left as it was found.
     """
-    path = file or _kept_file(batch)
+    path = file or _kept_file(batch.device)
     known, shapes = read_samples(path) if path else {}, _shapes(model, units, batch)
     settled: dict[str, WidthSamples] = {}
     rows: dict[str, WidthSamples] = {}
@@ -125,10 +125,14 @@ def time_units(
     return draw_table(units, rows)
 
 
-def _kept_file(batch: Tensor) -> Path | None:
+def _kept_file(device: torch.device) -> Path | None:
     """Return where this machine's times are kept; None without a cache folder."""
+    here = environment(device.type)
+    said: list[Any] = [here.cpu, here.cpu_flags, torch.get_num_threads(), here.libraries["torch"]]
+    if here.gpu:
+        said += [here.gpu.model_dump(), str(_dtype(device)), CAPTURED]
     folder = kept_folder("latency")
-    return folder / f"{_fingerprint(batch.device)}.json" if folder else None
+    return folder / f"{hashlib.sha256(json.dumps(said).encode()).hexdigest()[:16]}.json" if folder else None
 
 
 def draw_table(units: Sequence[Unit], samples: Mapping[str, WidthSamples]) -> LatencyTable:
@@ -202,7 +206,6 @@ def _parts(model: nn.Module, unit: Unit, shapes: Mapping[str, tuple[int, ...]]) 
 
 
 def _chosen(unit: Unit) -> list[int]:
-    """Return the widths of a unit that are timed."""
     widths = aligned_widths(unit.width, unit.step)[::-1]
     count = min(NUM_TIMED - 1, len(widths))
     return [unit.width, *(widths[(index + 1) * len(widths) // count - 1] for index in range(count))]
@@ -357,11 +360,3 @@ def _ruled_out(unit: Unit, samples: WidthSamples) -> frozenset[int]:
         if stats.binom.cdf(np.count_nonzero(narrow <= enough), len(repeats), 0.5) <= MAX_ERROR:
             found.add(keep)
     return frozenset(found)
-
-
-def _fingerprint(device: torch.device) -> str:
-    here = environment(device.type)
-    said: list[Any] = [here.cpu, here.cpu_flags, torch.get_num_threads(), here.libraries["torch"]]
-    if here.gpu:
-        said += [here.gpu.model_dump(), str(_dtype(device)), CAPTURED]
-    return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:16]

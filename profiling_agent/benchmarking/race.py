@@ -13,6 +13,7 @@ from typing import TypeVar
 import numpy as np
 
 from profiling_agent.artifacts.folder import open_folder
+from profiling_agent.artifacts.recipe import TORCH
 from profiling_agent.benchmarking.session import RaceSession, SessionLimits, Timed, run_session
 from profiling_agent.benchmarking.statistics import EQUAL, Ratios, Score, detectable, latency_stats, score
 from profiling_agent.benchmarking.timed_process import TimedProcess, worker_command
@@ -33,8 +34,7 @@ SHORT = SessionLimits(seconds_per_turn=0.2, seconds_per_model=1.0)
 # A race that can't tell apart what differs by less than this is worth a warning.
 TOO_NOISY = 0.05
 
-# Runtimes whose processes import torch, and what such a process imports.
-TORCH = frozenset({"eager", "graphed", "inductor"})
+# What a process of one of torch's runtimes imports.
 TIMED = (
     "profiling_agent.benchmarking.worker",
     "profiling_agent.deployment.torch_eager",
@@ -72,10 +72,6 @@ class RaceOutcome:
     def detectable(self) -> float:
         """Return the share by which two equal models would have to differ to be told apart."""
         return detectable([score for index, score in self.scores.items() if index])
-
-    def against(self, index: int, other: int) -> Score:
-        """Return the score of one model against any other."""
-        return against(self.ratios[index], self.ratios[other])
 
     def add(self, session: RaceSession) -> None:
         """Count a session, or the part of one that others had no memory for."""
@@ -193,7 +189,6 @@ def hold_race(
 def _hold(
     start_session: StartSession, num_models: int, *, limits: SessionLimits, seed: int, progress: Progress
 ) -> RaceSession:
-    """Return a session of all models from beginning to end; JobError where a process crashed or hung."""
     with start_session(range(num_models)) as processes:
         return run_session(processes, limits=limits, seed=seed, chooses=False, progress=progress)
 
@@ -224,13 +219,6 @@ def session_starter(
     return start_session
 
 
-def runs_torch(folder: Path) -> bool:
-    """Say whether a saved model runs in torch, which takes seconds to import; what can't be opened says so in its turn."""
-    with suppress(ArtifactError):
-        return open_folder(folder, verify=False).deployment.runtime in TORCH
-    return False
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Track:
     """Where saved models race, and how: paths are relative to `root`.
@@ -251,8 +239,12 @@ class Track:
         """Return what starts a process for each entry."""
         start = Start(batch_size=self.batch_size, device=self.device, num_threads=self.num_threads)
         folders = [self.root / ref.path for _, ref in entries]
-        server = self.server
-        servers = {place: server for place, folder in enumerate(folders) if server is not None and runs_torch(folder)}
+        servers: dict[int, ForkServer] = {}
+        for place, folder in enumerate(folders if self.server is not None else ()):
+            # What can't be opened says so in its turn.
+            with suppress(ArtifactError):
+                if self.server is not None and open_folder(folder, verify=False).deployment.runtime in TORCH:
+                    servers[place] = self.server
         commands = [worker_command(folder) for folder in folders]
         return session_starter(commands, start, servers=servers, pass_s=self.pass_s)
 
@@ -298,12 +290,15 @@ def hold_steady_sessions(
     """
     sessions, void = hold_sessions(hold, num_sessions)
     most = num_sessions + MAX_AGAIN
-    while len(steady := _steady(sessions)) < num_sessions and len(sessions) < most and has_time():
+    while True:
+        best_ms = min(map(_baseline_ms, sessions))
+        steady = [session for session in sessions if _baseline_ms(session) <= MAX_SLOWDOWN * best_ms]
+        if len(steady) >= num_sessions or len(sessions) >= most or not has_time():
+            break
         try:
             sessions.append(hold(len(sessions) + len(void)))
         except JobError as error:
             void, most = (*void, str(error)), most - 1
-    best_ms = min(map(_baseline_ms, sessions))
     slow = [_baseline_ms(session) for session in sessions if session not in steady]
     reasons = tuple(f"the baseline took {took_ms:.3g} ms, in its best session {best_ms:.3g}" for took_ms in slow)
     race = pool(steady, (*void, *reasons))
@@ -311,11 +306,6 @@ def hold_steady_sessions(
         return race
     times = ", ".join(f"{_baseline_ms(session):.3g}" for session in sessions)
     return race.model_copy(update={"unsteady": f"the baseline took {times} ms in its sessions"})
-
-
-def _steady(sessions: Sequence[Race]) -> list[Race]:
-    best_ms = min(map(_baseline_ms, sessions))
-    return [session for session in sessions if _baseline_ms(session) <= MAX_SLOWDOWN * best_ms]
 
 
 def _baseline_ms(session: Race) -> float:

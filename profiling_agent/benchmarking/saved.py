@@ -8,19 +8,17 @@ from pathlib import Path
 from pydantic import Field
 
 from profiling_agent.artifacts.folder import model_bytes, named_folder, open_folder
-from profiling_agent.artifacts.recipe import RECIPE
-from profiling_agent.benchmarking.race import SHORT, TIMED, Track, choose, hold_one, hold_sessions, pool, runs_torch
-from profiling_agent.benchmarking.throughput import check_same_machine, compare, memory_use, taken, throughput
+from profiling_agent.artifacts.recipe import RECIPE, TORCH
+from profiling_agent.benchmarking.race import SHORT, TIMED, Track, choose, hold_one, hold_sessions, pool
+from profiling_agent.benchmarking.throughput import memory_use, taken, throughput
 from profiling_agent.deployment.registry import missing
-from profiling_agent.documents import DocumentError, read_record
 from profiling_agent.errors import ArtifactError, RequestError
 from profiling_agent.files import file_sha256
 from profiling_agent.processes.environment import child_environment
 from profiling_agent.processes.machine_lock import machine_lock
 from profiling_agent.processes.started import fork_server
 from profiling_agent.progress import Progress, silent
-from profiling_agent.records import NUM_SESSIONS, ArtifactRef, Comparison, Dropped, Race, Record, Taken, Variant
-from profiling_agent.reproducibility import environment
+from profiling_agent.records import NUM_SESSIONS, ArtifactRef, Dropped, Race, Record, RuntimeName, Taken, Variant
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,15 +51,15 @@ def race_saved(
         raise RequestError(f"a race takes two models, {len(models)} was given: name a run, or another saved model")
     refs = [_ref(model.folder) for model in models]
     entries = [(model.variant, ref) for model, ref in zip(models, refs, strict=True)]
-    lacking = {place: line for place, model in enumerate(models) if (line := _lacks(model.folder))}
+    runtimes: list[RuntimeName] = [open_folder(model.folder, verify=False).deployment.runtime for model in models]
+    lacking = {place: line for place, name in enumerate(runtimes) if (line := missing(name))}
     if 0 in lacking:
         raise ArtifactError(f"{models[0].name}, which all are compared with, can't be run here: {lacking[0]}")
     dropped = [Dropped(variant=entries[place][0], model=refs[place], reason=line) for place, line in lacking.items()]
     entries = [entry for place, entry in enumerate(entries) if place not in lacking]
-    copies = any(runs_torch(model.folder) for model in models)
     with (
         machine_lock(progress, "a measurement of saved models"),
-        fork_server(TIMED, child_environment()) if copies else nullcontext() as server,
+        fork_server(TIMED, child_environment()) if TORCH.intersection(runtimes) else nullcontext() as server,
     ):
         track = Track(root=Path("/"), batch_size=batch_size, device=device, server=server)
         first = choose(entries, track, limits=SHORT, progress=progress)
@@ -83,7 +81,7 @@ class MeasuredModel(Record):
 
 
 class Measurements(Record):
-    """What `profiling-agent measure --json` writes, and `--against` reads."""
+    """What `profiling-agent measure --json` writes."""
 
     models: tuple[MeasuredModel, ...] = Field(min_length=1)
 
@@ -105,39 +103,13 @@ def measure_saved(models: Sequence[SavedModel], *, device: str = "cpu", progress
     return Measurements(models=tuple(measured))
 
 
-def read_measurements(path: Path, *, device: str = "cpu") -> Measurements:
-    """Return what an earlier `profiling-agent measure --json` wrote on this machine.
-
-    Raises:
-        RequestError: the file holds no measurements, or those of another machine.
-    """
-    try:
-        earlier = read_record(Measurements, path)
-    except (OSError, DocumentError) as error:
-        said = "measurements of `profiling-agent measure --json`"
-        raise RequestError(f"{str(path)!r} doesn't hold {said}: write it again") from error
-    check_same_machine(earlier.models[0].taken.environment, environment(device))
-    return earlier
-
-
-def compare_measurements(measured: Measurements, earlier: Measurements) -> tuple[Comparison, ...]:
-    """Return each model beside the first one of `earlier`; RequestError where that is another machine's."""
-    return tuple(compare(earlier.models[0].taken, model.taken) for model in measured.models)
-
-
 def saved_model(source: Path) -> SavedModel:
     """Return a saved model under the path that it was given; ArtifactError where it is none."""
     folder = named_folder(source)
     return SavedModel(f"{source} ({open_folder(folder, verify=False).deployment.name})", Variant.BASELINE, folder)
 
 
-def _lacks(folder: Path) -> str | None:
-    """Return what has to be installed to run a saved model here, None where nothing."""
-    return missing(open_folder(folder, verify=False).deployment.runtime)
-
-
 def _ref(folder: Path) -> ArtifactRef:
-    """Return a saved model; ArtifactError where it isn't there, or not whole."""
     open_folder(folder, verify=False)
     sha256, size_bytes = file_sha256(folder / RECIPE), model_bytes(folder)
     return ArtifactRef(path=str(folder), sha256=sha256, size_bytes=size_bytes, kind="model")

@@ -1,9 +1,9 @@
 """Session: one start of all processes of a race, which load, take turns in a shuffled order, and drop out. No torch here."""
 
 import random
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol, Self, runtime_checkable
+from typing import Protocol, Self
 
 import numpy as np
 
@@ -84,16 +84,6 @@ class Timed(Protocol):
         ...
 
 
-@runtime_checkable
-class Noted(Protocol):
-    """A model whose measurements come with notes on the machine."""
-
-    @property
-    def notes(self) -> Collection[str]:
-        """Return what disturbed the measurements so far."""
-        ...
-
-
 @dataclass(slots=True)
 class RaceSession:
     """What one session brought, by model: its samples, and log(first's time / its time) of each of its turns.
@@ -137,7 +127,10 @@ def run_session(
         # Whoever always ran after the largest model would always find the caches as that one left them.
         shuffle.shuffle(order)
         for index in order:
-            _take_turn(processes[index], index, runs[index], session, chooses=chooses)
+            try:
+                session.samples[index].append(processes[index].take_sample(runs[index]))
+            except JobError as error:
+                _lose(index, error, session, chooses=chooses)
         session.num_repeats += 1
         progress("racing", session.num_repeats, MAX_REPEATS)
         order = [index for index in order if index not in session.lost]
@@ -155,7 +148,7 @@ def run_session(
     session.ratios = {index: log_ratios(own, session.samples[0]) for index, own in session.samples.items()}
     peaks = {index: processes[index].peak_bytes() for index in session.samples}
     session.peak_bytes = {index: peak for index, peak in peaks.items() if peak is not None}
-    notes = [note for process in processes.values() if isinstance(process, Noted) for note in process.notes]
+    notes = [note for process in processes.values() for note in getattr(process, "notes", ())]
     session.notes = tuple(dict.fromkeys(notes))
     return session
 
@@ -203,13 +196,6 @@ def _load(
             runs[index] = limits.runs_of_turn(pass_ms)
             held.append((processes[index].peak_bytes() or 0) + (CONTEXT_BYTES if limits.on_gpu else 0))
     return runs
-
-
-def _take_turn(timed: Timed, index: int, runs: int, session: RaceSession, *, chooses: bool) -> None:
-    try:
-        session.samples[index].append(timed.take_sample(runs))
-    except JobError as error:
-        _lose(index, error, session, chooses=chooses)
 
 
 def _lose(index: int, error: JobError, session: RaceSession, *, chooses: bool) -> None:

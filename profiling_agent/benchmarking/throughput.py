@@ -11,13 +11,11 @@ from profiling_agent.benchmarking.session import SessionLimits, run_session
 from profiling_agent.benchmarking.statistics import latency_stats
 from profiling_agent.benchmarking.timed_process import TimedProcess, worker_command
 from profiling_agent.benchmarking.worker import Start
-from profiling_agent.errors import JobError, RequestError
+from profiling_agent.errors import JobError
 from profiling_agent.processes.memory import peak_memory_bytes
 from profiling_agent.progress import Progress, silent
 from profiling_agent.records import (
     ArtifactRef,
-    Comparison,
-    Environment,
     LatencyStats,
     MemoryUse,
     Refusal,
@@ -27,8 +25,6 @@ from profiling_agent.records import (
 )
 from profiling_agent.reproducibility import environment
 
-# Measurements can be compared where all of these are the same.
-HARDWARE = ("cpu", "cpu_flags", "num_threads", "memory_bytes", "system", "device", "gpu_hardware")
 BATCH_SIZES = (1, 8, 32)
 # A runtime may take another way through its kernels, and more memory, after its first pass.
 MEMORY_PASSES = 3
@@ -105,48 +101,5 @@ def memory_use(
 
 
 def taken(model: ArtifactRef, throughputs: Throughputs, memory: MemoryUse) -> Taken:
-    """Return what `model` takes, from both measurements.
-
-    Raises:
-        RequestError: they weren't taken on the same machine.
-    """
-    check_same_machine(throughputs.environment, memory.environment)
+    """Return what `model` takes, from both measurements, of one machine."""
     return Taken(model=model, throughput=throughputs.of(model), memory=memory, environment=memory.environment)
-
-
-def compare(first: Taken, second: Taken) -> Comparison:
-    """Return `second` beside `first`, at the batch sizes that both were measured at.
-
-    Raises:
-        RequestError: they were measured on different machines.
-    """
-    check_same_machine(first.environment, second.environment)
-    by_size = {row.batch_size: row.images_per_s for row in first.throughput}
-    versions, others = (each.environment.versions for each in (first, second))
-    changed = sorted(name for name in versions.keys() | others.keys() if versions.get(name) != others.get(name))
-    return Comparison(
-        throughput={
-            row.batch_size: row.images_per_s / by_size[row.batch_size]
-            for row in second.throughput
-            if row.batch_size in by_size
-        },
-        peak_memory=second.memory.peak_bytes / first.memory.peak_bytes,
-        size=second.memory.size_bytes / first.memory.size_bytes,
-        notes=(f"measured with other versions of {', '.join(changed)}",) if changed else (),
-    )
-
-
-def check_same_machine(first: Environment, second: Environment) -> None:
-    """Raise RequestError where two measurements are of different machines or devices; other software is allowed."""
-    if any(getattr(first, name) != getattr(second, name) for name in HARDWARE):
-        raise RequestError(
-            f"measurements of different machines can't be compared ({_name(first)}; {_name(second)}): "
-            "measure both on one of them"
-        )
-
-
-def _name(environment: Environment) -> str:
-    flags = ", ".join(environment.cpu_flags) or "no vector extensions known"
-    size = f"{environment.num_threads} threads, {environment.memory_bytes / 2**30:.1f} GiB"
-    device = environment.gpu_hardware or environment.device
-    return f"{environment.cpu} with {flags}, {size}, {environment.system}, on {device}"

@@ -92,23 +92,23 @@ class TimedProcess:
     def take_sample(self, runs: int, timeout_s: float | None = None) -> list[float]:
         """Return the milliseconds of `runs` forward passes; JobError where the child crashes or takes too long."""
         void = 0
-        while (slowdowns := _slowdowns(reply := self._sampled(runs, timeout_s))) and void < MAX_VOID_TURNS:
-            self._note(f"turns under a slowdown of the GPU were measured again: {', '.join(slowdowns)}")
+        while True:
+            self._child.send(SampleRequest(runs=runs))
+            reply = self._receive(timeout_s or self._sample_timeout_s)
+            self.device_bytes = reply.device_bytes
+            if not (slowdowns := ", ".join(reply.gpu.slowdowns) if reply.gpu else ""):
+                break
+            if void == MAX_VOID_TURNS:
+                self._note(f"the GPU was slowed down all the time: {slowdowns}")
+                break
+            self._note(f"turns under a slowdown of the GPU were measured again: {slowdowns}")
             void += 1
             time.sleep(self._cool_s)
-        if slowdowns:
-            self._note(f"the GPU was slowed down all the time: {', '.join(slowdowns)}")
         if reply.gpu is None and self._first.device == "cuda":
             self._note(NO_NVML)
         if reply.gpu is not None and reply.gpu.neighbours:
             self._note(f"other programs used the GPU: {', '.join(reply.gpu.neighbours)}")
         return list(reply.samples_ms)
-
-    def _sampled(self, runs: int, timeout_s: float | None) -> Reply:
-        self._child.send(SampleRequest(runs=runs))
-        reply = self._receive(timeout_s or self._sample_timeout_s)
-        self.device_bytes = reply.device_bytes
-        return reply
 
     def _note(self, text: str) -> None:
         self.notes[text] = None
@@ -136,7 +136,3 @@ class TimedProcess:
     ) -> None:
         if self._started is not None:
             self._started.end()
-
-
-def _slowdowns(reply: Reply) -> tuple[str, ...]:
-    return reply.gpu.slowdowns if reply.gpu is not None else ()

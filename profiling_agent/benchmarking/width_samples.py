@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import numpy as np
-import psutil
 from filelock import FileLock
 from pydantic import Field, ValidationError, model_validator
 
@@ -38,15 +37,9 @@ Sample = Annotated[float, Field(strict=True, ge=MIN_MS, le=MAX_MS)]
 
 
 class WidthSamples(Record):
-    """Milliseconds of one shape by width, a sample for each repeat: the widths of one repeat were timed right after another.
-
-    Load and frequency explain a time and decide nothing: calls shorter than a turn of the scheduler are timed well on a machine with
-    three times as many processes as cores, and a slower clock slows all widths.
-    """
+    """Milliseconds of one shape by width, a sample for each repeat: the widths of one repeat were timed right after another."""
 
     taken: Number = Field(description="seconds since 1970, by the machine's clock")
-    load: Number | None = Field(description="processes that wanted to run, by core, over the last minute")
-    mhz: Number | None = Field(description="frequency of the processor, where it tells")
     waited: Share = Field(
         description="share of a call in which its thread had no core or waited for one that had none; median"
     )
@@ -63,7 +56,7 @@ class WidthSamples(Record):
     def taken_now(cls, ms: Mapping[int, Sequence[float]], *, waited: float) -> Self:
         """Return samples as taken just now, on the machine as it is now."""
         bounded = {width: tuple(min(max(one, MIN_MS), MAX_MS) for one in samples) for width, samples in ms.items()}
-        return cls(taken=time.time(), load=_load(), mhz=_mhz(), waited=waited, ms=bounded)
+        return cls(taken=time.time(), waited=waited, ms=bounded)
 
     @property
     def is_fresh(self) -> bool:
@@ -120,18 +113,3 @@ def add_samples(path: Path, shape: str, samples: WidthSamples) -> None:
             write_text(path, known.model_dump_json())
     except OSError:
         return
-
-
-def _load() -> float | None:
-    try:
-        return psutil.getloadavg()[0] / (psutil.cpu_count() or 1)
-    except OSError:
-        return None
-
-
-def _mhz() -> float | None:
-    try:
-        found = psutil.cpu_freq()
-    except (OSError, NotImplementedError, RuntimeError):
-        return None
-    return float(found.current) if found and math.isfinite(found.current) else None

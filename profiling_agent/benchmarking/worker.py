@@ -81,25 +81,17 @@ def serve(open_model: Callable[[Start], Callable[[], float]]) -> None:
     start = parent.receive(Start)
     run_once = open_model(start)
     parent.send(Reply(kind="ready"))
-    take: Callable[[Callable[[], float], int], tuple[list[float], GpuState | None]] = _gpu_sample
-    if start.device != "cuda":
-        take = _first_cpu_sample
+    is_first = True
     while True:
-        sample = parent.receive(SampleRequest)
-        times, state = take(run_once, sample.runs)
-        take = _gpu_sample if start.device == "cuda" else _cpu_sample
+        runs, state = parent.receive(SampleRequest).runs, None
+        if start.device == "cuda":
+            times, state = _gpu_sample(run_once, runs)
+        else:
+            first = run_once()
+            times = [first] if first > LONG_MS and not is_first else []
+            times += [run_once() for _ in range(runs - len(times))]
+        is_first = False
         parent.send(Reply(kind="times", samples_ms=tuple(times), device_bytes=_device_bytes(run_once), gpu=state))
-
-
-def _first_cpu_sample(run_once: Callable[[], float], runs: int) -> tuple[list[float], None]:
-    run_once()
-    return [run_once() for _ in range(runs)], None
-
-
-def _cpu_sample(run_once: Callable[[], float], runs: int) -> tuple[list[float], None]:
-    first = run_once()
-    times = [first] if first > LONG_MS else []
-    return times + [run_once() for _ in range(runs - len(times))], None
 
 
 def _gpu_sample(run_once: Callable[[], float], runs: int) -> tuple[list[float], GpuState | None]:

@@ -1,5 +1,6 @@
 """`doctor`: is this machine fit for a run? Versions, CPU, memory, disk, noise, runtimes, the language model's server."""
 
+import contextlib
 import os
 import shutil
 import statistics
@@ -201,15 +202,10 @@ def _noise() -> Finding:
 def _runtime(name: RuntimeName) -> Finding:
     if line := registry.missing(name):
         return Finding(name=name, state="note", seen="not installed", advice=line)
-    command = child_command("profiling_agent.deployment.probe", name)
-    try:
-        ended = subprocess.run(
-            command, capture_output=True, text=True, check=False, timeout=PROBE_S, env=child_environment()
-        )
-    except subprocess.TimeoutExpired:
-        return Finding(
-            name=name, state="problem", seen=f"hangs for {PROBE_S:.0f} s", advice="leave it out with --runtimes"
-        )
+    ended = _ended("profiling_agent.deployment.probe", name, PROBE_S)
+    if ended is None:
+        seen = f"hangs for {PROBE_S:.0f} s"
+        return Finding(name=name, state="problem", seen=seen, advice="leave it out with --runtimes")
     if ended.returncode:
         last = (ended.stderr.strip().splitlines() or [""])[-1][:200]
         advice = "install it again, or leave it out with --runtimes"
@@ -219,17 +215,19 @@ def _runtime(name: RuntimeName) -> Finding:
 
 
 def _device(name: str) -> Finding:
-    """Take a small model through profile, prune and evaluate on a device."""
-    command = child_command("profiling_agent.jobs.self_test", name)
-    try:
-        ended = subprocess.run(
-            command, capture_output=True, text=True, check=False, timeout=SELF_TEST_S, env=child_environment()
-        )
-    except subprocess.TimeoutExpired:
-        return Finding(
-            name="device", state="problem", seen=f"{name}: hangs for {SELF_TEST_S:.0f} s", advice="use --device cpu"
-        )
+    ended = _ended("profiling_agent.jobs.self_test", name, SELF_TEST_S)
+    if ended is None:
+        seen = f"{name}: hangs for {SELF_TEST_S:.0f} s"
+        return Finding(name="device", state="problem", seen=seen, advice="use --device cpu")
     return self_tested(name, ended.returncode, ended.stdout, ended.stderr)
+
+
+def _ended(module: str, argument: str, timeout_s: float) -> subprocess.CompletedProcess[str] | None:
+    """Return how a module of ours ended in a process of its own; None where it took too long."""
+    command, environment = child_command(module, argument), child_environment()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=timeout_s, env=environment)
+    return None
 
 
 def self_tested(name: str, code: int, said: str, errors_said: str) -> Finding:

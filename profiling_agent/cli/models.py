@@ -15,12 +15,11 @@ from profiling_agent.cli.terminal import (
     echo_json,
     errors,
     open_display,
-    refuse,
     refusing,
     run_folder,
 )
 from profiling_agent.deployment import registry
-from profiling_agent.errors import ProfilingAgentError, RequestError
+from profiling_agent.errors import RequestError
 from profiling_agent.records import NUM_SESSIONS, Deployability, Prunable, RuntimeName
 from profiling_agent.reporting.units import count, percent
 from profiling_agent.request import SYNONYMS, Request
@@ -59,18 +58,14 @@ def race(
     from profiling_agent.cli.tables import race_table
     from profiling_agent.reporting.results import models_of_all
 
-    try:
-        with open_display(errors) as display:
-            models = models_of_all(sources)
-            names, held = race_saved(
-                models,
-                batch_size=batch_size,
-                num_sessions=num_sessions,
-                device=device,
-                progress=display.stage("race"),
-            )
-    except ProfilingAgentError as error:
-        refuse(str(error))
+    with refusing(), open_display(errors) as display:
+        names, held = race_saved(
+            models_of_all(sources),
+            batch_size=batch_size,
+            num_sessions=num_sessions,
+            device=device,
+            progress=display.stage("race"),
+        )
     if json_:
         echo_json(held.model_dump(mode="json"))
         return
@@ -85,31 +80,23 @@ def measure(
         ),
     ],
     device: DeviceOption = "cpu",
-    against: Annotated[
-        Path | None, typer.Option(help="file that an earlier --json wrote; another machine's is refused")
-    ] = None,
     json_: JsonOption = False,  # noqa: FBT002 - a flag
 ) -> None:
     """Measure what saved models take: images per second at batch sizes 1, 8 and 32, peak memory, bytes on disk.
 
     `profiling-agent measure runs/my-run --json > now.json`
     """
-    from profiling_agent.benchmarking.saved import compare_measurements, measure_saved, read_measurements
+    from profiling_agent.benchmarking.saved import measure_saved
     from profiling_agent.cli.tables import measurement_table
     from profiling_agent.reporting.results import before_and_after
 
-    try:
-        earlier = read_measurements(against, device=device) if against else None
-        with open_display(errors) as display:
-            models = [model for source in sources for model in before_and_after(source)]
-            measured = measure_saved(models, device=device, progress=display.stage("measure"))
-        compared = compare_measurements(measured, earlier or measured)
-    except ProfilingAgentError as error:
-        refuse(str(error))
+    with refusing(), open_display(errors) as display:
+        models = [model for source in sources for model in before_and_after(source)]
+        measured = measure_saved(models, device=device, progress=display.stage("measure"))
     if json_:
         echo_json(measured.model_dump(mode="json"))
         return
-    console.print(measurement_table(measured, compared))
+    console.print(measurement_table(measured))
 
 
 def compare(
@@ -126,10 +113,8 @@ def compare(
     from profiling_agent.cli.tables import compare_table
     from profiling_agent.reporting.results import read_report
 
-    try:
+    with refusing():
         reports = {str(run): read_report(run) for run in runs}
-    except ProfilingAgentError as error:
-        refuse(str(error))
     if json_:
         echo_json({name: report.model_dump(mode="json") for name, report in reports.items()})
         return
@@ -148,10 +133,6 @@ def _say(line: str) -> None:
 
 def pick(
     run: RunArgument,
-    objective: Annotated[
-        str | None,
-        typer.Option(metavar="speed|size|memory|accuracy", help="what the contract would have preferred"),
-    ] = None,
     candidate: Annotated[
         str | None, typer.Option(metavar="NUMBER|NAME", help="one of the list, or `openvino static`")
     ] = None,
@@ -162,19 +143,18 @@ def pick(
 ) -> None:
     """Take another model of a finished run than the one it returned; nothing is measured again.
 
-    Without `--objective` and `--candidate` all that the run measured is listed: on search images, and whether anything beats
-    it. With one of them the model is copied to `--output`, to be loaded, exported or pushed. By an objective it is the one
-    that the run's contract would have chosen with it: that keeps its terms first. Only what the run returned was judged on
-    held-out images; of every other this says so.
+    Without `--candidate` all that the run measured is listed: on search images, and whether anything beats it. With it the model
+    is copied to `--output`, to be loaded, exported or pushed. Only what the run returned was judged on held-out images; of every
+    other this says so.
 
-    `profiling-agent pick runs/my-run --objective size --output small`
+    `profiling-agent pick runs/my-run --candidate 2 --output small`
     """
     from profiling_agent.cli.tables import candidates_table, picked_table
     from profiling_agent.handover.pick import candidates
     from profiling_agent.handover.pick import pick as take
 
     with refusing():
-        if objective is None and candidate is None and output is None:
+        if candidate is None and output is None:
             found = candidates(run)
             if json_:
                 echo_json([one.model_dump(mode="json") for one in found])
@@ -183,7 +163,9 @@ def pick(
             return
         if output is None:
             raise typer.BadParameter("name a folder to write it to: --output small")
-        picked = take(run, output, objective=objective, candidate=candidate)
+        if candidate is None:
+            raise typer.BadParameter("name a candidate of the list: --candidate 2")
+        picked = take(run, output, candidate=candidate)
     if json_:
         echo_json(picked.model_dump(mode="json"))
         return
@@ -266,7 +248,7 @@ def look_at_model(model: str, *, revision: str | None, runtimes: str, json_: boo
         names, left_out = _installed(request)
         with open_display(errors) as display, Look(display.stage("doctor")) as look:
             prunable = look.prunable(model, revision)
-            rows = list(look.deployable(look.forms[-1], names))
+            rows = list(look.deployable("pruned" if prunable.cut_share else "whole", names))
     if json_:
         echo_json(
             {
@@ -281,7 +263,6 @@ def look_at_model(model: str, *, revision: str | None, runtimes: str, json_: boo
 
 
 def _installed(request: Request) -> tuple[list[RuntimeName], list[str]]:
-    """Return the runtimes to try, and a line for each that isn't."""
     names, left_out = list[RuntimeName](), list[str]()
     for name in request.runtime_names:
         line = registry.missing(name)

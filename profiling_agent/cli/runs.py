@@ -19,7 +19,6 @@ from profiling_agent.cli.terminal import (
     EXIT_NOT_MET,
     EXIT_WAITING,
     AddressOption,
-    Display,
     EventsOption,
     JsonOption,
     QuietOption,
@@ -55,8 +54,12 @@ def watch(work: Work, root: Path, *, is_quiet: bool = False, is_json: bool = Fal
         keep_stdout()
     try:
         with open_display(console, is_quiet=is_quiet, is_json=is_json) as display:
-            is_here = is_answered_here() and not is_json
-            report = work(display.hear, _approver(display) if is_here else None)
+
+            def approver(question: ApprovalQuestion) -> Approval:
+                with display.paused():
+                    return ask(question)
+
+            report = work(display.hear, approver if is_answered_here() and not is_json else None)
     except ApprovalPendingError as error:
         errors.print(str(error), markup=False, soft_wrap=True)
         raise typer.Exit(EXIT_WAITING) from None
@@ -68,25 +71,14 @@ def watch(work: Work, root: Path, *, is_quiet: bool = False, is_json: bool = Fal
         said = report.verdict.model_dump(mode="json")
         typer.echo(json.dumps({"event": "verdict", "run": str(root), **said}))
     else:
-        console.print(_brief(report, root) if is_quiet else verdict_table(report, root))
+        brief = Text(f"{report.verdict.outcome}: {report.verdict.explanation} ({root})")
+        console.print(brief if is_quiet else verdict_table(report, root))
     raise typer.Exit(EXIT_MET if report.verdict.outcome == "MET" else EXIT_NOT_MET)
-
-
-def _brief(report: RunReport, root: Path) -> Text:
-    return Text(f"{report.verdict.outcome}: {report.verdict.explanation} ({root})")
 
 
 def is_answered_here() -> bool:
     """Return whether somebody sits at this terminal."""
     return console.is_terminal and sys.stdin.isatty()
-
-
-def _approver(display: Display) -> Callable[[ApprovalQuestion], Approval]:
-    def approver(question: ApprovalQuestion) -> Approval:
-        with display.paused():
-            return ask(question)
-
-    return approver
 
 
 def ask(question: ApprovalQuestion) -> Approval:
@@ -95,20 +87,14 @@ def ask(question: ApprovalQuestion) -> Approval:
     while True:
         choice = Prompt.ask("decision", console=console, choices=list(question.choices), default="accept")
         try:
-            return answer_of(choice)
+            if choice == "reject":
+                return read_answer({"decision": choice, "reason": Prompt.ask("why", console=console)})
+            if choice == "edit":
+                named = Prompt.ask("file with the changes (see `profiling-agent approve --help`)", console=console)
+                return read_edit(Path(named))
+            return read_answer(choice)
         except RequestError as error:
             console.print(Text(str(error), style="red"))
-
-
-def answer_of(choice: str) -> Approval:
-    """Return the answer of a choice, with what belongs to it asked for."""
-    if choice == "reject":
-        return read_answer({"decision": choice, "reason": Prompt.ask("why", console=console)})
-    if choice == "edit":
-        return read_edit(
-            Path(Prompt.ask("file with the changes (see `profiling-agent approve --help`)", console=console))
-        )
-    return read_answer(choice)
 
 
 def read_edit(path: Path) -> Approval:
@@ -142,11 +128,9 @@ def approve(
     from profiling_agent.lifecycle import approve as go_on
     from profiling_agent.lifecycle import pending
 
-    try:
+    with refusing():
         answer = _answer(accept=accept, edit=edit, reject=reject)
         question = pending(run)
-    except ProfilingAgentError as error:
-        refuse(str(error))
     if question is None:
         refuse(f"run {str(run)!r} waits for no approval: go on with `profiling-agent resume {run}`")
     if answer is None and json_:
@@ -160,7 +144,6 @@ def approve(
 
 
 def _answer(**given: Any) -> Approval | None:
-    """Return the one answer that was given by flags."""
     named = {name: value for name, value in given.items() if value not in (None, False)}
     if len(named) > 1:
         raise RequestError(f"{' and '.join(f'--{name}' for name in named)} were given: give one answer")
@@ -233,10 +216,8 @@ def run(request: Request, *, quiet: QuietOption = False, json_: EventsOption = F
     from profiling_agent.lifecycle import make_run_id, optimize
 
     named = request.model_copy(update={"run_id": request.run_id or make_run_id()})
-    try:
+    with refusing():
         root = named.output_dir / str(named.run_id)
-    except RequestError as error:
-        refuse(str(error))
     if not quiet and not json_:
         console.print(f"run folder {root}", markup=False, soft_wrap=True)
     work: Work = lambda listener, approver: optimize(named, listener, approver=approver)  # noqa: E731
@@ -257,20 +238,14 @@ def resume(
     watch(work, run, is_quiet=quiet, is_json=json_)
 
 
-def _read(run: Path) -> RunReport:
-    try:
-        return read_report(run)
-    except ProfilingAgentError as error:
-        refuse(str(error))
-
-
 def show(
     run: RunArgument,
     json_: JsonOption = False,  # noqa: FBT002 - a flag
     plan: Annotated[bool, typer.Option("--plan", help="why each layer was changed or left alone")] = False,  # noqa: FBT002
 ) -> None:
     """Show a finished run: the verdict, before and after, every attempt."""
-    report = _read(run)
+    with refusing():
+        report = read_report(run)
     if json_:
         echo_json(report.model_dump(mode="json"))
         return
@@ -281,8 +256,8 @@ def report(run: RunArgument) -> None:
     """Write the report of a finished run again, and show it."""
     from profiling_agent.reporting.write import write_report
 
-    read = _read(run)
     with refusing():
+        read = read_report(run)
         try:
             write_report(read, run)
         except OSError as error:

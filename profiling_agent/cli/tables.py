@@ -11,7 +11,7 @@ from rich.text import Text
 from profiling_agent.benchmarking.race import noise_warning
 from profiling_agent.benchmarking.saved import Measurements
 from profiling_agent.handover.pick import FAILED, Measured
-from profiling_agent.records import ApprovalQuestion, Comparison, ModelProfile, Race, Variant, by_cause
+from profiling_agent.records import ApprovalQuestion, ModelProfile, Race, Variant, by_cause
 from profiling_agent.reporting.machines import differences
 from profiling_agent.reporting.reflection import choices, predictions, subject_of
 from profiling_agent.reporting.report import RunReport
@@ -157,7 +157,7 @@ def candidates_table(found: Sequence[Measured]) -> Group:
             "yes" if one.is_on_front else "no",
             _holds(one),
         )
-    how = "take one home: profiling-agent pick RUN --candidate NUMBER --output FOLDER, or --objective size"
+    how = "take one home: profiling-agent pick RUN --candidate NUMBER --output FOLDER"
     return Group(table, Text(BY_BOUND), Text(how))
 
 
@@ -187,21 +187,22 @@ def _holds(one: Measured) -> str:
     return {True: "holds", False: f"doesn't hold ({missed})", None: "may hold"}[one.holds]
 
 
-def measurement_table(measured: Measurements, compared: Sequence[Comparison]) -> Group:
-    """Return what models take, each with its ratio to the one it is compared with in brackets."""
-    sizes = [row.batch_size for row in measured.models[0].taken.throughput]
-    table = folded_table("measured", "model", *(f"images/s at {size_}" for size_ in sizes), "peak memory", "on disk")
-    for model, ratio in zip(measured.models, compared, strict=True):
+def measurement_table(measured: Measurements) -> Table:
+    """Return what models take, each with its ratio to the first in brackets."""
+    first = measured.models[0].taken
+    rates = {row.batch_size: row.images_per_s for row in first.throughput}
+    table = folded_table("measured", "model", *(f"images/s at {size_}" for size_ in rates), "peak memory", "on disk")
+    for model in measured.models:
         rows = {row.batch_size: row.images_per_s for row in model.taken.throughput}
-        through = [f"{rows[n]:.1f} ({ratio.throughput.get(n, 0):.2f}x)" if n in rows else "can't" for n in sizes]
-        memory = model.taken.memory
+        through = [f"{rows[n]:.1f} ({rows[n] / rates[n]:.2f}x)" if n in rows else "can't" for n in rates]
+        own, memory = model.taken.memory, first.memory
         table.add_row(
             Text(model.name),
             *through,
-            f"{size(memory.peak_bytes)} ({ratio.peak_memory:.2f}x)",
-            f"{size(memory.size_bytes)} ({ratio.size:.2f}x)",
+            f"{size(own.peak_bytes)} ({own.peak_bytes / memory.peak_bytes:.2f}x)",
+            f"{size(own.size_bytes)} ({own.size_bytes / memory.size_bytes:.2f}x)",
         )
-    return Group(table, *(Text(note) for ratio in compared for note in ratio.notes))
+    return table
 
 
 def profile_tables(profile: ModelProfile) -> tuple[Table, ...]:

@@ -77,7 +77,6 @@ class Stopped(KeyboardInterrupt):
     """A signal that ends the program as Ctrl-C does, so that everything that listens for that is heard."""
 
     def __init__(self, number: int) -> None:
-        """Be stopped by the signal `number`."""
         super().__init__()
         self.number = number
 
@@ -227,7 +226,6 @@ class Display:
     """Shows nothing; what hears a run's events and shows them extends it."""
 
     def __enter__(self) -> Self:
-        """Start."""
         return self
 
     def __exit__(
@@ -256,7 +254,6 @@ class JsonLines(Display):
     """A line of JSON for each event."""
 
     def __init__(self, console: Console) -> None:
-        """Write to the console's file."""
         self._file = console.file
 
     def hear(self, event: ProgressEvent) -> None:
@@ -269,7 +266,6 @@ class Lines(Display):
     """A plain line when a stage begins, and when what it does changes."""
 
     def __init__(self, console: Console) -> None:
-        """Write to `console`."""
         self._console = console
         self._last = ("", "")
 
@@ -289,7 +285,6 @@ class _Headed(Progress):
     head = ""
 
     def get_renderables(self) -> Iterable[RenderableType]:
-        """Give the line, where there is one, and the bars."""
         if self.head:
             yield Text(self.head, style="bold")
         yield from super().get_renderables()
@@ -299,7 +294,6 @@ class Bars(Display):
     """One line for each stage, with what it does, how far it is and how long that takes."""
 
     def __init__(self, console: Console) -> None:
-        """Show on `console`, a terminal."""
         self._tasks: dict[str, TaskID] = {}
         self._bars = _Headed(
             SpinnerColumn(finished_text="✓"),
@@ -314,14 +308,12 @@ class Bars(Display):
         )
 
     def __enter__(self) -> Self:
-        """Start."""
         self._bars.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Leave the lines standing."""
         self._complete(kind is None)
         self._bars.stop()
 

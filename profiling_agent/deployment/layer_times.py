@@ -3,10 +3,11 @@
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from profiling_agent.artifacts.folder import open_folder
 from profiling_agent.deployment.batches import noise_batch
-from profiling_agent.deployment.protocol import MODULE, OperatorTime, TimesOperators
+from profiling_agent.deployment.protocol import MODULE, OperatorTime
 from profiling_agent.deployment.registry import runtime
 from profiling_agent.errors import ArtifactError
 
@@ -23,8 +24,9 @@ def layer_times(folder: Path, exported: Path | None, *, batch_size: int, num_thr
         ArtifactError: the runtime doesn't tell, or can't read or run the model.
     """
     recipe = open_folder(folder, verify=False)
-    teller, known = runtime(recipe.deployment.runtime), dict[str, str]()
-    if not isinstance(teller, TimesOperators):
+    known: dict[str, str] = {}
+    operator_times: Any = getattr(runtime(recipe.deployment.runtime), "operator_times", None)
+    if operator_times is None:
         raise ArtifactError(f"{recipe.deployment.runtime} doesn't tell what the parts of a pass take")
     if exported is not None:
         import onnx
@@ -32,7 +34,7 @@ def layer_times(folder: Path, exported: Path | None, *, batch_size: int, num_thr
         from profiling_agent.deployment.onnx_names import layers_by_name
 
         known = layers_by_name(onnx.load(exported, load_external_data=False))
-    operators = teller.operator_times(
+    operators = operator_times(
         folder, recipe, noise_batch(recipe.input, batch_size), num_threads=num_threads, passes=NUM_PASSES
     )
     return by_layer(operators, known)
@@ -43,10 +45,7 @@ def by_layer(operators: Sequence[OperatorTime], known: Mapping[str, str]) -> dic
     times: defaultdict[str, float] = defaultdict(float)
     layer = ""
     for operator in operators:
-        layer = next((found for name in operator.names if (found := _layer(name, known)) is not None), layer)
+        own = (name.removeprefix(MODULE) if name.startswith(MODULE) else known.get(name) for name in operator.names)
+        layer = next((name for name in own if name is not None), layer)
         times[layer] += operator.ms
     return dict(times)
-
-
-def _layer(name: str, known: Mapping[str, str]) -> str | None:
-    return name.removeprefix(MODULE) if name.startswith(MODULE) else known.get(name)

@@ -49,7 +49,6 @@ class Deployed:
     """A saved model, opened in its runtime."""
 
     def __init__(self, folder: Path, recipe: Recipe, session: ModelSession) -> None:
-        """Take an opened session; `load` is the way in."""
         self.folder, self.recipe, self.session = folder, recipe, session
 
     @property
@@ -98,9 +97,10 @@ class Deployed:
             return self.predict([images])[0]
         if not images:
             return []
+        names = self.recipe.config.get("id2label", {})
         likelihoods, classes = self(self._prepared(images)).logits.softmax(dim=-1).max(dim=-1)
         return [
-            Prediction(label=self._label(class_id), class_id=class_id, probability=probability)
+            Prediction(label=str(names.get(str(class_id), class_id)), class_id=class_id, probability=probability)
             for class_id, probability in zip(classes.tolist(), likelihoods.tolist(), strict=True)
         ]
 
@@ -118,10 +118,6 @@ class Deployed:
             pictures = [in_its_channels(upright_rgb(image), processor) for image in images]
         with foreign_code(refuse):
             return processor(images=pictures, return_tensors="np")["pixel_values"]
-
-    def _label(self, class_id: int) -> str:
-        """Return the name of a class, or its number where it has none."""
-        return str(self.recipe.config.get("id2label", {}).get(str(class_id), class_id))
 
 
 def load(path: str | Path, *, verify: bool = True, device: str = "cpu", num_threads: int | None = None) -> Deployed:

@@ -17,14 +17,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import bidirectional_mask_function, sdpa_mask
 
+from profiling_agent.deployment.onnx_runtime import one_thread
 from profiling_agent.deployment.patches import PlainPatches
 from profiling_agent.deployment.protocol import INPUT, OUTPUT
 from profiling_agent.errors import ArtifactError
-from profiling_agent.files import TEMPORARY, sync, sync_names
+from profiling_agent.files import TEMPORARY
+from profiling_agent.foreign import foreign_code
 from profiling_agent.modules.divergence import relative_distance
 from profiling_agent.modules.inference import logits_of, random_batch
 from profiling_agent.quantization.kinds import quantized_modules
-from profiling_agent.quiet import import_onnxruntime, muted
+from profiling_agent.quiet import muted
 from profiling_agent.records import InputSpec
 
 # The first opset with Gelu as one operator.
@@ -76,7 +78,11 @@ def export_onnx(
     try:
         write_graph(model, temporary, spec=spec, batch_size=batch_size)
         if is_bare:
-            _bare(temporary)
+            import onnx
+
+            from profiling_agent.deployment.onnx_names import write_bare
+
+            write_bare(onnx.load(temporary), temporary)
         checked = CHECKED_BATCHES if batch_size is None else (batch_size,)
         distance = max(_distance(model, temporary, random_batch(spec, size, seed=size)) for size in checked)
         # `not <=` so that a NaN fails.
@@ -85,20 +91,10 @@ def export_onnx(
                 f"ONNX Runtime's logits are {distance:.2g} from torch's (relative), {TOLERANCE:g} is allowed: "
                 "deploy the saved folder instead"
             )
-        sync(temporary)
         temporary.rename(path)
-        sync_names(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
     return distance
-
-
-def _bare(path: Path) -> None:
-    import onnx
-
-    from profiling_agent.deployment.onnx_names import write_bare
-
-    write_bare(onnx.load(path), path)
 
 
 def _check_installed() -> None:
@@ -137,18 +133,14 @@ def write_graph(model: nn.Module, path: Path, *, spec: InputSpec, batch_size: in
                 output_names=[OUTPUT],
                 dynamic_shapes={INPUT: {0: "batch"}} if is_dynamic else None,
             )
-            _fold_(program)
+            from profiling_agent.deployment.onnx_resizes import fold_resizes_
+
+            fold_resizes_(program.model)
             program.save(str(path), external_data=False)
     # A model above protobuf's 2 GB is a ValueError.
     except (torch.onnx.OnnxExporterError, RuntimeError, ValueError) as error:
         advice = "a fixed batch size may work" if is_dynamic else "deploy the saved folder instead"
         raise ArtifactError(f"torch can't export the model to ONNX ({_cause(error)}): {advice}") from error
-
-
-def _fold_(program: Any) -> None:
-    from profiling_agent.deployment.onnx_resizes import fold_resizes_
-
-    fold_resizes_(program.model)
 
 
 def _fit_pools_(model: nn.Module, batch: Tensor) -> None:
@@ -185,28 +177,12 @@ def _cause(error: BaseException) -> str:
 
 
 def _distance(model: nn.Module, path: Path, batch: Tensor) -> float:
-    onnxruntime = import_onnxruntime()
-    from onnxruntime.capi.onnxruntime_pybind11_state import (
-        Fail,
-        InvalidArgument,
-        InvalidGraph,
-        NotImplemented,
-        RuntimeException,
-    )
+    def refuse(said: str) -> ArtifactError:
+        advice = "a fixed batch size may work"
+        return ArtifactError(f"ONNX Runtime can't run the exported model on {len(batch)} images ({said}): {advice}")
 
-    options = onnxruntime.SessionOptions()
-    # Errors alone: the advice is about the graph's optimisation.
-    options.log_severity_level = 3
-    # Enough for a few images; a pool of its own would try to pin threads to cores that a container may not have.
-    options.intra_op_num_threads = 1
-    try:
-        session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-        found = torch.from_numpy(session.run([OUTPUT], {INPUT: batch.numpy()})[0])
-    except (Fail, InvalidArgument, InvalidGraph, NotImplemented, RuntimeException) as error:
-        raise ArtifactError(
-            f"ONNX Runtime can't run the exported model on {len(batch)} images ({_cause(error)}): "
-            "a fixed batch size may work"
-        ) from error
+    with foreign_code(refuse):
+        found = torch.from_numpy(one_thread(str(path)).run([OUTPUT], {INPUT: batch.numpy()})[0])
     return relative_distance(found, logits_of(model, batch))
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from onnx import TensorProto, helper, numpy_helper
 from onnxscript import ir, optimizer
 
+from profiling_agent.deployment.onnx_runtime import one_thread
 from profiling_agent.quiet import import_onnxruntime
 
 
@@ -18,18 +19,21 @@ def fold_resizes_(model: Any) -> None:
 
     What ONNX Runtime can't compute by itself stays as it is.
     """
-    resizes = [node for node in model.graph if _is_antialiased(node)]
+    resizes = [
+        node
+        for node in model.graph
+        if node.op_type == "Resize" and "antialias" in node.attributes and node.attributes["antialias"].as_int() == 1
+    ]
     for node in resizes:
         if (needed := _needed(model, node)) is None:
             continue
         if (result := _computed(model, needed, node.outputs[0].name)) is not None:
-            _hold_(model, node.outputs[0], result)
+            output = node.outputs[0]
+            held = ir.val(f"{output.name}_resized", const_value=ir.tensor(result))
+            model.graph.register_initializer(held)
+            output.replace_all_uses_with(held)
     if resizes:
         optimizer.remove_unused_nodes(model)
-
-
-def _is_antialiased(node: Any) -> bool:
-    return node.op_type == "Resize" and "antialias" in node.attributes and node.attributes["antialias"].as_int() == 1
 
 
 def _needed(model: Any, last: Any) -> list[Any] | None:
@@ -60,19 +64,11 @@ def _computed(model: Any, nodes: Sequence[Any], name: str) -> Any:
         initializer=[numpy_helper.from_array(value.const_value.numpy(), each) for each, value in weights.items()],
     )
     opsets = [helper.make_opsetid(domain, version) for domain, version in model.opset_imports.items()]
-    onnxruntime = import_onnxruntime()
+    import_onnxruntime()
     from onnxruntime.capi.onnxruntime_pybind11_state import Fail, InvalidArgument, InvalidGraph, NotImplemented
 
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level, options.intra_op_num_threads = 3, 1
     whole = helper.make_model(graph, opset_imports=opsets, ir_version=model.ir_version).SerializeToString()
     try:
-        return onnxruntime.InferenceSession(whole, options, providers=["CPUExecutionProvider"]).run([name], {})[0]
+        return one_thread(whole).run([name], {})[0]
     except (Fail, InvalidArgument, InvalidGraph, NotImplemented):
         return None
-
-
-def _hold_(model: Any, output: Any, result: Any) -> None:
-    held = ir.val(f"{output.name}_resized", const_value=ir.tensor(result))
-    model.graph.register_initializer(held)
-    output.replace_all_uses_with(held)

@@ -43,7 +43,6 @@ class OnnxSession:
     """An ONNX file, opened."""
 
     def __init__(self, session: "InferenceSession") -> None:
-        """Take ONNX Runtime's own session; `open` is the way in."""
         self._session = session
         # A dynamic size has a name.
         size = session.get_inputs()[0].shape[0]
@@ -122,6 +121,11 @@ def _options(num_threads: int | None) -> Any:
     if waits_passively():
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     return options
+
+
+def one_thread(graph: str | bytes) -> "InferenceSession":
+    """Return a session of a graph or its file for a few images: a pool of threads would try to pin them to cores that a container may not have."""
+    return import_onnxruntime().InferenceSession(graph, _options(1), providers=["CPUExecutionProvider"])
 
 
 def _session(folder: Path, options: Any) -> "InferenceSession":

@@ -6,6 +6,7 @@ once, and no transposed copy is written. ViT-B in dynamic int8 is 8% faster for 
 
 import contextlib
 import itertools
+import tempfile
 from collections import defaultdict
 from collections.abc import Collection, Generator, Iterator, Mapping
 from pathlib import Path
@@ -24,7 +25,6 @@ from profiling_agent.deployment.onnx_names import LAYER_OPS, is_convnet, layer_o
 from profiling_agent.deployment.protocol import INPUT, Batch, Source
 from profiling_agent.documents import first_line
 from profiling_agent.errors import ArtifactError, QuantizationError
-from profiling_agent.files import scratch_in
 from profiling_agent.quantization.quantize import chosen_layers
 from profiling_agent.quantization.vnni import saturates
 from profiling_agent.quiet import muted
@@ -87,8 +87,7 @@ def write_deployment(source: Source, deployment: Deployment, folder: Path) -> Pr
 def _quantizer(folder: Path) -> Generator[None]:
     """Mute the quantizer, which advises on the root logger, have it write below `folder` alone, name its errors."""
     try:
-        # The lock of `muted` first: a second thread's files are its own.
-        with muted(""), scratch_in(folder) as scratch, contextlib.chdir(scratch):
+        with muted(""), tempfile.TemporaryDirectory(dir=folder) as scratch, contextlib.chdir(scratch):
             yield
     except ERRORS as error:
         line = first_line(error)[:200]
@@ -115,7 +114,8 @@ def _quantize_dynamic(model: onnx.ModelProto, path: Path, nodes: Collection[str]
 
 def _quantize_static(model: onnx.ModelProto, path: Path, nodes: dict[str, str], images: Batch) -> None:
     if is_convnet(model):
-        ops, left_out = CONVNET_OPS, [node.name for node in model.graph.node if _is_kept(node, nodes)]
+        ops, layers = CONVNET_OPS, [node.name for node in model.graph.node if node.op_type in LAYER_OPS]
+        left_out = [name for name in layers if name not in nodes]
         which: dict[str, Any] = {"op_types_to_quantize": list(ops), "nodes_to_exclude": left_out}
     else:
         which = {"op_types_to_quantize": list(LAYER_OPS), "nodes_to_quantize": list(nodes)}
@@ -134,10 +134,6 @@ def _quantize_static(model: onnx.ModelProto, path: Path, nodes: dict[str, str], 
         )
 
 
-def _is_kept(node: onnx.NodeProto, nodes: Collection[str]) -> bool:
-    return node.op_type in LAYER_OPS and node.name not in nodes
-
-
 class _Images(CalibrationDataReader):
     """Calibration images one by one: of a batch the quantizer keeps what all layers computed."""
 
@@ -145,7 +141,6 @@ class _Images(CalibrationDataReader):
         self._images: Iterator[NDArray[Any]] = iter(images)
 
     def get_next(self) -> Any:
-        """Return the next image as the model's input, None after the last."""
         image = next(self._images, None)
         return None if image is None else {INPUT: image[None]}
 

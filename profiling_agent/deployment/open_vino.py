@@ -70,16 +70,12 @@ class OpenVinoSession:
         # here has the lock until the answer is taken.
         self._requests: dict[int, Any] = {}
         self._lock = threading.Lock()
-        self.fixed_size = self._batch_size()
+        size = self._read().input(0).get_partial_shape()[0]
+        self.fixed_size: int | None = size.get_length() if size.is_static else None
         self._num_kept = num_kept(path.with_name(IR_WEIGHTS).stat().st_size)
 
     def _refuse(self, said: str) -> ArtifactError:
         return ArtifactError(f"OpenVINO can't read {str(self._path)!r} ({said}): save it again")
-
-    def _batch_size(self) -> int | None:
-        """Return the only number of images that the graph takes, None for any."""
-        size = self._read().input(0).get_partial_shape()[0]
-        return size.get_length() if size.is_static else None
 
     def _read(self) -> Any:
         with foreign_code(self._refuse):

@@ -2,7 +2,7 @@
 
 import importlib
 import tempfile
-from collections.abc import Collection, Generator, Iterator, Mapping
+from collections.abc import Collection, Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -57,13 +57,13 @@ def write_deployment(source: Source, deployment: Deployment, folder: Path) -> Pr
         return _write_nncf(source, source.onnx, deployment, path)
     # bfloat16 is how it computes; half of the bytes are what float16 weights take.
     _save(_read(source.onnx), path, halve=deployment.scheme == "bfloat16")
-    layers = chosen_layers(source.module, recommended(deployment))
-    return PreparedFiles(quantized=_rows(layers) if deployment.scheme == "bfloat16" else (), tied={})
+    layers = chosen_layers(source.module, recommended(deployment)) if deployment.scheme == "bfloat16" else ()
+    rows = tuple(QuantizedLayer(name=name, kind="cast", dtype="bfloat16") for name in layers)
+    return PreparedFiles(quantized=rows, tied={})
 
 
 @contextmanager
 def _theirs(doing: str) -> Generator[None]:
-    """Name what OpenVINO or NNCF raises; nothing of ours runs within."""
     try:
         yield
     except (RuntimeError, ValueError, TypeError) as error:
@@ -79,10 +79,6 @@ def _cause(error: BaseException) -> str:
 def _read(exported: Path) -> Any:
     with _theirs("OpenVINO can't read the exported model"):
         return import_openvino().Core().read_model(exported)
-
-
-def _rows(layers: Mapping[str, Any]) -> tuple[QuantizedLayer, ...]:
-    return tuple(QuantizedLayer(name=name, kind="cast", dtype="bfloat16") for name in layers)
 
 
 def _save(model: Any, path: Path, *, halve: bool) -> None:
@@ -202,7 +198,7 @@ def _quantized(model: Any, images: Batch, kept: Collection[str], *, is_transform
             with _theirs("NNCF can't quantize the model"):
                 return nncf.quantize(
                     model,
-                    nncf.Dataset(list(_single(images))),
+                    nncf.Dataset([{INPUT: image[None]} for image in images]),
                     subset_size=len(images),
                     fast_bias_correction=True,
                     # Products of two neighbours saturate in 16 bits where they aren't added in 32; by default NNCF sees to the first layer alone.
@@ -215,7 +211,3 @@ def _quantized(model: Any, images: Batch, kept: Collection[str], *, is_transform
                 )
         finally:
             torch.set_rng_state(random_state)
-
-
-def _single(images: Batch) -> Iterator[dict[str, Batch]]:
-    return ({INPUT: image[None]} for image in images)

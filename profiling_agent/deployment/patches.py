@@ -22,7 +22,6 @@ class PlainPatches(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Do what torch would."""
         given = dict(kwargs or {})
         if func not in (unfold, fold):
             return func(*args, **given)

@@ -77,77 +77,50 @@ def plain_config(model: nn.Module, cuts: Sequence[Cut]) -> Fields | str:
 
 
 def save_plain(
-    model: nn.Module, folder: Path, *, spec: InputSpec, processor: Any, cuts: Sequence[Cut] = ()
+    model: nn.Module,
+    folder: Path,
+    *,
+    spec: InputSpec,
+    processor: Any,
+    cuts: Sequence[Cut] = (),
+    half: torch.dtype | None = None,
+    golden: Callable[[Callable[[NDArray[np.float32]], NDArray[Any]]], float] | None = None,
 ) -> str | None:
     """Write `model` so that `AutoModelForImageClassification.from_pretrained(folder)` loads it; None if written.
 
     Where no config can say what was cut, nothing is written, and why is returned as a phrase. The folder appears
-    complete or not at all, after it was loaded and gave the model's logits for two images.
+    complete or not at all, after it was loaded and gave the model's logits for two images. In `half` precision it is written
+    as a whole; `model` then has the numbers of one whose layers alone are, and `golden` says how far logits are from that one's.
 
     Raises:
-        ArtifactError: `folder` exists, or the loaded model's logits are more than 1e-6 apart (relative).
+        ArtifactError: `folder` exists, transformers can't write and load the model, or the loaded model's logits are more than
+            1e-6 apart (relative), in half precision more than 2e-2.
     """
     fields = plain_config(model, cuts)
     if isinstance(fields, str):
         return fields
     plain: Any = build(fields)
-    plain.load_state_dict({name: held.detach().cpu() for name, held in model.state_dict().items()}, assign=True)
+    held = {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}
+    if half is not None:
+        held = {name: tensor.to(half) if tensor.is_floating_point() else tensor for name, tensor in held.items()}
+    plain.load_state_dict(held, assign=True)
     plain.tie_weights()
-    batch = random_batch(spec, NUM_IMAGES)
     with appearing(folder) as temporary, quiet():
         loaded = _written(plain, processor, temporary)
-        expected = logits_of(model, batch)
-        distance = float((logits_of(loaded, batch) - expected).norm() / expected.norm())
+        if golden is None:
+            batch, allowed = random_batch(spec, NUM_IMAGES), TOLERANCE
+            expected = logits_of(model, batch)
+            distance = float((logits_of(loaded, batch) - expected).norm() / expected.norm())
+        else:
+            allowed = HALF_TOLERANCE
+            distance = golden(lambda images: logits_of(loaded, torch.from_numpy(images).to(half)).float().numpy())
         # `not <=` so that a NaN fails.
-        if not distance <= TOLERANCE:
+        if not distance <= allowed:
             raise ArtifactError(
                 f"the model that transformers loads from its config computes logits {distance:.2g} apart (relative), "
-                f"{TOLERANCE:g} is allowed: deploy the saved folder instead"
+                f"{allowed:g} is allowed: deploy the saved folder instead, or export it to files"
             )
     return None
-
-
-def save_half(
-    model: nn.Module,
-    folder: Path,
-    *,
-    dtype: torch.dtype,
-    golden: Callable[[Callable[[NDArray[np.float32]], NDArray[Any]]], float],
-    processor: Any,
-    cuts: Sequence[Cut] = (),
-) -> str | None:
-    """Write `model` as `save_plain` does, as a whole in half precision; None if written, else why no config can say it.
-
-    `model` has the numbers of one whose layers alone are in `dtype`; `golden` says how far logits are from that one's.
-
-    Raises:
-        ArtifactError: `folder` exists, transformers can't write and load the model, or its logits are more than 2e-2 apart.
-    """
-    fields = plain_config(model, cuts)
-    if isinstance(fields, str):
-        return fields
-    plain: Any = build(fields)
-    plain.load_state_dict({name: _in(held, dtype) for name, held in model.state_dict().items()}, assign=True)
-    plain.tie_weights()
-    with appearing(folder) as temporary, quiet():
-        loaded = _written(plain, processor, temporary)
-
-        def run(images: NDArray[np.float32]) -> NDArray[Any]:
-            return logits_of(loaded, torch.from_numpy(images).to(dtype)).float().numpy()
-
-        distance = golden(run)
-        # `not <=` so that a NaN fails.
-        if not distance <= HALF_TOLERANCE:
-            raise ArtifactError(
-                f"in {str(dtype).removeprefix('torch.')} as a whole the model gives logits {distance:.2g} apart (relative), "
-                f"{HALF_TOLERANCE:g} is allowed: export it to files instead, where its layers alone are"
-            )
-    return None
-
-
-def _in(held: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    moved = held.detach().cpu()
-    return moved.to(dtype) if moved.is_floating_point() else moved
 
 
 def _written(plain: Any, processor: Any, folder: Path) -> nn.Module:

@@ -29,14 +29,16 @@ NUM_RUNS = 20
 
 def probe(name: RuntimeName, folder: Path) -> float:
     """Return the milliseconds of one image in a tiny model that `name` executes; raises whatever keeps it from that."""
-    model = write_tiny(folder / "float32")
+    model, onnx = write_tiny(folder / "float32"), folder / "model.onnx"
+    if name in ("onnxruntime", "openvino"):
+        export_onnx(model, onnx, spec=SPEC)
     source = Source(
         module=load_module(folder / "float32"),
         recipe=load_recipe(folder / "float32"),
         processor=load_processor(folder / "float32"),
         calibration=noise_batch(SPEC, 4),
         batch_size=1,
-        onnx=_exported(model, folder / "model.onnx") if name in ("onnxruntime", "openvino") else None,
+        onnx=onnx if name in ("onnxruntime", "openvino") else None,
     )
     save_deployed(source, Deployment(runtime=name), folder / "deployed")
     session = open_session(folder / "deployed")
@@ -63,11 +65,6 @@ def write_tiny(folder: Path, *, hidden_size: int = 32, intermediate_size: int = 
     processor = ViTImageProcessorPil(size={"height": SPEC.height, "width": SPEC.width})
     save_model(model, folder, spec=SPEC, processor=processor, base_model="probe")
     return model
-
-
-def _exported(model: ViTForImageClassification, path: Path) -> Path:
-    export_onnx(model, path, spec=SPEC)
-    return path
 
 
 if __name__ == "__main__":

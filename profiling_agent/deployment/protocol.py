@@ -9,8 +9,8 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from profiling_agent.artifacts.recipe import PreparedFiles, Recipe
-from profiling_agent.records import Deployment, Scheme
+from profiling_agent.artifacts.recipe import Recipe
+from profiling_agent.records import Scheme
 
 Batch = NDArray[np.float32]
 # What goes in and what comes out, by the names that exported graphs have for them.
@@ -62,21 +62,6 @@ class OperatorTime:
 
 
 @runtime_checkable
-class TimesOperators(Protocol):
-    """A runtime that tells what the parts of a pass take."""
-
-    def operator_times(
-        self, folder: Path, recipe: Recipe, pixel_values: Batch, *, num_threads: int, passes: int
-    ) -> list[OperatorTime]:
-        """Return the operators of a saved model in the order in which they run: the median over `passes`, on the CPU.
-
-        Raises:
-            ArtifactError: the files can't be read, or the runtime can't run them.
-        """
-        ...
-
-
-@runtime_checkable
 class OnDevice(Protocol):
     """What knows the memory that it takes of a device: a session of torch, or a pass of one."""
 
@@ -94,22 +79,12 @@ class Enqueues(Protocol):
         ...
 
 
-class Convert(Protocol):
-    """What brings a float32 model into a deployment; named by its runtime, so that opening a model doesn't import it."""
-
-    def __call__(self, source: Source, deployment: Deployment, folder: Path) -> PreparedFiles:
-        """Write the files of the model, those of `MODEL_FILES`, into `folder`.
-
-        Raises:
-            ArtifactError: the runtime needs the model as ONNX, and there is none.
-            PlanError: a pattern hits no layer.
-            QuantizationError: the model can't be brought into this deployment.
-        """
-        ...
-
-
 class Runtime(Protocol):
-    """A module of this package, one for each runtime; `CONVERSION` is the "module:function" of its `Convert`."""
+    """A module of this package, one for each runtime.
+
+    `CONVERSION` is the "module:function" that brings a float32 model into a deployment, so that opening one doesn't import
+    it. One that tells what the parts of a pass take has `operator_times` too.
+    """
 
     CONVERSION: str
 

@@ -1,5 +1,6 @@
 """Saving a deployment: a float32 model brought into a runtime and a scheme, with all that a saved model has, and a card."""
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
@@ -7,10 +8,10 @@ from pkgutil import resolve_name
 import numpy as np
 
 from profiling_agent.artifacts.golden import NUM_IMAGES, Golden
-from profiling_agent.artifacts.recipe import Recipe
+from profiling_agent.artifacts.recipe import PreparedFiles, Recipe
 from profiling_agent.artifacts.save import write_artifact
 from profiling_agent.deployment.batches import noise_batch
-from profiling_agent.deployment.protocol import Convert, Source
+from profiling_agent.deployment.protocol import Source
 from profiling_agent.deployment.registry import runtime
 from profiling_agent.errors import QuantizationError
 from profiling_agent.records import Deployment
@@ -34,7 +35,7 @@ def save_deployed(
         PlanError: a pattern hits no layer.
         QuantizationError: the model can't be brought into this deployment, or doesn't give numbers in it.
     """
-    convert: Convert = resolve_name(runtime(deployment.runtime).CONVERSION)
+    convert: Callable[[Source, Deployment, Path], PreparedFiles] = resolve_name(runtime(deployment.runtime).CONVERSION)
     return write_artifact(
         source.recipe.deployed_as(deployment),
         folder,
@@ -47,7 +48,6 @@ def save_deployed(
 
 
 def _ask(folder: Path, recipe: Recipe, *, device: str, num_threads: int | None) -> Golden:
-    """Return what the model in `folder` says of noise, once it is opened."""
     session = runtime(recipe.deployment.runtime).open(folder, recipe, device=device, num_threads=num_threads)
     images = noise_batch(recipe.input, session.fixed_size or NUM_IMAGES).astype(np.float16)
     logits = session.run(images.astype(np.float32))

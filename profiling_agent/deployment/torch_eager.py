@@ -8,6 +8,8 @@ from profiling_agent.deployment.protocol import MODULE, Batch, OperatorTime
 from profiling_agent.records import Scheme
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from profiling_agent.deployment.torch_session import TorchSession
 
 
@@ -28,25 +30,27 @@ def schemes(device: str) -> tuple[Scheme, ...]:
 
 def open(folder: Path, recipe: Recipe, *, device: str, num_threads: int | None) -> "TorchSession":
     """Open a saved folder; without `num_threads` the process keeps its own."""
-    return _session(folder, device, num_threads, tf32=recipe.deployment.scheme == "tf32")
-
-
-def _session(folder: Path, device: str, num_threads: int | None, *, tf32: bool = False) -> "TorchSession":
-    from profiling_agent.artifacts.load import load_module
     from profiling_agent.deployment.torch_session import TorchSession, in_its_layout, memory_format
-    from profiling_agent.modules.inference import on_device, pin_threads
 
-    if num_threads:
-        pin_threads(num_threads)
-    module = on_device(load_module(folder, verify=False), device)
+    module, tf32 = load(folder, device, num_threads), recipe.deployment.scheme == "tf32"
     if device != "cuda":
         return TorchSession(module, device=device)
     return TorchSession(in_its_layout(module), device=device, memory_format=memory_format(module), tf32=tf32)
 
 
+def load(folder: Path, device: str, num_threads: int | None) -> "nn.Module":
+    """Return the module of a saved folder on its device, in so many threads."""
+    from profiling_agent.artifacts.load import load_module
+    from profiling_agent.modules.inference import on_device, pin_threads
+
+    if num_threads:
+        pin_threads(num_threads)
+    return on_device(load_module(folder, verify=False), device)
+
+
 def operator_times(
     folder: Path,
-    recipe: Recipe,  # noqa: ARG001 (every runtime's name and signature)
+    recipe: Recipe,
     pixel_values: Batch,
     *,
     num_threads: int,
@@ -55,6 +59,6 @@ def operator_times(
     """Return the modules of a saved model, each without its children: the median over `passes`."""
     from profiling_agent.modules.layers import layer_latency
 
-    session = _session(folder, "cpu", num_threads)
+    session = open(folder, recipe, device="cpu", num_threads=num_threads)
     took = layer_latency(session.module, session.to_device(pixel_values), passes=passes)
     return [OperatorTime(names=(MODULE + name,), ms=ms) for name, ms in took.items()]

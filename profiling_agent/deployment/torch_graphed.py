@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from profiling_agent.artifacts.recipe import Recipe
+from profiling_agent.deployment import torch_eager
 from profiling_agent.records import Scheme
 
 if TYPE_CHECKING:
@@ -24,14 +25,8 @@ def schemes(device: str) -> tuple[Scheme, ...]:
 
 def open(folder: Path, recipe: Recipe, *, device: str, num_threads: int | None) -> "TorchSession":
     """Open a saved folder; without `num_threads` the process keeps its own. The CPU runs it eagerly."""
-    from profiling_agent.artifacts.load import load_module
-    from profiling_agent.deployment import torch_eager
     from profiling_agent.deployment.torch_session import GraphedSession
-    from profiling_agent.modules.inference import on_device, pin_threads
 
     if device != "cuda":
         return torch_eager.open(folder, recipe, device=device, num_threads=num_threads)
-    if num_threads:
-        pin_threads(num_threads)
-    module = on_device(load_module(folder, verify=False), device)
-    return GraphedSession(module, tf32=recipe.deployment.scheme == "tf32")
+    return GraphedSession(torch_eager.load(folder, device, num_threads), tf32=recipe.deployment.scheme == "tf32")

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from profiling_agent.artifacts.recipe import Recipe
+from profiling_agent.deployment import torch_eager
 from profiling_agent.deployment.protocol import missing_packages
 from profiling_agent.records import Scheme
 
@@ -44,10 +45,6 @@ def schemes(device: str) -> tuple[Scheme, ...]:
 
 def open(folder: Path, recipe: Recipe, *, device: str, num_threads: int | None) -> "InductorSession":  # noqa: ARG001 (every runtime's name and signature)
     """Open a saved folder; without `num_threads` the process keeps its own."""
-    from profiling_agent.artifacts.load import load_module
     from profiling_agent.deployment.torch_session import InductorSession
-    from profiling_agent.modules.inference import on_device, pin_threads
 
-    if num_threads:
-        pin_threads(num_threads)
-    return InductorSession(on_device(load_module(folder, verify=False), device), device=device)
+    return InductorSession(torch_eager.load(folder, device, num_threads), device=device)

@@ -65,7 +65,6 @@ class TorchSession:
         memory_format: torch.memory_format = torch.contiguous_format,
         tf32: bool = False,
     ) -> None:
-        """Take a module in eval mode that lies on `device` already."""
         self.module = module
         self._tf32 = tf32
         self.fixed_size: int | None = None
@@ -82,10 +81,6 @@ class TorchSession:
     def peak_bytes(self) -> int | None:
         """Return the most bytes that this process has had allocated on a CUDA device; None on the CPU."""
         return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else None
-
-    def reserved_bytes(self) -> int | None:
-        """Return the most bytes that torch has reserved on a CUDA device for this process; None on the CPU."""
-        return torch.cuda.max_memory_reserved(self.device) if self.device.type == "cuda" else None
 
     @torch.inference_mode()
     def _pass(self, batch: Tensor) -> Tensor:
@@ -135,7 +130,6 @@ class SizedSession(TorchSession):
     """A module that is prepared for each size of batches that comes more than once."""
 
     def __init__(self, module: nn.Module, *, device: str, call: Callable[[Tensor], Tensor], tf32: bool = False) -> None:
-        """Take a module in eval mode that lies on `device` already, and what prepares and runs it."""
         super().__init__(module, device=device, call=call, memory_format=memory_format(module), tf32=tf32)
         self._sizes: set[int] = set()
         self._last = 0
@@ -160,7 +154,6 @@ class InductorSession(SizedSession):
     """A module that torch.compile compiles when it is first run."""
 
     def __init__(self, module: nn.Module, *, device: str) -> None:
-        """Take a module in eval mode that lies on `device` already."""
         module = in_its_layout(module)
         call = _compiled_on_cuda(module) if device == "cuda" else _compiled(module)
         super().__init__(module, device=device, call=call)
@@ -179,7 +172,6 @@ class GraphedSession(SizedSession):
     """A module whose pass is captured in a CUDA graph for each size, and replayed: its kernels are launched at once."""
 
     def __init__(self, module: nn.Module, *, tf32: bool = False) -> None:
-        """Take a module in eval mode that lies on CUDA already."""
         module = in_its_layout(module)
         self._graphs: dict[torch.Size, _Captured] = {}
         self._lock = threading.Lock()

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +23,10 @@ from profiling_agent.artifacts.card import card_head, text_templates
 from profiling_agent.artifacts.folder import appearing, named_folder, open_folder
 from profiling_agent.artifacts.golden import check_golden, golden_distance, tolerance
 from profiling_agent.artifacts.load import load_module, load_processor, load_skeleton
-from profiling_agent.artifacts.recipe import CARD, ONNX, WEIGHTS, Recipe
+from profiling_agent.artifacts.recipe import CARD, ONNX, TORCH, WEIGHTS, Recipe
 from profiling_agent.artifacts.save import write_weights
 from profiling_agent.deployment.onnx_export import export_onnx
-from profiling_agent.deployment.plain import save_half, save_plain
+from profiling_agent.deployment.plain import save_plain
 from profiling_agent.deployment.registry import open_session
 from profiling_agent.deployment.torch_conversion import HALVES
 from profiling_agent.deployment.torch_session import memory_format
@@ -92,7 +91,6 @@ def _is_number(value: Any) -> bool:
 LOADER, PREPARE, LAYERS = "load.py", "prepare.py", "layers.py"
 DESCRIBED, PREPROCESSING, LABELS = "layers.json", "preprocessing.json", "labels.json"
 HERE = Path(__file__).parent
-TORCH = frozenset({"eager", "graphed", "inductor"})
 # Of a model of a gigabyte the loading of torch and transformers included; compiling is left out.
 TIMEOUT_S = 600
 # What the Hub calls the libraries.
@@ -127,15 +125,6 @@ np.save(sys.argv[3], model(np.load(sys.argv[2])))
 """
 
 
-@dataclass(frozen=True, slots=True)
-class _Torch:
-    """How torch runs what was written: from the config alone, or with layers that are described."""
-
-    is_ordinary: bool
-    is_channels_last: bool
-    dtype: str
-
-
 def export_files(folder: Path, recipe: Recipe, output: Path, *, others: Sequence[str]) -> str:
     """Write the saved model in `folder` as plain files to `output`; return a line that says how to run it.
 
@@ -148,9 +137,10 @@ def export_files(folder: Path, recipe: Recipe, output: Path, *, others: Sequence
     spec = recipe.input
     prepared = preprocessing_of(load_processor(folder), spec, otherwise=_unprepared(recipe, others))
     session = open_session(folder)
-    labels = _labels(recipe)
+    names = recipe.config["id2label"]
+    labels = [names[str(number)] for number in range(len(names))]
     with appearing(output) as temporary:
-        written = None
+        written: dict[str, Any] = {"is_ordinary": False, "is_channels_last": False, "dtype": "float32"}
         if recipe.deployment.runtime in TORCH:
             written = _write_torch(folder, recipe, temporary)
         else:
@@ -170,9 +160,7 @@ def export_files(folder: Path, recipe: Recipe, output: Path, *, others: Sequence
             "num_classes": len(labels),
             "fixed_size": session.fixed_size,
             "instructions": needed_instructions(recipe.deployment.runtime, recipe.quantized),
-            "is_ordinary": written is not None and written.is_ordinary,
-            "is_channels_last": written is not None and written.is_channels_last,
-            "dtype": written.dtype if written else "float32",
+            **written,
         }
         write_text(temporary / LOADER, _rendered("load.py.jinja", told))
         distance = golden_distance(lambda images: _said(temporary, images, recipe), folder)
@@ -193,7 +181,12 @@ def export_files(folder: Path, recipe: Recipe, output: Path, *, others: Sequence
         write_text(temporary / MANIFEST, exported.model_dump_json(indent=1) + "\n")
         files = {name: MEANINGS.get(name, "what transformers reads beside it") for name in (*exported.files, MANIFEST)}
         how = _rendered("files.md.jinja", told | {"files": files})
-        _write_card(folder, recipe, temporary, how, is_ordinary=told["is_ordinary"])
+        head = card_head(folder).replace("`config.json`.", f"`{LABELS}`.").replace("`recipe.json`.", f"`{LABELS}`.")
+        card = ModelCard(f"{head}{how}", ignore_metadata_errors=True)
+        metadata: Any = card.data
+        ordinary = "transformers" if told["is_ordinary"] else "pytorch"
+        metadata.library_name = LIBRARIES.get(recipe.deployment.runtime, ordinary)
+        write_text(temporary / CARD, str(card))
     return f"wrote {output}, which runs without profiling-agent and gives the saved model's logits: python {output / LOADER} image.png"
 
 
@@ -201,23 +194,13 @@ def _rendered(template: str, told: Mapping[str, Any]) -> str:
     return text_templates("profiling_agent.handover").get_template(template).render(told)
 
 
-def _labels(recipe: Recipe) -> list[str]:
-    """Return the names of the classes in their order."""
-    names = recipe.config["id2label"]
-    return [names[str(number)] for number in range(len(names))]
-
-
 def _requirements(recipe: Recipe) -> tuple[str, ...]:
     runtime = recipe.deployment.runtime
     wanted = {
         "eager": ("torch", "transformers", "safetensors"),
         "graphed": ("torch", "transformers", "safetensors"),
-        "inductor": (
-            "torch",
-            "transformers",
-            "safetensors",
-            *(["torchao"] if recipe.deployment.scheme == "static" else []),
-        ),
+        "inductor": ("torch", "transformers", "safetensors")
+        + (("torchao",) if recipe.deployment.scheme == "static" else ()),
     }.get(runtime, (runtime,))
     if runtime in TORCH and recipe.config.get("model_type") == TIMM:
         wanted = (*wanted, *TIMM_PACKAGES)
@@ -227,8 +210,8 @@ def _requirements(recipe: Recipe) -> tuple[str, ...]:
     return ("numpy", "pillow", *pinned)
 
 
-def _write_torch(folder: Path, recipe: Recipe, temporary: Path) -> _Torch:
-    """Write a torch model, as an ordinary Hugging Face folder where a config can say all of it, or with its layers described."""
+def _write_torch(folder: Path, recipe: Recipe, temporary: Path) -> dict[str, Any]:
+    """Write a torch model, as an ordinary Hugging Face folder where a config can say all of it, or with its layers described; return how torch runs it."""
     model = load_module(folder)
     layout = memory_format(model) if recipe.deployment.runtime == "inductor" else None
     dtype = str(floating_dtype(model)).removeprefix("torch.")
@@ -246,7 +229,7 @@ def _write_torch(folder: Path, recipe: Recipe, temporary: Path) -> _Torch:
         write_weights(model, temporary)
         write_text(temporary / DESCRIBED, json.dumps(describe(model, recipe), indent=1) + "\n")
         shutil.copyfile(HERE / LAYERS, temporary / LAYERS)
-    return _Torch(is_ordinary=is_ordinary, is_channels_last=layout == torch.channels_last, dtype=dtype)
+    return {"is_ordinary": is_ordinary, "is_channels_last": layout == torch.channels_last, "dtype": dtype}
 
 
 def _said(folder: Path, images: NDArray[np.float32], recipe: Recipe) -> NDArray[Any]:
@@ -284,23 +267,17 @@ def _said(folder: Path, images: NDArray[np.float32], recipe: Recipe) -> NDArray[
         except subprocess.TimeoutExpired as error:
             raise refuse(f"it takes more than {TIMEOUT_S} s") from error
         if ended.returncode or not heard.is_file():
-            raise refuse(clean(_last_line(ended.stderr.splitlines()))[:200])
+            raise refuse(clean((ended.stderr.strip().splitlines() or ["it ended without a word"])[-1].strip())[:200])
         return np.load(heard, allow_pickle=False)
 
 
-def _last_line(lines: Sequence[str]) -> str:
-    return next((line.strip() for line in reversed(lines) if line.strip()), "it ended without a word")
-
-
 def _offered(recipe: Recipe) -> str:
-    """Return what else can be done with a model of this deployment."""
     if recipe.deployment.runtime in TORCH:
         return "export its float32 parent, or the same model in ONNX Runtime or OpenVINO (`profiling-agent pick` lists them)"
     return f"copy {' and '.join(recipe.model_files)} from the saved folder"
 
 
 def _unprepared(recipe: Recipe, others: Sequence[str]) -> str:
-    """Return what can be done with a model whose images only its processor can prepare."""
     if others:
         return f"use --format {' or '.join(others)}, and prepare images with transformers"
     if recipe.deployment.runtime in TORCH:
@@ -308,19 +285,7 @@ def _unprepared(recipe: Recipe, others: Sequence[str]) -> str:
     return f"{_offered(recipe)}, and prepare images with transformers"
 
 
-def _write_card(folder: Path, recipe: Recipe, temporary: Path, how: str, *, is_ordinary: bool) -> None:
-    head = card_head(folder).replace("`config.json`.", f"`{LABELS}`.").replace("`recipe.json`.", f"`{LABELS}`.")
-    card = ModelCard(f"{head}{how}", ignore_metadata_errors=True)
-    metadata: Any = card.data
-    metadata.library_name = LIBRARIES.get(recipe.deployment.runtime, "transformers" if is_ordinary else "pytorch")
-    write_text(temporary / CARD, str(card))
-
-
 FORMATS = ("files", "onnx", "hf")
-# What the format takes as it is, and a run has usually measured.
-MORE = {
-    "onnx": ", pick a candidate for ONNX Runtime (`profiling-agent pick RUN` lists what was measured), or run with --runtimes onnxruntime"
-}
 
 
 def export(source: Path, format_: str, output: Path, *, batch_size: int | None = None) -> str:
@@ -344,20 +309,19 @@ def export(source: Path, format_: str, output: Path, *, batch_size: int | None =
     recipe = open_folder(folder, verify=True)
     if refused := _refused(recipe, format_):
         raise ArtifactError(
-            f"{str(folder)!r} is for {recipe.deployment.name}, {refused}: use --format files{MORE.get(format_, '')}"
+            f"{str(folder)!r} is for {recipe.deployment.name}, {refused}: use --format files, or pick another candidate (`profiling-agent pick RUN`)"
         )
-    write = {"files": _write_files, "onnx": _write_onnx, "hf": _write_hf}[format_]
     try:
-        return write(folder, recipe, output, batch_size)
+        if format_ == "files":
+            others = [one for one in ("onnx", "hf") if not _refused(recipe, one)]
+            return export_files(folder, recipe, output, others=others)
+        if format_ == "onnx":
+            return _write_onnx(folder, recipe, output, batch_size)
+        return _write_hf(folder, recipe, output)
     except OSError as error:
         raise ArtifactError(
             f"{str(output)!r} can't be written ({error.strerror or error}): choose another place"
         ) from error
-
-
-def _write_files(folder: Path, recipe: Recipe, output: Path, batch_size: int | None) -> str:
-    del batch_size
-    return export_files(folder, recipe, output, others=[one for one in ("onnx", "hf") if not _refused(recipe, one)])
 
 
 def _write_onnx(folder: Path, recipe: Recipe, output: Path, batch_size: int | None) -> str:
@@ -378,23 +342,20 @@ def _write_onnx(folder: Path, recipe: Recipe, output: Path, batch_size: int | No
     return f"wrote {output}; ONNX Runtime's logits are {distance:.1g} from torch's (relative)"
 
 
-def _write_hf(folder: Path, recipe: Recipe, output: Path, batch_size: int | None) -> str:
+def _write_hf(folder: Path, recipe: Recipe, output: Path) -> str:
     """Write a model as transformers does; layers in half precision as one that is so as a whole, where that gives its logits."""
-    del batch_size
-    scheme, processor = recipe.deployment.scheme, load_processor(folder)
-    if scheme in HALVES:
-        others, how = "files", f", in {scheme} as a whole"
-        reason = save_half(
-            load_skeleton(folder),
-            output,
-            dtype=HALVES[scheme],
-            golden=lambda run: golden_distance(run, folder),
-            processor=processor,
-            cuts=recipe.cuts,
-        )
-    else:
-        others, how = "files or onnx", ""
-        reason = save_plain(load_module(folder), output, spec=recipe.input, processor=processor, cuts=recipe.cuts)
+    scheme = recipe.deployment.scheme
+    is_half = scheme in HALVES
+    others, how = ("files", f", in {scheme} as a whole") if is_half else ("files or onnx", "")
+    reason = save_plain(
+        load_skeleton(folder) if is_half else load_module(folder),
+        output,
+        spec=recipe.input,
+        processor=load_processor(folder),
+        cuts=recipe.cuts,
+        half=HALVES.get(scheme),
+        golden=(lambda run: golden_distance(run, folder)) if is_half else None,
+    )
     if reason:
         raise ArtifactError(
             f"{str(folder)!r} is no ordinary Hugging Face model: {reason}; export it to {others} instead"

@@ -39,7 +39,6 @@ class Folded(nn.Module):
     affine: bool
 
     def __init__(self, like: nn.Module) -> None:
-        """Take the norm that it stands for; timm's have an activation in them."""
         super().__init__()
         vars(self).update(plain_attributes(like) | dict(like.named_children()))
         rest = (module for module in like.children() if not isinstance(module, nn.Identity))
@@ -77,7 +76,6 @@ class Layer(nn.Module):
     """What stands in the place of a linear layer or a convolution; it answers the plain attributes of that."""
 
     def __init__(self, like: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-        """Take the layer that it stands for, and the tensors of its own."""
         super().__init__()
         vars(self).update(plain_attributes(like))
         self.moves: dict[str, Any] = {name: held for name in MOVES if (held := getattr(like, name, None)) is not None}
@@ -109,7 +107,6 @@ class Dynamic(Layer):
     """Weights in int8 with a scale for each row, and inputs quantized as they come; or weights in float16."""
 
     def __init__(self, like: nn.Module, tensors: Mapping[str, Tensor], *, reduce_range: bool, **_: Any) -> None:
-        """Pack the weights for the CPU's kernels; `reduce_range` is 7 bits for the inputs."""
         super().__init__(like, tensors)
         # Without VNNI sums of two products saturate in 16 bits, wherever the model was made.
         self.options = () if self.scale is None else (reduce_range or not torch.cpu._is_vnni_supported(),)  # pyright: ignore[reportPrivateUsage]
@@ -130,7 +127,6 @@ class Static(Layer):
     """Weights in int8 with a scale for each output channel, and inputs on one grid of 256 steps, or of 128."""
 
     def __init__(self, like: nn.Module, tensors: Mapping[str, Tensor], *, reduce_range: bool, **_: Any) -> None:
-        """Take the grid of the inputs from `tensors`."""
         super().__init__(like, tensors)
         scale, zero = float(tensors["input_scale"]), int(tensors["input_zero_point"])
         self.grid = (scale, zero, 0, 127 if reduce_range else 255, torch.uint8)
@@ -153,7 +149,6 @@ class Cast(Layer):
     """Weights in bfloat16, which its inputs are cast to; the output has the input's type again."""
 
     def __init__(self, like: nn.Module, tensors: Mapping[str, Tensor], **_: Any) -> None:
-        """Take the weights."""
         super().__init__(like, tensors)
 
     def forward(self, x: Tensor) -> Tensor:

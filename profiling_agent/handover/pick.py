@@ -5,33 +5,26 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
-from typing import Literal, get_args
 
 from pydantic import Field
 
 from profiling_agent.artifacts.card import CardRow, write_card
 from profiling_agent.artifacts.folder import appearing, open_current
 from profiling_agent.artifacts.recipe import CARD, RECIPE
-from profiling_agent.benchmarking.race import compare
-from profiling_agent.errors import ArtifactError, RequestError, RunError
+from profiling_agent.errors import ArtifactError, RequestError
 from profiling_agent.files import expanded
-from profiling_agent.iteration.selection import keeps_accuracy, preference, size_ratio
+from profiling_agent.iteration.selection import keeps_accuracy, size_ratio
 from profiling_agent.records import Evaluation, Goal, RaceResult, Record, Term, Variant
 from profiling_agent.reporting.report import RunReport
 from profiling_agent.reporting.results import read_report, run_of
 from profiling_agent.reporting.units import count, drop, percent, size, speedup
 from profiling_agent.workspace import Workspace
 
-Objective = Literal["speed", "size", "memory", "accuracy"]
-OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
 FAILED = "it failed on the held-out images, and was refused"
 
 
 class Measured(Record):
     """One candidate: its number in the report, what was measured of it, and the terms of the contract that this answers.
-
-    `race_result` is of the sessions where it had any; `chosen_by` is of the one session that all were in, so that candidates are
-    compared by that: of who is the fastest in one session the others say a little less.
 
     `terms` are on held-out images where it `is_judged`, on search images otherwise; what was not measured has none.
     """
@@ -39,7 +32,6 @@ class Measured(Record):
     number: int
     evaluation: Evaluation
     race_result: RaceResult | None
-    chosen_by: RaceResult | None = None
     terms: tuple[Term, ...]
     unmeasured: tuple[str, ...] = Field(default=(), description="terms of the contract of which nothing was measured")
     is_judged: bool = Field(description="whether it is what the run returned, with held-out images and a verdict")
@@ -58,9 +50,8 @@ class Measured(Record):
 
     @property
     def speedup(self) -> float:
-        """Return how many times as fast it was, where all were timed together as far as they were; 0 where nobody timed it."""
-        told = self.chosen_by or self.race_result
-        return told.speedup if told else 0.0
+        """Return how many times as fast it was; 0 where nobody timed it."""
+        return self.race_result.speedup if self.race_result else 0.0
 
     @property
     def holds(self) -> bool | None:
@@ -83,7 +74,6 @@ def candidates_of(report: RunReport) -> tuple[Measured, ...]:
     """Return what `candidates` does of a report that was read."""
     rows, goal = report.variants, report.goal
     baseline = rows[0]
-    screened = {one.model.sha256: one for one in report.screening.results} if report.screening else {}
     found: list[Measured] = []
     for number, row in enumerate(rows):
         model = row.evaluation.model
@@ -98,7 +88,6 @@ def candidates_of(report: RunReport) -> tuple[Measured, ...]:
                 number=number,
                 evaluation=row.evaluation,
                 race_result=row.race_result,
-                chosen_by=screened.get(model.sha256),
                 terms=terms,
                 unmeasured=unmeasured,
                 is_judged=is_judged,
@@ -107,52 +96,6 @@ def candidates_of(report: RunReport) -> tuple[Measured, ...]:
             )
         )
     return tuple(one.model_copy(update={"is_on_front": not _is_beaten(one, found)}) for one in found)
-
-
-def best_for(objective: str, found: Sequence[Measured], goal: Goal) -> Measured:
-    """Return the candidate that a contract with this objective prefers, by what was measured: its terms kept, then the objective.
-
-    What held-out images were against comes last. Of two that can't be told apart by their speed what the run returned comes first. The baseline is none of them: it is what everything is compared with.
-
-    Raises:
-        RequestError: there is no such objective.
-        RunError: nothing but the baseline was measured, or nothing of what is wanted.
-    """
-    if objective not in OBJECTIVES:
-        raise RequestError(f"there is no objective {objective[:80]!r}: choose one of {', '.join(OBJECTIVES)}")
-    others = [one for one in found if one.evaluation.variant is not Variant.BASELINE]
-    if not others:
-        raise RunError("the run measured nothing but the baseline: there is nothing to pick")
-    if objective == "speed":
-        others = [one for one in others if one.race_result is not None]
-    elif objective == "memory":
-        others = [one for one in others if _memory_ratio(one.race_result, found[0].race_result) is not None]
-    if not others:
-        raise RunError(f"the run measured the {objective} of no candidate: pick one by its number")
-
-    def rank(one: Measured) -> tuple[float, ...]:
-        return _rank(one, objective, found[0], goal)
-
-    best = min(others, key=rank)
-    returned = next((one for one in others if one.is_judged), best)
-    is_level = objective == "speed" and rank(returned)[:-3] == rank(best)[:-3] and not _is_faster(best, returned)
-    return returned if is_level else best
-
-
-def _rank(one: Measured, objective: str, baseline: Measured, goal: Goal) -> tuple[float, ...]:
-    """Return what an objective prefers, least first: what was refused or breaks a term last, by what was measured of it as a term."""
-    size = size_ratio(one.evaluation, baseline.evaluation)
-    *missed, wanted = preference(
-        goal if objective == "accuracy" else goal.model_copy(update={"objective": objective}),
-        size=size,
-        speedup=one.race_result.speedup if one.race_result else 0.0,
-        memory=_memory_ratio(one.race_result, baseline.race_result),
-    )
-    refused = bool(one.notes) and not one.is_judged
-    if objective == "accuracy":
-        return (refused, *missed, one.lost, size)
-    wanted = -one.speedup if objective == "speed" else wanted
-    return (refused, not _keeps(one.evaluation, goal), *missed, wanted, one.lost, size)
 
 
 def named(candidate: str, found: Sequence[Measured]) -> Measured:
@@ -200,7 +143,6 @@ def _terms(
 
 
 def _memory_ratio(own: RaceResult | None, baseline: RaceResult | None) -> float | None:
-    """Return what a candidate's processes held of what the baseline's did; None where nobody asked."""
     if own is None or baseline is None or not own.peak_bytes or not baseline.peak_bytes:
         return None
     return median(own.peak_bytes) / median(baseline.peak_bytes)
@@ -226,11 +168,6 @@ def _refusals(report: RunReport, evaluation: Evaluation) -> tuple[str, ...]:
     )
 
 
-def _is_faster(one: Measured, other: Measured) -> bool:
-    """Return whether the session that both were in shows one to be faster; one that wasn't in it is by no other's."""
-    return one.chosen_by is not None and other.chosen_by is not None and compare(one.chosen_by, other.chosen_by).low > 1
-
-
 def _is_beaten(one: Measured, found: Sequence[Measured]) -> bool:
     def merits(each: Measured) -> tuple[float, float, float]:
         return -each.lost, each.speedup, -each.evaluation.footprint.size_bytes
@@ -248,25 +185,19 @@ UNJUDGED = (
 )
 
 
-def pick(
-    run: str | Path, output: str | Path, *, objective: str | None = None, candidate: str | int | None = None
-) -> Measured:
-    """Copy a candidate of a finished run to the folder `output`, with a card of what was measured; return it.
+def pick(run: str | Path, output: str | Path, *, candidate: str | int) -> Measured:
+    """Copy the `candidate` of that number or name of a finished run to the folder `output`, with a card of what was measured; return it.
 
-    Either by an `objective` (speed, size, memory or accuracy), as the run's contract would choose with it, or by the number or
-    name of a `candidate`. Every file is compared with its hash; the run itself and its `best` stay as they are.
+    Every file is compared with its hash; the run itself and its `best` stay as they are.
 
     Raises:
-        RequestError: not one of the two was given, or there is no such objective or candidate.
-        RunError: the run has no report yet, or measured nothing else.
+        RequestError: there is no such candidate.
+        RunError: the run has no report yet.
         ArtifactError: the candidate's folder is damaged or gone; `output` exists or can't be written. Nothing is left behind.
     """
-    if (objective is None) == (candidate is None):
-        raise RequestError("name an objective or a candidate, one of both and not more: objective size, or candidate 2")
     root, folder = expanded(str(run)), expanded(str(output))
     report = read_report(root)
-    found = candidates_of(report)
-    picked = best_for(objective, found, report.goal) if objective is not None else named(str(candidate), found)
+    picked = named(str(candidate), candidates_of(report))
     source = Workspace(run_of(root)).path(picked.evaluation.model)
     recipe = open_current(source)
     try:
@@ -287,9 +218,6 @@ def _rows(report: RunReport, picked: Measured) -> tuple[CardRow, ...]:
     baseline, own = report.variants[0].evaluation, picked.evaluation
     images = f"{own.predictions.num_images:,} search images"
 
-    def row(name: str, before: str, after: str) -> CardRow:
-        return CardRow(name=name, before=before, after=after)
-
     def footprint(evaluation: Evaluation) -> tuple[str, str, str]:
         held = evaluation.footprint
         return count(held.params), count(held.macs), size(held.size_bytes)
@@ -298,7 +226,8 @@ def _rows(report: RunReport, picked: Measured) -> tuple[CardRow, ...]:
     counted = zip(names, footprint(baseline), footprint(own), strict=True)
     seen = own.drop
     told = percent(own.top1 + seen.drop) if seen else percent(baseline.top1)
-    return (row(f"top-1 on {images}", told, percent(own.top1)), *(row(*each) for each in counted))
+    rows = ((f"top-1 on {images}", told, percent(own.top1)), *counted)
+    return tuple(CardRow(name=name, before=before, after=after) for name, before, after in rows)
 
 
 def _notes(report: RunReport, picked: Measured) -> tuple[str, ...]:

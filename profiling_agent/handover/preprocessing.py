@@ -110,12 +110,13 @@ def _rounded(value: float) -> float:
 
 
 def _guesses(processor: Any, spec: InputSpec) -> Generator[dict[str, Any]]:
-    """Yield what the settings may mean."""
     names = {int(number): name for name, number in RESAMPLE.items()}
     resample = names.get(_integer(getattr(processor, "resample", None)) or 0, "bilinear")
     own = (spec.height, spec.width)
     edge, size = _edge(processor, "shortest_edge"), (_edge(processor, "height"), _edge(processor, "width"))
-    crop = _crop(processor)
+    cropped: Any = getattr(processor, "crop_size", None)
+    high, wide = (_integer(_entry(cropped, name)) for name in ("height", "width"))
+    crop = (high, wide) if high and wide else None
     resizes: list[Size | int | None] = [None]
     if all(size):
         resizes.append((size[0] or 0, size[1] or 0))
@@ -124,8 +125,8 @@ def _guesses(processor: Any, spec: InputSpec) -> Generator[dict[str, Any]]:
         kept = share if isinstance(share, float) and 0 < share <= 1 else 1.0
         resizes += [length, int(length / kept), int(OVER_CROP * length), (length, length)]
     for resize in dict.fromkeys(resizes):
-        for cropped in dict.fromkeys((None, crop, own)):
-            yield {"resize": resize, "resample": resample, "crop": cropped}
+        for middle in dict.fromkeys((None, crop, own)):
+            yield {"resize": resize, "resample": resample, "crop": middle}
 
 
 def _integer(value: Any) -> int | None:
@@ -135,12 +136,6 @@ def _integer(value: Any) -> int | None:
 def _edge(processor: Any, name: str) -> int | None:
     size: Any = getattr(processor, "size", None)
     return _integer(_entry(size, name))
-
-
-def _crop(processor: Any) -> Size | None:
-    size: Any = getattr(processor, "crop_size", None)
-    height, width = (_integer(_entry(size, name)) for name in ("height", "width"))
-    return (height, width) if height and width else None
 
 
 def _entry(size: Any, name: str) -> Any:

@@ -67,7 +67,9 @@ def push(source: str | Path, repo_id: str, *, private: bool = False, update: boo
         staged = _stage(folder, Path(scratch))
         disable_progress_bars()
         api = HfApi(token=token)
-        existing = _existing(api, repo_id)
+        existing: ModelInfo | None = None
+        with suppress(RepositoryNotFoundError):
+            existing = api.model_info(repo_id)
         if existing and private and not existing.private:
             raise RequestError(
                 f"{repo_id!r} exists on the Hub and is public: make it private there, or leave --private out"
@@ -76,7 +78,12 @@ def push(source: str | Path, repo_id: str, *, private: bool = False, update: boo
         _add_license(api, staged)
         if existing is None:
             api.create_repo(repo_id, private=private or None)
-        return _commit(api, repo_id, staged, pushed)
+        # Weights go up from where they lie: the system's temporary folder may be too small for a copy.
+        added = [CommitOperationAdd(name, path) for name, path in staged.files.items()]
+        gone = [CommitOperationDelete(name) for name in sorted(pushed - staged.files.keys())]
+        message = "A model by profiling-agent"
+        committed = api.create_commit(repo_id, [*added, *gone], commit_message=message, revision="main")
+    return Pushed(url=f"{constants.ENDPOINT}/{repo_id}", commit=committed.oid, files=tuple(staged.files))
 
 
 def _check_id(repo_id: str) -> None:
@@ -92,16 +99,6 @@ def _check_id(repo_id: str) -> None:
         )
 
 
-def _commit(api: HfApi, repo_id: str, staged: _Staged, before: frozenset[str]) -> Pushed:
-    # Weights go up from where they lie: the system's temporary folder may be too small for a copy.
-    added = [CommitOperationAdd(name, path) for name, path in staged.files.items()]
-    gone = [CommitOperationDelete(name) for name in sorted(before - staged.files.keys())]
-    committed = api.create_commit(
-        repo_id, [*added, *gone], commit_message="A model by profiling-agent", revision="main"
-    )
-    return Pushed(url=f"{constants.ENDPOINT}/{repo_id}", commit=committed.oid, files=tuple(staged.files))
-
-
 def _stage(folder: Path, scratch: Path) -> _Staged:
     """Check a saved model or an exported folder, and write its card to `scratch`."""
     if (folder / MANIFEST).is_file():
@@ -114,14 +111,6 @@ def _stage(folder: Path, scratch: Path) -> _Staged:
     write_text(card, read_card(folder))
     files = {name: folder / name for name in sorted(names)} | {CARD: card}
     return _Staged(files=files, base=base, revision=revision)
-
-
-def _existing(api: HfApi, repo_id: str) -> ModelInfo | None:
-    """Return what the Hub knows of a repository, None where there is none."""
-    try:
-        return api.model_info(repo_id)
-    except RepositoryNotFoundError:
-        return None
 
 
 def _pushed_before(api: HfApi, repo_id: str, existing: ModelInfo, scratch: Path, *, update: bool) -> frozenset[str]:
@@ -166,7 +155,6 @@ def _add_license(api: HfApi, staged: _Staged) -> None:
 
 @contextmanager
 def _hub(repo_id: str) -> Generator[None]:
-    """Turn what the Hub says into one line."""
 
     def refuse(said: str) -> ProfilingAgentError:
         return RequestError(f"{repo_id!r} can't be pushed to {constants.ENDPOINT} ({said}): nothing was committed")

@@ -37,9 +37,17 @@ def main() -> None:
             with _job_folder(order, parent, kept) as job:
                 task = order.read()
                 if order.torch:
-                    _set_torch()
+                    import torch
+
+                    from profiling_agent.modules.inference import pin_threads
+
+                    pin_threads()
+                    torch.manual_seed(0)
                 work = resolve_name(order.handler)
-                _end_streams_at_once()
+                if config := sys.modules.get("datasets.config"):
+                    # At the end of each stream of parquet it waits for five seconds, lest Arrow's threads meet a Python that
+                    # shuts down (apache/arrow#45214), which a worker never does: its end is `_exit`.
+                    setattr(config, "SLEEP_TIME_ON_THREADS_SHUTDOWN", 0)  # noqa: B010 - a module's
                 result = work(task, job)
                 write_text(job.folder / TASK, task.model_dump_json(indent=1))
                 write_text(job.folder / RESULT, result.model_dump_json(indent=1))
@@ -47,20 +55,10 @@ def main() -> None:
         except Exception as error:  # noqa: BLE001 - the boundary: whatever a stage or library raises is a job's result
             answer = _failure(error, Path(order.root))
         # Let go of what torch holds of a device for its next tensors: what is timed next is another process.
-        torch: Any = sys.modules.get("torch")
-        if torch is not None and torch.cuda.is_initialized():
-            torch.cuda.empty_cache()
+        imported: Any = sys.modules.get("torch")
+        if imported is not None and imported.cuda.is_initialized():
+            imported.cuda.empty_cache()
         parent.send(answer)
-
-
-def _end_streams_at_once() -> None:
-    """Have `datasets` not wait for five seconds at the end of each stream of parquet.
-
-    The wait keeps Arrow's threads from meeting a Python that shuts down (apache/arrow#45214), and a worker's never does: its end is `_exit`.
-    """
-    config: Any = sys.modules.get("datasets.config")
-    if config is not None:
-        config.SLEEP_TIME_ON_THREADS_SHUTDOWN = 0
 
 
 def _failure(error: Exception, root: Path) -> Message:
@@ -90,15 +88,6 @@ def _job_folder(order: Order, parent: Parent, kept: dict[str, Any]) -> Generator
     root, final = Path(order.root), f"jobs/{order.key}"
     with appearing(root / final) as folder:
         yield JobContext(root=root, folder=folder, final=final, progress=progress, given=order.given, kept=kept)
-
-
-def _set_torch() -> None:
-    import torch
-
-    from profiling_agent.modules.inference import pin_threads
-
-    pin_threads()
-    torch.manual_seed(0)
 
 
 if __name__ == "__main__":

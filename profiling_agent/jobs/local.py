@@ -99,7 +99,12 @@ class LocalEngine:
                         # It may have been done by somebody who could not say so any more.
                         if not holds(self.workspace.jobs / key):
                             process.send(orders[0])
-                            self._hear(process, batch.timeout_s, progress)
+                            late = f"took longer than {batch.timeout_s:.0f} s"
+                            deadline = time.monotonic() + batch.timeout_s
+                            while (message := process.receive(deadline, late)).kind == "progress":
+                                progress(message.text, message.done, message.total)
+                            if message.kind == "failed":
+                                raise ERRORS.get(message.error, JobError)(message.text)
                     except ProfilingAgentError as raised:
                         self._check_open()
                         # Or its process ended just after it.
@@ -138,14 +143,6 @@ class LocalEngine:
                 f"{free / 2**30:.1f} GiB of memory are free, and a job on this model takes {batch.least_bytes / 2**30:.1f} at least: end other "
                 "programs and resume, or start anew with a lower batch_size"
             )
-
-    def _hear(self, process: Child[Message], timeout_s: float, progress: Progress) -> None:
-        """Wait until a process has done its job; raises what the stage raised."""
-        late, deadline = f"took longer than {timeout_s:.0f} s", time.monotonic() + timeout_s
-        while (message := process.receive(deadline, late)).kind == "progress":
-            progress(message.text, message.done, message.total)
-        if message.kind == "failed":
-            raise ERRORS.get(message.error, JobError)(message.text)
 
     @contextmanager
     def _process(self, batch: Batch, progress: Progress) -> Generator[Child[Message], None, None]:

@@ -130,7 +130,6 @@ class Jobs:
             self._store.mark_complete(key)
 
     def _batches(self, tasks: Mapping[str, Task[Any]]) -> list[Batch]:
-        """Return one batch for the tasks of each kind."""
         kinds: dict[tuple[type[Task[Any]], bool], list[Order]] = {}
         for key, task in tasks.items():
             self._store.remove(key)

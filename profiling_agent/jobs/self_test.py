@@ -42,7 +42,6 @@ class SelfTest:
     """The steps, in their order; each raises whatever keeps it from working, and says what it saw."""
 
     def __init__(self, device: str, folder: Path) -> None:
-        """Work on `device`, `cpu` or `cuda`, with a model that is written to `folder`."""
         self.device, self.folder = device, folder
         self.model, self.pruned = folder / "model", folder / "pruned"
         self._profile: ModelProfile | None = None

@@ -104,7 +104,6 @@ class JobStore:
     """The finished jobs of one run folder."""
 
     def __init__(self, workspace: Workspace) -> None:
-        """Look into `workspace`."""
         self._workspace = workspace
         self._complete: set[str] = set()
 

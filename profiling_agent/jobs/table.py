@@ -41,11 +41,13 @@ class JobRow:
 Table = Mapping[type[tasks.Task[Any]], JobRow]
 
 TABLE: Table = {
-    # All four read the model where it was found, which may be the Hub.
+    # All these read the model where it was found, which may be the Hub.
     tasks.MatchLabelsTask: JobRow(handler="profiling_agent.jobs.handlers.models:match_labels", secrets=HUB),
     tasks.AcquireTask: JobRow(handler="profiling_agent.jobs.handlers.models:acquire", secrets=HUB),
     tasks.SurveyShapeTask: JobRow(handler="profiling_agent.jobs.handlers.models:survey_shape", secrets=HUB),
     tasks.ResolveShapeTask: JobRow(handler="profiling_agent.jobs.handlers.models:resolve_shape", secrets=HUB),
+    tasks.LookTask: JobRow(handler="profiling_agent.support.steps:look", secrets=HUB),
+    tasks.TryTask: JobRow(handler="profiling_agent.support.steps:attempt", isolated_timeout_s=HOUR / 4),
     tasks.PrepareTask: JobRow(handler="profiling_agent.jobs.handlers.models:prepare"),
     tasks.LogitsTask: JobRow(handler="profiling_agent.jobs.handlers.models:ask"),
     tasks.ProfileTask: JobRow(handler="profiling_agent.jobs.handlers.models:profile", timed=True),
@@ -69,9 +71,6 @@ TABLE: Table = {
     ),
     tasks.RaceTask: JobRow(handler="profiling_agent.jobs.handlers.measurement:race", torch=False, timed=True),
     tasks.SessionTask: JobRow(handler="profiling_agent.jobs.handlers.measurement:session", torch=False, timed=True),
-    tasks.ThroughputTask: JobRow(
-        handler="profiling_agent.jobs.handlers.measurement:throughput", torch=False, timed=True
-    ),
     tasks.MemoryTask: JobRow(
         handler="profiling_agent.jobs.handlers.measurement:memory", torch=False, isolated_timeout_s=HOUR / 2
     ),

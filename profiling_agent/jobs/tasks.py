@@ -14,6 +14,7 @@ from profiling_agent.records import (
     Acquired,
     ArtifactRef,
     Cut,
+    Deployability,
     DeployedModel,
     Deployment,
     Footprint,
@@ -24,13 +25,13 @@ from profiling_agent.records import (
     MemoryUse,
     Opening,
     Predictions,
+    Prunable,
     PrunedModel,
     Race,
     Record,
     RecoveredModel,
     ShapeFacts,
     SplitInfo,
-    Throughputs,
     Tuned,
     Variant,
 )
@@ -60,13 +61,11 @@ class Task(Record, Generic[ResultT]):
         return {}
 
 
-class AcquireTask(Task[Acquired]):
-    """Check that the model can be had, and draw the images."""
+class SourceTask(Task[ResultT], Generic[ResultT]):
+    """A job on a model and a data set where they were found."""
 
-    result: ClassVar[type[Record]] = Acquired
     model: str
     revision: str | None = None
-    device: Device = "auto"
     dataset: str
     dataset_config: str | None = None
     dataset_revision: str | None = None
@@ -74,6 +73,13 @@ class AcquireTask(Task[Acquired]):
     image_column: str | None = None
     label_column: str | None = None
     label_match: MatchBy = "auto"
+
+
+class AcquireTask(SourceTask[Acquired]):
+    """Check that the model can be had, and draw the images."""
+
+    result: ClassVar[type[Record]] = Acquired
+    device: Device = "auto"
     num_samples: int | None = None
     num_recovery: int = 0
     seed: int = 0
@@ -92,19 +98,10 @@ class MatchedLabels(Record):
         return tuple(label.dataset_label for label in self.labels if label.model_id is None)
 
 
-class MatchLabelsTask(Task[MatchedLabels]):
+class MatchLabelsTask(SourceTask[MatchedLabels]):
     """Look whether a model and a data set can be had and go together, before anything is drawn."""
 
     result: ClassVar[type[Record]] = MatchedLabels
-    model: str
-    revision: str | None = None
-    dataset: str
-    dataset_config: str | None = None
-    dataset_revision: str | None = None
-    split: str | None = None
-    image_column: str | None = None
-    label_column: str | None = None
-    label_match: MatchBy = "auto"
 
 
 class ResolvedShape(Record):
@@ -132,6 +129,28 @@ class SurveyShapeTask(Task[ShapeFacts]):
     model: str
     revision: str | None = None
     device: Device = "auto"
+
+
+# The folder of the run that looks at a model work in.
+LOOKED = "looked"
+
+
+class LookTask(Task[Prunable]):
+    """Read a model, and write it whole and with a quarter off every unit."""
+
+    result: ClassVar[type[Record]] = Prunable
+    model: str
+    revision: str | None = None
+
+
+class TryTask(Task[Deployability]):
+    """Export a form of the model that was looked at, bring it into the deployment of `row`, or open that again."""
+
+    result: ClassVar[type[Record]] = Deployability
+    uses_runtimes: ClassVar[bool] = True
+    isolated: bool = True
+    step: Literal["export", "make", "reopen"]
+    row: Deployability
 
 
 class Prepared(Record):
@@ -413,18 +432,6 @@ class SessionTask(RaceTask):
 
     number: int
     reads_memory: bool
-
-
-class ThroughputTask(Task[Throughputs]):
-    """Count images per second at several batch sizes, models taking turns."""
-
-    result: ClassVar[type[Record]] = Throughputs
-    uses_runtimes: ClassVar[bool] = True
-    isolated: bool = True
-    models: tuple[ArtifactRef, ...]
-    batch_sizes: tuple[int, ...] = (1, 8, 32)
-    device: str = "cpu"
-    seed: int = 0
 
 
 class MemoryTask(Task[MemoryUse]):

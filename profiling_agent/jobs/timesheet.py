@@ -27,7 +27,6 @@ class Timesheet:
     """The timesheet of one run folder; a line that can't be read counts nothing."""
 
     def __init__(self, path: Path) -> None:
-        """Read what is there."""
         self._path = path
         self._up_to: dict[str, float] = {}
         self.spent_s = 0.0

@@ -53,7 +53,6 @@ class Transcript:
     """The file of one run: read once, then appended to."""
 
     def __init__(self, path: Path, *, max_tokens: int = 0) -> None:
-        """Read what was written before, around damaged lines."""
         self._path, self._max_tokens, self._lines = path, max_tokens, list[dict[str, Any]]()
         texts = [text for text in path.read_bytes().split(b"\n") if text.strip()] if path.is_file() else []
         for text in texts:
@@ -98,7 +97,6 @@ class Transcript:
 
 
 def _total(turns: Iterable[dict[str, Any]], *names: str) -> int | None:
-    """Return a sum of tokens, or None when a server didn't count all of them."""
     counts = [turn.get(name) for turn in turns for name in names]
     return None if None in counts else sum(cast("list[int]", counts))
 
@@ -124,7 +122,6 @@ class LanguageModel(ABC):
     """Answers typed questions; outcomes are in the transcript, from which they are replayed."""
 
     def __init__(self, name: str, transcript: Transcript) -> None:
-        """Take the name for reports, and the transcript of the run."""
         self.name, self._transcript = name, transcript
 
     def ask(
@@ -183,7 +180,6 @@ class Recorded(LanguageModel):
     """A transcript in place of a language model: each agent gets its recorded answers in order."""
 
     def __init__(self, recording: Transcript, transcript: Transcript) -> None:
-        """Continue after the questions that `transcript` has outcomes of."""
         self._recording, self._model = recording, str(recording.of("turn")[-1].get("model"))
         super().__init__(f"{self._model}, recorded", transcript)
 

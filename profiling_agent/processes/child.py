@@ -133,7 +133,20 @@ class Child(Generic[AnswerT]):
                 an answer.
         """
         end_if_asked()
-        line = self._next_line(deadline, late)
+        while True:
+            try:
+                line = self._lines.get(timeout=max(0.0, min(POLL_S, deadline - time.monotonic())))
+                break
+            except queue.Empty:
+                end_if_asked()
+            if time.monotonic() >= deadline:
+                self.end()
+                raise JobError(f"{self._wording.work} {late} and was ended: {self._wording.too_slow}")
+            if (used := self.resident_bytes()) > MEMORY_FRACTION * total_bytes():
+                self.end()
+                raise JobError(
+                    f"{self._wording.work} used {used / 2**30:.1f} GiB and was ended: {self._wording.too_large}"
+                )
         if line is None:
             # A terminal's Ctrl-C is everybody's: what it ended is no failure of the work.
             end_if_asked()
@@ -160,23 +173,6 @@ class Child(Generic[AnswerT]):
             for line in said:
                 self._lines.put(line)
         self._lines.put(None)
-
-    def _next_line(self, deadline: float, late: str) -> str | None:
-        while True:
-            try:
-                return self._lines.get(timeout=max(0.0, min(POLL_S, deadline - time.monotonic())))
-            except queue.Empty:
-                end_if_asked()
-                self._enforce(deadline, late)
-
-    def _enforce(self, deadline: float, late: str) -> None:
-        if time.monotonic() >= deadline:
-            self.end()
-            raise JobError(f"{self._wording.work} {late} and was ended: {self._wording.too_slow}")
-        limit = MEMORY_FRACTION * total_bytes()
-        if (used := self.resident_bytes()) > limit:
-            self.end()
-            raise JobError(f"{self._wording.work} used {used / 2**30:.1f} GiB and was ended: {self._wording.too_large}")
 
     def _death(self) -> JobError:
         code = self._process.wait()

@@ -22,7 +22,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import FrameType
 
 # What one message may hold; Linux takes three times as much.
 MAX_BYTES = 2**16
@@ -82,7 +81,6 @@ class Server:
     """What the process is until it is a copy: it forks, buries what ended, and kills what it is told to."""
 
     def __init__(self) -> None:
-        """Begin to listen."""
         self._parent = socket.socket(fileno=os.dup(0))
         self._controls = [self._parent]
         self._woken, self._wakes = os.pipe()
@@ -91,7 +89,8 @@ class Server:
         self._running: list[_Running] = []
         # A program that ends wakes the server up, whatever whoever started it has blocked.
         signal.set_wakeup_fd(self._wakes, warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, _ignore)
+        # Unlike SIG_IGN, with which the system would bury what ends.
+        signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
         self._blocked = signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
         # Ctrl-C in a terminal is its parent's business, and a copy's as far as it was the server's.
         self._interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -167,12 +166,7 @@ class Server:
                 os.kill(program.pid, signal.SIGKILL)
 
 
-def _ignore(_number: int, _frame: FrameType | None) -> None:
-    """Do nothing, unlike SIG_IGN, with which the system would bury what ends."""
-
-
 def _has_ended(program: _Running) -> bool:
-    """Say whether a program has ended, and tell how."""
     pid, status = os.waitpid(program.pid, os.WNOHANG)
     if pid:
         _tell(program.status, f"{os.waitstatus_to_exitcode(status)}\n")

@@ -30,7 +30,7 @@ def _machine() -> str:
 
 # Of each machine its own, as several may share the folder.
 MACHINE = _machine()
-LOCK, HOLDER = f"machine-{MACHINE}.lock", f"machine-{MACHINE}.json"
+LOCK, HOLDER = f"machine-{MACHINE}.lock", f"machine-{MACHINE}.txt"
 
 
 @contextmanager

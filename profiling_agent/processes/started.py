@@ -3,7 +3,6 @@
 import contextlib
 import itertools
 import os
-import resource
 import select
 import signal
 import socket
@@ -15,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO
 
 from profiling_agent.processes.forking import MAX_BYTES, OWN, Asked, control
 
@@ -29,46 +28,8 @@ def can_fork() -> bool:
 
     macOS forbids what its libraries do in a copy.
     """
-    if any(Path(driver).exists() for driver in DRIVERS):
-        return False
-    if sys.platform != "linux" or not hasattr(os, "pidfd_open"):
-        return False
-    try:
-        os.close(os.pidfd_open(os.getpid()))
-    except OSError:
-        return False
-    return True
-
-
-class Started(Protocol):
-    """A process that was started, with the ends of its standard streams that its parent holds."""
-
-    @property
-    def stdin(self) -> IO[str]:
-        """Return where its parent speaks to it."""
-        ...
-
-    @property
-    def stdout(self) -> IO[str]:
-        """Return where it answers."""
-        ...
-
-    @property
-    def pid(self) -> int | None:
-        """Return its process id; None as long as nobody told."""
-        ...
-
-    def poll(self) -> int | None:
-        """Return how it ended, as `subprocess` counts; None while it runs."""
-        ...
-
-    def wait(self) -> int:
-        """Wait for its end and return how it ended."""
-        ...
-
-    def kill(self) -> None:
-        """Kill it, if it still runs."""
-        ...
+    is_amd = any(Path(driver).exists() for driver in DRIVERS)
+    return sys.platform == "linux" and hasattr(os, "pidfd_open") and not is_amd
 
 
 def child_command(module: str, *arguments: str) -> list[str]:
@@ -77,12 +38,14 @@ def child_command(module: str, *arguments: str) -> list[str]:
     return [sys.executable, "-P", "-m", module, *arguments]
 
 
-class Executed:
-    """A process that the system started anew."""
+class Executed(subprocess.Popen[str]):
+    """A process that the system started anew, with this environment and no other."""
+
+    stdin: IO[str]  # pyright: ignore[reportIncompatibleVariableOverride] - a pipe
+    stdout: IO[str]  # pyright: ignore[reportIncompatibleVariableOverride] - a pipe
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], stderr: IO[bytes]) -> None:
-        """Start it with this environment and no other."""
-        self._process = subprocess.Popen(
+        super().__init__(
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -91,34 +54,12 @@ class Executed:
             text=True,
             encoding="utf-8",
         )
-        assert self._process.stdin is not None, "the pipe was asked for"
-        assert self._process.stdout is not None, "the pipe was asked for"
-        self.stdin: IO[str] = self._process.stdin
-        self.stdout: IO[str] = self._process.stdout
-
-    @property
-    def pid(self) -> int:
-        """Return its process id."""
-        return self._process.pid
-
-    def poll(self) -> int | None:
-        """Return how it ended; None while it runs."""
-        return self._process.poll()
-
-    def wait(self) -> int:
-        """Wait for its end and return how it ended."""
-        return self._process.wait()
-
-    def kill(self) -> None:
-        """Kill it, if it still runs."""
-        self._process.kill()
 
 
 class ForkServer:
     """Whom a process asks for copies of one that has imported modules: a twentieth of what starting them anew takes."""
 
     def __init__(self, control: socket.socket) -> None:
-        """Ask by `control`."""
         self._control = control
         self._numbers = itertools.count()
         # Whether it has ever made a copy: one that can't import doesn't come as far.
@@ -147,7 +88,6 @@ class OwnForkServer(ForkServer):
     """A fork server that this process started, and has to end."""
 
     def __init__(self, modules: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Start it; it imports while its parent goes on. What it can't import its programs will stumble upon and say."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         super().__init__(ours)
         self._passed_on = _passed_on(environment)
@@ -186,7 +126,7 @@ def inherited() -> ForkServer | None:
 
 def start(
     command: Sequence[str], environment: Mapping[str, str], stderr: IO[bytes], server: ForkServer | None
-) -> Started:
+) -> "Started":
     """Start a command with this environment: a module of ours as a copy where there is a server for it, else anew."""
     beginning = child_command("")[:-1]
     if server is not None and list(command[: len(beginning)]) == beginning and server.serves(environment):
@@ -198,21 +138,15 @@ def start(
 
 
 def _passed_on(environment: Mapping[str, str]) -> tuple[object, ...]:
-    """Return what a process that is started now begins with, but for our own variables: environment, cores, limits, umask."""
+    """Return what a process that is started now begins with, but for our own variables: environment, and cores."""
     others = sorted((name, value) for name, value in environment.items() if not name.startswith(OWN))
-    limits = [resource.getrlimit(getattr(resource, name)) for name in dir(resource) if name.startswith("RLIMIT_")]
-    # By the system's call it can only be read by setting it, which other threads would see.
-    status = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
-    masks = [line for line in status if line.startswith("Umask:")]
-    niceness = os.getpriority(os.PRIO_PROCESS, 0)
-    return (*others, *sorted(os.sched_getaffinity(0)), *limits, *masks, niceness)
+    return (*others, *sorted(os.sched_getaffinity(0)))
 
 
 class Forked:
     """A process that is a copy of a fork server."""
 
     def __init__(self, server: ForkServer, asked: Asked, stderr: IO[bytes]) -> None:
-        """Ask the server for it."""
         self._server, self._number = server, asked.number
         with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
             ends = [_pipe(ours, theirs, to_child=to_child) for to_child in (True, False, False)]
@@ -255,7 +189,6 @@ class Forked:
             self._end(-signal.SIGKILL)
 
     def _kill_alone(self) -> None:
-        """Kill it without its server."""
         with contextlib.suppress(ProcessLookupError):
             if self._handle is not None and not self._ended.is_set():
                 signal.pidfd_send_signal(self._handle, signal.SIGKILL)
@@ -285,8 +218,10 @@ class Forked:
             self._ended.set()
 
 
+Started = Executed | Forked
+
+
 def _pipe(ours: contextlib.ExitStack, theirs: contextlib.ExitStack, *, to_child: bool) -> tuple[int, int]:
-    """Return our end of a new pipe and the child's, each closed with its stack."""
     read, write = os.pipe()
     own, other = (write, read) if to_child else (read, write)
     ours.callback(os.close, own)

@@ -17,7 +17,7 @@ from profiling_agent.modules.hooks import watching
 from profiling_agent.modules.inference import left_as_found
 from profiling_agent.modules.products import quick_products
 from profiling_agent.quantization.calibrate import Images, run
-from profiling_agent.quantization.static import StaticConv2d
+from profiling_agent.quantization.static import StaticLayer
 
 # More images tell the same: a mean is over all places of each.
 MAX_IMAGES = 32
@@ -50,7 +50,7 @@ def correct_biases_(quantized: nn.Module, expected: Means, images: Images) -> di
     with left_as_found(quantized), torch.inference_mode(), quick_products(), ExitStack() as hooks:
         for name, means in expected.items():
             layer = quantized.get_submodule(name)
-            if isinstance(layer, StaticConv2d) and layer.bias is not None and means:
+            if isinstance(layer, StaticLayer) and layer.geometry and layer.bias is not None and means:
                 shifts[name] = _Shift(means)
                 hooks.callback(layer.register_forward_hook(partial(_corrected, shift=shifts[name])).remove)
         if shifts:
@@ -59,7 +59,7 @@ def correct_biases_(quantized: nn.Module, expected: Means, images: Images) -> di
     found = {name: shift.mean.clone() for name, shift in shifts.items()}
     for name, shift in found.items():
         layer = quantized.get_submodule(name)
-        assert isinstance(layer, StaticConv2d), "only such were hooked"
+        assert isinstance(layer, StaticLayer), "only such were hooked"
         assert layer.bias is not None, "those without were left out"
         layer.bias = layer.bias + shift
     return found
@@ -84,7 +84,6 @@ def _means(output: Tensor) -> Tensor:
 
 
 def _corrected(_module: nn.Module, _args: Any, output: Tensor, *, shift: _Shift) -> Tensor:
-    """Return the output with what is known of the shift by now."""
     shift.add(output)
     return output + shift.mean.view(-1, 1, 1)
 

@@ -66,7 +66,6 @@ class Sampler:
     """
 
     def __init__(self) -> None:
-        """Begin with nothing."""
         self._low = self._high = 0.0
         self._room = torch.empty(CAPACITY)
         self._size = 0

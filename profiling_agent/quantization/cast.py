@@ -1,6 +1,5 @@
 """Layers with bfloat16 weights in a float32 model: the input is cast, the output has the input's dtype."""
 
-from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Self
 
@@ -13,19 +12,18 @@ from profiling_agent.quantization.module import (
     QuantizedModule,
     bias_of,
     checked_weight,
-    conv_like,
     expect_dtype,
     float_linear,
+    geometry_of,
 )
 
 
-class CastModule(QuantizedModule):
-    """Weights and bias in bfloat16. Tensors: `weight` and `bias` (if it has one)."""
+class CastLayer(QuantizedModule):
+    """`nn.Linear`, or with a geometry `nn.Conv2d`, in bfloat16. Tensors: `weight` and `bias` (if it has one)."""
 
     kind = "cast"
 
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take plain tensors; `from_tensors` and `from_float` are the ways in."""
+    def __init__(self, tensors: Mapping[str, Tensor], geometry: Geometry | None) -> None:
         super().__init__()
         expect_dtype(tensors["weight"], torch.bfloat16)
         self.dtype = "bfloat16"
@@ -34,6 +32,11 @@ class CastModule(QuantizedModule):
         self.register_buffer("bias", tensors.get("bias"), persistent=False)
         self.rounded: Tensor
         self.bias: Tensor | None
+        self.geometry = geometry
+        if geometry is None:
+            self.out_features, self.in_features = self.rounded.shape
+        else:
+            geometry.tell_(self, self.rounded)
 
     @classmethod
     def from_float(cls, layer: Layer) -> Self:
@@ -45,6 +48,14 @@ class CastModule(QuantizedModule):
         tensors, bias = {"weight": checked_weight(layer).bfloat16()}, bias_of(layer)
         return cls.from_tensors(tensors if bias is None else tensors | {"bias": bias.bfloat16()}, layer)
 
+    @classmethod
+    def from_tensors(
+        cls, tensors: Mapping[str, Tensor], like: nn.Module | None = None, *, reduce_range: bool | None = None
+    ) -> Self:
+        """Return the layer that `export_tensors` came from."""
+        del reduce_range
+        return cls(tensors, geometry_of(like, tensors["weight"]))
+
     @property
     def weight(self) -> Tensor:
         """Return the weight in float32, because models cast their images to the dtype of their first weight."""
@@ -55,65 +66,17 @@ class CastModule(QuantizedModule):
         tensors = {"weight": self.rounded}
         return tensors if self.bias is None else tensors | {"bias": self.bias}
 
-    @property
-    def _float_bias(self) -> Tensor | None:
-        return None if self.bias is None else self.bias.float()
+    def dequantized(self) -> Layer:
+        """Return the float32 layer with the rounded weights."""
+        bias = None if self.bias is None else self.bias.float()
+        return float_linear(self.weight, bias) if self.geometry is None else self.geometry.float_conv(self.weight, bias)
 
-    @abstractmethod
     def forward(self, x: Tensor) -> Tensor:
-        """Return what the float layer would, computed in bfloat16."""
+        """Return what the float layer would of x, (..., in_features) or (b, c, h, w), computed in bfloat16."""
+        if self.geometry is None:
+            return nn.functional.linear(x.to(torch.bfloat16), self.rounded, self.bias).to(x.dtype)
+        return self.geometry.apply(self.geometry.padded(x).to(torch.bfloat16), self.rounded, self.bias).to(x.dtype)
 
     def extra_repr(self) -> str:
         """Return what `print` shows between the parentheses."""
         return f"{tuple(self.rounded.shape)}, dtype={self.dtype}"
-
-
-class CastLinear(CastModule):
-    """`nn.Linear` in bfloat16; x is (..., in_features)."""
-
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take plain tensors; `from_tensors` and `from_float` are the ways in."""
-        super().__init__(tensors)
-        self.out_features, self.in_features = self.rounded.shape
-
-    @classmethod
-    def from_tensors(
-        cls, tensors: Mapping[str, Tensor], like: nn.Module | None = None, *, reduce_range: bool | None = None
-    ) -> Self:
-        """Return the layer that `export_tensors` came from."""
-        del like, reduce_range
-        return cls(tensors)
-
-    def dequantized(self) -> nn.Linear:
-        """Return the `nn.Linear` with the rounded weights in float32."""
-        return float_linear(self.weight, self._float_bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return x W^T + b."""
-        return nn.functional.linear(x.to(torch.bfloat16), self.rounded, self.bias).to(x.dtype)
-
-
-class CastConv2d(CastModule):
-    """`nn.Conv2d` in bfloat16; x is (b, c, h, w)."""
-
-    def __init__(self, tensors: Mapping[str, Tensor], geometry: Geometry) -> None:
-        """Take plain tensors; `from_tensors` and `from_float` are the ways in."""
-        super().__init__(tensors)
-        self.geometry = geometry
-        geometry.tell_(self, self.rounded)
-
-    @classmethod
-    def from_tensors(
-        cls, tensors: Mapping[str, Tensor], like: nn.Module | None = None, *, reduce_range: bool | None = None
-    ) -> Self:
-        """Return the layer that `export_tensors` came from."""
-        del reduce_range
-        return cls(tensors, Geometry(conv_like(like), len(tensors["weight"])))
-
-    def dequantized(self) -> nn.Conv2d:
-        """Return the `nn.Conv2d` with the rounded weights in float32."""
-        return self.geometry.float_conv(self.weight, self._float_bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the convolution."""
-        return self.geometry.apply(self.geometry.padded(x).to(torch.bfloat16), self.rounded, self.bias).to(x.dtype)

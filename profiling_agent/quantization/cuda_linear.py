@@ -41,7 +41,6 @@ class RowwiseLinear(QuantizedModule):
     largest: ClassVar[float]
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take plain tensors; `from_tensors` and `from_float` are the ways in."""
         super().__init__()
         weight = tensors["weight"]
         expect_dtype(weight, self.weight_dtype)

@@ -5,19 +5,19 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 
 from profiling_agent.errors import QuantizationError
-from profiling_agent.quantization.cast import CastConv2d, CastLinear
+from profiling_agent.quantization.cast import CastLayer
 from profiling_agent.quantization.cuda_linear import RowwiseLinear
 from profiling_agent.quantization.linear import DynamicLinear
 from profiling_agent.quantization.module import Kind, QuantizedModule
-from profiling_agent.quantization.static import StaticConv2d, StaticLinear
+from profiling_agent.quantization.static import StaticLayer
 
 CLASSES: Mapping[tuple[Kind, type[nn.Module]], type[QuantizedModule]] = {
     ("dynamic", nn.Linear): DynamicLinear,
-    ("static", nn.Linear): StaticLinear,
-    ("static", nn.Conv2d): StaticConv2d,
+    ("static", nn.Linear): StaticLayer,
+    ("static", nn.Conv2d): StaticLayer,
     ("rowwise", nn.Linear): RowwiseLinear,
-    ("cast", nn.Linear): CastLinear,
-    ("cast", nn.Conv2d): CastConv2d,
+    ("cast", nn.Linear): CastLayer,
+    ("cast", nn.Conv2d): CastLayer,
 }
 
 

@@ -41,10 +41,6 @@ def _pack_int8(weight: Tensor, scale: Tensor, bias: Tensor | None) -> Any:
     return torch.ops.quantized.linear_prepack(quantized, bias)
 
 
-def _pack_fp16(weight: Tensor, bias: Tensor | None) -> Any:
-    return torch.ops.quantized.linear_prepack_fp16(weight.float(), bias)
-
-
 class DynamicLinear(QuantizedModule):
     """`nn.Linear` with weights held once, packed for the CPU's kernels; takes and returns float32.
 
@@ -56,7 +52,6 @@ class DynamicLinear(QuantizedModule):
     kind = "dynamic"
 
     def __init__(self, packed: Any, weight: Tensor, *, reduce_range: bool, has_bias: bool) -> None:
-        """Take weights packed already; `from_linear` and `from_tensors` are the ways in."""
         super().__init__()
         self._packed = packed
         self.out_features, self.in_features = weight.shape
@@ -90,7 +85,11 @@ class DynamicLinear(QuantizedModule):
         weight, bias = tensors["weight"], tensors.get("bias")
         expect_dtype(weight, *WEIGHT_DTYPES)
         is_int8 = weight.dtype == torch.int8
-        packed = _pack_int8(weight, tensors["scale"], bias) if is_int8 else _pack_fp16(weight, bias)
+        packed = (
+            _pack_int8(weight, tensors["scale"], bias)
+            if is_int8
+            else torch.ops.quantized.linear_prepack_fp16(weight.float(), bias)
+        )
         reduce = bool(reduce_range) or not torch_has_vnni()
         return cls(packed, weight, reduce_range=is_int8 and reduce, has_bias=bias is not None)
 

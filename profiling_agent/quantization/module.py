@@ -137,15 +137,17 @@ class Geometry:
         return conv
 
 
-def conv_like(like: nn.Module | None) -> nn.Conv2d:
-    """Return `like`, which has to be a convolution.
+def geometry_of(like: nn.Module | None, weight: Tensor) -> Geometry | None:
+    """Return how a convolution with this weight moves in the place of `like`; None for a linear layer's weight.
 
     Raises:
-        QuantizationError: it is none.
+        QuantizationError: the weight is a convolution's, and `like` is none.
     """
+    if weight.dim() == 2:
+        return None
     if not isinstance(like, nn.Conv2d):
         raise QuantizationError(f"a quantized convolution stands where the model has {type(like).__name__!r}")
-    return like
+    return Geometry(like, len(weight))
 
 
 def expect_dtype(weight: Tensor, *dtypes: torch.dtype) -> None:

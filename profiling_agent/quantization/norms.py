@@ -21,7 +21,13 @@ def fold_norms_(model: nn.Module, convolutions: Collection[str], images: Tensor)
     reads it is seen from the logits of `images` (b, c, h, w), which stay: a pair that changes them is left alone.
     """
     expected = run(model, images)
-    pairs = _pairs(model, convolutions, images)
+    count = places(model)
+    # Modules that stand in several places are left out.
+    pairs = {
+        convolution: norm
+        for convolution, norm in following_norms(model, convolutions, images[:1]).items()
+        if isinstance(model.get_submodule(norm), nn.BatchNorm2d) and count[norm] == count[convolution] == 1
+    }
     before = {name: model.get_submodule(name) for pair in pairs.items() for name in pair}
     _fold_(model, pairs)
     if is_near(run(model, images), expected):
@@ -37,16 +43,6 @@ def fold_norms_(model: nn.Module, convolutions: Collection[str], images: Tensor)
         for name in (convolution, norm):
             model.set_submodule(name, before[name])
     return tuple(folded)
-
-
-def _pairs(model: nn.Module, convolutions: Collection[str], images: Tensor) -> dict[str, str]:
-    """Return the norm of each convolution; modules that stand in several places are left out."""
-    count = places(model)
-    return {
-        convolution: norm
-        for convolution, norm in following_norms(model, convolutions, images[:1]).items()
-        if isinstance(model.get_submodule(norm), nn.BatchNorm2d) and count[norm] == count[convolution] == 1
-    }
 
 
 def _fold_(model: nn.Module, pairs: Mapping[str, str]) -> None:

@@ -14,13 +14,13 @@ from profiling_agent.modules.layer_names import matching_names, near_names
 from profiling_agent.modules.places import places
 from profiling_agent.quantization.bias import correct_biases_, output_means
 from profiling_agent.quantization.calibrate import MIN_IMAGES, Images, Observed, observe
-from profiling_agent.quantization.cast import CastConv2d, CastLinear
+from profiling_agent.quantization.cast import CastLayer
 from profiling_agent.quantization.cuda_linear import MULTIPLE, Float8Linear, Int8Linear, has_float8
 from profiling_agent.quantization.kinds import can_be
 from profiling_agent.quantization.linear import DynamicLinear
 from profiling_agent.quantization.module import Kind, Layer, QuantizedModule
 from profiling_agent.quantization.norms import fold_norms_
-from profiling_agent.quantization.static import StaticConv2d, StaticLinear, num_levels
+from profiling_agent.quantization.static import StaticLayer, num_levels
 from profiling_agent.records import EVERYTHING, QuantizationRecommendation
 
 # Images on which folding has to leave the logits as they are.
@@ -81,7 +81,11 @@ def quantize_model(
             raise QuantizationError(f"layer {name!r} can't be quantized: {error}") from error
     # One that stands in two places becomes two layers, and its means are of both.
     count = places(quantized)
-    convolutions = [name for name, layer in made.items() if isinstance(layer, StaticConv2d) and count[name] == 1]
+    convolutions = [
+        name
+        for name, layer in made.items()
+        if isinstance(layer, StaticLayer) and layer.geometry is not None and count[name] == 1
+    ]
     expected = output_means(quantized, convolutions, calibration) if calibration else {}
     for name, layer in made.items():
         quantized.set_submodule(name, layer.train(model.get_submodule(name).training))
@@ -195,12 +199,11 @@ def quantized_layer(
     Raises:
         QuantizationError: its weights or inputs aren't finite.
     """
-    is_conv = isinstance(layer, nn.Conv2d)
     if kind == "cast":
-        return (CastConv2d if is_conv else CastLinear).from_float(layer)
+        return CastLayer.from_float(layer)
     if kind == "static":
         assert observed is not None, "static layers are observed first"
         low, high = observed.range(num_levels(reduce_range=reduce_range))
-        return (StaticConv2d if is_conv else StaticLinear).from_float(layer, low, high, reduce_range=reduce_range)
-    assert not is_conv, "dynamic quantization takes linear layers"
+        return StaticLayer.from_float(layer, low, high, reduce_range=reduce_range)
+    assert isinstance(layer, nn.Linear), "dynamic quantization takes linear layers"
     return DynamicLinear.from_linear(layer, "float16" if dtype == "float16" else "qint8", reduce_range=reduce_range)

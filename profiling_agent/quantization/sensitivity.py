@@ -42,7 +42,10 @@ def measure_layers(
     `quantized` came of `model` on the CPU; neither is touched. `images` (b, c, h, w) are run through the whole model
     once, and for each layer from there on. Rows are in the model's order; a layer that isn't called has none.
     """
-    called = _called(model, images)
+    called = set[str]()
+    names = [name for name, _ in model.named_modules() if name]
+    with torch.no_grad(), watching(model, names, before=lambda name, _input: called.add(name)):
+        run(model, images[:1])
     layers = {name: module for name, module in quantized_modules(quantized.model).items() if name in called}
     # With one layer quantized nothing before it has to be made up for.
     layers |= {name: _shifted_back(layers[name], shift) for name, shift in quantized.shifts.items() if name in layers}
@@ -69,14 +72,6 @@ def _shifted_back(layer: QuantizedModule, shift: Tensor) -> QuantizedModule:
     plain: Any = copy.deepcopy(layer)
     plain.bias = plain.bias - shift
     return plain
-
-
-def _called(model: nn.Module, images: Tensor) -> set[str]:
-    called = set[str]()
-    names = [name for name, _ in model.named_modules() if name]
-    with torch.no_grad(), watching(model, names, before=lambda name, _input: called.add(name)):
-        run(model, images[:1])
-    return called
 
 
 def _plain(model: nn.Module, quantized: Quantized, layers: Mapping[str, QuantizedModule], images: Tensor) -> nn.Module:
@@ -141,7 +136,8 @@ def mark_kept(rows: Sequence[LayerCost]) -> tuple[LayerCost, ...]:
     total = sum(row.kl for row in rows)
     left, spent = total, 0.0
     kept = set[str]()
-    for row in sorted(rows, key=_ratio, reverse=True):
+    # What takes nothing at all still has an order.
+    for row in sorted(rows, key=lambda row: row.kl / max(_share(row), 1e-9), reverse=True):
         share = _share(row)
         costs = row.kl >= total * max(MIN_RATIO * share, MIN_KL_SHARE)
         if costs and left >= MATTERS and spent + share <= MAX_SHARE:
@@ -152,8 +148,3 @@ def mark_kept(rows: Sequence[LayerCost]) -> tuple[LayerCost, ...]:
 
 def _share(row: LayerCost) -> float:
     return max(row.macs_share if row.latency_share is None else row.latency_share, row.params_share)
-
-
-def _ratio(row: LayerCost) -> float:
-    # What takes nothing at all still has an order.
-    return row.kl / max(_share(row), 1e-9)

@@ -136,9 +136,13 @@ def _fold_sites_(
         before, after = divergences[site.norm], divergences[best]
         alpha = options[best][1]
         float_modules = folded_modules(smoothed, site, smoothing_scales(smoothed, site, spreads[site], alpha))
-        if not after.is_better_than(before) or not _preserves(smoothed, float_modules, images[:NUM_CHECKED]):
+        if not after.is_better_than(before):
             continue
-        place_(smoothed, float_modules)
+        as_it_was = run(smoothed, images[:NUM_CHECKED])
+        replaced = place_(smoothed, float_modules)
+        if not is_near(run(smoothed, images[:NUM_CHECKED]), as_it_was):
+            place_(smoothed, replaced)
+            continue
         place_(tried, swaps[best])
         kept.append(
             FoldedSite(norm=site.norm, readers=site.readers, alpha=alpha, kl_before=before.kl, kl_after=after.kl)
@@ -166,14 +170,6 @@ def _modules(model: nn.Module, quantized: nn.Module, site: Site, spread: Spread,
     return made
 
 
-def _preserves(model: nn.Module, modules: Mapping[str, nn.Module], images: Tensor) -> bool:
-    expected = run(model, images)
-    before = place_(model, modules)
-    found = run(model, images)
-    place_(model, before)
-    return is_near(found, expected)
-
-
 def find_sites(model: nn.Module, images: Tensor) -> tuple[Site, ...]:
     """Return the LayerNorms whose output linear layers read, in the order in which they are called.
 
@@ -181,7 +177,11 @@ def find_sites(model: nn.Module, images: Tensor) -> tuple[Site, ...]:
     magnitude is, to the bit, the one that the LayerNorm gave out: cutting into windows, padding with zeros and merging
     patches keep that. Whether something else reads it too (a residual) is to be seen from what the model says.
     """
-    norms = {name for name, module in model.named_modules() if _is_site(module)}
+    norms = {
+        name
+        for name, module in model.named_modules()
+        if type(module) is nn.LayerNorm and module.elementwise_affine and len(module.normalized_shape) == 1
+    }
     linears = [name for name, module in model.named_modules() if type(module) is nn.Linear]
     calls = Counter[str]()
     last: list[tuple[str, Tensor]] = []
@@ -252,10 +252,6 @@ def folded_modules(model: nn.Module, site: Site, scales: Tensor) -> dict[str, nn
             reader.weight.mul_(scales)
             made[name] = reader
     return made
-
-
-def _is_site(module: nn.Module) -> bool:
-    return type(module) is nn.LayerNorm and module.elementwise_affine and len(module.normalized_shape) == 1
 
 
 def _peaks(x: Tensor) -> Tensor:

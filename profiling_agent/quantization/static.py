@@ -4,7 +4,6 @@ A layer quantizes and dequantizes its input and its weight, and computes in floa
 to the last bit; inductor with freezing and OpenVINO (through ONNX's QuantizeLinear) lower the same graph to int8 kernels.
 """
 
-from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any, Self
 
@@ -20,9 +19,9 @@ from profiling_agent.quantization.module import (
     QuantizedModule,
     bias_of,
     checked_weight,
-    conv_like,
     expect_dtype,
     float_linear,
+    geometry_of,
 )
 
 # Symmetric, without -128: inductor's and ONNX's kernels take no other weights.
@@ -42,7 +41,6 @@ class Grid:
     """Where an activation's steps lie: x is stored as round(x / scale) + zero_point, from 0 to `levels`."""
 
     def __init__(self, scale: float, zero_point: int, levels: int) -> None:
-        """Take plain numbers, which a traced graph holds as constants."""
         self.scale, self.zero_point, self.levels = scale, zero_point, levels
 
     @classmethod
@@ -66,24 +64,19 @@ def int8_steps(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Return int8 steps and the float32 scale of each output channel, the first dimension."""
     peaks = weight.abs().flatten(1).amax(1)
     scale = (peaks / WEIGHT_STEPS).clamp_min(torch.finfo(torch.float32).eps)
-    steps = (weight / _along_channels(scale, weight.dim())).round().clamp(-WEIGHT_STEPS, WEIGHT_STEPS)
+    steps = (weight / scale.view(-1, *[1] * (weight.dim() - 1))).round().clamp(-WEIGHT_STEPS, WEIGHT_STEPS)
     return steps.to(torch.int8), scale
 
 
-def _along_channels(scale: Tensor, dims: int) -> Tensor:
-    return scale.view(-1, *[1] * (dims - 1))
-
-
-class StaticModule(QuantizedModule):
-    """Int8 weights, symmetric, one scale per output channel; one uint8 grid, affine, for the whole input.
+class StaticLayer(QuantizedModule):
+    """`nn.Linear`, or with a geometry `nn.Conv2d`: int8 weights, symmetric, one scale per output channel; one uint8 grid, affine, for the whole input.
 
     Tensors: `weight` (int8), `scale` (fp32), `bias` (fp32, if it has one), `input_scale` (fp64), `input_zero_point`.
     """
 
     kind = "static"
 
-    def __init__(self, tensors: Mapping[str, Tensor], *, reduce_range: bool) -> None:
-        """Take plain tensors; `from_tensors` and `from_float` are the ways in."""
+    def __init__(self, tensors: Mapping[str, Tensor], geometry: Geometry | None, *, reduce_range: bool) -> None:
         super().__init__()
         expect_dtype(tensors["weight"], torch.int8)
         self.dtype = "qint8"
@@ -101,6 +94,11 @@ class StaticModule(QuantizedModule):
         self.zero_points: Tensor
         # A stranger's forward may cast its images to the dtype of the model's first parameter, and there may be no other.
         self.typed = nn.Parameter(torch.empty(0), requires_grad=False)
+        self.geometry = geometry
+        if geometry is None:
+            self.out_features, self.in_features = self.steps.shape
+        else:
+            geometry.tell_(self, self.steps)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:  # noqa: FBT001 (torch's own signature)
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -133,6 +131,13 @@ class StaticModule(QuantizedModule):
             tensors if bias is None else tensors | {"bias": bias}, layer, reduce_range=grid.levels < LEVELS
         )
 
+    @classmethod
+    def from_tensors(
+        cls, tensors: Mapping[str, Tensor], like: nn.Module | None = None, *, reduce_range: bool | None = None
+    ) -> Self:
+        """Return the layer that `export_tensors` came from."""
+        return cls(tensors, geometry_of(like, tensors["weight"]), reduce_range=bool(reduce_range))
+
     @property
     def weight(self) -> Tensor:
         """Return the weight as the steps stand for it, in float32."""
@@ -149,60 +154,18 @@ class StaticModule(QuantizedModule):
         }
         return tensors if self.bias is None else tensors | {"bias": self.bias}
 
-    @abstractmethod
+    def dequantized(self) -> Layer:
+        """Return the float32 layer with the weights that this one computes with."""
+        if self.geometry is None:
+            return float_linear(self.weight, self.bias)
+        return self.geometry.float_conv(self.weight, self.bias)
+
     def forward(self, x: Tensor) -> Tensor:
-        """Return what the float layer would, from rounded inputs and weights."""
+        """Return what the float layer would of x, (..., in_features) or (b, c, h, w), from rounded inputs and weights."""
+        if self.geometry is None:
+            return nn.functional.linear(self.grid.rounded(x), self.weight, self.bias)
+        return self.geometry.apply(self.grid.rounded(self.geometry.padded(x)), self.weight, self.bias)
 
     def extra_repr(self) -> str:
         """Return what `print` shows between the parentheses."""
         return f"{tuple(self.steps.shape)}, input_scale={self.grid.scale:.3g}, input_zero_point={self.grid.zero_point}"
-
-
-class StaticLinear(StaticModule):
-    """`nn.Linear` in static int8; x is (..., in_features)."""
-
-    def __init__(self, tensors: Mapping[str, Tensor], *, reduce_range: bool) -> None:
-        """Take plain tensors; `from_tensors` and `from_float` are the ways in."""
-        super().__init__(tensors, reduce_range=reduce_range)
-        self.out_features, self.in_features = self.steps.shape
-
-    @classmethod
-    def from_tensors(
-        cls, tensors: Mapping[str, Tensor], like: nn.Module | None = None, *, reduce_range: bool | None = None
-    ) -> Self:
-        """Return the layer that `export_tensors` came from."""
-        del like
-        return cls(tensors, reduce_range=bool(reduce_range))
-
-    def dequantized(self) -> nn.Linear:
-        """Return the `nn.Linear` with the weights that this layer computes with."""
-        return float_linear(self.weight, self.bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return x W^T + b."""
-        return nn.functional.linear(self.grid.rounded(x), self.weight, self.bias)
-
-
-class StaticConv2d(StaticModule):
-    """`nn.Conv2d` in static int8; x is (b, c, h, w)."""
-
-    def __init__(self, tensors: Mapping[str, Tensor], geometry: Geometry, *, reduce_range: bool) -> None:
-        """Take plain tensors; `from_tensors` and `from_float` are the ways in."""
-        super().__init__(tensors, reduce_range=reduce_range)
-        self.geometry = geometry
-        geometry.tell_(self, self.steps)
-
-    @classmethod
-    def from_tensors(
-        cls, tensors: Mapping[str, Tensor], like: nn.Module | None = None, *, reduce_range: bool | None = None
-    ) -> Self:
-        """Return the layer that `export_tensors` came from."""
-        return cls(tensors, Geometry(conv_like(like), len(tensors["weight"])), reduce_range=bool(reduce_range))
-
-    def dequantized(self) -> nn.Conv2d:
-        """Return the `nn.Conv2d` with the weights that this layer computes with."""
-        return self.geometry.float_conv(self.weight, self.bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the convolution."""
-        return self.geometry.apply(self.grid.rounded(self.geometry.padded(x)), self.weight, self.bias)

@@ -67,8 +67,12 @@ def tune(
     taken = _first(images)
     everything = QuantizationRecommendation(layer=EVERYTHING, quantization_type=scheme, dtype="qint8")
     quantized = quantize_model(model, [everything], calibration=partial(taken.split, CHUNK))
-    num_judged = _num_judged(model, taken)
-    if (kl := _kl_of_all(model, quantized.model, taken[:num_judged])) < SMALL_KL:
+    macs = sum(row.macs for row in count_complexity(model, spec_of(taken)).values())
+    num_judged = min(len(taken), max(MIN_JUDGED, int(JUDGED_MACS / max(macs, 1))))
+    both, chunks = (copy.deepcopy(model).cpu().eval(), quantized.model), taken[:num_judged].split(CHUNK)
+    with torch.no_grad():
+        kl = mean_kl(*(torch.cat([run(each, chunk) for chunk in chunks]) for each in both))
+    if kl < SMALL_KL:
         return Tuning(model=model, sites=(), rows=(), kl=kl, kl_unfolded=kl, num_images=num_judged)
     smoothed = smooth(model, quantized.model, taken, num_judged=num_judged, progress=progress)
     best = smoothed.model if smoothed.sites else model
@@ -82,17 +86,6 @@ def tune(
         kl_unfolded=smoothed.kl_unfolded,
         num_images=num_judged,
     )
-
-
-def _kl_of_all(model: nn.Module, quantized: nn.Module, images: Tensor) -> float:
-    plain = copy.deepcopy(model).cpu().eval()
-    with torch.no_grad():
-        return mean_kl(*(torch.cat([run(each, chunk) for chunk in images.split(CHUNK)]) for each in (plain, quantized)))
-
-
-def _num_judged(model: nn.Module, images: Tensor) -> int:
-    macs = sum(row.macs for row in count_complexity(model, spec_of(images)).values())
-    return min(len(images), max(MIN_JUDGED, int(JUDGED_MACS / max(macs, 1))))
 
 
 def _first(images: Iterable[Tensor]) -> Tensor:

@@ -4,7 +4,7 @@ Without one, two products are added in 16 bits, where 8 bits on both sides satur
 """
 
 from collections.abc import Collection, Iterable, Mapping
-from typing import Protocol
+from typing import Any
 
 from profiling_agent.records import RuntimeName
 from profiling_agent.reproducibility import environment
@@ -25,19 +25,6 @@ SAFE: Mapping[RuntimeName, tuple[str, ...]] = {
 }
 
 
-class _Layer(Protocol):
-    """What a recipe notes of a quantized layer."""
-
-    @property
-    def kind(self) -> str: ...
-
-    @property
-    def dtype(self) -> str: ...
-
-    @property
-    def reduce_range(self) -> bool: ...
-
-
 def has_vnni(runtime: RuntimeName, cpu_flags: Collection[str]) -> bool:
     """Return whether the int8 kernels of a runtime add products in 32 bits on a CPU of these flags, as Linux names them."""
     return not set(INSTRUCTIONS.get(runtime, ())).isdisjoint(cpu_flags)
@@ -48,8 +35,8 @@ def saturates(runtime: RuntimeName) -> bool:
     return not has_vnni(runtime, environment().cpu_flags)
 
 
-def needed_instructions(runtime: RuntimeName, layers: Iterable[_Layer]) -> tuple[str, ...]:
-    """Return the CPU flags of which one has to be there so that int8 sums of these layers don't saturate; none where they can't."""
+def needed_instructions(runtime: RuntimeName, layers: Iterable[Any]) -> tuple[str, ...]:
+    """Return the CPU flags of which one has to be there so that int8 sums of a recipe's layers don't saturate; none where they can't."""
     full = any(
         layer.dtype == "qint8" and not layer.reduce_range and layer.kind not in SAFE.get(runtime, ())
         for layer in layers

@@ -44,7 +44,6 @@ from profiling_agent.records.loop import (
 from profiling_agent.records.measurement import (
     NUM_SESSIONS,
     AccuracyDrop,
-    Comparison,
     Dropped,
     Environment,
     Evaluation,
@@ -106,7 +105,6 @@ __all__ = [
     "Attempt",
     "Candidate",
     "Cap",
-    "Comparison",
     "CriterionScore",
     "Cut",
     "Decided",

@@ -216,11 +216,6 @@ class Environment(Record):
         return f"{self.gpu.hardware}, {host}" if self.gpu else host
 
     @property
-    def gpu_hardware(self) -> str | None:
-        """Return the GPU in words, without versions; None on the CPU."""
-        return self.gpu.hardware if self.gpu else None
-
-    @property
     def versions(self) -> dict[str, str]:
         """Return the versions of all libraries, runtimes and, on a GPU, of its driver."""
         return self.libraries | self.runtimes | (self.gpu.versions if self.gpu else {})
@@ -268,18 +263,9 @@ class MemoryUse(Record):
 
 
 class Taken(Record):
-    """Throughput and memory of a deployed model on one machine; compared by `benchmarking.throughput.compare`."""
+    """Throughput and memory of a deployed model on one machine."""
 
     model: ArtifactRef
     throughput: tuple[Throughput, ...]
     memory: MemoryUse
     environment: Environment
-
-
-class Comparison(Record):
-    """One model beside another on the same machine: above 1 in `throughput` and below 1 elsewhere is better."""
-
-    throughput: dict[int, float] = Field(description="images per second, second over first, by batch size")
-    peak_memory: float
-    size: float
-    notes: tuple[str, ...] = ()

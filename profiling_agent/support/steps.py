@@ -18,13 +18,15 @@ from profiling_agent.deployment.protocol import Source
 from profiling_agent.deployment.registry import open_session
 from profiling_agent.deployment.save import save_deployed
 from profiling_agent.errors import ArtifactError, PlanError, QuantizationError
+from profiling_agent.jobs.context import JobContext
+from profiling_agent.jobs.tasks import LOOKED, LookTask, TryTask
 from profiling_agent.modules.divergence import relative_distance
 from profiling_agent.modules.inference import logits_of
-from profiling_agent.progress import Progress, silent
 from profiling_agent.pruning.prune import prune_model
 from profiling_agent.pruning.units import find_units
 from profiling_agent.pruning.widths import snap
 from profiling_agent.records import Cut, Deployability, Deployment, Form, InputSpec, Prunable, by_cause
+from profiling_agent.reproducibility import available_threads
 from profiling_agent.shapes.resolve import check_processor, resolve_input_shape
 
 RATIO = 0.25
@@ -33,23 +35,29 @@ NUM_CALIBRATION, BATCH = 16, 8
 WHOLE, PRUNED = "whole", "pruned"
 
 
-def prepare(name: str, folder: Path, *, revision: str | None = None, progress: Progress = silent) -> Prunable:
-    """Read the model `name` and write it to `folder`/whole, and with a quarter off every unit to `folder`/pruned.
-
-    Without a unit there is no pruned one.
-
-    Raises:
-        AcquisitionError: the model can't be had or read.
-        ShapeUnresolvedError: nobody knows its input shape, or its image processor makes another.
-    """
-    loaded = load_model(name, revision=revision, progress=progress)
+def look(task: LookTask, job: JobContext) -> Prunable:
+    """Read a model and lay it out; AcquisitionError and ShapeUnresolvedError where it can't be read."""
+    loaded = load_model(task.model, revision=task.revision, progress=job.progress)
     check_processor(loaded.model, loaded.processor)
     spec = resolve_input_shape(loaded.model, loaded.processor)
-    return lay_out(loaded.model, folder, spec=spec, processor=loaded.processor, name=name)
+    return lay_out(loaded.model, job.root / LOOKED, spec=spec, processor=loaded.processor, name=task.model)
+
+
+def attempt(task: TryTask, job: JobContext) -> Deployability:
+    """Take one step towards a deployment; return how far it got, or why no further."""
+    folder, row, threads = job.root / LOOKED, task.row, available_threads()
+    if task.step == "export":
+        return row.model_copy(update={"refused": write_onnx(folder, row.form) or ""})
+    if task.step == "make":
+        return make(folder, row.form, row.deployment, num_threads=threads)
+    return reopen(folder, row, num_threads=threads)
 
 
 def lay_out(model: nn.Module, folder: Path, *, spec: InputSpec, processor: object, name: str) -> Prunable:
-    """Write a classifier whole and pruned to `folder`; return what can be cut of it."""
+    """Write a classifier to `folder`/whole, and with a quarter off every unit to `folder`/pruned; return what can be cut of it.
+
+    Without a unit there is no pruned one.
+    """
     save_model(model, folder / WHOLE, spec=spec, processor=processor, base_model=name)
     found = find_units(model, spec, {})
     snapped = [Cut(unit=unit, keep=snap(unit, RATIO), requested_ratio=RATIO) for unit in found.units]
@@ -70,14 +78,6 @@ def lay_out(model: nn.Module, folder: Path, *, spec: InputSpec, processor: objec
         examples={code: layers[0] for code, layers in refusals.items()},
         cut_share=1 - left / params,
     )
-
-
-def forms(folder: Path) -> tuple[Form, ...]:
-    """Return the forms of a model that were written."""
-    found: list[Form] = ["whole"]
-    if (folder / PRUNED).is_dir():
-        found.append("pruned")
-    return tuple(found)
 
 
 def write_onnx(folder: Path, form: Form) -> str | None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from profiling_agent.acquisition.data import beside_others, each_once, odd_depth
+from profiling_agent.acquisition.data import beside_others, each_once
 from profiling_agent.errors import AcquisitionError
 
 
@@ -65,10 +65,3 @@ def test_parts_of_one_data_set_are_left_together(files):
 def test_what_two_splits_have_is_left_to_the_one_that_its_first_folder_names(both, patterns):
     assert each_once({"train": ["train/cat/0.png", both], "test": [both]}) == patterns
     assert each_once({"train": ["train/cat/0.png"], "test": [both]}) is None
-
-
-def test_of_images_at_two_depths_the_first_of_the_rarer_is_told():
-    said = odd_depth(["train/a/0.png", "train/a/2/0.png", "train/a/1.png", "train/a/1/0.png", "train/a/2.png"])
-    assert said is not None
-    assert "2 of 5 don't lie as deep as 'train/a/0.png', the first is 'train/a/2/0.png'" in said
-    assert odd_depth(["train/a/0.png", "test/b/0.png"]) is odd_depth([]) is None

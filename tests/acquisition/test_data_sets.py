@@ -127,17 +127,6 @@ def test_parts_of_a_split_in_folders_of_their_own_are_one_data_set(tmp_path, mak
     assert drawn.calibration.num_images == 120
 
 
-def test_what_is_matched_by_last_words_alone_is_told_with_each_pair(parquet, make, draw):
-    kind = ClassLabel(names=["sports car", "dog", "tow truck"])
-    rows = [make.table(np.arange(90) % 3, kind, first=first) for first in (0, 500)]
-    drawn = draw(parquet(train=rows[0], test=rows[1]), ["car", "dog", "truck"])
-    (said,) = (note for note in drawn.notes if "last words" in note)
-    assert said.startswith(
-        "'sports car' is taken for 'car', 'tow truck' is taken for 'truck', by the label's last words"
-    )
-    assert "name the data set's classes as the model does" in said
-
-
 @pytest.mark.parametrize("inside", ["set.py", "other.py"])
 def test_a_data_set_that_needs_a_script_is_refused_and_not_run(tmp_path, draw, inside):
     (tmp_path / "set").mkdir()
@@ -282,19 +271,6 @@ def test_a_class_may_be_called_as_a_split_is(photographs, cats_and_dogs, draw, c
     assert {(split.encoded(row), split.labels[row]) for row in range(len(split))} <= held
 
 
-@pytest.mark.parametrize("stray", ["train/cover.png", "test/cat/2023/0.png", "test/0.PNG"])
-def test_an_image_that_lies_deeper_or_less_deep_than_most_is_named(photographs, cats_and_dogs, make, draw, stray):
-    folder = photographs(cats_and_dogs | {stray: make.png(7777)})
-    said = (
-        rf"no label column: folders are labels only if.*1 of 161 don't lie as deep as 'train/cat/\d+\.png', "
-        rf"the first is '{stray}': move it into its class's folder, or out"
-    )
-    with pytest.raises(AcquisitionError, match=said):
-        draw(folder, ["cat", "dog"])
-    (folder / stray).unlink()
-    assert draw(folder, ["cat", "dog"]).calibration.num_images == 80
-
-
 def test_what_is_no_image_may_lie_at_any_depth(photographs, cats_and_dogs, draw):
     folder = photographs(cats_and_dogs | {"train/notes.txt": b"", "README.txt": b"", "test/cat/more/notes.txt": b""})
     assert draw(folder, ["cat", "dog"]).calibration.num_images == 80
@@ -303,7 +279,8 @@ def test_what_is_no_image_may_lie_at_any_depth(photographs, cats_and_dogs, draw)
 def test_images_without_folders_of_classes_have_no_label_column(photographs, cats_and_dogs, draw):
     folder = photographs({path.replace("cat/", "dog/1"): held for path, held in cats_and_dogs.items()})
     with pytest.raises(
-        AcquisitionError, match=r"no label column: its columns are image \(.*\); name label_column, or .*metadata\.csv"
+        AcquisitionError,
+        match=r"no label column: its columns are image \(.*\); name label_column .*, or .*metadata\.csv",
     ):
         draw(folder, ["cat", "dog"])
 

@@ -136,12 +136,6 @@ def test_every_synonym_of_an_imagenet_label_counts():
     assert matches[3].rule == "unmapped"
 
 
-def test_a_label_is_taken_for_the_class_that_it_says_it_is_a_kind_of_where_names_fail():
-    matches = matched(["golden retriever", "tomcat", "dog"], {0: "retriever", 1: "cat", 2: "dog"})
-    assert ids(matches) == [0, None, 2]
-    assert rules(matches) == ["substring", "unmapped", "name"]
-
-
 @pytest.mark.parametrize(
     ("label", "kind_of_it"),
     [
@@ -155,35 +149,6 @@ def test_a_label_is_taken_for_the_class_that_it_says_it_is_a_kind_of_where_names
 def test_a_label_is_never_taken_for_a_kind_of_what_it_means(label, kind_of_it):
     matches = matched([label, "tench"], {0: kind_of_it, 1: "tench, Tinca tinca"})
     assert ids(matches) == [None, 1]
-
-
-def test_of_a_label_only_the_last_words_say_what_it_is():
-    assert ids(matched(["apple pie", "dog house", "apple"], {0: "apple", 1: "dog", 2: "pie crust"})) == [
-        None,
-        None,
-        0,
-    ]
-
-
-def test_of_several_classes_the_nearest_is_taken():
-    spaniels = {0: "spaniel", 1: "cocker spaniel, cocker", 2: "dog"}
-    assert ids(matched(["English cocker spaniel", "dog"], spaniels)) == [1, 2]
-    assert ids(matched(["English cocker spaniel", "cocker"], spaniels)) == [None, 1]
-
-
-def test_last_words_that_two_classes_have_leave_a_label_unmapped():
-    assert ids(matched(["old crane", "dog"], {0: "crane", 1: "crane", 2: "dog"})) == [None, 2]
-
-
-def test_every_pair_of_which_names_are_not_equal_is_told():
-    assert guesses(matched(["cat", "dog", "bird"], ANIMALS)) is None
-    said = guesses(matched(["tom cat", "dog", "sea bird"], ANIMALS))
-    assert said is not None
-    assert said.startswith(
-        "'tom cat' is taken for 'cat', 'sea bird' is taken for 'bird', by the label's last words alone"
-    )
-    many = matched([f"small thing {index}" for index in range(60)], {index: f"thing {index}" for index in range(60)})
-    assert "'small thing 49' is taken for 'thing 49' and 10 more alike, by" in (guesses(many) or "")
 
 
 def test_labels_that_are_taken_by_their_places_alone_are_told():
@@ -215,10 +180,6 @@ def test_imagenets_numbers_are_no_classes_of_a_model_with_others(imagenet):
     for names in (imagenet[::-1], [*imagenet, "background"], imagenet[1:], ["tench", "toilet tissue"]):
         with pytest.raises(AcquisitionError, match="no label of the data set is a class of the model"):
             matched(IMAGENETTE, dict(enumerate(names)))
-
-
-def test_a_substring_never_takes_a_class_that_another_label_names():
-    assert ids(matched(["fire truck", "truck"], {0: "truck", 1: "car", 2: "ship"})) == [None, 0]
 
 
 def test_no_match_at_all_shows_labels_of_both_sides():
@@ -328,18 +289,14 @@ def test_a_match_without_a_class_for_one_of_the_labels_does_not_fit():
 @pytest.mark.parametrize("between", ["_", "-", " "])
 def test_a_negation_is_never_dropped(negation, between):
     label = negation.replace(" ", between) + between + "mask"
-    assert ids(matched([label, "with_mask"], {0: "mask", 1: "face"})) == [None, 0]
-    assert ids(matched([f"face {label}", "other"], {0: "mask", 1: "other"})) == [None, 1]
-    # Nor as a part of a name that looks like a list of synonyms.
+    # As a part of a name that looks like a list of synonyms.
     assert ids(matched([f"mask, {label}", "other"], {0: "mask", 1: "other"})) == [None, 1]
 
 
 def test_negated_names_are_those_of_negated_classes():
     matches = matched(["with_mask", "without_mask"], {0: "mask", 1: "no mask"})
-    assert ids(matches) == [0, 1]
-    assert rules(matches) == ["substring", "normalised name"]
-    assert ids(matched(["worker without mask", "mask"], {0: "mask", 1: "no mask"})) == [1, 0]
-    assert ids(matched(["unmasked worker", "worker unmasked"], {0: "masked worker", 1: "unmasked"})) == [None, 1]
+    assert ids(matches) == [None, 1]
+    assert rules(matches) == ["unmapped", "normalised name"]
 
 
 def by_rule(rule, names=("Apple", "Cherry", "banana", "fig", "pear")):
@@ -393,13 +350,3 @@ def test_doubt_is_noted_at_its_rate():
     true = np.arange(200) % 4
     passed = [why_doubtful(random.integers(0, 4, 200), true, ()) is None for _ in range(400)]
     assert np.mean(passed) <= 0.05 + 2 * np.sqrt(0.05 * 0.95 / 400)
-
-
-def test_a_guess_by_last_words_that_the_answers_do_not_fit_leaves_a_doubt():
-    matches = [*by_rule("name"), LabelMatch(dataset_label="sea lion", model_id=5, model_label="lion", rule="substring")]
-    true = np.append(TRUE, [5] * 20)
-    assert why_doubtful(true, true, matches) is None
-    doubt = why_doubtful(np.append(TRUE, [0] * 20), true, matches) or ""
-    assert doubt.startswith(
-        "'sea lion' is taken for 'lion' by the label's last words, and the baseline answers 0 of these 20"
-    )

@@ -20,7 +20,7 @@ from profiling_agent.quantization.footprint import parameter_bytes
 from profiling_agent.quantization.linear import DynamicLinear
 from profiling_agent.quantization.module import QuantizedModule
 from profiling_agent.quantization.quantize import Quantized, quantize_model
-from profiling_agent.quantization.static import StaticConv2d
+from profiling_agent.quantization.static import StaticLayer
 from profiling_agent.records import Cut, QuantizationRecommendation, Unit, UnitKind
 
 EVERYTHING = QuantizationRecommendation(layer="all", dtype="qint8")
@@ -230,7 +230,7 @@ def test_static_layers_and_folded_norms_come_back_bit_by_bit(family: str, tmp_pa
     assert {layer.kind for layer in load_recipe(folder).quantized} == {"static"}
     assert all(tensors[f"{name}.weight"].dtype == torch.int8 for name in made.layers)
     assert not any("running_mean" in name for name in tensors)
-    assert type(loaded.get_submodule(made.layers[0])) is StaticConv2d
+    assert type(loaded.get_submodule(made.layers[0])) is StaticLayer
     assert parameter_bytes(loaded) == parameter_bytes(made.model) < 0.4 * parameter_bytes(zoo.FAMILIES[family]())
 
 

@@ -167,8 +167,6 @@ def test_the_state_and_the_energy_of_the_gpu_are_read():
     print(f"{energy}\n{state}")
 
     assert state is not None
-    assert state.sm_mhz is not None
-    assert state.sm_mhz > 0
     assert energy is not None
     assert np.isfinite(energy.joules_per_image)
     assert energy.joules_per_image > 0

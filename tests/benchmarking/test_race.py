@@ -14,6 +14,7 @@ from profiling_agent.benchmarking.race import (
     MAX_AGAIN,
     MAX_VOID,
     StartSession,
+    against,
     hold_race,
     hold_sessions,
     hold_steady_sessions,
@@ -200,7 +201,7 @@ def test_as_many_processes_run_at_once_as_memory_holds():
     assert started == [(0, 1, 2, 3, 4), (0, 3, 4)]
     assert sorted(result.scores) == [0, 1, 2, 3, 4]
     assert result.scores[4].speedup == pytest.approx(10 / 6, rel=0.03)
-    assert result.against(4, 1).speedup == pytest.approx(9 / 6, rel=0.03)
+    assert against(result.ratios[4], result.ratios[1]).speedup == pytest.approx(9 / 6, rel=0.03)
     assert result.num_sessions == 1
 
 
@@ -359,9 +360,9 @@ def test_no_session_is_held_again_where_there_is_no_time():
 
 def test_any_two_models_can_be_compared():
     result = held(steady(10), steady(5), steady(2.5))
-    assert result.against(2, 1).speedup == pytest.approx(2, rel=0.02)
-    assert result.against(1, 2).speedup == pytest.approx(0.5, rel=0.02)
-    assert result.against(0, 2).speedup == pytest.approx(0.25, rel=0.02)
+    assert against(result.ratios[2], result.ratios[1]).speedup == pytest.approx(2, rel=0.02)
+    assert against(result.ratios[1], result.ratios[2]).speedup == pytest.approx(0.5, rel=0.02)
+    assert against(result.ratios[0], result.ratios[2]).speedup == pytest.approx(0.25, rel=0.02)
 
 
 def test_what_differs_by_less_than_the_noise_is_called_too_noisy_to_tell():

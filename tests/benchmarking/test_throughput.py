@@ -8,11 +8,10 @@ import zoo
 
 from profiling_agent.artifacts.save import save_model
 from profiling_agent.benchmarking.session import SessionLimits
-from profiling_agent.benchmarking.throughput import compare, memory_use, taken, throughput
-from profiling_agent.errors import JobError, RequestError
+from profiling_agent.benchmarking.throughput import memory_use, throughput
+from profiling_agent.errors import JobError
 from profiling_agent.files import file_sha256
-from profiling_agent.records import ArtifactRef, LatencyStats, MemoryUse, Taken, Throughput
-from profiling_agent.reproducibility import environment
+from profiling_agent.records import ArtifactRef
 
 LIMITS = SessionLimits(seconds_per_turn=0.01, seconds_per_model=0)
 REF = ArtifactRef(path="model", sha256="0" * 64, size_bytes=1000, kind="model")
@@ -28,17 +27,6 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def saved(root: Path) -> ArtifactRef:
     return REF.model_copy(update={"sha256": file_sha256(root / "model" / "recipe.json")})
-
-
-def made(images_per_s: dict[int, float], *, peak: int, size: int, **environment_update: object) -> Taken:
-    here = environment().model_copy(update=environment_update)
-    latency = LatencyStats(batch_size=1, median_ms=1, low_ms=1, high_ms=1, samples_ms=(1,))
-    rows = tuple(
-        Throughput(model=REF, batch_size=batch, images_per_s=rate, low=rate, high=rate, latency=latency)
-        for batch, rate in images_per_s.items()
-    )
-    memory = MemoryUse(model=REF, batch_size=1, peak_bytes=peak, size_bytes=size, environment=here)
-    return Taken(model=REF, throughput=rows, memory=memory, environment=here)
 
 
 @pytest.mark.slow
@@ -75,39 +63,3 @@ def test_memory_holds_the_interpreter_and_the_batch_but_not_the_machine(root: Pa
 def test_memory_of_a_process_that_dies_is_no_number(root: Path):
     with pytest.raises(JobError, match=r"nowhere.*there is no such folder"):
         memory_use(REF.model_copy(update={"path": "nowhere"}), root=root, batch_size=2)
-
-
-def test_models_of_one_machine_are_compared_where_both_were_measured():
-    before = made({1: 10.0, 8: 20.0}, peak=400, size=100)
-    after = made({1: 30.0, 32: 90.0}, peak=300, size=25)
-
-    found = compare(before, after)
-
-    assert found.throughput == {1: 3.0}
-    assert (found.peak_memory, found.size) == (0.75, 0.25)
-    assert not found.notes
-
-
-def test_other_libraries_are_said_and_not_refused():
-    newer = environment().libraries | {"torch": "99.0"}
-
-    found = compare(made({}, peak=1, size=1), made({}, peak=1, size=1, libraries=newer))
-
-    assert found.notes == ("measured with other versions of torch",)
-
-
-@pytest.mark.parametrize("changed", [{"cpu": "Another 9000"}, {"num_threads": 64}, {"device": "cuda"}])
-def test_measurements_of_different_machines_are_not_compared(changed: dict[str, object]):
-    with pytest.raises(RequestError, match=r"different machines.*measure both on one") as caught:
-        compare(made({}, peak=1, size=1), made({}, peak=1, size=1, **changed))
-
-    assert str(next(iter(changed.values()))) in str(caught.value)
-    assert environment().cpu in str(caught.value)
-
-
-def test_throughput_and_memory_of_different_machines_are_not_put_together(root: Path, saved: ArtifactRef):
-    measured = throughput([], root=root)
-    elsewhere = made({}, peak=1, size=1, cpu="Another 9000").memory
-
-    with pytest.raises(RequestError, match="Another 9000"):
-        taken(saved, measured, elsewhere)

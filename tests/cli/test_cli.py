@@ -76,7 +76,7 @@ def test_show_prints_the_verdict_for_people(finished: Path):
 
 
 def test_what_was_noted_of_the_images_is_on_the_terminal_and_in_both_reports(finished: Path, tmp_path: Path):
-    run, said = tmp_path / "run", "'sports car' is taken for 'car', by the label's last words alone"
+    run, said = tmp_path / "run", "'3' is taken for 'car', by their places alone"
     shutil.copytree(finished, run, symlinks=True)
     report = json.loads((run / "report.json").read_text())
     report["acquired"]["notes"] = report["notes"] = [said]

@@ -80,7 +80,7 @@ def test_a_saved_model_opens_with_its_logits_in_any_batch_size(source: Source, t
     assert took() > 0
     assert per_pass is not None
     assert per_pass > 0
-    assert (session.reserved_bytes() or 0) >= (session.peak_bytes() or 0) > 0
+    assert (session.peak_bytes() or 0) > 0
 
 
 def test_replayed_tensors_are_not_aliased():

@@ -1,4 +1,4 @@
-"""Another candidate of a finished run is taken as it was measured, by what was wanted or by its number; nothing is measured again."""
+"""Another candidate of a finished run is taken as it was measured, by its number; nothing is measured again."""
 
 import io
 import json
@@ -14,8 +14,8 @@ from profiling_agent import pick
 from profiling_agent.cli.main import app
 from profiling_agent.cli.tables import candidates_table, picked_table
 from profiling_agent.deployment.load import load
-from profiling_agent.errors import ArtifactError, RequestError, RunError
-from profiling_agent.handover.pick import Measured, best_for, candidates, candidates_of, named
+from profiling_agent.errors import ArtifactError, RequestError
+from profiling_agent.handover.pick import Measured, candidates, candidates_of, named
 from profiling_agent.records import RaceResult, Term, Variant
 from profiling_agent.reporting.report import RunReport
 
@@ -50,33 +50,6 @@ FOUND = (
 )
 
 
-@pytest.mark.parametrize(
-    ("objective", "number"),
-    # What isn't timed can't be said to be fast enough, so it stands behind all that is.
-    [("speed", 1), ("size", 2), ("accuracy", 4), ("memory", 4)],
-)
-def test_an_objective_takes_what_keeps_the_terms_and_has_most_of_it(objective: str, number: int):
-    assert best_for(objective, FOUND, GOAL).number == number
-
-
-def test_what_held_out_images_were_against_comes_last():
-    refused = FOUND[1].model_copy(update={"notes": ("it failed on the held-out images, and was refused",)})
-
-    assert best_for("speed", (FOUND[0], refused, *FOUND[2:]), GOAL).number == 2
-    assert best_for("speed", (FOUND[0], refused), GOAL).number == 1
-
-
-@pytest.mark.parametrize(("high", "number"), [(3.1, 2), (9.0, 1)])
-def test_candidates_are_compared_in_the_session_that_all_were_in(high: float, number: int):
-    """The sessions say less of the returned model than the one that chose it, and nothing of the others."""
-    screened = made.race_result("small", 3.0, 2.9, 3.1)
-    returned = FOUND[2].model_copy(update={"chosen_by": screened, "is_judged": True})
-    other = FOUND[1].model_copy(update={"chosen_by": made.race_result("fast", high - 0.1, high - 0.2, high)})
-
-    assert best_for("speed", (FOUND[0], other, returned), GOAL).number == number
-    assert returned.speedup > FOUND[2].speedup
-
-
 def test_a_candidate_that_held_out_images_refused_is_listed_as_such():
     refused = FOUND[1].model_copy(update={"notes": ("it failed on the held-out images, and was refused",)})
     console = Console(file=io.StringIO(), width=500)
@@ -85,18 +58,6 @@ def test_a_candidate_that_held_out_images_refused_is_listed_as_such():
 
     assert isinstance(console.file, io.StringIO)
     assert "doesn't hold (held-out images)" in console.file.getvalue()
-
-
-def test_what_can_not_be_chosen_by_is_one_line():
-    untimed = (FOUND[0], FOUND[6])
-
-    with pytest.raises(RequestError, match="choose one of speed, size, memory, accuracy"):
-        best_for("beauty", FOUND, GOAL)
-    with pytest.raises(RunError, match="measured the speed of no candidate"):
-        best_for("speed", untimed, GOAL)
-    with pytest.raises(RunError, match="measured nothing but the baseline"):
-        best_for("size", FOUND[:1], GOAL)
-    assert best_for("size", untimed, GOAL).number == 6
 
 
 def test_a_candidate_is_named_by_number_or_by_what_only_one_is():
@@ -223,14 +184,12 @@ def test_a_bad_pick_is_one_line_and_writes_nothing(finished: Path, tmp_path: Pat
     out = tmp_path / "out"
 
     for arguments, says in (
-        ((finished, "--objective", "size"), "name a folder to write it to"),
-        ((finished, "--output", out), "name an objective or a candidate"),
-        ((finished, "--objective", "size", "--candidate", 1, "--output", out), "one of both"),
-        ((finished, "--objective", "beauty", "--output", out), "choose one of speed, size, memory, accuracy"),
+        ((finished, "--candidate", 1), "name a folder to write it to"),
+        ((finished, "--output", out), "name a candidate of the list"),
         ((finished, "--candidate", 99, "--output", out), "names none of the run's candidates"),
         ((finished, "--candidate", 1, "--output", tmp_path / "mine"), "exists already"),
-        ((unfinished, "--objective", "size", "--output", out), "has no report yet"),
-        ((tmp_path, "--objective", "size", "--output", out), "is no run folder: it has no request.json"),
+        ((unfinished, "--candidate", 1, "--output", out), "has no report yet"),
+        ((tmp_path, "--candidate", 1, "--output", out), "is no run folder: it has no request.json"),
         ((tmp_path / "nowhere",), "is no run folder: there is no such folder"),
     ):
         ended = call("pick", *arguments)

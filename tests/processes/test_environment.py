@@ -86,7 +86,7 @@ def test_an_address_with_a_password_reaches_no_child_that_does_not_need_it():
 def test_the_hubs_token_is_for_the_jobs_that_read_a_model_where_it_was_found():
     held = {kind.__name__ for kind, row in TABLE.items() if row.secrets}
 
-    assert held == {"AcquireTask", "MatchLabelsTask", "SurveyShapeTask", "ResolveShapeTask"}
+    assert held == {"AcquireTask", "LookTask", "MatchLabelsTask", "SurveyShapeTask", "ResolveShapeTask"}
     assert withheld(TABLE[AcquireTask].secrets, {"HF_TOKEN": "t", "OPENAI_API_KEY": "k", "HF_HOME": "h"}) == {
         "HF_TOKEN": "t"
     }

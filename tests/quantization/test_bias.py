@@ -18,7 +18,7 @@ from profiling_agent.quantization.kinds import quantized_modules
 from profiling_agent.quantization.norms import fold_norms_
 from profiling_agent.quantization.quantize import quantize_model
 from profiling_agent.quantization.sensitivity import measure_layers
-from profiling_agent.quantization.static import StaticConv2d, StaticLinear
+from profiling_agent.quantization.static import StaticLayer
 from profiling_agent.records import QuantizationRecommendation
 
 STATIC = [QuantizationRecommendation(layer="all", quantization_type="static", dtype="qint8")]
@@ -48,9 +48,9 @@ def images(*second: float) -> torch.Tensor:
 def corrected(*batches: torch.Tensor) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     model = Chain().eval()
     quantized: Any = copy.deepcopy(model)
-    quantized.first = StaticConv2d.from_float(model.first, 0.0, 2.55, reduce_range=False)
+    quantized.first = StaticLayer.from_float(model.first, 0.0, 2.55, reduce_range=False)
     # Steps of 0.1: what the first gives out once it is corrected, 1.4, is one of them.
-    quantized.second = StaticConv2d.from_float(model.second, 0.0, 25.5, reduce_range=False)
+    quantized.second = StaticLayer.from_float(model.second, 0.0, 25.5, reduce_range=False)
     expected = output_means(model, ["first", "second"], lambda: iter(batches))
     shifts = correct_biases_(quantized, expected, lambda: iter(batches))
     for name, shift in shifts.items():
@@ -86,9 +86,9 @@ def test_no_more_images_are_run_than_tell_something():
 def test_what_has_no_bias_what_no_image_reaches_and_linear_layers_stay_as_they_are():
     layers = nn.ModuleDict(
         {
-            "plain": StaticConv2d.from_float(nn.Conv2d(2, 1, 1, bias=False), 0.0, 1.0),
-            "unreached": StaticConv2d.from_float(nn.Conv2d(2, 1, 1), 0.0, 1.0),
-            "linear": StaticLinear.from_float(nn.Linear(2, 1), 0.0, 1.0),
+            "plain": StaticLayer.from_float(nn.Conv2d(2, 1, 1, bias=False), 0.0, 1.0),
+            "unreached": StaticLayer.from_float(nn.Conv2d(2, 1, 1), 0.0, 1.0),
+            "linear": StaticLayer.from_float(nn.Linear(2, 1), 0.0, 1.0),
         }
     )
     before = {name: copy.deepcopy(inside(layer).bias) for name, layer in layers.items()}
@@ -104,7 +104,11 @@ def test_each_channel_of_a_real_network_has_the_mean_that_it_had():
     model = FAMILIES["mobilenet_v1"]()
     seen = torch.randn(16, 3, 64, 64, generator=torch.Generator().manual_seed(0))
     made = quantize_model(model, STATIC, calibration=lambda: iter([seen]))
-    convolutions = [name for name, layer in quantized_modules(made.model).items() if isinstance(layer, StaticConv2d)]
+    convolutions = [
+        name
+        for name, layer in quantized_modules(made.model).items()
+        if isinstance(layer, StaticLayer) and layer.geometry
+    ]
     assert set(made.shifts) == set(convolutions)
     plain = copy.deepcopy(model)
     with torch.no_grad():

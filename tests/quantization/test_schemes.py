@@ -12,7 +12,7 @@ from profiling_agent.modules.inference import random_batch
 from profiling_agent.quantization.kinds import quantized_modules
 from profiling_agent.quantization.norms import fold_norms_
 from profiling_agent.quantization.quantize import quantize_model
-from profiling_agent.quantization.static import StaticConv2d, StaticLinear
+from profiling_agent.quantization.static import StaticLayer
 from profiling_agent.records import QuantizationRecommendation
 
 IMAGES = random_batch(zoo.SPEC, 8, seed=3)
@@ -101,8 +101,8 @@ def test_float32_leaves_a_layer_alone_and_schemes_mix():
     assert type(inner.classifier) is nn.Linear
     assert "classifier" not in quantized.layers
     assert inner.vit.layers[0].mlp.fc1.kind == "cast"
-    assert isinstance(inner.vit.layers[0].mlp.fc2, StaticLinear)
-    assert isinstance(inner.vit.embeddings.patch_embeddings.projection, StaticConv2d)
+    assert isinstance(inner.vit.layers[0].mlp.fc2, StaticLayer)
+    assert isinstance(inner.vit.embeddings.patch_embeddings.projection, StaticLayer)
 
 
 def test_dynamic_quantization_takes_no_convolution():

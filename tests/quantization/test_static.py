@@ -7,9 +7,9 @@ from torch import nn
 
 from profiling_agent.errors import QuantizationError
 from profiling_agent.quantization.calibrate import CAPACITY, Observed, Sampler
-from profiling_agent.quantization.cast import CastConv2d, CastLinear
+from profiling_agent.quantization.cast import CastLayer
 from profiling_agent.quantization.kinds import CLASSES, rebuilt
-from profiling_agent.quantization.static import Grid, StaticConv2d, StaticLinear
+from profiling_agent.quantization.static import Grid, StaticLayer
 
 
 def observed(*calls: torch.Tensor) -> Observed:
@@ -25,7 +25,7 @@ def test_a_layer_of_two_by_two_by_hand():
     linear.bias = nn.Parameter(torch.tensor([0.5, -0.5]))
 
     # 255 steps from -1 to 1.55 are 0.01 each, and zero is step 100.
-    layer = StaticLinear.from_float(linear, -1.0, 1.55, reduce_range=False)
+    layer = StaticLayer.from_float(linear, -1.0, 1.55, reduce_range=False)
     tensors = layer.export_tensors()
 
     assert tensors["weight"].tolist() == [[127, 1], [-127, 0]]
@@ -54,7 +54,7 @@ def test_seven_bits_have_half_the_steps():
 
 @pytest.mark.parametrize("x", [torch.zeros(8, 4), torch.full((8, 4), 3.0), torch.zeros(0, 4), torch.tensor([[-2.0]])])
 def test_constant_and_empty_inputs_divide_by_nothing(x: torch.Tensor):
-    layer = StaticLinear.from_float(nn.Linear(4, 2), *observed(x).range())
+    layer = StaticLayer.from_float(nn.Linear(4, 2), *observed(x).range())
 
     assert bool(layer(torch.full((1, 4), 3.0)).isfinite().all())
 
@@ -96,7 +96,7 @@ def test_a_convolution_moves_as_the_float_one_does(groups: int):
     conv = nn.Conv2d(4, 8, 3, stride=2, padding=1, dilation=2, groups=groups)
     x = torch.randn(2, 4, 9, 9, generator=torch.Generator().manual_seed(0))
 
-    for layer in (StaticConv2d.from_float(conv, -4.0, 4.0), CastConv2d.from_float(conv)):
+    for layer in (StaticLayer.from_float(conv, -4.0, 4.0), CastLayer.from_float(conv)):
         with torch.no_grad():
             assert float((layer(x) - conv(x)).norm() / conv(x).norm()) < 0.02
             assert float((layer.dequantized()(x) - conv(x)).norm() / conv(x).norm()) < 0.01
@@ -106,7 +106,7 @@ def test_a_group_keeps_its_size_where_groups_were_cut():
     original = nn.Conv2d(8, 8, 3, groups=8)
     cut = nn.Conv2d(6, 6, 3, groups=6)
 
-    back = rebuilt("static", StaticConv2d.from_float(cut, -1.0, 1.0).export_tensors(), original, reduce_range=False)
+    back = rebuilt("static", StaticLayer.from_float(cut, -1.0, 1.0).export_tensors(), original, reduce_range=False)
 
     assert back(torch.randn(1, 6, 5, 5)).shape == (1, 6, 3, 3)
     assert back.dequantized().groups == 6
@@ -114,7 +114,7 @@ def test_a_group_keeps_its_size_where_groups_were_cut():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_cast_layer_returns_the_dtype_that_it_is_given(dtype: torch.dtype):
-    layer = CastLinear.from_float(nn.Linear(4, 2))
+    layer = CastLayer.from_float(nn.Linear(4, 2))
 
     assert layer(torch.ones(1, 4, dtype=dtype)).dtype == dtype
     # Models cast their images to the dtype of a layer's weight.
@@ -125,7 +125,7 @@ def test_a_cast_layer_computes_what_bfloat16_does():
     linear = nn.Linear(4, 2)
     x = torch.randn(3, 4)
 
-    assert torch.equal(CastLinear.from_float(linear)(x), copy.deepcopy(linear).bfloat16()(x.bfloat16()).float())
+    assert torch.equal(CastLayer.from_float(linear)(x), copy.deepcopy(linear).bfloat16()(x.bfloat16()).float())
 
 
 @pytest.mark.parametrize("kind", ["static", "cast"])
@@ -143,7 +143,7 @@ def test_plain_tensors_bring_the_layer_back_bit_by_bit(kind, float_layer: nn.Lin
 
 
 def test_weights_are_held_once_in_the_bits_that_they_have():
-    layer = StaticLinear.from_float(nn.Linear(100, 8), -1.0, 1.0)
+    layer = StaticLayer.from_float(nn.Linear(100, 8), -1.0, 1.0)
 
     # Weights; scales, zero points and biases of 8 channels.
     assert sum(tensor.numel() * tensor.element_size() for tensor in layer.buffers()) == 800 + 8 * (4 + 8 + 4)
@@ -157,13 +157,13 @@ def test_inputs_that_are_not_finite_are_refused(value: str, width: int):
     x[0, 0] = float(value)
 
     with pytest.raises(QuantizationError, match="inf"):
-        StaticLinear.from_float(nn.Linear(2, 2), *observed(x).range())
+        StaticLayer.from_float(nn.Linear(2, 2), *observed(x).range())
 
 
 def test_tensors_of_another_kind_are_refused():
     with pytest.raises(QuantizationError, match="int8"):
-        StaticLinear.from_tensors(CastLinear.from_float(nn.Linear(2, 2)).export_tensors() | {"scale": torch.ones(2)})
+        StaticLayer.from_tensors(CastLayer.from_float(nn.Linear(2, 2)).export_tensors() | {"scale": torch.ones(2)})
     with pytest.raises(QuantizationError, match="'LayerNorm'"):
         rebuilt("static", {}, nn.LayerNorm(2), reduce_range=False)
     with pytest.raises(QuantizationError, match="'Linear'"):
-        StaticConv2d.from_tensors({"weight": torch.zeros(1, 1, 1, 1, dtype=torch.int8)}, nn.Linear(1, 1))
+        StaticLayer.from_tensors({"weight": torch.zeros(1, 1, 1, 1, dtype=torch.int8)}, nn.Linear(1, 1))

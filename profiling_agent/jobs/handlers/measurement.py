@@ -4,7 +4,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from profiling_agent.acquisition.images import SplitImages
 from profiling_agent.acquisition.prepared import PreparedImages
@@ -31,7 +30,6 @@ from profiling_agent.jobs.tasks import (
     OpenHeldoutTask,
     RaceTask,
     SessionTask,
-    ThroughputTask,
 )
 from profiling_agent.processes.started import inherited
 from profiling_agent.progress import Progress
@@ -39,12 +37,10 @@ from profiling_agent.records import (
     Deployment,
     Footprint,
     Headline,
-    InputSpec,
     MemoryUse,
     Opening,
     Predictions,
     Race,
-    Throughputs,
 )
 from profiling_agent.reproducibility import available_threads
 
@@ -76,18 +72,6 @@ def _track(task: RaceTask, job: JobContext, *, reads_memory: bool = False) -> ra
         seed=task.seed,
         pass_s=task.pass_s,
         server=None if reads_memory else inherited(),
-    )
-
-
-def throughput(task: ThroughputTask, job: JobContext) -> Throughputs:
-    """Let the models take turns at each batch size."""
-    return throughputs.throughput(
-        task.models,
-        root=job.root,
-        batch_sizes=task.batch_sizes,
-        device=task.device,
-        seed=task.seed,
-        progress=job.progress,
     )
 
 
@@ -127,54 +111,50 @@ class _Opened:
 def evaluate(task: EvaluateTask, job: JobContext) -> Evaluated:
     """Run the model over the shard; count what it takes. The next shard of the same model finds it opened."""
     images = job.images("images")
-    if job.kept.keys() != {_name(task)}:
+    name = f"{task.model.path} {task.model.sha256} {task.device}"
+    if job.kept.keys() != {name}:
         # What was opened before goes first: two large models may be more than there is memory for.
         job.kept.clear()
-        job.kept[_name(task)] = _open(task, job)
-    opened: _Opened = job.kept[_name(task)]
+        job.kept[name] = _open(task, job)
+    opened: _Opened = job.kept[name]
     with opened.answering():
         answers = answer(opened.session, images, task.batch_size, job.progress)
     if opened.check is not None:
         # Last, because a runtime that compiles for each size of batch then has a larger one to put the two images in.
         opened.check()
         opened.check = None
-    return Evaluated(footprint=opened.footprint, predictions=keep_answers(answers, task.split.name, job))
-
-
-def _name(task: EvaluateTask) -> str:
-    return f"{task.model.path} {task.model.sha256} {task.device}"
+    out = job.folder / "predictions.safetensors"
+    write_predictions(out, answers)
+    predictions = Predictions(
+        split=task.split.name,
+        num_images=len(answers.true),
+        num_correct=int(answers.right.sum()),
+        files=(job.ref(out, "predictions"),),
+    )
+    return Evaluated(footprint=opened.footprint, predictions=predictions)
 
 
 def _open(task: EvaluateTask, job: JobContext) -> _Opened:
     path = job.path(task.model)
     recipe = open_folder(path, verify=True)
     session = open_session(path, device=task.device, num_threads=available_threads())
-    if recipe.deployment == Deployment() and task.device == "cpu":
-        _fuse_norms(session, recipe.input)
+    answering: Callable[[], AbstractContextManager[None]] = nullcontext
+    if recipe.deployment.runtime == "eager":
+        from profiling_agent.deployment.torch_session import TorchSession
+        from profiling_agent.modules.fused import fuse_norms_
+        from profiling_agent.modules.inference import random_batch
+        from profiling_agent.modules.products import quick_products
+
+        answering = quick_products
+        if recipe.deployment == Deployment() and task.device == "cpu" and isinstance(session, TorchSession):
+            fuse_norms_(session.module, random_batch(recipe.input, 2))
     counts = recipe.counts or _counts(path)
     return _Opened(
         session=session,
-        answering=_answering(recipe.deployment),
+        answering=answering,
         footprint=Footprint(**counts.model_dump(), size_bytes=model_bytes(path)),
         check=lambda: check_golden(session.run, path, recipe),
     )
-
-
-def _fuse_norms(session: ModelSession, spec: InputSpec) -> None:
-    from profiling_agent.deployment.torch_session import TorchSession
-    from profiling_agent.modules.fused import fuse_norms_
-    from profiling_agent.modules.inference import random_batch
-
-    if isinstance(session, TorchSession):
-        fuse_norms_(session.module, random_batch(spec, 2))
-
-
-def _answering(deployment: Deployment) -> Callable[[], AbstractContextManager[None]]:
-    if deployment.runtime != "eager":
-        return nullcontext
-    from profiling_agent.modules.products import quick_products
-
-    return quick_products
 
 
 def answer(session: ModelSession, images: PreparedImages, batch_size: int, progress: Progress) -> Answers:
@@ -189,20 +169,7 @@ def answer(session: ModelSession, images: PreparedImages, batch_size: int, progr
     return joined(found)
 
 
-def keep_answers(answers: Answers, split: Any, job: JobContext, *, name: str = "predictions") -> Predictions:
-    """Write a model's answers on images of a split; return what is told of them."""
-    out = job.folder / f"{name}.safetensors"
-    write_predictions(out, answers)
-    return Predictions(
-        split=split,
-        num_images=len(answers.true),
-        num_correct=int(answers.right.sum()),
-        files=(job.ref(out, "predictions"),),
-    )
-
-
 def _counts(path: Path) -> Counts:
-    """Return what a model that torch reads takes."""
     from profiling_agent.artifacts.load import load_module
     from profiling_agent.jobs.handlers.models import complexity_of
     from profiling_agent.quantization.footprint import parameter_bytes
