@@ -209,4 +209,4 @@ def evidence(
         )
         whole = None if latency(one.width) is None else 10.0
         rows.append(UnitEvidence(unit=one.name, latency_ms=whole, order=tuple(range(one.width)), options=options))
-    return Evidence(units=tuple(rows), criteria=(), num_images=256, num_judged=64, seconds=1.0)
+    return Evidence(units=tuple(rows), num_images=256, num_judged=64, seconds=1.0)

@@ -145,7 +145,6 @@ class RunSession:
             device=state.acquired.source.device,
             # Without it widths are those that the weights and the plan alone say.
             calibration=calibration if state.calibrate else None,
-            criterion=state.criterion,
             seed=state.seed,
             cache=state.cache,
         )

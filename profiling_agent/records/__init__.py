@@ -26,7 +26,7 @@ from profiling_agent.records.deployment import (
     Scheme,
     Tuned,
 )
-from profiling_agent.records.evidence import CriterionScore, Evidence, UnitEvidence, WidthOption, nearest_option
+from profiling_agent.records.evidence import Evidence, UnitEvidence, WidthOption, nearest_option
 from profiling_agent.records.loop import (
     Attempt,
     Candidate,
@@ -107,7 +107,6 @@ __all__ = [
     "Candidate",
     "Cap",
     "Comparison",
-    "CriterionScore",
     "Cut",
     "Decided",
     "Deployability",

@@ -297,7 +297,6 @@ def _evidence(
                 model,
                 profiled.units,
                 read,
-                criterion=task.criterion,
                 table=table,
                 seed=task.seed,
                 progress=job.progress,
@@ -317,7 +316,7 @@ def _kept(task: EvidenceTask, model: Path) -> Path | None:
     depends_on = {
         "model": task.model.sha256,
         "images": [images.file.sha256, images.num_images, processor_text(model)],
-        "asked": [task.batch_size, task.device, task.criterion, task.seed],
+        "asked": [task.batch_size, task.device, task.seed],
         "environment": environment(task.device).model_dump(mode="json", exclude={"runtimes"}),
     }
     return evidence_path(folder, depends_on)
