@@ -228,8 +228,7 @@ class RunSession:
         root = self.workspace.root
         if not self._created:
             return
-        for folder in (self.workspace.jobs, root / "recovery"):
-            shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(self.workspace.jobs, ignore_errors=True)
         for name in (MANIFEST, SHEET, JOB_LOG, LOCK, HOLDER):
             (root / name).unlink(missing_ok=True)
         # A checkpointer's file may lie here, and it is the checkpointer's to remove.
