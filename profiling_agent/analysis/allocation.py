@@ -434,27 +434,10 @@ def _with_reachable_target(plan: Plan, profile: ModelProfile, dropped: list[str]
     if plan.target.saving <= most:
         return plan
     dropped.append(
-        f"a saving of {plan.target.saving:.1%} of the {plan.target.metric} is out of reach: {_most_text(plan, most, profile)}"
+        f"a saving of {plan.target.saving:.1%} of the {plan.target.metric} is out of reach: the most is {most:.1%} of it"
     )
     target = plan.target.model_copy(update={"saving": most}) if most > 0 else None
     return plan.model_copy(update={"target": target})
-
-
-def _most_text(plan: Plan, most: float, profile: ModelProfile) -> str:
-    """Return the most that a plan's target can reach, what binds it, and what that would be predicted to cost."""
-    assert plan.target is not None, "only a target can be out of reach"
-    said = f"the most is {most:.1%} of it"
-    try:
-        free = most_saving(plan.model_copy(update={"caps": (), "pruning": ()}), profile)
-        binds = free >= plan.target.saving
-        said += f", as {'its caps and fixed cuts bind' if binds else 'no unit is left that could be cut further'}"
-        if most <= 0:
-            return said
-        kl = dry_run(plan.model_copy(update={"target": plan.target.model_copy(update={"saving": most})}), profile).kl
-    except PlanError:
-        # The allocator had no time to find either.
-        return said
-    return f"{said} ({free:.1%} without), at a predicted KL of {kl:.2g} nats" if kl is not None else said
 
 
 def _milder(plan: Plan, dry: DryRun, profile: ModelProfile, goal: Goal) -> tuple[Plan, float] | None:

@@ -63,7 +63,10 @@ def measure_sensitivity(
     calibration = Calibration(batches=batches, device=device_of(model), dtype=weight.dtype)
     with left_as_found(model), torch.no_grad():
         model.eval()
-        _check_images(calibration)
+        if (number := calibration.count_different(MIN_IMAGES)) < MIN_IMAGES:
+            raise PruningError(
+                f"{number} different calibration images are too few to measure sensitivity: at least {MIN_IMAGES} are needed"
+            )
         study = _Study(model, units, calibration, seed)
         try:
             progress("weighing channels", 0, 3)
@@ -93,14 +96,6 @@ def timed(evidence: Evidence, units: Sequence[Unit], table: LatencyTable) -> Evi
 
     rows = tuple(of(row, unit) for row, unit in zip(evidence.units, units, strict=True))
     return evidence.model_copy(update={"units": rows})
-
-
-def _check_images(calibration: Calibration) -> None:
-    found = calibration.count_different(MIN_IMAGES)
-    if found < MIN_IMAGES:
-        raise PruningError(
-            f"{found} different calibration images are too few to measure sensitivity: at least {MIN_IMAGES} are needed"
-        )
 
 
 def _finite(kl: float, cut: str) -> float:

@@ -96,7 +96,10 @@ def eliminate_in(
 def _run(weight: Tensor, covariance: Tensor, sensitivity: Tensor, width: int, order: list[int] | None) -> Elimination:
     size = weight.shape[1] // width
     chunk = max(1, width // UPDATES)
-    now, inverse = _root(sensitivity.double()) @ weight.double(), damped_inverse(covariance.double())
+    # What goes through R, with R'R = S, is felt alike.
+    values, vectors = torch.linalg.eigh(sensitivity.double())
+    now = (values.clamp_min(0).sqrt()[:, None] * vectors.T) @ weight.double()
+    inverse = damped_inverse(covariance.double())
     # The groups whose columns are held, and which of them are still there.
     held, there = torch.arange(width), torch.ones(width, dtype=torch.bool)
     gone: list[int] = []
@@ -144,12 +147,6 @@ def _one_by_one(
         stays[at * size : (at + 1) * size] = False
         part, block = _without(part, block, stays)
     return taken
-
-
-def _root(sensitivity: Tensor) -> Tensor:
-    """Return R with R'R = S: what goes through it is felt alike."""
-    values, vectors = torch.linalg.eigh(sensitivity)
-    return values.clamp_min(0).sqrt()[:, None] * vectors.T
 
 
 def _errors(weight: Tensor, inverse: Tensor, groups: int) -> Tensor:

@@ -35,14 +35,10 @@ def features(layer: nn.Module, inputs: Tensor) -> Tensor:
     """Return what `layer` multiplies its matrix with: (positions, columns), a position a token or an output pixel."""
     if not isinstance(layer, nn.Conv2d):
         return inputs.reshape(-1, inputs.shape[-1])
-    patches = F.unfold(_padded(layer, inputs), layer.kernel_size, layer.dilation, stride=layer.stride)
-    return _thinned(patches).transpose(1, 2).reshape(-1, patches.shape[1])
-
-
-def _padded(layer: nn.Conv2d, inputs: Tensor) -> Tensor:
-    """Return the inputs with the border that the convolution puts around them."""
     mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
-    return F.pad(inputs, border_of(layer), mode=mode)
+    padded = F.pad(inputs, border_of(layer), mode=mode)
+    patches = F.unfold(padded, layer.kernel_size, layer.dilation, stride=layer.stride)
+    return _thinned(patches).transpose(1, 2).reshape(-1, patches.shape[1])
 
 
 def outputs_of(layer: nn.Module, outputs: Tensor) -> Tensor:

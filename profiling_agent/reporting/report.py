@@ -256,10 +256,6 @@ def absence_notes(profile: ModelProfile) -> tuple[str, ...]:
     return tuple(f"no {kind} can be cut: {reason}" for kind, reason in profile.absent.items())
 
 
-def _search_notes(deployment_search: DeploymentSearch | None) -> tuple[str, ...]:
-    return deployment_search.notes if deployment_search else ()
-
-
 def build_report(request: Request, final: FinalChoice, sources: Sources) -> RunReport:
     """Gather the report."""
     race, winner, acquired, profiles = final.race, final.winner, sources.acquired, sources.profiles
@@ -308,7 +304,7 @@ def build_report(request: Request, final: FinalChoice, sources: Sources) -> RunR
             *acquired.notes,
             *absence_notes(baseline[1]),
             *evidence_notes(baseline[1]),
-            *_search_notes(sources.deployment_search),
+            *(sources.deployment_search.notes if sources.deployment_search else ()),
             *final.notes,
             *(race.notes if race else ()),
         ),
