@@ -51,9 +51,9 @@ def measure_sensitivity(
     """Return the evidence on every unit at every aligned width; `model` is left as it was found.
 
     `batches` begins a pass over the calibration images: (pixel_values (b, c, h, w), labels), labels unused. Three
-    quarters are fitted to, of the last 8 to 16 images are measured on, fewer where there are many units. `criterion` orders the channels: one of CRITERIA, or "auto" for
-    the one that suits each kind of unit. `table` has the units' times, where
-    they are known.
+    quarters are fitted to, of the last 8 to 16 images are measured on, fewer where there are many units. `criterion`
+    orders the channels: one of CRITERIA, or "auto" for the one that suits each kind of unit. `table` has the units'
+    times, where they are known.
 
     Raises:
         PruningError: there are fewer than 128 different images, or the model, cut or unpruned, can't be measured on them.

@@ -253,16 +253,15 @@ def _sorted(found: Mapping[str, Unit | str], names: Iterable[str]) -> tuple[tupl
     ordered = [(name, found[name]) for name in names if name in found]
     units = {unit.producers[0]: unit for _, unit in ordered if isinstance(unit, Unit)}
     members = {name for unit in units.values() for name in unit.members}
+    times_named = Counter(unit.name for unit in units.values())
     return (
-        tuple(_named(unit, tuple(units.values())) for unit in units.values()),
+        # A unit of two layers that shares its holder with another is named by its producer, so that names are unique.
+        tuple(
+            unit if times_named[unit.name] == 1 else unit.model_copy(update={"name": unit.producers[0]})
+            for unit in units.values()
+        ),
         {name: reason for name, reason in ordered if isinstance(reason, str) and name not in members},
     )
-
-
-def _named(unit: Unit, units: tuple[Unit, ...]) -> Unit:
-    """Name a unit of two layers that shares its holder with another unit by its producer, so that names are unique."""
-    is_unique = sum(other.name == unit.name for other in units) == 1
-    return unit if is_unique else unit.model_copy(update={"name": unit.producers[0]})
 
 
 def _heads(
