@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from scipy import stats
 
 from profiling_agent.evaluation.predictions import Answers
@@ -85,8 +84,8 @@ def evaluation(
 
 
 def answers(predicted: Any, true: Any) -> Answers:
-    """Return answers whose margins are all one."""
-    return Answers(predicted, true, np.ones(len(true), np.float32))
+    """Return what was predicted of images of these true classes."""
+    return Answers(predicted, true)
 
 
 BASELINE = evaluation("m0", Variant.BASELINE, against=None)
