@@ -27,7 +27,6 @@ from profiling_agent.modules.inference import device_of
 from profiling_agent.modules.norms import following_norms, has_bias
 from profiling_agent.profiling.sensitivity import measure_sensitivity
 from profiling_agent.pruning.compensation import compensate
-from profiling_agent.pruning.criteria import flap
 from profiling_agent.pruning.moments import UnitMoments, columns_of, matrix_of
 from profiling_agent.pruning.prune import prune_model
 from profiling_agent.quiet import muted
@@ -289,7 +288,9 @@ def flap_plan(draw: Draw, share: float) -> Plan:
     subject = draw.subject
 
     def scored(unit: Unit) -> Tensor:
-        scores = flap(unit, matrix_of(subject.model.get_submodule(unit.consumer)), draw.moments[unit.name])
+        weight = matrix_of(subject.model.get_submodule(unit.consumer))
+        columns = draw.moments[unit.name].covariance.diagonal() * weight.square().sum(0)
+        scores = columns.reshape(unit.width, -1).sum(1)
         return (scores - scores.mean()) / scores.std().clamp_min(torch.finfo(torch.float32).tiny)
 
     return _ranked(subject, {unit.name: scored(unit) for unit in subject.widths}, share)

@@ -122,14 +122,16 @@ MORE_THAN_AN_ADDRESS = (
 
 
 # Fields that requests of earlier versions have.
-RETIRED = ("engine", "ray_address", "ray_store")
+RETIRED = ("engine", "ray_address", "ray_store", "criterion")
 
 
 def without_retired(document: Any) -> Any:
     """Return the JSON of a manifest or a report without what only earlier versions write."""
     if not isinstance(document, dict) or not isinstance(document.get("request"), dict):
         return cast("Any", document)
-    kept = {name: value for name, value in cast("dict[str, Any]", document).items() if name != "nodes"}
+    kept = {
+        name: value for name, value in cast("dict[str, Any]", document).items() if name not in ("nodes", "criteria")
+    }
     return kept | {"request": {name: value for name, value in kept["request"].items() if name not in RETIRED}}
 
 
@@ -188,13 +190,6 @@ class Request(BaseModel):
     iterate: bool = Field(default=True, description="plan again after the first evaluation")
     max_iterations: int = Field(default=5, ge=1, le=100, description="plans to measure, the first one included")
     plan: str | None = Field(default=None, description="JSON file with a plan of your own, used instead of analysis")
-    criterion: Literal[
-        "auto", "compare", "fisher_obs", "obs", "fisher", "taylor", "wanda", "flap", "group_l2", "l2", "l1", "random"
-    ] = Field(
-        default="auto",
-        description="what decides which channels and heads go first; auto: what suits each kind of unit; compare: the best of ten on "
-        "calibration images, which takes long",
-    )
     recover_epochs: int = Field(
         default=0,
         ge=0,

@@ -143,7 +143,6 @@ RUN: dict[str, tuple[Callable[[Place], tuple[str, ...]], str]] = {
     "config of embedded data": (lambda _: ("--dataset", "reference:digits", "--dataset-config", "x"), "config"),
     "negative seed": (lambda _: ("--seed", "-1"), "seed"),
     "few samples": (lambda _: ("--num-samples", "3"), "50"),
-    "unknown criterion": (lambda _: ("--criterion", "best"), "fisher"),
     "no iterations": (lambda _: ("--max-iterations", "0"), "max-iterations"),
     "unknown objective": (lambda _: ("--objective", "quality"), "speed"),
     "pattern that is none": (lambda _: ("--quantize-layers", "fc1("), "fc1("),

@@ -15,7 +15,7 @@ from torch.ao.quantization import quantize_dynamic
 
 from profiling_agent.errors import PruningError, RequestError
 from profiling_agent.modules.inference import device_of, without_weights
-from profiling_agent.pruning.criteria import IMPORTANCE, UnitWeights, keep_indices
+from profiling_agent.pruning.criteria import IMPORTANCE, keep_indices
 from profiling_agent.pruning.prune import prune_model
 from profiling_agent.pruning.units import find_units
 from profiling_agent.pruning.verify import check_saving
@@ -96,7 +96,7 @@ def paper_prune(
             outputs = left(name, layer.out_channels, pruner.prune_out_channels)
             inputs = left(name, layer.in_channels, pruner.prune_in_channels)
             rows = model.get_submodule(name).get_parameter("weight")[outputs][:, inputs].flatten(1).float()
-            scores = IMPORTANCE[criterion](UnitWeights(rows=rows, columns=rows[:, :0]), generator)
+            scores = IMPORTANCE[criterion](rows, generator)
             kept = set(keep_indices(scores, len(outputs) - int(ratio * len(outputs))))
             dropped = [channel for index, channel in enumerate(outputs) if index not in kept]
             if not dropped:

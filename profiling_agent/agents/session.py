@@ -144,7 +144,6 @@ class RunSession:
             device=state.acquired.source.device,
             # Without it widths are those that the weights and the plan alone say.
             calibration=calibration if state.calibrate else None,
-            criterion=state.criterion,
             seed=state.seed,
             cache=state.cache,
         )
@@ -228,8 +227,7 @@ class RunSession:
         root = self.workspace.root
         if not self._created:
             return
-        for folder in (self.workspace.jobs, root / "recovery"):
-            shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(self.workspace.jobs, ignore_errors=True)
         for name in (MANIFEST, SHEET, JOB_LOG, LOCK, HOLDER):
             (root / name).unlink(missing_ok=True)
         # A checkpointer's file may lie here, and it is the checkpointer's to remove.

@@ -213,16 +213,10 @@ def most_saving(plan: Plan, profile: ModelProfile) -> float:
 
 def whole(profile: ModelProfile, metric: str) -> float:
     """Return what the model takes of the metric: params, MACs of one image, or milliseconds of one batch."""
-    if metric == "latency":
-        return _whole_ms(profile)
-    return float(profile.params if metric == "params" else profile.macs)
-
-
-def _whole_ms(profile: ModelProfile) -> float:
-    """Return what the layers would take if all of them were timed as the units are, alone: the table's milliseconds.
-
-    Layers in the model are timed in another way, under hooks, so that only shares of one can be set against the other.
-    """
+    if metric != "latency":
+        return float(profile.params if metric == "params" else profile.macs)
+    # What the layers would take if all of them were timed as the units are, alone: layers in the model are timed under hooks, so that only shares of
+    # one can be set against the other.
     layers = sum(row.latency_ms for row in profile.layers)
     timed = sum(row.latency_ms or 0.0 for row in profile.evidence.units) if profile.evidence else 0.0
     within = {name for unit in profile.units for name in (*unit.members, unit.name)}
@@ -271,24 +265,15 @@ def _allocated(plan: Plan, profile: ModelProfile, fixed: Sequence[Cut], caps: Ma
 
 def params_and_macs_saved(cuts: Sequence[Cut], layers: Iterable[LayerProfile]) -> tuple[int, int]:
     """Return the params and the MACs of one image that `cuts` remove from a model of `layers`."""
-    shared_params, shared_macs = _counted_twice(cuts, layers)
-    params = sum(cut.params_saved for cut in cuts) - shared_params
-    return params, sum(cut.macs_saved for cut in cuts) - shared_macs
-
-
-def _counted_twice(cuts: Sequence[Cut], layers: Iterable[LayerProfile]) -> tuple[int, int]:
-    """Return the params and MACs where the columns of one cut cross the rows of the next: each removed them once.
-
-    A layer's MACs are proportional to its params, so the share of one crossing is that of its weights.
-    """
     rows = {row.name: row for row in layers}
-    params = macs = 0
+    params, macs = sum(cut.params_saved for cut in cuts), sum(cut.macs_saved for cut in cuts)
+    # Where the columns of one cut cross the rows of the next each has removed them. A layer's MACs are proportional to its params.
     for crossing in crossings(cuts):
         layer = rows[crossing.layer]
         # Kernel height times width: a bias is smaller than the product of the widths, and falls out.
         counted_twice = layer.params // crossing.whole * crossing.gone
-        params += counted_twice
-        macs += layer.macs * counted_twice // layer.params
+        params -= counted_twice
+        macs -= layer.macs * counted_twice // layer.params
     return params, macs
 
 
@@ -449,27 +434,10 @@ def _with_reachable_target(plan: Plan, profile: ModelProfile, dropped: list[str]
     if plan.target.saving <= most:
         return plan
     dropped.append(
-        f"a saving of {plan.target.saving:.1%} of the {plan.target.metric} is out of reach: {_most_text(plan, most, profile)}"
+        f"a saving of {plan.target.saving:.1%} of the {plan.target.metric} is out of reach: the most is {most:.1%} of it"
     )
     target = plan.target.model_copy(update={"saving": most}) if most > 0 else None
     return plan.model_copy(update={"target": target})
-
-
-def _most_text(plan: Plan, most: float, profile: ModelProfile) -> str:
-    """Return the most that a plan's target can reach, what binds it, and what that would be predicted to cost."""
-    assert plan.target is not None, "only a target can be out of reach"
-    said = f"the most is {most:.1%} of it"
-    try:
-        free = most_saving(plan.model_copy(update={"caps": (), "pruning": ()}), profile)
-        binds = free >= plan.target.saving
-        said += f", as {'its caps and fixed cuts bind' if binds else 'no unit is left that could be cut further'}"
-        if most <= 0:
-            return said
-        kl = dry_run(plan.model_copy(update={"target": plan.target.model_copy(update={"saving": most})}), profile).kl
-    except PlanError:
-        # The allocator had no time to find either.
-        return said
-    return f"{said} ({free:.1%} without), at a predicted KL of {kl:.2g} nats" if kl is not None else said
 
 
 def _milder(plan: Plan, dry: DryRun, profile: ModelProfile, goal: Goal) -> tuple[Plan, float] | None:

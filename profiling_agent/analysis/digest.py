@@ -69,13 +69,8 @@ def pattern_for(names: Iterable[str]) -> str:
     return pattern + "$"
 
 
-def _members(unit: Unit) -> tuple[str, ...]:
-    # Attention's own matmuls are under the unit's name; for an MLP no row has that name.
-    return (*unit.members, unit.name)
-
-
 def _group(pattern: str, units: list[Unit], profile: ModelProfile) -> Group:
-    names = {name for unit in units for name in _members(unit)}
+    names = {name for unit in units for name in (*unit.members, unit.name)}
     rows = [row for row in profile.layers if row.name in names]
     latency_ms = sum(row.latency_ms for row in profile.layers) or 1.0
     return Group(
@@ -160,7 +155,8 @@ def _group_row(group: Group, profile: ModelProfile, search: DeploymentSearch | N
     cuts = [cut for unit in group.units if (cut := _cut(profile, unit, HALF))]
     if not cuts or profile.evidence is None:
         return " | ".join((*parts, "no evidence"))
-    return " | ".join((*parts, f"{predicted_kl(cuts, profile.evidence) or 0.0:.2g} -> {_shares(cuts, profile)}"))
+    shares = ", ".join(f"{saved_share(cuts, profile, metric):.1%}" for metric in METRICS)
+    return " | ".join((*parts, f"{predicted_kl(cuts, profile.evidence) or 0.0:.2g} -> {shares}"))
 
 
 def _leading_share(group: Group, search: DeploymentSearch | None) -> str:
@@ -178,10 +174,6 @@ def _cut(profile: ModelProfile, unit: Unit, share: float) -> Cut | None:
     if row is None:
         return None
     return Cut(unit=unit, keep=_nearest(row, unit.width, share).keep, requested_ratio=share)
-
-
-def _shares(cuts: Sequence[Cut], profile: ModelProfile) -> str:
-    return ", ".join(f"{saved_share(cuts, profile, metric):.1%}" for metric in METRICS)
 
 
 def _evidence(profile: ModelProfile, unit: str) -> UnitEvidence | None:
@@ -365,21 +357,15 @@ def predicted_text(dry: DryRun, profile: ModelProfile, journal: Journal | None =
     """Return what a dry run says, with the widths by group, and with the bytes where it would be deployed in what leads in the journal."""
     told = f"params {1 - dry.params / profile.params:.1%} less, MACs {1 - dry.macs / max(profile.macs, 1):.1%} less"
     if journal is not None:
-        told += (
-            f", about {_leading_size(journal) * dry.params / profile.params:.1%} of the baseline's bytes as deployed"
-        )
+        search, whole = journal.deployment_search, journal.baseline.footprint.size_bytes
+        made = search.of(search.chosen).deployed if search and search.chosen else None
+        leading = made.model.size_bytes / whole if made else 1.0
+        told += f", about {leading * dry.params / profile.params:.1%} of the baseline's bytes as deployed"
     if dry.kl is not None:
         few, many = sorted(dry.kl / nats / 100 for nats in NATS_A_POINT)
         told += f", KL {dry.kl:.2g} (about {few:.2%} to {many:.2%} of top-1)"
     told += f", time {dry.latency_saved:.1%} less" if dry.latency_saved is not None else ""
     return f"{told}; kept: {widths_text(dry.cuts, profile)}"
-
-
-def _leading_size(journal: Journal) -> float:
-    """Return the bytes of the unpruned model in the deployment that leads, as a share of the baseline's."""
-    search = journal.deployment_search
-    made = search.of(search.chosen).deployed if search and search.chosen else None
-    return made.model.size_bytes / journal.baseline.footprint.size_bytes if made else 1.0
 
 
 def _measured(attempt: Attempt, journal: Journal) -> str:

@@ -13,22 +13,20 @@ from profiling_agent.errors import ArtifactError
 from profiling_agent.files import write_bytes
 
 Classes = NDArray[np.int64]
-DTYPES = {"predicted": np.int64, "true": np.int64, "margin": np.float32}
+FIELDS = ("predicted", "true")
 # What is predicted where the logits name no class.
 NO_CLASS = -1
 
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """What a model says of images, one of each per image: predicted and true class ids, and the margin.
+    """Predicted and true class ids, one of each per image.
 
-    The margin, float32, is by how much the top logit is above the runner-up. An image one of whose logits is NaN or
-    positive infinity has no answer: it counts as wrong, its class is NO_CLASS and its margin 0.
+    An image one of whose logits is NaN or positive infinity has no answer: it counts as wrong, its class is NO_CLASS.
     """
 
     predicted: Classes
     true: Classes
-    margin: NDArray[np.float32]
 
     @property
     def right(self) -> NDArray[np.bool_]:
@@ -46,33 +44,26 @@ def answers_of(logits: NDArray[np.float32], true: Classes) -> Answers:
         raise ValueError(f"logits {logits.shape!r} for {true.shape!r} labels: give a row for each image")
     # A class that is ruled out may have a logit of minus infinity.
     has_answer = (logits < np.inf).all(axis=1) & (logits.max(axis=1) > -np.inf)
-    known = np.where(has_answer[:, None], logits, np.float32(0))
-    predicted = np.where(has_answer, known.argmax(axis=1), NO_CLASS).astype(np.int64)
-    largest = np.finfo(np.float32).max
-    margin = np.full(len(known), largest, np.float32)
-    if known.shape[1] > 1:
-        runner_up, top = np.partition(known, -2, axis=1)[:, -2:].T
-        with np.errstate(over="ignore"):
-            margin = np.minimum(top - runner_up, largest)
-    return Answers(predicted, true.astype(np.int64), np.where(has_answer, margin, 0).astype(np.float32))
+    predicted = np.where(has_answer, logits.argmax(axis=1), NO_CLASS).astype(np.int64)
+    return Answers(predicted, true.astype(np.int64))
 
 
 def joined(parts: list[Answers]) -> Answers:
     """Return the answers of some sets of images, at least one, as those of one set, in the order given."""
-    return Answers(*(np.concatenate([getattr(part, name) for part in parts]) for name in DTYPES))
+    return Answers(*(np.concatenate([getattr(part, name) for part in parts]) for name in FIELDS))
 
 
 def write_predictions(path: Path, answers: Answers) -> None:
     """Write a model's answers."""
-    held = {name: np.ascontiguousarray(getattr(answers, name), kind) for name, kind in DTYPES.items()}
-    write_bytes(path, save(held))
+    write_bytes(path, save({name: np.ascontiguousarray(getattr(answers, name), np.int64) for name in FIELDS}))
 
 
 def read_predictions(path: Path) -> Answers:
     """Return the answers in a file; ArtifactError where it is missing or damaged."""
     try:
-        return Answers(**load_file(path))
-    except (OSError, SafetensorError) as error:
+        held = load_file(path)
+        return Answers(*(held[name] for name in FIELDS))
+    except (OSError, SafetensorError, KeyError) as error:
         raise ArtifactError(
             f"the predictions in {str(path)!r} can't be read ({first_line(error)}): evaluate again"
         ) from error

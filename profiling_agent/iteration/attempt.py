@@ -186,12 +186,6 @@ def reopened(evaluator: Evaluator, journal: Journal) -> Journal:
     return opened.model_copy(update={"attempts": journal.attempts, "rejected": journal.rejected})
 
 
-def _deployed_variant(prepared: PreparedAttempt) -> Variant:
-    if prepared.pruned is None:
-        return Variant.QUANTIZED if prepared.deployment else Variant.BASELINE
-    return Variant.BOTH if prepared.deployment else Variant.PRUNED
-
-
 def measure_attempt(evaluator: Evaluator, prepared: PreparedAttempt, journal: Journal) -> Attempt:
     """Measure and judge a prepared attempt as it would be deployed."""
     number, made = len(journal.attempts) + 1, prepared.pruned
@@ -212,8 +206,12 @@ def measure_attempt(evaluator: Evaluator, prepared: PreparedAttempt, journal: Jo
     )
     if prepared.failure is not None or prepared.deployed is None:
         return failed
+    if made is None:
+        variant = Variant.QUANTIZED if prepared.deployment else Variant.BASELINE
+    else:
+        variant = Variant.BOTH if prepared.deployment else Variant.PRUNED
     try:
-        deployed = evaluator.search(_deployed_variant(prepared), prepared.deployed, prepared.deployment)
+        deployed = evaluator.search(variant, prepared.deployed, prepared.deployment)
         latency_ms = evaluator.latency_ms(deployed.model) if evaluator.goal.selection == "paper" else None
     except (ArtifactError, JobError) as error:
         return failed.model_copy(update={"reason": str(error)})

@@ -28,7 +28,6 @@ from profiling_agent.jobs.tasks import LayerTimesTask
 from profiling_agent.records import (
     SHARD,
     ArtifactRef,
-    DeployedModel,
     Deployment,
     DeploymentOption,
     DeploymentSearch,
@@ -46,6 +45,7 @@ MAX_DISTANCE = 1e-3
 NUM_MEASURED = 3
 # Between two deployments pruning has changed the ratio of the times by a fifth at most (inductor's int8 on the small Swin, docs/benchmarks.md).
 MAX_SHIFT = 1.5
+UNPROVEN = ", as nothing that is shown to keep the accuracy keeps the other terms, or would if it were pruned"
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def as_search(tried: TriedDeployments, notes: tuple[str, ...]) -> DeploymentSear
         notes = (*notes, warning)
     return DeploymentSearch(
         options=tuple(
-            option.model_copy(update={"reason": f"{_chosen(option)}: {option.reason}"})
+            option.model_copy(update={"reason": f"chosen{'' if option.keeps_accuracy else UNPROVEN}: {option.reason}"})
             if option is tried.best
             else option
             for option in tried.options
@@ -148,7 +148,9 @@ def try_deployments(
             if option.tuned is not None and (is_dynamic := deployment.scheme == "dynamic") not in tuned:
                 tuned.add(is_dynamic)
                 last_s = max(0.0, last_s - option.tuned.seconds)
-            longest_s = max(longest_s, _of_another_s(option, last_s))
+            # What compiles for minutes, or hung and failed, is no measure of another's conversion.
+            if option.deployed is not None and deployment.runtime not in SLOW_TO_MAKE:
+                longest_s = max(longest_s, last_s)
             options.append(_checked(option, evaluator.goal))
         tried = trial.joined(tried, options, has_more=number < len(rounds))
     return tried
@@ -191,11 +193,10 @@ class Trial:
         if not doubtful:
             return kept[0] if kept else None
         promising = (option for option in kept if self.keeps_terms(option, MOST_PRUNED))
-        return next(promising, None) or self._best_doubtful(doubtful)
-
-    def _best_doubtful(self, options: Sequence[DeploymentOption]) -> DeploymentOption:
+        if best := next(promising, None):
+            return best
         goal = self.evaluator.goal
-        seen = [(option, option.evaluation) for option in options if option.evaluation is not None]
+        seen = [(option, option.evaluation) for option in doubtful if option.evaluation is not None]
         likely = [option for option, evaluation in seen if is_likely(evaluation, goal)]
         if likely:
             return min(likely, key=self.rank)
@@ -242,7 +243,9 @@ class Trial:
                 )
                 continue
             # Of a slow model each costs minutes: once one keeps the accuracy, two more are looked at, whatever they do.
-            if (num_after if self.evaluator.budget.is_slow else num_enough) == NUM_MEASURED and not self._seeks_memory:
+            # Which has the least memory nothing tells that is known before an option is measured.
+            seeks_memory = self.evaluator.goal.objective == "memory"
+            if (num_after if self.evaluator.budget.is_slow else num_enough) == NUM_MEASURED and not seeks_memory:
                 said = f"behind {NUM_MEASURED} others, so it was not measured"
                 done[index] = done[index].model_copy(update={"reason": said})
                 continue
@@ -257,11 +260,6 @@ class Trial:
             num_enough += done[index].keeps_accuracy and self._keeps_memory(done[index])
             num_after += bool(num_kept)
         return done
-
-    @property
-    def _seeks_memory(self) -> bool:
-        """Return whether the least memory wins, which nothing that is known before an option is measured foretells."""
-        return self.evaluator.goal.objective == "memory"
 
     def _keeps_memory(self, option: DeploymentOption) -> bool:
         limit, held = self.evaluator.goal.max_memory_ratio, option.memory_ratio
@@ -315,12 +313,6 @@ class Trial:
         )
 
 
-def _chosen(option: DeploymentOption) -> str:
-    if option.keeps_accuracy:
-        return "chosen"
-    return "chosen, as nothing that is shown to keep the accuracy keeps the other terms, or would if it were pruned"
-
-
 def memory_if_measurable(evaluator: Evaluator, model: ArtifactRef) -> float | None:
     """Return the peak memory of the baseline's; None where the contract doesn't ask or it can't be measured."""
     try:
@@ -363,12 +355,6 @@ def _not_worth_it(
     return ""
 
 
-def _of_another_s(option: DeploymentOption, took_s: float) -> float:
-    """Return what one deployment's conversion foretells of another's: what compiles for minutes, or hung and failed, is no measure."""
-    is_measure = option.deployed is not None and option.deployment.runtime not in SLOW_TO_MAKE
-    return took_s if is_measure else 0.0
-
-
 def _left_out(
     trial: Trial, best: DeploymentOption | None, group: Round, longest_s: float, known: Collection[str]
 ) -> list[DeploymentOption]:
@@ -401,16 +387,12 @@ def _checked(option: DeploymentOption, goal: Goal) -> DeploymentOption:
     """Return a deployment with what speaks against it by its logits alone, if anything does."""
     if option.deployed is None:
         return _not_made(option)
-    return option.model_copy(update={"reason": _refused_by_logits(option.deployed, goal)})
-
-
-def _refused_by_logits(deployed: DeployedModel, goal: Goal) -> str:
+    deployed, allowed, reason = option.deployed, hopeless_kl(goal), ""
     if deployed.deployment.scheme == "float32" and not deployed.distance <= MAX_DISTANCE:
-        return f"float32 logits are {deployed.distance:.2g} from torch's (relative), {MAX_DISTANCE:g} is allowed"
-    allowed = hopeless_kl(goal)
-    if not deployed.kl <= allowed:
-        return f"the KL to the float32 model is {deployed.kl:.2g} nats, {allowed:.2g} is hopeless"
-    return ""
+        reason = f"float32 logits are {deployed.distance:.2g} from torch's (relative), {MAX_DISTANCE:g} is allowed"
+    elif not deployed.kl <= allowed:
+        reason = f"the KL to the float32 model is {deployed.kl:.2g} nats, {allowed:.2g} is hopeless"
+    return option.model_copy(update={"reason": reason})
 
 
 def _raced(option: DeploymentOption, race: Race) -> DeploymentOption:

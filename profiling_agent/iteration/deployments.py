@@ -186,7 +186,9 @@ def in_rounds(
         return (Round(tuple(ordered)),)
     small, large, largest = list[Deployment](), list[Deployment](), list[Deployment]()
     for deployment in ordered:
-        size = _bytes_of(deployment.scheme, linear_share)
+        # About how many of float32's bytes a scheme leaves.
+        reached = linear_share if deployment.scheme in ROWWISE else 1.0
+        size = BYTES.get(deployment.scheme, 1 - reached * (1 - INT8_BYTES))
         is_near = size * (1 - MOST_PRUNED) <= goal.max_size_ratio
         (small if size <= goal.max_size_ratio else large if is_near else largest).append(deployment)
     rounds = (Round(tuple(small)), Round(tuple(large)), Round(tuple(largest), MOST_PRUNED))
@@ -199,12 +201,6 @@ def num_tried_first(plan: Plan, budget: Budget, goal: Goal, choices: DeploymentC
         return 0
     rounds = in_rounds(possible_deployments(plan, choices), budget, goal, choices)
     return len(rounds[0].deployments) if rounds else 0
-
-
-def _bytes_of(scheme: Scheme, linear_share: float) -> float:
-    """Return about how many of float32's bytes a scheme leaves."""
-    reached = linear_share if scheme in ROWWISE else 1.0
-    return BYTES.get(scheme, 1 - reached * (1 - INT8_BYTES))
 
 
 def linear_share_of(profile: ModelProfile) -> float:

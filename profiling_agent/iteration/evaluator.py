@@ -41,7 +41,6 @@ from profiling_agent.records import (
     Race,
     Record,
     SplitInfo,
-    Tuned,
     Variant,
 )
 
@@ -72,8 +71,9 @@ class Deployer:
         try:
             if self.tunes and deployment.scheme in INT8 and self.device == "cpu":
                 tuned = self.jobs.run(self._tune_task(model, deployment))
-                if choose_layers:
-                    deployment = _with_kept(deployment, tuned)
+                # A plan that says by name what becomes of which layer leaves none to choose.
+                if choose_layers and len(deployment.recommendations) <= 1:
+                    deployment = leaving_in_float(deployment, tuned.kept)
             deployed = self.jobs.run(self.deploy_task(tuned.model if tuned else model, deployment))
         except REFUSALS as error:
             is_unfit = isinstance(error, QuantizationError)
@@ -105,12 +105,6 @@ class Deployer:
     def exported(self, model: ArtifactRef, deployment: Deployment) -> ArtifactRef | None:
         """Return a float32 model as ONNX, written where it isn't yet; None where the runtime reads none for this deployment."""
         return self.jobs.run(ExportTask(model=model)).onnx if reads_onnx(deployment) else None
-
-
-def _with_kept(deployment: Deployment, tuned: Tuned) -> Deployment:
-    """Leave the dearest layers of an int8 deployment in float, unless a plan says by name what becomes of which layer."""
-    is_by_name = len(deployment.recommendations) > 1
-    return deployment if is_by_name else leaving_in_float(deployment, tuned.kept)
 
 
 # So few are looked at once: of them a sample of fixed size says more than a test that may be looked at whenever one likes.

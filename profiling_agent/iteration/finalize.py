@@ -294,7 +294,12 @@ def finalize(evaluator: Evaluator, journal: Journal) -> FinalChoice:
     """
     goal, budget = evaluator.goal, evaluator.budget
     found = measured(evaluator, journal)
-    variants = (_baseline_beside(evaluator, journal.baseline, found), *(one.evaluation for one in found))
+    baseline = journal.baseline
+    # On as many search images as any candidate was measured on.
+    most = max((one.evaluation.predictions.num_images for one in found), default=0)
+    if most > baseline.predictions.num_images:
+        baseline = evaluator.evaluate_baseline(evaluator.acquired.search, range(most))
+    variants = (baseline, *(one.evaluation for one in found))
     able = finalists(evaluator, journal, found)
     ranked, ranking, notes = _rank(evaluator, journal, able)
     fallbacks = fallback_candidates(journal, goal, found, able)
@@ -347,14 +352,6 @@ def finalize(evaluator: Evaluator, journal: Journal) -> FinalChoice:
         notes = (*notes, f"{_name(winner)} {_measured_loss(tested, goal)} and was refused")
         queue = [one for one in queue if one != winner and not _is_cut_further(one, winner)]
     return _returned_baseline(evaluator, journal, variants, screening, failed, notes)
-
-
-def _baseline_beside(evaluator: Evaluator, baseline: Evaluation, found: Sequence[Candidate]) -> Evaluation:
-    """Return the baseline on as many search images as any candidate was measured on."""
-    most = max((one.evaluation.predictions.num_images for one in found), default=0)
-    if most <= baseline.predictions.num_images:
-        return baseline
-    return evaluator.evaluate_baseline(evaluator.acquired.search, range(most))
 
 
 def _rank(

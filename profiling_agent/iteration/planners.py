@@ -13,7 +13,6 @@ from profiling_agent.analysis.allocation import (
     MAX_SAVING,
     METRICS,
     Guarded,
-    Metric,
     dry_run,
     most_saving,
     obeying,
@@ -242,7 +241,6 @@ def first_proposal(
             lambda most: plan_question(profile, goal, rules, journal, most, setting=setting),
             profile,
             goal,
-            journal,
             lambda guarded: _objection(guarded, planner, profile, goal, journal, rules.target, setting),
             may_stop=False,
         )
@@ -280,7 +278,6 @@ def next_proposal(
             lambda most: plan_question(profile, goal, by_rules, journal, most, attempts_left=left, setting=setting),
             profile,
             goal,
-            journal,
             lambda guarded: _objection(guarded, planner, profile, goal, journal, target, setting),
             may_stop=True,
         )
@@ -334,7 +331,7 @@ def _is_answered(own: Plan, profile: ModelProfile, journal: Journal) -> bool:
     if other is None or not is_measured or not journal.is_as_leading(first):
         return False
     metrics = METRICS if profile.evidence else ("params", "macs")
-    ahead = [_saved(dry, profile, metric) - _saved(other, profile, metric) for metric in metrics]
+    ahead = [saved_share(dry.cuts, profile, metric) - saved_share(other.cuts, profile, metric) for metric in metrics]
     if first.accepted:
         return max(ahead) < STEP
     if dry.kl is not None and other.kl is not None:
@@ -365,14 +362,14 @@ def _objection(
     if planner == "llm" or dry.kl is None or profile.evidence is None:
         return None
     metric = (guarded.plan.target or target or Target(saving=0.5)).metric
-    saving = _saved(dry, profile, metric)
+    saving = saved_share(dry.cuts, profile, metric)
     with suppress(PlanError):
         least = dry_run(obeying(Plan(target=Target(metric=metric, saving=max(saving, 1e-6))), goal), profile).kl
         if least is not None and dry.kl > least * TOLERANCE + TINY_KL:
             return f"its plan costs {dry.kl:.2g} nats, where the allocator saves as much for {least:.2g}: {saving:.1%} of the {metric}"
     if journal is None or not journal.attempts:
         return None
-    measured = [(_saved(row.dry_run, profile, metric), row.accepted) for row in alike if row.dry_run]
+    measured = [(saved_share(row.dry_run.cuts, profile, metric), row.accepted) for row in alike if row.dry_run]
     best = max((share for share, accepted in measured if accepted), default=0.0)
     worst = min((share for share, accepted in measured if not accepted and share > best), default=1.0)
     if best + STEP / 2 <= saving <= worst - STEP / 2:
@@ -386,7 +383,3 @@ def _alike(plan: Plan, journal: Journal) -> list[Attempt]:
     if wish is None or wish == (leading.recommendations if leading else ()):
         return [row for row in journal.attempts if journal.is_as_leading(row)]
     return [row for row in journal.attempts if row.plan.quantization == wish]
-
-
-def _saved(dry: DryRun, profile: ModelProfile, metric: Metric) -> float:
-    return saved_share(dry.cuts, profile, metric)

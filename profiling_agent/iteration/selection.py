@@ -190,12 +190,27 @@ def has_answer(journal: Journal, goal: Goal) -> bool:
     return not any(preference(goal, size=size, speedup=raced.speedup if raced else 0.0, memory=chosen.memory_ratio)[:3])
 
 
-def _by_counts(journal: Journal, goal: Goal) -> tuple[Candidate, ...]:
-    """Return all that was measured and may be returned, the cheapest first, by counts alone.
+def papers_rank(evaluation: Evaluation, latency_ms: float | None) -> tuple[float, int, float]:
+    """Return what Algorithm 1 of the paper prefers, least first: accuracy on the search images, then params, then latency."""
+    return -evaluation.top1, evaluation.footprint.params, math.inf if latency_ms is None else latency_ms
 
-    For what has to be said before anything races: small enough first, then fewest MACs, then fewest bytes.
+
+def ranked(journal: Journal, goal: Goal) -> tuple[Candidate, ...]:
+    """Return the candidates that may be returned, best first, as far as counts and accuracy on the search images tell.
+
+    For what has to be said before anything races: small enough first, then fewest MACs, then fewest bytes. The paper's selection has fp32 pruned
+    models in the order of `papers_rank`, as far as they beat the baseline by it; latencies were measured once for the run.
     """
     baseline = journal.baseline
+    if goal.selection == "paper":
+        times = {attempt.number: attempt.latency_ms for attempt in journal.attempts}
+        first = papers_rank(baseline, journal.baseline_latency_ms)
+        pruned = [
+            (papers_rank(found.evaluation, times.get(found.attempt or 0)), found)
+            for found in candidates(journal)
+            if found.variant is Variant.PRUNED
+        ]
+        return tuple(found for key, found in sorted(pruned, key=lambda pair: pair[0]) if key < first)
     passed = [found for found in candidates(journal) if may_be_returned(found.evaluation, baseline, goal)]
     return tuple(
         sorted(
@@ -207,31 +222,6 @@ def _by_counts(journal: Journal, goal: Goal) -> tuple[Candidate, ...]:
             ),
         )
     )
-
-
-def papers_rank(evaluation: Evaluation, latency_ms: float | None) -> tuple[float, int, float]:
-    """Return what Algorithm 1 of the paper prefers, least first: accuracy on the search images, then params, then latency."""
-    return -evaluation.top1, evaluation.footprint.params, math.inf if latency_ms is None else latency_ms
-
-
-def _by_paper(journal: Journal) -> tuple[Candidate, ...]:
-    """Return fp32 pruned models by the paper's order, as far as they beat the baseline by it.
-
-    Latencies were measured once for the run, as its jobs: whoever resumes it ranks by the same ones.
-    """
-    times = {attempt.number: attempt.latency_ms for attempt in journal.attempts}
-
-    def rank(found: Candidate) -> tuple[float, int, float]:
-        return papers_rank(found.evaluation, None if found.attempt is None else times[found.attempt])
-
-    first = papers_rank(journal.baseline, journal.baseline_latency_ms)
-    pruned = [found for found in candidates(journal) if found.variant is Variant.PRUNED and rank(found) < first]
-    return tuple(sorted(pruned, key=rank))
-
-
-def ranked(journal: Journal, goal: Goal) -> tuple[Candidate, ...]:
-    """Return the candidates that may be returned, best first, as far as counts and accuracy on the search images tell."""
-    return _by_paper(journal) if goal.selection == "paper" else _by_counts(journal, goal)
 
 
 def lost(candidate: Candidate) -> float:

@@ -23,7 +23,6 @@ from profiling_agent.records import (
     Outcome,
     Plan,
     Race,
-    RaceResult,
     Record,
     Term,
     Variant,
@@ -60,11 +59,6 @@ class Limit(Record):
     speedup_high: float | None = None
 
 
-def _terms(facts: Facts, goal: Goal) -> tuple[Term, ...]:
-    terms = (_accuracy(facts, goal), _speed(facts, goal), _size(facts, goal))
-    return terms if goal.max_memory_ratio is None else (*terms, _memory(facts, goal, goal.max_memory_ratio))
-
-
 def _accuracy(facts: Facts, goal: Goal) -> Term:
     asked = goal.max_accuracy_drop
     if facts.drop is None:
@@ -95,7 +89,10 @@ def _size(facts: Facts, goal: Goal) -> Term:
 
 
 def _memory(facts: Facts, goal: Goal, asked: float) -> Term:
-    ratios = _memory_by_session(facts)
+    ratios: list[float] = []
+    if facts.race is not None and facts.model is not None:
+        own, baseline = facts.race.result_of(facts.model).peak_bytes, facts.race.results[0].peak_bytes
+        ratios = [mine / first for mine, first in zip(own, baseline, strict=False)]
     if ratios:
         logs = [math.log(ratio) for ratio in ratios]
         measured, bound = math.exp(sum(logs) / len(logs)), _bound(logs, _error(goal))
@@ -104,13 +101,6 @@ def _memory(facts: Facts, goal: Goal, asked: float) -> Term:
         measured = 1.0 if facts.memory_ratio is None else facts.memory_ratio
         bound = None if facts.model is not None else measured
     return Term(name="memory", required=asked, measured=measured, bound=bound, holds=measured <= asked)
-
-
-def _memory_by_session(facts: Facts) -> list[float]:
-    if facts.race is None or facts.model is None:
-        return []
-    own, baseline = facts.race.result_of(facts.model).peak_bytes, facts.race.results[0].peak_bytes
-    return [mine / first for mine, first in zip(own, baseline, strict=False)]
 
 
 def _error(goal: Goal) -> float:
@@ -154,19 +144,16 @@ def _met(facts: Facts, goal: Goal, terms: tuple[Term, ...]) -> Verdict:
         said = f"{said}; {facts.unproven}"
     if facts.race is not None and facts.race.unsteady:
         said = f"{said}; the speed is unproven, as the machine was too noisy: {facts.race.unsteady}"
+    images = "held-out images"
+    if facts.together is not None and facts.drop is not None:
+        images = f"search and {images} together ({facts.drop.drop * 100:+.2f} points on held-out images alone)"
     return Verdict(
         outcome=Outcome.MET,
         certified=certified,
         terms=terms,
         images_to_certify=needed,
-        explanation=f"the contract is met on {_images(facts)}; {said}",
+        explanation=f"the contract is met on {images}; {said}",
     )
-
-
-def _images(facts: Facts) -> str:
-    if facts.together is None or facts.drop is None:
-        return "held-out images"
-    return f"search and held-out images together ({facts.drop.drop * 100:+.2f} points on held-out images alone)"
 
 
 def decide(facts: Facts, goal: Goal, limit: Limit | None = None) -> Verdict:
@@ -179,7 +166,9 @@ def decide(facts: Facts, goal: Goal, limit: Limit | None = None) -> Verdict:
 
 
 def _decide(facts: Facts, goal: Goal, limit: Limit | None) -> Verdict:
-    terms = _terms(facts, goal)
+    terms = (_accuracy(facts, goal), _speed(facts, goal), _size(facts, goal))
+    if goal.max_memory_ratio is not None:
+        terms = (*terms, _memory(facts, goal, goal.max_memory_ratio))
     missed = [term for term in terms if not term.holds]
     if not missed and facts.refused is None:
         return _met(facts, goal, terms)
@@ -217,23 +206,20 @@ def find_limit(evaluator: Evaluator, journal: Journal, term: str) -> Limit | Non
         if made and not evaluator.budget.has_time_for(TEST_S):
             return None
         try:
-            made.append(_deployed(evaluator, model, deployment))
+            if deployment == Deployment():
+                made.append(model)
+            else:
+                made.append(evaluator.jobs.run(evaluator.deployer.deploy_task(model, deployment)).model)
         except REFUSALS:
             continue
         # Races take long: one of the most promising, and one of all where that doesn't reach.
         if term == "size":
-            limit = Limit(size_ratio=min(_cheapest_size(evaluator, one) for one in (*made, *seen)))
+            limit = Limit(size_ratio=min(one.size_bytes for one in (*made, *seen)) / evaluator.baseline.size_bytes)
         elif len(made) == 1 or number == len(promising) - 1:
             limit = _fastest(evaluator, made, raced)
         if limit is not None and out_of_reach(limit, evaluator.goal) != term:
             break
     return limit
-
-
-def _deployed(evaluator: Evaluator, model: ArtifactRef, deployment: Deployment) -> ArtifactRef:
-    if deployment == Deployment():
-        return model
-    return evaluator.jobs.run(evaluator.deployer.deploy_task(model, deployment)).model
 
 
 def _cheapest(evaluator: Evaluator) -> ArtifactRef:
@@ -275,10 +261,6 @@ def _promising(evaluator: Evaluator, journal: Journal, term: str) -> Sequence[De
     return [*(asked.get((each.runtime, each.scheme), each) for each in tried), Deployment()]
 
 
-def _cheapest_size(evaluator: Evaluator, model: ArtifactRef) -> float:
-    return model.size_bytes / evaluator.baseline.size_bytes
-
-
 def _fastest(evaluator: Evaluator, made: Sequence[ArtifactRef], before: Sequence[float]) -> Limit | None:
     """Return the most that the fastest of them may be faster: by sessions of its own, by one session for the others, and what was raced `before`."""
     entries = [(Variant.BASELINE, evaluator.baseline), *((Variant.BOTH, model) for model in made)]
@@ -290,13 +272,10 @@ def _fastest(evaluator: Evaluator, made: Sequence[ArtifactRef], before: Sequence
         best = max(raced, key=lambda result: result.speedup)
         highs = [result.speedup_high for result in raced if result.model != best.model]
         if best.speedup < evaluator.goal.min_speedup:
-            best = _again(evaluator, best)
+            again = ((Variant.BASELINE, evaluator.baseline), (Variant.BOTH, best.model))
+            num_sessions = evaluator.settings.num_sessions
+            sessions = hold_sessions(lambda number: evaluator.hold_session(again, number), num_sessions)
+            best = pool(*sessions).result_of(best.model)
         return Limit(speedup_high=max(best.speedup_high, *highs, *before, 0.0))
     except JobError:
         return None
-
-
-def _again(evaluator: Evaluator, best: RaceResult) -> RaceResult:
-    entries = ((Variant.BASELINE, evaluator.baseline), (Variant.BOTH, best.model))
-    sessions = hold_sessions(lambda number: evaluator.hold_session(entries, number), evaluator.settings.num_sessions)
-    return pool(*sessions).result_of(best.model)

@@ -46,14 +46,13 @@ def check_matches(requests: Iterable[Request], progress: Progress = silent) -> N
                 raise AcquisitionError(f"{asked['model']} on {asked['dataset']}: {error}") from error
 
 
-def profile_artifact(  # noqa: PLR0913 (what is measured, with what, and where)
+def profile_artifact(
     jobs: Jobs,
     model: ArtifactRef,
     *,
     batch_size: int,
     device: str,
     calibration: SplitInfo | None = None,
-    criterion: str = "auto",
     seed: int = 0,
     cache: bool = True,
     headline: Headline | None = None,
@@ -72,7 +71,6 @@ def profile_artifact(  # noqa: PLR0913 (what is measured, with what, and where)
         device=device,
         headline=headline,
         calibration=calibration,
-        criterion=criterion,
         seed=seed,
         cache=cache,
     )

@@ -246,7 +246,6 @@ class EvidenceTask(Task[Profiled]):
     device: str
     headline: Headline
     calibration: SplitInfo
-    criterion: str = "auto"
     seed: int = 0
     cache: bool = True
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from typing import cast
 
 from torch import nn
 
@@ -74,7 +75,7 @@ def _read(model: nn.Module, name: str, children: tuple[str, ...], holders: Colle
     known = producers if consumer is None else (*producers, consumer)
     if consumer is None:
         return Refused(projections=known, reason="unknown_heads: no layer is found that reads what attention makes")
-    *made, o = (_linear(model, layer) for layer in known)
+    *made, o = (cast("nn.Linear", model.get_submodule(layer)) for layer in known)
     # Three layers, or one for all three.
     stacks = 3 // len(made)
     rows = made[0].out_features // stacks
@@ -90,12 +91,6 @@ def _read(model: nn.Module, name: str, children: tuple[str, ...], holders: Colle
     return Attention(
         producers=producers, consumer=consumer, num_heads=num_heads, head_dim=head_dim, tables=tables, stacks=stacks
     )
-
-
-def _linear(model: nn.Module, name: str) -> nn.Linear:
-    layer = model.get_submodule(name)
-    assert isinstance(layer, nn.Linear)
-    return layer
 
 
 def _output(model: nn.Module, holder: str) -> str | None:
@@ -163,7 +158,8 @@ def _tables(
             continue
         dim = _head_dim(model, path, name)
         parameter = model.get_parameter(path)
-        if dim is None or (_is_norm_of_a_head(path, name) and parameter.shape == heads[1:]):
+        is_norm = path.removeprefix(f"{name}.").partition(".")[0] in HEAD_NORMS
+        if dim is None or (is_norm and parameter.shape == heads[1:]):
             continue
         if dim == _UNKNOWN or parameter.shape[dim] != heads[0]:
             return f"unknown_parameter: it is not known which part of {path!r} belongs to a head"
@@ -176,10 +172,6 @@ def _tables(
 _UNKNOWN = -99
 
 
-def _is_norm_of_a_head(path: str, holder: str) -> bool:
-    return path.removeprefix(f"{holder}.").partition(".")[0] in HEAD_NORMS
-
-
 def _candidates(model: nn.Module, name: str, holders: Collection[str]) -> Iterator[tuple[str, bool]]:
     """Yield the parameters in attention, and the tables that lie outside but above or beside no nearer attention."""
     for path, _ in model.named_parameters():
@@ -187,14 +179,11 @@ def _candidates(model: nn.Module, name: str, holders: Collection[str]) -> Iterat
             yield path, False
         elif path.rpartition(".")[2] in HEAD_TABLES:
             scope = path.rpartition(".")[0]
-            while not (served := [holder for holder in holders if _is_in(holder, scope)]):
+            # Without a scope all are served; a dot keeps `layer.1` out of `layer.10`.
+            while not (served := [one for one in holders if not scope or f"{one}.".startswith(f"{scope}.")]):
                 scope = scope.rpartition(".")[0]
             if name in served:
                 yield path, len(served) > 1
-
-
-def _is_in(name: str, scope: str) -> bool:
-    return not scope or name == scope or name.startswith(f"{scope}.")
 
 
 def _head_dim(model: nn.Module, path: str, holder: str) -> int | None:

@@ -70,15 +70,17 @@ def _macs(model: nn.Module, spec: InputSpec) -> Counter[str]:
     names = {module: name for name, module in model.named_modules()}
     macs: Counter[str] = Counter()
     hooks = {
-        type(module): partial(_add_macs, names=names, macs=macs, formula=_formula(module))
+        # ptflops itself would skip a subclass of `nn.Linear`.
+        type(module): partial(_add_macs, names=names, macs=macs, formula=MODULES_MAPPING[kind])
         for module in names
-        if isinstance(module, COUNTED)
+        if (kind := next((kind for kind in COUNTED if isinstance(module, kind)), None)) is not None
     }
     with left_as_found(model), torch.inference_mode(), counted_matmuls(model) as matmul_macs:
         total, _ = get_model_complexity_info(
             model,
             spec.batch(1),
-            input_constructor=partial(_one_image, device_of(model)),
+            # The image itself: ptflops declares a dict here, but prints a warning for every model given one.
+            input_constructor=lambda shape: torch.zeros(shape, device=device_of(model)),  # pyright: ignore[reportArgumentType]
             print_per_layer_stat=False,
             as_strings=False,
             backend="pytorch",
@@ -92,16 +94,6 @@ def _macs(model: nn.Module, spec: InputSpec) -> Counter[str]:
             f"ptflops can't count {type(model).__name__!r} on an image of {spec.batch(1)[1:]!r}; check the input shape"
         )
     return macs + matmul_macs
-
-
-def _one_image(device: torch.device, shape: Any) -> Any:
-    """Return the image itself: ptflops declares a dict here, but prints a warning for every model given one."""
-    return torch.zeros(shape, device=device)
-
-
-def _formula(module: nn.Module) -> Callable[..., None]:
-    """Return ptflops' hook for the module's kind; ptflops itself would skip a subclass of `nn.Linear`."""
-    return next(MODULES_MAPPING[kind] for kind in COUNTED if isinstance(module, kind))
 
 
 def _add_macs(

@@ -243,16 +243,13 @@ def _read_later(
         }
         for name in [name for name in left if name not in unread]:
             trial = left | {name: _nothing_like(outputs[name])}
-            if _is_finite(model, trial, image):
+            with answering(model, trial):
+                is_finite = bool(torch.isfinite(model(pixel_values=image).logits).all())
+            if is_finite:
                 left = trial
                 unread.add(name)
         read[layer] = {name for name in left if name not in unread}
     return read
-
-
-def _is_finite(model: nn.Module, outputs: Mapping[str, Any], image: Tensor) -> bool:
-    with answering(model, outputs):
-        return bool(torch.isfinite(model(pixel_values=image).logits).all())
 
 
 def _nothing_like(output: Any) -> Any:

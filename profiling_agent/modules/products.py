@@ -55,7 +55,7 @@ class _Quick(TorchFunctionMode):
     ) -> Any:
         if self._linear and func is F.linear and _fits(*args, **(kwargs or {})):
             return _Linear.apply(*_named(*args, **(kwargs or {})))
-        if self._convolutions and args and _is_batch(args[0]):
+        if self._convolutions and args and _is_plain(args[0]) and args[0].dim() == BATCHED:
             if func is F.conv2d:
                 args = (args[0].contiguous(memory_format=torch.channels_last), *args[1:])
             elif func is Tensor.view and args[0].is_contiguous(memory_format=torch.channels_last):
@@ -73,10 +73,6 @@ def _fits(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
         and input.numel() >= MIN_ROWS * weight.shape[1]
         and input.shape[-1] == weight.shape[1]
     )
-
-
-def _is_batch(value: Any) -> bool:
-    return _is_plain(value) and value.dim() == BATCHED
 
 
 def _is_plain(tensor: Any) -> bool:

@@ -1,7 +1,6 @@
 """Operators, as torch.profiler sees them below the modules: shapes, memory and stacks, and a chrome trace."""
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,34 +10,25 @@ from torch.profiler import ProfilerActivity, profile
 
 from profiling_agent.records import OperatorProfile
 
-STACK_DEPTH = 8
-# The frame that calls every module's forward; it says nothing.
-CALLING_FRAME = "torch/nn/modules/module.py"
-# Where the model is called, in this file; the frames beyond are the caller's.
-OUTERMOST_FRAME = "): _profiled"
-
-Key = tuple[str, str]
-
 
 def profile_operators(
     model: nn.Module, batch: Tensor, *, passes: int, trace_path: Path | None = None
 ) -> tuple[tuple[OperatorProfile, ...], float | None]:
     """Return the operators of a pass by input shape, most own time first, and the pass's kernel time on CUDA in ms.
 
-    Times come from `passes` passes without stacks, which would slow them; one more pass gives each operator the
-    stack of its first call (innermost frame first), and the chrome trace at `trace_path`, gzipped if it ends in .gz.
-    With `passes` 1, for models so slow that stacks hardly matter, that pass is the only one and gives the times too.
+    Times come from `passes` passes without stacks, which would slow them; one more pass gives the chrome trace at `trace_path`, with stacks, gzipped
+    if it ends in .gz. With `passes` 1, for models so slow that stacks hardly matter, that pass is the only one and gives the times too.
     Memory is what an operator allocates less what it frees. With a CUDA batch the CUDA times are there as well.
     """
     stacked = _profiled(model, batch, passes=1, with_stack=True)
     timed = stacked if passes == 1 else _profiled(model, batch, passes=passes, with_stack=False)
     if trace_path is not None:
         stacked.export_chrome_trace(str(trace_path))
-    stacks = _first_stacks(stacked)
     rows = [
-        _row(event, passes, stacks, on_cuda=batch.is_cuda)
+        _row(event, passes, on_cuda=batch.is_cuda)
         for event in timed.key_averages(group_by_input_shape=True)
-        if _is_operator(event)
+        # torch's operators (`aten::linear`), and not Python frames, CUDA calls and kernels.
+        if "::" in event.key and not event.is_user_annotation and event.device_type.name == "CPU"
     ]
     rows.sort(key=lambda row: (-row.time_ms, -row.cpu_time_ms))
     return tuple(rows), _kernel_ms(timed) / passes or None
@@ -70,13 +60,7 @@ def _profiled(model: nn.Module, batch: Tensor, *, passes: int, with_stack: bool)
     return session
 
 
-def _is_operator(event: Any) -> bool:
-    """Tell torch's operators (`aten::linear`) from Python frames, CUDA calls and kernels."""
-    return "::" in event.key and not event.is_user_annotation and event.device_type.name == "CPU"
-
-
-def _row(event: Any, passes: int, stacks: dict[Key, tuple[str, ...]], *, on_cuda: bool) -> OperatorProfile:
-    shapes = str(event.input_shapes)
+def _row(event: Any, passes: int, *, on_cuda: bool) -> OperatorProfile:
     memory = event.self_device_memory_usage if on_cuda else event.self_cpu_memory_usage
     return OperatorProfile(
         name=event.key,
@@ -84,22 +68,5 @@ def _row(event: Any, passes: int, stacks: dict[Key, tuple[str, ...]], *, on_cuda
         cpu_time_ms=event.self_cpu_time_total / passes / 1e3,
         cuda_time_ms=event.self_device_time_total / passes / 1e3 if on_cuda else None,
         memory_bytes=memory // passes,
-        input_shapes=shapes,
-        stack=stacks.get((event.key, shapes), ()),
+        input_shapes=str(event.input_shapes),
     )
-
-
-def _first_stacks(session: profile) -> dict[Key, tuple[str, ...]]:
-    stacks: dict[Key, tuple[str, ...]] = {}
-    for event in sorted(session.events() or (), key=lambda event: event.time_range.start):
-        key = (event.name, str(event.input_shapes))
-        if "::" in event.name and key not in stacks:
-            stacks[key] = tuple(frame for frame, _ in zip(_frames(event), range(STACK_DEPTH), strict=False))
-    return stacks
-
-
-def _frames(event: Any) -> Iterator[str]:
-    """Yield the Python frames from `event` out to the model, as `file(line): function`."""
-    while (event := event.cpu_parent) is not None and not event.name.endswith(OUTERMOST_FRAME):
-        if "): " in event.name and not event.name.startswith(CALLING_FRAME):
-            yield event.name

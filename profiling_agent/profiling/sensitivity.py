@@ -23,11 +23,11 @@ from profiling_agent.modules.norms import following_norms, has_bias
 from profiling_agent.modules.prefix import Replay, find_prefixes
 from profiling_agent.progress import Progress, silent
 from profiling_agent.pruning.compensation import MIN_IMAGES, Calibration, regrouped
-from profiling_agent.pruning.criteria import CRITERIA, best_for, order_by, ordered
+from profiling_agent.pruning.criteria import best_for, ordered
 from profiling_agent.pruning.folding import Folded, fold, overlay
 from profiling_agent.pruning.moments import SingularError, gather_moments
 from profiling_agent.pruning.widths import aligned_widths
-from profiling_agent.records import CriterionScore, Cut, Evidence, Unit, UnitEvidence, UnitKind, WidthOption
+from profiling_agent.records import Cut, Evidence, Unit, UnitEvidence, WidthOption
 
 # Widths that are measured; the others are drawn along the prediction through them. On so many images: every unit is measured on the
 # same ones, and what is asked is which of them costs more. A network of many units has fewer of them, so that the cost doesn't grow with both.
@@ -36,8 +36,6 @@ BATCH = 32
 # A backward pass holds what all layers gave: 11 GB for 32 images of 224 x 224 in a ViT-B/16, so that there are fewer of so large ones, and of a
 # machine with little memory a third is enough.
 MAX_PIXELS, BYTES_PER_PIXEL, GRADIENT_SHARE = 8 * 224 * 224, 7_000, 3
-# Where criteria are compared: milder cuts hardly tell them apart.
-COMPARED_SHARE = 0.5
 
 
 def measure_sensitivity(
@@ -53,9 +51,9 @@ def measure_sensitivity(
     """Return the evidence on every unit at every aligned width; `model` is left as it was found.
 
     `batches` begins a pass over the calibration images: (pixel_values (b, c, h, w), labels), labels unused. Three
-    quarters are fitted to, of the last 8 to 16 images are measured on, fewer where there are many units. `criterion` orders the channels: one of CRITERIA, "auto" for
-    the one that suits each kind of unit, or "compare" for the one that has the lowest KL here. `table` has the units' times, where
-    they are known.
+    quarters are fitted to, of the last 8 to 16 images are measured on, fewer where there are many units. `criterion`
+    orders the channels: one of CRITERIA, or "auto" for the one that suits each kind of unit. `table` has the units'
+    times, where they are known.
 
     Raises:
         PruningError: there are fewer than 128 different images, or the model, cut or unpruned, can't be measured on them.
@@ -65,19 +63,20 @@ def measure_sensitivity(
     calibration = Calibration(batches=batches, device=device_of(model), dtype=weight.dtype)
     with left_as_found(model), torch.no_grad():
         model.eval()
-        _check_images(calibration)
+        if (number := calibration.count_different(MIN_IMAGES)) < MIN_IMAGES:
+            raise PruningError(
+                f"{number} different calibration images are too few to measure sensitivity: at least {MIN_IMAGES} are needed"
+            )
         study = _Study(model, units, calibration, seed)
         try:
             progress("weighing channels", 0, 3)
             study.gather()
-            scores = study.choose(criterion, progress)
             progress("measuring sensitivity", 2, 3)
-            rows = study.measure(_chosen(scores), progress)
+            rows = study.measure(criterion, progress)
         except SingularError as error:
             raise PruningError(f"what layers read varies too little beside its mean to be measured: {error}") from error
     evidence = Evidence(
         units=rows,
-        criteria=scores,
         num_images=study.num_images,
         num_judged=study.num_measured_on,
         seconds=time.perf_counter() - started,
@@ -99,22 +98,10 @@ def timed(evidence: Evidence, units: Sequence[Unit], table: LatencyTable) -> Evi
     return evidence.model_copy(update={"units": rows})
 
 
-def _check_images(calibration: Calibration) -> None:
-    found = calibration.count_different(MIN_IMAGES)
-    if found < MIN_IMAGES:
-        raise PruningError(
-            f"{found} different calibration images are too few to measure sensitivity: at least {MIN_IMAGES} are needed"
-        )
-
-
 def _finite(kl: float, cut: str) -> float:
     if not math.isfinite(kl):
         raise PruningError(f"the KL of the model with {str(cut)!r} cut is {kl!r}: check its weights")
     return kl
-
-
-def _chosen(scores: Sequence[CriterionScore]) -> dict[UnitKind, str]:
-    return {UnitKind(score.kind): score.criterion for score in scores if score.chosen}
 
 
 @dataclass
@@ -148,48 +135,15 @@ class _Study:
     def laid(self, unit: Unit, folded: Folded) -> dict[str, Tensor]:
         return overlay(self.model, unit, folded, self.norms.get(unit.consumer))
 
-    def choose(self, criterion: str, progress: Progress) -> tuple[CriterionScore, ...]:
-        """Say by which criterion each kind of unit is ordered."""
-        kinds = tuple(dict.fromkeys(unit.kind for unit in self.units))
-        if criterion == "compare":
-            progress("comparing criteria", 1, 3)
-            return self._compare(kinds)
-        named = {kind: best_for(kind) if criterion == "auto" else criterion for kind in kinds}
-        return tuple(CriterionScore(kind=kind, criterion=name, kl=None, chosen=True) for kind, name in named.items())
-
-    def _compare(self, kinds: Iterable[UnitKind]) -> tuple[CriterionScore, ...]:
-        """Cut all units of a kind by half in each criterion's order, and choose the one that costs the least."""
-        expected = torch.cat([self.model(pixel_values=images).logits for images in self.judged])
-        scores: list[CriterionScore] = []
-        for kind in kinds:
-            kls = {criterion: self._kl_of_kind(kind, criterion, expected) for criterion in CRITERIA}
-            best = min(kls, key=lambda criterion: kls[criterion])
-            scores += [
-                CriterionScore(kind=kind, criterion=criterion, kl=kl, chosen=criterion == best)
-                for criterion, kl in kls.items()
-            ]
-        return tuple(scores)
-
-    def _kl_of_kind(self, kind: UnitKind, criterion: str, expected: Tensor) -> float:
-        laid: dict[str, Tensor] = {}
-        for unit in (unit for unit in self.units if unit.kind is kind):
-            widths = aligned_widths(unit.width, unit.step)
-            keep = min(widths, key=lambda width: abs(width - unit.width * COMPARED_SHARE))
-            order = order_by(self.model, unit, self.moments[unit.name], criterion, seed=self.seed)
-            laid |= self.laid(unit, self.fold(unit, order[unit.width - keep :]))
-        logits = [
-            torch.func.functional_call(self.model, laid, (), {"pixel_values": images}).logits for images in self.judged
-        ]
-        return _finite(mean_kl(expected, torch.cat(logits)), kind)
-
-    def measure(self, chosen: Mapping[UnitKind, str], progress: Progress) -> tuple[UnitEvidence, ...]:
+    def measure(self, criterion: str, progress: Progress) -> tuple[UnitEvidence, ...]:
         """T1: the KL of some widths of every unit, one unit cut at a time."""
         orders: dict[str, tuple[int, ...]] = {}
         predicted: dict[str, dict[int, float]] = {}
         folds: dict[tuple[str, int], Folded] = {}
         for number, unit in enumerate(self.units):
             progress("ordering channels", number, len(self.units))
-            found = ordered(self.model, unit, self.moments[unit.name], chosen[unit.kind], seed=self.seed)
+            named = best_for(unit.kind) if criterion == "auto" else criterion
+            found = ordered(self.model, unit, self.moments[unit.name], named, seed=self.seed)
             widths = aligned_widths(unit.width, unit.step)[::-1]
             orders[unit.name] = found.order
             predicted[unit.name] = {keep: found.loss[unit.width - keep] for keep in widths}

@@ -12,40 +12,23 @@ from profiling_agent.pruning.moments import UnitMoments, damped_inverse, matrix_
 from profiling_agent.records import Unit, UnitKind
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UnitWeights:
-    """A unit's weights, one row a channel or head: what makes it, (width, n), and what reads it, (width, m)."""
-
-    rows: Tensor
-    columns: Tensor
-
-
-def l1(weights: UnitWeights, _generator: torch.Generator) -> Tensor:
+def l1(rows: Tensor, _generator: torch.Generator) -> Tensor:
     """Score by the sum of the absolute weights that make a channel (Li et al., 2017, "Pruning filters")."""
-    return weights.rows.abs().sum(1)
+    return rows.abs().sum(1)
 
 
-def l2(weights: UnitWeights, _generator: torch.Generator) -> Tensor:
+def l2(rows: Tensor, _generator: torch.Generator) -> Tensor:
     """Score by the Euclidean norm of the weights that make a channel."""
-    return weights.rows.norm(dim=1)
+    return rows.norm(dim=1)
 
 
-def group_l2(weights: UnitWeights, _generator: torch.Generator) -> Tensor:
-    """Score by the Euclidean norm of all weights that a cut removes, the reader's included (DepGraph, 2023)."""
-    return torch.cat((weights.rows, weights.columns), dim=1).norm(dim=1)
-
-
-def random(weights: UnitWeights, generator: torch.Generator) -> Tensor:
+def random(rows: Tensor, generator: torch.Generator) -> Tensor:
     """Score by chance: the floor that any criterion has to beat."""
-    return torch.rand(len(weights.rows), generator=generator)
+    return torch.rand(len(rows), generator=generator)
 
 
-IMPORTANCE: Mapping[str, Callable[[UnitWeights, torch.Generator], Tensor]] = {
-    "l1": l1,
-    "l2": l2,
-    "group_l2": group_l2,
-    "random": random,
-}
+# Each scores the rows, (width, n), that make a unit's channels.
+IMPORTANCE: Mapping[str, Callable[[Tensor, torch.Generator], Tensor]] = {"l1": l1, "l2": l2, "random": random}
 
 
 def score(model: nn.Module, unit: Unit, importance: str, *, seed: int = 0) -> Tensor:
@@ -55,7 +38,7 @@ def score(model: nn.Module, unit: Unit, importance: str, *, seed: int = 0) -> Te
     """
     generator = torch.Generator().manual_seed(seed + zlib.crc32(unit.name.encode()))
     with torch.no_grad():
-        return IMPORTANCE[importance](unit_weights(model, unit), generator)
+        return IMPORTANCE[importance](unit_rows(model, unit), generator)
 
 
 def keep_indices(scores: Tensor, keep: int) -> list[int]:
@@ -64,19 +47,13 @@ def keep_indices(scores: Tensor, keep: int) -> list[int]:
     return sorted(order[:keep].tolist())
 
 
-def unit_weights(model: nn.Module, unit: Unit) -> UnitWeights:
-    """Return the unit's weights, those of one head side by side."""
-    consumer = model.get_submodule(unit.consumer).get_parameter("weight").float()
-    producers = (model.get_submodule(name).get_parameter("weight").float() for name in unit.producers)
-    return UnitWeights(
-        rows=torch.cat([_by_channel(weight, unit) for weight in producers], dim=1),
-        columns=consumer.transpose(0, 1).reshape(unit.width, -1),
+def unit_rows(model: nn.Module, unit: Unit) -> Tensor:
+    """Return the weights that make each channel or head, whatever stacks they lie in: (width, n), float32."""
+    weights = (model.get_submodule(name).get_parameter("weight").float() for name in unit.producers)
+    return torch.cat(
+        [weight.reshape(unit.stacks, unit.width, -1).transpose(0, 1).reshape(unit.width, -1) for weight in weights],
+        dim=1,
     )
-
-
-def _by_channel(weight: Tensor, unit: Unit) -> Tensor:
-    """Return a producer's weights with those of a channel in one row, whatever stacks they lie in."""
-    return weight.reshape(unit.stacks, unit.width, -1).transpose(0, 1).reshape(unit.width, -1)
 
 
 # Channels taken out between two updates: a share of the width, so that wide layers take seconds and not minutes. The errors of 64 updates are
@@ -100,26 +77,20 @@ class Elimination:
     loss: tuple[float, ...]
 
 
-def eliminate(weight: Tensor, covariance: Tensor, sensitivity: Tensor, width: int) -> Elimination:
-    """Return the order of the optimal brain surgeon for groups of columns (Hassibi et al., 1993; ZipLM, 2023).
+def eliminate(
+    weight: Tensor, covariance: Tensor, sensitivity: Tensor, width: int, order: Sequence[int] | None = None
+) -> Elimination:
+    """Return the order of the optimal brain surgeon for groups of columns (Hassibi et al., 1993; ZipLM, 2023), or the errors of an `order`.
 
     `weight` is (outputs, columns), `covariance` (columns, columns), `sensitivity` (outputs, outputs); the columns are
     `width` groups of equal size side by side. The error of taking out group c is tr(S W_c ((C^-1)_cc)^-1 W_c').
     """
-    return _run(weight, covariance, sensitivity, width, None)
-
-
-def eliminate_in(
-    order: Sequence[int], weight: Tensor, covariance: Tensor, sensitivity: Tensor, width: int
-) -> Elimination:
-    """Return the errors of taking the groups out in an `order` that is given."""
-    return _run(weight, covariance, sensitivity, width, list(order))
-
-
-def _run(weight: Tensor, covariance: Tensor, sensitivity: Tensor, width: int, order: list[int] | None) -> Elimination:
     size = weight.shape[1] // width
     chunk = max(1, width // UPDATES)
-    now, inverse = _root(sensitivity.double()) @ weight.double(), damped_inverse(covariance.double())
+    # What goes through R, with R'R = S, is felt alike.
+    values, vectors = torch.linalg.eigh(sensitivity.double())
+    now = (values.clamp_min(0).sqrt()[:, None] * vectors.T) @ weight.double()
+    inverse = damped_inverse(covariance.double())
     # The groups whose columns are held, and which of them are still there.
     held, there = torch.arange(width), torch.ones(width, dtype=torch.bool)
     gone: list[int] = []
@@ -169,12 +140,6 @@ def _one_by_one(
     return taken
 
 
-def _root(sensitivity: Tensor) -> Tensor:
-    """Return R with R'R = S: what goes through it is felt alike."""
-    values, vectors = torch.linalg.eigh(sensitivity)
-    return values.clamp_min(0).sqrt()[:, None] * vectors.T
-
-
 def _errors(weight: Tensor, inverse: Tensor, groups: int) -> Tensor:
     """Return the error of taking out each group: tr(W_c ((C^-1)_cc)^-1 W_c')."""
     size = weight.shape[1] // groups
@@ -209,43 +174,13 @@ def _take_out_(weight: Tensor, inverse: Tensor, goes: Tensor) -> None:
     inverse[goes, goes] = 1.0
 
 
-def wanda(unit: Unit, weight: Tensor, moments: UnitMoments) -> Tensor:
-    """Score by the energy that a channel brings to its reader: E[x_c^2] |W_c|^2 (Wanda, 2023, whole channels)."""
-    return _sum_by_channel(unit, moments.gram.diagonal().float() * weight.square().sum(0))
-
-
-def flap(unit: Unit, weight: Tensor, moments: UnitMoments) -> Tensor:
-    """Score by how much of it varies, because a bias can stand in for the mean: Var[x_c] |W_c|^2 (FLAP, 2024)."""
-    return _sum_by_channel(unit, moments.covariance.diagonal() * weight.square().sum(0))
-
-
-def taylor(_unit: Unit, _weight: Tensor, moments: UnitMoments) -> Tensor:
-    """Score by the first-order change of an image's loss, E|x dL/dx| (Molchanov et al., 2017)."""
-    return moments.taylor
-
-
-def fisher(_unit: Unit, _weight: Tensor, moments: UnitMoments) -> Tensor:
-    """Score by the Fisher information of a gate on the channel (Kwon et al., 2022)."""
-    return moments.fisher
-
-
-def _sum_by_channel(unit: Unit, columns: Tensor) -> Tensor:
-    return columns.reshape(unit.width, -1).sum(1)
-
-
-SCORED: Mapping[str, Callable[[Unit, Tensor, UnitMoments], Tensor]] = {
-    "taylor": taylor,
-    "fisher": fisher,
-    "wanda": wanda,
-    "flap": flap,
-}
 # What is left of the outputs when the other channels take over: of all outputs alike, or as the loss feels them.
 ELIMINATED = ("obs", "fisher_obs")
-CRITERIA = (*IMPORTANCE, *SCORED, *ELIMINATED)
+CRITERIA = (*IMPORTANCE, *ELIMINATED)
 
 
 def best_for(kind: UnitKind) -> str:
-    """Return the criterion for a kind of unit where nobody compares them.
+    """Return the criterion for a kind of unit where none is named.
 
     The order in which others take over best; of channels as the loss feels it, which was worth a fifth of the KL, but not of heads, which
     are few and whose gradients are noisy (docs/decisions/LOG.md, 2026-11-21).
@@ -255,36 +190,28 @@ def best_for(kind: UnitKind) -> str:
 
 def order_by(model: nn.Module, unit: Unit, moments: UnitMoments, criterion: str, *, seed: int = 0) -> tuple[int, ...]:
     """Return the channels or heads of `unit`, the first to go first, as one of CRITERIA orders them."""
-    weight = matrix_of(model.get_submodule(unit.consumer))
     if criterion in ELIMINATED:
+        weight = matrix_of(model.get_submodule(unit.consumer))
         alike = torch.eye(len(weight), device=weight.device)
         felt = moments.sensitivity if criterion == "fisher_obs" and moments.is_felt else alike
         return eliminate(weight, moments.covariance, felt, unit.width).order
-    if criterion in SCORED:
-        scores = SCORED[criterion](unit, weight, moments)
-    else:
-        scores = score(model, unit, criterion, seed=seed)
-    return tuple(torch.argsort(scores, stable=True).tolist())
+    return tuple(torch.argsort(score(model, unit, criterion, seed=seed), stable=True).tolist())
 
 
-def predicted_kl(model: nn.Module, unit: Unit, moments: UnitMoments, order: tuple[int, ...]) -> Elimination:
-    """Return `order` with the second-order estimate of the KL divergence, in nats, after each channel that goes."""
+def predicted_kl(
+    model: nn.Module, unit: Unit, moments: UnitMoments, order: tuple[int, ...] | None = None
+) -> Elimination:
+    """Return `order`, by default that of `fisher_obs`, with the second-order estimate of the KL in nats after each channel that goes."""
     weight = matrix_of(model.get_submodule(unit.consumer))
-    return _in_nats(eliminate_in(order, weight, moments.covariance, moments.sensitivity, unit.width))
+    errors = eliminate(weight, moments.covariance, moments.sensitivity, unit.width, order)
+    return Elimination(order=errors.order, loss=tuple(error / 2 for error in errors.loss))
 
 
 def ordered(model: nn.Module, unit: Unit, moments: UnitMoments, criterion: str, *, seed: int = 0) -> Elimination:
-    """Return the order of `order_by` with the estimate of `predicted_kl`, which `fisher_obs` comes to on its way.
-
-    Where gradients tell nothing the estimate is zero.
-    """
+    """Return the order of `order_by` with the estimate of `predicted_kl`; where gradients tell nothing the estimate is zero."""
+    if moments.is_felt and criterion == "fisher_obs":
+        return predicted_kl(model, unit, moments)
+    order = order_by(model, unit, moments, criterion, seed=seed)
     if not moments.is_felt:
-        return Elimination(order=order_by(model, unit, moments, criterion, seed=seed), loss=(0.0,) * (unit.width + 1))
-    if criterion == "fisher_obs":
-        weight = matrix_of(model.get_submodule(unit.consumer))
-        return _in_nats(eliminate(weight, moments.covariance, moments.sensitivity, unit.width))
-    return predicted_kl(model, unit, moments, order_by(model, unit, moments, criterion, seed=seed))
-
-
-def _in_nats(errors: Elimination) -> Elimination:
-    return Elimination(order=errors.order, loss=tuple(error / 2 for error in errors.loss))
+        return Elimination(order=order, loss=(0.0,) * (unit.width + 1))
+    return predicted_kl(model, unit, moments, order)

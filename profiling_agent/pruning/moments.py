@@ -35,14 +35,10 @@ def features(layer: nn.Module, inputs: Tensor) -> Tensor:
     """Return what `layer` multiplies its matrix with: (positions, columns), a position a token or an output pixel."""
     if not isinstance(layer, nn.Conv2d):
         return inputs.reshape(-1, inputs.shape[-1])
-    patches = F.unfold(_padded(layer, inputs), layer.kernel_size, layer.dilation, stride=layer.stride)
-    return _thinned(patches).transpose(1, 2).reshape(-1, patches.shape[1])
-
-
-def _padded(layer: nn.Conv2d, inputs: Tensor) -> Tensor:
-    """Return the inputs with the border that the convolution puts around them."""
     mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
-    return F.pad(inputs, border_of(layer), mode=mode)
+    padded = F.pad(inputs, border_of(layer), mode=mode)
+    patches = F.unfold(padded, layer.kernel_size, layer.dilation, stride=layer.stride)
+    return _thinned(patches).transpose(1, 2).reshape(-1, patches.shape[1])
 
 
 def outputs_of(layer: nn.Module, outputs: Tensor) -> Tensor:
@@ -111,7 +107,7 @@ def damped_inverse(covariance: Tensor) -> Tensor:
     return torch.cholesky_inverse(torch.linalg.cholesky(damp_(covariance.clone(), mean)))
 
 
-FIELDS = ("mean", "covariance", "sensitivity", "taylor", "fisher")
+FIELDS = ("mean", "covariance", "sensitivity")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -125,8 +121,6 @@ class UnitMoments:
     mean: Tensor  # E[x], (columns,)
     covariance: Tensor  # (columns, columns)
     sensitivity: Tensor  # sum over an image's positions of E[g g'], (outputs, outputs)
-    taylor: Tensor  # E|gate|, (width,): gate is the derivative of an image's loss by a factor on the channel
-    fisher: Tensor  # E[gate^2], (width,)
 
     @property
     def is_felt(self) -> bool:
@@ -163,14 +157,15 @@ def gather_moments(
             logits = model(pixel_values=images.detach().requires_grad_()).logits.float()
             drawn = torch.multinomial(logits.detach().softmax(1).cpu(), 1, generator=generator)[:, 0]
             loss = F.cross_entropy(logits, drawn.to(logits.device), reduction="sum")
-            ends = [tensor for unit in units for tensor in seen[unit.consumer]]
-            gradients = torch.autograd.grad(loss, ends)
-            for position, unit in enumerate(units):
-                layer, x = model.get_submodule(unit.consumer), seen[unit.consumer][0].detach()
-                dx, dy = gradients[2 * position : 2 * position + 2]
-                z = features(layer, x)
+            gradients = torch.autograd.grad(loss, [seen[unit.consumer][1] for unit in units])
+            for unit, gradient in zip(units, gradients, strict=True):
+                layer = model.get_submodule(unit.consumer)
+                z = features(layer, seen[unit.consumer][0].detach())
                 z = z - about.setdefault(unit.name, z.mean(0))
-                _add(sums, unit, _batch_moments(unit, layer, len(images), z, x * dx, dy))
+                batch = _batch_moments(layer, len(images), z, gradient)
+                if (total := sums.setdefault(unit.name, batch)) is not batch:
+                    for field in FIELDS:
+                        getattr(total, field).add_(getattr(batch, field))
             num_images += len(images)
             seen.clear()
     for name, moments in sums.items():
@@ -194,28 +189,16 @@ def _frozen(model: nn.Module) -> Generator[None]:
             parameter.requires_grad = True
 
 
-def _batch_moments(
-    unit: Unit, layer: nn.Module, num_images: int, z: Tensor, product: Tensor, dy: Tensor
-) -> UnitMoments:
+def _batch_moments(layer: nn.Module, num_images: int, z: Tensor, dy: Tensor) -> UnitMoments:
     """Return the sums over the images of one batch, the mean and the second moment averaged over an image's positions.
 
-    z is (positions, columns), `product` what the layer reads times its gradient, dy the gradient of what it gives.
+    z is (positions, columns), dy the gradient of what the layer gives.
     """
     g = outputs_of(layer, dy)
     # Windowed attention has more rows than images, those of one image side by side.
     seen, there = len(z) / num_images, dy.numel() / g.shape[1] / num_images
-    product = product.movedim(1, -1) if isinstance(layer, nn.Conv2d) else product
-    gate = product.reshape(num_images, -1, unit.width, product.shape[-1] // unit.width).float().sum((1, 3))
     return UnitMoments(
         mean=z.sum(0).float() / seen,
         covariance=second_moment(z).float() / seen,
         sensitivity=second_moment(g).float() * (there / seen),
-        taylor=gate.abs().sum(0),
-        fisher=gate.square().sum(0),
     )
-
-
-def _add(sums: dict[str, UnitMoments], unit: Unit, batch: UnitMoments) -> None:
-    if (total := sums.setdefault(unit.name, batch)) is not batch:
-        for field in FIELDS:
-            getattr(total, field).add_(getattr(batch, field))

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 
 from profiling_agent.modules.attention import Attention, find_attention, head_sizes, say_heads_
-from profiling_agent.records import Cut, Unit, UnitKind
+from profiling_agent.records import Cut, UnitKind
 
 # Torch-Pruning types these by all layers that its functions of this name take.
 CUT_ROWS: Any = tp.prune_linear_out_channels
@@ -32,7 +32,9 @@ def cut_units(model: nn.Module, cuts: Sequence[Cut], keep: Mapping[str, list[int
         unit, dropped = cut.unit, _others(keep[cut.unit.name], cut.unit.width)
         # Cut the rows of producers and of what is on the way, and the columns of all readers.
         for name in unit.producers:
-            _cut_producer_(pruned.get_submodule(name), unit, dropped)
+            producer: Any = pruned.get_submodule(name)
+            rows = unit.rows_of(dropped, len(producer.weight))
+            (CUT_FILTERS if isinstance(producer, nn.Conv2d) else CUT_ROWS)(producer, rows)
         for name in unit.inner:
             _cut_rows_(pruned.get_submodule(name), unit.width, dropped)
         for name in (unit.consumer, *unit.side_readers):
@@ -46,7 +48,10 @@ def cut_units(model: nn.Module, cuts: Sequence[Cut], keep: Mapping[str, list[int
     # Some forward passes read the number of heads there; for the others it is for people, exports and other code.
     sizes = head_sizes(model)
     say_heads_(pruned, {cut.unit.name: sizes[cut.unit.name] for cut in cuts if cut.unit.kind is UnitKind.HEADS})
-    _freeze_as_(pruned, model)
+    # A parameter that was cut is a new one, and is frozen if the one before was.
+    trained = {name: parameter.requires_grad for name, parameter in model.named_parameters(remove_duplicate=False)}
+    for name, parameter in pruned.named_parameters():
+        parameter.requires_grad_(trained[name])
     return pruned
 
 
@@ -57,11 +62,6 @@ def _others(kept: Iterable[int], width: int) -> list[int]:
 def _spread(dropped: Sequence[int], size: int) -> list[int]:
     """Return the consecutive rows or columns of each channel or head."""
     return [index * size + row for index in dropped for row in range(size)]
-
-
-def _cut_producer_(layer: Any, unit: Unit, dropped: Sequence[int]) -> None:
-    rows = unit.rows_of(dropped, len(layer.weight))
-    (CUT_FILTERS if isinstance(layer, nn.Conv2d) else CUT_ROWS)(layer, rows)
 
 
 def _cut_rows_(module: Any, width: int, dropped: Sequence[int]) -> None:
@@ -96,10 +96,3 @@ def _cut_tables_(model: nn.Module, attention: Attention, dropped: Sequence[int])
         owner = model.get_submodule(owner_name)
         if not isinstance(owner, nn.Linear):
             _keep_(owner, leaf, dim, _others(dropped, attention.num_heads))
-
-
-def _freeze_as_(pruned: nn.Module, model: nn.Module) -> None:
-    """Freeze the parameters that are frozen in `model`; a parameter that was cut is a new one."""
-    trained = {name: parameter.requires_grad for name, parameter in model.named_parameters(remove_duplicate=False)}
-    for name, parameter in pruned.named_parameters():
-        parameter.requires_grad_(trained[name])

@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -349,18 +350,13 @@ class Trace(TorchFunctionMode):
         found = [axis for operand in operands if (axis := self.axis_of(operand)) is not None]
         axis = None
         if found and (name in RULES if len(results) == 1 else name in PARTED):
-            axis = self._ruled(Call(name, args, kwargs, results, self.axis_of))
+            with suppress(UnknownSpellingError):
+                axis = (RULES if len(results) == 1 else PARTED)[name](Call(name, args, kwargs, results, self.axis_of))
         if axis is None:
             for lost in found:
                 lost.space.block(name)
         for result in results:
             self.put(result, axis)
-
-    def _ruled(self, call: Call) -> Axis | None:
-        try:
-            return (PARTED if len(call.results) > 1 else RULES)[call.name](call)
-        except UnknownSpellingError:
-            return None
 
     def enter(self, _name: str, _input: Any) -> None:
         """Look away while a layer that is known as a whole runs."""

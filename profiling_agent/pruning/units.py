@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from profiling_agent.modules.attention import Attention, Refused, find_attention
 from profiling_agent.modules.inference import without_weights
@@ -88,12 +88,23 @@ def chain_of(
     space = trace.writes[layer].current()
     if reason := _refusal(layer, space, trace, names):
         return reason
-    gates = _gates(space, trace)
+    # What computes from the channels what multiplies them, as a squeeze-and-excitation's last layer.
+    gates = [writer for writer in space.writers if _makers(writer, space, trace)]
     side = {maker for gate in gates for maker in _makers(gate, space, trace)}
-    consumers = [reader for reader in space.readers if reader not in side]
+    consumers: list[Any] = [reader for reader in space.readers if reader not in side]
     if len(consumers) != 1:
         return f"shared: {len(consumers)} layers read its outputs"
-    chain = _chain(space, gates, consumers[0], side)
+    producers: list[Any] = [writer for writer in space.writers if writer not in gates]
+    readers: list[Any] = [reader for reader in space.readers if reader in side]
+    chain = Chain(
+        producers=tuple(producers),
+        consumer=consumers[0],
+        inner=(*space.inner, *gates),
+        side_readers=tuple(readers),
+        width=space.width,
+        mask_exact=space.mask_exact,
+        stacks=space.stacks,
+    )
     return _outside(chain, names, tied) or chain
 
 
@@ -121,31 +132,12 @@ def _coupling(layer: nn.Module, space: Space, stems: Sequence[nn.Module], names:
     return None if space.readers else "unsupported: no layer reads its outputs"
 
 
-def _gates(space: Space, trace: Trace) -> list[nn.Module]:
-    """Return the writers that compute from the channels what multiplies them, as a squeeze-and-excitation's last layer."""
-    return [writer for writer in space.writers if _makers(writer, space, trace)]
-
-
 def _makers(gate: nn.Module, space: Space, trace: Trace) -> list[nn.Module]:
     """Return the readers of `space` that make what `gate` reads; a residual is also made by layers that run later."""
     read = trace.reads.get(gate)
     order = {layer: position for position, layer in enumerate(trace.calls)}
     makers = read.current().writers if read is not None else []
     return [maker for maker in makers if maker in space.readers and order[maker] < order[gate]]
-
-
-def _chain(space: Space, gates: Collection[nn.Module], consumer: Any, side: Collection[Any]) -> Chain:
-    producers: list[Any] = [writer for writer in space.writers if writer not in gates]
-    readers: list[Any] = [reader for reader in space.readers if reader in side]
-    return Chain(
-        producers=tuple(producers),
-        consumer=consumer,
-        inner=(*space.inner, *gates),
-        side_readers=tuple(readers),
-        width=space.width,
-        mask_exact=space.mask_exact,
-        stacks=space.stacks,
-    )
 
 
 def _outside(chain: Chain, names: Mapping[nn.Module, str], tied: Collection[nn.Module]) -> str | None:
@@ -207,7 +199,10 @@ def find_units(model: nn.Module, spec: InputSpec, macs: Mapping[str, int]) -> Fo
     """
     skeleton = without_weights(model)
     names = {module: name for name, module in skeleton.named_modules()}
-    trace = _trace(skeleton, spec)
+    try:
+        trace = follow_channels(skeleton, spec)
+    except UntraceableError as error:
+        trace = f"untraceable: {error}"
     ledger, tied = _Ledger(names, macs), tied_modules(skeleton)
     if isinstance(trace, Trace):
         tied |= trace.repeated
@@ -238,14 +233,6 @@ def find_units(model: nn.Module, spec: InputSpec, macs: Mapping[str, int]) -> Fo
     return FoundUnits(units=units, refusals=refusals, absent=absences(skeleton, projections, units, refusals))
 
 
-def _trace(skeleton: nn.Module, spec: InputSpec) -> Trace | str:
-    """Return the trace of a copy without weights, or why there is none."""
-    try:
-        return follow_channels(skeleton, spec)
-    except UntraceableError as error:
-        return f"untraceable: {error}"
-
-
 def _apart(found: Mapping[str, Unit | str]) -> dict[str, Unit | str]:
     """Refuse what lies inside another unit: a squeeze-and-excitation's own width, a network that makes a head's table."""
     units = {unit.producers[0]: unit for unit in found.values() if isinstance(unit, Unit)}.values()
@@ -266,16 +253,15 @@ def _sorted(found: Mapping[str, Unit | str], names: Iterable[str]) -> tuple[tupl
     ordered = [(name, found[name]) for name in names if name in found]
     units = {unit.producers[0]: unit for _, unit in ordered if isinstance(unit, Unit)}
     members = {name for unit in units.values() for name in unit.members}
+    times_named = Counter(unit.name for unit in units.values())
     return (
-        tuple(_named(unit, tuple(units.values())) for unit in units.values()),
+        # A unit of two layers that shares its holder with another is named by its producer, so that names are unique.
+        tuple(
+            unit if times_named[unit.name] == 1 else unit.model_copy(update={"name": unit.producers[0]})
+            for unit in units.values()
+        ),
         {name: reason for name, reason in ordered if isinstance(reason, str) and name not in members},
     )
-
-
-def _named(unit: Unit, units: tuple[Unit, ...]) -> Unit:
-    """Name a unit of two layers that shares its holder with another unit by its producer, so that names are unique."""
-    is_unique = sum(other.name == unit.name for other in units) == 1
-    return unit if is_unique else unit.model_copy(update={"name": unit.producers[0]})
 
 
 def _heads(
@@ -293,7 +279,9 @@ def _heads(
     cut: list[tuple[nn.Module, int]] = []
     for name in attention.producers:
         layer = model.get_submodule(name)
-        cut.append((layer, _rows(*layer.parameters()) * attention.head_dim * attention.stacks))
+        cut.append(
+            (layer, sum(tensor[0].numel() for tensor in layer.parameters()) * attention.head_dim * attention.stacks)
+        )
     consumer = model.get_submodule(attention.consumer)
     cut.append((consumer, _columns(consumer) * attention.head_dim))
     owners = {name: name.rpartition(".")[0] for name in attention.tables}
@@ -351,11 +339,6 @@ def _kind(chain: Chain) -> UnitKind:
     size = len(chain.producers[0].weight)
     is_depthwise = any(isinstance(module, nn.Conv2d) and module.groups == size for module in chain.inner)
     return UnitKind.INVERTED_RESIDUAL if is_depthwise else UnitKind.CONV_INNER
-
-
-def _rows(*tensors: Tensor) -> int:
-    """Return the parameters of one channel: a row of each tensor."""
-    return sum(tensor[0].numel() for tensor in tensors)
 
 
 def _columns(reader: nn.Module) -> int:

@@ -100,15 +100,11 @@ def check_saving(baseline: nn.Module, pruned: nn.Module, spec: InputSpec) -> Non
     Raises:
         PruningError: params or MACs did not go down.
     """
-    before, after = (_totals(model, spec) for model in (baseline, pruned))
-    for name, old, new in zip(("params", "macs"), before, after, strict=True):
+    before, after = (count_complexity(without_weights(model), spec).values() for model in (baseline, pruned))
+    for name in ("params", "macs"):
+        new, old = (sum(getattr(row, name) for row in rows) for rows in (after, before))
         if new >= old:
             raise PruningError(f"the prune saves no {name}: {new!r} after, {old!r} before; cut more")
-
-
-def _totals(model: nn.Module, spec: InputSpec) -> tuple[int, int]:
-    rows = count_complexity(without_weights(model), spec).values()
-    return sum(row.params for row in rows), sum(row.macs for row in rows)
 
 
 Given = tuple[tuple[Any, ...], Mapping[str, Any]]
@@ -134,7 +130,10 @@ class Trials:
         if scope not in self._given:
             return "unused: the forward pass doesn't reach it"
         given, module = self._given[scope], self.model.get_submodule(scope)
-        alike = f"{module} {_told(module)} {tree_map(_shape, given)}"
+        shapes = tree_map(
+            lambda value: (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else value, given
+        )
+        alike = f"{module} {_told(module)} {shapes}"
         if alike not in self._known:
             self._known[alike] = _tried(module, _within(unit, scope), given)
         return self._known[alike]
@@ -182,10 +181,6 @@ def _told(module: nn.Module) -> str:
     )
 
 
-def _shape(value: Any) -> Any:
-    return (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else value
-
-
 def _within(unit: Unit, scope: str) -> Unit:
     """Return the unit by the names that its modules have in `scope`."""
     start = len(scope) + 1 if scope else 0
@@ -225,11 +220,7 @@ def _tried(module: nn.Module, unit: Unit, given: Given) -> str | None:
 
 def _copied(given: Any) -> Any:
     """Return arguments whose tensors a forward pass may change."""
-    return tree_map(_clone, given)
-
-
-def _clone(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
+    return tree_map(lambda value: value.clone() if isinstance(value, Tensor) else value, given)
 
 
 def _randomised(module: nn.Module, generator: torch.Generator) -> nn.Module:

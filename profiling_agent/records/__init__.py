@@ -3,176 +3,85 @@
 Ratios and accuracies are fractions in [0, 1]; units are in the names; `macs` are multiply-accumulates of one image.
 """
 
-from profiling_agent.records.approval import Approval, ApprovalQuestion, Decided, UnitCut
-from profiling_agent.records.data import (
-    SHARD,
-    Acquired,
-    InputSpec,
-    LabelMatch,
-    MatchBy,
-    MatchKind,
-    MatchRule,
-    ModelSource,
-    ShapeFacts,
-    SplitInfo,
-)
-from profiling_agent.records.deployment import (
-    RUNTIMES,
-    DeployedModel,
-    Deployment,
-    FoldedSite,
-    LayerCost,
-    RuntimeName,
-    Scheme,
-    Tuned,
-)
-from profiling_agent.records.evidence import CriterionScore, Evidence, UnitEvidence, WidthOption, nearest_option
-from profiling_agent.records.loop import (
-    Attempt,
-    Candidate,
-    DeploymentOption,
-    DeploymentSearch,
-    Goal,
-    Journal,
-    Origin,
-    Outcome,
-    Spent,
-    StopReason,
-    Term,
-    Verdict,
-)
-from profiling_agent.records.measurement import (
-    NUM_SESSIONS,
-    AccuracyDrop,
-    Dropped,
-    Environment,
-    Evaluation,
-    Footprint,
-    Gpu,
-    MemoryUse,
-    Opening,
-    Predictions,
-    Race,
-    RaceResult,
-    Refusal,
-    Taken,
-    Throughput,
-    Throughputs,
-    Variant,
-)
-from profiling_agent.records.plan import (
-    EVERYTHING,
-    PRUNING,
-    QUANTIZATION,
-    Cap,
-    Cut,
-    DryRun,
-    Plan,
-    PrunedModel,
-    PruningRecommendation,
-    QuantizationRecommendation,
-    RecoveredModel,
-    Target,
-    in_arrays,
-    unprinted,
-)
-from profiling_agent.records.profile import (
-    Energy,
-    Headline,
-    LatencyStats,
-    LayerProfile,
-    ModelProfile,
-    OperatorProfile,
-    Unit,
-    UnitKind,
-    by_cause,
-)
-from profiling_agent.records.record import ArtifactRef, Record
-from profiling_agent.records.support import Deployability, Form, Prunable
-
-__all__ = [
-    "EVERYTHING",
-    "NUM_SESSIONS",
-    "PRUNING",
-    "QUANTIZATION",
-    "RUNTIMES",
-    "SHARD",
-    "AccuracyDrop",
-    "Acquired",
-    "Approval",
-    "ApprovalQuestion",
-    "ArtifactRef",
-    "Attempt",
-    "Candidate",
-    "Cap",
-    "CriterionScore",
-    "Cut",
-    "Decided",
-    "Deployability",
-    "DeployedModel",
-    "Deployment",
-    "DeploymentOption",
-    "DeploymentSearch",
-    "Dropped",
-    "DryRun",
-    "Energy",
-    "Environment",
-    "Evaluation",
-    "Evidence",
-    "FoldedSite",
-    "Footprint",
-    "Form",
-    "Goal",
-    "Gpu",
-    "Headline",
-    "InputSpec",
-    "Journal",
-    "LabelMatch",
-    "LatencyStats",
-    "LayerCost",
-    "LayerProfile",
-    "MatchBy",
-    "MatchKind",
-    "MatchRule",
-    "MemoryUse",
-    "ModelProfile",
-    "ModelSource",
-    "Opening",
-    "OperatorProfile",
-    "Origin",
-    "Outcome",
-    "Plan",
-    "Predictions",
-    "Prunable",
-    "PrunedModel",
-    "PruningRecommendation",
-    "QuantizationRecommendation",
-    "Race",
-    "RaceResult",
-    "Record",
-    "RecoveredModel",
-    "Refusal",
-    "RuntimeName",
-    "Scheme",
-    "ShapeFacts",
-    "Spent",
-    "SplitInfo",
-    "StopReason",
-    "Taken",
-    "Target",
-    "Term",
-    "Throughput",
-    "Throughputs",
-    "Tuned",
-    "Unit",
-    "UnitCut",
-    "UnitEvidence",
-    "UnitKind",
-    "Variant",
-    "Verdict",
-    "WidthOption",
-    "by_cause",
-    "in_arrays",
-    "nearest_option",
-    "unprinted",
-]
+from profiling_agent.records.approval import Approval as Approval
+from profiling_agent.records.approval import ApprovalQuestion as ApprovalQuestion
+from profiling_agent.records.approval import Decided as Decided
+from profiling_agent.records.approval import UnitCut as UnitCut
+from profiling_agent.records.data import SHARD as SHARD
+from profiling_agent.records.data import Acquired as Acquired
+from profiling_agent.records.data import InputSpec as InputSpec
+from profiling_agent.records.data import LabelMatch as LabelMatch
+from profiling_agent.records.data import MatchBy as MatchBy
+from profiling_agent.records.data import MatchKind as MatchKind
+from profiling_agent.records.data import MatchRule as MatchRule
+from profiling_agent.records.data import ModelSource as ModelSource
+from profiling_agent.records.data import ShapeFacts as ShapeFacts
+from profiling_agent.records.data import SplitInfo as SplitInfo
+from profiling_agent.records.deployment import RUNTIMES as RUNTIMES
+from profiling_agent.records.deployment import DeployedModel as DeployedModel
+from profiling_agent.records.deployment import Deployment as Deployment
+from profiling_agent.records.deployment import FoldedSite as FoldedSite
+from profiling_agent.records.deployment import LayerCost as LayerCost
+from profiling_agent.records.deployment import RuntimeName as RuntimeName
+from profiling_agent.records.deployment import Scheme as Scheme
+from profiling_agent.records.deployment import Tuned as Tuned
+from profiling_agent.records.evidence import Evidence as Evidence
+from profiling_agent.records.evidence import UnitEvidence as UnitEvidence
+from profiling_agent.records.evidence import WidthOption as WidthOption
+from profiling_agent.records.evidence import nearest_option as nearest_option
+from profiling_agent.records.loop import Attempt as Attempt
+from profiling_agent.records.loop import Candidate as Candidate
+from profiling_agent.records.loop import DeploymentOption as DeploymentOption
+from profiling_agent.records.loop import DeploymentSearch as DeploymentSearch
+from profiling_agent.records.loop import Goal as Goal
+from profiling_agent.records.loop import Journal as Journal
+from profiling_agent.records.loop import Origin as Origin
+from profiling_agent.records.loop import Outcome as Outcome
+from profiling_agent.records.loop import Spent as Spent
+from profiling_agent.records.loop import StopReason as StopReason
+from profiling_agent.records.loop import Term as Term
+from profiling_agent.records.loop import Verdict as Verdict
+from profiling_agent.records.measurement import NUM_SESSIONS as NUM_SESSIONS
+from profiling_agent.records.measurement import AccuracyDrop as AccuracyDrop
+from profiling_agent.records.measurement import Dropped as Dropped
+from profiling_agent.records.measurement import Environment as Environment
+from profiling_agent.records.measurement import Evaluation as Evaluation
+from profiling_agent.records.measurement import Footprint as Footprint
+from profiling_agent.records.measurement import Gpu as Gpu
+from profiling_agent.records.measurement import MemoryUse as MemoryUse
+from profiling_agent.records.measurement import Opening as Opening
+from profiling_agent.records.measurement import Predictions as Predictions
+from profiling_agent.records.measurement import Race as Race
+from profiling_agent.records.measurement import RaceResult as RaceResult
+from profiling_agent.records.measurement import Refusal as Refusal
+from profiling_agent.records.measurement import Taken as Taken
+from profiling_agent.records.measurement import Throughput as Throughput
+from profiling_agent.records.measurement import Throughputs as Throughputs
+from profiling_agent.records.measurement import Variant as Variant
+from profiling_agent.records.plan import EVERYTHING as EVERYTHING
+from profiling_agent.records.plan import PRUNING as PRUNING
+from profiling_agent.records.plan import QUANTIZATION as QUANTIZATION
+from profiling_agent.records.plan import Cap as Cap
+from profiling_agent.records.plan import Cut as Cut
+from profiling_agent.records.plan import DryRun as DryRun
+from profiling_agent.records.plan import Plan as Plan
+from profiling_agent.records.plan import PrunedModel as PrunedModel
+from profiling_agent.records.plan import PruningRecommendation as PruningRecommendation
+from profiling_agent.records.plan import QuantizationRecommendation as QuantizationRecommendation
+from profiling_agent.records.plan import RecoveredModel as RecoveredModel
+from profiling_agent.records.plan import Target as Target
+from profiling_agent.records.plan import in_arrays as in_arrays
+from profiling_agent.records.profile import Energy as Energy
+from profiling_agent.records.profile import Headline as Headline
+from profiling_agent.records.profile import LatencyStats as LatencyStats
+from profiling_agent.records.profile import LayerProfile as LayerProfile
+from profiling_agent.records.profile import ModelProfile as ModelProfile
+from profiling_agent.records.profile import OperatorProfile as OperatorProfile
+from profiling_agent.records.profile import Unit as Unit
+from profiling_agent.records.profile import UnitKind as UnitKind
+from profiling_agent.records.profile import by_cause as by_cause
+from profiling_agent.records.record import ArtifactRef as ArtifactRef
+from profiling_agent.records.record import Record as Record
+from profiling_agent.records.support import Deployability as Deployability
+from profiling_agent.records.support import Form as Form
+from profiling_agent.records.support import Prunable as Prunable

@@ -36,20 +36,10 @@ class UnitEvidence(Record):
     options: tuple[WidthOption, ...]
 
 
-class CriterionScore(Record):
-    """The KL of cutting all units of a kind by half in one criterion's order, compensated, nats; None where none were compared."""
-
-    kind: str
-    criterion: str
-    kl: float | None
-    chosen: bool
-
-
 class Evidence(Record):
     """How sensitive each unit is; `num_images` calibration images were used, `num_judged` of them to measure the KL on."""
 
     units: tuple[UnitEvidence, ...]
-    criteria: tuple[CriterionScore, ...]
     num_images: int
     num_judged: int
     seconds: float

@@ -69,7 +69,6 @@ class OperatorProfile(Record):
     cuda_time_ms: float | None = None
     memory_bytes: int
     input_shapes: str
-    stack: tuple[str, ...] = ()
 
     @property
     def time_ms(self) -> float:

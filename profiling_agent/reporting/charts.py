@@ -6,9 +6,8 @@ from typing import Any
 
 import plotly.graph_objects as go
 from plotly.io import to_html
-from plotly.offline import get_plotlyjs
 
-from profiling_agent.records import Attempt, DeploymentOption, Evaluation
+from profiling_agent.records import DeploymentOption, Evaluation
 from profiling_agent.reporting.report import RunReport, Sensitivity, VariantRow
 
 INK, MUTED, ACCENT, SECOND, WARN = "#1f2933", "#9aa5b1", "#0b7285", "#e8590c", "#c92a2a"
@@ -16,11 +15,6 @@ FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif"
 # Bars and rows beyond these can't be read; the tables and report.json have all of them.
 MAX_GROUPS, MAX_UNITS = 14, 80
 SHARES = (0.875, 0.75, 0.625, 0.5, 0.375, 0.25)
-
-
-def library() -> str:
-    """Return Plotly's own source, to stand in the page once."""
-    return get_plotlyjs()
 
 
 def plain(text: object) -> str:
@@ -36,16 +30,14 @@ def charts(report: RunReport) -> dict[str, str]:
         "time": by_group(report, "latency_ms", "milliseconds, as profiled"),
         "memory": by_group(report, "params", "parameters"),
         "sensitivity": heat_map(report.sensitivity),
-        "predictions": predicted_and_measured(report.attempts),
         "runtimes": runtime_race(report),
     }
-    return {name: chart(figure, f"chart-{name}") for name, figure in made.items() if figure is not None}
-
-
-def chart(figure: go.Figure, name: str) -> str:
-    """Return a figure as HTML that loads nothing, with `name` as its id."""
     config = {"displayModeBar": False, "responsive": True}
-    return to_html(figure, include_plotlyjs=False, full_html=False, div_id=name, config=config)
+    return {
+        name: to_html(figure, include_plotlyjs=False, full_html=False, div_id=f"chart-{name}", config=config)
+        for name, figure in made.items()
+        if figure is not None
+    }
 
 
 def new_figure(title: str, x: str, y: str, height: int = 380) -> go.Figure:
@@ -66,16 +58,6 @@ def new_figure(title: str, x: str, y: str, height: int = 380) -> go.Figure:
     return figure
 
 
-def _front(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
-    """Return the points that nothing beats in both: least x for their y, most y for their x."""
-    best, front = float("-inf"), list[tuple[float, float]]()
-    for x, y in sorted(points, key=lambda point: (point[0], -point[1])):
-        if y > best:
-            front.append((x, y))
-            best = y
-    return [x for x, _ in front], [y for _, y in front]
-
-
 def add_points(
     figure: go.Figure, name: str, color: str, rows: Sequence[tuple[float, float, str]], **marker: Any
 ) -> None:
@@ -94,8 +76,12 @@ def add_points(
 
 
 def add_front(figure: go.Figure, rows: Sequence[tuple[float, float, str]]) -> go.Figure:
-    """Return the figure with the line of those that nothing beats in both."""
-    xs, ys = _front([(x, y) for x, y, _ in rows])
+    """Return the figure with the line of those that nothing beats in both: least x for their y, most y for their x."""
+    xs, ys = list[float](), list[float]()
+    for x, y, _ in sorted(rows, key=lambda row: (row[0], -row[1])):
+        if not ys or y > ys[-1]:
+            xs.append(x)
+            ys.append(y)
     line = {"color": MUTED, "dash": "dot", "shape": "hv"}
     figure.add_scatter(x=xs, y=ys, mode="lines", name="front", line=line, hoverinfo="skip")
     figure.update_yaxes(tickformat=".1%")
@@ -132,26 +118,11 @@ def against_speed(report: RunReport) -> go.Figure | None:
         for option in _options(report)
         if option.race_result and option.evaluation
     ]
-    guessed = [
-        (whole * share, _top1(attempt.deployed, report), f"attempt {attempt.number}: time by its MACs, not raced")
-        for attempt in report.attempts
-        if attempt.deployed and (share := _guessed_share(attempt.deployed, report)) is not None
-    ]
     figure = new_figure("Accuracy against latency", "milliseconds a batch", "top-1, search images")
-    add_points(figure, "attempt, not raced", MUTED, guessed, symbol="circle-open", line={"width": 2, "color": MUTED})
     add_points(figure, "baseline, other deployments", SECOND, deployments, symbol="diamond")
     add_points(figure, "raced", ACCENT, raced)
     _floor(figure, report)
     return add_front(figure, [*raced, *deployments])
-
-
-def _guessed_share(own: Evaluation, report: RunReport) -> float | None:
-    """Return an attempt's time as a share of the baseline's, by its MACs beside the returned model's; None where it raced itself, or in another deployment."""
-    returned = report.race_result
-    has_raced = any(row.race_result for row in report.variants if row.evaluation.model == own.model)
-    if returned is None or has_raced or own.deployment != report.heldout.deployment:
-        return None
-    return own.footprint.macs / max(report.best.macs, 1) / returned.speedup
 
 
 def _options(report: RunReport) -> tuple[DeploymentOption, ...]:
@@ -205,7 +176,7 @@ def heat_map(rows: Sequence[Sensitivity]) -> go.Figure | None:
     figure = new_figure("Sensitivity of each unit, cut alone", "width kept", "", height=140 + 15 * len(shown))
     options = [[row.at(share) for share in SHARES] for row in shown]
     figure.add_heatmap(
-        z=[[_log(option.kl) for option in row] for row in options],
+        z=[[math.log10(max(option.kl, 1e-6)) for option in row] for row in options],
         customdata=[[[option.kl, option.keep] for option in row] for row in options],
         x=[f"{share:.0%}" for share in SHARES],
         y=[plain(row.unit) for row in shown],
@@ -214,38 +185,6 @@ def heat_map(rows: Sequence[Sensitivity]) -> go.Figure | None:
         hovertemplate="%{y}<br>%{customdata[1]} kept: %{customdata[0]:.2g} nats<extra></extra>",
     )
     figure.update_yaxes(tickfont={"size": 9})
-    return figure
-
-
-def _log(value: float) -> float:
-    return math.log10(max(value, 1e-6))
-
-
-def predicted_and_measured(attempts: Sequence[Attempt]) -> go.Figure | None:
-    """Return each attempt's predicted KL against the measured one, beside the line where both are equal."""
-    rows = [
-        (one.dry_run.kl, one.calibration_kl, f"attempt {one.number}")
-        for one in attempts
-        if one.dry_run and one.dry_run.kl and one.calibration_kl
-    ]
-    if not rows:
-        return None
-    figure = new_figure("Predicted against measured", "KL predicted, nats", "KL measured, nats")
-    ends = [min(min(x, y) for x, y, _ in rows) / 2, max(max(x, y) for x, y, _ in rows) * 2]
-    for factor, name, dash in ((1.0, "equal", "solid"), (2.0, "off by twice", "dot"), (0.5, "", "dot")):
-        figure.add_scatter(
-            x=ends,
-            y=[factor * end for end in ends],
-            mode="lines",
-            name=name,
-            showlegend=bool(name),
-            line={"color": MUTED, "dash": dash, "width": 1},
-            hoverinfo="skip",
-        )
-    add_points(figure, "attempts", ACCENT, rows)
-    figure.data[-1].hovertemplate = "%{text}<br>predicted %{x:.2g}, measured %{y:.2g} nats<extra></extra>"
-    figure.update_xaxes(type="log")
-    figure.update_yaxes(type="log")
     return figure
 
 

@@ -7,8 +7,9 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
+from plotly.offline import get_plotlyjs
 
-from profiling_agent.reporting.charts import charts, library
+from profiling_agent.reporting.charts import charts
 from profiling_agent.reporting.omissions import omissions
 from profiling_agent.reporting.reflection import choices, predictions, subject_of
 from profiling_agent.reporting.report import RunReport
@@ -54,7 +55,7 @@ def render_html(report: RunReport) -> str:
         r=report,
         # Plotly escapes what it writes into a script; the style, the script and the library are our own and its authors'.
         charts={name: Markup(chart) for name, chart in charts(report).items()},
-        library=Markup(library()),
+        library=Markup(get_plotlyjs()),
         style=Markup(source("report.css")),
         script=Markup(source("report.js")),
         subject=subject,

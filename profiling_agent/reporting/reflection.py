@@ -2,7 +2,7 @@
 
 from profiling_agent.errors import PlanError
 from profiling_agent.modules.layer_names import matching_names
-from profiling_agent.records import Attempt, Cut, Plan, RaceResult, Record
+from profiling_agent.records import Attempt, Cut, Plan, Record
 from profiling_agent.reporting.report import RunReport, Sensitivity
 from profiling_agent.reporting.units import count, percent
 
@@ -48,20 +48,16 @@ def predictions(attempt: Attempt, report: RunReport) -> tuple[ForecastCheck, ...
     if dry.kl is not None and attempt.calibration_kl is not None:
         off = is_off(dry.kl, attempt.calibration_kl, MIN_NATS)
         rows.append(("KL", f"{dry.kl:.2g} nats", f"{attempt.calibration_kl:.2g} nats", off))
-    if dry.latency_saved is not None and (race_result := _race_result(attempt, report)) is not None:
+    # Of its float32 deployment, in torch as the prediction is.
+    sha256 = attempt.pruned_model.sha256
+    race_result = next((row.race_result for row in report.variants if row.evaluation.model.sha256 == sha256), None)
+    if dry.latency_saved is not None and race_result is not None:
         saved = 1 - 1 / race_result.speedup
         off = is_off(dry.latency_saved, saved, MIN_SHARE)
         rows.append(("time in float32", f"{percent(dry.latency_saved)} less", f"{percent(saved)} less", off))
     return tuple(
         ForecastCheck(what=what, predicted=said, measured=found, is_off=off) for what, said, found, off in rows
     )
-
-
-def _race_result(attempt: Attempt, report: RunReport) -> RaceResult | None:
-    """Return the race of an attempt's float32 deployment, in torch as the prediction is."""
-    model = attempt.pruned_model
-    assert model is not None, "only a pruned attempt is predicted"
-    return next((row.race_result for row in report.variants if row.evaluation.model.sha256 == model.sha256), None)
 
 
 def subject_of(report: RunReport) -> Attempt | None:

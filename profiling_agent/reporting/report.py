@@ -12,7 +12,6 @@ from profiling_agent.jobs.tasks import Profiled
 from profiling_agent.records import (
     Acquired,
     Attempt,
-    CriterionScore,
     Decided,
     Deployment,
     DeploymentSearch,
@@ -127,7 +126,6 @@ class RunReport(Record):
     on_gpu: tuple[str, ...] = Field(
         default=(), description="what a pass leaves of the GPU, and its energy; empty on the CPU"
     )
-    criteria: tuple[CriterionScore, ...] = ()
     sensitivity: tuple[Sensitivity, ...] = ()
     times: tuple[TimeRow, ...] = Field(default=(), description="where the run's time went, most first")
     artifacts: dict[str, str]
@@ -258,10 +256,6 @@ def absence_notes(profile: ModelProfile) -> tuple[str, ...]:
     return tuple(f"no {kind} can be cut: {reason}" for kind, reason in profile.absent.items())
 
 
-def _search_notes(deployment_search: DeploymentSearch | None) -> tuple[str, ...]:
-    return deployment_search.notes if deployment_search else ()
-
-
 def build_report(request: Request, final: FinalChoice, sources: Sources) -> RunReport:
     """Gather the report."""
     race, winner, acquired, profiles = final.race, final.winner, sources.acquired, sources.profiles
@@ -310,7 +304,7 @@ def build_report(request: Request, final: FinalChoice, sources: Sources) -> RunR
             *acquired.notes,
             *absence_notes(baseline[1]),
             *evidence_notes(baseline[1]),
-            *_search_notes(sources.deployment_search),
+            *(sources.deployment_search.notes if sources.deployment_search else ()),
             *final.notes,
             *(race.notes if race else ()),
         ),
@@ -319,7 +313,6 @@ def build_report(request: Request, final: FinalChoice, sources: Sources) -> RunR
         profiles={name: profiled for name, (profiled, _) in profiles.items()},
         layers=compare_layers(baseline[1], best[1]),
         on_gpu=gpu_lines({name: profile for name, (_, profile) in profiles.items()}),
-        criteria=baseline[1].evidence.criteria if baseline[1].evidence else (),
         sensitivity=sensitivity_of(baseline[1]),
         times=tuple(
             TimeRow(kind=kind, count=count, seconds=seconds, passes=seconds / baseline[1].headline.pass_s)

@@ -75,9 +75,7 @@ def test_the_mean_of_what_is_gone_by_hand():
     with torch.no_grad():
         layer.weight.copy_(torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]))
     nothing = torch.zeros(3)
-    moments = UnitMoments(
-        mean=torch.tensor([10.0, 1.0, 0.5]), covariance=nothing, sensitivity=nothing, taylor=nothing, fisher=nothing
-    )
+    moments = UnitMoments(mean=torch.tensor([10.0, 1.0, 0.5]), covariance=nothing, sensitivity=nothing)
     unit = Unit(
         name="mlp",
         kind=UnitKind.MLP,

@@ -1,4 +1,4 @@
-"""What the recovery job makes of saved models and drawn splits, in one go and in two."""
+"""What the recovery job makes of saved models and drawn splits."""
 
 import io
 
@@ -8,12 +8,10 @@ import pytest
 import torch
 import zoo
 from PIL import Image
-from safetensors.torch import load_file
 
 from profiling_agent.acquisition.images import write_rows
 from profiling_agent.acquisition.prepared import iter_batches
 from profiling_agent.artifacts.load import load_module, load_recipe
-from profiling_agent.artifacts.recipe import WEIGHTS
 from profiling_agent.artifacts.save import save_model
 from profiling_agent.jobs.context import JobContext
 from profiling_agent.jobs.handlers.models import recover
@@ -23,13 +21,8 @@ from profiling_agent.progress import silent
 from profiling_agent.pruning.prune import prune_model
 from profiling_agent.pruning.units import find_units
 from profiling_agent.records import ArtifactRef, SplitInfo
-from profiling_agent.workspace import Workspace
 
 NUM_IMAGES = 64
-
-
-class KilledError(Exception):
-    pass
 
 
 def split(root, name, seed) -> SplitInfo:
@@ -63,10 +56,10 @@ def task(tmp_path) -> RecoverTask:
     )
 
 
-def context(task, root, name, progress=silent) -> JobContext:
+def context(task, root, name) -> JobContext:
     folder = root / "jobs" / f".tmp-{name}"
     folder.mkdir(parents=True)
-    return JobContext(root, folder, f"jobs/{name}", progress, in_process.given(task, root))
+    return JobContext(root, folder, f"jobs/{name}", silent, in_process.given(task, root))
 
 
 def test_the_saved_model_is_nearer_to_the_baseline_on_the_judged_images(task: RecoverTask, tmp_path):
@@ -87,38 +80,6 @@ def test_the_saved_model_is_nearer_to_the_baseline_on_the_judged_images(task: Re
     assert (done.model.path, done.epochs_run) == ("jobs/job/model", 4)
     assert load_recipe(job.folder / "model").cuts == load_recipe(tmp_path / "pruned").cuts
     assert load_recipe(tmp_path / "pruned").cuts
-    assert not (tmp_path / "recovery").exists()
-
-
-def test_a_job_that_was_killed_goes_on_after_its_last_epoch_and_ends_with_the_same_weights(task: RecoverTask, tmp_path):
-    begun = []
-
-    def kill(_message, done, _total):
-        if done == 2:
-            raise KilledError
-
-    with pytest.raises(KilledError):
-        recover(task, context(task, tmp_path, "cut", kill))
-    Workspace(tmp_path).sweep()
-    kept = [path.parent.name for path in (tmp_path / "recovery").rglob("recovery.json")]
-    again = context(task, tmp_path, "cut", lambda _message, done, _total: begun.append(done))
-    undisturbed = context(task, tmp_path, "whole")
-    resumed, whole = recover(task, again), recover(task, undisturbed)
-    one, other = (load_file(job.folder / "model" / WEIGHTS) for job in (again, undisturbed))
-
-    assert kept == ["cut"]
-    assert begun == [2, 3, 4]
-    assert (resumed.kl_after, resumed.note) == (whole.kl_after, None)
-    assert one.keys() == other.keys()
-    assert all(torch.equal(one[name], other[name]) for name in one)
-    assert not (tmp_path / "recovery").exists()
-
-
-def test_a_job_leaves_what_another_one_kept(task: RecoverTask, tmp_path):
-    (tmp_path / "recovery" / "other").mkdir(parents=True)
-    recover(task.model_copy(update={"epochs": 1}), context(task, tmp_path, "job"))
-
-    assert [path.name for path in (tmp_path / "recovery").iterdir()] == ["other"]
 
 
 def test_where_no_epoch_helps_the_pruned_model_itself_is_handed_on(task: RecoverTask, tmp_path):

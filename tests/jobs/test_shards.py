@@ -204,7 +204,7 @@ def test_the_answers_are_those_of_all_images_at_once_whichever_shard_is_first(jo
             for pixel_values, labels in shard_images.batches(BATCH_SIZE):
                 expected.append(answers_of(model(pixel_values=torch.from_numpy(pixel_values)).logits.numpy(), labels))
     found = [read_predictions(root / file.path) for file in predictions.files]
-    for name in ("predicted", "true", "margin"):
+    for name in ("predicted", "true"):
         assert np.array_equal(getattr(joined(found), name), getattr(joined(expected), name)), name
     assert [len(part.true) for part in found] == [SHARD, SHARD, NUM_IMAGES - 2 * SHARD]
     assert predictions.num_correct == int(joined(expected).right.sum())

@@ -40,9 +40,7 @@ def without_times(profile):
     return {
         **profile.model_dump(exclude={"headline", "layers", "operators"}),
         "layers": [row.model_dump(exclude={"latency_ms"}) for row in profile.layers],
-        "operators": {
-            (row.name, row.input_shapes, row.calls, row.memory_bytes, row.stack) for row in profile.operators
-        },
+        "operators": {(row.name, row.input_shapes, row.calls, row.memory_bytes) for row in profile.operators},
     }
 
 

@@ -15,7 +15,7 @@ from profiling_agent.errors import PruningError
 from profiling_agent.modules.inference import random_batch
 from profiling_agent.modules.norms import following_norms, has_bias
 from profiling_agent.profiling.sensitivity import measure_sensitivity, through
-from profiling_agent.pruning.criteria import CRITERIA, order_by, predicted_kl
+from profiling_agent.pruning.criteria import order_by, predicted_kl
 from profiling_agent.pruning.folding import fold
 from profiling_agent.pruning.moments import gather_moments
 from profiling_agent.pruning.prune import prune_model
@@ -47,15 +47,15 @@ def reader(images=IMAGES, size=50):
 
 
 def studied(model, images=IMAGES, **asked):
-    settings: dict[str, Any] = {"criterion": "wanda"}
+    settings: dict[str, Any] = {"criterion": "l2"}
     return measure_sensitivity(model, units_of(model), reader(images), **(settings | asked))
 
 
 @pytest.fixture(scope="module")
-def compared():
-    """A ViT and its evidence, every criterion compared."""
+def evidenced():
+    """A ViT and its evidence."""
     model = zoo.vit()
-    return model, studied(model, criterion="compare")
+    return model, studied(model, criterion="auto")
 
 
 def kl_of(model, kept, images):
@@ -98,8 +98,8 @@ def test_a_measured_kl_is_that_of_the_cut_and_folded_model(family):
         assert [option.kl for option in measured] == pytest.approx(list(accumulate(by_hand, max)), rel=1e-3)
 
 
-def test_every_aligned_width_is_an_option_and_two_are_measured(compared):
-    model, found = compared
+def test_every_aligned_width_is_an_option_and_two_are_measured(evidenced):
+    model, found = evidenced
     for unit, row in zip(units_of(model), found.units, strict=True):
         widths = list(aligned_widths(unit.width, unit.step))[::-1]
         assert [option.keep for option in row.options] == widths
@@ -114,8 +114,8 @@ def test_every_aligned_width_is_an_option_and_two_are_measured(compared):
     assert Evidence.model_validate_json(found.model_dump_json()) == found
 
 
-def test_a_narrower_width_never_costs_less(compared):
-    for row in compared[1].units:
+def test_a_narrower_width_never_costs_less(evidenced):
+    for row in evidenced[1].units:
         kls, predictions = ([getattr(o, name) for o in row.options] for name in ("kl", "predicted_kl"))
         assert kls == sorted(kls)
         assert predictions == sorted(predictions)
@@ -137,39 +137,13 @@ def test_what_is_predicted_ranks_what_is_measured():
     assert ranks.statistic > 0.8  # pyright: ignore[reportAttributeAccessIssue] - scipy has no types for it
 
 
-def test_all_criteria_are_compared_and_the_cheapest_is_chosen_for_each_kind(compared):
-    model, found = compared
-    moments = gather_moments(model, units_of(model), IMAGES[~JUDGED].split(32))
-    for kind in ("heads", "mlp"):
-        scores = [score for score in found.criteria if score.kind == kind]
-        assert [score.criterion for score in scores] == list(CRITERIA)
-        (best,) = (score for score in scores if score.chosen)
-        assert best.kl == min(score.kl for score in scores)
-        assert len({score.kl for score in scores}) > 1
-        for unit in (unit for unit in units_of(model) if unit.kind == kind):
-            assert found.of(unit.name).order == order_by(model, unit, moments[unit.name], best.criterion)
-
-
-def test_a_criterion_is_scored_by_cutting_all_units_of_a_kind_by_half(compared):
-    model, found = compared
-    mlps = [unit for unit in units_of(model) if unit.kind == "mlp"]
-    moments = gather_moments(model, mlps, [IMAGES[~JUDGED]])
-    for score in (each for each in found.criteria if each.kind == "mlp" and each.criterion in ("l1", "wanda")):
-        orders = {unit.name: order_by(model, unit, moments[unit.name], score.criterion) for unit in mlps}
-        kept = {name: sorted(order[len(order) // 2 :]) for name, order in orders.items()}
-        assert score.kl == pytest.approx(kl_of(model, kept, IMAGES[JUDGED]), rel=1e-3)
-
-
-def test_by_default_each_kind_has_its_criterion_and_none_are_compared():
+def test_by_default_each_kind_has_its_criterion():
     model = small()
     found = studied(model, criterion="auto")
     moments = gather_moments(model, units_of(model), IMAGES[~JUDGED].split(32))
 
-    chosen = {score.kind: score.criterion for score in found.criteria}
-    assert chosen == {"heads": "obs", "mlp": "fisher_obs"}
-    assert {(score.kl, score.chosen) for score in found.criteria} == {(None, True)}
     for unit in units_of(model):
-        row, named = found.of(unit.name), chosen[unit.kind]
+        row, named = found.of(unit.name), {"heads": "obs", "mlp": "fisher_obs"}[unit.kind]
         assert row is not None
         assert row.order == order_by(model, unit, moments[unit.name], named)
         # What the order's criterion comes to on its way is what a given order is predicted to cost.
@@ -177,14 +151,10 @@ def test_by_default_each_kind_has_its_criterion_and_none_are_compared():
         assert [o.predicted_kl for o in row.options] == pytest.approx([loss[unit.width - o.keep] for o in row.options])
 
 
-def test_a_criterion_that_is_asked_for_is_not_compared():
+def test_a_criterion_that_is_asked_for_orders_all_units():
     model = small()
     found = studied(model, criterion="l1")
 
-    assert [(score.kind, score.criterion, score.kl, score.chosen) for score in found.criteria] == [
-        ("heads", "l1", None, True),
-        ("mlp", "l1", None, True),
-    ]
     mlp = model.vit.layers[0].mlp.fc1
     row = found.of("vit.layers.0.mlp")
     assert row is not None
@@ -216,7 +186,7 @@ def test_weights_that_are_not_finite_are_refused(name, value):
         studied(model)
 
 
-@pytest.mark.parametrize("criterion", ["l1", "auto", "compare"])
+@pytest.mark.parametrize("criterion", ["l1", "auto"])
 def test_a_cut_that_overflows_is_refused(criterion):
     model = zoo.vit()
     with torch.no_grad():
@@ -245,12 +215,12 @@ def test_a_channel_that_is_a_huge_constant_changes_nothing_for_the_others():
 
 def test_a_model_without_units_has_evidence_on_none():
     found = measure_sensitivity(small(), [], reader())
-    assert (found.units, found.criteria, found.num_images) == ((), (), 160)
+    assert (found.units, found.num_images) == ((), 160)
 
 
 def test_the_same_seed_gives_the_same_evidence_whatever_the_batches():
     model = small()
-    units, criterion = units_of(model), "fisher"
+    units, criterion = units_of(model), "fisher_obs"
     first, again, other = (
         measure_sensitivity(model, units, reader(), seed=seed, criterion=criterion).model_copy(update={"seconds": 0.0})
         for seed in (0, 0, 1)

@@ -36,34 +36,17 @@ UNIT = Unit(
 )
 
 
-def moments_of(mean, variance, *, taylor=(1.0, 1.0, 1.0), fisher=(1.0, 1.0, 1.0), sensitivity=(1.0, 1.0)):
+def moments_of(mean, variance, *, sensitivity=(1.0, 1.0)):
     mean = torch.tensor(mean)
     return UnitMoments(
         mean=mean,
         covariance=torch.diag(torch.tensor(variance)),
         sensitivity=torch.diag(torch.tensor(sensitivity)),
-        taylor=torch.tensor(taylor),
-        fisher=torch.tensor(fisher),
     )
 
 
 def order(criterion, moments):
     return order_by(two_layers(), UNIT, moments, criterion)
-
-
-def test_wanda_counts_the_whole_energy_and_flap_the_part_that_varies():
-    # Energy 10, 2, 0.2; variance 1, 2, 0.2; squared norms of the columns 1, 4, 25.
-    moments = moments_of([3.0, 0.0, 0.0], [1.0, 2.0, 0.2])
-
-    assert order("wanda", moments) == (2, 1, 0)  # 10, 8, 5
-    assert order("flap", moments) == (0, 2, 1)  # 1, 8, 5
-
-
-def test_taylor_and_fisher_go_by_their_own_gates():
-    moments = moments_of([0.0] * 3, [1.0] * 3, taylor=(2.0, 3.0, 1.0), fisher=(9.0, 4.0, 5.0))
-
-    assert order("taylor", moments) == (2, 0, 1)
-    assert order("fisher", moments) == (1, 2, 0)
 
 
 def test_obs_weighs_outputs_alike_and_fisher_obs_as_the_loss_feels_them():

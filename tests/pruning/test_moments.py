@@ -3,7 +3,6 @@ import torch
 import zoo
 from pruning import families
 from torch import nn
-from torch.func import functional_call
 from torch.nn import functional as F
 
 from profiling_agent.modules.hooks import watching
@@ -105,33 +104,6 @@ def drawn_labels(model, batches, seed):
     return torch.cat([torch.multinomial(answer, 1, generator=generator)[:, 0] for answer in answers])
 
 
-def gates_of(model, unit, label, image):
-    """d loss / d factor for every channel of a unit: the factor is on the consumer's columns."""
-    weight = model.get_parameter(f"{unit.consumer}.weight").detach()
-    gates = torch.ones(unit.width, requires_grad=True)
-    spread = gates.repeat_interleave(weight.shape[1] // unit.width).view(1, -1, *(1 for _ in weight.shape[2:]))
-    laid = {f"{unit.consumer}.weight": weight * spread}
-    logits = functional_call(model, laid, (), {"pixel_values": image}).logits
-    return torch.autograd.grad(F.cross_entropy(logits, label[None]), gates)[0]
-
-
-@EVERY
-def test_gates_are_the_derivatives_of_each_images_loss_by_a_factor_on_the_channel(family):
-    model = MODELS[family]()
-    units = units_of(model)
-    moments = gather_moments(model, units, IMAGES.split(4), seed=5)
-    labels = drawn_labels(model, IMAGES.split(4), 5)
-
-    for unit in (units[0], units[-1]):
-        gates = torch.stack(
-            [gates_of(model, unit, *pair) for pair in zip(labels, IMAGES.split(1), strict=True)]
-        ).double()
-        scale = float(gates.abs().max())
-        assert scale > 0
-        assert torch.allclose(moments[unit.name].taylor.double(), gates.abs().mean(0), atol=1e-4 * scale)
-        assert torch.allclose(moments[unit.name].fisher.double(), gates.square().mean(0), atol=1e-4 * scale**2)
-
-
 @EVERY
 def test_the_sensitivity_is_the_outer_product_of_the_gradients_of_each_position(family):
     model = MODELS[family]()
@@ -157,7 +129,6 @@ def test_windows_of_one_image_are_one_image():
 
     # 16 x 16 tokens in windows of 4 x 4; an average over images doesn't grow with their number.
     assert windows == 16
-    assert one.taylor.shape == (heads[0].width,)
     alone = gather_moments(model, heads[:1], [IMAGES[1:2]])[heads[0].name]
     assert torch.allclose(two.gram, (one.gram + alone.gram) / 2, atol=1e-6)
 
@@ -181,7 +152,7 @@ def test_batches_do_not_matter_beyond_the_draw_and_a_seed_repeats_it():
     whole = gather_moments(model, units, [IMAGES], seed=2)
 
     for unit in units:
-        assert torch.equal(once[unit.name].fisher, again[unit.name].fisher)
+        assert torch.equal(once[unit.name].sensitivity, again[unit.name].sensitivity)
         assert torch.allclose(once[unit.name].gram, whole[unit.name].gram, rtol=1e-4, atol=1e-6)
 
 

@@ -153,7 +153,7 @@ def test_a_unit_is_never_cut_twice():
 
 
 def test_an_unknown_importance_is_answered_with_the_known_ones():
-    with pytest.raises(RequestError, match=r"'taylor'; choose one of l1, l2, group_l2, random"):
+    with pytest.raises(RequestError, match=r"'taylor'; choose one of l1, l2, random"):
         prune_model(zoo.vit(), cuts_of(zoo.vit()), spec=zoo.SPEC, importance="taylor")
 
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 import zoo
 
-from profiling_agent.errors import PruningError, RequestError
+from profiling_agent.errors import PruningError
 from profiling_agent.modules.divergence import mean_kl
 from profiling_agent.modules.inference import random_batch
 from profiling_agent.pruning.prune import prune_model
@@ -14,10 +14,6 @@ from profiling_agent.pruning.units import find_units
 
 IMAGES, JUDGED = random_batch(zoo.SPEC, 48, seed=1), random_batch(zoo.SPEC, 16, seed=2)
 RATE = 1e-3
-
-
-class InterruptionError(Exception):
-    pass
 
 
 def batches(epoch):
@@ -35,9 +31,9 @@ def made(family="vit"):
     return dense, zoo.inside(prune_model(dense, zoo.halved(units), spec=zoo.SPEC).model)
 
 
-def recovered(dense, pruned, folder, images=batches, **asked):
+def recovered(dense, pruned, images=batches, **asked):
     settings: dict[str, Any] = {"epochs": 3, "learning_rate": RATE}
-    return recover(dense, pruned, images, judged, folder=folder, **(settings | asked))
+    return recover(dense, pruned, images, judged, **(settings | asked))
 
 
 def same(one, other):
@@ -51,11 +47,11 @@ def kl_of(dense, model):
 
 
 @pytest.mark.parametrize("family", ["vit", "resnet"])
-def test_the_kl_falls_and_is_that_of_the_model_given_back(family, tmp_path):
+def test_the_kl_falls_and_is_that_of_the_model_given_back(family):
     dense, pruned = made(family)
     before = [copy.deepcopy(model) for model in (dense, pruned)]
     buffers = {name: buffer.clone() for name, buffer in pruned.named_buffers()}
-    result = recovered(dense, pruned, tmp_path)
+    result = recovered(dense, pruned)
 
     assert result.kl_after < 0.8 * result.kl_before
     assert result.kl_before == pytest.approx(kl_of(dense, pruned), rel=1e-4)
@@ -66,45 +62,9 @@ def test_the_kl_falls_and_is_that_of_the_model_given_back(family, tmp_path):
     assert same(pruned, before[1])
 
 
-def test_an_interrupted_recovery_ends_with_the_same_weights(tmp_path):
+def test_a_recovery_that_helps_nothing_gives_the_pruned_model_back():
     dense, pruned = made()
-    seen = []
-
-    def breaking(epoch):
-        if epoch == 2:
-            raise InterruptionError
-        seen.append(epoch)
-        return batches(epoch)
-
-    def counting(epoch):
-        seen.append(epoch)
-        return batches(epoch)
-
-    undisturbed = recovered(dense, pruned, tmp_path / "one", epochs=4)
-    with pytest.raises(InterruptionError):
-        recovered(dense, pruned, tmp_path / "other", breaking, epochs=4)
-    resumed = recovered(dense, pruned, tmp_path / "other", counting, epochs=4)
-
-    assert seen == [0, 1, 2, 3]
-    assert same(resumed.model, undisturbed.model)
-    assert resumed.kl_after == undisturbed.kl_after
-    assert (resumed.epochs_run, resumed.note) == (4, None)
-
-
-def test_a_finished_recovery_is_not_trained_again(tmp_path):
-    dense, pruned = made()
-    first = recovered(dense, pruned, tmp_path)
-
-    def never(_epoch):
-        raise InterruptionError
-
-    assert same(recovered(dense, pruned, tmp_path, never).model, first.model)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["epoch-0003.safetensors", "recovery.json"]
-
-
-def test_a_recovery_that_helps_nothing_gives_the_pruned_model_back(tmp_path):
-    dense, pruned = made()
-    result = recovered(dense, pruned, tmp_path, epochs=9, learning_rate=3.0)
+    result = recovered(dense, pruned, epochs=9, learning_rate=3.0)
 
     assert result.model is pruned
     assert result.kl_after == result.kl_before
@@ -112,13 +72,13 @@ def test_a_recovery_that_helps_nothing_gives_the_pruned_model_back(tmp_path):
     assert result.epochs_run == 2
 
 
-def test_images_that_break_training_end_it_with_the_best_so_far(tmp_path):
+def test_images_that_break_training_end_it_with_the_best_so_far():
     dense, pruned = made()
 
     def breaking(epoch):
         return [torch.full((4, 3, 32, 32), torch.nan)] if epoch == 1 else batches(epoch)
 
-    result = recovered(dense, pruned, tmp_path, breaking)
+    result = recovered(dense, pruned, breaking)
 
     assert result.stopped == "in epoch 2 the loss or the logits were not finite"
     assert result.epochs_run == 1
@@ -126,54 +86,10 @@ def test_images_that_break_training_end_it_with_the_best_so_far(tmp_path):
     assert result.kl_after < result.kl_before
 
 
-def spoil_json(folder):
-    (folder / "recovery.json").write_text("{}")
-
-
-def spoil_bytes(folder):
-    path = folder / "epoch-0003.safetensors"
-    path.write_bytes(path.read_bytes()[:-1] + b"x")
-
-
-def remove_tensors(folder):
-    (folder / "epoch-0003.safetensors").unlink()
-
-
-@pytest.mark.parametrize(
-    ("spoil", "reason"),
-    [
-        (spoil_json, "Field required"),
-        (spoil_bytes, "not those that were written"),
-        (remove_tensors, "No such file"),
-    ],
-)
-def test_a_damaged_checkpoint_is_not_gone_on_from(tmp_path, spoil, reason):
-    dense, pruned = made()
-    first = recovered(dense, pruned, tmp_path)
-    spoil(tmp_path)
-    again = recovered(dense, pruned, tmp_path)
-
-    assert again.note is not None
-    assert reason in again.note
-    assert same(again.model, first.model)
-
-
-def test_a_checkpoint_of_another_recovery_is_not_gone_on_from(tmp_path):
-    dense, pruned = made()
-    recovered(dense, pruned, tmp_path)
-    other = recovered(dense, pruned, tmp_path, seed=1)
-    fewer = recover(dense, pruned, batches, lambda: [JUDGED[:8]], epochs=3, folder=tmp_path, seed=1, learning_rate=RATE)
-
-    assert other.note is not None
-    assert "other models or settings" in other.note
-    assert fewer.note is not None
-    assert "judged by other images" in fewer.note
-
-
-def test_modes_and_frozen_parameters_are_kept(tmp_path):
+def test_modes_and_frozen_parameters_are_kept():
     dense, pruned = made()
     frozen = pruned.get_submodule("classifier").weight.requires_grad_(False).clone()
-    result = recovered(dense, pruned.train(), tmp_path)
+    result = recovered(dense, pruned.train())
 
     assert result.model.training
     assert pruned.training
@@ -190,22 +106,15 @@ def test_distillation_is_the_kl_divergence_at_a_temperature():
     assert distillation(target, torch.zeros(1, 2), 2.0) == pytest.approx(float(by_hand), rel=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("asked", "images", "error", "reason"),
-    [
-        ({"epochs": 0}, batches, RequestError, "at least 1"),
-        ({}, lambda _epoch: [], PruningError, "0 images to recover with"),
-    ],
-)
-def test_what_cannot_be_done_is_refused(tmp_path, asked, images, error, reason):
-    with pytest.raises(error, match=reason):
-        recovered(*made(), tmp_path, images, **asked)
+def test_without_images_nothing_is_trained():
+    with pytest.raises(PruningError, match="0 images to recover with"):
+        recovered(*made(), lambda _epoch: [])
 
 
-def test_a_model_without_finite_logits_is_refused(tmp_path):
+def test_a_model_without_finite_logits_is_refused():
     dense, pruned = made()
     with torch.no_grad():
         pruned.get_submodule("classifier").bias.fill_(torch.nan)
 
     with pytest.raises(PruningError, match="KL of the pruned model"):
-        recovered(dense, pruned, tmp_path)
+        recovered(dense, pruned)

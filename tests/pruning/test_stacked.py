@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from profiling_agent.modules.complexity import count_complexity
 from profiling_agent.modules.inference import random_batch
-from profiling_agent.pruning.criteria import unit_weights
+from profiling_agent.pruning.criteria import unit_rows
 from profiling_agent.pruning.prune import prune_model
 from profiling_agent.pruning.surgery import cut_units
 from profiling_agent.pruning.units import find_units
@@ -176,7 +176,7 @@ def test_a_channels_weights_are_those_of_all_its_rows():
     (unit,) = found(model).units
     weight = zoo.inside(model).block.fc1.weight
 
-    assert torch.equal(unit_weights(model, unit).rows[5], torch.cat([weight[5], weight[69]]))
+    assert torch.equal(unit_rows(model, unit)[5], torch.cat([weight[5], weight[69]]))
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,10 @@
 import re
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from profiling_agent.records import Deployment, Evaluation
-from profiling_agent.reporting.charts import against_speed, charts
+from profiling_agent.reporting.charts import charts
 from profiling_agent.reporting.html import command, render_html
 from profiling_agent.reporting.results import read_report
 from profiling_agent.reporting.units import origin
@@ -72,32 +70,8 @@ def test_every_chart_that_has_something_to_show_is_there(finished: Path):
     report = read_report(finished)
     made = charts(report)
 
-    assert set(made) >= {"speed", "size", "time", "memory", "sensitivity", "predictions"}
+    assert set(made) >= {"speed", "size", "time", "memory", "sensitivity"}
     assert ("runtimes" in made) == (report.deployment_search is not None and len(report.deployment_search.options) > 1)
-
-
-def test_the_time_of_an_attempt_that_did_not_race_is_the_returned_models_by_its_macs(finished: Path):
-    report = read_report(finished)
-    assert report.race_result is not None
-    whole = next(row.race_result.latency.median_ms for row in report.variants if row.race_result)
-    returned, one = report.heldout, next(each for each in report.attempts if each.deployed)
-    assert one.deployed is not None
-    footprint = one.deployed.footprint.model_copy(update={"macs": 2 * report.best.macs})
-    # Of other bytes than any that raced.
-    own = returned.model.model_copy(update={"sha256": "0" * 64})
-    unraced = one.deployed.model_copy(update={"footprint": footprint, "model": own, "deployment": returned.deployment})
-    elsewhere = unraced.model_copy(update={"deployment": Deployment(runtime="onnxruntime", scheme="static")})
-
-    def guessed(*measured: Evaluation) -> list[float]:
-        attempts = tuple(one.model_copy(update={"deployed": each}) for each in measured)
-        figure = against_speed(report.model_copy(update={"attempts": attempts}))
-        assert figure is not None
-        drawn: Any = figure.data
-        return [x for trace in drawn if trace.name == "attempt, not raced" for x in trace.x]
-
-    raced = [row.evaluation for row in report.variants if row.race_result]
-    assert guessed(*raced, elsewhere) == []
-    assert guessed(unraced) == pytest.approx([2 * whole / report.race_result.speedup])
 
 
 def test_a_report_without_evidence_contest_or_attempts_is_a_page_too(finished: Path):

@@ -1,7 +1,5 @@
 """Handlers that make models: acquisition, images, reference logits, profiles, pruning, recovery, tuning, export, deployment."""
 
-import contextlib
-import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -297,7 +295,6 @@ def _evidence(
                 model,
                 profiled.units,
                 read,
-                criterion=task.criterion,
                 table=table,
                 seed=task.seed,
                 progress=job.progress,
@@ -317,7 +314,7 @@ def _kept(task: EvidenceTask, model: Path) -> Path | None:
     depends_on = {
         "model": task.model.sha256,
         "images": [images.file.sha256, images.num_images, processor_text(model)],
-        "asked": [task.batch_size, task.device, task.criterion, task.seed],
+        "asked": [task.batch_size, task.device, task.seed],
         "environment": environment(task.device).model_dump(mode="json", exclude={"runtimes"}),
     }
     return evidence_path(folder, depends_on)
@@ -350,11 +347,7 @@ def prune(task: PruneTask, job: JobContext) -> PrunedModel:
 
 
 def recover(task: RecoverTask, job: JobContext) -> RecoveredModel:
-    """Recover, judged on the images that compensation wasn't fitted to; save what was recovered.
-
-    Each epoch is kept in `recovery/<job key>` of the run folder, because a job's own folder goes when the job is cut.
-    """
-    folder = job.root / "recovery" / Path(job.final).name
+    """Recover, judged on the images that compensation wasn't fitted to; save what was recovered."""
     dense, pruned = (on_device(load_module(job.path(ref)), task.device) for ref in (task.baseline, task.model))
     calibration = Calibration(
         batches=partial(iter_batches, job.images("calibration"), batch_size=task.batch_size),
@@ -368,23 +361,16 @@ def recover(task: RecoverTask, job: JobContext) -> RecoveredModel:
             shuffled_batches(job.images("recovery"), batch_size=task.batch_size, seed=task.seed),
             calibration.judged,
             epochs=task.epochs,
-            folder=folder,
-            seed=task.seed,
             expected=given_logits(job),
             progress=job.progress,
         )
     model = task.model if recovered.model is pruned else keep_model(recovered.model.cpu(), task.model, job)
-    shutil.rmtree(folder, ignore_errors=True)
-    with contextlib.suppress(OSError):
-        # Empty unless another attempt's recovery was cut.
-        folder.parent.rmdir()
     return RecoveredModel(
         model=model,
         epochs_run=recovered.epochs_run,
         kl_before=recovered.kl_before,
         kl_after=recovered.kl_after,
         stopped=recovered.stopped,
-        note=recovered.note,
     )
 
 
