@@ -83,16 +83,6 @@ def test_imagenette_maps_to_imagenets_synonyms(imagenette, draw):
     assert [match.model_id for match in drawn.labels] == [0, 3, 2]
 
 
-def test_sizes_that_lie_side_by_side_without_a_card_are_never_read_as_one(imagenette, draw):
-    (imagenette / "README.md").unlink()
-    with pytest.raises(AcquisitionError, match="several configs, 160px, 320px: name one with dataset_config"):
-        draw(imagenette, IMAGENET)
-    with pytest.raises(AcquisitionError, match="no config '32px': use one of 160px, 320px"):
-        draw(imagenette, IMAGENET, dataset_config="32px")
-    named, given = draw(imagenette, IMAGENET, dataset_config="320px"), draw(imagenette / "320px", IMAGENET)
-    assert named.heldout.path.read_bytes() == given.heldout.path.read_bytes()
-
-
 def test_a_card_that_reads_them_as_one_is_believed(imagenette, draw):
     card = "---\nconfigs:\n- config_name: all\n  data_files: [{split: train, path: '*/train*'}, {split: test, path: '*/val*'}]\n---\n"
     (imagenette / "README.md").write_text(card)
@@ -116,15 +106,6 @@ def test_folders_of_photographs_that_lie_side_by_side_are_never_read_as_one(tmp_
     held = SplitImages(drawn.heldout.path)
     assert len(held) > 5
     assert {held.encoded(row) for row in range(len(held))} <= photographs
-
-
-def test_parts_of_a_split_in_folders_of_their_own_are_one_data_set(tmp_path, make, draw):
-    kind = ClassLabel(names=["cat", "dog"])
-    for number, folder in enumerate(("train_0", "train_1", "test_0", "test_1")):
-        (tmp_path / "set" / folder).mkdir(parents=True)
-        make.table([0, 1] * 30, kind, first=100 * number).to_parquet(tmp_path / "set" / folder / "rows.parquet")
-    drawn = draw(tmp_path / "set", ["cat", "dog"])
-    assert drawn.calibration.num_images == 120
 
 
 def test_what_is_matched_by_last_words_alone_is_told_with_each_pair(parquet, make, draw):
@@ -253,19 +234,6 @@ def test_parquet_that_datasets_did_not_write_is_read(tmp_path, make, draw, kind)
     )
 
 
-def test_image_folders_are_read_with_their_folders_as_labels(tmp_path, make, draw):
-    for split, first in (("train", 0), ("test", 500)):
-        for index, name in enumerate(("cat", "dog")):
-            (tmp_path / "set" / split / name).mkdir(parents=True)
-            for row in range(20):
-                (tmp_path / "set" / split / name / f"{row}.png").write_bytes(make.png(first + 100 * index + row))
-    drawn = draw(tmp_path / "set", ["dog", "cat"])
-    split = SplitImages(drawn.search.path)
-    folders = [{make.png(500 + 100 * index + row) for row in range(20)} for index in (1, 0)]
-    assert len(split) == min(make.halves([*folders[0], *folders[1]]))
-    assert all(split.encoded(row) in folders[split.labels[row]] for row in range(len(split)))
-
-
 @pytest.mark.parametrize("cat", ["train", "test tube", "eval-cat"])
 @pytest.mark.parametrize("above", ["", "photos/"])
 def test_a_class_may_be_called_as_a_split_is(photographs, cats_and_dogs, draw, cat, above):
@@ -369,15 +337,6 @@ def test_an_empty_folder_is_an_error(tmp_path, draw):
     (tmp_path / "empty").mkdir()
     with pytest.raises(AcquisitionError, match="can't be read"):
         draw(tmp_path / "empty", CIFAR10)
-
-
-def test_a_cut_parquet_file_is_one_line(parquet, make, draw):
-    folder = parquet(test=make.table([0, 1] * 30, ClassLabel(names=["cat", "dog"])))
-    path = next(folder.rglob("*.parquet"))
-    path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(AcquisitionError, match="can't be read") as caught:
-        draw(folder, ["cat", "dog"])
-    assert "\n" not in str(caught.value)
 
 
 def test_an_unknown_reference_data_set_names_the_known_one(draw):

@@ -84,13 +84,6 @@ def test_images_that_are_there_twice_are_counted_once_and_said(parquet, make, dr
     assert drawn.search.num_images + drawn.heldout.num_images <= 300
 
 
-def test_more_than_one_in_a_hundred_twice_is_an_error(parquet, make, draw):
-    rows = make.table(np.arange(300) % 3, KIND, first=1000)
-    folder = parquet(train=rows, test=datasets.concatenate_datasets([rows, rows.select(range(4))]))
-    with pytest.raises(AcquisitionError, match=r"4 of 304 images of split 'test'.*more than once.*remove the copies"):
-        draw(folder, NAMES)
-
-
 def test_images_of_the_train_split_that_are_measured_on_are_left_out_or_refused(parquet, make, draw):
     train, test = make.table(np.arange(600) % 3, KIND), make.table(np.arange(300) % 3, KIND, first=1000)
     few = parquet("few", train=datasets.concatenate_datasets([train.select(range(257)), test.select([7])]), test=test)

@@ -22,16 +22,6 @@ GOOD_CALLS = (
     ("sensitivity", {"unit": "vit.layers.1.mlp", "keep": "320"}),
     ("refusal", {"attempt": 1}),
 )
-NONSENSE = (
-    ("details", {"pattern": 7}),
-    ("details", {"pattern": "("}),
-    ("try_plan", {"plan": PLAN}),
-    ("try_plan", {"plan": "a quarter of everything"}),
-    ("sensitivity", {"unit": ["vit"], "keep": "many"}),
-    ("refusal", {"attempt": 10**30}),
-    ("refusal", {"attempt": -7}),
-    ("shell", {"command": "rm -rf /"}),
-)
 
 
 def judged(num_layers: int = 4) -> ModelProfile:
@@ -81,39 +71,3 @@ def test_tools_are_named_and_offered_for_every_plan_and_end_in_the_same_one(tmp_
     assert dry.startswith("4 of 4 units are cut, params 26.5% less")
     assert one.startswith('"vit.layers.1.mlp" kept at 320: KL ')
     assert why.startswith("there was no attempt 1" if is_first else "accepted")
-
-
-@pytest.mark.parametrize("is_first", [True, False])
-def test_calls_with_nonsense_are_answered_in_words(tmp_path: Path, is_first: bool):
-    plan, origin, payloads = asked(in_turn(Said(tool_calls=NONSENSE), ANSWER), tmp_path, is_first=is_first)
-
-    assert plan.target is not None
-    assert (plan.target.saving, origin.by) == (0.25, "openai:scripted")
-    answers = told(payloads[1])
-    assert len(answers) == len(NONSENSE)
-    for said, wanted in zip(
-        answers,
-        (
-            "Input should be",
-            "pattern",
-            "Input should be",
-            "that is no plan",
-            "Input should be",
-            "there was no attempt 1000000000000000000000000000000",
-            "there was no attempt -7",
-            "no such tool",
-        ),
-        strict=True,
-    ):
-        assert wanted in said
-
-
-def test_who_calls_tools_for_ever_is_left_to_the_rules(tmp_path: Path):
-    forever = in_turn(Said(tool_calls=GOOD_CALLS))
-    plan, origin, payloads = asked(forever, tmp_path, is_first=True)
-
-    assert plan == analyse(judged(), GOAL)
-    assert origin.by == "rules"
-    assert "no valid answer" in (origin.note or "")
-    # Four rounds with tools, then the question without them, and two repairs.
-    assert ["tools" in payload for payload in payloads] == [True] * 4 + [False] * 3

@@ -71,27 +71,11 @@ def test_a_dry_run_says_exactly_what_the_prune_leaves(family):
     assert foreseen.macs == sum(row.macs for row in pruned.values())
 
 
-def test_the_middle_of_a_bottleneck_is_not_counted_twice():
-    profile = profiled(zoo.resnet())
-    foreseen = dry_run(plan(r"stages\.0\.layers\.1", 0.5), profile)
-
-    assert [cut.keep for cut in foreseen.cuts] == [16, 16]
-    # 1x1 from 128, 3x3, 1x1 to 128, with two norms inside, before and after.
-    before = 128 * 32 + 2 * 32 + 9 * 32 * 32 + 2 * 32 + 32 * 128
-    after = 128 * 16 + 2 * 16 + 9 * 16 * 16 + 2 * 16 + 16 * 128
-    assert profile.params - foreseen.params == before - after
-
-
 def test_a_plan_that_prunes_nothing_changes_nothing():
     profile = profiled(zoo.vit())
     foreseen = dry_run(Plan(), profile)
 
     assert (foreseen.cuts, foreseen.params, foreseen.macs) == ((), profile.params, profile.macs)
-
-
-def test_a_plan_with_an_unknown_layer_is_refused_before_anything_is_done():
-    with pytest.raises(PlanError, match="matches no layer"):
-        dry_run(plan("transformer.h.0", 0.4), profiled(zoo.vit()))
 
 
 def judged(model, *, latency=lambda keep: None) -> ModelProfile:
@@ -212,24 +196,3 @@ def test_a_plan_file_may_have_a_target_and_caps(tmp_path):
     assert read.caps == (Cap(layer="attention", max_ratio=0.0),)
     foreseen = dry_run(read, judged(zoo.vit()))
     assert {cut.unit.kind for cut in foreseen.cuts} == {"mlp"}
-
-
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ('{"target": {"saving": 1.0}}', "less than 1"),
-        ('{"target": {"saving": 0}}', "greater than 0"),
-        ('{"target": {"saving": 0.1, "metric": "watts"}}', "'params', 'macs' or 'latency'"),
-        ('{"target": {}}', "Field required"),
-        ('{"caps": [{"layer": "x", "max_ratio": 1}]}', "less than 1"),
-        ('{"caps": [{"layer": "x", "max_ratio": NaN}]}', "no valid plan"),
-    ],
-)
-def test_a_target_or_a_cap_that_is_none_is_refused_in_one_line(tmp_path, text, says):
-    path = tmp_path / "plan.json"
-    path.write_text(text)
-
-    with pytest.raises(PlanError, match=says) as refused:
-        read_plan(str(path))
-
-    assert "\n" not in str(refused.value)

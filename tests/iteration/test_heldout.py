@@ -8,12 +8,13 @@ from typing import Any
 import made
 import numpy as np
 import pytest
+from iteration import scripted
+from iteration.scripted import Jobs
 
 from profiling_agent.evaluation.intervals import compare, one_sided_bound, selection_bias
 from profiling_agent.evaluation.openings import share
-from profiling_agent.evaluation.predictions import write_predictions
 from profiling_agent.evaluation.sequential import Counts, upper_bound
-from profiling_agent.iteration.evaluator import MAX_AT_ONCE, Evaluator, Settings
+from profiling_agent.iteration.evaluator import MAX_AT_ONCE, Evaluator
 from profiling_agent.iteration.heldout import (
     ACCURACY_ERROR,
     error_of,
@@ -23,16 +24,10 @@ from profiling_agent.iteration.heldout import (
 )
 from profiling_agent.iteration.selection import judge
 from profiling_agent.jobs.tasks import Evaluated, EvaluateTask, OpenHeldoutTask
-from profiling_agent.jobs.timesheet import SHEET, Timesheet
 from profiling_agent.records import (
     SHARD,
-    Acquired,
     Evaluation,
-    Footprint,
-    ModelSource,
     Opening,
-    Predictions,
-    SplitInfo,
     Variant,
 )
 
@@ -41,70 +36,31 @@ MEASURED = made.evaluation("candidate", Variant.BOTH)
 Answers = Callable[[range], list[bool]]
 
 
-def note(task: OpenHeldoutTask) -> Opening:
-    number = int(task.fresh or "1")
-    return Opening(number=number, share=share(number))
-
-
 @dataclass
-class Answering:
-    """Jobs that answer evaluations of the held-out images by what is right of which image."""
+class Answering(Jobs):
+    """Jobs that answer evaluations by what is right of which image."""
 
-    root: Path
-    right: dict[str, Answers]
-    asked: list[tuple[str, range]] = field(default_factory=list[tuple[str, range]])
+    right: dict[str, Answers] = field(default_factory=dict[str, Answers])
+    seen: list[tuple[str, range]] = field(default_factory=list[tuple[str, range]])
     shard_s: float = 0.0
 
-    def __post_init__(self) -> None:
-        self.timesheet = Timesheet(self.root / SHEET)
-
-    def run(self, task: OpenHeldoutTask) -> Opening:
-        return note(task)
+    def OpenHeldoutTask(self, task: OpenHeldoutTask) -> Opening:  # noqa: N802
+        number = int(task.fresh or "1")
+        return Opening(number=number, share=share(number))
 
     def run_each(self, tasks: list[EvaluateTask]) -> list[Evaluated]:
         rows = [tasks[0].split.rows(task.shard) for task in tasks]
-        self.asked.append((tasks[0].model.path, range(rows[0].start, rows[-1].stop)))
+        self.seen.append((tasks[0].model.path, range(rows[0].start, rows[-1].stop)))
         self.timesheet.go_on_from(self.timesheet.spent_s + len(tasks) * self.shard_s)
-        return [self.evaluate(task) for task in tasks]
+        return super().run_each(tasks)
 
-    def evaluate(self, task: EvaluateTask) -> Evaluated:
-        part = task.split.rows(task.shard)
-        correct = np.array(self.right[task.model.path](part))
-        file = made.ref(f"{task.model.path}-{part.start}", "predictions")
-        self.path(file).parent.mkdir(exist_ok=True, parents=True)
-        write_predictions(self.path(file), made.answers(np.where(correct, 1, 0), np.ones(len(part), dtype=np.int64)))
-        return Evaluated(
-            footprint=Footprint(params=1, macs=1, parameter_bytes=1, size_bytes=1),
-            predictions=Predictions(
-                split="heldout", num_images=len(part), num_correct=int(correct.sum()), files=(file,)
-            ),
-        )
-
-    def path(self, ref: Any) -> Path:
-        return self.root / ref.path
+    def EvaluateTask(self, task: EvaluateTask) -> Evaluated:  # noqa: N802
+        return self.evaluated(task, ~np.array(self.right[task.model.path](task.split.rows(task.shard))))
 
 
 def evaluator(root: Path, num_images: int, candidate: Answers, **goal: Any) -> tuple[Evaluator, Answering]:
-    jobs: Any = Answering(root, {BASELINE.path: lambda part: [True] * len(part), CANDIDATE.path: candidate})
-
-    def split(name: Any) -> SplitInfo:
-        return SplitInfo(name=name, source_split="test", num_images=num_images, file=made.ref(name, "split"))
-
-    acquired = Acquired(
-        source=ModelSource(name="m", revision=None, architecture="A", device="cpu"),
-        calibration=split("calibration"),
-        search=split("search"),
-        heldout=split("heldout"),
-        labels=(),
-    )
-    return (
-        Evaluator(
-            jobs=jobs, acquired=acquired, baseline=BASELINE, profile=made.profile(),
-            goal=made.GOAL.model_copy(update=goal),
-            settings=Settings(batch_size=4, seed=0),
-        ),
-        jobs,
-    )  # fmt: skip
+    jobs = Answering(root, {BASELINE.path: lambda part: [True] * len(part), CANDIDATE.path: candidate})
+    return scripted.evaluator(jobs, num_images=num_images, baseline=BASELINE, **goal), jobs
 
 
 def every(number: int) -> Answers:
@@ -127,7 +83,7 @@ def test_a_candidate_that_answers_alike_is_known_after_two_looks_and_the_rest_st
     tested = run_heldout_test(tester, MEASURED)
     drop = tested.candidate.drop
     assert drop is not None
-    assert jobs.asked == [
+    assert jobs.seen == [
         (model.path, part) for part in (range(512), range(512, 1024)) for model in (BASELINE, CANDIDATE)
     ]
     assert (drop.num_images, drop.num_looks) == (1024, 3)
@@ -148,7 +104,7 @@ def test_no_more_images_are_looked_at_than_a_time_budget_has_room_for(tmp_path: 
     # Both models take 20 s a shard: after eight shards 40 s are left, another two take them all, and 15 and some are for the report.
     assert tested.candidate.drop is not None
     assert tested.candidate.drop.num_images == 4096
-    assert jobs.asked[-1] == (CANDIDATE.path, range(3072, 4096))
+    assert jobs.seen[-1] == (CANDIDATE.path, range(3072, 4096))
 
 
 def searched(lost: int, gained: int, num_images: int = 1000) -> Evaluation:
@@ -269,7 +225,7 @@ def test_a_hopeless_candidate_is_known_after_the_first(tmp_path: Path):
     tester, jobs = evaluator(tmp_path, 8000, every(10))
     drop = run_heldout_test(tester, MEASURED).candidate.drop
     assert drop is not None
-    assert drop.num_images == SHARD == len(jobs.asked[0][1])
+    assert drop.num_images == SHARD == len(jobs.seen[0][1])
     assert 0.01 < drop.low < drop.drop < drop.high
 
 
@@ -293,7 +249,7 @@ def test_few_images_are_a_sample_of_fixed_size(tmp_path: Path):
 def test_where_the_baseline_is_returned_no_more_than_a_look_is_taken(tmp_path: Path):
     tester, jobs = evaluator(tmp_path, 8000, every(100))
     assert first_look(tester).predictions.num_images == SHARD
-    assert [model for model, _ in jobs.asked] == [BASELINE.path]
+    assert [model for model, _ in jobs.seen] == [BASELINE.path]
 
 
 @pytest.mark.parametrize(
@@ -317,7 +273,7 @@ def test_search_images_are_looked_at_no_further_than_decides(
     tester, jobs = evaluator(tmp_path, num_images, every(wrong_every), **goal)
     found = tester.search(Variant.BOTH, CANDIDATE)
     assert found.predictions.num_images == seen
-    assert max(part.stop for model, part in jobs.asked if model == BASELINE.path) == seen
+    assert max(part.stop for model, part in jobs.seen if model == BASELINE.path) == seen
     assert found.drop is not None
     assert found.drop.num_looks == (2 if seen == 512 else 1)
     assert judge(found, tester.goal).accepted == (wrong_every != 10)

@@ -5,46 +5,36 @@ from typing import Any
 
 import made
 import pytest
+from iteration.scripted import Jobs, evaluator, name_of
 
 from profiling_agent.deployment.choices import recommend
 from profiling_agent.errors import JobError
 from profiling_agent.iteration.deployments import ASKED_SCHEMES, DeploymentChoices, leaving_in_float
-from profiling_agent.iteration.evaluator import Evaluator, Settings
 from profiling_agent.iteration.verdict import find_limit
-from profiling_agent.jobs.tasks import Exported
+from profiling_agent.jobs.tasks import DeployTask, Exported, RaceTask, SessionTask
 from profiling_agent.records import (
     NUM_SESSIONS,
-    Acquired,
     DeployedModel,
     Deployment,
     DeploymentOption,
     DeploymentSearch,
     Journal,
-    ModelSource,
     PrunedModel,
-    QuantizationRecommendation,
     Race,
-    SplitInfo,
 )
 from profiling_agent.records.deployment import Scheme
 
 
 @dataclass
-class Script:
-    """Jobs that answer at once: of each deployment of the cheapest model its bytes, of 4000, and its speed-up."""
+class Script(Jobs):
+    """Of each deployment of the cheapest model its bytes, of 4000, and its speed-up."""
 
     sizes: dict[str, int] = field(default_factory=dict[str, int])
     speedups: dict[str, float] = field(default_factory=dict[str, float])
-    asked: list[str] = field(default_factory=list[str])
-    recommended: list[tuple[QuantizationRecommendation, ...]] = field(
-        default_factory=list[tuple[QuantizationRecommendation, ...]]
-    )
-    raced: list[tuple[str, ...]] = field(default_factory=list[tuple[str, ...]])
-    num_sessions: int = 0
-    timesheet = made.TIMESHEET
 
-    def run(self, task: Any) -> Any:
-        return getattr(self, type(task).__name__)(task)
+    @property
+    def converted(self) -> list[Deployment]:
+        return [task.deployment for task in self.of(DeployTask)]
 
     def PruneTask(self, task: Any) -> PrunedModel:  # noqa: N802
         assert all(cut.keep <= cut.unit.width // 4 for cut in task.cuts), "every unit is cut as far as is allowed"
@@ -56,25 +46,20 @@ class Script:
 
     def DeployTask(self, task: Any) -> DeployedModel:  # noqa: N802
         name = task.deployment.name
-        self.asked.append(name)
-        self.recommended.append(task.deployment.recommendations)
         if self.sizes.get(name) == 0:
             raise JobError("the child process died of SIGSEGV")
         model = made.ref(name, size_bytes=self.sizes.get(name, 3000))
         return DeployedModel(model=model, deployment=task.deployment, layers=(), distance=0, kl=0, seconds=1)
 
     def RaceTask(self, task: Any) -> Race:  # noqa: N802
-        names = tuple(ref.path.removeprefix("jobs/") for _, ref in task.entries[1:])
-        self.raced.append(names)
-        return self._race(names)
-
-    def SessionTask(self, task: Any) -> Race:  # noqa: N802
-        self.num_sessions += 1
-        return self._race(tuple(ref.path.removeprefix("jobs/") for _, ref in task.entries[1:]))
-
-    def _race(self, names: tuple[str, ...]) -> Race:
-        fast = {name: self.speedups.get(name, 1.2) for name in names}
+        fast = {name: self.speedups.get(name, 1.2) for name in raced_in(task)}
         return made.race(*(made.race_result(name, one, one * 0.98, one * 1.02) for name, one in fast.items()))
+
+    SessionTask = RaceTask
+
+
+def raced_in(task: Any) -> tuple[str, ...]:
+    return tuple(name_of(ref) for _, ref in task.entries[1:])
 
 
 def journal() -> Journal:
@@ -97,27 +82,7 @@ def journal() -> Journal:
 
 
 def limit_of(script: Script, term: str, choices: DeploymentChoices | None = None, **goal: Any):
-    jobs: Any = script
-
-    def split(name: Any) -> SplitInfo:
-        return SplitInfo(name=name, source_split="test", num_images=1000, file=made.ref(name, "split"))
-
-    evaluator = Evaluator(
-        jobs=jobs,
-        acquired=Acquired(
-            source=ModelSource(name="m", architecture="A", device="cpu"),
-            calibration=split("calibration"),
-            search=split("search"),
-            heldout=split("heldout"),
-            labels=(),
-        ),
-        baseline=made.BASELINE.model,
-        profile=made.profile(),
-        goal=made.GOAL.model_copy(update=goal),
-        settings=Settings(batch_size=4, seed=0),
-        choices=choices or DeploymentChoices(),
-    )
-    return find_limit(evaluator, journal(), term)
+    return find_limit(evaluator(script, choices=choices, **goal), journal(), term)
 
 
 def test_the_first_deployment_that_keeps_the_size_ends_the_question():
@@ -125,7 +90,7 @@ def test_the_first_deployment_that_keeps_the_size_ends_the_question():
     limit = limit_of(script, "size", max_size_ratio=0.25)
     assert limit is not None
     assert limit.size_ratio == 0.2
-    assert script.asked == ["openvino static"]
+    assert [made_of.name for made_of in script.converted] == ["openvino static"]
 
 
 def test_the_least_of_all_deployments_is_what_infeasible_rests_on():
@@ -133,7 +98,7 @@ def test_the_least_of_all_deployments_is_what_infeasible_rests_on():
     limit = limit_of(script, "size", max_size_ratio=0.1)
     assert limit is not None
     assert limit.size_ratio == 0.2
-    assert script.asked == ["openvino static", "openvino bfloat16"]
+    assert [made_of.name for made_of in script.converted] == ["openvino static", "openvino bfloat16"]
 
 
 def test_what_can_not_be_made_of_the_cheapest_is_as_small_as_of_the_unpruned():
@@ -149,7 +114,7 @@ def test_layers_that_were_left_in_float_for_accuracy_are_not_left_where_accuracy
 
     limit_of(script, "size", choices, max_size_ratio=0.25)
 
-    assert script.recommended == [recommend("static")]
+    assert [made_of.recommendations for made_of in script.converted] == [recommend("static")]
 
 
 def test_speed_that_the_most_promising_has_is_asked_of_nobody_else():
@@ -158,14 +123,15 @@ def test_speed_that_the_most_promising_has_is_asked_of_nobody_else():
     assert limit is not None
     assert limit.speedup_high == pytest.approx(5.1)
     assert limit.size_ratio is None
-    assert (script.raced, script.num_sessions) == ([("openvino bfloat16",)], 0)
+    assert [raced_in(task) for task in script.of(RaceTask)] == [("openvino bfloat16",)]
+    assert not script.of(SessionTask)
 
 
 def test_speed_that_nobody_has_is_shown_by_sessions_of_the_fastest():
     script = Script(speedups={"openvino bfloat16": 3.0, "openvino static": 3.5})
     limit = limit_of(script, "speed", min_speedup=4.0)
     assert limit is not None
-    assert script.raced[-1] == ("openvino bfloat16", "openvino static", "cheapest")
+    assert raced_in(script.of(RaceTask)[-1]) == ("openvino bfloat16", "openvino static", "cheapest")
     # Once for the one that was most promising, and once for the fastest of all.
-    assert script.num_sessions == 2 * NUM_SESSIONS
+    assert len(script.of(SessionTask)) == 2 * NUM_SESSIONS
     assert limit.speedup_high == pytest.approx(3.5 * 1.02, rel=0.02)

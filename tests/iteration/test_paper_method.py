@@ -1,62 +1,36 @@
 """The paper's method on scripted jobs: cuts by weights alone, nothing tuned, and latency, timed once, as the third of its keys."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import made
 import numpy as np
 import pytest
+from iteration import scripted
+from iteration.scripted import Jobs
 
-from profiling_agent.evaluation.predictions import write_predictions
 from profiling_agent.iteration.attempt import measure_attempt, open_journal, prune_attempt, quantize_attempt
-from profiling_agent.iteration.evaluator import Deployer, Evaluator, Settings
+from profiling_agent.iteration.evaluator import Deployer, Evaluator
 from profiling_agent.iteration.selection import ranked
 from profiling_agent.jobs import tasks
-from profiling_agent.jobs.timesheet import SHEET, Timesheet
 from profiling_agent.records import (
-    Acquired,
-    ArtifactRef,
     DeployedModel,
     Deployment,
-    Footprint,
     Headline,
     Journal,
-    ModelSource,
     Plan,
-    Predictions,
     PrunedModel,
-    SplitInfo,
     Tuned,
     Variant,
 )
 
-NUM_IMAGES = 1000
-
 
 @dataclass
-class Script:
-    """Jobs that answer at once: each cut is a model of its own, whose latency is given by how many came before."""
+class Script(Jobs):
+    """Each cut is a model of its own, whose latency is given by how many came before."""
 
-    root: Path
     latencies_ms: tuple[float, ...] = (3.0, 2.0)
-    asked: list[Any] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.timesheet = Timesheet(self.root / SHEET)
-
-    def path(self, ref: ArtifactRef) -> Path:
-        return self.root / ref.path
-
-    def run_each(self, several: Any) -> Any:
-        return [self.run(task) for task in several]
-
-    def run(self, task: Any) -> Any:
-        self.asked.append(task)
-        return getattr(self, type(task).__name__)(task)
-
-    def of(self, kind: type) -> list[Any]:
-        return [task for task in self.asked if isinstance(task, kind)]
 
     def PruneTask(self, task: Any) -> PrunedModel:  # noqa: N802
         return PrunedModel(model=made.ref(f"p{len(self.of(tasks.PruneTask))}"), cuts=task.cuts, mask_error=0.0)
@@ -74,36 +48,15 @@ class Script:
         )
 
     def EvaluateTask(self, task: Any) -> tasks.Evaluated:  # noqa: N802
-        num_images = len(task.split.rows(task.shard))
-        true = np.zeros(num_images, dtype=np.int64)
-        name = f"{task.model.sha256}-{task.shard}.safetensors"
-        write_predictions(self.root / name, made.answers(true, true))
-        file = made.ref("x", "predictions").model_copy(update={"path": name})
-        return tasks.Evaluated(
-            footprint=Footprint(params=1000, macs=1000, parameter_bytes=1000, size_bytes=1000),
-            predictions=Predictions(split="search", num_images=num_images, num_correct=num_images, files=(file,)),
-        )
+        return self.evaluated(task, np.zeros(len(task.split.rows(task.shard))))
 
 
-def evaluator(script: Any, **goal: Any) -> Evaluator:
-    def split(name: Any) -> SplitInfo:
-        return SplitInfo(name=name, source_split="test", num_images=NUM_IMAGES, file=made.ref(name, "split"))
-
+def evaluator(script: Script, **goal: Any) -> Evaluator:
     profile = made.profile()
-    kls = {unit.name: (0.001, 0.002) for unit in profile.units}
-    return Evaluator(
-        jobs=script,
-        acquired=Acquired(
-            source=ModelSource(name="m", architecture="ViTForImageClassification", device="cpu"),
-            calibration=split("calibration"),
-            search=split("search"),
-            heldout=split("heldout"),
-            labels=(),
-        ),
-        baseline=made.ref("m0"),
-        profile=profile.model_copy(update={"evidence": made.evidence(profile.units, kls)}),
-        goal=made.GOAL.model_copy(update={"selection": "paper", "calibrate": False} | goal),
-        settings=Settings(batch_size=4, seed=0),
+    evidence = made.evidence(profile.units, {unit.name: (0.001, 0.002) for unit in profile.units})
+    asked = {"selection": "paper", "calibrate": False} | goal
+    return scripted.evaluator(
+        script, baseline=made.ref("m0"), profile=profile.model_copy(update={"evidence": evidence}), **asked
     )
 
 
@@ -129,7 +82,7 @@ def test_without_calibration_the_weights_alone_decide_and_nothing_makes_up_for_t
 
 @pytest.mark.parametrize(("tunes", "source"), [(True, "tuned"), (False, "m0")])
 def test_without_calibration_a_model_is_quantized_as_it_is(tmp_path: Path, tunes: bool, source: str):
-    script: Any = Script(tmp_path)
+    script = Script(tmp_path)
     asked = evaluator(script, calibrate=tunes)
     assert asked.deployer.tunes is tunes
     deployer = Deployer(script, asked.acquired.calibration, batch_size=4, tunes=tunes)

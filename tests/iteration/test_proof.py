@@ -1,32 +1,18 @@
 """Whether there are images enough, said before any work: by the test that as many held-out images get."""
 
 import re
-from typing import Any
 
 import made
 import pytest
+from iteration.scripted import acquired
 
 from profiling_agent.evaluation.intervals import images_to_certify
 from profiling_agent.evaluation.sequential import Counts, upper_bound
 from profiling_agent.iteration.heldout import images_that_certify, why_unproven
-from profiling_agent.records import Acquired, ModelSource, SplitInfo
-
-
-def acquired(num_search: int, num_heldout: int) -> Acquired:
-    def split(name: Any, num_images: int) -> SplitInfo:
-        return SplitInfo(name=name, source_split="test", num_images=num_images, file=made.ref(name, "split"))
-
-    return Acquired(
-        source=ModelSource(name="m", architecture="A", device="cpu"),
-        calibration=split("calibration", 256),
-        search=split("search", num_search),
-        heldout=split("heldout", num_heldout),
-        labels=(),
-    )
 
 
 def said(num_heldout: int, max_drop: float, num_search: int = 10**6) -> str | None:
-    return why_unproven(acquired(num_search, num_heldout), made.GOAL.model_copy(update={"max_accuracy_drop": max_drop}))
+    return why_unproven(acquired(num_heldout, num_search), made.GOAL.model_copy(update={"max_accuracy_drop": max_drop}))
 
 
 def test_enough_images_leave_nothing_to_say():

@@ -8,10 +8,6 @@ from profiling_agent.modules.inference import random_batch
 from profiling_agent.profiling.operators import profile_operators
 
 
-def without_times(rows):
-    return {(row.name, row.input_shapes, row.calls, row.memory_bytes, row.stack) for row in rows}
-
-
 @pytest.fixture(scope="module")
 def profiled(tmp_path_factory):
     trace = tmp_path_factory.mktemp("trace") / "trace.json.gz"
@@ -56,12 +52,6 @@ def test_the_trace_is_one_pass_that_a_browser_can_open(profiled):
 
     assert sum(event["name"] == "aten::gelu" for event in events) == 2
     assert profiled[1].stat().st_size < 200_000
-
-
-def test_profiling_twice_differs_in_times_alone(profiled):
-    again, _ = profile_operators(zoo.vit(), random_batch(zoo.SPEC, 2), passes=1)
-
-    assert without_times(again) == without_times(profiled[0])
 
 
 @pytest.mark.gpu

@@ -82,6 +82,7 @@ def test_all_units_cut_at_once_compute_what_the_masked_model_does_and_come_back_
     pruned = prune_model(model, cuts, spec=spec_of(family), importance="random", seed=1)
 
     assert pruned.mask_error <= 1e-5
+    assert {name: len(kept) for name, kept in pruned.keep.items()} == {cut.unit.name: cut.keep for cut in cuts}
     assert not torch.allclose(say(pruned.model, family), say(model, family), rtol=1e-3)
     processor, spec = zoo.processor(), spec_of(family)
     save_model(pruned.model, tmp_path / "saved", spec=spec, processor=processor, base_model="zoo", cuts=cuts)
