@@ -44,6 +44,8 @@ TIMESHEET = Timesheet(Path("nowhere"))
 GOAL = Goal(max_accuracy_drop=0.01, min_speedup=1.0, max_size_ratio=0.5, selection="contract")
 STATS = LatencyStats(batch_size=4, median_ms=2.0, low_ms=1.9, high_ms=2.1, samples_ms=(1.9, 2.0, 2.1))
 MLP = "vit.layers.{}.mlp"
+# Of widths 480 to 128 by steps of 32: 0.0001 to 0.2 nats.
+DOUBLING = tuple(0.0001 * 2**step for step in range(12))
 
 
 def ref(name: str, kind: Any = "model", size_bytes: int = 1000) -> ArtifactRef:
@@ -210,3 +212,12 @@ def evidence(
         whole = None if latency(one.width) is None else 10.0
         rows.append(UnitEvidence(unit=one.name, latency_ms=whole, order=tuple(range(one.width)), options=options))
     return Evidence(units=tuple(rows), criteria=(), num_images=256, num_judged=64, seconds=1.0)
+
+
+def judged(
+    num_layers: int = 4, kls: Mapping[int, Sequence[float]] | None = None, each: Sequence[float] = DOUBLING
+) -> ModelProfile:
+    """Return a profile with evidence: each unit's KL doubles by each step of its width, unless told otherwise."""
+    found = profile(num_layers)
+    rows = {unit.name: (kls or {}).get(index, each) for index, unit in enumerate(found.units)}
+    return found.model_copy(update={"evidence": evidence(found.units, rows)})

@@ -19,6 +19,7 @@ from transformers import (
     ViTImageProcessorPil,
 )
 
+from profiling_agent.modules.complexity import count_complexity
 from profiling_agent.records import Cut, InputSpec, Unit, UnitKind
 
 SPEC = InputSpec(channels=3, height=32, width=32, source="zoo")
@@ -114,3 +115,9 @@ def _parts(model: nn.Module) -> list[Any]:
         for module in model.modules()
     ]
     return [modules, [(parameter.requires_grad, parameter.grad is None) for parameter in model.parameters()]]
+
+
+def counted(model: nn.Module, spec: InputSpec = SPEC) -> tuple[int, dict[str, int]]:
+    """Return the params of a model, and the MACs of each of its layers."""
+    rows = count_complexity(model, spec)
+    return sum(row.params for row in rows.values()), {name: row.macs for name, row in rows.items()}

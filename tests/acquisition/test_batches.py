@@ -39,13 +39,6 @@ def images(path, tmp_path):
     return PreparedImages(folders)
 
 
-def test_a_split_comes_back_in_order(path):
-    split = SplitImages(path)
-    assert split.labels.dtype == np.int64
-    assert split.labels.tolist() == [4, 3, 2, 1, 0]
-    assert [split.image(row).getpixel((0, 0)) for row in range(len(split))] == [(51 * shade,) * 3 for shade in range(5)]
-
-
 def test_batches_hold_what_the_model_takes_and_the_last_is_short(images):
     batches = list(iter_batches(images, batch_size=2))
     assert [tuple(pixels.shape) for pixels, _ in batches] == [(2, 3, 32, 32), (2, 3, 32, 32), (1, 3, 32, 32)]

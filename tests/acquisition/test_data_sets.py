@@ -317,28 +317,23 @@ def test_a_data_set_without_labels_lists_its_columns(parquet, make, draw):
         draw(parquet(test=make.table([3, 4], Value("int64"), label="width")), CIFAR10)
 
 
-@pytest.mark.parametrize("option", ["image_column", "label_column"])
-def test_a_named_column_that_is_not_there_is_an_error(parquet, make, draw, option):
-    folder = parquet(
-        train=make.table([0, 1] * 30, ClassLabel(names=["cat", "dog"])),
-        test=make.table([0, 1] * 30, ClassLabel(names=["cat", "dog"])),
-    )
-    with pytest.raises(AcquisitionError, match=f"{option} is 'picture', but the data set's columns are image"):
-        draw(folder, ["cat", "dog"], **{option: "picture"})
-
-
-def test_a_named_image_column_must_hold_images(parquet, make, draw):
+@pytest.mark.parametrize(
+    ("query", "said"),
+    [
+        ({"image_column": "picture"}, "image_column is 'picture', but the data set's columns are image"),
+        ({"label_column": "picture"}, "label_column is 'picture', but the data set's columns are image"),
+        ({"image_column": "label"}, "'label' holds no images"),
+    ],
+)
+def test_a_named_column_that_is_not_there_or_holds_no_images_is_an_error(parquet, make, draw, query, said):
     folder = parquet(test=make.table([0, 1] * 30, ClassLabel(names=["cat", "dog"])))
-    with pytest.raises(AcquisitionError, match="'label' holds no images"):
-        draw(folder, ["cat", "dog"], image_column="label")
+    with pytest.raises(AcquisitionError, match=said):
+        draw(folder, ["cat", "dog"], **query)
 
 
-def test_an_empty_folder_is_an_error(tmp_path, draw):
+def test_an_empty_folder_and_an_unknown_reference_are_errors(tmp_path, draw):
     (tmp_path / "empty").mkdir()
     with pytest.raises(AcquisitionError, match="can't be read"):
         draw(tmp_path / "empty", CIFAR10)
-
-
-def test_an_unknown_reference_data_set_names_the_known_one(draw):
     with pytest.raises(AcquisitionError, match="no reference data set 'reference:mnist': use reference:digits"):
         draw("reference:mnist", CIFAR10)

@@ -118,28 +118,11 @@ def test_fewer_images_than_classes_are_said(parquet, make, draw):
     assert any("are fewer than the data set's 50 classes" in note for note in drawn.notes)
 
 
-def test_every_image_keeps_its_own_label(folder, draw, make):
-    drawn = draw(folder, NAMES, num_samples=60)
-    truth = {hashlib.sha256(make.png(1000 + row)).hexdigest(): row % 3 for row in range(300)}
-    assert [truth[digest] for digest in digests(drawn.heldout)] == labels(drawn.heldout).tolist()
-    _, num_heldout = make.halves([make.png(1000 + row) for row in range(300)])
-    assert (drawn.search.num_images, drawn.heldout.num_images) == (60, num_heldout)
-
-
 def test_the_seed_alone_decides_which_rows(folder, draw):
     first, again, other = (draw(folder, NAMES, num_samples=50, seed=seed) for seed in (1, 1, 2))
     assert digests(first.search) == digests(again.search)
     assert digests(first.calibration) == digests(again.calibration)
     assert set(digests(first.search)) != set(digests(other.search))
-
-
-def test_sets_are_stratified_where_classes_come_one_after_another(parquet, make, draw):
-    ordered = make.table(np.repeat([0, 1, 2], [100, 50, 50]), KIND, first=1000)
-    drawn = draw(parquet(train=make.table(np.repeat([2, 0, 1], 100), KIND), test=ordered), NAMES, num_samples=40)
-    there = [make.png(1000 + row) for row in range(200)]
-    counts = [make.halves(part)[0] for part in (there[:100], there[100:150], there[150:])]
-    assert np.abs(np.bincount(labels(drawn.search)) - 40 * np.array(counts) / sum(counts)).max() <= 1
-    assert np.abs(np.bincount(labels(drawn.calibration)[:30]) - 10).max() <= 1
 
 
 def test_a_small_train_split_is_used_whole_and_said_so(parquet, make, draw):
@@ -277,11 +260,6 @@ def test_a_train_split_that_calibration_uses_up_leaves_nothing_to_recover_with(p
     rows = {"train": make.table(np.arange(256) % 3, KIND), "test": make.table(np.arange(100) % 3, KIND, first=500)}
     with pytest.raises(AcquisitionError, match=r"256 usable images.*none is left to recover with"):
         draw(parquet(**rows), NAMES, num_recovery=10)
-
-
-def test_a_data_set_smaller_than_asked_says_how_many_there_are(folder, draw):
-    with pytest.raises(AcquisitionError, match=r"has 300 usable images.*at most 150"):
-        draw(folder, NAMES, num_samples=151)
 
 
 def test_images_without_a_known_label_are_left_out_and_counted(parquet, make, draw):

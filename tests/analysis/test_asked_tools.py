@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from advisors import advisor_of
 from chat_server import Said, chat_server, in_turn
-from made import BASELINE, GOAL, attempt, evidence, profile
+from made import BASELINE, GOAL, attempt, judged
 
 from profiling_agent.analysis.allocation import dry_run
 from profiling_agent.analysis.rules import analyse
@@ -22,12 +22,6 @@ GOOD_CALLS = (
     ("sensitivity", {"unit": "vit.layers.1.mlp", "keep": "320"}),
     ("refusal", {"attempt": 1}),
 )
-
-
-def judged(num_layers: int = 4) -> ModelProfile:
-    found = profile(num_layers)
-    kls = tuple(0.0001 * 2**step for step in range(12))
-    return found.model_copy(update={"evidence": evidence(found.units, {unit.name: kls for unit in found.units})})
 
 
 def seen(found: ModelProfile) -> Journal:

@@ -132,16 +132,6 @@ def test_a_target_leaves_what_the_plan_fixed_and_what_is_capped():
         dry_run(asked.model_copy(update={"target": Target(saving=0.9)}), profile)
 
 
-def test_what_the_latency_table_speaks_against_is_out_of_a_targets_reach():
-    # Only the widest option of a unit saves time: the narrower ones are no options, and nothing may count on them.
-    profile = judged(zoo.vit(), latency=lambda keep: 1.0 if keep in (192, 3) else 0.0)
-    most = most_saving(Plan(target=Target(saving=0.5)), profile)
-    foreseen = dry_run(Plan(target=Target(saving=most)), profile)
-
-    assert {cut.keep for cut in foreseen.cuts} == {192, 3}
-    assert 1 - foreseen.params / profile.params == pytest.approx(most)
-
-
 def test_a_cap_takes_back_what_a_plan_asks_for_and_says_so():
     asked = plan(r"mlp", 0.75).model_copy(
         update={"caps": (Cap(layer=r"layers\.0", max_ratio=0.3), Cap(layer=r"layers\.1\.mlp"))}

@@ -1,16 +1,8 @@
 import pytest
-from made import GOAL, evidence, plan, profile
+from made import GOAL, judged, plan, profile
 
 from profiling_agent.analysis.allocation import allowed_kl, guard
-from profiling_agent.records import Cap, ModelProfile, Plan, PruningRecommendation, QuantizationRecommendation, Target
-
-# Four MLPs, each of widths 480 to 128 by steps of 32: each step costs twice the one before it, 0.0001 to 0.2 nats.
-KLS = tuple(0.0001 * 2**step for step in range(12))
-
-
-def judged(num_layers: int = 4) -> ModelProfile:
-    found = profile(num_layers)
-    return found.model_copy(update={"evidence": evidence(found.units, {unit.name: KLS for unit in found.units})})
+from profiling_agent.records import Cap, Plan, PruningRecommendation, QuantizationRecommendation, Target
 
 
 def cut(layer: str, ratio: float) -> PruningRecommendation:

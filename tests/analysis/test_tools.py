@@ -1,15 +1,13 @@
 import json
 
-from made import GOAL, attempt, evidence, journal, plan, profile
+from made import GOAL, attempt, journal, judged, plan, profile
 
 from profiling_agent.analysis.advised import evidence_tools
 from profiling_agent.analysis.allocation import dry_run
 
 
 def tools(num_layers: int = 2):
-    found = profile(num_layers)
-    judged = evidence(found.units, {unit.name: (0.001, 0.002, 0.004, 0.008) for unit in found.units})
-    return evidence_tools(found.model_copy(update={"evidence": judged}), GOAL)
+    return evidence_tools(judged(num_layers, each=(0.001, 0.002, 0.004, 0.008)), GOAL)
 
 
 def test_details_tell_every_known_width_of_the_units_that_are_hit():

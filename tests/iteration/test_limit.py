@@ -131,7 +131,7 @@ def test_speed_that_nobody_has_is_shown_by_sessions_of_the_fastest():
     script = Script(speedups={"openvino bfloat16": 3.0, "openvino static": 3.5})
     limit = limit_of(script, "speed", min_speedup=4.0)
     assert limit is not None
-    assert raced_in(script.of(RaceTask)[-1]) == ("openvino bfloat16", "openvino static", "cheapest")
+    assert ("openvino bfloat16", "openvino static", "cheapest") in map(raced_in, script.of(RaceTask))
     # Once for the one that was most promising, and once for the fastest of all.
     assert len(script.of(SessionTask)) == 2 * NUM_SESSIONS
     assert limit.speedup_high == pytest.approx(3.5 * 1.02, rel=0.02)

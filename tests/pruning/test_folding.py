@@ -94,29 +94,6 @@ def test_a_fold_by_the_moments_is_the_fold_that_a_prune_gets(family):
     assert float((found - expected).norm()) < 0.05 * float((expected - dense).norm())
 
 
-def test_cut_channels_that_kept_ones_determine_are_restored():
-    model = zoo.vit()
-    unit = next(unit for unit in find_units(model, zoo.SPEC, {}).units if unit.kind == "mlp")
-    with torch.no_grad():
-        fc1 = model.get_submodule(unit.producers[0])
-        # The second half says what the first one says.
-        fc1.weight[128:], fc1.bias[128:] = fc1.weight[:128].clone(), fc1.bias[:128].clone()
-        before = logits(model)
-        moments = gather_moments(model, [unit], [IMAGES])[unit.name]
-        folded = overlay(model, unit, fold(model, unit, moments, range(128), shifts=True), None)
-        near, blind = (
-            functional_call(model, laid, (), {"pixel_values": IMAGES}).logits for laid in (folded, masked(model, unit))
-        )
-
-    assert float((near - before).norm()) < 0.05 * float((blind - before).norm())
-
-
-def masked(model, unit):
-    weight = model.get_parameter(f"{unit.consumer}.weight").detach().clone()
-    weight[:, 128:] = 0
-    return {f"{unit.consumer}.weight": weight}
-
-
 def test_the_batch_norm_behind_each_convolution_is_found():
     model = zoo.resnet("basic")
     consumers = [unit.consumer for unit in find_units(model, zoo.SPEC, {}).units]

@@ -174,17 +174,6 @@ def test_a_channel_far_from_zero_leaves_the_variance_of_the_others():
     assert torch.allclose(found.double(), expected, atol=1e-4 * float(expected.diagonal()[1:].mean()))
 
 
-def test_batches_do_not_matter_beyond_the_draw_and_a_seed_repeats_it():
-    model = zoo.vit()
-    units = units_of(model)
-    once, again = (gather_moments(model, units, IMAGES.split(4), seed=2) for _ in range(2))
-    whole = gather_moments(model, units, [IMAGES], seed=2)
-
-    for unit in units:
-        assert torch.equal(once[unit.name].fisher, again[unit.name].fisher)
-        assert torch.allclose(once[unit.name].gram, whole[unit.name].gram, rtol=1e-4, atol=1e-6)
-
-
 @torch.no_grad()
 def test_the_model_is_left_as_it_was_found():
     model = zoo.vit()

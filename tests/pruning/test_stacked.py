@@ -8,7 +8,6 @@ import zoo
 from torch import nn
 from torch.nn import functional as F
 
-from profiling_agent.modules.complexity import count_complexity
 from profiling_agent.pruning.criteria import unit_weights
 from profiling_agent.pruning.prune import prune_model
 from profiling_agent.pruning.surgery import cut_units
@@ -98,13 +97,8 @@ def model_of(block):
     return zoo.randomised(Model(block))
 
 
-def counted(model):
-    rows = count_complexity(model, zoo.SPEC)
-    return sum(row.params for row in rows.values()), {name: row.macs for name, row in rows.items()}
-
-
 def found(model):
-    return find_units(model, zoo.SPEC, counted(model)[1])
+    return find_units(model, zoo.SPEC, zoo.counted(model)[1])
 
 
 def test_the_rows_of_a_channel_are_as_far_apart_as_a_stack_is_long():
@@ -150,13 +144,9 @@ def test_what_is_cut_computes_what_is_masked_and_saves_what_was_said(block):
     pruned = prune_model(model, [cut], spec=zoo.SPEC, importance="random", seed=3)
 
     assert pruned.mask_error < 1e-5
-    params, macs = (before - after for before, after in zip(totals(model), totals(pruned.model), strict=True))
-    assert (params, macs) == (cut.params_saved, cut.macs_saved)
-
-
-def totals(model):
-    params, macs = counted(model)
-    return params, sum(macs.values())
+    (params, macs), (params_left, macs_left) = zoo.counted(model), zoo.counted(pruned.model)
+    assert params - params_left == cut.params_saved
+    assert sum(macs.values()) - sum(macs_left.values()) == cut.macs_saved
 
 
 def test_a_head_that_is_kept_keeps_its_rows_of_q_of_k_and_of_v():

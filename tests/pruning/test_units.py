@@ -5,20 +5,14 @@ import pytest
 import zoo
 from torch import nn
 
-from profiling_agent.modules.complexity import count_complexity
 from profiling_agent.pruning.units import FoundUnits, find_units
 from profiling_agent.records import UnitKind
 
 FAMILIES = {**zoo.FAMILIES, "resnet_basic": lambda: zoo.resnet("basic")}
 
 
-def counted(model):
-    rows = count_complexity(model, zoo.SPEC)
-    return sum(row.params for row in rows.values()), {name: row.macs for name, row in rows.items()}
-
-
 def units_of(model) -> FoundUnits:
-    return find_units(model, zoo.SPEC, counted(model)[1])
+    return find_units(model, zoo.SPEC, zoo.counted(model)[1])
 
 
 def by_name(found: FoundUnits):

@@ -140,10 +140,6 @@ def test_a_processor_whose_images_the_model_takes_or_that_fixes_none_is_left_alo
     check_processor(model(), images)
 
 
-def shape(spec):
-    return (spec.channels, spec.height, spec.width)
-
-
 def gray_vit(**changes):
     config = ViTConfig(
         hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, num_channels=1, **changes
@@ -151,44 +147,31 @@ def gray_vit(**changes):
     return ViTForImageClassification(config).eval()
 
 
-def test_a_processor_says_the_shape_it_really_gives():
-    wide = ViTImageProcessorPil(size={"height": 24, "width": 40})
-
-    assert shape(from_processor(zoo.resnet(), wide)) == (3, 24, 40)
+GRAY = ViTImageProcessorPil(size={"height": 8, "width": 8}, image_mean=[0.5], image_std=[0.5])
 
 
-def test_a_processor_of_a_gray_model_is_given_a_gray_image():
-    processor = ViTImageProcessorPil(size={"height": 8, "width": 8}, image_mean=[0.5], image_std=[0.5])
+@pytest.mark.parametrize(
+    ("rule", "model", "images", "expected"),
+    [
+        # What the processor really gives, a gray image to a gray model.
+        (from_processor, zoo.resnet, ViTImageProcessorPil(size={"height": 24, "width": 40}), (3, 24, 40)),
+        (from_processor, lambda: gray_vit(image_size=8, patch_size=4), GRAY, (1, 8, 8)),
+        (from_processor, zoo.resnet, ViTImageProcessorPil(do_resize=False), None),
+        (from_processor, zoo.resnet, dict, None),
+        (from_processor, zoo.resnet, None, None),
+        (from_config, zoo.vit, None, (3, 32, 32)),
+        (from_config, lambda: gray_vit(image_size=[8, 16], patch_size=4), None, (1, 8, 16)),
+        (from_config, zoo.resnet, None, None),
+        (from_config, lambda: torch.nn.Linear(2, 2), None, None),
+        (from_first_convolution, zoo.resnet, None, (3, 224, 224)),
+        (from_first_convolution, lambda: torch.nn.Conv2d(5, 2, 3), None, (5, 224, 224)),
+        (from_first_convolution, lambda: torch.nn.Linear(2, 2), None, None),
+    ],
+)
+def test_a_rule_gives_a_shape_or_no_answer(rule, model, images, expected):
+    found = rule(model(), images)
 
-    assert shape(from_processor(gray_vit(image_size=8, patch_size=4), processor)) == (1, 8, 8)
-
-
-def test_a_processor_that_does_not_resize_fixes_no_shape():
-    assert from_processor(zoo.resnet(), ViTImageProcessorPil(do_resize=False)) is None
-
-
-def test_a_processor_of_something_else_gives_no_answer():
-    assert from_processor(zoo.resnet(), dict) is None
-    assert from_processor(zoo.resnet(), None) is None
-
-
-def test_a_config_may_name_one_side_or_two():
-    assert shape(from_config(zoo.vit(), None)) == (3, 32, 32)
-    assert shape(from_config(gray_vit(image_size=[8, 16], patch_size=4), None)) == (1, 8, 16)
-
-
-def test_a_config_without_image_size_gives_no_answer():
-    assert from_config(zoo.resnet(), None) is None
-    assert from_config(torch.nn.Linear(2, 2), None) is None
-
-
-@pytest.mark.parametrize(("model", "channels"), [(zoo.resnet, 3), (lambda: torch.nn.Conv2d(5, 2, 3), 5)])
-def test_the_first_convolution_gives_the_channels(model, channels):
-    assert shape(from_first_convolution(model(), None)) == (channels, 224, 224)
-
-
-def test_a_model_without_convolution_gives_no_answer():
-    assert from_first_convolution(torch.nn.Linear(2, 2), None) is None
+    assert (found and (found.channels, found.height, found.width)) == expected
 
 
 def spec(channels, height, width):
@@ -260,22 +243,16 @@ def test_agreement_is_certain():
     assert not any("id2label" in row for row in facts.settings)
 
 
-def test_a_disagreement_is_not_even_where_the_model_takes_both():
-    facts = survey(zoo.swin(), processor(64))
+@pytest.mark.parametrize(
+    ("model", "images", "place", "finding"),
+    [
+        (zoo.swin, processor(64), 0, "from_processor: 3x64x64, which the model accepts"),
+        (zoo.vit, processor(48), 0, "from_processor: 3x48x48, but the model refuses an image"),
+        (zoo.resnet, None, -1, "from_first_convolution: 3x224x224, which the model accepts"),
+    ],
+)
+def test_a_disagreement_a_refusal_and_a_convolution_alone_are_no_certainty(model, images, place, finding):
+    facts = survey(model(), images)
 
     assert not facts.is_certain
-    assert facts.findings[0] == "from_processor: 3x64x64, which the model accepts"
-
-
-def test_an_answer_that_the_model_refuses_is_told_with_its_complaint():
-    facts = survey(zoo.vit(), processor(48))
-
-    assert not facts.is_certain
-    assert facts.findings[0].startswith("from_processor: 3x48x48, but the model refuses an image")
-
-
-def test_a_convolution_alone_is_no_certainty():
-    facts = survey(zoo.resnet(), None)
-
-    assert not facts.is_certain
-    assert facts.findings[-1] == "from_first_convolution: 3x224x224, which the model accepts"
+    assert facts.findings[place].startswith(finding)
