@@ -77,12 +77,6 @@ def test_imagenette_needs_a_config_and_lists_them(imagenette, draw):
         draw(imagenette, IMAGENET, dataset_config="32px")
 
 
-def test_imagenette_maps_to_imagenets_synonyms(imagenette, draw):
-    drawn = draw(imagenette, IMAGENET, dataset_config="320px")
-    assert drawn.search.source_split == "validation"
-    assert [match.model_id for match in drawn.labels] == [0, 3, 2]
-
-
 def test_a_card_that_reads_them_as_one_is_believed(imagenette, draw):
     card = "---\nconfigs:\n- config_name: all\n  data_files: [{split: train, path: '*/train*'}, {split: test, path: '*/val*'}]\n---\n"
     (imagenette / "README.md").write_text(card)

@@ -231,10 +231,6 @@ def of_objects(folder: Path) -> None:
         np.save(stream, np.array([{"a": 1}] * 4), allow_pickle=True)
 
 
-def of_text(folder: Path) -> None:
-    (folder / PIXELS).write_text("no array")
-
-
 def without_labels(folder: Path) -> None:
     (folder / LABELS).unlink()
 
@@ -244,7 +240,7 @@ def of_few_labels(folder: Path) -> None:
     save_file(held | {"labels": held["labels"][:3].copy()}, folder / LABELS)
 
 
-@pytest.mark.parametrize("damage", [cut_short, of_objects, of_text, without_labels, of_few_labels])
+@pytest.mark.parametrize("damage", [cut_short, of_objects, without_labels, of_few_labels])
 def test_what_is_damaged_is_refused_in_one_line(split: SplitImages, tmp_path: Path, damage: Callable[[Path], None]):
     write_prepared(tmp_path, split, range(4), zoo.processor())
     PreparedImages([tmp_path])

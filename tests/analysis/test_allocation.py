@@ -3,11 +3,11 @@ from random import Random
 from typing import Any
 
 import pytest
-from made import evidence, unit
+from made import GOAL, evidence, judged, plan, profile, unit
 
-from profiling_agent.analysis.allocation import MAX_GAP, allocate, predicted_kl
+from profiling_agent.analysis.allocation import MAX_GAP, allocate, allowed_kl, guard, predicted_kl
 from profiling_agent.errors import PlanError
-from profiling_agent.records import Cut, Target
+from profiling_agent.records import Cap, Cut, Plan, PruningRecommendation, QuantizationRecommendation, Target
 
 # Channels of a made unit own 10 params and 20 MACs; each test says what its units are a whole of.
 WHOLE = {"params": 10_000.0, "macs": 40_000.0, "latency": 100.0}
@@ -89,15 +89,6 @@ def test_fixed_cuts_stay_and_are_counted():
     assert allocated(units, found, 0.06, fixed=fixed) == tuple(fixed)
 
 
-def test_fixed_cuts_may_be_all_that_there_is():
-    units, found = drawn(num_units=1)
-    fixed = [Cut(unit=units[0], keep=64, requested_ratio=0.5)]
-
-    assert allocated(units, found, 0.06, fixed=fixed) == tuple(fixed)
-    with pytest.raises(PlanError, match=r"7\.0% of the params is out of reach: everything that may be cut saves 6\.4%"):
-        allocated(units, found, 0.07, fixed=fixed)
-
-
 def test_caps_are_kept_and_a_cap_of_zero_leaves_a_unit_alone():
     units, found = drawn()
     caps = {units[0].name: 0.0, units[1].name: 0.3, units[2].name: 0.5}
@@ -111,13 +102,6 @@ def test_caps_are_kept_and_a_cap_of_zero_leaves_a_unit_alone():
         allocated(units, found, 0.2, caps=caps)
 
 
-def test_everything_capped_to_nothing_reaches_nothing():
-    units, found = drawn()
-
-    with pytest.raises(PlanError, match=r"saves 0\.0%"):
-        allocated(units, found, 0.01, caps={one.name: 0.0 for one in units})
-
-
 def test_widths_that_the_latency_table_speaks_against_are_no_options():
     units, found = drawn(latency=lambda keep: 0.0 if keep == 96 else 1.0)
     for saving in (0.01, 0.1, 0.2, 0.3):
@@ -129,3 +113,88 @@ def test_a_unit_that_saves_no_time_at_any_width_is_left_alone_whatever_is_asked_
 
     with pytest.raises(PlanError, match="out of reach"):
         allocated(units, found, 0.01, "macs")
+
+
+def cut(layer: str, ratio: float) -> PruningRecommendation:
+    return PruningRecommendation(layer=layer, pruning_type="structured", pruning_ratio=ratio)
+
+
+def test_a_plan_that_nothing_is_wrong_with_stays_as_it_is():
+    asked = Plan(pruning=(cut("mlp", 0.125),), caps=(Cap(layer="layers.0", max_ratio=0.5),))
+
+    found = guard(asked, judged(), GOAL)
+
+    assert found.plan == asked
+    assert not found.dropped
+    assert found.cut_back is None
+    assert guard(asked, judged(), GOAL).complaint is None
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"pruning": (cut("encoder.block.9", 0.2),)}, "matches no layer"),
+        ({"pruning": (cut("(mlp", 0.2),)}, "pattern"),
+        ({"pruning": (cut("classifier", 0.2),)}, "can't be pruned"),
+        ({"caps": (Cap(layer="nowhere"),)}, "matches no layer"),
+        ({"quantization": (QuantizationRecommendation(layer="nowhere", dtype="qint8"),)}, "no layer to quantize"),
+        ({"quantization": (QuantizationRecommendation(layer="(", dtype="qint8"),)}, "pattern"),
+    ],
+)
+def test_what_is_wrong_is_dropped_with_its_reason_and_the_rest_stays(wrong: dict, said: str):
+    good = plan(0.125)
+    asked = good.model_copy(update={key: (*(getattr(good, key) or ()), *parts) for key, parts in wrong.items()})
+
+    found = guard(asked, judged(), GOAL)
+
+    assert found.plan == good
+    assert len(found.dropped) == 1
+    assert said in found.dropped[0]
+    assert said in (guard(asked, judged(), GOAL).complaint or "")
+
+
+def test_what_is_predicted_to_cost_too_much_is_made_milder_until_it_does_not():
+    asked = Plan(pruning=(cut("mlp", 0.9),))
+
+    found = guard(asked, judged(), GOAL)
+
+    assert found.dry_run is not None
+    assert found.dry_run.kl is not None
+    assert 0 < found.dry_run.kl <= allowed_kl(GOAL) == pytest.approx(0.06)
+    assert found.cut_back is not None
+    assert "at most 0.06" in found.cut_back
+    # One width less would be too much: 4 x 0.0128 nats, then 4 x 0.0256.
+    assert [made.keep for made in found.dry_run.cuts] == [256] * 4
+    assert found.plan.pruning[0].pruning_ratio < 0.9
+
+
+def test_a_target_is_made_milder_as_well():
+    found = guard(Plan(target=Target(saving=0.9)), judged(), GOAL)
+
+    assert found.plan.target is not None
+    assert 0 < found.plan.target.saving < 0.9
+    assert found.dry_run is not None
+    assert found.dry_run.kl is not None
+    assert found.dry_run.kl <= 0.06
+
+
+def test_a_target_out_of_reach_is_taken_to_what_caps_leave():
+    capped = tuple(Cap(layer=f"layers.{index}", max_ratio=0.0) for index in range(3))
+    found = guard(Plan(target=Target(saving=0.5), caps=capped), judged(), GOAL)
+
+    assert found.plan.target is not None
+    assert found.plan.target.saving < 0.25
+    assert "out of reach" in found.dropped[0]
+
+
+def test_without_evidence_a_target_is_dropped_and_ratios_stay():
+    asked = Plan(target=Target(saving=0.5), pruning=(cut("mlp", 0.5),))
+    found = guard(asked, profile(), GOAL)
+
+    assert found.plan.target is None
+    assert found.plan.pruning == asked.pruning
+    assert "evidence" in found.dropped[0]
+
+
+def test_a_plan_that_cuts_nothing_is_told_so():
+    assert "cuts nothing" in (guard(Plan(), judged(), GOAL).complaint or "")

@@ -2,7 +2,7 @@ import json
 
 import pytest
 import zoo
-from made import evidence
+from made import evidence, profile
 from pruning import families
 
 from profiling_agent.analysis.allocation import dry_run, most_saving
@@ -13,8 +13,6 @@ from profiling_agent.pruning.prune import prune_model
 from profiling_agent.pruning.units import find_units
 from profiling_agent.records import (
     Cap,
-    Headline,
-    LatencyStats,
     LayerProfile,
     ModelProfile,
     Plan,
@@ -29,31 +27,23 @@ FAMILIES = {
     "resnet_basic": lambda: zoo.resnet("basic"),
     **{name: families.FAMILIES[name] for name in CHAINED},
 }
-UNTIMED = LatencyStats(batch_size=1, median_ms=1, low_ms=1, high_ms=1, samples_ms=(1.0,))
 
 
 def profiled(model) -> ModelProfile:
+    """Return what is counted of a model, and its units, in a profile whose times are made up."""
     rows = count_complexity(model, zoo.SPEC)
     found = find_units(model, zoo.SPEC, {name: row.macs for name, row in rows.items()})
-    return ModelProfile(
-        architecture="zoo",
-        input=zoo.SPEC,
-        batch_size=1,
-        device="cpu",
-        params=sum(row.params for row in rows.values()),
-        macs=sum(row.macs for row in rows.values()),
-        parameter_bytes=0,
-        size_bytes=0,
-        headline=Headline(latency=UNTIMED, peak_memory_bytes=0, forward_passes=1),
-        layers=tuple(
+    counted = {
+        "params": sum(row.params for row in rows.values()),
+        "macs": sum(row.macs for row in rows.values()),
+        "layers": tuple(
             LayerProfile(name=name, kind=row.kind, params=row.params, macs=row.macs, latency_ms=0, activation_bytes=0)
             for name, row in rows.items()
         ),
-        operators=(),
-        units=found.units,
-        refusals=found.refusals,
-        forward_passes=1,
-    )
+        "units": found.units,
+        "refusals": found.refusals,
+    }
+    return profile().model_copy(update=counted)
 
 
 def plan(layer: str, ratio: float) -> Plan:

@@ -98,26 +98,3 @@ def test_the_interval_holds_the_drop_at_every_look_in_ninety_five_of_a_hundred_w
         for _ in range(200)
     )
     assert missed <= 18
-
-
-def test_a_hopeless_candidate_is_known_after_the_first_shards_and_a_good_one_after_a_few_thousand_images():
-    rng = np.random.default_rng(9)
-    hopeless = [
-        next(
-            counts.num_images for counts in looks(0.05, 0.09, 20 * SHARD, rng) if decide(counts, 0.01, ERROR) == "lost"
-        )
-        for _ in range(40)
-    ]
-    good = [
-        next(
-            (
-                counts.num_images
-                for counts in looks(0.0, 0.04, 100 * SHARD, rng)
-                if decide(counts, 0.01, ERROR) == "kept"
-            ),
-            100 * SHARD,
-        )
-        for _ in range(40)
-    ]
-    assert np.median(hopeless) <= 2 * SHARD
-    assert np.median(good) <= 8 * SHARD

@@ -10,11 +10,12 @@ import numpy as np
 from profiling_agent.evaluation.predictions import write_predictions
 from profiling_agent.iteration.deployments import DeploymentChoices
 from profiling_agent.iteration.evaluator import Evaluator, Settings
-from profiling_agent.jobs.tasks import Evaluated
+from profiling_agent.jobs.tasks import Evaluated, Exported
 from profiling_agent.jobs.timesheet import SHEET, Timesheet
 from profiling_agent.records import (
     Acquired,
     ArtifactRef,
+    DeployedModel,
     Footprint,
     MemoryUse,
     ModelProfile,
@@ -57,6 +58,9 @@ class Jobs:
     def of(self, kind: type) -> list[Any]:
         return [task for task in self.asked if isinstance(task, kind)]
 
+    def ExportTask(self, task: Any) -> Exported:  # noqa: N802
+        return Exported(onnx=made.ref("onnx", "onnx"), distance=0.0)
+
     def evaluated(self, task: Any, is_wrong: Any, *, params: int = 1000, size_bytes: int = 1000) -> Evaluated:
         """Write the answers to a shard, of which those images are wrong."""
         predicted = np.asarray(is_wrong, dtype=np.int64)
@@ -69,6 +73,11 @@ class Jobs:
                 split=task.split.name, num_images=len(predicted), num_correct=int((predicted == 0).sum()), files=(file,)
             ),
         )
+
+
+def deployed(task: Any, name: str, size_bytes: int = 1000, *, distance: float = 0.0, kl: float = 0.0) -> DeployedModel:
+    model = made.ref(name, size_bytes=size_bytes)
+    return DeployedModel(model=model, deployment=task.deployment, layers=(), distance=distance, kl=kl, seconds=1.0)
 
 
 def memory_use(task: Any, peak_bytes: int) -> MemoryUse:

@@ -7,7 +7,7 @@ from typing import Any
 import made
 import numpy as np
 import pytest
-from iteration.scripted import Jobs, evaluator, memory_use, name_of
+from iteration.scripted import Jobs, deployed, evaluator, memory_use, name_of
 
 from profiling_agent.deployment.choices import recommend
 from profiling_agent.errors import JobError, QuantizationError
@@ -20,7 +20,6 @@ from profiling_agent.jobs import tasks
 from profiling_agent.jobs.timesheet import SHEET, Timesheet
 from profiling_agent.records import (
     Cap,
-    DeployedModel,
     Deployment,
     DeploymentSearch,
     Dropped,
@@ -66,21 +65,11 @@ class Script(Jobs):
         rows = [LayerCost(layer=name, kl=1.0, macs_share=0.01, latency_share=0.01, kept=True) for name in self.kept]
         return Tuned(model=task.model, layers=tuple(rows), kl=0.1, kl_unfolded=0.2, num_images=32, seconds=1.0)
 
-    def ExportTask(self, task):  # noqa: N802
-        return tasks.Exported(onnx=made.ref("onnx", "onnx"), distance=0.0)
-
     def DeployTask(self, task):  # noqa: N802
         does = self.deployments[task.deployment.name]
         if does.fails:
             raise does.fails
-        return DeployedModel(
-            model=made.ref(task.deployment.name, size_bytes=does.size_bytes),
-            deployment=task.deployment,
-            layers=(),
-            distance=does.distance,
-            kl=does.kl,
-            seconds=1.0,
-        )
+        return deployed(task, task.deployment.name, does.size_bytes, distance=does.distance, kl=does.kl)
 
     def EvaluateTask(self, task):  # noqa: N802
         does = self.deployments.get(name_of(task.model), Made())
@@ -341,18 +330,6 @@ def test_as_many_are_looked_at_as_can_show_the_contract_kept(tmp_path: Path, ask
     goal = made.GOAL.model_copy(update=asked)
     assert most_searched(2000, Budget(Timesheet(tmp_path / SHEET), 0.2), goal) == expected
     assert most_searched(2000, Budget(Timesheet(tmp_path / SHEET), 0.2, 3600.0), goal) == 2000
-
-
-def test_what_the_first_images_do_not_show_is_measured_in_full(tmp_path: Path):
-    # Three of 512 are 0.6 points, and above one at the bound; twelve of 2,000 aren't.
-    held, script = deployment_search(
-        tmp_path,
-        {"openvino static": Made(speedup=5), "eager dynamic": Made(speedup=4, lost=12), "eager bfloat16": Made()},
-    )
-
-    of_last_shard = {t.model.sha256 for t in script.of(tasks.EvaluateTask) if t.shard == 3}
-    assert len(of_last_shard) == 3
-    assert held.of(next(o.deployment for o in held.options if o.deployment.name == "eager dynamic")).keeps_accuracy
 
 
 def test_nothing_is_chosen_that_is_shown_slower_than_the_baseline(tmp_path: Path):

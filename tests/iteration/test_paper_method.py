@@ -8,7 +8,7 @@ import made
 import numpy as np
 import pytest
 from iteration import scripted
-from iteration.scripted import Jobs
+from iteration.scripted import Jobs, deployed
 
 from profiling_agent.iteration.attempt import measure_attempt, open_journal, prune_attempt, quantize_attempt
 from profiling_agent.iteration.evaluator import Deployer, Evaluator
@@ -43,9 +43,7 @@ class Script(Jobs):
         return Tuned(model=made.ref("tuned"), kl=0.1, kl_unfolded=0.2, num_images=32, seconds=1.0)
 
     def DeployTask(self, task: Any) -> DeployedModel:  # noqa: N802
-        return DeployedModel(
-            model=made.ref("int8"), deployment=task.deployment, layers=(), distance=0.0, kl=0.0, seconds=1.0
-        )
+        return deployed(task, "int8")
 
     def EvaluateTask(self, task: Any) -> tasks.Evaluated:  # noqa: N802
         return self.evaluated(task, np.zeros(len(task.split.rows(task.shard))))

@@ -9,10 +9,10 @@ import made
 import pytest
 from advisors import advisor_of
 from chat_server import Said, chat_server, in_turn
-from made import BASELINE, GOAL, evaluation, profile
+from made import BASELINE, GOAL, attempt, evaluation, profile
 
 from profiling_agent.analysis.advised import UNKNOWN, NextAnswer, PlanAnswer
-from profiling_agent.analysis.allocation import dry_run, obeying
+from profiling_agent.analysis.allocation import MAX_RATIO, dry_run, obeying
 from profiling_agent.analysis.rules import analyse
 from profiling_agent.errors import AdvisorError, ContextTooLongError, PlanError
 from profiling_agent.iteration.planners import Planner, first_proposal, next_proposal, propose
@@ -397,3 +397,79 @@ def test_what_fails_before_it_is_deployed_says_something_of_every_deployment_but
     assert isinstance(choice, Plan)
     assert choice.target is not None
     assert choice.target.saving < 0.3
+
+
+PROFILE = profile()
+PAPER = GOAL.model_copy(update={"selection": "paper"})
+
+
+def removed(plan: Plan) -> float:
+    return 1 - dry_run(plan, PROFILE).cuts[0].keep / 512
+
+
+def test_after_an_accepted_plan_the_next_one_is_twice_as_strong():
+    choice = propose(GOAL, PROFILE, made.journal(attempt(1, 0.125, accepted=True)), max_iterations=5)
+
+    assert isinstance(choice, Plan)
+    assert choice.pruning[0].pruning_ratio == pytest.approx(0.25)
+
+
+def test_after_a_refused_plan_the_next_one_is_milder():
+    choice = propose(GOAL, PROFILE, made.journal(attempt(1, 0.25, accepted=False)), max_iterations=5)
+
+    assert isinstance(choice, Plan)
+    assert choice.pruning[0].pruning_ratio == pytest.approx(0.125)
+
+
+@pytest.mark.parametrize("cliff", [0.1, 0.2, 0.4, 0.6, 0.74])
+def test_the_loop_brackets_the_accuracy_cliff_to_one_aligned_step(cliff: float):
+    seen = made.journal(attempt(1, 0.125, accepted=cliff >= 0.125))
+    while isinstance(choice := propose(GOAL, PROFILE, seen, max_iterations=50), Plan):
+        number = len(seen.attempts) + 1
+        tried = Attempt(number=number, plan=choice, accepted=removed(choice) <= cliff, reason="made")
+        seen = seen.with_attempt(tried)
+
+    best = max((removed(a.plan) for a in seen.attempts if a.accepted), default=0.0)
+    assert choice is StopReason.CONVERGED
+    assert best <= cliff < best + 2 * 32 / 512
+
+
+def test_no_plan_is_measured_twice():
+    seen = made.journal(attempt(1, 0.125, accepted=True))
+    while isinstance(choice := propose(GOAL, PROFILE, seen, max_iterations=50), Plan):
+        seen = seen.with_attempt(Attempt(number=len(seen.attempts) + 1, plan=choice, accepted=True, reason="made"))
+
+    widths = [tuple(cut.keep for cut in dry_run(a.plan, PROFILE).cuts) for a in seen.attempts]
+    assert len(widths) == len(set(widths))
+
+
+def test_no_ratio_passes_the_ceiling():
+    seen = made.journal(attempt(1, 0.5, accepted=True))
+
+    choice = propose(GOAL, PROFILE, seen, max_iterations=5)
+
+    assert isinstance(choice, Plan)
+    assert choice.pruning[0].pruning_ratio == MAX_RATIO
+
+
+def test_the_budget_ends_the_loop():
+    assert (
+        propose(GOAL, PROFILE, made.journal(attempt(1, 0.125, accepted=True)), max_iterations=1)
+        is StopReason.BUDGET_SPENT
+    )
+
+
+def test_a_first_plan_that_prunes_nothing_ends_the_loop():
+    empty = Attempt(number=1, plan=Plan(), accepted=True, reason="made")
+
+    assert propose(GOAL, PROFILE, made.journal(empty), max_iterations=5) is StopReason.NOTHING_TO_PRUNE
+
+
+def test_the_papers_loop_answers_to_the_last_evaluation_alone_and_uses_every_iteration():
+    seen = made.journal(attempt(1, 0.2, accepted=True), attempt(2, 0.3, accepted=False))
+
+    choice = propose(PAPER, PROFILE, seen, max_iterations=3)
+
+    assert isinstance(choice, Plan)
+    assert choice.pruning[0].pruning_ratio == pytest.approx(0.15)
+    assert propose(PAPER, PROFILE, seen, max_iterations=2) is StopReason.BUDGET_SPENT

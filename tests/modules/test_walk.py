@@ -104,17 +104,3 @@ def test_only_what_is_read_later_takes_memory():
     # else takes a number each. Nothing is held for what would come after the last layer.
     assert 5 * hidden < max(held) < 6.01 * hidden
     assert held[-1] == 0
-
-
-@torch.no_grad()
-def test_a_batch_of_many_is_not_mixed_up_with_another():
-    model = zoo.vit()
-    layers = consumers_of(model)
-    walk = Walk(model, layers, IMAGES[:1])
-    first, second = IMAGES[:2], IMAGES[2:4]
-    for number, images in ((0, first), (1, second)):
-        walk.reach(layers[0], number, images)
-    again = [walk.reach(layers[1], number, images)[0] for number, images in ((1, second), (0, first))]
-
-    assert torch.equal(again[0], stopping_at(model, layers[1], second)[0])
-    assert torch.equal(again[1], stopping_at(model, layers[1], first)[0])

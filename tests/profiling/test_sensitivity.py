@@ -7,6 +7,7 @@ import pytest
 import torch
 import zoo
 from pruning import families
+from pruning.test_folding import write_fold_
 from scipy.stats import spearmanr
 
 from profiling_agent.benchmarking.latency_table import LatencyTable
@@ -66,14 +67,9 @@ def kl_of(model, kept, images):
     pruned = zoo.inside(prune_model(model, cuts, spec=zoo.SPEC, keep=kept).model)
     with torch.no_grad():
         for unit in units:
-            held, norm = pruned.get_submodule(unit.consumer), norms.get(unit.consumer)
-            shifts = has_bias(held) or norm is not None
-            folded = fold(model, unit, moments[unit.name], kept[unit.name], shifts=shifts)
-            held.weight.copy_(folded.weight.reshape(held.weight.shape))
-            if has_bias(held):
-                held.bias.add_(folded.shift)
-            elif norm is not None:
-                pruned.get_submodule(norm).running_mean.sub_(folded.shift)
+            norm = norms.get(unit.consumer)
+            shifts = norm is not None or has_bias(pruned.get_submodule(unit.consumer))
+            write_fold_(pruned, unit, fold(model, unit, moments[unit.name], kept[unit.name], shifts=shifts), norm)
         expected, found = (each(pixel_values=images).logits.double().softmax(1) for each in (model, pruned))
     return float((expected * (expected.log() - found.log())).sum(1).mean())
 

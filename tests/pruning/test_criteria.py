@@ -3,13 +3,24 @@ import math
 import pytest
 import torch
 import zoo
+from made import named_unit
 from torch import nn
 
 from profiling_agent.modules.inference import random_batch
-from profiling_agent.pruning.criteria import CRITERIA, order_by, ordered, predicted_kl
+from profiling_agent.pruning.criteria import (
+    CRITERIA,
+    IMPORTANCE,
+    UnitWeights,
+    keep_indices,
+    order_by,
+    ordered,
+    predicted_kl,
+    score,
+    unit_weights,
+)
 from profiling_agent.pruning.moments import UnitMoments, gather_moments
 from profiling_agent.pruning.units import find_units
-from profiling_agent.records import Unit, UnitKind
+from profiling_agent.records import UnitKind
 
 IMAGES = random_batch(zoo.SPEC, 6, seed=3)
 MODELS = {"vit": zoo.vit, "swin": zoo.swin, "resnet": zoo.resnet}
@@ -24,16 +35,7 @@ def two_layers():
     return model
 
 
-UNIT = Unit(
-    name="made",
-    kind=UnitKind.MLP,
-    producers=("0",),
-    consumer="1",
-    width=3,
-    step=1,
-    params_per_channel=1,
-    macs_per_channel=1,
-)
+UNIT = named_unit("made", UnitKind.MLP, ["0"], "1", 3)
 
 
 def moments_of(mean, variance, *, taylor=(1.0, 1.0, 1.0), fisher=(1.0, 1.0, 1.0), sensitivity=(1.0, 1.0)):
@@ -126,3 +128,56 @@ def test_chance_is_drawn_anew_with_another_seed_and_nothing_else_is():
 
     assert orders[0] == orders[1]
     assert [criterion for criterion in CRITERIA if orders[0][criterion] != orders[2][criterion]] == ["random"]
+
+
+ROWS = torch.tensor([[3.0, 4.0], [6.0, 0.0], [0.0, -1.0]])
+COLUMNS = torch.tensor([[0.0], [0.0], [12.0]])
+WEIGHTS = UnitWeights(rows=ROWS, columns=COLUMNS)
+
+
+def scored(name: str) -> list[float]:
+    return IMPORTANCE[name](WEIGHTS, torch.Generator().manual_seed(0)).tolist()
+
+
+def test_l1_adds_what_l2_squares():
+    assert scored("l1") == [7.0, 6.0, 1.0]
+    assert scored("l2") == [5.0, 6.0, 1.0]
+
+
+def test_group_l2_sees_the_reader_too():
+    assert scored("group_l2") == [5.0, 6.0, torch.tensor(145.0).sqrt().item()]
+
+
+def test_the_highest_scores_stay_in_ascending_order_and_ties_go_to_the_first():
+    assert keep_indices(torch.tensor([1.0, 3.0, 2.0, 3.0]), 2) == [1, 3]
+    assert keep_indices(torch.tensor([5.0, 5.0, 5.0]), 2) == [0, 1]
+
+
+def test_a_heads_weights_are_its_rows_of_q_k_and_v_and_its_columns_of_o():
+    model = zoo.vit()
+    unit = find_units(model, zoo.SPEC, {}).units[0]
+    weights = unit_weights(model, unit)
+    attention = model.vit.layers[0].attention
+
+    assert weights.rows.shape == (4, 3 * 16 * 64)
+    expected = torch.cat([getattr(attention, f"{part}_proj").weight[16:32].flatten() for part in "qkv"])
+    assert torch.equal(weights.rows[1], expected)
+    assert torch.equal(weights.columns[1], attention.o_proj.weight[:, 16:32].T.flatten())
+
+
+def test_a_channels_weights_are_its_filter_and_what_reads_it():
+    model = zoo.resnet()
+    unit = find_units(model, zoo.SPEC, {}).units[0]
+    weights = unit_weights(model, unit)
+
+    assert torch.equal(weights.rows[5], model.get_submodule(unit.producers[0]).weight[5].flatten())
+    assert torch.equal(weights.columns[5], model.get_submodule(unit.consumer).weight[:, 5].flatten())
+
+
+def test_chance_depends_on_seed_and_unit_alone():
+    model = zoo.vit()
+    first, second = (unit for unit in find_units(model, zoo.SPEC, {}).units if unit.kind == "mlp")
+
+    assert torch.equal(score(model, first, "random", seed=4), score(model, first, "random", seed=4))
+    assert not torch.equal(score(model, first, "random", seed=4), score(model, first, "random", seed=5))
+    assert not torch.equal(score(model, first, "random", seed=4), score(model, second, "random", seed=4))

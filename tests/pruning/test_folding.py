@@ -37,6 +37,16 @@ def narrowest(unit):
     return Cut(unit=unit, keep=aligned_widths(unit.width, unit.step)[0], requested_ratio=0.75)
 
 
+def write_fold_(pruned, unit, folded, norm):
+    """Write a fold into the layers of a cut model."""
+    held = pruned.get_submodule(unit.consumer)
+    held.weight.copy_(folded.weight.reshape(held.weight.shape))
+    if has_bias(held):
+        held.bias.add_(folded.shift)
+    elif norm is not None:
+        pruned.get_submodule(norm).running_mean.sub_(folded.shift)
+
+
 def folded_and_cut(model, unit, norms):
     """The unpruned model with weights laid over it, and the cut model with the same fold written into its layers."""
     cut = narrowest(unit)
@@ -47,12 +57,7 @@ def folded_and_cut(model, unit, norms):
     folded = fold(model, unit, moments, kept, shifts=norm is not None or has_bias(layer))
     pruned = zoo.inside(prune_model(model, [cut], spec=zoo.SPEC, keep={unit.name: kept}).model)
     with torch.no_grad():
-        held = pruned.get_submodule(unit.consumer)
-        held.weight.copy_(folded.weight.reshape(held.weight.shape))
-        if has_bias(held):
-            held.bias.add_(folded.shift)
-        elif norm is not None:
-            pruned.get_submodule(norm).running_mean.sub_(folded.shift)
+        write_fold_(pruned, unit, folded, norm)
         laid = overlay(model, unit, folded, norm)
         return functional_call(model, laid, (), {"pixel_values": IMAGES}).logits, logits(pruned)
 

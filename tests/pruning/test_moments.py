@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from profiling_agent.modules.hooks import watching
 from profiling_agent.modules.inference import random_batch
-from profiling_agent.pruning.moments import features, gather_moments, matrix_of, outputs_of
+from profiling_agent.pruning.moments import features, gather_moments, matrix_of, outputs_of, second_moment
 from profiling_agent.pruning.units import find_units
 
 IMAGES = random_batch(zoo.SPEC, 6, seed=3)
@@ -149,19 +149,6 @@ def test_the_sensitivity_is_the_outer_product_of_the_gradients_of_each_position(
     assert torch.allclose(moments.sensitivity, expected, atol=1e-4 * float(expected.abs().max()))
 
 
-def test_windows_of_one_image_are_one_image():
-    model = zoo.swin()
-    heads = [unit for unit in units_of(model) if unit.kind == "heads"]
-    windows = len(read_by(model, heads[0], IMAGES[:1]))
-    one, two = (gather_moments(model, heads[:1], [images])[heads[0].name] for images in (IMAGES[:1], IMAGES[:2]))
-
-    # 16 x 16 tokens in windows of 4 x 4; an average over images doesn't grow with their number.
-    assert windows == 16
-    assert one.taylor.shape == (heads[0].width,)
-    alone = gather_moments(model, heads[:1], [IMAGES[1:2]])[heads[0].name]
-    assert torch.allclose(two.gram, (one.gram + alone.gram) / 2, atol=1e-6)
-
-
 def test_a_channel_far_from_zero_leaves_the_variance_of_the_others():
     model = zoo.vit()
     unit = next(unit for unit in units_of(model) if unit.kind == "mlp")
@@ -180,3 +167,18 @@ def test_the_model_is_left_as_it_was_found():
     model.vit.layers[0].mlp.fc1.weight.requires_grad = False
     with zoo.left_alone(model):
         gather_moments(model, units_of(model), [IMAGES])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_second_moment_is_the_product_with_itself_both_halves_of_it(dtype):
+    rows = torch.tensor([[1.0, 2.0, -1.0], [3.0, 0.5, 0.0]], dtype=dtype)
+
+    expected = torch.tensor([[10.0, 3.5, -1.0], [3.5, 4.25, -2.0], [-1.0, -2.0, 1.0]], dtype=dtype)
+    assert torch.equal(second_moment(rows), expected)
+
+
+def test_the_second_moment_of_columns_that_lie_apart_in_memory_is_theirs():
+    rows = torch.randn(40, 9, generator=torch.Generator().manual_seed(0))
+    apart = rows.T.contiguous().T[:, ::2]
+
+    assert torch.allclose(second_moment(apart), apart.T @ apart, rtol=1e-5, atol=1e-5)

@@ -126,31 +126,20 @@ def test_images_that_break_training_end_it_with_the_best_so_far(tmp_path):
     assert result.kl_after < result.kl_before
 
 
-def spoil_json(folder):
-    (folder / "recovery.json").write_text("{}")
-
-
-def spoil_bytes(folder):
-    path = folder / "epoch-0003.safetensors"
-    path.write_bytes(path.read_bytes()[:-1] + b"x")
-
-
-def remove_tensors(folder):
-    (folder / "epoch-0003.safetensors").unlink()
-
-
 @pytest.mark.parametrize(
-    ("spoil", "reason"),
+    ("file", "content", "reason"),
     [
-        (spoil_json, "Field required"),
-        (spoil_bytes, "not those that were written"),
-        (remove_tensors, "No such file"),
+        ("recovery.json", b"{}", "Field required"),
+        ("epoch-0003.safetensors", b"x", "not those that were written"),
+        ("epoch-0003.safetensors", None, "No such file"),
     ],
 )
-def test_a_damaged_checkpoint_is_not_gone_on_from(tmp_path, spoil, reason):
+def test_a_damaged_checkpoint_is_not_gone_on_from(tmp_path, file, content, reason):
     dense, pruned = made()
     first = recovered(dense, pruned, tmp_path)
-    spoil(tmp_path)
+    (tmp_path / file).unlink()
+    if content is not None:
+        (tmp_path / file).write_bytes(content)
     again = recovered(dense, pruned, tmp_path)
 
     assert again.note is not None

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import zoo
+from made import named_unit
 from torch import nn
 from torch.nn import functional as F
 
@@ -12,7 +13,7 @@ from profiling_agent.pruning.criteria import unit_weights
 from profiling_agent.pruning.prune import prune_model
 from profiling_agent.pruning.surgery import cut_units
 from profiling_agent.pruning.units import find_units
-from profiling_agent.records import Cut, Unit, UnitKind
+from profiling_agent.records import Cut, UnitKind
 
 TOKENS = 4 * 4
 
@@ -102,17 +103,7 @@ def found(model):
 
 
 def test_the_rows_of_a_channel_are_as_far_apart_as_a_stack_is_long():
-    unit = Unit(
-        name="attn",
-        kind=UnitKind.HEADS,
-        producers=("qkv",),
-        consumer="proj",
-        width=4,
-        step=1,
-        params_per_channel=0,
-        macs_per_channel=0,
-        stacks=3,
-    )
+    unit = named_unit("attn", UnitKind.HEADS, ["qkv"], "proj", 4, stacks=3)
 
     # 24 rows: three stacks of four heads of two.
     assert unit.rows_of([1, 3], 24) == [2, 3, 6, 7, 10, 11, 14, 15, 18, 19, 22, 23]

@@ -56,20 +56,6 @@ def test_a_swin_head_owns_a_column_of_the_position_table():
     assert heads.params_per_channel == 3 * 16 * (64 + 1) + 16 * 64 + (2 * 4 - 1) ** 2
 
 
-@pytest.mark.parametrize(("layer_type", "per_block"), [("bottleneck", 2), ("basic", 1)])
-def test_a_resnets_units_are_the_convolutions_inside_its_blocks(layer_type, per_block):
-    found = units_of(zoo.resnet(layer_type))
-
-    block = "resnet.encoder.stages.0.layers.1.layer"
-    assert [unit.name for unit in found.units if unit.name.startswith(block)] == [
-        f"{block}.{index}.convolution" for index in range(per_block)
-    ]
-    assert len(found.units) == 4 * per_block
-    assert all(unit.kind is UnitKind.CONV_INNER and unit.step == 16 for unit in found.units)
-    assert found.refusals["resnet.encoder.stages.1.layers.0.shortcut.convolution"].startswith("residual_writer: ")
-    assert "resnet.embedder.embedder.convolution" in found.refusals
-
-
 def test_a_bottlenecks_channel_takes_its_batch_norm_with_it():
     unit = by_name(units_of(zoo.resnet()))["resnet.encoder.stages.0.layers.0.layer.0.convolution"]
 
