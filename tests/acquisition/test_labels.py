@@ -89,14 +89,6 @@ def test_numbers_for_names_map_by_id_where_the_counts_agree(generic):
     assert ids(matched(["cat", "dog", "bird"], dict(enumerate(generic)))) == [0, 1, 2]
 
 
-def test_numbers_that_were_sorted_as_text_mean_their_own_number():
-    names = [str(number) for number in range(11)]
-    assert sorted(names)[2] == "10"
-    matchings = match_labels(sorted(names), {index: f"thing {index} of a kind" for index in range(11)})
-    assert [way.by for way in matchings] == ["number", "place"]
-    assert [ids(way.matches) for way in matchings] == [[0, 1, 10, 2, 3, 4, 5, 6, 7, 8, 9], [*range(11)]]
-
-
 def test_numbers_do_not_map_where_the_counts_differ():
     with pytest.raises(AcquisitionError, match="no label of the data set"):
         matched(["0", "1"], ANIMALS)

@@ -242,12 +242,6 @@ def test_the_device_is_what_was_asked_for():
     assert resolve_device("auto") == "cpu"
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
-def test_cuda_that_is_there_is_used_where_it_is_asked_for():
-    assert resolve_device("cuda") == "cuda"
-
-
 @pytest.mark.parametrize(
     ("name", "has_cuda", "is_told"),
     [("auto", True, True), ("auto", False, False), ("cpu", True, False), ("cuda", True, False)],
