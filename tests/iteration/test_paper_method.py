@@ -123,20 +123,5 @@ def test_latency_is_timed_for_the_papers_selection_alone(tmp_path: Path):
     assert script.of(tasks.HeadlineTask) == []
 
 
-def test_what_was_kept_before_latency_was_timed_is_ranked_by_accuracy_and_params():
-    fast, slow = (
-        made.attempt(number, 0.1, accepted=True, correct=905, params=params) for number, params in ((1, 950), (2, 900))
-    )
-    pruned = [
-        one.model_copy(update={"deployed": one.deployed.model_copy(update={"variant": Variant.PRUNED})})
-        for one in (fast, slow)
-        if one.deployed
-    ]
-
-    assert [
-        one.attempt for one in ranked(made.journal(*pruned), made.GOAL.model_copy(update={"selection": "paper"}))
-    ] == [2, 1]
-
-
 def test_a_plan_that_cuts_nothing_is_none_of_the_papers(tmp_path: Path):
     assert prune_attempt(evaluator(Script(tmp_path)), Plan()).pruned is None

@@ -4,11 +4,7 @@ import weakref
 import zoo
 from torch import nn
 
-from profiling_agent.pruning.units import FoundUnits, find_units
-
-
-def units_of(model) -> FoundUnits:
-    return find_units(model, zoo.SPEC, zoo.counted(model)[1])
+from profiling_agent.pruning.units import find_units
 
 
 def test_narrow_layers_are_refused_with_their_width():
@@ -38,7 +34,7 @@ def test_looking_for_units_leaves_the_model_as_it_was_and_lets_go_of_it():
     model = zoo.swin().train()
     model.classifier.weight.requires_grad_(False)
     with zoo.left_alone(model):
-        units_of(model)
+        find_units(model, zoo.SPEC, {})
 
     reference = weakref.ref(model)
     del model
