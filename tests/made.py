@@ -136,7 +136,7 @@ def journal(*attempts: Attempt, quantized: Evaluation | None = None) -> Journal:
 
 def named_unit(name: str, kind: UnitKind, producers: Sequence[str], consumer: str, width: int, **stated: Any) -> Unit:
     """Return a unit whose channels own one param and one MAC each, unless stated otherwise."""
-    plain = {"step": 1, "params_per_channel": 1, "macs_per_channel": 1}
+    plain: dict[str, Any] = {"step": 1, "params_per_channel": 1, "macs_per_channel": 1}
     return Unit(name=name, kind=kind, producers=tuple(producers), consumer=consumer, width=width, **(plain | stated))
 
 

@@ -68,7 +68,8 @@ def test_widths_that_bring_no_time_are_said_to_be_left_out():
 
 
 def operator(name: str, **stated: Any) -> OperatorProfile:
-    return OperatorProfile(name=name, **({"calls": 1, "memory_bytes": 0, "input_shapes": "[]"} | stated))
+    plain: dict[str, Any] = {"calls": 1, "memory_bytes": 0, "input_shapes": "[]"}
+    return OperatorProfile(name=name, **(plain | stated))
 
 
 def test_operators_and_layers_are_told_with_their_shares():

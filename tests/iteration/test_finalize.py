@@ -100,7 +100,7 @@ def chosen(
     **settings: Any,
 ) -> tuple[FinalChoice, Script]:
     jobs = script(root, lost, speedups or {})
-    asked = {"max_accuracy_drop": 0.02, "max_size_ratio": 1.0} | (goal or {})
+    asked: dict[str, Any] = {"max_accuracy_drop": 0.02, "max_size_ratio": 1.0} | (goal or {})
     journal = Journal(baseline=made.BASELINE, attempts=attempts, deployment_search=search)
     return finalize(evaluator(jobs, settings=settings, **asked), journal), jobs
 

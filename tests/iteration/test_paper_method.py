@@ -52,7 +52,7 @@ class Script(Jobs):
 def evaluator(script: Script, **goal: Any) -> Evaluator:
     profile = made.profile()
     evidence = made.evidence(profile.units, {unit.name: (0.001, 0.002) for unit in profile.units})
-    asked = {"selection": "paper", "calibrate": False} | goal
+    asked: dict[str, Any] = {"selection": "paper", "calibrate": False} | goal
     return scripted.evaluator(
         script, baseline=made.ref("m0"), profile=profile.model_copy(update={"evidence": evidence}), **asked
     )
@@ -83,7 +83,7 @@ def test_without_calibration_a_model_is_quantized_as_it_is(tmp_path: Path, tunes
     script = Script(tmp_path)
     asked = evaluator(script, calibrate=tunes)
     assert asked.deployer.tunes is tunes
-    deployer = Deployer(script, asked.acquired.calibration, batch_size=4, tunes=tunes)
+    deployer = Deployer(asked.jobs, asked.acquired.calibration, batch_size=4, tunes=tunes)
 
     option = deployer.make(made.ref("m0"), Deployment(scheme="dynamic"), choose_layers=True)
 
