@@ -43,6 +43,8 @@ TIMESHEET = Timesheet(Path("nowhere"))
 GOAL = Goal(max_accuracy_drop=0.01, min_speedup=1.0, max_size_ratio=0.5, selection="contract")
 STATS = LatencyStats(batch_size=4, median_ms=2.0, low_ms=1.9, high_ms=2.1, samples_ms=(1.9, 2.0, 2.1))
 MLP = "vit.layers.{}.mlp"
+# Of widths 480 to 128 by steps of 32: 0.0001 to 0.2 nats.
+DOUBLING = tuple(0.0001 * 2**step for step in range(12))
 
 
 def ref(name: str, kind: Any = "model", size_bytes: int = 1000) -> ArtifactRef:
@@ -131,18 +133,15 @@ def journal(*attempts: Attempt, quantized: Evaluation | None = None) -> Journal:
     return Journal(baseline=BASELINE, quantized=quantized, attempts=attempts)
 
 
+def named_unit(name: str, kind: UnitKind, producers: Sequence[str], consumer: str, width: int, **stated: Any) -> Unit:
+    """Return a unit whose channels own one param and one MAC each, unless stated otherwise."""
+    plain: dict[str, Any] = {"step": 1, "params_per_channel": 1, "macs_per_channel": 1}
+    return Unit(name=name, kind=kind, producers=tuple(producers), consumer=consumer, width=width, **(plain | stated))
+
+
 def unit(index: int, width: int = 512) -> Unit:
-    holder = MLP.format(index)
-    return Unit(
-        name=holder,
-        kind=UnitKind.MLP,
-        producers=(f"{holder}.fc1",),
-        consumer=f"{holder}.fc2",
-        width=width,
-        step=32,
-        params_per_channel=10,
-        macs_per_channel=20,
-    )
+    holder, costs = MLP.format(index), {"params_per_channel": 10, "macs_per_channel": 20}
+    return named_unit(holder, UnitKind.MLP, [f"{holder}.fc1"], f"{holder}.fc2", width, step=32, **costs)
 
 
 def profile(num_layers: int = 2, width: int = 512, pass_s: float = 0.0005) -> ModelProfile:
@@ -209,3 +208,12 @@ def evidence(
         whole = None if latency(one.width) is None else 10.0
         rows.append(UnitEvidence(unit=one.name, latency_ms=whole, order=tuple(range(one.width)), options=options))
     return Evidence(units=tuple(rows), num_images=256, num_judged=64, seconds=1.0)
+
+
+def judged(
+    num_layers: int = 4, kls: Mapping[int, Sequence[float]] | None = None, each: Sequence[float] = DOUBLING
+) -> ModelProfile:
+    """Return a profile with evidence: each unit's KL doubles by each step of its width, unless told otherwise."""
+    found = profile(num_layers)
+    rows = {unit.name: (kls or {}).get(index, each) for index, unit in enumerate(found.units)}
+    return found.model_copy(update={"evidence": evidence(found.units, rows)})

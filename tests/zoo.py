@@ -1,5 +1,7 @@
 """Tiny real models, one per family, with every norm, bias and table randomised so that equivalence checks bite."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from transformers import (
     ViTImageProcessorPil,
 )
 
+from profiling_agent.modules.complexity import count_complexity
 from profiling_agent.records import Cut, InputSpec, Unit, UnitKind
 
 SPEC = InputSpec(channels=3, height=32, width=32, source="zoo")
@@ -91,3 +94,30 @@ def halved(units) -> tuple[Cut, ...]:
     """Return cuts that leave half of each width, all heads."""
     widths: list[Unit] = [unit for unit in units if unit.kind is not UnitKind.HEADS]
     return tuple(Cut(unit=unit, keep=unit.width // 2, requested_ratio=0.5) for unit in widths)
+
+
+@contextmanager
+def left_alone(*models: nn.Module) -> Iterator[None]:
+    """Assert that a block changes no weight, statistic, mode, flag, gradient, attribute or hook of these models."""
+    tensors = [{name: tensor.clone() for name, tensor in model.state_dict().items()} for model in models]
+    parts = [_parts(model) for model in models]
+    yield
+    for model, held, before in zip(models, tensors, parts, strict=True):
+        after = model.state_dict()
+        assert after.keys() == held.keys()
+        assert all(torch.equal(after[name], tensor) for name, tensor in held.items())
+        assert _parts(model) == before
+
+
+def _parts(model: nn.Module) -> list[Any]:
+    modules = [
+        (module.training, sorted(vars(module)), len(module._forward_hooks), len(module._forward_pre_hooks))
+        for module in model.modules()
+    ]
+    return [modules, [(parameter.requires_grad, parameter.grad is None) for parameter in model.parameters()]]
+
+
+def counted(model: nn.Module, spec: InputSpec = SPEC) -> tuple[int, dict[str, int]]:
+    """Return the params of a model, and the MACs of each of its layers."""
+    rows = count_complexity(model, spec)
+    return sum(row.params for row in rows.values()), {name: row.macs for name, row in rows.items()}

@@ -3,7 +3,6 @@
 import threading
 from dataclasses import replace
 
-import pyarrow.parquet as pq
 import pytest
 import torch
 from PIL import Image
@@ -27,16 +26,6 @@ def _own_cache(tmp_path, monkeypatch):
 def noise(num_images, size=16):
     generator = torch.Generator().manual_seed(0)
     return torch.randn(num_images, 3, size, size, generator=generator), torch.arange(num_images) % 10
-
-
-def test_the_digits_are_drawn_from_like_any_data_set(draw, make):
-    drawn = draw("reference:digits", DIGITS)
-    (there,) = reference_dataset().rglob("test*.parquet")
-    num_search, num_heldout = make.halves([cell["bytes"] for cell in pq.read_table(there)["image"].to_pylist()])
-    assert drawn.calibration.num_images == 256
-    assert (drawn.search.num_images, drawn.heldout.num_images) == (min(num_search, num_heldout), num_heldout)
-    assert {match.rule for match in drawn.labels} == {"id"}
-    assert drawn.notes == ()
 
 
 def test_the_digits_are_scikit_learns_and_no_image_is_lost(draw):

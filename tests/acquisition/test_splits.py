@@ -1,4 +1,4 @@
-"""Three disjoint sets: how many, from where, which rows."""
+"""Three disjoint sets: how many, from where, which rows, and how a stream fills its quotas."""
 
 import hashlib
 import itertools
@@ -10,8 +10,17 @@ import datasets
 import numpy as np
 import pytest
 from datasets import ClassLabel, DatasetDict
+from scipy import stats
 
 from profiling_agent.acquisition.images import SplitImages
+from profiling_agent.acquisition.splits import (
+    ClassQuotas,
+    content_order,
+    evaluation_sizes,
+    num_looked_at,
+    sides,
+    stratified_order,
+)
 from profiling_agent.errors import AcquisitionError
 
 NAMES = ["ant", "bee", "cow"]
@@ -53,27 +62,12 @@ def test_a_data_set_is_read_through_the_folder_that_the_images_go_to(folder, dra
     assert tempfile.tempdir == str(tmp_path / "nowhere")
 
 
-def test_no_image_is_in_two_sets(folder, draw):
-    drawn = draw(folder, NAMES)
-    everything = [*digests(drawn.calibration), *digests(drawn.search), *digests(drawn.heldout)]
-    assert len(everything) == len(set(everything))
-
-
 def test_an_image_that_one_run_holds_out_is_searched_on_by_none(folder, draw):
     runs = [draw(folder, NAMES, seed=seed, num_samples=asked) for seed, asked in [(0, None), (1, 20), (2, 100), (3, 7)]]
     searched = {digest for run in runs for digest in digests(run.search)}
     held = {digest for run in runs for digest in digests(run.heldout)}
     assert searched.isdisjoint(held)
     assert {digest[-1] in "13579bdf" for digest in held} == {True}
-
-
-def test_the_order_of_a_set_is_that_of_its_images_not_of_the_data(parquet, make, draw):
-    rows = make.table(np.arange(120) % 3, KIND)
-    there, moved = (
-        draw(parquet(name, test=rows.select(order)), NAMES, num_samples=20)
-        for name, order in (("there", range(120)), ("moved", range(119, -1, -1)))
-    )
-    assert digests(there.heldout) == digests(moved.heldout)
 
 
 def test_images_that_are_there_twice_are_counted_once_and_said(parquet, make, draw):
@@ -84,24 +78,12 @@ def test_images_that_are_there_twice_are_counted_once_and_said(parquet, make, dr
     assert drawn.search.num_images + drawn.heldout.num_images <= 300
 
 
-def test_more_than_one_in_a_hundred_twice_is_an_error(parquet, make, draw):
-    rows = make.table(np.arange(300) % 3, KIND, first=1000)
-    folder = parquet(train=rows, test=datasets.concatenate_datasets([rows, rows.select(range(4))]))
-    with pytest.raises(AcquisitionError, match=r"4 of 304 images of split 'test'.*more than once.*remove the copies"):
-        draw(folder, NAMES)
-
-
-def test_images_of_the_train_split_that_are_measured_on_are_left_out_or_refused(parquet, make, draw):
+def test_images_of_the_train_split_that_are_measured_on_are_left_out(parquet, make, draw):
     train, test = make.table(np.arange(600) % 3, KIND), make.table(np.arange(300) % 3, KIND, first=1000)
     few = parquet("few", train=datasets.concatenate_datasets([train.select(range(257)), test.select([7])]), test=test)
-    many = parquet("many", train=datasets.concatenate_datasets([train.select(range(100)), test]), test=test)
     drawn = draw(few, NAMES)
     assert "1 images of split 'train' are in split 'test' too, and were left out" in drawn.notes
     assert set(digests(drawn.calibration)).isdisjoint({*digests(drawn.search), *digests(drawn.heldout)})
-    with pytest.raises(
-        AcquisitionError, match=r"drawn from split 'train' are in split 'test' too.*remove them from one"
-    ):
-        draw(many, NAMES)
 
 
 def test_a_copy_and_what_it_is_a_copy_of_are_named_by_their_files(photographs, cats_and_dogs, draw):
@@ -125,28 +107,11 @@ def test_fewer_images_than_classes_are_said(parquet, make, draw):
     assert any("are fewer than the data set's 50 classes" in note for note in drawn.notes)
 
 
-def test_every_image_keeps_its_own_label(folder, draw, make):
-    drawn = draw(folder, NAMES, num_samples=60)
-    truth = {hashlib.sha256(make.png(1000 + row)).hexdigest(): row % 3 for row in range(300)}
-    assert [truth[digest] for digest in digests(drawn.heldout)] == labels(drawn.heldout).tolist()
-    _, num_heldout = make.halves([make.png(1000 + row) for row in range(300)])
-    assert (drawn.search.num_images, drawn.heldout.num_images) == (60, num_heldout)
-
-
 def test_the_seed_alone_decides_which_rows(folder, draw):
     first, again, other = (draw(folder, NAMES, num_samples=50, seed=seed) for seed in (1, 1, 2))
     assert digests(first.search) == digests(again.search)
     assert digests(first.calibration) == digests(again.calibration)
     assert set(digests(first.search)) != set(digests(other.search))
-
-
-def test_sets_are_stratified_where_classes_come_one_after_another(parquet, make, draw):
-    ordered = make.table(np.repeat([0, 1, 2], [100, 50, 50]), KIND, first=1000)
-    drawn = draw(parquet(train=make.table(np.repeat([2, 0, 1], 100), KIND), test=ordered), NAMES, num_samples=40)
-    there = [make.png(1000 + row) for row in range(200)]
-    counts = [make.halves(part)[0] for part in (there[:100], there[100:150], there[150:])]
-    assert np.abs(np.bincount(labels(drawn.search)) - 40 * np.array(counts) / sum(counts)).max() <= 1
-    assert np.abs(np.bincount(labels(drawn.calibration)[:30]) - 10).max() <= 1
 
 
 def test_a_small_train_split_is_used_whole_and_said_so(parquet, make, draw):
@@ -261,11 +226,6 @@ def test_a_train_split_that_calibration_uses_up_leaves_nothing_to_recover_with(p
         draw(parquet(**rows), NAMES, num_recovery=10)
 
 
-def test_a_data_set_smaller_than_asked_says_how_many_there_are(folder, draw):
-    with pytest.raises(AcquisitionError, match=r"has 300 usable images.*at most 150"):
-        draw(folder, NAMES, num_samples=151)
-
-
 def test_images_without_a_known_label_are_left_out_and_counted(parquet, make, draw):
     kind = ClassLabel(names=["cow", "ant", "unicorn"])
     test = make.table(np.arange(300) % 3, kind, first=1000)
@@ -328,3 +288,115 @@ def test_the_same_draw_writes_the_same_files(folder, draw):
 def test_nothing_is_printed_while_drawing(folder, draw, capfd):
     draw(folder, NAMES)
     assert capfd.readouterr() == ("", "")
+
+
+def test_every_prefix_holds_each_class_in_its_share():
+    labels = np.repeat([0, 1, 2], [600, 300, 100])
+    drawn = labels[stratified_order(labels, seed=3)]
+    for size in (10, 50, 500):
+        counts = np.bincount(drawn[:size], minlength=3)
+        assert np.abs(counts - size * np.array([0.6, 0.3, 0.1])).max() <= 1
+
+
+def test_the_order_is_a_permutation_that_the_seed_decides():
+    labels = np.tile([0, 1, 2, 3], 25)
+    first, again, other = (stratified_order(labels, seed) for seed in (0, 0, 1))
+    assert sorted(first) == list(range(100))
+    assert np.array_equal(first, again)
+    assert not np.array_equal(first, other)
+
+
+def test_the_same_images_are_drawn_whatever_order_the_classes_come_in():
+    names = np.array([f"{label}/{number}" for label in range(3) for number in range(30)])
+    labels = np.repeat([0, 1, 2], 30)
+    moved = np.concatenate([np.arange(60, 90), np.arange(0, 30), np.arange(30, 60)])
+    here = names[stratified_order(labels, 7)]
+    there = names[moved][stratified_order(labels[moved], 7)]
+    assert here.tolist() == there.tolist()
+
+
+@pytest.mark.parametrize(
+    ("there", "asked", "expected"),
+    [((5040, 4960), None, (2000, 4960)), ((490, 510), None, (490, 510)), ((510, 490), None, (490, 490)),
+     ((25_000, 25_000), None, (2000, 8000)), ((500, 500), 100, (100, 400)), ((95, 105), 100, (95, 105)),
+     ((3, 4), None, (3, 4))],
+)  # fmt: skip
+def test_as_many_are_held_out_as_are_searched_on_and_at_most_four_times_as_many(there, asked, expected):
+    num_search, num_heldout = there
+    assert evaluation_sizes(num_search, num_heldout, asked, "test") == expected
+
+
+def test_a_split_too_small_to_hold_out_as_many_says_how_many_there_are():
+    with pytest.raises(AcquisitionError, match=r"'test' has 120 usable images.*at most 60"):
+        evaluation_sizes(64, 56, 100, "test")
+
+
+@pytest.mark.parametrize("there", [(1, 0), (0, 1), (5, 0)])
+def test_a_split_of_which_nothing_can_be_held_out_or_searched_on_is_too_small(there):
+    with pytest.raises(AcquisitionError, match=f"has {sum(there)} usable images"):
+        evaluation_sizes(there[0], there[1], None, "test")
+
+
+@pytest.mark.parametrize(("asked", "num_calibration"), [(None, 0), (100, 0), (100, 256), (1, 0)])
+def test_so_many_are_looked_at_that_chance_leaves_enough_on_either_side(asked, num_calibration):
+    wanted, num_rows = asked or 2000, num_looked_at(asked, num_calibration)
+    most = max(4 * wanted, wanted + num_calibration)
+    # Half of them is most + 3 sqrt(2 most), six standard deviations of a fair coin above most.
+    assert stats.binom.cdf(most - 1, num_rows, 0.5) < 2e-3
+    assert num_rows < 2.5 * most + 20
+
+
+def test_the_content_decides_the_side_whoever_is_beside_it():
+    digests = [hashlib.sha256(bytes([number])).digest() for number in range(100)]
+    found = sides(range(100), digests)
+    assert sorted([*found.search, *found.heldout]) == list(range(100))
+    assert all(digests[row][-1] % 2 == 1 for row in found.heldout)
+    assert all(digests[row][-1] % 2 == 0 for row in found.search)
+    assert sides(range(50, 100), digests[50:]).heldout == [row for row in found.heldout if row >= 50]
+
+
+def test_the_first_of_equal_images_counts_and_a_row_without_one_is_nobodys_copy():
+    same = hashlib.sha256(b"same").digest()
+    found = sides([7, 3, 9, 1], [same, None, same, None])
+    assert found.repeated == [9]
+    assert sorted([*found.search, *found.heldout]) == [1, 3, 7]
+
+
+def test_an_order_by_content_is_stratified_and_the_same_wherever_the_images_lie():
+    labels = np.repeat([0, 1, 2], [600, 300, 100])
+    digests = [hashlib.sha256(str(number).encode()).digest() for number in range(1000)]
+    order = content_order(labels, digests)
+    for size in (10, 50, 500):
+        counts = np.bincount(labels[order[:size]], minlength=3)
+        assert np.abs(counts - size * np.array([0.6, 0.3, 0.1])).max() <= 1
+    moved = np.random.default_rng(0).permutation(1000)
+    again = content_order(labels[moved], [digests[row] for row in moved])
+    assert moved[again].tolist() == order.tolist()
+
+
+def test_quotas_stop_as_soon_as_every_class_has_its_share():
+    quotas, labels = ClassQuotas(6, 3), [0, 0, 0, 0, 1, 1, 2, 0, 2, 1, 1]
+    read = []
+    for key, label in enumerate(labels):
+        quotas.offer(key, label)
+        read.append(key)
+        if quotas.is_full:
+            break
+    assert read[-1] == 8
+    assert quotas.drawn() == [0, 1, 4, 5, 6, 8]
+
+
+def test_spares_fill_the_shares_of_classes_that_never_come():
+    quotas = ClassQuotas(6, 3)
+    dropped = [key for index, label in enumerate([0, 0, 0, 0, 0, 0, 0, 1]) for key in quotas.offer(index, label)]
+    assert quotas.drawn() == [0, 1, 7, 2, 3, 4]
+    assert sorted({*quotas.drawn(), *dropped}) == list(range(8))
+
+
+def test_a_stream_never_keeps_more_images_than_are_wanted():
+    quotas, kept = ClassQuotas(10, 5), set()
+    for key in range(1000):
+        kept.add(key)
+        kept -= set(quotas.offer(key, 0 if key < 990 else 1))
+        assert len(kept) <= 10
+    assert set(quotas.drawn()) <= kept

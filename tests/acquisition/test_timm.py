@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers as hf
 import zoo
+from acquisition.test_models import refusal
 from conftest import World
 from needs import TIMM
 from PIL import Image
@@ -24,7 +25,7 @@ from profiling_agent.acquisition.models import load_model
 from profiling_agent.artifacts.load import load_module, load_processor
 from profiling_agent.artifacts.save import save_model
 from profiling_agent.cli.main import app
-from profiling_agent.errors import AcquisitionError, ArtifactError
+from profiling_agent.errors import ArtifactError
 from profiling_agent.records import Outcome
 from profiling_agent.shapes.resolve import resolve_input_shape
 
@@ -60,13 +61,6 @@ def rewrite(folder, **changes):
     path = folder / "config.json"
     said = {**json.loads(path.read_text()), **changes}
     path.write_text(json.dumps({key: value for key, value in said.items() if value is not None}))
-
-
-def refusal(folder):
-    with pytest.raises(AcquisitionError) as caught:
-        load_model(str(folder))
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 def one_line_of_the_command(folder, scratch, said):
@@ -109,11 +103,6 @@ class TestRead:
             assert torch.allclose(
                 loaded(pixel_values=images).logits, model.eval()(pixel_values=images).logits, atol=1e-5
             )
-
-    def test_what_timm_has_nothing_for_is_one_line_of_the_command_and_leaves_nothing(self, folder, tmp_path):
-        rewrite(folder, architecture="resnet5o")
-
-        one_line_of_the_command(folder, tmp_path, "has no architecture 'resnet5o' (near: resnet50,")
 
     def test_a_checkpoint_of_timms_comes_to_its_verdict_pruned_and_loads(self, tmp_path):
         from timm.models import save_for_hf  # pyright: ignore[reportMissingImports] - make test-timm has it

@@ -1,4 +1,5 @@
 import json
+from typing import Any
 
 from made import GOAL, attempt, evidence, journal, plan, profile
 
@@ -66,11 +67,14 @@ def test_widths_that_bring_no_time_are_said_to_be_left_out():
     assert frontier_rows(profile(2), GOAL) == ()
 
 
+def operator(name: str, **stated: Any) -> OperatorProfile:
+    plain: dict[str, Any] = {"calls": 1, "memory_bytes": 0, "input_shapes": "[]"}
+    return OperatorProfile(name=name, **(plain | stated))
+
+
 def test_operators_and_layers_are_told_with_their_shares():
-    heavy = OperatorProfile(
-        name="aten::addmm", calls=8, cpu_time_ms=3.0, memory_bytes=2_000_000, input_shapes="[[4, 512]]"
-    )
-    light = OperatorProfile(name="aten::gelu", calls=4, cpu_time_ms=1.0, memory_bytes=-5, input_shapes="[]")
+    heavy = operator("aten::addmm", calls=8, cpu_time_ms=3.0, memory_bytes=2_000_000, input_shapes="[[4, 512]]")
+    light = operator("aten::gelu", calls=4, cpu_time_ms=1.0, memory_bytes=-5)
     found = judged().model_copy(update={"operators": (light, heavy)})
 
     assert operator_rows(found) == (
@@ -82,12 +86,8 @@ def test_operators_and_layers_are_told_with_their_shares():
 
 
 def test_on_a_gpu_operators_are_ranked_by_its_time_after_the_launch_bound_share():
-    launched = OperatorProfile(
-        name="aten::add", calls=1, cpu_time_ms=9.0, cuda_time_ms=1.0, memory_bytes=0, input_shapes="[]"
-    )
-    computed = OperatorProfile(
-        name="aten::mm", calls=1, cpu_time_ms=1.0, cuda_time_ms=3.0, memory_bytes=0, input_shapes="[]"
-    )
+    launched = operator("aten::add", cpu_time_ms=9.0, cuda_time_ms=1.0)
+    computed = operator("aten::mm", cpu_time_ms=1.0, cuda_time_ms=3.0)
     found = judged().model_copy(update={"operators": (launched, computed), "launch_bound_share": 0.62})
     first, *rows = operator_rows(found)
 

@@ -2,7 +2,7 @@ import json
 
 import pytest
 import zoo
-from made import evidence
+from made import evidence, profile
 from pruning import families
 
 from profiling_agent.analysis.allocation import dry_run, most_saving
@@ -13,8 +13,6 @@ from profiling_agent.pruning.prune import prune_model
 from profiling_agent.pruning.units import find_units
 from profiling_agent.records import (
     Cap,
-    Headline,
-    LatencyStats,
     LayerProfile,
     ModelProfile,
     Plan,
@@ -29,31 +27,23 @@ FAMILIES = {
     "resnet_basic": lambda: zoo.resnet("basic"),
     **{name: families.FAMILIES[name] for name in CHAINED},
 }
-UNTIMED = LatencyStats(batch_size=1, median_ms=1, low_ms=1, high_ms=1, samples_ms=(1.0,))
 
 
 def profiled(model) -> ModelProfile:
+    """Return what is counted of a model, and its units, in a profile whose times are made up."""
     rows = count_complexity(model, zoo.SPEC)
     found = find_units(model, zoo.SPEC, {name: row.macs for name, row in rows.items()})
-    return ModelProfile(
-        architecture="zoo",
-        input=zoo.SPEC,
-        batch_size=1,
-        device="cpu",
-        params=sum(row.params for row in rows.values()),
-        macs=sum(row.macs for row in rows.values()),
-        parameter_bytes=0,
-        size_bytes=0,
-        headline=Headline(latency=UNTIMED, peak_memory_bytes=0, forward_passes=1),
-        layers=tuple(
+    counted = {
+        "params": sum(row.params for row in rows.values()),
+        "macs": sum(row.macs for row in rows.values()),
+        "layers": tuple(
             LayerProfile(name=name, kind=row.kind, params=row.params, macs=row.macs, latency_ms=0, activation_bytes=0)
             for name, row in rows.items()
         ),
-        operators=(),
-        units=found.units,
-        refusals=found.refusals,
-        forward_passes=1,
-    )
+        "units": found.units,
+        "refusals": found.refusals,
+    }
+    return profile().model_copy(update=counted)
 
 
 def plan(layer: str, ratio: float) -> Plan:
@@ -71,27 +61,11 @@ def test_a_dry_run_says_exactly_what_the_prune_leaves(family):
     assert foreseen.macs == sum(row.macs for row in pruned.values())
 
 
-def test_the_middle_of_a_bottleneck_is_not_counted_twice():
-    profile = profiled(zoo.resnet())
-    foreseen = dry_run(plan(r"stages\.0\.layers\.1", 0.5), profile)
-
-    assert [cut.keep for cut in foreseen.cuts] == [16, 16]
-    # 1x1 from 128, 3x3, 1x1 to 128, with two norms inside, before and after.
-    before = 128 * 32 + 2 * 32 + 9 * 32 * 32 + 2 * 32 + 32 * 128
-    after = 128 * 16 + 2 * 16 + 9 * 16 * 16 + 2 * 16 + 16 * 128
-    assert profile.params - foreseen.params == before - after
-
-
 def test_a_plan_that_prunes_nothing_changes_nothing():
     profile = profiled(zoo.vit())
     foreseen = dry_run(Plan(), profile)
 
     assert (foreseen.cuts, foreseen.params, foreseen.macs) == ((), profile.params, profile.macs)
-
-
-def test_a_plan_with_an_unknown_layer_is_refused_before_anything_is_done():
-    with pytest.raises(PlanError, match="matches no layer"):
-        dry_run(plan("transformer.h.0", 0.4), profiled(zoo.vit()))
 
 
 def judged(model, *, latency=lambda keep: None) -> ModelProfile:
@@ -148,16 +122,6 @@ def test_a_target_leaves_what_the_plan_fixed_and_what_is_capped():
         dry_run(asked.model_copy(update={"target": Target(saving=0.9)}), profile)
 
 
-def test_what_the_latency_table_speaks_against_is_out_of_a_targets_reach():
-    # Only the widest option of a unit saves time: the narrower ones are no options, and nothing may count on them.
-    profile = judged(zoo.vit(), latency=lambda keep: 1.0 if keep in (192, 3) else 0.0)
-    most = most_saving(Plan(target=Target(saving=0.5)), profile)
-    foreseen = dry_run(Plan(target=Target(saving=most)), profile)
-
-    assert {cut.keep for cut in foreseen.cuts} == {192, 3}
-    assert 1 - foreseen.params / profile.params == pytest.approx(most)
-
-
 def test_a_cap_takes_back_what_a_plan_asks_for_and_says_so():
     asked = plan(r"mlp", 0.75).model_copy(
         update={"caps": (Cap(layer=r"layers\.0", max_ratio=0.3), Cap(layer=r"layers\.1\.mlp"))}
@@ -212,24 +176,3 @@ def test_a_plan_file_may_have_a_target_and_caps(tmp_path):
     assert read.caps == (Cap(layer="attention", max_ratio=0.0),)
     foreseen = dry_run(read, judged(zoo.vit()))
     assert {cut.unit.kind for cut in foreseen.cuts} == {"mlp"}
-
-
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ('{"target": {"saving": 1.0}}', "less than 1"),
-        ('{"target": {"saving": 0}}', "greater than 0"),
-        ('{"target": {"saving": 0.1, "metric": "watts"}}', "'params', 'macs' or 'latency'"),
-        ('{"target": {}}', "Field required"),
-        ('{"caps": [{"layer": "x", "max_ratio": 1}]}', "less than 1"),
-        ('{"caps": [{"layer": "x", "max_ratio": NaN}]}', "no valid plan"),
-    ],
-)
-def test_a_target_or_a_cap_that_is_none_is_refused_in_one_line(tmp_path, text, says):
-    path = tmp_path / "plan.json"
-    path.write_text(text)
-
-    with pytest.raises(PlanError, match=says) as refused:
-        read_plan(str(path))
-
-    assert "\n" not in str(refused.value)

@@ -1,7 +1,7 @@
 """What a person may say of a plan, and what becomes of it and of the plans after it."""
 
 import pytest
-from made import GOAL, attempt, evidence, journal, plan, profile
+from made import GOAL, attempt, journal, judged, plan, profile
 
 from profiling_agent.analysis.allocation import dry_run, obeying
 from profiling_agent.errors import PlanError, RequestError
@@ -22,12 +22,7 @@ from profiling_agent.records import (
 
 PIN = PruningRecommendation(layer=r"layers\.0\.mlp", pruning_type="structured", pruning_ratio=0.5)
 LEFT_ALONE = Cap(layer=r"layers\.1\.mlp")
-
-
-def judged(num_layers: int = 3) -> ModelProfile:
-    found = profile(num_layers)
-    kls = {unit.name: tuple(0.001 * 2**step for step in range(12)) for unit in found.units}
-    return found.model_copy(update={"evidence": evidence(found.units, kls)})
+KLS = tuple(0.001 * 2**step for step in range(12))
 
 
 def kept(plan: Plan, found: ModelProfile) -> dict[str, int]:
@@ -35,7 +30,7 @@ def kept(plan: Plan, found: ModelProfile) -> dict[str, int]:
 
 
 def test_a_question_tells_what_would_be_cut_and_what_that_is_predicted_to_do():
-    found = judged(2)
+    found = judged(2, each=KLS)
     question = pose("run", plan(0.5), Origin(by="rules", reason="why not"), found, None)
 
     # 2 units of 512 keep 256: 2 x 256 x 10 params of 10304, 2 x 256 x 20 MACs of 20480.
@@ -69,7 +64,7 @@ def test_what_is_no_answer_is_refused_in_one_line(said, wrong: str):
 
 
 def test_an_edit_fixes_ratios_and_leaves_units_alone_in_later_plans_too():
-    found = judged()
+    found = judged(3, each=KLS)
     answer = Approval(decision="edit", pruning=(PIN,), caps=(LEFT_ALONE,))
     now, goal = edited(answer, plan(0.25), GOAL, found)
     assert kept(now, found) == {"0": 256, "2": 384}
@@ -87,7 +82,7 @@ def test_an_edit_fixes_ratios_and_leaves_units_alone_in_later_plans_too():
 
 
 def test_an_edit_that_cant_be_carried_out_says_why():
-    found = judged()
+    found = judged(3, each=KLS)
     for answer, wrong in (
         (Approval(decision="edit", caps=(Cap(layer="encoder"),)), "matches no layer"),
         (Approval(decision="edit", target=Target(saving=0.98)), "reach"),
@@ -100,7 +95,9 @@ def test_an_edit_that_cant_be_carried_out_says_why():
 
 
 def test_a_limit_that_was_not_there_is_a_tighter_one():
-    _, goal = edited(Approval(decision="edit", max_memory_ratio=0.8, min_speedup=2), plan(0.25), GOAL, judged())
+    _, goal = edited(
+        Approval(decision="edit", max_memory_ratio=0.8, min_speedup=2), plan(0.25), GOAL, judged(3, each=KLS)
+    )
     assert (goal.max_memory_ratio, goal.min_speedup, goal.max_accuracy_drop) == (0.8, 2, 0.01)
 
 
@@ -131,7 +128,7 @@ def test_the_rules_take_a_rejection_for_too_strong_and_never_offer_the_plan_agai
 
 
 def test_the_rules_scale_what_is_not_fixed():
-    found = judged()
+    found = judged(3, each=KLS)
     goal = GOAL.model_copy(update={"pins": (PIN,), "caps": (LEFT_ALONE,)})
     first = attempt(1, 0.125, accepted=True)
 

@@ -1,4 +1,4 @@
-"""The final choice on scripted jobs: who is tested on the held-out images, in what order, and what is returned."""
+"""The final choice on scripted jobs: who is made and tested on the held-out images, in what order, and what is returned."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -7,43 +7,34 @@ from typing import Any
 import made
 import numpy as np
 import pytest
+from iteration.scripted import Jobs, evaluator, memory_use, name_of
 
 from profiling_agent.errors import JobError
 from profiling_agent.evaluation.openings import share
-from profiling_agent.evaluation.predictions import write_predictions
-from profiling_agent.iteration.evaluator import Evaluator, Settings
-from profiling_agent.iteration.finalize import FinalChoice, finalize
+from profiling_agent.iteration.finalize import FinalChoice, _rivals, finalize
 from profiling_agent.iteration.heldout import ACCURACY_ERROR
 from profiling_agent.jobs.tasks import Evaluated
 from profiling_agent.records import (
     NUM_SESSIONS,
-    Acquired,
+    Candidate,
     Deployment,
     DeploymentOption,
     DeploymentSearch,
-    Footprint,
     Journal,
     MemoryUse,
-    ModelSource,
     Opening,
     Outcome,
-    Predictions,
     Race,
     RaceResult,
-    SplitInfo,
     Variant,
 )
-from profiling_agent.reproducibility import environment
-
-NUM_IMAGES = 1000
 
 
 @dataclass
-class Script:
-    """Jobs that answer at once: `lost` says how many of a thousand held-out images each model gets wrong."""
+class Script(Jobs):
+    """`lost` says how many of a thousand held-out images each model gets wrong."""
 
-    root: Path
-    lost: dict[str, int]
+    lost: dict[str, int] = field(default_factory=dict[str, int])
     speedups: dict[str, float] = field(default_factory=dict[str, float])
     screened: list[tuple[str, ...]] = field(default_factory=list[tuple[str, ...]])
     timed: list[tuple[str, ...]] = field(default_factory=list[tuple[str, ...]])
@@ -51,43 +42,24 @@ class Script:
     fresh: list[str | None] = field(default_factory=list[str | None])
     # The float32 models of attempts, none of which is good enough unless a test says so.
     lost_in_search: dict[str, int] = field(default_factory=lambda: {f"pruned{number}": 500 for number in range(1, 9)})
-    timesheet = made.TIMESHEET
-
-    def path(self, ref: Any) -> Path:
-        return self.root / ref.path
-
-    def run_each(self, tasks: list[Any]) -> list[Any]:
-        return [self.run(task) for task in tasks]
-
-    def run(self, task: Any) -> Any:
-        return getattr(self, type(task).__name__)(task)
 
     def OpenHeldoutTask(self, task: Any) -> Opening:  # noqa: N802
-        self.opened.append(task.candidate.path.removeprefix("jobs/"))
+        self.opened.append(name_of(task.candidate))
         self.fresh.append(task.fresh)
         return Opening(number=len(self.opened), share=share(len(self.opened)), fresh=task.fresh)
 
     def EvaluateTask(self, task: Any) -> Evaluated:  # noqa: N802
-        name = task.model.path.removeprefix("jobs/")
-        rows = task.split.rows(task.shard)
         lost = self.lost if task.split.name == "heldout" else self.lost_in_search
-        predicted = (np.arange(rows.start, rows.stop) < lost.get(name, 0)).astype(np.int64)
-        file = made.ref(f"{name}-answers-{task.shard}", "predictions")
-        self.path(file).parent.mkdir(exist_ok=True, parents=True)
-        write_predictions(self.path(file), made.answers(predicted, np.zeros_like(predicted)))
-        return Evaluated(
-            footprint=Footprint(params=500, macs=500, parameter_bytes=1000, size_bytes=1000),
-            predictions=Predictions(
-                split=task.split.name, num_images=len(predicted), num_correct=int((predicted == 0).sum()), files=(file,)
-            ),
+        return self.evaluated(
+            task, np.array(task.split.rows(task.shard)) < lost.get(name_of(task.model), 0), params=500
         )
 
     def RaceTask(self, task: Any) -> Race:  # noqa: N802
-        self.screened.append(tuple(ref.path.removeprefix("jobs/") for _, ref in task.entries))
+        self.screened.append(tuple(name_of(ref) for _, ref in task.entries))
         return made.race(*(_one_session(self._result(ref, variant)) for variant, ref in task.entries[1:]))
 
     def SessionTask(self, task: Any) -> Race:  # noqa: N802
-        self.timed.append(tuple(ref.path.removeprefix("jobs/") for _, ref in task.entries[1:]))
+        self.timed.append(tuple(name_of(ref) for _, ref in task.entries[1:]))
         # Three per cent either way, others for each process.
         luck = [1 + 0.03 * ((task.number + place) % 3 - 1) for place in range(len(task.entries))]
         held = [self._result(ref, variant, luck[place]) for place, (variant, ref) in enumerate(task.entries[1:])]
@@ -97,20 +69,15 @@ class Script:
         )
 
     def MemoryTask(self, task: Any) -> MemoryUse:  # noqa: N802
-        return MemoryUse(model=task.model, batch_size=4, peak_bytes=100, size_bytes=1000, environment=environment())
+        return memory_use(task, 100)
 
     def _result(self, ref: Any, variant: Variant, luck: float = 1.0) -> RaceResult:
-        name = ref.path.removeprefix("jobs/")
-        fast = self.speedups.get(name, 2.0) * luck
-        return made.race_result(name, fast, fast * 0.97, fast * 1.03, variant)
+        fast = self.speedups.get(name_of(ref), 2.0) * luck
+        return made.race_result(name_of(ref), fast, fast * 0.97, fast * 1.03, variant)
 
 
 def _one_session(result: RaceResult) -> RaceResult:
     return result.model_copy(update={"turns": ((result.speedup,),)})
-
-
-def split(name: Any) -> SplitInfo:
-    return SplitInfo(name=name, source_split="test", num_images=NUM_IMAGES, file=made.ref(name, "split"))
 
 
 def attempt(number: int, *, lost: int, size_bytes: int = 1000, macs: int = 400) -> Any:
@@ -132,24 +99,14 @@ def chosen(
     script: type[Script] = Script,
     **settings: Any,
 ) -> tuple[FinalChoice, Script]:
-    jobs: Any = script(root, lost, speedups or {})
-    acquired = Acquired(
-        source=ModelSource(name="m", architecture="A", device="cpu"),
-        calibration=split("calibration"),
-        search=split("search"),
-        heldout=split("heldout"),
-        labels=(),
-    )
-    evaluator = Evaluator(
-        jobs=jobs,
-        acquired=acquired,
-        baseline=made.BASELINE.model,
-        profile=made.profile(),
-        goal=made.GOAL.model_copy(update={"max_accuracy_drop": 0.02, "max_size_ratio": 1.0} | (goal or {})),
-        settings=Settings(batch_size=4, seed=0, **settings),
-    )
+    jobs = script(root, lost, speedups or {})
+    asked: dict[str, Any] = {"max_accuracy_drop": 0.02, "max_size_ratio": 1.0} | (goal or {})
     journal = Journal(baseline=made.BASELINE, attempts=attempts, deployment_search=search)
-    return finalize(evaluator, journal), jobs
+    return finalize(evaluator(jobs, settings=settings, **asked), journal), jobs
+
+
+def returned(final: FinalChoice) -> tuple[str, Outcome]:
+    return name_of(final.winner.evaluation.model), final.verdict.outcome
 
 
 # The bold one is pruned further, and is shown faster.
@@ -228,7 +185,7 @@ class Large(Script):
 
     def EvaluateTask(self, task: Any) -> Evaluated:  # noqa: N802
         done = super().EvaluateTask(task)
-        size_bytes = 1000 if task.model.path in ("jobs/small", "jobs/likely", "jobs/third") else 4000
+        size_bytes = 1000 if name_of(task.model) in ("small", "likely", "third") else 4000
         return done.model_copy(update={"footprint": done.footprint.model_copy(update={"size_bytes": size_bytes})})
 
     def PruneTask(self, task: Any) -> Any:  # noqa: N802
@@ -236,7 +193,7 @@ class Large(Script):
 
 
 def shown(
-    scheme: Any, name: str, seen: tuple[int, int], speedup: float, runtime: Any = "onnxruntime"
+    scheme: Any, name: str, seen: tuple[int, ...], speedup: float, runtime: Any = "onnxruntime"
 ) -> DeploymentOption:
     """Return a deployment that keeps the accuracy by a thousand search images, of which so many were lost and gained."""
     made_of = option(runtime, scheme, name, lost=0)
@@ -249,7 +206,7 @@ def shown(
     )
 
 
-def doubtful_option(scheme: Any, name: str, seen: tuple[int, int], speedup: float) -> DeploymentOption:
+def doubtful_option(scheme: Any, name: str, seen: tuple[int, ...], speedup: float) -> DeploymentOption:
     """Return an int8 deployment of OpenVINO of which so many of a thousand search images were lost and gained."""
     return shown(scheme, name, seen, speedup, "openvino").model_copy(
         update={"keeps_accuracy": False, "is_doubtful": True}
@@ -291,60 +248,43 @@ def in_doubt(
 def test_what_may_keep_the_accuracy_is_tested_where_nothing_that_does_is_small_enough(tmp_path: Path):
     final, script = in_doubt(tmp_path, {"small": 5})
     assert script.opened == ["small"]
-    assert (final.winner.evaluation.model.path, final.verdict.outcome) == ("jobs/small", Outcome.MET)
+    assert returned(final) == ("small", Outcome.MET)
     assert any("quantized (openvino static_nncf) is not shown to keep the accuracy" in note for note in final.notes)
 
 
-def test_of_two_in_doubt_the_one_that_rather_breaks_the_contract_is_not_tested(tmp_path: Path):
-    """Each test of the held-out images halves the error that the next one has: 25 of a thousand is too much, 18 is not, and 20 may be lost."""
-    large = large_option()
-    small = doubtful_option("static_nncf", "small", (25, 0), 20.0)
+@pytest.mark.parametrize(
+    ("seen", "lost", "opened"),
+    [
+        # Each test halves the error that the next one has: 25 of a thousand is too much, 18 is not, and 20 may be lost.
+        ((25, 0, 1000), {}, ["likely"]),
+        # 7 of 400 are fewer than 18 of 1,000, and leave a larger chance that more than 2% are lost.
+        ((7, 0, 400), {"small": 30}, ["small", "likely"]),
+        # Before what is too large.
+        ((17, 0, 1000), {"small": 30}, ["small", "likely"]),
+    ],
+)
+def test_of_two_in_doubt_the_likelier_is_returned(
+    seen: tuple[int, int, int], lost: dict[str, int], opened: list[str], tmp_path: Path
+):
+    small = doubtful_option("static_nncf", "small", seen, 20.0)
     likely = doubtful_option("static", "likely", (18, 0), 10.0)
     speedups = {"large": 5.0, "small": 20.0, "likely": 10.0}
-    final, script = among(tmp_path, (small, large, likely), {"likely": 5}, speedups)
-    assert script.opened == ["likely"]
-    assert (final.winner.evaluation.model.path, final.verdict.outcome) == ("jobs/likely", Outcome.MET)
+    final, script = among(tmp_path, (small, large_option(), likely), {"likely": 5} | lost, speedups)
+    assert script.opened == opened
+    assert returned(final) == ("likely", Outcome.MET)
 
 
-def test_of_two_in_doubt_that_lost_alike_the_one_seen_on_more_images_is_next(tmp_path: Path):
-    """7 of 400 are fewer than 18 of 1,000, and leave a larger chance that more than 2% are lost."""
-    large = large_option()
-    small = doubtful_option("static_nncf", "small", (7, 0), 20.0)
-    assert small.evaluation is not None
-    few = small.evaluation.model_copy(update={"drop": made.drop(7, 0, 400)})
-    small = small.model_copy(update={"evaluation": few})
-    likely = doubtful_option("static", "likely", (18, 0), 10.0)
-    speedups = {"large": 5.0, "small": 20.0, "likely": 10.0}
-    final, script = among(tmp_path, (small, large, likely), {"small": 30, "likely": 5}, speedups)
-    assert script.opened == ["small", "likely"]
-    assert (final.winner.evaluation.model.path, final.verdict.outcome) == ("jobs/likely", Outcome.MET)
-
-
-def test_where_all_that_keep_the_contract_have_failed_the_likeliest_in_doubt_is_tested(tmp_path: Path):
+@pytest.mark.parametrize(("speedup", "opened"), [(5.0, ["small", "likely"]), (0.5, ["likely"])])
+def test_where_all_that_keep_the_contract_have_failed_or_are_slow_the_likeliest_in_doubt_is_tested(
+    speedup: float, opened: list[str], tmp_path: Path
+):
     """A RegNetY's int8 of one runtime lost too much on held-out images, and nobody asked the other's, in doubt by a hair."""
     small = shown("static", "small", (0, 5), 5.0)
     likely = doubtful_option("static", "likely", (18, 0), 10.0)
-    final, script = among(tmp_path, (small, likely), {"small": 30, "likely": 5}, {"small": 5.0, "likely": 10.0})
-    assert script.opened == ["small", "likely"]
-    assert (final.winner.evaluation.model.path, final.verdict.outcome) == ("jobs/likely", Outcome.MET)
-
-
-def test_so_is_it_where_nobody_else_is_as_fast_as_the_baseline(tmp_path: Path):
-    small = shown("static", "small", (0, 5), 5.0)
-    likely = doubtful_option("static", "likely", (18, 0), 10.0)
-    final, script = among(tmp_path, (small, likely), {"likely": 5}, {"small": 0.5, "likely": 10.0})
-    assert script.opened == ["likely"]
-    assert final.winner.evaluation.model.path == "jobs/likely"
-
-
-def test_after_one_in_doubt_the_other_is_tested_before_what_is_too_large(tmp_path: Path):
-    large = large_option()
-    small = doubtful_option("static_nncf", "small", (17, 0), 20.0)
-    likely = doubtful_option("static", "likely", (18, 0), 10.0)
-    speedups = {"large": 5.0, "small": 20.0, "likely": 10.0}
-    final, script = among(tmp_path, (small, large, likely), {"small": 30}, speedups)
-    assert script.opened == ["small", "likely"]
-    assert (final.winner.evaluation.model.path, final.verdict.outcome) == ("jobs/likely", Outcome.MET)
+    speedups = {"small": speedup, "likely": 10.0}
+    final, script = among(tmp_path, (small, likely), {"small": 30, "likely": 5}, speedups)
+    assert script.opened == opened
+    assert returned(final) == ("likely", Outcome.MET)
 
 
 def test_the_next_in_line_is_the_fastest_that_is_accepted_however_many_answers_it_changes(tmp_path: Path):
@@ -354,7 +294,7 @@ def test_the_next_in_line_is_the_fastest_that_is_accepted_however_many_answers_i
     speedups = {"small": 13.3, "likely": 12.0, "third": 6.4}
     final, script = among(tmp_path, (lucky, fast, slow), {"small": 70}, speedups)
     assert script.opened == ["small", "likely"]
-    assert (final.winner.evaluation.model.path, final.verdict.outcome) == ("jobs/likely", Outcome.MET)
+    assert returned(final) == ("likely", Outcome.MET)
 
 
 def test_one_image_too_many_on_held_out_images_refuses_nothing_that_the_search_images_bear_out(tmp_path: Path):
@@ -447,7 +387,7 @@ def test_int8_alone_is_returned_where_it_is_as_fast_and_loses_less(tmp_path: Pat
 def test_a_runner_up_that_the_sessions_show_faster_is_returned(tmp_path: Path):
     class Lucky(Script):
         def RaceTask(self, task: Any) -> Race:  # noqa: N802
-            self.screened.append(tuple(ref.path.removeprefix("jobs/") for _, ref in task.entries))
+            self.screened.append(tuple(name_of(ref) for _, ref in task.entries))
             luck = made.race_result("both1", 2.06, 1.9, 2.2), made.race_result("both2", 2.0, 1.9, 2.1)
             return made.race(*(_one_session(result) for result in luck))
 
@@ -475,24 +415,10 @@ def test_nothing_that_a_measured_candidate_beats_at_no_worse_accuracy_is_returne
     assert final.winner.attempt == 3
 
 
-def test_what_is_larger_than_the_contract_allows_is_not_returned(tmp_path: Path):
-    large, small = attempt(1, lost=0, size_bytes=4100), attempt(2, lost=0, size_bytes=4000)
-    assert chosen(tmp_path, (large, small), {}, FAST)[0].winner.attempt == 2
-    assert chosen(tmp_path, (large, small), {}, FAST, goal={"max_size_ratio": 1.1})[0].winner.attempt == 1
-
-
 def test_what_the_sessions_show_slower_is_passed_over(tmp_path: Path):
     final, _ = chosen(tmp_path, (BOLD,), {}, {"both1": 0.9})
     assert final.winner.variant is Variant.BASELINE
     assert any("attempt 1 (eager dynamic) is shown slower (0.90x) and was left out" in note for note in final.notes)
-
-
-def test_a_contract_with_too_few_images_is_met_unproven(tmp_path: Path):
-    final, _ = chosen(tmp_path, (attempt(1, lost=1),), {}, goal={"max_accuracy_drop": 0.0015})
-    assert (final.winner.attempt, final.verdict.outcome) == (1, Outcome.MET)
-    assert not final.verdict.certified
-    assert "unproven: it takes" in final.verdict.explanation
-    assert "more held-out images or a bound of" in final.verdict.explanation
 
 
 def test_certified_is_said_of_accuracy_speed_and_memory_together(tmp_path: Path):
@@ -541,3 +467,65 @@ def test_sessions_that_contradict_what_was_timed_before_prove_no_speed(
     assert final.verdict.certified is (said is None)
     assert (speed.bound is None) is (said is not None)
     assert said is None or said in final.verdict.explanation
+
+
+def timed_option(runtime: Any, speedup: float | None) -> DeploymentOption:
+    deployment = Deployment(runtime=runtime, scheme="static")
+    raced = made.race_result(runtime, speedup, speedup * 0.95, speedup * 1.05) if speedup else None
+    return DeploymentOption(deployment=deployment, race_result=raced, keeps_accuracy=True, reason="kept")
+
+
+def rivals(*options: DeploymentOption, macs: int = 500, **goal: Any) -> list[str]:
+    search = DeploymentSearch(options=options, chosen=options[0].deployment) if options else None
+    journal = made.journal().model_copy(update={"deployment_search": search})
+    pruned = Candidate(variant=Variant.BOTH, attempt=1, evaluation=made.evaluation("both1", Variant.BOTH, macs=macs))
+    return [each.runtime for each in _rivals(journal, pruned, made.GOAL.model_copy(update=goal))]
+
+
+def test_what_was_far_behind_on_the_baseline_is_not_made_of_the_pruned_model():
+    # The leader has 5.7 at least; 4.0 may reach 1.05 * 1.5 * 4.0, 3.5 may not.
+    assert rivals(timed_option("openvino", 6.0), timed_option("onnxruntime", 4.0)) == ["openvino", "onnxruntime"]
+    assert rivals(timed_option("openvino", 6.0), timed_option("onnxruntime", 3.5)) == ["openvino"]
+    assert rivals(timed_option("openvino", 6.0), timed_option("onnxruntime", None)) == ["openvino", "onnxruntime"]
+
+
+def test_eager_float32_is_as_much_faster_as_its_macs_are_fewer():
+    # Half of 1,000 MACs: 2.0, which may be 3.0.
+    assert rivals(timed_option("openvino", 3.1)) == ["eager", "openvino"]
+    assert rivals(timed_option("openvino", 3.2)) == ["openvino"]
+    assert rivals(timed_option("openvino", 3.2), macs=400) == ["eager", "openvino"]
+
+
+def test_of_a_slow_model_what_stays_larger_than_the_contract_allows_is_not_made():
+    # Of 2,000 bytes the pruned model has 600 in its deployment, and half of the params are left: 1,000 in eager float32, and half of what others have.
+    def sized(runtime: Any, size_bytes: int) -> DeploymentOption:
+        evaluation = made.evaluation(runtime, Variant.QUANTIZED, size_bytes=size_bytes)
+        return timed_option(runtime, 3.0).model_copy(update={"evaluation": evaluation})
+
+    options = (sized("openvino", 1000), sized("onnxruntime", 1700), sized("inductor", 1500))
+    search = DeploymentSearch(options=options, chosen=options[0].deployment)
+    whole = made.evaluation("m0", Variant.BASELINE, size_bytes=2000)
+    journal = made.journal().model_copy(update={"deployment_search": search, "baseline": whole})
+
+    def rivals_of(max_size_ratio: float, *, size_bytes: int = 600, small_alone: bool = True) -> list[str]:
+        own = made.evaluation("both1", Variant.BOTH, macs=400, params=500, size_bytes=size_bytes)
+        pruned = Candidate(variant=Variant.BOTH, attempt=1, evaluation=own)
+        goal = made.GOAL.model_copy(update={"max_size_ratio": max_size_ratio})
+        return [each.runtime for each in _rivals(journal, pruned, goal, small_alone=small_alone)]
+
+    assert rivals_of(0.5) == ["eager", "openvino", "onnxruntime", "inductor"]
+    assert rivals_of(0.4) == ["openvino", "inductor"]
+    assert rivals_of(0.4, small_alone=False) == ["eager", "openvino", "onnxruntime", "inductor"]
+    # Where it isn't small enough as it is, the others may not be worse.
+    assert rivals_of(0.4, size_bytes=900) == ["eager", "openvino", "onnxruntime", "inductor"]
+
+
+@pytest.mark.parametrize("objective", ["size", "memory"])
+def test_whoever_asks_for_less_of_something_else_tries_all(objective: str):
+    assert rivals(timed_option("openvino", 6.0), timed_option("onnxruntime", 2.0), objective=objective) == [
+        "eager", "openvino", "onnxruntime",
+    ]  # fmt: skip
+
+
+def test_where_nothing_else_was_tried_eager_float32_is():
+    assert rivals() == ["eager"]

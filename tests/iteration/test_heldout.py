@@ -1,5 +1,6 @@
-"""How many held-out images are looked at, by a candidate whose answers are made up."""
+"""How many held-out images are looked at, by a candidate whose answers are made up, and whether there are enough."""
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -8,31 +9,28 @@ from typing import Any
 import made
 import numpy as np
 import pytest
+from iteration import scripted
+from iteration.scripted import Jobs, acquired
 
-from profiling_agent.evaluation.intervals import compare, one_sided_bound, selection_bias
+from profiling_agent.evaluation.intervals import compare, images_to_certify, one_sided_bound, selection_bias
 from profiling_agent.evaluation.openings import share
-from profiling_agent.evaluation.predictions import write_predictions
 from profiling_agent.evaluation.sequential import Counts, upper_bound
-from profiling_agent.iteration.evaluator import MAX_AT_ONCE, Evaluator, Settings
+from profiling_agent.iteration.evaluator import MAX_AT_ONCE, Evaluator
 from profiling_agent.iteration.heldout import (
     ACCURACY_ERROR,
     error_of,
     first_look,
+    images_that_certify,
     looks,
     run_heldout_test,
+    why_unproven,
 )
 from profiling_agent.iteration.selection import judge
 from profiling_agent.jobs.tasks import Evaluated, EvaluateTask, OpenHeldoutTask
-from profiling_agent.jobs.timesheet import SHEET, Timesheet
 from profiling_agent.records import (
     SHARD,
-    Acquired,
     Evaluation,
-    Footprint,
-    ModelSource,
     Opening,
-    Predictions,
-    SplitInfo,
     Variant,
 )
 
@@ -41,70 +39,31 @@ MEASURED = made.evaluation("candidate", Variant.BOTH)
 Answers = Callable[[range], list[bool]]
 
 
-def note(task: OpenHeldoutTask) -> Opening:
-    number = int(task.fresh or "1")
-    return Opening(number=number, share=share(number))
-
-
 @dataclass
-class Answering:
-    """Jobs that answer evaluations of the held-out images by what is right of which image."""
+class Answering(Jobs):
+    """Jobs that answer evaluations by what is right of which image."""
 
-    root: Path
-    right: dict[str, Answers]
-    asked: list[tuple[str, range]] = field(default_factory=list[tuple[str, range]])
+    right: dict[str, Answers] = field(default_factory=dict[str, Answers])
+    seen: list[tuple[str, range]] = field(default_factory=list[tuple[str, range]])
     shard_s: float = 0.0
 
-    def __post_init__(self) -> None:
-        self.timesheet = Timesheet(self.root / SHEET)
-
-    def run(self, task: OpenHeldoutTask) -> Opening:
-        return note(task)
+    def OpenHeldoutTask(self, task: OpenHeldoutTask) -> Opening:  # noqa: N802
+        number = int(task.fresh or "1")
+        return Opening(number=number, share=share(number))
 
     def run_each(self, tasks: list[EvaluateTask]) -> list[Evaluated]:
         rows = [tasks[0].split.rows(task.shard) for task in tasks]
-        self.asked.append((tasks[0].model.path, range(rows[0].start, rows[-1].stop)))
+        self.seen.append((tasks[0].model.path, range(rows[0].start, rows[-1].stop)))
         self.timesheet.go_on_from(self.timesheet.spent_s + len(tasks) * self.shard_s)
-        return [self.evaluate(task) for task in tasks]
+        return super().run_each(tasks)
 
-    def evaluate(self, task: EvaluateTask) -> Evaluated:
-        part = task.split.rows(task.shard)
-        correct = np.array(self.right[task.model.path](part))
-        file = made.ref(f"{task.model.path}-{part.start}", "predictions")
-        self.path(file).parent.mkdir(exist_ok=True, parents=True)
-        write_predictions(self.path(file), made.answers(np.where(correct, 1, 0), np.ones(len(part), dtype=np.int64)))
-        return Evaluated(
-            footprint=Footprint(params=1, macs=1, parameter_bytes=1, size_bytes=1),
-            predictions=Predictions(
-                split="heldout", num_images=len(part), num_correct=int(correct.sum()), files=(file,)
-            ),
-        )
-
-    def path(self, ref: Any) -> Path:
-        return self.root / ref.path
+    def EvaluateTask(self, task: EvaluateTask) -> Evaluated:  # noqa: N802
+        return self.evaluated(task, ~np.array(self.right[task.model.path](task.split.rows(task.shard))))
 
 
 def evaluator(root: Path, num_images: int, candidate: Answers, **goal: Any) -> tuple[Evaluator, Answering]:
-    jobs: Any = Answering(root, {BASELINE.path: lambda part: [True] * len(part), CANDIDATE.path: candidate})
-
-    def split(name: Any) -> SplitInfo:
-        return SplitInfo(name=name, source_split="test", num_images=num_images, file=made.ref(name, "split"))
-
-    acquired = Acquired(
-        source=ModelSource(name="m", revision=None, architecture="A", device="cpu"),
-        calibration=split("calibration"),
-        search=split("search"),
-        heldout=split("heldout"),
-        labels=(),
-    )
-    return (
-        Evaluator(
-            jobs=jobs, acquired=acquired, baseline=BASELINE, profile=made.profile(),
-            goal=made.GOAL.model_copy(update=goal),
-            settings=Settings(batch_size=4, seed=0),
-        ),
-        jobs,
-    )  # fmt: skip
+    jobs = Answering(root, {BASELINE.path: lambda part: [True] * len(part), CANDIDATE.path: candidate})
+    return scripted.evaluator(jobs, num_images=num_images, baseline=BASELINE, **goal), jobs
 
 
 def every(number: int) -> Answers:
@@ -127,7 +86,7 @@ def test_a_candidate_that_answers_alike_is_known_after_two_looks_and_the_rest_st
     tested = run_heldout_test(tester, MEASURED)
     drop = tested.candidate.drop
     assert drop is not None
-    assert jobs.asked == [
+    assert jobs.seen == [
         (model.path, part) for part in (range(512), range(512, 1024)) for model in (BASELINE, CANDIDATE)
     ]
     assert (drop.num_images, drop.num_looks) == (1024, 3)
@@ -148,7 +107,7 @@ def test_no_more_images_are_looked_at_than_a_time_budget_has_room_for(tmp_path: 
     # Both models take 20 s a shard: after eight shards 40 s are left, another two take them all, and 15 and some are for the report.
     assert tested.candidate.drop is not None
     assert tested.candidate.drop.num_images == 4096
-    assert jobs.asked[-1] == (CANDIDATE.path, range(3072, 4096))
+    assert jobs.seen[-1] == (CANDIDATE.path, range(3072, 4096))
 
 
 def searched(lost: int, gained: int, num_images: int = 1000) -> Evaluation:
@@ -199,56 +158,42 @@ def test_the_best_of_several_measured_drops_is_too_good_to_be_true():
 
 
 @pytest.mark.parametrize(
-    ("lost", "gained", "in_search", "pass_s", "time_budget_s", "seen"),
+    ("lost", "gained", "in_search", "pass_s", "time_budget_s", "spent_s", "seen"),
     [
         # 6% discordant and nothing lost on net: 6,800 images would show it; 2,500 at 2%.
-        (34, 35, 0, 0.1, None, 1024),
-        (100, 101, 0, 0.1, None, 3072),
+        (34, 35, 0, 0.1, None, 0.0, 1024),
+        (100, 101, 0, 0.1, None, 0.0, 3072),
         # Half a second for all of them is not worth stopping for; nor is time that was asked for saved.
-        (34, 35, 0, 0.0005, None, 5000),
-        (34, 35, 0, 0.1, 36000.0, 5000),
+        (34, 35, 0, 0.0005, None, 0.0, 5000),
+        (34, 35, 0, 0.1, 36000.0, 0.0, 5000),
         # About as much is lost as the contract allows: whether it is returned hangs on further images.
-        (95, 10**6, 10, 0.1, None, 5000),
-    ],
-)
-def test_of_a_slow_model_no_images_are_answered_that_can_show_nothing(
-    lost: int, gained: int, in_search: int, pass_s: float, time_budget_s: float | None, seen: int, tmp_path: Path
-):
-    tester, jobs = evaluator(tmp_path, 5000, every(lost))
-    jobs.right[BASELINE.path] = every(gained)
-    settings = tester.settings.model_copy(update={"time_budget_s": time_budget_s})
-    tester = replace(tester, profile=made.profile(pass_s=pass_s), settings=settings)
-
-    assert run_heldout_test(tester, searched(in_search, 0)).candidate.predictions.num_images == seen
-
-
-@pytest.mark.parametrize(
-    ("spent_s", "pass_s", "time_budget_s", "lost_every", "in_search", "seen"),
-    [
+        (95, 10**6, 10, 0.1, None, 0.0, 5000),
         # 4,096 images show the contract kept. Both models take 20 s a shard, a pass for each image is what is reckoned with, and 11,000 of them are 1,100 s.
-        (600.0, 0.1, None, 200, 0, 4096),
-        (900.0, 0.1, None, 200, 0, 3072),
-        (960.0, 0.1, None, 200, 0, 2048),
+        (200, 10**6, 0, 0.1, None, 600.0, 4096),
+        (200, 10**6, 0, 0.1, None, 900.0, 3072),
+        (200, 10**6, 0, 0.1, None, 960.0, 2048),
         # As many as tell anything are looked at in any case, and all where time was asked for, or the answer hangs on them.
-        (2000.0, 0.1, None, 200, 0, 1024),
-        (2000.0, 0.1, 36000.0, 200, 0, 4096),
-        (2000.0, 0.0005, None, 200, 0, 4096),
-        (2000.0, 0.1, None, 95, 10, 5000),
+        (200, 10**6, 0, 0.1, None, 2000.0, 1024),
+        (200, 10**6, 0, 0.1, 36000.0, 2000.0, 4096),
+        (200, 10**6, 0, 0.0005, None, 2000.0, 4096),
+        (95, 10**6, 10, 0.1, None, 2000.0, 5000),
     ],
 )
-def test_a_slow_models_run_does_not_grow_for_a_surer_answer(
-    spent_s: float,
+def test_of_a_slow_model_no_images_are_answered_that_can_show_nothing_nor_for_a_surer_answer(
+    lost: int,
+    gained: int,
+    in_search: int,
     pass_s: float,
     time_budget_s: float | None,
-    lost_every: int,
-    in_search: int,
+    spent_s: float,
     seen: int,
     tmp_path: Path,
 ):
-    tester, jobs = evaluator(tmp_path, 5000, every(lost_every))
+    tester, jobs = evaluator(tmp_path, 5000, every(lost))
+    jobs.right[BASELINE.path] = lambda part: [image % gained != 0 or image == 0 for image in part]
     settings = tester.settings.model_copy(update={"time_budget_s": time_budget_s})
     tester = replace(tester, profile=made.profile(pass_s=pass_s), settings=settings)
-    jobs.shard_s = 10.0
+    jobs.shard_s = 10.0 if spent_s else 0.0
     jobs.timesheet.go_on_from(spent_s)
 
     assert run_heldout_test(tester, searched(in_search, 0)).candidate.predictions.num_images == seen
@@ -269,7 +214,7 @@ def test_a_hopeless_candidate_is_known_after_the_first(tmp_path: Path):
     tester, jobs = evaluator(tmp_path, 8000, every(10))
     drop = run_heldout_test(tester, MEASURED).candidate.drop
     assert drop is not None
-    assert drop.num_images == SHARD == len(jobs.asked[0][1])
+    assert drop.num_images == SHARD == len(jobs.seen[0][1])
     assert 0.01 < drop.low < drop.drop < drop.high
 
 
@@ -293,7 +238,7 @@ def test_few_images_are_a_sample_of_fixed_size(tmp_path: Path):
 def test_where_the_baseline_is_returned_no_more_than_a_look_is_taken(tmp_path: Path):
     tester, jobs = evaluator(tmp_path, 8000, every(100))
     assert first_look(tester).predictions.num_images == SHARD
-    assert [model for model, _ in jobs.asked] == [BASELINE.path]
+    assert [model for model, _ in jobs.seen] == [BASELINE.path]
 
 
 @pytest.mark.parametrize(
@@ -317,7 +262,64 @@ def test_search_images_are_looked_at_no_further_than_decides(
     tester, jobs = evaluator(tmp_path, num_images, every(wrong_every), **goal)
     found = tester.search(Variant.BOTH, CANDIDATE)
     assert found.predictions.num_images == seen
-    assert max(part.stop for model, part in jobs.asked if model == BASELINE.path) == seen
+    assert max(part.stop for model, part in jobs.seen if model == BASELINE.path) == seen
     assert found.drop is not None
     assert found.drop.num_looks == (2 if seen == 512 else 1)
     assert judge(found, tester.goal).accepted == (wrong_every != 10)
+
+
+def said(num_heldout: int, max_drop: float, num_search: int = 10**6) -> str | None:
+    return why_unproven(acquired(num_heldout, num_search), made.GOAL.model_copy(update={"max_accuracy_drop": max_drop}))
+
+
+def test_enough_images_leave_nothing_to_say():
+    assert said(418, 0.01) is None
+
+
+def test_what_is_missing_is_said_in_images_and_in_points():
+    # z^2 / (n + z^2) for z = 2.0537: 418 images for one point, and 344 bound 1.2.
+    assert said(344, 0.01) == (
+        "whatever is returned will be unproven: it takes 74 more held-out images or a bound of 1.2 points"
+    )
+    # 1.2816 sqrt(2) / (n + 2) for 100 search images.
+    assert "it takes 80 more search images or a bound of 1.8 points; " in (said(344, 0.01, num_search=100) or "")
+
+
+@pytest.mark.parametrize("max_drop", [0.002, 0.0045, 0.005, 0.0058, 0.01])
+@pytest.mark.parametrize("num_heldout", [100, 600, 1024, 1025, 1100, 2000])
+def test_as_many_as_are_said_to_be_missing_suffice_and_are_never_less_than_none(num_heldout: int, max_drop: float):
+    """Up to 1,024 images are looked at once; what more and more are looked at of takes twice as many to show as much."""
+    text = said(num_heldout, max_drop)
+    if text is None:
+        return
+    missing = re.search(r"it takes ([\d,]+) more held-out images", text)
+
+    assert missing is not None
+    needed = int(missing[1].replace(",", ""))
+    assert needed > 0
+    # The sequential test's number is within a hundredth.
+    assert said(round(1.02 * (num_heldout + needed)), max_drop) is None
+
+
+@pytest.mark.parametrize(("lost", "gained", "num_images"), [(30, 24, 1000), (12, 2, 1024), (1, 0, 300)])
+def test_as_many_as_are_said_to_certify_do_by_the_test_that_so_many_get(lost: int, gained: int, num_images: int):
+    """What 1,024 images are looked at once for takes more where another run would look at more and more of them."""
+    drop = made.drop(lost, gained, num_images)
+    needed = images_that_certify(drop, 0.02, 0.02)
+    at_once = images_to_certify(drop, 0.02, 0.98)
+
+    assert needed is not None
+    assert at_once is not None
+    if at_once <= 1024:
+        assert needed == at_once
+        return
+    times = 1.02 * needed / num_images
+    assert needed > at_once
+    assert upper_bound(Counts(round(times * lost), round(times * gained), round(times * num_images)), 0.02) <= 0.02
+
+
+def test_a_contract_of_nothing_is_never_proven_and_asks_for_no_number():
+    assert (
+        said(5000, 0.0)
+        == "whatever is returned will be unproven: it takes a bound of 0.00018 points; it takes a bound of 0.12 points"
+    )

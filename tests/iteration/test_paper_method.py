@@ -1,62 +1,36 @@
 """The paper's method on scripted jobs: cuts by weights alone, nothing tuned, and latency, timed once, as the third of its keys."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import made
 import numpy as np
 import pytest
+from iteration import scripted
+from iteration.scripted import Jobs, deployed
 
-from profiling_agent.evaluation.predictions import write_predictions
 from profiling_agent.iteration.attempt import measure_attempt, open_journal, prune_attempt, quantize_attempt
-from profiling_agent.iteration.evaluator import Deployer, Evaluator, Settings
+from profiling_agent.iteration.evaluator import Deployer, Evaluator
 from profiling_agent.iteration.selection import ranked
 from profiling_agent.jobs import tasks
-from profiling_agent.jobs.timesheet import SHEET, Timesheet
 from profiling_agent.records import (
-    Acquired,
-    ArtifactRef,
     DeployedModel,
     Deployment,
-    Footprint,
     Headline,
     Journal,
-    ModelSource,
     Plan,
-    Predictions,
     PrunedModel,
-    SplitInfo,
     Tuned,
     Variant,
 )
 
-NUM_IMAGES = 1000
-
 
 @dataclass
-class Script:
-    """Jobs that answer at once: each cut is a model of its own, whose latency is given by how many came before."""
+class Script(Jobs):
+    """Each cut is a model of its own, whose latency is given by how many came before."""
 
-    root: Path
     latencies_ms: tuple[float, ...] = (3.0, 2.0)
-    asked: list[Any] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.timesheet = Timesheet(self.root / SHEET)
-
-    def path(self, ref: ArtifactRef) -> Path:
-        return self.root / ref.path
-
-    def run_each(self, several: Any) -> Any:
-        return [self.run(task) for task in several]
-
-    def run(self, task: Any) -> Any:
-        self.asked.append(task)
-        return getattr(self, type(task).__name__)(task)
-
-    def of(self, kind: type) -> list[Any]:
-        return [task for task in self.asked if isinstance(task, kind)]
 
     def PruneTask(self, task: Any) -> PrunedModel:  # noqa: N802
         return PrunedModel(model=made.ref(f"p{len(self.of(tasks.PruneTask))}"), cuts=task.cuts, mask_error=0.0)
@@ -69,41 +43,18 @@ class Script:
         return Tuned(model=made.ref("tuned"), kl=0.1, kl_unfolded=0.2, num_images=32, seconds=1.0)
 
     def DeployTask(self, task: Any) -> DeployedModel:  # noqa: N802
-        return DeployedModel(
-            model=made.ref("int8"), deployment=task.deployment, layers=(), distance=0.0, kl=0.0, seconds=1.0
-        )
+        return deployed(task, "int8")
 
     def EvaluateTask(self, task: Any) -> tasks.Evaluated:  # noqa: N802
-        num_images = len(task.split.rows(task.shard))
-        true = np.zeros(num_images, dtype=np.int64)
-        name = f"{task.model.sha256}-{task.shard}.safetensors"
-        write_predictions(self.root / name, made.answers(true, true))
-        file = made.ref("x", "predictions").model_copy(update={"path": name})
-        return tasks.Evaluated(
-            footprint=Footprint(params=1000, macs=1000, parameter_bytes=1000, size_bytes=1000),
-            predictions=Predictions(split="search", num_images=num_images, num_correct=num_images, files=(file,)),
-        )
+        return self.evaluated(task, np.zeros(len(task.split.rows(task.shard))))
 
 
-def evaluator(script: Any, **goal: Any) -> Evaluator:
-    def split(name: Any) -> SplitInfo:
-        return SplitInfo(name=name, source_split="test", num_images=NUM_IMAGES, file=made.ref(name, "split"))
-
+def evaluator(script: Script, **goal: Any) -> Evaluator:
     profile = made.profile()
-    kls = {unit.name: (0.001, 0.002) for unit in profile.units}
-    return Evaluator(
-        jobs=script,
-        acquired=Acquired(
-            source=ModelSource(name="m", architecture="ViTForImageClassification", device="cpu"),
-            calibration=split("calibration"),
-            search=split("search"),
-            heldout=split("heldout"),
-            labels=(),
-        ),
-        baseline=made.ref("m0"),
-        profile=profile.model_copy(update={"evidence": made.evidence(profile.units, kls)}),
-        goal=made.GOAL.model_copy(update={"selection": "paper", "calibrate": False} | goal),
-        settings=Settings(batch_size=4, seed=0),
+    evidence = made.evidence(profile.units, {unit.name: (0.001, 0.002) for unit in profile.units})
+    asked: dict[str, Any] = {"selection": "paper", "calibrate": False} | goal
+    return scripted.evaluator(
+        script, baseline=made.ref("m0"), profile=profile.model_copy(update={"evidence": evidence}), **asked
     )
 
 
@@ -129,10 +80,10 @@ def test_without_calibration_the_weights_alone_decide_and_nothing_makes_up_for_t
 
 @pytest.mark.parametrize(("tunes", "source"), [(True, "tuned"), (False, "m0")])
 def test_without_calibration_a_model_is_quantized_as_it_is(tmp_path: Path, tunes: bool, source: str):
-    script: Any = Script(tmp_path)
+    script = Script(tmp_path)
     asked = evaluator(script, calibrate=tunes)
     assert asked.deployer.tunes is tunes
-    deployer = Deployer(script, asked.acquired.calibration, batch_size=4, tunes=tunes)
+    deployer = Deployer(asked.jobs, asked.acquired.calibration, batch_size=4, tunes=tunes)
 
     option = deployer.make(made.ref("m0"), Deployment(scheme="dynamic"), choose_layers=True)
 
@@ -170,21 +121,6 @@ def test_latency_is_timed_for_the_papers_selection_alone(tmp_path: Path):
 
     assert attempt.latency_ms is None
     assert script.of(tasks.HeadlineTask) == []
-
-
-def test_what_was_kept_before_latency_was_timed_is_ranked_by_accuracy_and_params():
-    fast, slow = (
-        made.attempt(number, 0.1, accepted=True, correct=905, params=params) for number, params in ((1, 950), (2, 900))
-    )
-    pruned = [
-        one.model_copy(update={"deployed": one.deployed.model_copy(update={"variant": Variant.PRUNED})})
-        for one in (fast, slow)
-        if one.deployed
-    ]
-
-    assert [
-        one.attempt for one in ranked(made.journal(*pruned), made.GOAL.model_copy(update={"selection": "paper"}))
-    ] == [2, 1]
 
 
 def test_a_plan_that_cuts_nothing_is_none_of_the_papers(tmp_path: Path):

@@ -5,13 +5,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import made
 import pytest
 from advisors import advisor_of
 from chat_server import Said, chat_server, in_turn
-from made import BASELINE, GOAL, evaluation, evidence, profile
+from made import BASELINE, GOAL, attempt, evaluation, profile
 
 from profiling_agent.analysis.advised import UNKNOWN, NextAnswer, PlanAnswer
-from profiling_agent.analysis.allocation import dry_run, obeying
+from profiling_agent.analysis.allocation import MAX_RATIO, dry_run, obeying
 from profiling_agent.analysis.rules import analyse
 from profiling_agent.errors import AdvisorError, ContextTooLongError, PlanError
 from profiling_agent.iteration.planners import Planner, first_proposal, next_proposal, propose
@@ -21,6 +22,7 @@ from profiling_agent.records import (
     Cap,
     Deployment,
     DeploymentSearch,
+    Goal,
     Journal,
     ModelProfile,
     Origin,
@@ -31,8 +33,6 @@ from profiling_agent.records import (
     Target,
     Variant,
 )
-
-KLS = tuple(0.0001 * 2**step for step in range(12))
 
 
 class Scripted(LanguageModel):
@@ -54,9 +54,7 @@ class Scripted(LanguageModel):
 
 def judged(num_layers: int = 4) -> ModelProfile:
     """MLPs of which the first costs ten times as much as the others."""
-    found = profile(num_layers)
-    kls = {unit.name: tuple(kl * (10 if index == 0 else 1) for kl in KLS) for index, unit in enumerate(found.units)}
-    return found.model_copy(update={"evidence": evidence(found.units, kls)})
+    return made.judged(num_layers, {0: [10 * kl for kl in made.DOUBLING]})
 
 
 def measured(number: int, plan: Plan, found: ModelProfile, *, accepted: bool) -> Attempt:
@@ -83,12 +81,20 @@ def target(saving: float) -> dict:
     return {"reason": "evidence", "target": {"metric": "params", "saving": saving}}
 
 
-def ask(say, found: ModelProfile, seen: Journal, planner: Planner = "hybrid"):
-    return next_proposal(Scripted(say), planner, found, GOAL, seen, max_iterations=5)
+def ask(say, found: ModelProfile, seen: Journal, planner: Planner = "hybrid", goal: Goal = GOAL):
+    return next_proposal(Scripted(say), planner, found, goal, seen, max_iterations=5)
 
 
-def proposed(say, found: ModelProfile, seen: Journal):
-    proposal = ask(say, found, seen)
+def after(*attempts: Attempt) -> Journal:
+    return Journal(baseline=BASELINE, attempts=attempts)
+
+
+def advises_to_stop(_: Question) -> dict:
+    return {"reason": "enough", "stop": True}
+
+
+def proposed(say, found: ModelProfile, seen: Journal, goal: Goal = GOAL) -> tuple[Plan, Origin]:
+    proposal = ask(say, found, seen, goal=goal)
     assert isinstance(proposal, tuple)
     return proposal
 
@@ -181,13 +187,14 @@ def test_a_refusal_is_in_the_next_question():
     found = judged()
     refused = measured(1, Plan(target=Target(saving=0.2)), found, accepted=False)
     origin = Origin(by="rules", note="scripted: its plan costs 0.03 nats, where the allocator saves as much for 0.01")
-    seen = Journal(baseline=BASELINE, attempts=(refused.model_copy(update={"origin": origin}),))
     asked = Scripted(lambda _: target(0.1))
+    seen = after(refused.model_copy(update={"origin": origin}))
     next_proposal(asked, "hybrid", found, GOAL, seen, max_iterations=5)
+    evidence = asked.asked[0].evidence
 
-    assert 'attempt 1 (by "rules", as: "scripted: its plan costs 0.03 nats' in asked.asked[0].evidence
-    assert 'refused: "made"' in asked.asked[0].evidence
-    assert "above all that was accepted and below what was refused" in asked.asked[0].evidence
+    assert 'attempt 1 (by "rules", as: "scripted: its plan costs 0.03 nats' in evidence
+    assert 'refused: "made"' in evidence
+    assert "above all that was accepted and below what was refused" in evidence
 
 
 def test_a_plan_that_asks_for_another_deployment_is_another_plan():
@@ -215,12 +222,8 @@ def test_an_attempt_that_came_to_nothing_answers_for_no_other():
     found = judged()
     first = measured(1, Plan(target=Target(saving=0.1)), found, accepted=False)
     failed = first.model_copy(update={"origin": Origin(by="scripted"), "deployed": None, "reason": "its gate failed"})
-    choice = next_proposal(
-        Scripted(lambda _: {}), "hybrid", found, GOAL, Journal(baseline=BASELINE, attempts=(failed,)), max_iterations=5
-    )
 
-    assert isinstance(choice, tuple)
-    assert choice[0] == analyse(found, GOAL)
+    assert proposed(lambda _: {}, found, after(failed))[0] == analyse(found, GOAL)
 
 
 def test_the_rules_go_on_from_their_own_plan_whatever_a_model_began_with():
@@ -228,26 +231,19 @@ def test_the_rules_go_on_from_their_own_plan_whatever_a_model_began_with():
     odd = Plan(pruning=(PruningRecommendation(layer="layers.0", pruning_type="structured", pruning_ratio=0.5),))
     first = measured(1, odd, found, accepted=False).model_copy(update={"origin": Origin(by="scripted")})
     own = measured(2, analyse(found, GOAL), found, accepted=True)
-    stop = Scripted(lambda _: {"reason": "enough", "stop": True})
-    choice = next_proposal(
-        stop, "hybrid", found, GOAL, Journal(baseline=BASELINE, attempts=(first, own)), max_iterations=5
-    )
+    plan, _ = proposed(advises_to_stop, found, after(first, own))
 
-    assert isinstance(choice, tuple)
-    assert choice[0].target is not None
-    assert choice[0].target.saving > 0.2
-    assert not choice[0].pruning
+    assert plan.target is not None
+    assert plan.target.saving > 0.2
+    assert not plan.pruning
 
 
 def test_without_evidence_the_rules_own_plan_is_measured_beside_a_models():
     found = profile(4)
     first = Plan(pruning=(PruningRecommendation(layer="layers.0", pruning_type="structured", pruning_ratio=0.25),))
     attempt = measured(1, first, found, accepted=True).model_copy(update={"origin": Origin(by="scripted")})
-    seen = Journal(baseline=BASELINE, attempts=(attempt,))
-    choice = next_proposal(Scripted(lambda _: {}), "hybrid", found, GOAL, seen, max_iterations=5)
 
-    assert isinstance(choice, tuple)
-    assert choice[0] == analyse(found, GOAL)
+    assert proposed(lambda _: {}, found, after(attempt))[0] == analyse(found, GOAL)
 
 
 @pytest.mark.parametrize("error", [AdvisorError("no answer"), ContextTooLongError("too long")])
@@ -364,13 +360,10 @@ def test_caps_that_put_the_rules_target_out_of_reach_leave_their_own_plan_out_an
     goal = GOAL.model_copy(update={"caps": (Cap(layer="mlp", max_ratio=0.05),)})
     mild = Plan(pruning=(PruningRecommendation(layer="layers.1", pruning_type="structured", pruning_ratio=0.01),))
     first = measured(1, mild, found, accepted=True).model_copy(update={"origin": Origin(by="scripted")})
-    seen = Journal(baseline=BASELINE, attempts=(first,))
     with pytest.raises(PlanError, match="out of reach"):
         dry_run(obeying(analyse(found, goal), goal), found)
 
-    choice = next_proposal(
-        Scripted(lambda _: {"reason": "enough", "stop": True}), "hybrid", found, goal, seen, max_iterations=5
-    )
+    choice = ask(advises_to_stop, found, after(first), goal=goal)
 
     assert isinstance(choice, StopReason) or choice[0] != analyse(found, goal)
 
@@ -378,20 +371,11 @@ def test_caps_that_put_the_rules_target_out_of_reach_leave_their_own_plan_out_an
 def test_the_rules_plan_is_not_carried_out_again_where_the_models_was_the_same_and_failed():
     found = judged()
     own = analyse(found, GOAL)
-    failed = measured(1, own, found, accepted=False).model_copy(
-        update={"origin": Origin(by="scripted"), "deployed": None, "reason": "its gate failed"}
-    )
-    choice = next_proposal(
-        Scripted(lambda _: {"reason": "enough", "stop": True}),
-        "hybrid",
-        found,
-        GOAL,
-        Journal(baseline=BASELINE, attempts=(failed,)),
-        max_iterations=5,
-    )
+    changes = {"origin": Origin(by="scripted"), "deployed": None, "reason": "its gate failed"}
+    failed = measured(1, own, found, accepted=False).model_copy(update=changes)
+    plan, _ = proposed(advises_to_stop, found, after(failed))
 
-    assert isinstance(choice, tuple)
-    assert dry_run(choice[0], found).widths != dry_run(own, found).widths
+    assert dry_run(plan, found).widths != dry_run(own, found).widths
 
 
 def test_what_fails_before_it_is_deployed_says_something_of_every_deployment_but_not_what_cannot_be_had():
@@ -413,3 +397,79 @@ def test_what_fails_before_it_is_deployed_says_something_of_every_deployment_but
     assert isinstance(choice, Plan)
     assert choice.target is not None
     assert choice.target.saving < 0.3
+
+
+PROFILE = profile()
+PAPER = GOAL.model_copy(update={"selection": "paper"})
+
+
+def removed(plan: Plan) -> float:
+    return 1 - dry_run(plan, PROFILE).cuts[0].keep / 512
+
+
+def test_after_an_accepted_plan_the_next_one_is_twice_as_strong():
+    choice = propose(GOAL, PROFILE, made.journal(attempt(1, 0.125, accepted=True)), max_iterations=5)
+
+    assert isinstance(choice, Plan)
+    assert choice.pruning[0].pruning_ratio == pytest.approx(0.25)
+
+
+def test_after_a_refused_plan_the_next_one_is_milder():
+    choice = propose(GOAL, PROFILE, made.journal(attempt(1, 0.25, accepted=False)), max_iterations=5)
+
+    assert isinstance(choice, Plan)
+    assert choice.pruning[0].pruning_ratio == pytest.approx(0.125)
+
+
+@pytest.mark.parametrize("cliff", [0.1, 0.2, 0.4, 0.6, 0.74])
+def test_the_loop_brackets_the_accuracy_cliff_to_one_aligned_step(cliff: float):
+    seen = made.journal(attempt(1, 0.125, accepted=cliff >= 0.125))
+    while isinstance(choice := propose(GOAL, PROFILE, seen, max_iterations=50), Plan):
+        number = len(seen.attempts) + 1
+        tried = Attempt(number=number, plan=choice, accepted=removed(choice) <= cliff, reason="made")
+        seen = seen.with_attempt(tried)
+
+    best = max((removed(a.plan) for a in seen.attempts if a.accepted), default=0.0)
+    assert choice is StopReason.CONVERGED
+    assert best <= cliff < best + 2 * 32 / 512
+
+
+def test_no_plan_is_measured_twice():
+    seen = made.journal(attempt(1, 0.125, accepted=True))
+    while isinstance(choice := propose(GOAL, PROFILE, seen, max_iterations=50), Plan):
+        seen = seen.with_attempt(Attempt(number=len(seen.attempts) + 1, plan=choice, accepted=True, reason="made"))
+
+    widths = [tuple(cut.keep for cut in dry_run(a.plan, PROFILE).cuts) for a in seen.attempts]
+    assert len(widths) == len(set(widths))
+
+
+def test_no_ratio_passes_the_ceiling():
+    seen = made.journal(attempt(1, 0.5, accepted=True))
+
+    choice = propose(GOAL, PROFILE, seen, max_iterations=5)
+
+    assert isinstance(choice, Plan)
+    assert choice.pruning[0].pruning_ratio == MAX_RATIO
+
+
+def test_the_budget_ends_the_loop():
+    assert (
+        propose(GOAL, PROFILE, made.journal(attempt(1, 0.125, accepted=True)), max_iterations=1)
+        is StopReason.BUDGET_SPENT
+    )
+
+
+def test_a_first_plan_that_prunes_nothing_ends_the_loop():
+    empty = Attempt(number=1, plan=Plan(), accepted=True, reason="made")
+
+    assert propose(GOAL, PROFILE, made.journal(empty), max_iterations=5) is StopReason.NOTHING_TO_PRUNE
+
+
+def test_the_papers_loop_answers_to_the_last_evaluation_alone_and_uses_every_iteration():
+    seen = made.journal(attempt(1, 0.2, accepted=True), attempt(2, 0.3, accepted=False))
+
+    choice = propose(PAPER, PROFILE, seen, max_iterations=3)
+
+    assert isinstance(choice, Plan)
+    assert choice.pruning[0].pruning_ratio == pytest.approx(0.15)
+    assert propose(PAPER, PROFILE, seen, max_iterations=2) is StopReason.BUDGET_SPENT

@@ -1,4 +1,4 @@
-"""What a returned model's card says of its measurements, and what the Hub is told of them."""
+"""A returned model's card, what the Hub is told of it, and of which model a verdict is."""
 
 from pathlib import Path
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from profiling_agent.artifacts.card import Judged
-from profiling_agent.records import Gpu
+from profiling_agent.records import Gpu, Variant
 from profiling_agent.reporting.card import card_judged, card_notes, card_rows
 from profiling_agent.reporting.markdown import render_markdown
 from profiling_agent.reporting.report import RunReport
@@ -69,3 +69,31 @@ def test_before_and_after_are_the_baselines_and_the_returned_models(report: RunR
 
     assert rows["params"] == (count(report.baseline.params), count(report.best.params))
     assert rows[f"top-1 on {report.best.num_images:,} held-out images"][1] == percent(report.best.top1)
+
+
+def test_where_the_baseline_is_returned_the_terms_are_those_of_what_was_refused(report: RunReport):
+    baseline = report.best.model_copy(update={"variant": Variant.BASELINE})
+
+    assert report.judged == "the returned model"
+    # The second in line may pass after the first was refused.
+    assert report.model_copy(update={"kept_beside": "jobs/x"}).judged == "the returned model"
+    assert report.model_copy(update={"best": baseline}).judged == "the returned model"
+    refused = report.model_copy(update={"best": baseline, "kept_beside": "jobs/x"})
+    assert refused.judged == "the candidate that held-out images refused, kept beside"
+
+
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [
+        (None, ""),
+        (200, "About 200 held-out images would certify it."),
+        (5216, "About 5,216 held-out images would certify it; there are 209."),
+    ],
+)
+def test_how_many_images_would_certify_is_told_beside_how_many_there_are(
+    report: RunReport, number: int | None, said: str
+):
+    assert report.acquired.heldout.num_images == 209
+    verdict = report.verdict.model_copy(update={"images_to_certify": number})
+
+    assert report.model_copy(update={"verdict": verdict}).certifying == said

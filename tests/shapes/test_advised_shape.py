@@ -54,12 +54,3 @@ def test_a_third_refusal_is_the_end(tmp_path: Path):
 def test_what_is_no_shape_is_no_answer(tmp_path: Path, said: str):
     with chat_server(in_turn(Said(content=said))) as server, pytest.raises(AdvisorError, match="no valid answer in 3"):
         advised_shape(advisor_of(server, tmp_path), FACTS, takes_384)
-
-
-def test_an_answer_is_replayed_and_verified_again(tmp_path: Path):
-    with chat_server(in_turn(SAYS_384)) as server:
-        advised_shape(advisor_of(server, tmp_path), FACTS, takes_384)
-        again = advised_shape(advisor_of(server, tmp_path), FACTS, takes_384)
-
-    assert again.startswith("accepted")
-    assert len(server.asked) == 1

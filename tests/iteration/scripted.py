@@ -1,0 +1,120 @@
+"""Jobs that answer at once, and an evaluator that runs them."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import made
+import numpy as np
+
+from profiling_agent.evaluation.predictions import write_predictions
+from profiling_agent.iteration.deployments import DeploymentChoices
+from profiling_agent.iteration.evaluator import Evaluator, Settings
+from profiling_agent.jobs.tasks import Evaluated, Exported
+from profiling_agent.jobs.timesheet import SHEET, Timesheet
+from profiling_agent.records import (
+    Acquired,
+    ArtifactRef,
+    DeployedModel,
+    Footprint,
+    MemoryUse,
+    ModelProfile,
+    ModelSource,
+    Predictions,
+    SplitInfo,
+)
+from profiling_agent.reproducibility import environment
+
+
+def name_of(ref: ArtifactRef) -> str:
+    """Return what `made.ref` was called with."""
+    return ref.path.removeprefix("jobs/")
+
+
+@dataclass
+class Jobs:
+    """Each kind of task is answered by the method of its name."""
+
+    root: Path = Path("nowhere")
+    asked: list[Any] = field(default_factory=list[Any], kw_only=True)
+
+    def __post_init__(self) -> None:
+        self.timesheet = Timesheet(self.root / SHEET)
+
+    @property
+    def workspace(self):
+        return self
+
+    def path(self, ref: ArtifactRef) -> Path:
+        return self.root / ref.path
+
+    def run_each(self, tasks: Any) -> list[Any]:
+        return [self.run(task) for task in tasks]
+
+    def run(self, task: Any) -> Any:
+        self.asked.append(task)
+        return getattr(self, type(task).__name__)(task)
+
+    def of(self, kind: type) -> list[Any]:
+        return [task for task in self.asked if isinstance(task, kind)]
+
+    def ExportTask(self, task: Any) -> Exported:  # noqa: N802
+        return Exported(onnx=made.ref("onnx", "onnx"), distance=0.0)
+
+    def evaluated(self, task: Any, is_wrong: Any, *, params: int = 1000, size_bytes: int = 1000) -> Evaluated:
+        """Write the answers to a shard, of which those images are wrong."""
+        predicted = np.asarray(is_wrong, dtype=np.int64)
+        file = made.ref(f"{name_of(task.model)}-answers-{task.shard}", "predictions")
+        self.path(file).parent.mkdir(exist_ok=True, parents=True)
+        write_predictions(self.path(file), made.answers(predicted, np.zeros_like(predicted)))
+        return Evaluated(
+            footprint=Footprint(params=params, macs=params, parameter_bytes=1000, size_bytes=size_bytes),
+            predictions=Predictions(
+                split=task.split.name, num_images=len(predicted), num_correct=int((predicted == 0).sum()), files=(file,)
+            ),
+        )
+
+
+def deployed(task: Any, name: str, size_bytes: int = 1000, *, distance: float = 0.0, kl: float = 0.0) -> DeployedModel:
+    model = made.ref(name, size_bytes=size_bytes)
+    return DeployedModel(model=model, deployment=task.deployment, layers=(), distance=distance, kl=kl, seconds=1.0)
+
+
+def memory_use(task: Any, peak_bytes: int) -> MemoryUse:
+    return MemoryUse(model=task.model, batch_size=4, peak_bytes=peak_bytes, size_bytes=1000, environment=environment())
+
+
+def acquired(num_heldout: int = 1000, num_search: int | None = None) -> Acquired:
+    """Return three splits, of which the search has as many images as are held out unless it is given."""
+
+    def split(name: Any, num_images: int) -> SplitInfo:
+        return SplitInfo(name=name, source_split="test", num_images=num_images, file=made.ref(name, "split"))
+
+    return Acquired(
+        source=ModelSource(name="m", architecture="ViTForImageClassification", device="cpu"),
+        calibration=split("calibration", 256),
+        search=split("search", num_heldout if num_search is None else num_search),
+        heldout=split("heldout", num_heldout),
+        labels=(),
+    )
+
+
+def evaluator(
+    jobs: Any,
+    *,
+    num_images: int = 1000,
+    baseline: ArtifactRef = made.BASELINE.model,
+    profile: ModelProfile | None = None,
+    choices: DeploymentChoices | None = None,
+    settings: dict[str, Any] | None = None,
+    **goal: Any,
+) -> Evaluator:
+    return Evaluator(
+        jobs=jobs,
+        acquired=acquired(num_images),
+        baseline=baseline,
+        profile=profile or made.profile(),
+        goal=made.GOAL.model_copy(update=goal),
+        settings=Settings(batch_size=4, seed=0, **(settings or {})),
+        choices=choices or DeploymentChoices(),
+    )
