@@ -40,6 +40,7 @@ from profiling_agent.prompts import render  # pyright: ignore[reportMissingImpor
 from profiling_agent.records import (
     PRUNING,
     QUANTIZATION,
+    Attempt,
     Cap,
     Goal,
     Journal,
@@ -53,13 +54,13 @@ from profiling_agent.records import (
     in_arrays,
 )
 
-MAX_UNITS = 12
+MAX_UNITS, MAX_WIDTHS = 12, 60
 
 
-def evidence_tools(profile: ModelProfile, goal: Goal) -> tuple[Tool, ...]:
-    """Return the functions, bound to one profile; each answers in words, whatever it is asked."""
-    known = _Known(profile, goal)
-    return (known.details, known.try_plan)
+def evidence_tools(profile: ModelProfile, goal: Goal, journal: Journal | None = None) -> tuple[Tool, ...]:
+    """Return the functions, bound to one profile and what was tried of it; each answers in words, whatever it is asked."""
+    known = _Known(profile, goal, journal.attempts if journal else ())
+    return (known.details, known.try_plan, known.sensitivity, known.refusal)
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,7 @@ class _Known:
 
     profile: ModelProfile
     goal: Goal
+    attempts: tuple[Attempt, ...]
 
     def details(self, pattern: str) -> str:
         """Return, for each unit of a group such as G1, or whose name an RE2 pattern hits, its KL in nats at every width that is known."""
@@ -95,6 +97,31 @@ class _Known:
             return f"nothing would be cut: {wrong or 'name layers, or a target'}"
         cut = f"{len(found.dry_run.cuts)} of {len(self.profile.units)} units are cut"
         return f"{cut}, {predicted_text(found.dry_run, self.profile)}" + (f"; but {wrong}" if wrong else "")
+
+    def sensitivity(self, unit: str, keep: int) -> str:
+        """Return what it costs and saves to keep so many channels or heads of one unit, named in full, all others whole."""
+        row = self.profile.evidence.of(unit) if self.profile.evidence else None
+        if row is None or not row.options:
+            return f"there is no evidence on a unit {quoted(unit)}"
+        option = min(row.options, key=lambda found: abs(found.keep - keep))
+        said = (
+            f"{quoted(unit)} kept at {option.keep}: KL {option.kl:.2g} nats ({'measured' if option.measured else 'interpolated'}), "
+            f"{option.params_saved} params and {option.macs_saved} MACs go"
+        )
+        if option.latency_saved_ms is not None:
+            said += f", {option.latency_saved_ms:.3g} ms of a batch in eager float32"
+            said += "" if gains(option) else " (it isn't faster, so that no target chooses it)"
+        return said + ("" if option.keep == keep else f"; {keep} is no width that it can be cut to")
+
+    def refusal(self, attempt: int) -> str:
+        """Return why an attempt, by its number, was refused or accepted, and every width that it kept."""
+        row = next((row for row in self.attempts if row.number == attempt), None)
+        if row is None:
+            return f"there was no attempt {attempt}: {len(self.attempts)} were measured"
+        widths = row.dry_run.widths if row.dry_run else ()
+        told = ", ".join(f"{quoted(name)} {keep}" for name, keep in widths[:MAX_WIDTHS])
+        more = f" and {len(widths) - MAX_WIDTHS} more" if len(widths) > MAX_WIDTHS else ""
+        return f"{'accepted' if row.accepted else 'refused'}: {quoted(row.reason)}; kept: {told or 'everything'}{more}"
 
 
 def _told(unit: Unit, profile: ModelProfile) -> str:
@@ -181,6 +208,7 @@ def ask_for_plan(
     question: Callable[[int], Question],
     profile: ModelProfile,
     goal: Goal,
+    journal: Journal | None,
     objection: Callable[[Guarded], str | None],
     *,
     may_stop: bool,
@@ -202,7 +230,7 @@ def ask_for_plan(
         objected = objection(guarded)
         return guarded.complaint or objected
 
-    answer_type, tools = NextAnswer if may_stop else PlanAnswer, evidence_tools(profile, goal)
+    answer_type, tools = NextAnswer if may_stop else PlanAnswer, evidence_tools(profile, goal, journal)
     try:
         advice = advisor.ask(question(MAX_CHARACTERS), answer_type, check=check, tools=tools)
     except ContextTooLongError:

@@ -17,16 +17,17 @@ from profiling_agent.records import (
     Target,
     UnitKind,
     in_arrays,
+    unprinted,
 )
 
 
 def parse_plan(text: bytes, *, strict: bool | None = None, quotes: bool = True) -> Plan:
-    """Return the plan that a text holds: a JSON object of ours, or the paper's Figure 4; DocumentError where it holds none.
+    """Return the plan that a text holds: a JSON object of ours, or the paper's Figure 4, in arrays or as it is printed; DocumentError where it holds none.
 
     What is wrong is quoted only if it `quotes`, and only of a JSON object.
     """
     try:
-        document = parse_json(text.decode("utf-8"))
+        document = parse_json(unprinted(text.decode("utf-8")))
     except UnicodeDecodeError:
         raise DocumentError("it is no UTF-8 text") from None
     return parse_record(

@@ -17,7 +17,7 @@ from profiling_agent.documents import clean, first_line, first_problem
 from profiling_agent.errors import AdvisorError, ContextTooLongError, RequestError
 from profiling_agent.llm import transcript
 from profiling_agent.llm.transcript import Advice, Answer, Check, Question, Tool, Transcript
-from profiling_agent.records import Record
+from profiling_agent.records import Record, unprinted
 
 OPENAI_URL, DEFAULT_MODEL = "https://api.openai.com/v1", "gpt-5.5"
 # How servers answer a request with tools or a response format that they don't know.
@@ -232,7 +232,7 @@ def read_answer(reply: AIMessage, answer_type: type[Answer]) -> tuple[Answer | N
         whole = reasoning if reasoning.startswith(("{", "```")) else ""
         text = json.dumps(reply.tool_calls[-1]["args"]) if reply.tool_calls else whole
     value, complaint, answered = None, "there is no JSON object: answer with one complete object and nothing else", 0
-    for found, start, end in objects_in(text):
+    for found, start, end in objects_in(unprinted(text)):
         if start < answered:
             continue
         try:

@@ -1,5 +1,6 @@
 """Plans: what is to be done to the unpruned model, what it would do, and the models that came of it."""
 
+import re
 from typing import Any, Literal, Self, cast
 
 from pydantic import AliasChoices, Field, field_validator, model_validator
@@ -13,6 +14,7 @@ EVERYTHING = "all"
 # The parts of a plan that are arrays, by all of their names.
 PRUNING, QUANTIZATION = (("pruning", "pruning_recommendations"), ("quantization", "quantization_recommendations"))
 PARTS = frozenset({*PRUNING, *QUANTIZATION, "caps"})
+PRINTED = re.compile(rf'"(?:{PRUNING[1]}|{QUANTIZATION[1]})"\s*:')
 DTYPES = {"dynamic": ("qint8", "float16", "float8"), "static": ("qint8",), "cast": ("bfloat16", "float32")}
 
 
@@ -63,6 +65,29 @@ class Cap(Record):
 
     layer: str = Field(min_length=1, max_length=300, description="RE2 pattern searched for in live module names")
     max_ratio: float = Field(default=0.0, ge=0, lt=1)
+
+
+def unprinted(text: str) -> str:
+    """Return the JSON object of which `text` shows the members alone, as the paper prints its Figure 4; any other text as it is.
+
+    There are no braces around them and no comma between; a line that is too long goes on in the next, behind an arrow. What is printed
+    twice is left as it is, which is no JSON: of two members of one name the first would be lost.
+    """
+    begins = PRINTED.search(text)
+    if begins is None or "{" in text[: begins.start()]:
+        return text
+    body = text[begins.start() : text.rfind("}") + 1]
+    if any(body.count(f'"{name}"') > 1 for name in PARTS):
+        return text
+    parts, last = ["{"], ""
+    for line in map(str.strip, body.splitlines()):
+        if line.startswith("↪"):
+            parts.append(f" {line[1:].lstrip()}")
+        elif line:
+            is_next = line.startswith('"') and last.endswith(("}", "]"))
+            parts.append(f",\n{line}" if is_next else f"\n{line}")
+        last = line or last
+    return "".join([*parts, "}"])
 
 
 def in_arrays(document: Any) -> Any:
@@ -152,4 +177,4 @@ class RecoveredModel(Record):
     kl_before: float
     kl_after: float
     stopped: str = Field(description="why there were no more epochs")
-    note: str | None = Field(default=None, description="of earlier versions, whose epochs were kept")
+    note: str | None = Field(default=None, description="why training began anew although a checkpoint was there")

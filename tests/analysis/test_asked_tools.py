@@ -13,18 +13,23 @@ from profiling_agent.analysis.rules import analyse
 from profiling_agent.iteration.planners import first_proposal, next_proposal
 from profiling_agent.records import Journal, ModelProfile, Plan, Target
 
-NAMES = ["details", "try_plan"]
+NAMES = ["details", "try_plan", "sensitivity", "refusal"]
 PLAN = {"reason": "a quarter", "target": {"metric": "params", "saving": 0.25}}
 ANSWER = Said(content=json.dumps(PLAN))
 GOOD_CALLS = (
     ("details", {"pattern": "G1"}),
     ("try_plan", {"plan": json.dumps({"target": {"metric": "params", "saving": 0.25}})}),
+    ("sensitivity", {"unit": "vit.layers.1.mlp", "keep": "320"}),
+    ("refusal", {"attempt": 1}),
 )
 NONSENSE = (
     ("details", {"pattern": 7}),
     ("details", {"pattern": "("}),
     ("try_plan", {"plan": PLAN}),
     ("try_plan", {"plan": "a quarter of everything"}),
+    ("sensitivity", {"unit": ["vit"], "keep": "many"}),
+    ("refusal", {"attempt": 10**30}),
+    ("refusal", {"attempt": -7}),
     ("shell", {"command": "rm -rf /"}),
 )
 
@@ -70,10 +75,12 @@ def test_tools_are_named_and_offered_for_every_plan_and_end_in_the_same_one(tmp_
     assert origin.by == "openai:scripted"
     assert [tool["function"]["name"] for tool in payloads[0]["tools"]] == NAMES
     assert all(f"{name}(" in payloads[0]["messages"][0]["content"] for name in NAMES)
-    details, dry = told(payloads[1])
+    details, dry, one, why = told(payloads[1])
     assert details.count("KL by width kept") == 4
     # 25% in widths by steps of 32 channels of 512.
     assert dry.startswith("4 of 4 units are cut, params 26.5% less")
+    assert one.startswith('"vit.layers.1.mlp" kept at 320: KL ')
+    assert why.startswith("there was no attempt 1" if is_first else "accepted")
 
 
 @pytest.mark.parametrize("is_first", [True, False])
@@ -91,6 +98,9 @@ def test_calls_with_nonsense_are_answered_in_words(tmp_path: Path, is_first: boo
             "pattern",
             "Input should be",
             "that is no plan",
+            "Input should be",
+            "there was no attempt 1000000000000000000000000000000",
+            "there was no attempt -7",
             "no such tool",
         ),
         strict=True,

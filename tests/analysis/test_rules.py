@@ -3,13 +3,16 @@ from pathlib import Path
 
 import pytest
 import re2
+from langchain_core.messages import AIMessage
 from made import GOAL, profile
 
 from profiling_agent.analysis.advised import PlanAnswer
 from profiling_agent.analysis.allocation import dry_run
 from profiling_agent.analysis.digest import group_units, pattern_for
-from profiling_agent.analysis.rules import MIN_PARAMS_SAVED, analyse, read_plan
+from profiling_agent.analysis.rules import MIN_PARAMS_SAVED, analyse, parse_plan, read_plan
+from profiling_agent.documents import DocumentError
 from profiling_agent.errors import PlanError
+from profiling_agent.llm.chat import read_answer
 
 
 def test_repeated_units_are_one_group_whose_shares_add_up():
@@ -62,10 +65,77 @@ def test_a_plan_file_in_the_papers_form_is_read(tmp_path: Path):
     assert plan.quantization[0].dtype == "qint8"
 
 
+# The paper's Figure 4 to the letter: no braces around, no comma between, one recommendation each that is no array, a line that goes on.
+FIGURE_4 = r"""
+"pruning_recommendations":
+  {"layer": "encoder\\.stages\\d+\\.layer\\.\\.\\d+\\.convolution",
+   "pruning_type": "structured",
+   "pruning_ratio": 0.2,
+   "justification": "Reduces Conv2d parameters and MACs, improving latency"}
+"quantization_recommendations":
+  {"layer": "all",
+   "quantization_type": "dynamic",
+   "dtype": "qint8",
+   "justification": "qint8 quantization of linear layers improves CPU
+   ↪ inference"}
+"""
+
+
+def test_the_papers_figure_is_read_as_it_is_printed(tmp_path: Path):
+    (tmp_path / "plan.json").write_text(FIGURE_4, encoding="utf-8")
+
+    plan = read_plan(str(tmp_path / "plan.json"))
+
+    assert [recommended.model_dump() for recommended in plan.pruning] == [
+        {
+            "layer": r"encoder\.stages\d+\.layer\.\.\d+\.convolution",
+            "pruning_type": "structured",
+            "pruning_ratio": 0.2,
+            "justification": "Reduces Conv2d parameters and MACs, improving latency",
+        }
+    ]
+    assert plan.quantization is not None
+    assert [recommended.model_dump() for recommended in plan.quantization] == [
+        {
+            "layer": "all",
+            "quantization_type": "dynamic",
+            "dtype": "qint8",
+            "justification": "qint8 quantization of linear layers improves CPU inference",
+        }
+    ]
+    # And so it is from a language model, in the answer or in a tool's argument.
+    for text in (FIGURE_4, f"Here it is:\n```json{FIGURE_4}```\nGood luck."):
+        answer, complaint = read_answer(AIMessage(text), PlanAnswer)
+        assert (answer and answer.plan, complaint) == (plan, None)
+    assert parse_plan(FIGURE_4.encode()) == plan
+
+
 def test_an_answer_that_is_not_the_papers_has_a_reason():
     with pytest.raises(ValueError, match="reason"):
         PlanAnswer.model_validate({})
     # Braces that are left out of anything else are not put round it.
+
+
+def test_what_is_printed_without_end_is_read_at_once():
+    endless = '"pruning_recommendations": {"layer": "a"' + "\n" * 200_000 + "}"
+    with pytest.raises(DocumentError):
+        parse_plan(endless.encode())
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '"pruning": {',
+        '"a": {}\n"a": {}',
+        '"pruning_recommendations": {}}',
+        '"pruning_recommendations": {}\n"pruning_recommendations": {}',
+    ],
+)
+def test_what_only_looks_like_the_figure_is_no_plan(tmp_path: Path, text: str):
+    (tmp_path / "plan.json").write_text(text)
+
+    with pytest.raises(PlanError, match="no valid plan"):
+        read_plan(str(tmp_path / "plan.json"))
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,9 @@
 import json
 
-from made import GOAL, evidence, profile
+from made import GOAL, attempt, evidence, journal, plan, profile
 
 from profiling_agent.analysis.advised import evidence_tools
+from profiling_agent.analysis.allocation import dry_run
 
 
 def tools(num_layers: int = 2):
@@ -12,7 +13,7 @@ def tools(num_layers: int = 2):
 
 
 def test_details_tell_every_known_width_of_the_units_that_are_hit():
-    details, _ = tools()
+    details, *_ = tools()
     told = details("layers.1")
 
     assert told == (
@@ -26,7 +27,7 @@ def test_details_tell_every_known_width_of_the_units_that_are_hit():
 
 
 def test_a_draft_is_tried_without_being_made():
-    _, try_plan = tools()
+    _, try_plan, *_ = tools()
     draft = {"pruning": [{"layer": "mlp", "pruning_type": "structured", "pruning_ratio": 0.375}]}
 
     # Two units of 512 keep 320: 2 x 192 x 10 of 10304 params.
@@ -34,3 +35,24 @@ def test_a_draft_is_tried_without_being_made():
     assert "that is no plan" in try_plan('{"pruning": 1}')
     assert "nothing would be cut" in try_plan("{}")
     assert "matches no layer" in try_plan('{"pruning": [{"layer": "x", "pruning_type": "head", "pruning_ratio": 0.5}]}')
+
+
+def test_one_width_of_one_unit_is_told_with_what_it_saves():
+    _, _, sensitivity, _ = tools()
+
+    # 192 channels of 10 params and of 20 MACs each.
+    assert sensitivity("vit.layers.1.mlp", 320) == (
+        '"vit.layers.1.mlp" kept at 320: KL 0.002 nats (measured), 1920 params and 3840 MACs go'
+    )
+    assert sensitivity("vit.layers.1.mlp", 300).endswith("; 300 is no width that it can be cut to")
+    assert "no evidence" in sensitivity("nowhere", 3)
+
+
+def test_why_an_attempt_was_refused_can_be_asked():
+    found = profile(2)
+    made = attempt(1, 0.375, accepted=False, correct=880).model_copy(update={"dry_run": dry_run(plan(0.375), found)})
+    refusal = evidence_tools(found, GOAL, journal(made))[-1]
+
+    assert refusal(1) == 'refused: "made"; kept: "vit.layers.0.mlp" 320, "vit.layers.1.mlp" 320'
+    assert refusal(2) == "there was no attempt 2: 1 were measured"
+    assert tools()[-1](1) == "there was no attempt 1: 0 were measured"
