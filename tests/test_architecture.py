@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 from architecture import BASE, ORDER, ROOT, Import, drawing, drawn, imports, in_a_cycle, sources, upward
-from conftest import World
-from frames import counted, longest
 
 PACKAGE = ROOT / "profiling_agent"
 STAGES = ORDER[ORDER.index("modules") : ORDER.index("agents")]
@@ -116,22 +114,3 @@ def test_nothing_is_unpickled_and_no_remote_code_is_run():
         assert "pickle.load" not in text
         assert "torch.load(" not in text
         assert "trust_remote_code=True" not in text
-
-
-@pytest.mark.slow
-def test_few_frames_lie_between_a_node_and_the_tensor_operation(world: World):
-    found = counted(world.model, world.data)
-
-    # A trial of what a head is, on noise, cuts nothing of the model.
-    cuts = [frames for frames in found["cut"] if not any("pruning/verify" in name for name in frames)]
-    cut = len(longest(found["pruning"], "agents/")) + len(longest(cuts, "jobs/"))
-    rounded = len(longest(found["round"], "jobs/"))
-    assert cut <= 13
-    for node, through in (
-        ("quantization", "iteration/attempt.py:quantize_attempt"),
-        ("deployment_search", "iteration/deployment_search.py"),
-    ):
-        handed_over = [
-            frames for frames in found[node] if any("iteration/evaluator.py:make" in name for name in frames)
-        ]
-        assert len(longest(handed_over, through)) + rounded <= 17

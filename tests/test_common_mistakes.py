@@ -21,7 +21,6 @@ from profiling_agent.cli.main import USAGE_ERROR, app
 from profiling_agent.jobs.table import MODULES
 from profiling_agent.processes.environment import child_environment
 from profiling_agent.processes.started import fork_server
-from profiling_agent.workspace import Workspace
 
 SETTINGS = {"COLUMNS": "200", "TERM": "dumb", "HF_HUB_OFFLINE": "1"}
 
@@ -116,36 +115,15 @@ def unlabelled(place: Place) -> tuple[str, ...]:
     return place.data({"image": pictures(120)}, Features({"image": Image()}))
 
 
-def damaged_report(place: Place) -> str:
-    run = shutil.copytree(place.finished, place.scratch / "run", symlinks=True)
-    (run / "report.json").write_text("{")
-    return str(run)
-
-
 RUN: dict[str, tuple[Callable[[Place], tuple[str, ...]], str]] = {
-    # Options and terms of the contract.
+    # Options and terms of the contract; test_request.py has the other values that are none.
     "unknown option": (lambda _: ("--modle", "x"), "--modle"),
     "word for a number": (lambda _: ("--batch-size", "many"), "--batch-size"),
     "batch of none": (lambda _: ("--batch-size", "0"), "batch"),
-    "negative accuracy drop": (lambda _: ("--max-accuracy-drop", "-1"), "max-accuracy-drop"),
-    "drop of everything": (lambda _: ("--max-accuracy-drop", "1"), "0.01"),
     "percent as a ratio": (lambda _: ("--max-size-ratio", "50"), "0.5 is half"),
-    "size of nothing": (lambda _: ("--max-size-ratio", "0"), "max-size-ratio"),
-    "slower than the baseline": (lambda _: ("--min-speedup", "0.5"), "min-speedup"),
-    "unknown device": (lambda _: ("--device", "tpu"), "device"),
-    "run id that is a path": (lambda _: ("--run-id", "../x"), "run-id"),
-    "budget that is no duration": (lambda _: ("--time-budget", "soon"), "1h30m"),
-    "budget of seconds": (lambda _: ("--time-budget", "5s"), "minute"),
-    "unknown runtime": (lambda _: ("--runtimes", "tensorrt"), "openvino"),
-    "unknown type": (lambda _: ("--quantize-dtype", "int4"), "qint8"),
-    "layers of no quantization": (lambda _: ("--quantize-dtype", "none", "--quantize-layers", "fc1"), "drop one"),
-    "revision of an embedded model": (lambda _: ("--model", "reference:vit", "--revision", "main"), "revision"),
-    "config of embedded data": (lambda _: ("--dataset", "reference:digits", "--dataset-config", "x"), "config"),
     "negative seed": (lambda _: ("--seed", "-1"), "seed"),
     "few samples": (lambda _: ("--num-samples", "3"), "50"),
     "unknown criterion": (lambda _: ("--criterion", "best"), "fisher"),
-    "no iterations": (lambda _: ("--max-iterations", "0"), "max-iterations"),
-    "unknown objective": (lambda _: ("--objective", "quality"), "speed"),
     "pattern that is none": (lambda _: ("--quantize-layers", "fc1("), "fc1("),
     # Plans.
     "plan that is not there": (lambda _: ("--plan", "nowhere.json"), "nowhere.json"),
@@ -204,7 +182,6 @@ OTHER: dict[str, tuple[Callable[[Place], tuple[str, ...]], str]] = {
     "unknown command": (lambda _: ("rum",), "rum"),
     "show without a run": (lambda _: ("show",), "RUN"),
     "show of nothing": (lambda _: ("show", "/nowhere/at/all"), "/nowhere/at/all"),
-    "show of a damaged report": (lambda place: ("show", damaged_report(place)), "report.json"),
     "resume of no run": (lambda place: ("resume", empty_folder(place)), "run"),
     "approve a run that waits for nothing": (lambda place: ("approve", str(place.finished)), "waits for no"),
     "export of nothing": (lambda _: ("export", "/nowhere/at/all", "--output", "x"), "/nowhere"),
@@ -267,25 +244,6 @@ def test_another_mistaken_command_is_refused_in_one_line(mistake: str, place: Pl
 
     assert expected in refusal(make(place))
     assert (place.finished / "report.json").exists()
-
-
-def test_a_run_id_that_exists_is_refused(place: Place):
-    before = (place.finished / "report.json").read_bytes()
-
-    line = refusal(("run", "--output", str(place.finished.parent), "--run-id", place.finished.name))
-
-    assert "exists" in line
-    assert (place.finished / "report.json").read_bytes() == before
-
-
-def test_a_run_that_another_process_has_is_refused(place: Place):
-    run = Path(shutil.copytree(place.finished, place.scratch / "run", symlinks=True))
-    (run / "report.json").unlink()
-    lock = Workspace(run).lock()
-    try:
-        assert "in use" in refusal(("resume", str(run)))
-    finally:
-        lock.release()
 
 
 def test_cuda_that_is_not_there_is_refused(place: Place):

@@ -69,7 +69,6 @@ KINDS: Mapping[Kind, Mapping[str, Any]] = {
 FIGURE_5_RATIO = 0.10
 NUM_REPEATS, NUM_WARM_UP = 15, 3
 MILLION = 1e6
-BAR, BAR_WHOLE = 20, {"times as fast": 2.0, "% of memory saved": 100.0}
 NUMBERS: TypeAdapter[Numbers] = TypeAdapter(Numbers)
 
 
@@ -476,7 +475,6 @@ def make_table(name: TableName, runs: Runs, subjects: Sequence[Subject], missing
         name=name,
         title=title,
         rows=tuple(rows),
-        contradicted=paper.contradictions(name, rows),
         differences=_differences(name, runs, subjects),
         missing=tuple(gone),
     )
@@ -527,14 +525,7 @@ def _escaped(text: str) -> str:
 
 
 def markdown(study: Study) -> str:
-    """Return a study as Markdown: the table, with bars for Figure 5, and the lists below it."""
-
-    def text(quantity: str, value: Value | None) -> str:
-        written, whole = paper.formatted(quantity, value), BAR_WHOLE.get(quantity)
-        if study.name != "figure5" or value is None or whole is None:
-            return written
-        return f"{'█' * min(max(round(BAR * value.value / whole), 0), BAR)} {written}"
-
+    """Return a study as Markdown: the table, and the lists below it."""
     heads = ["model", "data", "what"]
     for quantity, is_printed in _columns(study):
         heads += [quantity, "the paper"] if is_printed else [quantity]
@@ -543,12 +534,11 @@ def markdown(study: Study) -> str:
     for row in study.rows:
         cells = [f"{row.family}: {paper.short(row.model)}", row.data, row.what]
         for quantity, is_printed in _columns(study):
-            cells.append(text(quantity, row.here(quantity)))
+            cells.append(paper.formatted(quantity, row.here(quantity)))
             if is_printed:
-                cells.append(text(quantity, row.paper(quantity)))
+                cells.append(paper.formatted(quantity, row.paper(quantity)))
         lines.append(f"| {' | '.join(map(_escaped, [*cells, row.note]))} |")
     for title, items in (
-        ("Claims of the paper that this contradicts", study.contradicted),
         ("Differences from the paper", study.differences),
         ("Not made", study.missing),
     ):

@@ -15,13 +15,16 @@ from torch import nn
 from profiling_agent.artifacts.load import load_module, load_processor, load_recipe, load_skeleton
 from profiling_agent.artifacts.save import save_model
 from profiling_agent.errors import ArtifactError
-from profiling_agent.modules.inference import random_batch
+from profiling_agent.modules.divergence import relative_distance
+from profiling_agent.modules.inference import logits_of, random_batch
+from profiling_agent.pruning.prune import prune_model
+from profiling_agent.pruning.units import find_units
 from profiling_agent.quantization.footprint import parameter_bytes
 from profiling_agent.quantization.linear import DynamicLinear
 from profiling_agent.quantization.module import QuantizedModule
 from profiling_agent.quantization.quantize import Quantized, quantize_model
 from profiling_agent.quantization.static import StaticConv2d
-from profiling_agent.records import Cut, QuantizationRecommendation, Unit, UnitKind
+from profiling_agent.records import Cut, QuantizationRecommendation, UnitKind
 
 EVERYTHING = QuantizationRecommendation(layer="all", dtype="qint8")
 STATIC = QuantizationRecommendation(layer="all", quantization_type="static", dtype="qint8")
@@ -33,6 +36,7 @@ MIXED = (
     QuantizationRecommendation(layer="classifier", dtype="qint8"),
     QuantizationRecommendation(layer="o_proj|shortcut", quantization_type="cast", dtype="float32"),
 )
+IMAGES = random_batch(zoo.SPEC, 3, seed=7)
 ASK = """
 import json, sys, torch
 from profiling_agent.artifacts.load import load_module
@@ -49,71 +53,12 @@ assert torch.equal(before, torch.random.get_rng_state()), "loading moved the see
 """
 
 
-def keep_out(layer: Any, num: int) -> None:
-    """Keep the first `num` outputs of a linear or convolution, by hand."""
-    layer.weight = nn.Parameter(layer.weight.detach()[:num].clone())
-    if layer.bias is not None:
-        layer.bias = nn.Parameter(layer.bias.detach()[:num].clone())
-    setattr(layer, "out_features" if isinstance(layer, nn.Linear) else "out_channels", num)
-
-
-def keep_in(layer: Any, num: int) -> None:
-    layer.weight = nn.Parameter(layer.weight.detach()[:, :num].clone())
-    setattr(layer, "in_features" if isinstance(layer, nn.Linear) else "in_channels", num)
-
-
-def keep_norm(norm: nn.BatchNorm2d, num: int) -> None:
-    for name in ("weight", "bias"):
-        setattr(norm, name, nn.Parameter(getattr(norm, name).detach()[:num].clone()))
-    assert norm.running_mean is not None
-    assert norm.running_var is not None
-    norm.running_mean, norm.running_var = norm.running_mean[:num].clone(), norm.running_var[:num].clone()
-    norm.num_features = num
-
-
-def cut_mlp(model: Any) -> None:
-    mlp = next(module for name, module in model.named_modules() if name.endswith("mlp"))
-    keep_out(mlp.fc1, 24)
-    keep_in(mlp.fc2, 24)
-
-
-def cut_heads(attention: Any, heads: int) -> None:
-    width = heads * attention.head_dim
-    for name in ("q_proj", "k_proj", "v_proj"):
-        keep_out(getattr(attention, name), width)
-    keep_in(attention.o_proj, width)
-    attention.num_attention_heads = heads
-    if hasattr(attention, "relative_position_bias"):
-        table = attention.relative_position_bias.relative_position_bias_table
-        attention.relative_position_bias.relative_position_bias_table = nn.Parameter(table.detach()[:, :heads].clone())
-
-
-def cut_resnet(model: Any) -> None:
-    block = model.resnet.encoder.stages[0].layers[0].layer
-    keep_out(block[0].convolution, 8)
-    keep_norm(block[0].normalization, 8)
-    keep_in(block[1].convolution, 8)
-
-
 def pruned(family: str) -> tuple[Any, tuple[Cut, ...]]:
+    """Return a model of which half of every unit is gone."""
     model = zoo.FAMILIES[family]()
-    if family == "resnet":
-        cut_resnet(model)
-        return model, ()
-    cut_mlp(model)
-    name, attention = next((n, zoo.inside(m)) for n, m in model.named_modules() if hasattr(m, "q_proj"))
-    unit = Unit(
-        name=name,
-        kind=UnitKind.HEADS,
-        producers=(f"{name}.q_proj", f"{name}.k_proj", f"{name}.v_proj"),
-        consumer=f"{name}.o_proj",
-        width=attention.num_attention_heads,
-        step=1,
-        params_per_channel=1,
-        macs_per_channel=1,
-    )
-    cut_heads(attention, 1)
-    return model, (Cut(unit=unit, keep=1, requested_ratio=0.5),)
+    units = find_units(model, zoo.SPEC, {}).units
+    cuts = tuple(Cut(unit=unit, keep=unit.width // 2, requested_ratio=0.5) for unit in units)
+    return prune_model(model, cuts, spec=zoo.SPEC).model, cuts
 
 
 def save(model: nn.Module, folder: Path, cuts: tuple[Cut, ...] = (), folded: tuple[str, ...] = ()) -> Path:
@@ -123,11 +68,6 @@ def save(model: nn.Module, folder: Path, cuts: tuple[Cut, ...] = (), folded: tup
 
 def quantized(model: nn.Module, *plan: QuantizationRecommendation) -> Quantized:
     return quantize_model(model, plan, calibration=lambda: [random_batch(zoo.SPEC, 8)])
-
-
-def say(model: nn.Module) -> torch.Tensor:
-    with torch.inference_mode():
-        return model(pixel_values=random_batch(zoo.SPEC, 3, seed=7)).logits
 
 
 VARIANTS = {
@@ -158,7 +98,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], t
     said = {}
     for family in zoo.FAMILIES:
         for name, (made, cuts) in variants(family).items():
-            said[family, name] = say(made.model)
+            said[family, name] = logits_of(made.model, IMAGES)
             save(made.model, root / f"{family}-{name}", cuts, made.folded)
     folders = [str(root / f"{family}-{name}") for family, name in said]
     done = subprocess.run(
@@ -182,19 +122,20 @@ def test_a_loaded_model_states_its_widths_and_heads(tmp_path: Path):
 
     loaded = load_module(save(model, tmp_path / "model", cuts))
 
-    attention = zoo.inside(loaded.get_submodule(cuts[0].unit.name))
-    assert attention.num_attention_heads == 1
+    heads, mlp = (next(cut for cut in cuts if cut.unit.kind is kind) for kind in (UnitKind.HEADS, UnitKind.MLP))
+    attention = zoo.inside(loaded.get_submodule(heads.unit.consumer.rpartition(".")[0]))
+    assert attention.num_attention_heads == heads.keep == 1
     assert (attention.q_proj.out_features, attention.o_proj.in_features) == (16, 16)
-    assert next(m.out_features for n, m in loaded.named_modules() if n.endswith("mlp.fc1")) == 24
-    assert torch.equal(say(loaded), say(model))
+    assert zoo.inside(loaded.get_submodule(mlp.unit.producers[0])).out_features == mlp.keep == 64
+    assert torch.equal(logits_of(loaded, IMAGES), logits_of(model, IMAGES))
 
 
 def test_a_cut_batch_norm_states_its_width(tmp_path: Path):
     loaded = zoo.inside(load_module(save(pruned("resnet")[0], tmp_path / "model")))
     block = loaded.resnet.encoder.stages[0].layers[0].layer
 
-    assert block[0].normalization.num_features == 8
-    assert (block[0].convolution.out_channels, block[1].convolution.in_channels) == (8, 8)
+    assert block[0].normalization.num_features == 16
+    assert (block[0].convolution.out_channels, block[1].convolution.in_channels) == (16, 16)
 
 
 def test_quantized_weights_are_stored_as_int8_under_their_live_names(tmp_path: Path):
@@ -214,7 +155,7 @@ def test_half_precision_layers_come_back_equal(tmp_path: Path):
 
     loaded = zoo.inside(load_module(save(model, tmp_path / "model")))
 
-    assert torch.equal(say(loaded), say(model))
+    assert torch.equal(logits_of(loaded, IMAGES), logits_of(model, IMAGES))
     assert (loaded.vit.layers[0].mlp.fc1.dtype, loaded.classifier.dtype) == ("float16", "qint8")
 
 
@@ -225,7 +166,7 @@ def test_static_layers_and_folded_norms_come_back_bit_by_bit(family: str, tmp_pa
 
     loaded, tensors = load_module(folder), load_file(folder / "weights.safetensors")
 
-    assert torch.equal(say(loaded), say(made.model))
+    assert torch.equal(logits_of(loaded, IMAGES), logits_of(made.model, IMAGES))
     assert load_recipe(folder).folded == made.folded
     assert {layer.kind for layer in load_recipe(folder).quantized} == {"static"}
     assert all(tensors[f"{name}.weight"].dtype == torch.int8 for name in made.layers)
@@ -241,7 +182,7 @@ def test_the_skeleton_of_a_convnet_has_its_norms_in_its_convolutions(tmp_path: P
     skeleton = load_skeleton(save(made.model, tmp_path / "model", folded=made.folded))
 
     assert not any(isinstance(module, (nn.BatchNorm2d, QuantizedModule)) for module in skeleton.modules())
-    assert float((say(skeleton) - say(model)).norm() / say(model).norm()) < 0.05
+    assert relative_distance(logits_of(skeleton, IMAGES), logits_of(model, IMAGES)) < 0.05
 
 
 def test_a_layer_of_a_kind_that_cannot_stand_there_is_refused(tmp_path: Path):
@@ -264,7 +205,7 @@ def test_the_skeleton_of_a_quantized_model_is_plain_float32(tmp_path: Path):
         name: tensor.shape for name, tensor in small.state_dict().items()
     }
     assert parameter_bytes(skeleton) == parameter_bytes(small)
-    torch.testing.assert_close(say(skeleton), say(small), rtol=0.1, atol=0.1)
+    torch.testing.assert_close(logits_of(skeleton, IMAGES), logits_of(small, IMAGES), rtol=0.1, atol=0.1)
 
 
 def test_tied_parameters_are_stored_once_and_stay_tied(tmp_path: Path):
@@ -277,7 +218,7 @@ def test_tied_parameters_are_stored_once_and_stay_tied(tmp_path: Path):
     assert loaded.vit.layers[1].mlp.fc1.weight is loaded.vit.layers[0].mlp.fc1.weight
     assert "vit.layers.1.mlp.fc1.weight" not in load_file(folder / "weights.safetensors")
     assert parameter_bytes(loaded) == parameter_bytes(model)
-    assert torch.equal(say(loaded), say(model))
+    assert torch.equal(logits_of(loaded, IMAGES), logits_of(model, IMAGES))
 
 
 def test_views_of_one_tensor_survive(tmp_path: Path):
@@ -286,7 +227,7 @@ def test_views_of_one_tensor_survive(tmp_path: Path):
     for index, layer in enumerate(model.vit.layers):
         layer.attention.q_proj.weight = nn.Parameter(whole[64 * index : 64 * (index + 1)])
 
-    assert torch.equal(say(load_module(save(model, tmp_path / "model"))), say(model))
+    assert torch.equal(logits_of(load_module(save(model, tmp_path / "model")), IMAGES), logits_of(model, IMAGES))
 
 
 def test_a_model_can_be_saved_again_after_loading(tmp_path: Path):

@@ -170,12 +170,3 @@ def test_compared_runs_are_one_json_document_with_each_report_under_its_run(fini
     report = RunReport.model_validate_json((finished / "report.json").read_text())
     assert list(document) == [str(finished), str(other)]
     assert all(RunReport.model_validate(one) == report for one in document.values())
-
-
-def test_a_folder_that_is_no_run_is_compared_with_nothing(finished: Path, tmp_path: Path):
-    said = call("compare", str(finished), str(tmp_path))
-
-    assert said.exit_code == 2
-    assert len(said.stderr.strip().splitlines()) == 1
-    assert "is no run folder" in said.stderr
-    assert said.stdout == ""

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -280,14 +281,7 @@ def test_a_racer_with_a_broken_graph_says_which_file(sources: dict[str, Source],
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 @pytest.mark.parametrize("name", [deployment.name for deployment in deployed.all_deployments("cuda")])
 def test_forms_on_cuda(sources: dict[str, Source], tmp_path: Path, name: str):
-    source = Source(
-        module=sources["vit"].module,
-        recipe=sources["vit"].recipe,
-        processor=sources["vit"].processor,
-        calibration=sources["vit"].calibration,
-        batch_size=8,
-        device="cuda",
-    )
+    source = replace(sources["vit"], onnx=None, device="cuda")
     deployment = deployed.deployment(name)
 
     save_deployed(source, deployment, tmp_path / "model")

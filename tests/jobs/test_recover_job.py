@@ -1,20 +1,14 @@
 """What the recovery job makes of saved models and drawn splits, in one go and in two."""
 
-import io
-
 import in_process
-import numpy as np
 import pytest
 import torch
 import zoo
-from PIL import Image
 from safetensors.torch import load_file
 
-from profiling_agent.acquisition.images import write_rows
 from profiling_agent.acquisition.prepared import iter_batches
 from profiling_agent.artifacts.load import load_module, load_recipe
 from profiling_agent.artifacts.recipe import WEIGHTS
-from profiling_agent.artifacts.save import save_model
 from profiling_agent.jobs.context import JobContext
 from profiling_agent.jobs.handlers.models import recover
 from profiling_agent.jobs.tasks import RecoverTask
@@ -22,7 +16,6 @@ from profiling_agent.modules.divergence import mean_kl
 from profiling_agent.progress import silent
 from profiling_agent.pruning.prune import prune_model
 from profiling_agent.pruning.units import find_units
-from profiling_agent.records import ArtifactRef, SplitInfo
 from profiling_agent.workspace import Workspace
 
 NUM_IMAGES = 64
@@ -32,32 +25,16 @@ class KilledError(Exception):
     pass
 
 
-def split(root, name, seed) -> SplitInfo:
-    rng, images = np.random.default_rng(seed), []
-    for _ in range(NUM_IMAGES):
-        held = io.BytesIO()
-        Image.fromarray(rng.integers(0, 256, (32, 32, 3), dtype=np.uint8)).save(held, format="PNG")
-        images.append(held.getvalue())
-    write_rows(root / f"{name}.parquet", zip(images, [0] * NUM_IMAGES, strict=True))
-    file = ArtifactRef(path=f"{name}.parquet", sha256=name, size_bytes=1, kind="split")
-    return SplitInfo(name=name, source_split="train", num_images=NUM_IMAGES, file=file)
-
-
-def saved(root, name, model, cuts=()) -> ArtifactRef:
-    save_model(model, root / name, spec=zoo.SPEC, processor=zoo.processor(), base_model="zoo", cuts=cuts)
-    return ArtifactRef(path=name, sha256=name, size_bytes=1, kind="model")
-
-
 @pytest.fixture
 def task(tmp_path) -> RecoverTask:
     dense = zoo.vit()
     cuts = zoo.halved(find_units(dense, zoo.SPEC, {}).units)
     pruned = prune_model(dense, cuts, spec=zoo.SPEC)
     return RecoverTask(
-        model=saved(tmp_path, "pruned", pruned.model, cuts),
-        baseline=saved(tmp_path, "baseline", dense),
-        recovery=split(tmp_path, "recovery", 1),
-        calibration=split(tmp_path, "calibration", 2),
+        model=in_process.saved(tmp_path, "pruned", pruned.model, cuts=cuts),
+        baseline=in_process.saved(tmp_path, "baseline", dense),
+        recovery=in_process.drawn(tmp_path, "recovery", NUM_IMAGES, seed=1),
+        calibration=in_process.drawn(tmp_path, "calibration", NUM_IMAGES, seed=2),
         epochs=4,
         seed=3,
     )

@@ -1,20 +1,15 @@
-import io
 import signal
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
+import in_process
 import psutil
 import pytest
 import zoo
-from PIL import Image
 
-from profiling_agent.acquisition.images import write_rows
-from profiling_agent.artifacts.save import save_model
 from profiling_agent.errors import ArtifactError, JobError, RunError
-from profiling_agent.files import file_sha256
 from profiling_agent.jobs.runner import Jobs, job_key
 from profiling_agent.jobs.table import TABLE
 from profiling_agent.jobs.tasks import EvaluateTask, PrepareTask, ProfileTask, SurveyShapeTask, prepared
@@ -30,13 +25,7 @@ BASELINE = Headline(
 )
 
 
-def noise_png(rng: np.random.Generator) -> bytes:
-    held = io.BytesIO()
-    Image.fromarray(rng.integers(0, 256, (32, 32, 3), dtype=np.uint8)).save(held, format="PNG")
-    return held.getvalue()
-
-
-def evaluation(model: ArtifactRef, *, split: str = "split.parquet", batch_size: int = 4) -> EvaluateTask:
+def evaluation(model: ArtifactRef, *, split: str = "search.parquet", batch_size: int = 4) -> EvaluateTask:
     file = ArtifactRef(path=split, sha256=split, size_bytes=1, kind="split")
     info = SplitInfo(name="search", source_split="test", num_images=NUM_IMAGES, file=file)
     return EvaluateTask(model=model, split=info, shard=0, batch_size=batch_size, device="cpu")
@@ -50,16 +39,8 @@ def copies() -> list[psutil.Process]:
 @pytest.fixture(scope="module")
 def baseline(tmp_path_factory: pytest.TempPathFactory) -> tuple[Workspace, ArtifactRef]:
     workspace = Workspace(tmp_path_factory.mktemp("run"))
-    folder = workspace.jobs / "made" / "model"
-    folder.parent.mkdir(parents=True)
-    rng = np.random.default_rng(0)
-    write_rows(
-        workspace.root / "split.parquet",
-        zip([noise_png(rng) for _ in range(NUM_IMAGES)], [0] * NUM_IMAGES, strict=True),
-    )
-    save_model(zoo.vit(), folder, spec=zoo.SPEC, processor=zoo.processor(), base_model="zoo")
-    sha256 = file_sha256(folder / "recipe.json")
-    return workspace, ArtifactRef(path="jobs/made/model", sha256=sha256, size_bytes=1, kind="model")
+    in_process.drawn(workspace.root, "search", NUM_IMAGES)
+    return workspace, in_process.saved(workspace.root, "jobs/made/model", zoo.vit())
 
 
 @pytest.fixture
@@ -158,7 +139,7 @@ def test_a_job_that_there_is_no_memory_for_is_not_begun_and_goes_on_when_there_i
     jobs.learn(BASELINE, "cpu")
     names = ("one.parquet", "two.parquet", "three.parquet")
     for name in names:
-        (workspace.root / name).write_bytes((workspace.root / "split.parquet").read_bytes())
+        (workspace.root / name).write_bytes((workspace.root / "search.parquet").read_bytes())
     one, two, three = (prepared(evaluation(model, split=name).split, workspace.path(model))[0] for name in names)
     free[0] = 2**30
 

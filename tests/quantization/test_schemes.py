@@ -8,7 +8,8 @@ import zoo
 from torch import nn
 
 from profiling_agent.errors import QuantizationError
-from profiling_agent.modules.inference import random_batch
+from profiling_agent.modules.divergence import relative_distance
+from profiling_agent.modules.inference import logits_of, random_batch
 from profiling_agent.quantization.kinds import quantized_modules
 from profiling_agent.quantization.norms import fold_norms_
 from profiling_agent.quantization.quantize import quantize_model
@@ -26,27 +27,18 @@ def calibration() -> list[torch.Tensor]:
     return list(IMAGES.split(4))
 
 
-def say(model: nn.Module) -> torch.Tensor:
-    with torch.inference_mode():
-        return model(pixel_values=IMAGES).logits
-
-
-def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found - expected).norm() / expected.norm())
-
-
 @pytest.mark.parametrize(("kind", "dtype"), [("static", "qint8"), ("cast", "bfloat16")])
 @pytest.mark.parametrize("family", list(zoo.FAMILIES))
 def test_all_means_every_linear_and_convolution(family: str, kind: str, dtype: str):
     model = zoo.FAMILIES[family]()
     names = tuple(name for name, module in model.named_modules() if type(module) in (nn.Linear, nn.Conv2d))
-    before = say(model)
+    before = logits_of(model, IMAGES)
 
     quantized = quantize_model(model, [asking("all", kind, dtype)], calibration=calibration)
 
     assert quantized.layers == names == tuple(quantized_modules(quantized.model))
-    assert torch.equal(say(model), before)
-    assert distance(say(quantized.model), before) < 0.05
+    assert torch.equal(logits_of(model, IMAGES), before)
+    assert relative_distance(logits_of(quantized.model, IMAGES), before) < 0.05
 
 
 def test_batch_norms_go_into_the_convolutions_before_them():
@@ -82,14 +74,14 @@ class Branching(nn.Module):
 
 def test_a_batch_norm_whose_input_is_read_elsewhere_stays():
     model = zoo.randomised(Branching())
-    before = say(model).clone()
+    before = logits_of(model, IMAGES).clone()
 
     with torch.no_grad():
         folded = fold_norms_(model, ["conv", "last"], IMAGES)
 
     assert folded == ("last_norm",)
     assert isinstance(model.norm, nn.BatchNorm2d)
-    assert distance(say(model), before) < 1e-5
+    assert relative_distance(logits_of(model, IMAGES), before) < 1e-5
 
 
 def test_float32_leaves_a_layer_alone_and_schemes_mix():
@@ -126,13 +118,13 @@ def test_a_layer_that_no_image_reaches_stays_float():
 def test_a_model_in_training_is_quantized_as_in_evaluation():
     plan = [asking("all")]
     model = zoo.resnet()
-    expected = say(quantize_model(model, plan, calibration=calibration).model)
+    expected = logits_of(quantize_model(model, plan, calibration=calibration).model, IMAGES)
 
     quantized = quantize_model(model.train(), plan, calibration=calibration).model
 
     assert model.training
     assert quantized.training
-    assert torch.equal(say(quantized.eval()), expected)
+    assert torch.equal(logits_of(quantized.eval(), IMAGES), expected)
 
 
 def test_static_quantization_without_images_is_refused():

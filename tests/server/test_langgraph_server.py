@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from conftest import World
 from langgraph_sdk.client import SyncLangGraphClient
@@ -34,7 +35,29 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+# What the door in front of LangGraph's own routes refuses, and by which status.
+REFUSED: list[tuple[dict[str, str], int]] = [
+    ({"origin": "http://evil.example"}, 403),
+    ({"host": "evil.example"}, 400),
+    ({"content-type": "text/plain"}, 415),
+]
+OUTSIDE: list[dict[str, Any]] = [
+    {"plan": "/etc/hostname"},
+    {"output": "../runs"},
+    {"base_url": "http://evil.example/v1"},
+]
 UNTIL_ASKED = ("acquisition", "input_shape_resolver", "profiling", "deployment_search", "analysis", "approval")
+
+
+def check_refusals(port: int, client: SyncLangGraphClient) -> None:
+    """Hold that other pages are refused, and what the server's operator did not name."""
+    for headers, status in REFUSED:
+        sent = {"content-type": "application/json"} | headers
+        assert httpx.post(f"http://127.0.0.1:{port}/runs/wait", content=b"{}", headers=sent).status_code == status
+    for given in OUTSIDE:
+        thread = client.threads.create()["thread_id"]
+        parts = [part for part in client.runs.stream(thread, ASSISTANT, input=given) if part.event == "error"]
+        assert ["operator" in part.data["message"] for part in parts] == [True]
 
 
 @pytest.mark.slow
@@ -55,6 +78,8 @@ def test_studio_sees_the_form_follows_a_run_that_is_killed_answers_it_and_forks_
             parts = [part for part in client.runs.stream(thread, ASSISTANT, input=given) if part.event == "error"]
             assert [part.data for part in parts] == [{"error": "TermError", "message": message}]
             assert not (tmp_path / "runs").exists()
+
+        check_refusals(server.port, client)
 
         thread = client.threads.create()["thread_id"]
         run = tmp_path / "runs" / thread
