@@ -3,8 +3,7 @@
     python benchmarks/verdicts.py [--models DIR…] [--data DIR] [--quick] [--json FILE] [--output DIR]
 
 Calibration images come from the train split, search and held-out images from the test split, which the models were not trained on.
-Below each verdict is what pruning and quantization brought, each alone and both: every variant that was timed. The paper's Table 4
-(ImageNet-1K, other models and hardware) is printed beside our rows as the bar it set: what it gave up in accuracy for what it saved.
+Below each verdict is what pruning and quantization brought, each alone and both: every variant that was timed.
 """
 
 import argparse
@@ -22,13 +21,6 @@ from profiling_agent.reporting.report import RunReport
 from profiling_agent.workspace import read_manifest
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
-# Table 4 of the paper: top-1 points lost, fraction of params saved, speed-up; pruning, then quantization.
-PAPER = {
-    "ViT-B/16": ((0.8, 0.033, 1.02), (0.1, 0.0, 1.74)),
-    "ResNet-101": ((2.7, 0.029, 0.97), (0.2, 0.0, 1.01)),
-    "Swin-B": ((0.6, 0.019, 1.02), (0.2, 0.0, 1.59)),
-    "DeiT-B/16": ((0.8, 0.020, 0.98), (1.2, 0.0, 1.73)),
-}
 TRANSFORMERS = ("vit", "deit", "swin")
 MIN_PRUNED = 0.05
 # The best of the paper's Table 4.
@@ -166,9 +158,6 @@ def main() -> int:
             checks += checks_of(model.name, report)
             print(*told, sep="\n", flush=True)
             rows += told
-    print("\nThe paper (Table 4, ImageNet-1K): points lost, params saved, times as fast")
-    for name, (pruned, quantized) in PAPER.items():
-        print(f"  {name}: pruning {pruned}, quantization {quantized}")
     return finish(checks, rows, asked.json)
 
 

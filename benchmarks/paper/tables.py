@@ -475,17 +475,17 @@ def make_table(name: TableName, runs: Runs, subjects: Sequence[Subject], missing
         name=name,
         title=title,
         rows=tuple(rows),
-        differences=_differences(name, runs, subjects),
+        differences=_differences(runs, subjects),
         missing=tuple(gone),
     )
 
 
-def _differences(name: TableName, runs: Runs, subjects: Sequence[Subject]) -> tuple[str, ...]:
+def _differences(runs: Runs, subjects: Sequence[Subject]) -> tuple[str, ...]:
     here = environment()
     options = runs.request(subjects[0], "both") if subjects else Request()
     models = dict.fromkeys(f"{paper.short(subject.model)} as {subject.family}" for subject in subjects)
     data = dict.fromkeys(subject.data.title for subject in subjects)
-    found = [
+    return (
         f"models: {', '.join(models)}",
         f"data: {', '.join(data)}; accuracy on held-out images that no decision used, the paper's on a random subset that "
         "its loop used too",
@@ -494,24 +494,8 @@ def _differences(name: TableName, runs: Runs, subjects: Sequence[Subject]) -> tu
         "the paper's torch 2.6.0",
         f"times: batches of {options.batch_size}, models in turns, 95% intervals over {options.num_sessions} sessions; "
         "the paper's one run each",
-    ]
-    if name != "table3":
-        cuts = dict.fromkeys(
-            "{1:.0%} of {0!r} ({2})".format(*paper.UNIFORM_CUT[subject.family], subject.family) for subject in subjects
-        )
-        by_rules = f"first a uniform cut, {', '.join(cuts)}, then half as much again or half of it"
-        found += [
-            "the paper's method: the best of five plans by Algorithm 1, without compensation; widths are aligned, and each "
-            "unit is cut once",
-            f"its plans: {f'by {runs.llm}, with our prompts and guards' if runs.llm else by_rules}",
-            "ours: the cheapest float32 model that is shown to lose at most one point",
-        ]
-    if name in ("table3", "table4"):
-        found.append(
-            f"int8: {METHOD!r} has our dynamic linear layers, with a scale for each output channel and, with VNNI, 8-bit "
-            f"activations; {RECIPE!r} has one scale for each weight tensor and 7-bit activations"
-        )
-    return tuple(found)
+        f"plans of the paper's method: {f'by {runs.llm}' if runs.llm else 'a uniform cut, then half as much again or half of it'}",
+    )
 
 
 def _columns(study: Study) -> list[tuple[str, bool]]:
