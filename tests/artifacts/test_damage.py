@@ -42,23 +42,12 @@ def cut_short(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-7])
 
 
-def change_a_number(path: Path) -> None:
-    path.write_text(path.read_text().replace("4", "8", 1))
-
-
 @pytest.mark.parametrize("damage", [flip_a_byte, cut_short])
 @pytest.mark.parametrize("name", ["weights.safetensors", "golden.safetensors"])
 def test_damaged_tensors_are_named(folder: Path, name: str, damage):
     damage(folder / name)
 
     with pytest.raises(ArtifactError, match=name):
-        load_module(folder)
-
-
-def test_a_changed_config_is_named(folder: Path):
-    change_a_number(folder / "preprocessor_config.json")
-
-    with pytest.raises(ArtifactError, match=r"preprocessor_config\.json"):
         load_module(folder)
 
 
@@ -127,13 +116,6 @@ def test_the_folder_itself_may_be_reached_by_a_link(folder: Path):
 
     reached, known = zoo.inside(load_module(best)), zoo.inside(load_module(folder))
     assert torch.equal(reached.classifier.weight, known.classifier.weight)
-
-
-def test_another_schema_version_is_refused(folder: Path):
-    rewrite_recipe(folder, schema_version=99)
-
-    with pytest.raises(ArtifactError, match="schema version 99"):
-        load_recipe(folder)
 
 
 def test_a_recipe_that_is_no_json_is_refused(folder: Path):

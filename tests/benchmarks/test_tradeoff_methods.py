@@ -19,7 +19,7 @@ from tradeoff_methods import (
 )
 from tradeoff_subject import Draw, Subject, nearest
 
-from profiling_agent.errors import PruningError, RequestError
+from profiling_agent.errors import PruningError
 from profiling_agent.modules.inference import random_batch
 from profiling_agent.pruning.moments import UnitMoments
 from profiling_agent.pruning.units import find_units
@@ -202,12 +202,3 @@ def test_a_ranking_leaves_the_model_as_it_was_given():
 
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
-
-
-def test_there_is_no_ranking_by_another_criterion():
-    images, labels = labelled()
-    with (
-        pytest.raises(RequestError, match="taylor, hessian"),
-        torch_pruning_ranking(zoo.vit(), (), zoo.SPEC, images, labels, "l1"),
-    ):
-        pass

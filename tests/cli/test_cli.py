@@ -6,19 +6,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from commands import call
 from conftest import World
-from typer.testing import CliRunner
 
-from profiling_agent.cli.main import app
 from profiling_agent.cli.tables import profile_tables
 from profiling_agent.records import ModelProfile
 from profiling_agent.request import Request
-
-runner = CliRunner()
-
-
-def call(*arguments: str):
-    return runner.invoke(app, list(arguments), env={"COLUMNS": "200", "TERM": "dumb"})
 
 
 def test_every_field_of_the_request_is_a_flag_of_run():

@@ -6,21 +6,16 @@ import shutil
 from pathlib import Path
 
 import pytest
+from commands import call
 from rich.console import Console
-from typer.testing import CliRunner
 
 from profiling_agent.benchmarking.saved import Measurements, compare_measurements, read_measurements
-from profiling_agent.cli.main import app
 from profiling_agent.cli.tables import compare_table, measurement_table
 from profiling_agent.files import write_text
 from profiling_agent.handover.manifest import model_folder
 from profiling_agent.records import Race
 from profiling_agent.reporting.report import RunReport
 from profiling_agent.reporting.results import before_and_after, models_of_all, read_report
-
-
-def call(*arguments: str):
-    return CliRunner().invoke(app, list(arguments), env={"COLUMNS": "200", "TERM": "dumb"})
 
 
 @pytest.mark.slow

@@ -4,9 +4,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+from commands import call
 
-from profiling_agent.cli.main import app
 from profiling_agent.reporting.results import read_report
 from profiling_agent.workspace import Workspace
 
@@ -18,7 +17,7 @@ def test_a_run_that_another_process_has_is_refused_and_goes_on_when_it_is_free(
     run = Path(shutil.copytree(finished, tmp_path / "quick", symlinks=True))
     lock = Workspace(run).lock()
     try:
-        refused = CliRunner().invoke(app, [arguments[0], str(run), *arguments[1:]])
+        refused = call(arguments[0], str(run), *arguments[1:])
     finally:
         lock.release()
 
@@ -27,5 +26,5 @@ def test_a_run_that_another_process_has_is_refused_and_goes_on_when_it_is_free(
     assert len(refused.stderr.strip().splitlines()) == 1
     assert "run 'quick' is in use by another graph of this process: wait for it, or end it" in refused.stderr
     met = read_report(finished).verdict.outcome == "MET"
-    assert CliRunner().invoke(app, [arguments[0], str(run), *arguments[1:]]).exit_code == (0 if met else 1)
+    assert call(arguments[0], str(run), *arguments[1:]).exit_code == (0 if met else 1)
     assert read_report(run) == read_report(finished)

@@ -17,7 +17,7 @@ import zoo
 from onnx import TensorProto
 from pruning.families import FAMILIES, processor_of, spec_of
 
-from profiling_agent.artifacts.recipe import IR_WEIGHTS, ONNX, WEIGHTS
+from profiling_agent.artifacts.recipe import IR_WEIGHTS, ONNX, PACKAGES, WEIGHTS
 from profiling_agent.artifacts.save import save_model
 from profiling_agent.benchmarking.timed_process import TimedProcess, worker_command
 from profiling_agent.benchmarking.worker import Start
@@ -30,7 +30,7 @@ from profiling_agent.deployment.save import save_deployed
 from profiling_agent.errors import ArtifactError, JobError, PlanError
 from profiling_agent.quantization.vnni import has_vnni
 from profiling_agent.records import RUNTIMES, Deployment, QuantizationRecommendation
-from profiling_agent.reproducibility import environment
+from profiling_agent.reproducibility import LIBRARIES, RUNTIME_LIBRARIES, environment
 
 IMAGES = noise_batch(zoo.SPEC, 3, seed=2)
 # Float32 in another order; bfloat16 has 8 significant bits; int8 of random weights and noise, of residual adds as well.
@@ -100,6 +100,10 @@ def test_every_runtime_of_the_cpu_has_float32_and_torch_is_what_cuda_has():
     assert {each.runtime for each in on_cpu} == {*RUNTIMES} - {"graphed"}
     assert {each.runtime for each in on_cuda} == {"eager", "graphed", "inductor"}
     assert "static" not in runtime("inductor").schemes("cuda")
+
+
+def test_what_a_runtime_converts_and_runs_with_is_in_the_keys_of_jobs():
+    assert {name for names in PACKAGES.values() for name in names} <= {*LIBRARIES, *RUNTIME_LIBRARIES}
 
 
 def weight_bytes(folder: Path, deployment: Deployment) -> int:

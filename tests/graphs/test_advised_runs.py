@@ -99,11 +99,3 @@ def test_a_model_that_cant_be_had_is_said_before_anything_is_done(world: World, 
 def test_what_is_no_chat_model_is_refused(world: World, tmp_path: Path):
     with pytest.raises(RequestError, match="advisor is of type str"):
         build_graph(advisor="gpt-4o").invoke(world.request(tmp_path))
-
-
-def test_a_transcript_without_answers_is_refused_and_leaves_nothing(world: World, tmp_path: Path):
-    (tmp_path / "llm.jsonl").write_text('{"kind": "turn"}\n')
-
-    with pytest.raises(RequestError, match="has no answers of a language model"):
-        optimize(world.request(tmp_path / "runs", llm=f"recorded:{tmp_path / 'llm.jsonl'}"))
-    assert not list((tmp_path / "runs").glob("*/*"))

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import made
 import pytest
+from commands import call
 from rich.console import Console
-from typer.testing import CliRunner
 
 from profiling_agent import pick
-from profiling_agent.cli.main import app
 from profiling_agent.cli.tables import candidates_table, picked_table
 from profiling_agent.deployment.load import load
 from profiling_agent.errors import ArtifactError, RequestError, RunError
@@ -110,10 +109,6 @@ def test_a_candidate_is_named_by_number_or_by_what_only_one_is():
 
 def report_of(run: Path) -> RunReport:
     return RunReport.model_validate_json((run / "report.json").read_text())
-
-
-def call(*arguments: object):
-    return CliRunner().invoke(app, [str(each) for each in arguments], env={"COLUMNS": "500", "TERM": "dumb"})
 
 
 def test_every_candidate_of_a_run_can_be_taken_and_loads(finished: Path, tmp_path: Path):

@@ -9,8 +9,8 @@ import psutil
 import pytest
 import zoo
 
-from profiling_agent.errors import ArtifactError, JobError, RunError
-from profiling_agent.jobs.runner import Jobs, job_key
+from profiling_agent.errors import JobError, RunError
+from profiling_agent.jobs.runner import Jobs
 from profiling_agent.jobs.table import TABLE
 from profiling_agent.jobs.tasks import EvaluateTask, PrepareTask, ProfileTask, SurveyShapeTask, prepared
 from profiling_agent.progress import silent
@@ -48,34 +48,6 @@ def jobs(baseline: tuple[Workspace, ArtifactRef]):
     runner = Jobs(baseline[0])
     yield runner
     runner.close()
-
-
-def test_a_job_is_done_once_and_leaves_a_whole_folder(jobs: Jobs, baseline: tuple[Workspace, ArtifactRef]):
-    workspace, model = baseline
-    task = evaluation(model)
-
-    first = jobs.run(task)
-    result = workspace.jobs / job_key(task) / "result.json"
-    written = result.stat().st_mtime_ns
-    again = jobs.run(task)
-
-    assert again == first
-    assert first.predictions.num_images == NUM_IMAGES
-    assert workspace.path(first.predictions.files[0]).is_file()
-    assert result.stat().st_mtime_ns == written
-    assert not list(workspace.jobs.glob(".tmp-*"))
-
-
-def test_what_a_stage_refuses_is_raised_here_and_the_worker_goes_on(
-    jobs: Jobs, baseline: tuple[Workspace, ArtifactRef]
-):
-    workspace, model = baseline
-
-    with pytest.raises(ArtifactError, match=r"no_such\.parquet"):
-        jobs.run(evaluation(model, split="no_such.parquet"))
-
-    assert jobs.run(evaluation(model, batch_size=3)).predictions.num_images == NUM_IMAGES
-    assert not list(workspace.jobs.glob(".tmp-*"))
 
 
 @pytest.mark.slow
@@ -173,17 +145,6 @@ def test_a_folder_in_the_place_of_the_log_is_a_line(tmp_path: Path):
     survey = SurveyShapeTask(model="nowhere")
     with pytest.raises(RunError, match=r"worker\.log' can't be written .*move it away"):
         Jobs(workspace).run(survey)
-
-
-def test_a_key_covers_every_input(baseline: tuple[Workspace, ArtifactRef]):
-    model = baseline[1]
-    keys = {
-        job_key(evaluation(changed, batch_size=batch_size))
-        for changed in (model, model.model_copy(update={"sha256": "other"}))
-        for batch_size in (1, 4)
-    }
-
-    assert len(keys) == 4
 
 
 def test_a_worker_that_dies_leaves_what_it_was_a_copy_of(jobs: Jobs, baseline: tuple[Workspace, ArtifactRef]):
