@@ -9,6 +9,7 @@ import made
 import pytest
 from commands import call
 from rich.console import Console
+from rich.table import Table
 
 from profiling_agent import pick
 from profiling_agent.cli.tables import candidates_table, picked_table
@@ -49,6 +50,13 @@ FOUND = (
 )
 
 
+def drawn(table: Table) -> str:
+    console = Console(file=io.StringIO(), width=500)
+    with console.capture() as shown:
+        console.print(table)
+    return shown.get()
+
+
 @pytest.mark.parametrize(
     ("objective", "number"),
     # What isn't timed can't be said to be fast enough, so it stands behind all that is.
@@ -78,12 +86,8 @@ def test_candidates_are_compared_in_the_session_that_all_were_in(high: float, nu
 
 def test_a_candidate_that_held_out_images_refused_is_listed_as_such():
     refused = FOUND[1].model_copy(update={"notes": ("it failed on the held-out images, and was refused",)})
-    console = Console(file=io.StringIO(), width=500)
 
-    console.print(candidates_table((FOUND[0], refused)))
-
-    assert isinstance(console.file, io.StringIO)
-    assert "doesn't hold (held-out images)" in console.file.getvalue()
+    assert "doesn't hold (held-out images)" in drawn(candidates_table((FOUND[0], refused)))
 
 
 def test_what_can_not_be_chosen_by_is_one_line():
@@ -173,15 +177,12 @@ def test_the_list_has_all_that_was_measured_and_a_front(finished: Path):
 
     listed = json.loads(call("pick", finished, "--json").stdout)
     shown = " ".join(call("pick", finished).stdout.split())
-    wide = Console(width=500, file=io.StringIO())
-    with wide.capture() as drawn:
-        wide.print(candidates_table(found))
 
     assert [one["number"] for one in listed] == list(range(len(found)))
     assert any(one.is_on_front for one in found)
     # However wide the terminal is that another test has left.
     assert "what the run measured, on search images" in shown
-    assert all(one.name in drawn.get() for one in found)
+    assert all(one.name in drawn(candidates_table(found)) for one in found)
     smallest = min(found, key=lambda one: one.evaluation.footprint.size_bytes)
     assert smallest.is_on_front or any(
         one.evaluation.footprint.size_bytes == smallest.evaluation.footprint.size_bytes and one.is_on_front
@@ -195,19 +196,14 @@ def test_a_contract_that_does_not_hold_names_the_terms_that_are_missed():
         Term(name="speed", required=1.0, measured=0.5, holds=False),
         Term(name="size", required=0.5, measured=0.9, holds=False),
     )
-    wide = Console(width=500, file=io.StringIO())
-    with wide.capture() as drawn:
-        wide.print(candidates_table((FOUND[0], FOUND[1].model_copy(update={"terms": terms}))))
 
-    assert "doesn't hold (speed, size)" in drawn.get()
+    table = candidates_table((FOUND[0], FOUND[1].model_copy(update={"terms": terms})))
+
+    assert "doesn't hold (speed, size)" in drawn(table)
 
 
 def test_a_returned_baseline_is_not_said_to_be_judged():
-    wide = Console(width=500, file=io.StringIO())
-    with wide.capture() as drawn:
-        wide.print(picked_table(FOUND[0].model_copy(update={"is_judged": True})))
-
-    assert "held-out" not in drawn.get()
+    assert "held-out" not in drawn(picked_table(FOUND[0].model_copy(update={"is_judged": True})))
 
 
 def test_a_bad_pick_is_one_line_and_writes_nothing(finished: Path, tmp_path: Path):

@@ -5,12 +5,10 @@ import torch
 import zoo
 from activated import activated
 from torch import nn
-from torch_dynamic import torch_quantize_dynamic
 
 from profiling_agent.errors import PlanError, QuantizationError
 from profiling_agent.modules.divergence import relative_distance
 from profiling_agent.modules.inference import logits_of, random_batch
-from profiling_agent.quantization.footprint import parameter_bytes
 from profiling_agent.quantization.linear import DynamicLinear, torch_has_vnni
 from profiling_agent.quantization.quantize import quantize_model
 from profiling_agent.records import QuantizationRecommendation
@@ -91,29 +89,6 @@ def test_the_layer_with_broken_weights_is_named():
 
     with pytest.raises(QuantizationError, match="'classifier'"):
         quantize_model(model, [asking("all")])
-
-
-@pytest.mark.parametrize("dtype", ["qint8", "float16"])
-def test_a_whole_model_answers_as_torch_quantizes_it(dtype: Any):
-    model = zoo.vit()
-    names = quantize_model(model, [asking("all", dtype)]).layers
-
-    theirs = torch_quantize_dynamic(model, names, dtype)
-    ours = quantize_model(model, [asking("all", dtype)]).model
-
-    # They keep 7 bits of an activation where we may keep 8: apart by their rounding, not more.
-    tolerance = 0.1 if dtype == "qint8" else 1e-6
-    assert relative_distance(logits_of(ours, IMAGES), logits_of(theirs, IMAGES)) < tolerance
-    assert parameter_bytes(ours) == parameter_bytes(theirs)
-
-
-def test_the_papers_recipe_has_one_scale_a_layer():
-    model = zoo.vit()
-    theirs = zoo.inside(torch_quantize_dynamic(model, ["classifier"], "qint8", per_channel=False))
-
-    assert theirs.classifier.weight().qscheme() == torch.per_tensor_affine
-    # 64 x 5 weights and 5 biases, once in fp32 and once as int8 with a single scale.
-    assert parameter_bytes(model) - parameter_bytes(theirs) == 4 * (64 * 5 + 5) - (64 * 5 + 4 * 5 + 4)
 
 
 def test_a_model_of_int8_alone_keeps_its_activations_and_knows_its_images_type():
