@@ -2,7 +2,7 @@
 
     python benchmarks/planners.py [--models DIR...] [--data DIR] [--personas NAME...] [--planners NAME...] [--baselines [NAME...]] [--quick]
                                   [--runtimes NAMES] [--sessions N] [--json FILE] [--llm openai:MODEL [--base-url URL]]
-                                  [--records FILE...] [--price-read P] [--price-written P]
+                                  [--records FILE...]
 
 Each persona is a script behind a real HTTP server in the OpenAI dialect (tests/personas.py); it sees the prompt and
 nothing else. Contract: at most 1.0 point on held-out images, five iterations. With `hybrid` the rules plan beside the
@@ -10,7 +10,7 @@ model, with `llm` it plans alone, as the paper's does. All runs on a model share
 unpruned deployments, made once by the run of the rules alone. `--llm` measures a real model instead of the personas: the
 paper's Table 5 for any two of them is two runs of this. There a weaker model cost ResNet-101 14.0 points. `--records` has real models' answers of earlier
 runs, their `llm.jsonl`, beside the personas: name the one model that they were recorded with. What a model cost is told in requests and tokens, of a record those
-that were paid for then, and in money where prices of a million tokens are given.
+that were paid for then.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from checks import finish, use_own_ledger
-from planners_table import HEAD, MAX_POINTS, Prices, checks_of, costs_of, race_the_best, row_of, tell, told_over_rules
+from planners_table import HEAD, MAX_POINTS, checks_of, costs_of, race_the_best, row_of, tell, told_over_rules
 from sessions import add_option
 from transformers import AutoConfig
 
@@ -56,7 +56,6 @@ class Evaluator:
     folder: Path
     asked: dict[str, Any]
     sessions: int
-    prices: Prices
 
     def run(self, name: str, listener: Listener = lambda _: None, **asked: Any) -> tuple[RunReport, float]:
         """Return the report of a run, and its seconds."""
@@ -144,7 +143,7 @@ def measure(evaluator: Evaluator, entries: Sequence[Entry]) -> list[dict[str, An
             report, seconds = evaluator.run(run_id, evaluator.sharing(run_id), **asked)
         record = asked["llm"].partition("recorded:")[2]
         spent = open_recording(record).spent if record else report.spent
-        rows.append(row_of(name, entry.who, entry.planner, report, seconds) | costs_of(spent, evaluator.prices))
+        rows.append(row_of(name, entry.who, entry.planner, report, seconds) | costs_of(spent))
         run_ids.append(run_id)
         tell(rows[-1])
     return evaluator.raced(rows, run_ids)
@@ -163,8 +162,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--llm", metavar="openai:MODEL", help="a real language model instead of the personas")
     parser.add_argument("--base-url", metavar="URL", help="address of its server")
     parser.add_argument("--records", nargs="+", type=Path, default=[], metavar="FILE", help="llm.jsonl of earlier runs")
-    parser.add_argument("--price-read", type=float, metavar="P", help="what a million tokens that a model reads cost")
-    parser.add_argument("--price-written", type=float, metavar="P", help="what a million that it writes cost")
     parser.add_argument("--json", type=Path, metavar="FILE")
     add_option(parser)
     return parser
@@ -184,8 +181,7 @@ def main() -> int:
     rows: list[dict[str, Any]] = []
     for model in asked.models:
         with tempfile.TemporaryDirectory() as folder:
-            prices = Prices(asked.price_read, asked.price_written)
-            evaluator = Evaluator(model, asked.data, Path(folder), wanted, asked.sessions, prices)
+            evaluator = Evaluator(model, asked.data, Path(folder), wanted, asked.sessions)
             rows += measure(evaluator, entries_of(asked))
     print()
     models = dict.fromkeys(row["model"] for row in rows)

@@ -151,14 +151,6 @@ HUB: dict[Family, str] = {
     "Swin-B": "microsoft/swin-base-patch4-window7-224",
     "ResNet-101": "microsoft/resnet-101",
 }
-# Stand-ins without a network.
-EMBEDDED: dict[Family, str] = {
-    "ViT-B/16": "reference:vit",
-    "DeiT-B/16": "reference:deit",
-    "Swin-B": "reference:swin",
-    "ResNet-101": "reference:resnet",
-}
-EMBEDDED_DATA = "reference:digits"
 # First plan without a language model: the MLP cut that gives Table 1's params, and the ResNet cut that Figure 4 prints.
 UNIFORM_CUT: dict[Family, tuple[str, float]] = {
     "ViT-B/16": (r"mlp|intermediate", 0.15),

@@ -80,15 +80,6 @@ def test_a_ratio_that_no_float_holds_exactly(tmp_path: Path):
     assert write(small, tmp_path / "model", cuts) is None
 
 
-def test_a_model_that_was_not_cut_is_an_ordinary_folder(tmp_path: Path):
-    model = zoo.resnet()
-
-    assert write(model, tmp_path / "model") is None
-
-    loaded = AutoModelForImageClassification.from_pretrained(tmp_path / "model", local_files_only=True)
-    assert torch.equal(logits_of(loaded, IMAGES), logits_of(model, IMAGES))
-
-
 def test_layers_that_were_cut_differently_are_refused_with_the_widths(tmp_path: Path):
     model = zoo.vit()
     mlps = [unit for unit in find_units(model, zoo.SPEC, {}).units if unit.kind is UnitKind.MLP]
