@@ -10,15 +10,15 @@ import argparse
 import tempfile
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from checks import Check, Estimate, finish, stamped, use_own_ledger
 
-from profiling_agent import Request, optimize
+from profiling_agent import Request
 from profiling_agent.benchmarking.race import compare
+from profiling_agent.lifecycle import complete
 from profiling_agent.records import ArtifactRef
 from profiling_agent.reporting.report import RunReport
-from profiling_agent.workspace import read_manifest
+from profiling_agent.workspace import slug
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 TRANSFORMERS = ("vit", "deit", "swin")
@@ -62,17 +62,6 @@ def variants_of(name: str, report: RunReport) -> list[dict[str, object]]:
         for row in report.variants
         if row.race_result
     ]
-
-
-def report_of(request: Request, output: Path) -> RunReport | None:
-    """Return the report of the newest complete run under `output` that was asked the same, None where there is none."""
-    done = sorted(output.glob("*/report.json"), key=lambda path: path.stat().st_mtime, reverse=True)
-    found = next((path for path in done if _asked(read_manifest(path.parent).request) == _asked(request)), None)
-    return RunReport.model_validate_json(found.read_text(encoding="utf-8")) if found else None
-
-
-def _asked(request: Request) -> dict[str, Any]:
-    return request.model_dump(exclude={"run_id", "output"})
 
 
 def deepest(report: RunReport) -> float:
@@ -151,9 +140,10 @@ def main() -> int:
                 model=str(model),
                 dataset=str(asked.data),
                 output=str(asked.output or scratch),
+                run_id=slug(model.name),
                 num_samples=400 if asked.quick else None,
             )
-            report = report_of(request, Path(request.output)) or optimize(request)
+            report = complete(request)
             told = [stamped(row) for row in (row_of(model.name, report), *variants_of(model.name, report))]
             checks += checks_of(model.name, report)
             print(*told, sep="\n", flush=True)

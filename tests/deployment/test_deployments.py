@@ -24,7 +24,7 @@ from profiling_agent.benchmarking.worker import Start
 from profiling_agent.deployment.batches import noise_batch
 from profiling_agent.deployment.onnx_runtime import OnnxSession
 from profiling_agent.deployment.open_vino import OpenVinoSession
-from profiling_agent.deployment.protocol import ModelSession, Source
+from profiling_agent.deployment.protocol import ModelSession
 from profiling_agent.deployment.registry import missing, open_session, runtime
 from profiling_agent.deployment.save import save_deployed
 from profiling_agent.errors import ArtifactError, JobError, PlanError
@@ -54,12 +54,6 @@ def case(family: str, name: str):
     return pytest.param(family, name, marks=pytest.mark.slow if is_slow else (), id=f"{family} {name}")
 
 
-@pytest.fixture(scope="module")
-def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Source]:
-    root = tmp_path_factory.mktemp("sources")
-    return {family: deployed.source_of(family, root / family) for family in deployed.MODELS}
-
-
 @pytest.mark.parametrize(
     ("family", "name"),
     [
@@ -69,8 +63,8 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Source]:
         if not name.startswith("inductor") or (family, name) in COMPILED
     ],
 )
-def test_an_opened_form_says_what_the_float_model_does(sources: dict[str, Source], tmp_path: Path, family, name):
-    source, deployment = sources[family], deployed.deployment(name)
+def test_an_opened_form_says_what_the_float_model_does(sources: deployed.Sources, tmp_path: Path, family, name):
+    source, deployment = sources(family), deployed.deployment(name)
 
     save_deployed(source, deployment, tmp_path / "model", num_threads=1)
     session = open_session(tmp_path / "model", num_threads=1)
@@ -112,16 +106,16 @@ def weight_bytes(folder: Path, deployment: Deployment) -> int:
 
 
 @pytest.mark.parametrize("name", ["eager dynamic", "onnxruntime dynamic", "openvino static_nncf", "openvino bfloat16"])
-def test_weights_are_stored_as_small_as_they_are(sources: dict[str, Source], tmp_path: Path, name: str):
+def test_weights_are_stored_as_small_as_they_are(sources: deployed.Sources, tmp_path: Path, name: str):
     deployment = deployed.deployment(name)
-    params = sum(parameter.numel() for parameter in sources["vit"].module.parameters())
+    params = sum(parameter.numel() for parameter in sources("vit").module.parameters())
     in_layers = sum(
         module.weight.numel()
-        for module in sources["vit"].module.modules()
+        for module in sources("vit").module.modules()
         if isinstance(module, torch.nn.Linear | torch.nn.Conv2d)
     )
 
-    save_deployed(sources["vit"], deployment, tmp_path / "model", num_threads=1)
+    save_deployed(sources("vit"), deployment, tmp_path / "model", num_threads=1)
 
     each = 2 if deployment.scheme == "bfloat16" else 1
     expected = in_layers * each + (params - in_layers) * 4
@@ -136,7 +130,7 @@ def test_one_side_of_int8_has_seven_bits_where_the_runtimes_own_kernels_saturate
     deployment = deployed.deployment(name)
     saturates = not has_vnni(deployment.runtime, environment().cpu_flags)
 
-    recipe = save_deployed(sources["vit"], deployment, tmp_path / "model", num_threads=1)
+    recipe = save_deployed(sources("vit"), deployment, tmp_path / "model", num_threads=1)
 
     assert {layer.reduce_range for layer in recipe.quantized} == {saturates}
     if deployment.runtime == "onnxruntime":
@@ -146,7 +140,7 @@ def test_one_side_of_int8_has_seven_bits_where_the_runtimes_own_kernels_saturate
 
 
 @pytest.mark.parametrize("name", ["eager dynamic", "onnxruntime dynamic", "onnxruntime static", "openvino static_nncf"])
-def test_a_layer_that_is_to_stay_in_float_does(sources: dict[str, Source], tmp_path: Path, name: str):
+def test_a_layer_that_is_to_stay_in_float_does(sources: deployed.Sources, tmp_path: Path, name: str):
     deployment = deployed.deployment(name)
     kind = "dynamic" if deployment.scheme == "dynamic" else "static"
     recommendations = (
@@ -155,7 +149,7 @@ def test_a_layer_that_is_to_stay_in_float_does(sources: dict[str, Source], tmp_p
     )
 
     def saved(deployment: Deployment, folder: Path) -> tuple[set[str], int]:
-        recipe = save_deployed(sources["vit"], deployment, folder, num_threads=1)
+        recipe = save_deployed(sources("vit"), deployment, folder, num_threads=1)
         return {layer.name for layer in recipe.quantized}, weight_bytes(folder, deployment)
 
     every, small = saved(deployment, tmp_path / "every")
@@ -167,24 +161,24 @@ def test_a_layer_that_is_to_stay_in_float_does(sources: dict[str, Source], tmp_p
 
 
 def test_static_int8_of_a_convnet_has_integers_for_every_layer(
-    sources: dict[str, Source], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sources: deployed.Sources, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     # The quantizer writes the model to temporary files, and a container's /tmp may have no room for it.
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
-    save_deployed(sources["resnet"], deployed.deployment("onnxruntime static"), tmp_path / "model", num_threads=1)
+    save_deployed(sources("resnet"), deployed.deployment("onnxruntime static"), tmp_path / "model", num_threads=1)
 
     graph = onnx.load(tmp_path / "model" / ONNX).graph
     weights = {held.name: held.data_type for held in graph.initializer if len(held.dims) == 4}
     assert set(weights.values()) == {TensorProto.INT8}
 
 
-def test_a_pattern_that_hits_nothing_is_refused_and_leaves_nothing(sources: dict[str, Source], tmp_path: Path):
+def test_a_pattern_that_hits_nothing_is_refused_and_leaves_nothing(sources: deployed.Sources, tmp_path: Path):
     wrong = QuantizationRecommendation(layer="no_such_layer", quantization_type="static", dtype="qint8")
 
     for name in ("onnxruntime static", "openvino static_nncf", "openvino static"):
         deployment = deployed.deployment(name).model_copy(update={"recommendations": (wrong,)})
         with pytest.raises(PlanError, match="no_such_layer"):
-            save_deployed(sources["vit"], deployment, tmp_path / "model")
+            save_deployed(sources("vit"), deployment, tmp_path / "model")
 
     assert list(tmp_path.iterdir()) == []
 
@@ -216,9 +210,9 @@ print([name for name in ("torch", "transformers", "openvino_telemetry.main", "nn
 
 @pytest.mark.parametrize("name", ["onnxruntime float32", "openvino float32"])
 def test_what_needs_no_torch_is_raced_without_it_and_reports_to_nobody(
-    sources: dict[str, Source], tmp_path: Path, name: str
+    sources: deployed.Sources, tmp_path: Path, name: str
 ):
-    save_deployed(sources["vit"], deployed.deployment(name), tmp_path / "model", num_threads=1)
+    save_deployed(sources("vit"), deployed.deployment(name), tmp_path / "model", num_threads=1)
 
     command = [sys.executable, "-c", OPENED, str(tmp_path / "model")]
     (home := tmp_path / "home").mkdir()
@@ -255,9 +249,9 @@ def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 
 @pytest.mark.parametrize("name", ["onnxruntime float32", "openvino float32"])
-def test_a_racer_with_a_broken_graph_says_which_file(sources: dict[str, Source], tmp_path: Path, name: str):
+def test_a_racer_with_a_broken_graph_says_which_file(sources: deployed.Sources, tmp_path: Path, name: str):
     deployment = deployed.deployment(name)
-    save_deployed(sources["vit"], deployment, tmp_path / "model", num_threads=1)
+    save_deployed(sources("vit"), deployment, tmp_path / "model", num_threads=1)
     graph = tmp_path / "model" / (ONNX if deployment.runtime == "onnxruntime" else "model.xml")
     graph.write_bytes(graph.read_bytes()[:1000])
 
@@ -269,8 +263,8 @@ def test_a_racer_with_a_broken_graph_says_which_file(sources: dict[str, Source],
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 @pytest.mark.parametrize("name", [deployment.name for deployment in deployed.all_deployments("cuda")])
-def test_forms_on_cuda(sources: dict[str, Source], tmp_path: Path, name: str):
-    source = replace(sources["vit"], onnx=None, device="cuda")
+def test_forms_on_cuda(sources: deployed.Sources, tmp_path: Path, name: str):
+    source = replace(sources("vit"), onnx=None, device="cuda")
     deployment = deployed.deployment(name)
 
     save_deployed(source, deployment, tmp_path / "model")

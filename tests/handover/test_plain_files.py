@@ -2,9 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 
 import deployed
@@ -77,16 +75,6 @@ EXPORTED = [
 ]
 
 
-@pytest.fixture(scope="module")
-def sources(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Source]:
-    return cache(lambda family: deployed.source_of(family, tmp_path_factory.mktemp("source") / family))
-
-
-@pytest.fixture(scope="module")
-def source(sources: Callable[[str], Source]) -> Source:
-    return sources("vit")
-
-
 def picture(path: Path) -> Path:
     pixels = np.random.default_rng(5).integers(0, 256, (48, 40, 3), dtype=np.uint8)
     Image.fromarray(pixels).save(path)
@@ -100,9 +88,7 @@ def heard(folder: Path, needed: tuple[str, ...], images: np.ndarray, scratch: Pa
 
 
 @pytest.mark.parametrize(("family", "name"), EXPORTED)
-def test_exported_files_run_by_their_runtime_alone(
-    sources: Callable[[str], Source], tmp_path: Path, family: str, name: str
-):
+def test_exported_files_run_by_their_runtime_alone(sources: deployed.Sources, tmp_path: Path, family: str, name: str):
     saved, home, images = tmp_path / "saved", tmp_path / "home", noise_batch(zoo.SPEC, 3, seed=9)
     form = deployed.deployment(name)
     save_deployed(sources(family), form, saved, num_threads=1)
