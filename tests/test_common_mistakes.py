@@ -184,18 +184,7 @@ OTHER: dict[str, tuple[Callable[[Place], tuple[str, ...]], str]] = {
     "show of nothing": (lambda _: ("show", "/nowhere/at/all"), "/nowhere/at/all"),
     "resume of no run": (lambda place: ("resume", empty_folder(place)), "run"),
     "approve a run that waits for nothing": (lambda place: ("approve", str(place.finished)), "waits for no"),
-    "export of nothing": (lambda _: ("export", "/nowhere/at/all", "--output", "x"), "/nowhere"),
-    "unknown export format": (
-        lambda place: ("export", str(place.finished), "--format", "tflite", "--output", "x"),
-        "onnx",
-    ),
-    "race of nothing": (lambda _: ("race", "/nowhere/at/all"), "/nowhere/at/all"),
-    "measure nothing": (lambda _: ("measure", "/nowhere/at/all"), "/nowhere/at/all"),
     "compare with nothing": (lambda place: ("compare", str(place.finished), "/nowhere/at/all"), "/nowhere/at/all"),
-    "pick what was not measured": (
-        lambda place: ("pick", str(place.finished), "--candidate", "999", "--output", str(place.scratch / "picked")),
-        "999",
-    ),
     "sweep of nothing": (lambda _: ("sweep", "nowhere.yaml"), "nowhere.yaml"),
     "sweep of an unknown field": (lambda place: ("sweep", place.file("sheet.yaml", "modle: [a, b]\n")), "modle"),
     "doctor of no model": (lambda _: ("doctor", "--model", "/nowhere/at/all"), "/nowhere/at/all"),

@@ -2,12 +2,8 @@ import copy
 import hashlib
 import json
 import math
-import os
 import statistics
-import subprocess
-import sys
 import time
-from contextlib import ExitStack
 
 import pytest
 import torch
@@ -293,51 +289,6 @@ def test_where_samples_spread_wide_what_they_show_is_ruled_out():
     # Whatever slowed each repeat slowed all widths: none was faster in any.
     assert {table.saved(unit, keep) for keep in aligned_widths(512, 32)} == {0.0}
     assert unit.name in table.unsteady
-
-
-# Torch counts the cores when it is imported. In a worker that is pinned to one it would not let its threads spin.
-BUSY = """
-import json, os, sys
-given = os.sched_getaffinity(0)
-os.sched_setaffinity(0, range(os.cpu_count()))
-import torch
-os.sched_setaffinity(0, given)
-torch.set_num_threads(2)
-from pathlib import Path
-import zoo
-from profiling_agent.benchmarking.latency_table import time_units
-from profiling_agent.modules.inference import random_batch
-from profiling_agent.pruning.units import find_units
-from profiling_agent.pruning.widths import aligned_widths
-model = zoo.vit(num_hidden_layers=1, intermediate_size=64)
-unit = next(unit for unit in find_units(model, zoo.SPEC, {}).units if unit.kind == "mlp")
-table = time_units(model, [unit], random_batch(zoo.SPEC, 4), file=Path(sys.argv[1]))
-saved = {keep: table.saved(unit, keep) for keep in aligned_widths(unit.width, unit.step)}
-print(json.dumps([saved, unit.name in table.unsteady]))
-"""
-
-
-@pytest.mark.slow
-def test_beside_spinning_processes_widths_are_found(tmp_path):
-    file, spins = tmp_path / "times.json", [sys.executable, "-c", "while True: pass"]
-    with ExitStack() as stack:
-        for _ in os.sched_getaffinity(0):
-            stack.callback(stack.enter_context(subprocess.Popen(spins)).kill)
-        asked = [sys.executable, "-c", BUSY, str(file)]
-        found = subprocess.run(
-            asked,
-            check=True,
-            capture_output=True,
-            text=True,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        )
-
-    saved, unsteady = json.loads(found.stdout)
-    (said,) = shapes_in(file).values()
-    # A table of medians alone had none in 5 of 6: all widths take as long as the scheduler lets them wait.
-    assert any(saved.values())
-    assert unsteady == (not is_steady(said))
-    assert said["waited"] <= 0.1 or all(saved.values())
 
 
 def test_repeats_go_on_until_they_are_steady_or_there_are_24(file):

@@ -6,14 +6,13 @@ from pathlib import Path
 
 import pytest
 from starlette.applications import Starlette
-from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route, WebSocketRoute
 from starlette.testclient import TestClient, WebSocketDenialResponse
 from starlette.websockets import WebSocket
 
-from profiling_agent.graphs.server import DoorMiddleware, build_app  # pyright: ignore[reportMissingImports] - mapped on install
+from profiling_agent.graphs.server import build_app  # pyright: ignore[reportMissingImports] - mapped on install
 
 HERE = "http://127.0.0.1:2024"
 FOREIGN = ("http://evil.example", "https://smith.langchain.com.evil.example", "http://localhost.evil.example", "null")
@@ -162,13 +161,6 @@ def test_what_the_server_asks_of_itself_passes():
 
     assert served({}, root_path="/noauth").post("/noauth/runs", content=b"{}", headers=inside).status_code == 200
     assert served({}).post("/noauth/runs", content=b"{}", headers=inside).status_code == 400
-
-
-def test_the_door_is_the_applications_outermost_layer():
-    (layer,) = build_app({}).user_middleware
-
-    assert isinstance(layer, Middleware)
-    assert layer.cls is DoorMiddleware
 
 
 def test_langgraph_json_puts_it_there_answers_no_origin_itself_and_calls_nobody():
