@@ -1,4 +1,4 @@
-"""Runs whose files were damaged: each ends with one line that says which, and nothing is made of it."""
+"""Runs whose files were damaged, or that another graph has: each ends with one line that says which, and nothing is made of it."""
 
 import shutil
 from collections.abc import Callable
@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 from commands import call
+
+from profiling_agent.reporting.results import read_report
+from profiling_agent.workspace import Workspace
 
 
 def is_refused(said, *words: str) -> bool:
@@ -71,3 +74,22 @@ def test_a_run_whose_request_is_damaged_is_not_gone_on_with(run: Path, damage: C
     damage(run / "request.json")
 
     assert is_refused(call("resume", str(run)), "request.json")
+
+
+@pytest.mark.parametrize("arguments", [("resume",), ("resume", "--quiet"), ("resume", "--json")])
+def test_a_run_that_another_process_has_is_refused_and_goes_on_when_it_is_free(
+    finished: Path, run: Path, arguments: tuple[str, ...]
+):
+    lock = Workspace(run).lock()
+    try:
+        refused = call(arguments[0], str(run), *arguments[1:])
+    finally:
+        lock.release()
+
+    assert refused.exit_code == 2
+    assert refused.stdout == ""
+    assert len(refused.stderr.strip().splitlines()) == 1
+    assert "run 'quick' is in use by another graph of this process: wait for it, or end it" in refused.stderr
+    met = read_report(finished).verdict.outcome == "MET"
+    assert call(arguments[0], str(run), *arguments[1:]).exit_code == (0 if met else 1)
+    assert read_report(run) == read_report(finished)

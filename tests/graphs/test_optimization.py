@@ -1,5 +1,7 @@
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -7,11 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 import zoo
+from architecture import ROOT
 from conftest import World
 from transformers import ViTForImageClassification
 from world import write_data
 
 from profiling_agent import Request, build_graph, load, optimize
+from profiling_agent.acquisition.prepared import PIXELS
 from profiling_agent.agents.nodes import deployment_search
 from profiling_agent.agents.session import RunSession, Sessions
 from profiling_agent.agents.state import RunState
@@ -23,18 +27,14 @@ from profiling_agent.iteration.planners import propose
 from profiling_agent.jobs.tasks import ResolvedShape
 from profiling_agent.modules.inference import random_batch
 from profiling_agent.records import Deployment, Outcome, Plan
-from profiling_agent.reporting.report import RunReport
+from profiling_agent.reporting.results import read_report
 from profiling_agent.workspace import Workspace, read_manifest
-
-
-def report_of(run: Path) -> RunReport:
-    return RunReport.model_validate_json((run / "report.json").read_text())
 
 
 @contextmanager
 def opened(run: Path) -> Generator[tuple[RunState, RunSession]]:
     """Give a finished run's state before its deployments are searched, and its session."""
-    report, request = report_of(run), read_manifest(run).request
+    report, request = read_report(run), read_manifest(run).request
     sessions = Sessions()
     session = sessions.open(Workspace(run))
     try:
@@ -61,7 +61,7 @@ def job_names(run: Path) -> set[str]:
 
 
 def test_a_run_ends_with_a_verdict_on_images_that_no_decision_saw(finished: Path):
-    report = report_of(finished)
+    report = read_report(finished)
 
     assert report.verdict.outcome in set(Outcome)
     assert {term.name for term in report.verdict.terms} == {"accuracy", "speed", "size"}
@@ -71,7 +71,7 @@ def test_a_run_ends_with_a_verdict_on_images_that_no_decision_saw(finished: Path
 
 
 def test_the_journal_holds_measured_and_judged_attempts(finished: Path):
-    attempts = report_of(finished).attempts
+    attempts = read_report(finished).attempts
 
     assert attempts
     assert [attempt.number for attempt in attempts] == list(range(1, len(attempts) + 1))
@@ -84,7 +84,7 @@ def test_the_journal_holds_measured_and_judged_attempts(finished: Path):
 
 
 def test_the_returned_model_loads_and_is_no_larger_than_the_baseline(finished: Path):
-    report = report_of(finished)
+    report = read_report(finished)
 
     model = load(finished / "best")
 
@@ -94,7 +94,7 @@ def test_the_returned_model_loads_and_is_no_larger_than_the_baseline(finished: P
 
 
 def test_the_returned_models_card_says_what_was_measured(finished: Path):
-    report, card = report_of(finished), (finished / "best" / "README.md").read_text()
+    report, card = read_report(finished), (finished / "best" / "README.md").read_text()
 
     assert f"{report.best.num_images:,} held-out images" in card
     assert report.verdict.explanation in card
@@ -103,7 +103,7 @@ def test_the_returned_models_card_says_what_was_measured(finished: Path):
 
 
 def test_the_graph_and_a_plain_loop_yield_the_same_journal(finished: Path):
-    report, before = report_of(finished), job_names(finished)
+    report, before = read_report(finished), job_names(finished)
 
     with opened(finished) as (state, session):
         evaluator = session.evaluator(state)
@@ -247,3 +247,20 @@ def test_readme_shows_the_graph_as_it_is():
     readme = (Path(__file__).parents[2] / "README.md").read_text()
 
     assert graph.get_graph().draw_mermaid().strip() in readme
+
+
+def test_each_image_is_decoded_once_and_answered_once_by_a_model_and_no_array_is_left(finished: Path):
+    script = ROOT / "benchmarks" / "images_evaluated.py"
+    ended = subprocess.run([sys.executable, script, finished], check=True, capture_output=True, text=True)
+
+    counted, report = json.loads(ended.stdout), read_report(finished)
+    acquired, best = report.acquired, report.heldout.model.path
+    baseline = report.variants[0].evaluation.model.path
+    # Fewer than 512 of each: everything is one shard.
+    splits = {split.name: split.num_images for split in (acquired.calibration, acquired.search, acquired.heldout)}
+    assert max(splits.values()) <= 512
+    assert counted["decoded"] == splits
+    assert counted["evaluated_twice"] == 0
+    for split in ("search", "heldout"):
+        assert counted["evaluated"][f"{baseline} {split}"] == counted["evaluated"][f"{best} {split}"] == splits[split]
+    assert list(finished.glob(f"jobs/*/{PIXELS}")) == []
