@@ -2,7 +2,6 @@ import copy
 import hashlib
 import json
 import math
-import statistics
 import time
 
 import pytest
@@ -31,17 +30,8 @@ def units_of(model):
     return find_units(model, zoo.SPEC, {}).units
 
 
-def spread(said):
-    """The standard error of the medians in an entry, relative to them: 1.253 standard deviations, of quartiles 1.349 apart."""
-    errors = []
-    for samples in said["ms"].values():
-        low, middle, high = statistics.quantiles(samples, n=4, method="inclusive")
-        errors.append(0.93 * (high - low) / math.sqrt(len(samples)) / middle)
-    return statistics.median(errors)
-
-
 def is_steady(said):
-    return spread(said) <= 0.05 and said["waited"] <= 0.1
+    return WidthSamples.model_validate(said).is_steady
 
 
 def mlp_of(model):
@@ -257,7 +247,7 @@ def test_an_entry_that_is_not_steady_is_timed_again_and_the_better_one_is_used(f
     found = constant(dict.fromkeys(TIMED, 1e5))
     table, unit = rewritten(file, found, **changes)
     now = mlp_in(file)
-    if spread(now) < 0.26 and now["waited"] <= 0.1:
+    if WidthSamples.model_validate(now).spread < 0.26 and now["waited"] <= 0.1:
         assert 0 < (table.of(unit) or 0) < 1e5
     assert (unit.name in table.unsteady) == (not is_steady(now))
 
