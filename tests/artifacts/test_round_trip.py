@@ -78,7 +78,7 @@ VARIANTS = {
     "static": (False, (STATIC,)),
     "pruned and static": (True, (STATIC,)),
     "bfloat16": (False, (BFLOAT16,)),
-    "float16 and int8": (False, (EVERYTHING, QuantizationRecommendation(layer="mlp", dtype="float16"))),
+    "float16": (False, (QuantizationRecommendation(layer="all", dtype="float16"),)),
     "mixed": (True, MIXED),
 }
 
