@@ -1,5 +1,6 @@
 """Every deployment of every runtime computes what the float32 model does, nearly, from weights as small as it says."""
 
+import copy
 import os
 import subprocess
 import sys
@@ -264,7 +265,8 @@ def test_a_racer_with_a_broken_graph_says_which_file(sources: deployed.Sources, 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 @pytest.mark.parametrize("name", [deployment.name for deployment in deployed.all_deployments("cuda")])
 def test_forms_on_cuda(sources: deployed.Sources, tmp_path: Path, name: str):
-    source = replace(sources("vit"), onnx=None, device="cuda")
+    shared = sources("vit")
+    source = replace(shared, module=copy.deepcopy(shared.module), onnx=None, device="cuda")
     deployment = deployed.deployment(name)
 
     save_deployed(source, deployment, tmp_path / "model")
