@@ -1,4 +1,4 @@
-"""Full size: what every runtime and scheme brings, and pruning, and both, beside the paper's Tables 3 and 4 and two peers.
+"""Full size: what every runtime and scheme brings, and pruning, and both, beside two peers and the speed-ups of the paper's Table 4.
 
     python benchmarks/full_size_table.py [--models NAME...] [--sessions N] [--quick] [--json FILE] [--scratch DIR [--make-only]]
 
@@ -7,7 +7,7 @@ the float32 model's is. Every deployment is made by the product's own jobs and r
 that is small enough and no further from float32 than `MAX_ERROR`. Ours, the model pruned to aligned widths, both together, the
 paper's recipe (torch.ao's quantize_dynamic as it comes), ONNX Runtime's dynamic int8 as it comes (what torch.onnx.export and
 quantize_dynamic make of the model; ours has its attention fused) and eager float32 then meet in sessions of their own, as many as was
-said beforehand and as far apart as the other models' take, which the checks are read from. The paper's numbers are of its hardware.
+said beforehand and as far apart as the other models' take, which the checks are read from.
 """
 
 import argparse
@@ -24,6 +24,7 @@ import torch
 from checks import Check, Estimate, finish, stamped
 from full_size import MODELS, SPEC, build, cuts_for_macs, macs_by_module
 from limit import rates
+from paper.numbers import TABLE_4
 from peers import worker_of_papers, worker_of_peer, write_peer
 from sessions import Sessions, add_option
 from torch import nn
@@ -55,30 +56,6 @@ MIN_OVER_PEER = {"ViT-B/16": 1.15, "DeiT-B/16": 1.15, "Swin-B": 1.15, "ResNet-10
 MIN_GAIN = 0.7
 # Both together over the better of what the paper has alone. How much int8 is worth depends on the processor, so this is no multiple of ours.
 MIN_OVER_PAPER = 2.0
-
-
-@dataclass(frozen=True)
-class Published:
-    """What arXiv 2509.05584 prints of a model (EPYC 7763, no VNNI).
-
-    Of its Table 3: percent of bytes saved, seconds before and after, by ONNX Runtime and by the paper. Of Table 4: times as fast
-    after pruning, and after quantization.
-    """
-
-    saved_onnx: float
-    saved: float
-    onnx: tuple[float, float]
-    own: tuple[float, float]
-    pruned: float
-    quantized: float
-
-
-PAPER = {
-    "ViT-B/16": Published(74.1, 74.2, (0.3869, 0.2179), (0.2320, 0.1316), 1.02, 1.74),
-    "DeiT-B/16": Published(74.1, 74.2, (0.3863, 0.2174), (0.2312, 0.1317), 0.98, 1.73),
-    "Swin-B": Published(73.0, 74.7, (0.3749, 0.2266), (0.2442, 0.1556), 1.02, 1.59),
-    "ResNet-101": Published(3.4, 3.4, (0.1640, 0.1634), (0.1211, 0.1199), 0.97, 1.01),
-}
 
 
 def wanted(*, is_quick: bool) -> list[Deployment]:
@@ -236,7 +213,7 @@ def _triple(estimate: Estimate) -> list[float]:
 def checks_of(chosen: Chosen, last: Sequence[dict[str, Any]]) -> list[Check]:
     """Return what must hold; what didn't last holds nothing."""
     rows = {row["final"]: row for row in last}
-    ours, paper = chosen.ours, PAPER[chosen.name]
+    ours, (pruned, quantized) = chosen.ours, (step[-1] for step in TABLE_4[chosen.name].values())
 
     def over(final: str, key: str) -> Estimate | float:
         triple = rows[final][key] if final in rows else None
@@ -245,7 +222,7 @@ def checks_of(chosen: Chosen, last: Sequence[dict[str, Any]]) -> list[Check]:
     who, both = f"{chosen.name}: {ours['deployment']}", f"{chosen.name}: pruned and int8"
     found = [
         Check.at_least(
-            f"{who} over eager float32, beside the paper's", over(ours["deployment"], "over_fp32"), paper.quantized
+            f"{who} over eager float32, beside the paper's", over(ours["deployment"], "over_fp32"), quantized
         ),
         Check.at_least(
             f"{who} over ONNX Runtime dynamic", over(ours["deployment"], "over_peer"), MIN_OVER_PEER[chosen.name]
@@ -256,7 +233,7 @@ def checks_of(chosen: Chosen, last: Sequence[dict[str, Any]]) -> list[Check]:
         Check.at_least(
             f"{both} over eager float32",
             over(chosen.both, "over_fp32"),
-            MIN_OVER_PAPER * max(paper.pruned, paper.quantized),
+            MIN_OVER_PAPER * max(pruned, quantized),
         ),
     ]
     for name, gone in chosen.entered:
@@ -274,7 +251,7 @@ def _told(triple: list[float] | None) -> str:
 
 
 def show(chosen: Chosen, last: Sequence[dict[str, Any]]) -> None:
-    """Print one model's table, the paper's beside it."""
+    """Print one model's table."""
     print(f"\n{chosen.name}, all deployments in one session")
     print(f"  {'deployment':<35}{'MB':>7}{'of fp32':>9}{'error':>8}{'ms':>8}  over eager fp32, of the limit")
     for row in chosen.rows:
@@ -291,15 +268,7 @@ def show(chosen: Chosen, last: Sequence[dict[str, Any]]) -> None:
     for row in last:
         told = "".join(f"{_told(row[key]):<20}" for key in ("over_fp32", "over_peer", "over_int8"))
         print(f"  {row['final']:<35}{row['latency_ms']:>8.1f} ms  {told}")
-    paper = PAPER[chosen.name]
-    for name, saved, (before, after) in (
-        ("ONNX Runtime", paper.saved_onnx, paper.onnx),
-        ("its own", paper.saved, paper.own),
-    ):
-        print(
-            f"  {f'the paper, {name}':<35}{after * 1e3:>8.1f} ms  {before / after:.2f}, {1 - saved / 100:.1%} of the bytes"
-        )
-    print(f"  the paper, pruning {paper.pruned:.2f}, quantization {paper.quantized:.2f}", flush=True)
+    print(flush=True)
 
 
 def main() -> int:

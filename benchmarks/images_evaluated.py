@@ -14,9 +14,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from profiling_agent.documents import read_json
 from profiling_agent.jobs.store import TASK
 from profiling_agent.records import SplitInfo
@@ -59,23 +56,8 @@ def main() -> int:
     """Print the counts; return 1 where a model was evaluated on an image twice."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path)
-    parser.add_argument("--json", type=Path, help="where to write them")
-    given = parser.parse_args()
-    found = counts(given.run)
-    table = Table("model", "split", "images evaluated")
-    for name, number in found["evaluated"].items():
-        table.add_row(*name.rsplit(" ", 1), f"{number:,}")
-    console = Console()
-    console.print(table)
-    console.print(
-        f"all: {found['images']:,}; each model on the whole of its splits, as before the sequential test: "
-        f"{found['images_of_whole_splits']:,}"
-    )
-    console.print(f"decoded: {', '.join(f'{split} {number:,}' for split, number in found['decoded'].items())}")
-    console.print(f"evaluated twice by one model: {found['evaluated_twice']:,}")
-    console.print(f"sets of reference logits: {found['reference_logits']}")
-    if given.json:
-        given.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    found = counts(parser.parse_args().run)
+    print(json.dumps(found, indent=1))
     return 1 if found["evaluated_twice"] else 0
 
 

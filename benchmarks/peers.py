@@ -32,19 +32,13 @@ def worker_of_peer(path: Path) -> list[str]:
 def open_papers(folder: str, start: Start) -> Callable[[], float]:
     """Return one pass of the float32 model with every Linear quantized by torch's default."""
     import torch
-    from torch import nn
-    from torch.ao.quantization import quantize_dynamic
-    from torch.ao.quantization.qconfig import default_dynamic_qconfig
+    from paper.methods import dynamic_int8
 
     from profiling_agent.artifacts.load import load_module, load_recipe
     from profiling_agent.modules.inference import pin_threads
 
     pin_threads(start.num_threads)
-    model = load_module(folder, verify=False)
-    names = [name for name, module in model.named_modules() if type(module) is nn.Linear]
-    # torch.ao announces its own removal on every call.
-    with muted():
-        quantized = quantize_dynamic(model, dict.fromkeys(names, default_dynamic_qconfig), dtype=torch.qint8)
+    quantized = dynamic_int8(load_module(folder, verify=False))
     batch = torch.from_numpy(noise_batch(load_recipe(folder).input, start.batch_size))
 
     return _timed(torch.inference_mode()(lambda: quantized(pixel_values=batch)))

@@ -2,7 +2,7 @@
 
     python benchmarks/planners.py [--models DIR...] [--data DIR] [--personas NAME...] [--planners NAME...] [--baselines [NAME...]] [--quick]
                                   [--runtimes NAMES] [--sessions N] [--json FILE] [--llm openai:MODEL [--base-url URL]]
-                                  [--records FILE...] [--price-read P] [--price-written P]
+                                  [--records FILE...]
 
 Each persona is a script behind a real HTTP server in the OpenAI dialect (tests/personas.py); it sees the prompt and
 nothing else. Contract: at most 1.0 point on held-out images, five iterations. With `hybrid` the rules plan beside the
@@ -10,7 +10,7 @@ model, with `llm` it plans alone, as the paper's does. All runs on a model share
 unpruned deployments, made once by the run of the rules alone. `--llm` measures a real model instead of the personas: the
 paper's Table 5 for any two of them is two runs of this. There a weaker model cost ResNet-101 14.0 points. `--records` has real models' answers of earlier
 runs, their `llm.jsonl`, beside the personas: name the one model that they were recorded with. What a model cost is told in requests and tokens, of a record those
-that were paid for then, and in money where prices of a million tokens are given.
+that were paid for then.
 """
 
 import argparse
@@ -19,13 +19,15 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from checks import finish, use_own_ledger
-from planners_table import HEAD, MAX_POINTS, Prices, checks_of, costs_of, race_the_best, row_of, tell, told_over_rules
+from planners_table import HEAD, MAX_POINTS, checks_of, costs_of, race_the_best, row_of, tell, told_over_rules
 from sessions import add_option
 from transformers import AutoConfig
 
@@ -54,8 +56,6 @@ class Evaluator:
     folder: Path
     asked: dict[str, Any]
     sessions: int
-    prices: Prices
-    records: tuple[Path, ...]
 
     def run(self, name: str, listener: Listener = lambda _: None, **asked: Any) -> tuple[RunReport, float]:
         """Return the report of a run, and its seconds."""
@@ -101,65 +101,52 @@ def with_label(model: Path, folder: Path) -> Path:
     return folder
 
 
-def measure(
-    evaluator: Evaluator, people: dict[str, Script], planners: Sequence[str], baselines: dict[str, Script]
-) -> list[dict[str, Any]]:
-    """Return the rows of one model: the rules alone, everybody with each planner, and the baselines."""
+@dataclass(frozen=True)
+class Entry:
+    """Who plans with a planner: a script behind a server, or what `asked` names."""
+
+    who: str
+    planner: str
+    script: Script | None = None
+    asked: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+def entries_of(asked: argparse.Namespace) -> list[Entry]:
+    """Return who plans beside the rules: a real model, or the personas and the baselines; and earlier runs' records."""
+    if asked.llm:
+        named = {"llm": asked.llm, "base_url": asked.base_url}
+        entries = [Entry(asked.llm, planner, asked=named) for planner in asked.planners]
+    else:
+        # What is silent is waited for; the others answer at once.
+        entries = [
+            Entry(name, planner, PERSONAS[name], {"llm_timeout_s": 6.0 if name == "silent" else 60.0})
+            for name, planner in product(asked.personas, asked.planners)
+        ]
+        entries += [Entry(name, "llm", BASELINES[name]) for name in asked.baselines]
+    recorded = product(asked.records, asked.planners)
+    return entries + [Entry(f"record {one.name}", how, asked={"llm": f"recorded:{one}"}) for one, how in recorded]
+
+
+def measure(evaluator: Evaluator, entries: Sequence[Entry]) -> list[dict[str, Any]]:
+    """Return the rows of one model: the rules alone, and each entry, which costs what it cost when it was made."""
     name = evaluator.model.name.removesuffix("-cifar10")
     print(f"\n{name}\n{HEAD}", flush=True)
     rows, run_ids = [row_of(name, "rules alone", "rules", *evaluator.run("rules"))], ["rules"]
     tell(rows[0])
-    entries = [(persona, script, planner) for persona, script in people.items() for planner in planners]
-    entries += [(persona, script, "llm") for persona, script in baselines.items()]
-    for persona, script, planner in entries:
-        run_id = f"{persona.split()[0]}-{planner}"
-        model = with_label(evaluator.model, evaluator.folder / "injected") if persona == "injected" else evaluator.model
-        with chat_server(script) as server:
-            asked: dict[str, Any] = {
-                "llm": "openai:scripted",
-                "base_url": server.url,
-                "planner": planner,
-                "model": model,
-            }
-            # What is silent is waited for; the others answer at once.
-            asked["llm_timeout_s"] = 6.0 if persona == "silent" else 60.0
-            rows.append(row_of(name, persona, planner, *evaluator.run(run_id, evaluator.sharing(run_id), **asked)))
-        if persona == "injected":
-            shutil.rmtree(model)
+    for number, entry in enumerate(entries):
+        run_id, asked = f"{number}-{entry.planner}", {**entry.asked, "planner": entry.planner}
+        with ExitStack() as stack:
+            if entry.script is not None:
+                asked |= {"llm": "openai:scripted", "base_url": stack.enter_context(chat_server(entry.script)).url}
+            if entry.who == "injected":
+                asked["model"] = with_label(evaluator.model, evaluator.folder / f"injected-{number}")
+            report, seconds = evaluator.run(run_id, evaluator.sharing(run_id), **asked)
+        record = asked["llm"].partition("recorded:")[2]
+        spent = open_recording(record).spent if record else report.spent
+        rows.append(row_of(name, entry.who, entry.planner, report, seconds) | costs_of(spent))
         run_ids.append(run_id)
         tell(rows[-1])
-    return evaluator.raced(*with_records(evaluator, rows, run_ids, planners))
-
-
-def with_records(
-    evaluator: Evaluator, rows: list[dict[str, Any]], run_ids: list[str], planners: Sequence[str]
-) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return the rows and the runs with those of each record, which cost what they cost when they were made."""
-    for index, record in enumerate(evaluator.records):
-        for planner in planners:
-            run_id = f"record{index}-{planner}"
-            told = evaluator.run(run_id, evaluator.sharing(run_id), llm=f"recorded:{record}", planner=planner)
-            row = row_of(evaluator.model.name, f"record {record.name}", planner, *told)
-            rows = [*rows, row | costs_of(open_recording(str(record)).spent, evaluator.prices)]
-            run_ids = [*run_ids, run_id]
-            tell(rows[-1])
-    return rows, run_ids
-
-
-def measure_real(evaluator: Evaluator, llm: str, base_url: str | None, planners: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the rows of one model planned for by a real endpoint."""
-    name = evaluator.model.name
-    print(f"\n{name}\n{HEAD}", flush=True)
-    rows, run_ids = [row_of(name, "rules alone", "rules", *evaluator.run("rules"))], ["rules"]
-    tell(rows[0])
-    for planner in planners:
-        run_id = f"model-{planner}"
-        asked = {"llm": llm, "base_url": base_url, "planner": planner}
-        report, seconds = evaluator.run(run_id, evaluator.sharing(run_id), **asked)
-        rows.append(row_of(name, llm, planner, report, seconds) | costs_of(report.spent, evaluator.prices))
-        run_ids.append(run_id)
-        tell(rows[-1])
-    return evaluator.raced(*with_records(evaluator, rows, run_ids, planners))
+    return evaluator.raced(rows, run_ids)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -175,8 +162,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--llm", metavar="openai:MODEL", help="a real language model instead of the personas")
     parser.add_argument("--base-url", metavar="URL", help="address of its server")
     parser.add_argument("--records", nargs="+", type=Path, default=[], metavar="FILE", help="llm.jsonl of earlier runs")
-    parser.add_argument("--price-read", type=float, metavar="P", help="what a million tokens that a model reads cost")
-    parser.add_argument("--price-written", type=float, metavar="P", help="what a million that it writes cost")
     parser.add_argument("--json", type=Path, metavar="FILE")
     add_option(parser)
     return parser
@@ -196,15 +181,8 @@ def main() -> int:
     rows: list[dict[str, Any]] = []
     for model in asked.models:
         with tempfile.TemporaryDirectory() as folder:
-            prices = Prices(asked.price_read, asked.price_written)
-            evaluator = Evaluator(model, asked.data, Path(folder), wanted, asked.sessions, prices, tuple(asked.records))
-            if asked.llm:
-                found = measure_real(evaluator, asked.llm, asked.base_url, asked.planners)
-            else:
-                people = {name: PERSONAS[name] for name in asked.personas}
-                baselines = {name: BASELINES[name] for name in asked.baselines}
-                found = measure(evaluator, people, asked.planners, baselines)
-        rows += found
+            evaluator = Evaluator(model, asked.data, Path(folder), wanted, asked.sessions)
+            rows += measure(evaluator, entries_of(asked))
     print()
     models = dict.fromkeys(row["model"] for row in rows)
     checks = [check for name in models for check in checks_of([row for row in rows if row["model"] == name])]

@@ -1,7 +1,6 @@
 """The table of planners.py: a run's line, the race of all best models, and what must hold."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +42,7 @@ def row_of(model: str, persona: str, planner: str, report: RunReport, seconds: f
         "by_model": sum(origin.by not in ("rules", "user") for origin in origins),
         "rejected": sum(len(origin.dropped) + bool(origin.cut_back) for origin in origins),
         "noted": sum(origin.note is not None for origin in origins),
-        **costs_of(spent, Prices()),
+        **costs_of(spent),
         "repairs": spent.repairs if spent else 0,
         "stopped": str(report.stopped),
         "seconds": seconds,
@@ -51,29 +50,17 @@ def row_of(model: str, persona: str, planner: str, report: RunReport, seconds: f
     return stamped(row)
 
 
-@dataclass(frozen=True)
-class Prices:
-    """What a million tokens cost, read and written, in one currency; None where nobody said."""
-
-    read: float | None = None
-    written: float | None = None
-
-
-def costs_of(spent: Spent | None, prices: Prices) -> dict[str, Any]:
-    """Return what a language model cost: requests, tokens where its server counted them, money where both prices are known."""
+def costs_of(spent: Spent | None) -> dict[str, Any]:
+    """Return what a language model cost: requests, and tokens where its server counted them."""
     if spent is None:
-        return {"requests": 0, "tokens": 0, "money": None}
+        return {"requests": 0, "tokens": 0}
     read, written = spent.input_tokens, spent.output_tokens
-    tokens = None if read is None or written is None else read + written
-    money = None
-    if read is not None and written is not None and prices.read is not None and prices.written is not None:
-        money = (read * prices.read + written * prices.written) / 1e6
-    return {"requests": spent.requests, "tokens": tokens, "money": money}
+    return {"requests": spent.requests, "tokens": None if read is None or written is None else read + written}
 
 
 HEAD = (
     f"  {'who':<22}{'planner':<8}{'points lost, held out':<24}{'times as fast':<20}{'params':>7}{'MACs':>8}  "
-    f"tries (its own)  requests  tokens   money  repairs  rejected  seconds"
+    f"tries (its own)  requests  tokens  repairs  rejected  seconds"
 )
 
 
@@ -82,10 +69,9 @@ def tell(row: dict[str, Any]) -> None:
     points, fast = row["points"], row["speedup"]
     lost, sped = (f"{one[0]:+.2f} [{one[1]:+.2f}, {one[2]:+.2f}]" for one in (points, fast))
     tokens = "unknown" if row["tokens"] is None else row["tokens"]
-    money = "" if row["money"] is None else f"{row['money']:.3f}"
     print(
         f"  {row['persona']:<22}{row['planner']:<8}{lost:<24}{sped.replace('+', ''):<20}{-row['params_saved']:>7.1%}{-row['macs_saved']:>8.1%}  "
-        f"{row['attempts']:>5} ({row['by_model']}){row['requests']:>15}{tokens:>8}{money:>8}{row['repairs']:>9}"
+        f"{row['attempts']:>5} ({row['by_model']}){row['requests']:>15}{tokens:>8}{row['repairs']:>9}"
         f"{row['rejected']:>10}{row['seconds']:>9.0f}",
         flush=True,
     )

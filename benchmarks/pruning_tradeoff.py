@@ -7,9 +7,9 @@ cuts, with ours' compensation too; the paper's own, where it isn't the uniform o
 importance, ranked globally and isomorphically, with ours' compensation; and FLAP and VBP with theirs and with ours.
 
     python benchmarks/pruning_tradeoff.py [--models DIR...] [--data DIR] [--quick] [--json FILE] [--plot FILE]
-    python benchmarks/pruning_tradeoff.py --ours --answers FOLDER [--before FOLDER]
+    python benchmarks/pruning_tradeoff.py --ours
 
-The second measures our engine alone, and holds it against what another commit's left in its folder, on the same draws and images.
+The second measures our engine alone.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from checks import finish, stamped
 from torch import nn
 from tradeoff_methods import Ours, cut, folded, per_draw, per_subject
 from tradeoff_report import not_won, plot, show
-from tradeoff_statistics import against, beside, checks, checks_beside, summaries
+from tradeoff_statistics import against, checks, summaries
 from tradeoff_subject import Draw, Subject
 from transformers import AutoImageProcessor, AutoModelForImageClassification
 
@@ -54,7 +54,7 @@ class Notebook:
     ) -> None:
         """Measure the model that `make` makes, unless that is known; what can't be made is said and left out."""
         key = {"model": subject.name, "share": share, "method": method, "seed": seed}
-        path = self._folder / answers_name(key)
+        path = self._folder / f"{'-'.join(str(value).replace(' ', '_') for value in key.values())}.npz"
         if not path.exists():
             try:
                 model = make()
@@ -76,11 +76,6 @@ class Notebook:
         """Return the mean share of params that ours really removed, what was asked for where there is no ours."""
         own = [row["saved"] for row in self.rows if _key(row) == (subject.name, share, "ours")]
         return float(np.mean(own)) if own else share
-
-
-def answers_name(key: dict[str, Any]) -> str:
-    """Return the name of the file that keeps what a model answered."""
-    return f"{'-'.join(str(value).replace(' ', '_') for value in key.values())}.npz"
 
 
 def _key(row: dict[str, Any]) -> tuple[str, float, str]:
@@ -126,18 +121,6 @@ def of_draw(draw: Draw, share: float, size: float, ours: Callable[..., Ours]) ->
     return found
 
 
-def before(folder: Path, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return our engine's rows as another commit's run left them in a folder, for each that is given; a row that isn't there is left out."""
-    found: list[dict[str, Any]] = []
-    for row in rows:
-        key = {name: row[name] for name in ("model", "share", "method", "seed")}
-        path = folder / answers_name(key)
-        if path.exists():
-            with np.load(path) as known:
-                found.append({**key, "commit": str(known["commit"]), "right": known["right"]})
-    return found
-
-
 def _asked() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=[str(SHARED / "models" / f"{name}-cifar10") for name in NAMES])
@@ -147,13 +130,7 @@ def _asked() -> argparse.Namespace:
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--answers", type=Path, help="folder that keeps what was measured, to go on from")
     parser.add_argument("--ours", action="store_true", help="our engine alone, nothing beside it")
-    parser.add_argument("--before", type=Path, help="what another commit kept, to be compared with")
-    asked = parser.parse_args()
-    if asked.before and not asked.ours:
-        parser.error("--before compares our engine alone: give --ours too")
-    if asked.before and not any(asked.before.glob("*-ours-*.npz")):
-        parser.error(f"{asked.before} holds no answers of our engine: name another commit's --answers")
-    return asked
+    return parser.parse_args()
 
 
 def main() -> int:
@@ -175,9 +152,7 @@ def main() -> int:
         plot(table, asked.plot)
     if not asked.ours:
         not_won(tests)
-        return finish(checks(table, tests), [*table, *tests], asked.json)
-    compared = beside(book.rows, before(asked.before, book.rows)) if asked.before else []
-    return finish(checks_beside(compared), [*table, *compared], asked.json)
+    return finish([] if asked.ours else checks(table, tests), [*table, *tests], asked.json)
 
 
 if __name__ == "__main__":

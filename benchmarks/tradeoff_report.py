@@ -6,15 +6,6 @@ from typing import Any
 
 from tradeoff_statistics import SIGNIFICANT
 
-# Points lost in Table 1 of the paper (a part of Imagenette), where 1, 10 and 20% of each layer were asked for.
-PAPER = """
-The paper's Table 1, points lost (params, M)   DeiT-B 86.6        ResNet-101 44.5     Swin-B 87.8        ViT-B 86.6
-  L1      1 / 10 / 20% of each layer           1 / 3 / 7          13 / 17 / 17        1 / 0 / 3          0 / 0 / 3
-  L2                                           0 / 1 / 9          17 / 17 / 17        1 / 2 / 4          0 / 0 / 3
-  random                                       0 / 3 / 3          11 / 17 / 17        0 / -1 / 3         0 / 0 / 2
-  its own plan                                 1 (80.9: -6.6%)    -1 (43.0: -3.4%)    1 (81.1: -7.6%)    -2 (78.1: -9.8%)
-"""
-
 
 def show(table: Sequence[dict[str, Any]]) -> None:
     """Print points lost, by model and share, a column for each method."""
@@ -27,7 +18,6 @@ def show(table: Sequence[dict[str, Any]]) -> None:
                 f"{100 * c['drop']:6.2f} [{100 * c['low']:.2f}, {100 * c['high']:.2f}] {c['saved']:.1%}" for c in cells
             ]
             print(f"  {method:28} " + " | ".join(told))
-    print(PAPER)
 
 
 def not_won(tests: Sequence[dict[str, Any]]) -> None:

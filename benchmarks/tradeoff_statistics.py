@@ -24,8 +24,6 @@ SIGNIFICANT = 0.05
 AIMS = {"transformer": {0.2: 0.3, 0.3: 0.5, 0.5: 1.0}, "resnet": {0.2: 1.0, 0.3: 2.5}}
 # Points that the best other method may be above ours, its interval's end included: a third of the default contract's one.
 MAX_BEHIND = 0.3
-# Points that ours may lose more than it did at an earlier commit.
-MAX_MORE = 0.1
 # Where one method removes this share of params more or less than ours, they aren't compared at one size.
 MAX_UNEQUAL = 0.01
 
@@ -142,33 +140,6 @@ def against(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     for test, p_holm in zip(tests, holm([test["p"] for test in tests]), strict=True):
         test["p_holm"] = p_holm
     return tests
-
-
-def beside(rows: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return for each model and share how much more ours loses than another commit's, draw by draw on the same images."""
-    found: list[dict[str, Any]] = []
-    for model, share in dict.fromkeys((row["model"], row["share"]) for row in rows if row["share"]):
-        own, other = (cell(held, model, share, "ours") for held in (rows, others))
-        if own.shape != other.shape:
-            print(f"{model} at {share:.0%}: {len(own)} draws beside {len(other)}, not compared", flush=True)
-            continue
-        more = two_way(_less(other, own)).estimate
-        commits = sorted({row["commit"] for row in others if (row["model"], row["share"]) == (model, share)})
-        found.append({"model": model, "share": share, "before": " ".join(commits), "more_lost": more.value})
-        found[-1] |= {"low": more.low, "high": more.high}
-    return found
-
-
-def checks_beside(compared: Sequence[dict[str, Any]]) -> list[Check]:
-    """Return what a later commit's engine must show beside an earlier one's: no more than a tenth of a point more is lost."""
-    return [
-        Check.at_most(
-            f"{row['model']} at {row['share']:.0%}: points more lost than at {row['before']}",
-            Estimate(*(100 * row[end] for end in ("more_lost", "low", "high"))),
-            MAX_MORE,
-        )
-        for row in compared
-    ]
 
 
 def checks(table: Sequence[dict[str, Any]], tests: Sequence[dict[str, Any]]) -> list[Check]:

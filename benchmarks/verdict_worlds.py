@@ -118,7 +118,6 @@ class World:
     pass_s: float = 0.0005
     work: float = 0.0
     num_opened: int = 0
-    num_looked: list[int] = field(default_factory=list[int])
     wrong: dict[tuple[str, str], Any] = field(default_factory=dict[tuple[str, str], Any])
     timesheet: Timesheet = field(default_factory=lambda: Timesheet(Path("nowhere")))
 

@@ -3,32 +3,24 @@
     python benchmarks/verdicts.py [--models DIR…] [--data DIR] [--quick] [--json FILE] [--output DIR]
 
 Calibration images come from the train split, search and held-out images from the test split, which the models were not trained on.
-Below each verdict is what pruning and quantization brought, each alone and both: every variant that was timed. The paper's Table 4
-(ImageNet-1K, other models and hardware) is printed beside our rows as the bar it set: what it gave up in accuracy for what it saved.
+Below each verdict is what pruning and quantization brought, each alone and both: every variant that was timed.
 """
 
 import argparse
 import tempfile
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from checks import Check, Estimate, finish, stamped, use_own_ledger
 
-from profiling_agent import Request, optimize
+from profiling_agent import Request
 from profiling_agent.benchmarking.race import compare
+from profiling_agent.lifecycle import complete
 from profiling_agent.records import ArtifactRef
 from profiling_agent.reporting.report import RunReport
-from profiling_agent.workspace import read_manifest
+from profiling_agent.workspace import slug
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
-# Table 4 of the paper: top-1 points lost, fraction of params saved, speed-up; pruning, then quantization.
-PAPER = {
-    "ViT-B/16": ((0.8, 0.033, 1.02), (0.1, 0.0, 1.74)),
-    "ResNet-101": ((2.7, 0.029, 0.97), (0.2, 0.0, 1.01)),
-    "Swin-B": ((0.6, 0.019, 1.02), (0.2, 0.0, 1.59)),
-    "DeiT-B/16": ((0.8, 0.020, 0.98), (1.2, 0.0, 1.73)),
-}
 TRANSFORMERS = ("vit", "deit", "swin")
 MIN_PRUNED = 0.05
 # The best of the paper's Table 4.
@@ -70,17 +62,6 @@ def variants_of(name: str, report: RunReport) -> list[dict[str, object]]:
         for row in report.variants
         if row.race_result
     ]
-
-
-def report_of(request: Request, output: Path) -> RunReport | None:
-    """Return the report of the newest complete run under `output` that was asked the same, None where there is none."""
-    done = sorted(output.glob("*/report.json"), key=lambda path: path.stat().st_mtime, reverse=True)
-    found = next((path for path in done if _asked(read_manifest(path.parent).request) == _asked(request)), None)
-    return RunReport.model_validate_json(found.read_text(encoding="utf-8")) if found else None
-
-
-def _asked(request: Request) -> dict[str, Any]:
-    return request.model_dump(exclude={"run_id", "output"})
 
 
 def deepest(report: RunReport) -> float:
@@ -159,16 +140,14 @@ def main() -> int:
                 model=str(model),
                 dataset=str(asked.data),
                 output=str(asked.output or scratch),
+                run_id=slug(model.name),
                 num_samples=400 if asked.quick else None,
             )
-            report = report_of(request, Path(request.output)) or optimize(request)
+            report = complete(request)
             told = [stamped(row) for row in (row_of(model.name, report), *variants_of(model.name, report))]
             checks += checks_of(model.name, report)
             print(*told, sep="\n", flush=True)
             rows += told
-    print("\nThe paper (Table 4, ImageNet-1K): points lost, params saved, times as fast")
-    for name, (pruned, quantized) in PAPER.items():
-        print(f"  {name}: pruning {pruned}, quantization {quantized}")
     return finish(checks, rows, asked.json)
 
 

@@ -68,29 +68,29 @@ class Import:
     line: int
 
 
-def sources(root: Path = ROOT) -> list[Path]:
+def sources() -> list[Path]:
     """Return every file that is installed."""
-    mapped = [path for name in ("graphs", "prompts") for path in (root / name).glob("*.py")]
-    return [*(root / "profiling_agent").rglob("*.py"), *mapped]
+    mapped = [path for name in ("graphs", "prompts") for path in (ROOT / name).glob("*.py")]
+    return [*(ROOT / "profiling_agent").rglob("*.py"), *mapped]
 
 
-def package_of(module: str, root: Path = ROOT) -> str | None:
+def package_of(module: str) -> str | None:
     """Return the package that a dotted name of ours lies in: `base` for the root's own, None for the front door."""
     first = module.split(".")[1] if "." in module else ""
-    if ((root / "profiling_agent" / first).is_dir() and first) or first in ("graphs", "prompts"):
+    if ((ROOT / "profiling_agent" / first).is_dir() and first) or first in ("graphs", "prompts"):
         return first
     return "base" if first in BASE else first if first in ORDER else None
 
 
-def imports(root: Path = ROOT) -> Iterator[Import]:
+def imports() -> Iterator[Import]:
     """Yield every import of one of our packages by another, those inside functions and `if TYPE_CHECKING` included."""
-    for path in sources(root):
-        relative = path.relative_to(root)
+    for path in sources():
+        relative = path.relative_to(ROOT)
         own = ".".join(relative.with_suffix("").parts).removeprefix("profiling_agent.")
-        package = package_of(f"profiling_agent.{own}", root)
+        package = package_of(f"profiling_agent.{own}")
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             for module in _modules(node):
-                imported = package_of(module, root)
+                imported = package_of(module)
                 if package is not None and imported is not None and imported != package:
                     yield Import(package, imported, relative.as_posix(), getattr(node, "lineno", 0))
 
@@ -127,10 +127,10 @@ def _reached(package: str, edges: dict[str, set[str]]) -> set[str]:
     return seen
 
 
-def drawing(root: Path = ROOT) -> str:
+def drawing() -> str:
     """Return the imports as Mermaid, without those that follow from others, and a table of the packages."""
     edges: dict[str, set[str]] = {name: set() for name in ORDER}
-    for each in imports(root):
+    for each in imports():
         edges[each.package].add(each.imported)
     lines = ["```mermaid", "graph BT"]
     for name in ORDER:
@@ -139,14 +139,14 @@ def drawing(root: Path = ROOT) -> str:
     lines += ["```", "", "| package | what it is | imports |", "|---|---|---|"]
     for name in ORDER:
         told = ", ".join(other for other in ORDER if other in edges[name]) or "nothing of ours"
-        lines.append(f"| `{name}` | {_told(name, root)} | {told} |")
+        lines.append(f"| `{name}` | {_told(name)} | {told} |")
     return "\n".join(lines)
 
 
-def _told(name: str, root: Path) -> str:
+def _told(name: str) -> str:
     if name == "base":
         return "the root's own modules: " + ", ".join(f"`{module}`" for module in BASE)
-    folder = root / name if name in ("graphs", "prompts") else root / "profiling_agent" / name
+    folder = ROOT / name if name in ("graphs", "prompts") else ROOT / "profiling_agent" / name
     path = folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
     said = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
     return said.split("\n\n")[0].replace("\n", " ").removesuffix(".")

@@ -19,13 +19,11 @@ class Said:
     status: int = 200
     body: str | None = None
     headers: dict[str, str] = field(default_factory=dict)
-    finish: str = "stop"
     has_usage: bool = True
     refusal: str | None = None
     delay_s: float = 0.0
     drops: bool = False
-    # Of a stream that is asked for: whether it is given, in pieces of so many characters.
-    streams: bool = True
+    # Of a stream that is asked for: how many characters there are in a piece.
     piece: int = 12
 
 
@@ -103,7 +101,7 @@ def chat_server(script: Script) -> Generator[Server]:
 
 
 def _reply(handler: Any, said: Said, payload: dict[str, Any]) -> None:
-    if not (payload.get("stream") and said.streams and said.body is None):
+    if not (payload.get("stream") and said.body is None):
         handler.send(said.status, said.body if said.body is not None else _completion(said), said.headers)
         return
     handler.send_response(said.status)
@@ -128,7 +126,7 @@ def _completion(said: Said) -> str:
         "object": "chat.completion",
         "created": 0,
         "model": "scripted",
-        "choices": [{"index": 0, "message": message, "finish_reason": said.finish, "logprobs": None}],
+        "choices": [{"index": 0, "message": message, "finish_reason": "stop", "logprobs": None}],
     }
     if said.has_usage:
         document["usage"] = {"prompt_tokens": 100, "completion_tokens": 10, "total_tokens": 110}
@@ -153,7 +151,7 @@ def _pieces(said: Said, *, with_usage: bool) -> Generator[str]:
             yield piece(
                 {"tool_calls": [{"index": index, "function": {"arguments": written[start : start + said.piece]}}]}
             )
-    yield piece({}, said.finish)
+    yield piece({}, "stop")
     if said.has_usage and with_usage:
         usage = {"prompt_tokens": 100, "completion_tokens": 10, "total_tokens": 110}
         yield json.dumps(json.loads(piece({})) | {"choices": [], "usage": usage})

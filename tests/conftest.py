@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -115,3 +115,16 @@ def finished(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = tmp_path_factory.mktemp("runs")
     optimize(world.request(output))
     return output / "quick"
+
+
+@pytest.fixture(scope="session")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
+    """Return a function that gives the tiny model of a family, saved and exported once."""
+    from deployed import source_of
+
+    return cache(lambda family: source_of(family, tmp_path_factory.mktemp("source") / family))
+
+
+@pytest.fixture
+def source(sources: Callable[[str], Any]) -> Any:
+    return sources("vit")

@@ -24,6 +24,8 @@ MODELS: dict[str, Callable[[], Any]] = {
 # Not brought into every deployment, which takes minutes.
 OTHERS: dict[str, Callable[[], Any]] = {"swin": zoo.swin, "wide": lambda: zoo.vit(intermediate_size=4096)}
 
+Sources = Callable[[str], Source]
+
 
 def source_of(family: str, folder: Path, *, batch_size: int | None = None) -> Source:
     """Save and export a tiny model, with a dynamic batch or one of `batch_size`."""

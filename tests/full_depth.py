@@ -1,54 +1,22 @@
 """The paper's models as large as they are, on torch's meta device: real names, units and groups, and made-up measurements of them."""
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
+from full_size import MODELS, SPEC
 from made import evidence, profile
-from transformers import (
-    ResNetConfig,
-    ResNetForImageClassification,
-    SwinConfig,
-    SwinForImageClassification,
-    ViTConfig,
-    ViTForImageClassification,
-)
 
 from profiling_agent.modules.complexity import count_complexity
 from profiling_agent.pruning.units import find_units
-from profiling_agent.records import InputSpec, LayerProfile, ModelProfile, OperatorProfile
+from profiling_agent.records import LayerProfile, ModelProfile, OperatorProfile
 
-SPEC = InputSpec(channels=3, height=224, width=224, source="made")
 # So many layers of a model take so long each, and operators are as torch names them.
 LAYER_MS, PASS_MS = 0.123, 456.7
 OPERATORS = ("aten::addmm", "aten::mkldnn_convolution", "aten::_scaled_dot_product_flash_attention_for_cpu")
 
 
-# transformers' stubs don't name it.
-LABELS: dict[str, Any] = {"num_labels": 1000}
-
-
-def _vit() -> Any:
-    return ViTForImageClassification(ViTConfig(**LABELS))
-
-
-def _swin() -> Any:
-    return SwinForImageClassification(
-        SwinConfig(embed_dim=128, depths=[2, 2, 18, 2], num_heads=[4, 8, 16, 32], **LABELS)
-    )
-
-
-def _resnet() -> Any:
-    return ResNetForImageClassification(ResNetConfig(depths=[3, 4, 23, 3], **LABELS))
-
-
-DEEP: dict[str, Callable[[], Any]] = {"ViT-B": _vit, "Swin-B": _swin, "ResNet-101": _resnet}
-
-
 def judged_deep(name: str) -> ModelProfile:
     """Return a profile whose evidence is unlike for every unit: the longest that a prompt can get."""
     with torch.device("meta"):
-        model = DEEP[name]().eval()
+        model = MODELS[name]().eval()
     rows = count_complexity(model, SPEC)
     layers = tuple(
         LayerProfile(

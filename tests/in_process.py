@@ -1,15 +1,44 @@
-"""Jobs done in the test's own process: what a task needs first, as the runner has it, then its handler."""
+"""Jobs done in the test's own process: what a task needs first, as the runner has it, then its handler; and what tasks read."""
 
+import io
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
-from profiling_agent.files import write_text
+import numpy as np
+import zoo
+from PIL import Image
+
+from profiling_agent.acquisition.images import write_rows
+from profiling_agent.artifacts.save import save_model
+from profiling_agent.files import file_sha256, write_text
 from profiling_agent.jobs.context import JobContext
 from profiling_agent.jobs.runner import job_key
 from profiling_agent.jobs.table import TABLE
 from profiling_agent.jobs.tasks import Task
 from profiling_agent.progress import Progress, silent
+from profiling_agent.records import ArtifactRef, SplitInfo
+
+
+def drawn(root: Path, name: Any, num_images: int, *, seed: int = 0, side: int = 32) -> SplitInfo:
+    """Write images of noise, of any of the zoo's classes, as the split of this name."""
+    rng, path, images = np.random.default_rng(seed), root / f"{name}.parquet", list[bytes]()
+    for _ in range(num_images):
+        held = io.BytesIO()
+        Image.fromarray(rng.integers(0, 256, (side, side, 3), dtype=np.uint8)).save(held, format="PNG")
+        images.append(held.getvalue())
+    write_rows(path, zip(images, rng.integers(0, len(zoo.LABELS), num_images).tolist(), strict=True))
+    file = ArtifactRef(path=path.name, sha256=file_sha256(path), size_bytes=path.stat().st_size, kind="split")
+    return SplitInfo(name=name, source_split="train", num_images=num_images, file=file)
+
+
+def saved(root: Path, name: str, model: Any, *, processor: Any = None, cuts: Any = ()) -> ArtifactRef:
+    """Save a model of the zoo's input in a folder of this name."""
+    folder = root / name
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    processor = processor or zoo.processor()
+    save_model(model, folder, spec=zoo.SPEC, processor=processor, base_model="zoo", cuts=cuts)
+    return ArtifactRef(path=name, sha256=file_sha256(folder / "recipe.json"), size_bytes=1, kind="model")
 
 
 def given(task: Task[Any], root: Path) -> dict[str, tuple[str, ...]]:

@@ -19,12 +19,11 @@ BY_LFS = (".safetensors", ".onnx", ".bin")
 
 
 class TakingHub(BaseHTTPRequestHandler):
-    """`users` has the name of each token's owner, who may write below that name alone; `seen` notes what was asked."""
+    """`users` has the name of each token's owner, who may write below that name alone."""
 
     protocol_version = "HTTP/1.1"
     root: Path
     users: dict[str, str]
-    seen: list[tuple[str, str]]
     made: dict[str, dict]
     address: str
 
@@ -51,7 +50,6 @@ class TakingHub(BaseHTTPRequestHandler):
 
     def do_GET(self):
         path = urlsplit(self.path).path
-        self.seen.append(("GET", path))
         if held := re.fullmatch(r"/([^/]+/[^/]+)/resolve/main/([^/]+)", path):
             return self.resolve(self.root / "models" / held[1] / held[2])
         hit = re.fullmatch(r"/api/models/([^/]+/[^/]+)(/.*)?", path)
@@ -79,7 +77,6 @@ class TakingHub(BaseHTTPRequestHandler):
 
     def do_POST(self):
         path, body = urlsplit(self.path).path, self.body()
-        self.seen.append(("POST", path))
         if path == "/api/validate-yaml":
             return self.answer({"errors": [], "warnings": []})
         if self.user() is None:
@@ -148,7 +145,7 @@ class TakingHub(BaseHTTPRequestHandler):
 @contextmanager
 def take(root, users):
     """Take repositories until the block ends; yield the handler's class, which has the address and what was asked."""
-    kept = {"root": root, "users": users, "seen": [], "made": {}}
+    kept = {"root": root, "users": users, "made": {}}
     served = type("Served", (TakingHub,), kept)
     server = ThreadingHTTPServer(("127.0.0.1", 0), served)
     served.address = f"http://127.0.0.1:{server.server_port}"

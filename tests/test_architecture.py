@@ -4,12 +4,8 @@ import ast
 import subprocess
 import sys
 import tomllib
-from pathlib import Path
 
-import pytest
-from architecture import BASE, ORDER, ROOT, Import, drawing, drawn, imports, in_a_cycle, sources, upward
-from conftest import World
-from frames import counted, longest
+from architecture import BASE, ORDER, ROOT, drawing, drawn, imports, in_a_cycle, sources, upward
 
 PACKAGE = ROOT / "profiling_agent"
 STAGES = ORDER[ORDER.index("modules") : ORDER.index("agents")]
@@ -28,30 +24,6 @@ def test_packages_import_one_way():
 
     assert upward(found) == []
     assert in_a_cycle(found) == set()
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "from profiling_agent.iteration.selection import judge",
-        "def late():\n    from profiling_agent.jobs import tasks",
-        "if TYPE_CHECKING:\n    import profiling_agent.cli.main",
-    ],
-)
-def test_an_import_that_runs_the_other_way_is_found(tmp_path: Path, line: str):
-    for name in ORDER:
-        (tmp_path / "profiling_agent" / name).mkdir(parents=True)
-    (tmp_path / "profiling_agent" / "records" / "bad.py").write_text(line)
-
-    (found,) = upward(imports(tmp_path))
-
-    assert (found.package, found.path) == ("records", "profiling_agent/records/bad.py")
-
-
-def test_a_cycle_is_found():
-    found = [Import("a", "b", "", 1), Import("b", "c", "", 1), Import("c", "b", "", 1)]
-
-    assert in_a_cycle(found) == {"b", "c"}
 
 
 def test_the_drawing_is_that_of_the_imports():
@@ -116,22 +88,3 @@ def test_nothing_is_unpickled_and_no_remote_code_is_run():
         assert "pickle.load" not in text
         assert "torch.load(" not in text
         assert "trust_remote_code=True" not in text
-
-
-@pytest.mark.slow
-def test_few_frames_lie_between_a_node_and_the_tensor_operation(world: World):
-    found = counted(world.model, world.data)
-
-    # A trial of what a head is, on noise, cuts nothing of the model.
-    cuts = [frames for frames in found["cut"] if not any("pruning/verify" in name for name in frames)]
-    cut = len(longest(found["pruning"], "agents/")) + len(longest(cuts, "jobs/"))
-    rounded = len(longest(found["round"], "jobs/"))
-    assert cut <= 13
-    for node, through in (
-        ("quantization", "iteration/attempt.py:quantize_attempt"),
-        ("deployment_search", "iteration/deployment_search.py"),
-    ):
-        handed_over = [
-            frames for frames in found[node] if any("iteration/evaluator.py:make" in name for name in frames)
-        ]
-        assert len(longest(handed_over, through)) + rounded <= 17

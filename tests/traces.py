@@ -2,15 +2,14 @@
 
 A page is read block by block, a paragraph or a table. The sources of a block are the files that it names (`*.json` of `benchmarks/results/`, or
 another page, in which the number has to stand as it is printed) and the results, or the log, that were named last under its heading.
-A cell of a table is looked up in the rows of JSON that its model, share, method and so on choose (`CHOICES`), a number in prose
-anywhere in its sources. What is looked up are intervals, as three numbers of one place, and numbers with a decimal point, each
-to the last digit that is printed.
+What is looked up in them are intervals, as three numbers of one place, and numbers with a decimal point, each to the last digit
+that is printed.
 """
 
 import json
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
@@ -31,94 +30,25 @@ NO_CLAIM = re.compile(
 UNKEPT = re.compile(r"\bnot kept\b")
 PAPER = re.compile(r"\bpaper\b")
 LOG = "docs/decisions/LOG.md"
-# Names of models in the pages, the longer ones first, and those in the files.
-MODELS = {
-    r"DINOv2-S": r"dinov2-s",
-    r"BEiT-B": r"beit-b",
-    r"DeiT-S": r"deit-s",
-    r"Swin-T": r"swin-t",
-    r"ConvNeXt-T": r"convnext-t",
-    r"ResNet-50": r"resnet-50",
-    r"RegNetY": r"regnety",
-    r"EfficientNet": r"efficientnet",
-    r"MobileNetV2": r"mobilenetv2",
-    r"MobileViT": r"mobilevit",
-    r"SegFormer": r"segformer",
-    r"PVT-T": r"pvt-t",
-    r"ViT-B": r"vit-b",
-    r"DeiT-B": r"deit-b",
-    r"Swin-B": r"swin-b",
-    r"ResNet-101": r"resnet-101",
-    r"DeiT": r"deit(?!-[bs])",
-    r"ViT": r"vit(?!-b)",
-    r"Swin": r"swin(?!-[bt])",
-    r"ResNet": r"resnet(?!-101|-50)",
-    r"MobileNet": r"mobilenet",
-}
-# What a label or a column's head says, and which rows of JSON that means: a field, and what it holds. The first of a field that fits counts.
-CHOICES: dict[str, tuple[tuple[str, str], ...]] = {
-    "share": ((r"\b20%", r"0\.2$"), (r"\b30%", r"0\.3$"), (r"\b50%", r"0\.5$")),
-    "method": (
-        (r"ranked by L2", "ours, L2 order$"),
-        (r"not compensated", "ours, no compensation$"),
-        (r"the same ratio", "ours, the same ratio$"),
-        (r"mean shift", "VBP$"),
-        (r"variance-based", "VBP, folded$"),
-        (r"Hessian, isomorphic", "TP hessian isomorphic, folded$"),
-        (r"Hessian", "TP hessian global, folded$"),
-        (r"Taylor", "TP taylor global, folded$"),
-        (r"FLAP with its own", "FLAP$"),
-        (r"FLAP", "FLAP, folded$"),
-        (r"uniform L2", "uniform l2, folded$"),
-        (r"uniform L1, as it comes", "uniform l1$"),
-        (r"uniform L1", "uniform l1, folded$"),
-        (r"ours|everything|lost at", "ours$"),
-    ),
-    "deployment": (
-        (r"our choice", ""),
-        (r"eager dynamic", "eager dynamic"),
-        (r"ONNX Runtime dynamic$", "onnxruntime dynamic"),
-        (r"ONNX Runtime static", "onnxruntime static"),
-        (r"inductor", "inductor"),
-        (r"OpenVINO static \(ours\)", "openvino static$"),
-        (r"OpenVINO static \(NNCF\)", "openvino static_nncf$"),
-    ),
-    "final": (
-        (r"ours over it", r"(openvino static(_nncf)?|onnxruntime dynamic)$"),
-        (r"pruned by 25%", "pruned, 25%"),
-        (r"pruned by .* and int8|both over int8", r"pruned, (openvino|onnxruntime)"),
-        (r"by 4\d to 4\d%, fp32", r"pruned, 4\d%"),
-        (r"int8, ours", r"(openvino static(_nncf)?|onnxruntime dynamic)$"),
-        (r"as it comes", "ONNX Runtime dynamic"),
-        (r"paper's recipe, here", "torch.ao"),
-    ),
-    "planner": ((r"rules alone", "rules$"), (r"hybrid", "hybrid$")),
-    "what": ((r"the paper's tables", "both, ours$"),),
-    "processor": ((r"Xeon", ".*Xeon"), (r"EPYC", ".*EPYC")),
-    "variant": ((r"\bint8 alone", "quantized$"), (r"\bpruned, eager", "pruned$"), (r"\bboth\b", r"pruned\+quantized$")),
-}
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A number, or the three of an interval, that a page prints; `said` is what tells which rows of JSON it is of."""
+    """A number, or the three of an interval, that a page prints, and the files that it names for it."""
 
     page: str
     printed: str
     values: tuple[str, ...]
     is_percent: bool
-    said: str
-    in_table: bool
     sources: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Place:
-    """A row of JSON: its fields in words, and the numbers and triples in it."""
+    """The numbers and triples in a row of JSON."""
 
-    fields: dict[str, str]
     numbers: tuple[float, ...]
-    triples: tuple[Triple, ...] = field(default=())
+    triples: tuple[Triple, ...]
 
 
 def claims(page: Path) -> Iterator[Claim]:
@@ -132,32 +62,30 @@ def claims(page: Path) -> Iterator[Claim]:
         own = tuple(NAMED.findall(block))
         sources = (*named, *own)
         named = tuple(name for name in own if name.endswith(".json") or name == LOG) or named
-        for said, piece in _cells(block) if block.startswith("|") else (("", " ".join(block.split())),):
-            yield from _claims_in(piece, page.name, said, sources, in_table=block.startswith("|"))
+        for piece in _cells(block) if block.startswith("|") else (" ".join(block.split()),):
+            yield from _claims_in(piece, page.name, sources)
 
 
-def _cells(table: str) -> Iterator[tuple[str, str]]:
-    """Yield each cell of a table below its head, with what its row's label, its column's head and the corner say."""
+def _cells(table: str) -> Iterator[str]:
+    """Yield each cell of a table below its head that is a measurement of ours."""
     head, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines())
-    places_ = [place for place, name in enumerate(head) if name in ("processor", "machine")]
     for label, *cells in rows:
-        label = ", ".join((label, *(cells[place - 1] for place in places_)))
         for name, cell in zip(head[1:], cells, strict=True):
             if not (
                 UNKEPT.search(name)
                 or PAPER.search(label)
                 or re.search(r"\bpaper'?s?,? (?!recipe)|^the paper$|Table", name)
             ):
-                yield f"{label}\n{name}\n{head[0]}", cell
+                yield cell
 
 
-def _claims_in(text: str, page: str, said: str, sources: tuple[str, ...], *, in_table: bool) -> Iterator[Claim]:
+def _claims_in(text: str, page: str, sources: tuple[str, ...]) -> Iterator[Claim]:
     left = NO_CLAIM.sub(" ", text).replace("**", "")
     for found in INTERVAL.finditer(left):
         value, percent, low, high = found.groups()
-        yield Claim(page, found[0], (value, low, high), bool(percent), said, in_table, sources)
+        yield Claim(page, found[0], (value, low, high), bool(percent), sources)
     for found in DECIMAL.finditer(INTERVAL.sub(" ", left)):
-        yield Claim(page, found[0], (found[1],), bool(found[2]), said, in_table, sources)
+        yield Claim(page, found[0], (found[1],), bool(found[2]), sources)
 
 
 def is_found(claim: Claim) -> bool:
@@ -165,31 +93,14 @@ def is_found(claim: Claim) -> bool:
     pages = [name for name in claim.sources if name.endswith(".md")]
     if any(_is_printed(claim, name) for name in pages):
         return True
-    held = [place for name in claim.sources if name.endswith(".json") for place in places(name)]
-    chosen = [place for place in held if _is_chosen(place, claim.said)] if claim.in_table else held
-    return any(_holds(place, claim) for place in chosen)
+    held = (place for name in claim.sources if name.endswith(".json") for place in places(name))
+    return any(_holds(place, claim) for place in held)
 
 
 def _is_printed(claim: Claim, name: str) -> bool:
     found = [path for path in (ROOT / name, ROOT / "docs" / name, ROOT / "docs" / "decisions" / name) if path.is_file()]
     pattern = re.compile(rf"(?<![\d.]){re.escape(claim.printed)}(?![\d]|\.\d)")
     return any(pattern.search(" ".join(path.read_text(encoding="utf-8").replace("**", "").split())) for path in found)
-
-
-def _is_chosen(place: Place, said: str) -> bool:
-    label, name, corner = said.split("\n")
-    first = [model for part in (label, name) for model in re.findall("|".join(MODELS), part)]
-    if first and "model" in place.fields and not re.match(MODELS[first[0]], place.fields["model"].lower()):
-        return False
-    if "model" in place.fields and ("its norms" in label) != ("norms" in place.fields["model"]):
-        return False
-    for key, options in CHOICES.items():
-        wanted = next(
-            (held for part in (name, label, corner) for words, held in options if re.search(words, part)), None
-        )
-        if wanted is not None and key in place.fields and not re.match(wanted, place.fields[key]):
-            return False
-    return True
 
 
 def _holds(place: Place, claim: Claim) -> bool:
@@ -228,8 +139,7 @@ def places(name: str) -> tuple[Place, ...]:
     rows: list[Any] = []
     for path in found:
         document = json.loads(path.read_text(encoding="utf-8"))
-        processor = {key: value for key, value in document.get("environment", {}).items() if key == "processor"}
-        rows += [processor | row for row in (*document.get("rows", ()), *document.get("checks", ()))]
+        rows += [*document.get("rows", ()), *document.get("checks", ())]
     return tuple(_place(row) for row in rows)
 
 
@@ -250,10 +160,7 @@ def _place(row: dict[str, Any]) -> Place:
                 triples.append((value, held["low"], held["high"]))
         else:
             numbers.append(float(held))
-    fields = {key: str(value) for key, value in row.items() if isinstance(value, str | float | int)}
-    if "model" in fields:
-        fields["model"] = fields["model"].split("/work/shared/models/")[-1]
-    return Place(fields, tuple(numbers), cast("tuple[Triple, ...]", tuple(triples)))
+    return Place(tuple(numbers), cast("tuple[Triple, ...]", tuple(triples)))
 
 
 def _walk(held: Any) -> Iterator[Any]:

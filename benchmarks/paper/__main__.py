@@ -4,9 +4,8 @@
     python -m benchmarks.paper table2 --models ./my-vit --data CIFAR-10=./my-data --split test
 
 Each table is printed, and written as JSON and Markdown into OUTPUT/tables. A model stands for the paper's model of its
-architecture, and a data set for the table's, unless named as in ResNet-101=FOLDER or CIFAR-100=FOLDER. Without a network
-and without --models, the embedded models and digits stand in. `python -m benchmarks.paper page` writes the tables in
-benchmarks/results/paper into docs/paper.md.
+architecture, and a data set for the table's, unless named as in ResNet-101=FOLDER or CIFAR-100=FOLDER.
+`python -m benchmarks.paper page` writes the tables in benchmarks/results/paper into docs/paper.md.
 """
 
 import argparse
@@ -21,8 +20,6 @@ from pydantic import ValidationError
 
 from benchmarks.paper.numbers import (
     DATA,
-    EMBEDDED,
-    EMBEDDED_DATA,
     FAMILIES,
     HUB,
     TABLES,
@@ -117,14 +114,12 @@ def _named_data(name: str, table: TableName) -> DataSet:
     return DataSet(stands_for=known or ("CIFAR-100" if is_hundred else own[0]), dataset=dataset)
 
 
-def choose(models: Sequence[str], data: Sequence[DataSet], *, is_named: bool) -> tuple[list[Subject], list[str]]:
+def choose(models: Sequence[str], data: Sequence[DataSet]) -> tuple[list[Subject], list[str]]:
     """Return each model with each data set whose labels are its classes, and a line for each that can't be had.
-
-    `is_named` if the data are the user's.
 
     Raises:
         RequestError: a named model is none of the paper's architectures.
-        AcquisitionError: a named model can't be had, or no pair is left.
+        AcquisitionError: no model can be had, or no pair is left.
     """
     named = [_named_model(model) for model in models]
     missing: list[str] = []
@@ -138,11 +133,8 @@ def choose(models: Sequence[str], data: Sequence[DataSet], *, is_named: bool) ->
                 named.append((HUB[family], family))
             except ProfilingAgentError as error:
                 missing.append(f"{family} ({HUB[family]}): {error}")
-    if not named and is_named:
-        raise AcquisitionError(f"{missing[0]}; name models of yours with --models")
     if not named:
-        digits = DataSet(stands_for=data[0].stands_for, dataset=EMBEDDED_DATA)
-        return [Subject(model=EMBEDDED[family], family=family, data=digits) for family in FAMILIES], missing
+        raise AcquisitionError(f"{missing[0]}; name models of yours with --models")
     found: list[Subject] = []
     refused: list[str] = []
     with scratch_jobs() as jobs:
@@ -197,7 +189,7 @@ def make_tables(given: argparse.Namespace) -> list[Study]:
             runs.request(Subject(model="checked", family=FAMILIES[0], data=DATA["Imagenette"]), kind, llm)
         fields = {field: getattr(given, name) for name, field in FIELDS.items()}
         data = {name: data_sets(given.data, fields, name) for name in names}
-        chosen = {own: choose(given.models, own, is_named=bool(given.data)) for own in set(data.values())}
+        chosen = {own: choose(given.models, own) for own in set(data.values())}
         folder = output / "tables"
         folder.mkdir(parents=True, exist_ok=True)
         studies: list[Study] = []

@@ -1,10 +1,9 @@
-"""Numbers that the paper prints (arXiv 2509.05584), rows that put measurements next to them, and its claims.
+"""Numbers that the paper prints (arXiv 2509.05584), and rows that put measurements next to them.
 
 Accuracies are in points, parameters in millions, savings in percent.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby
+from collections.abc import Mapping
 from typing import Literal
 
 from profiling_agent.records import Record
@@ -100,12 +99,11 @@ class Row(Record):
 
 
 class Study(Record):
-    """A table, the claims that it contradicts, how the measurement differs from the paper's, and what is missing."""
+    """A table, how the measurement differs from the paper's, and what is missing."""
 
     name: TableName
     title: str
     rows: tuple[Row, ...]
-    contradicted: tuple[str, ...]
     differences: tuple[str, ...]
     missing: tuple[str, ...]
 
@@ -153,14 +151,6 @@ HUB: dict[Family, str] = {
     "Swin-B": "microsoft/swin-base-patch4-window7-224",
     "ResNet-101": "microsoft/resnet-101",
 }
-# Stand-ins without a network.
-EMBEDDED: dict[Family, str] = {
-    "ViT-B/16": "reference:vit",
-    "DeiT-B/16": "reference:deit",
-    "Swin-B": "reference:swin",
-    "ResNet-101": "reference:resnet",
-}
-EMBEDDED_DATA = "reference:digits"
 # First plan without a language model: the MLP cut that gives Table 1's params, and the ResNet cut that Figure 4 prints.
 UNIFORM_CUT: dict[Family, tuple[str, float]] = {
     "ViT-B/16": (r"mlp|intermediate", 0.15),
@@ -298,105 +288,3 @@ def formatted(quantity: str, value: Value | None) -> str:
     before = f"{value.before:{form}} → " if value.before is not None else ""
     interval = f" [{value.low:{form}}, {value.high:{form}}]" if value.low is not None and value.high is not None else ""
     return f"{before}{value.value:{form}}{interval}"
-
-
-# A loss that the paper calls a collapse; and one that its method stays within, in most rows of its tables.
-COLLAPSE, POINT = 10.0, 1.0
-# The text has "approximately 74% across models" (5.5), the table 74.3 and more for three of four.
-MOST_OF_THE_BYTES = 70.0
-
-
-def contradictions(name: TableName, rows: Sequence[Row]) -> tuple[str, ...]:
-    """Return a sentence for each claim that the rows of a table contradict.
-
-    A claim is contradicted if the interval of a measurement lies wholly on the other side of it.
-    """
-    found: list[str] = []
-    for _, group in groupby(rows, key=lambda row: (row.model, row.data)):
-        own = {row.what: row for row in group}
-        for what, row in own.items():
-            if what.partition(" ")[0] in CRITERIA:
-                found += _of_uniform_cut(name, row, own.get(METHOD))
-            elif METHOD in what:
-                found += _of_method(name, row)
-                found += _of_int8(name, row, own.get(ONNX))
-    return tuple(found)
-
-
-def _bounds(row: Row | None, quantity: str) -> tuple[float, float] | None:
-    value = row.here(quantity) if row else None
-    if value is None:
-        return None
-    return value.value if value.low is None else value.low, value.value if value.high is None else value.high
-
-
-def _text(row: Row, quantity: str) -> str:
-    return formatted(quantity, row.here(quantity))
-
-
-def _subject(row: Row) -> str:
-    return f"on {row.family} ({short(row.model)}, {row.data}) {row.what}"
-
-
-def _of_uniform_cut(name: TableName, row: Row, method: Row | None) -> Iterator[str]:
-    paper, gained, saving = row.paper("points gained"), _bounds(row, "points gained"), row.here("% of params saved")
-    if name == "table1" and paper and gained and paper.value <= -COLLAPSE < gained[0]:
-        yield (
-            f"the paper claims that uniform cuts collapse this network ({paper.value:+.1f} points, 5.2.1); "
-            f"{_subject(row)} gains {_text(row, 'points gained')}"
-        )
-    if method is None:
-        return
-    own, less = _bounds(method, "points gained"), method.here("% of params saved")
-    if name == "table1" and gained and own and saving and less and saving.value >= less.value and gained[0] > own[1]:
-        yield (
-            f"the paper claims a better balance than uniform cuts on all models (5.2.1); {_subject(row)} saves "
-            f"{saving.value:.1f}% of the params for {_text(row, 'points gained')} points, its method {less.value:.1f}% for "
-            f"{_text(method, 'points gained')}"
-        )
-    speed, most = row.here("times as fast"), _bounds(method, "times as fast")
-    if name == "figure5" and speed and most and speed.value > most[1]:
-        yield (
-            f"the paper claims that its pruned models are faster than all baselines (5.2.2); {_subject(row)} is "
-            f"{speed.value:.2f} times as fast, its method {_text(method, 'times as fast')}"
-        )
-
-
-def _of_method(name: TableName, row: Row) -> Iterator[str]:
-    paper, gained = row.paper("points gained"), _bounds(row, "points gained")
-    # A printed loss of more than a point is no claim to keep the accuracy.
-    if name in ("table1", "table2", "table3", "table4") and paper and gained and paper.value >= -POINT > gained[1]:
-        yield (
-            f"the paper's method gains {paper.value:+.2f} points (Table {name[-1]}); {_subject(row)} gains "
-            f"{_text(row, 'points gained')}"
-        )
-
-
-def _of_int8(name: TableName, row: Row, onnx: Row | None) -> Iterator[str]:
-    paper, smaller = row.paper("% of bytes saved"), row.here("% of bytes saved")
-    ratio, printed = _bounds(row, "times ONNX Runtime"), row.paper("times ONNX Runtime")
-    if name == "table3" and ratio and printed and ratio[1] < 1:
-        yield (
-            f"the paper's int8 is {printed.value:.2f} times as fast as ONNX Runtime's (5.4); {_subject(row)} is "
-            f"{_text(row, 'times ONNX Runtime')} times as fast"
-        )
-    other = onnx.here("% of bytes saved") if onnx else None
-    if name == "table3" and smaller and other and smaller.value < other.value:
-        yield (
-            f"the paper claims that its int8 consistently saves more bytes than ONNX Runtime's (5.4); {_subject(row)} saves "
-            f"{smaller.value:.1f}%, ONNX Runtime's {other.value:.1f}%"
-        )
-    if name != "table4" or not row.what.startswith("quantization"):
-        return
-    speed = _bounds(row, "times as fast")
-    if speed and speed[1] < 1:
-        yield (
-            f"the paper claims that int8 is consistently faster (5.5); {_subject(row)} is {_text(row, 'times as fast')} "
-            "times as fast"
-        )
-    if paper and smaller and smaller.value < MOST_OF_THE_BYTES:
-        own = f", and its own table has {paper.value:.1f}%" if paper.value < MOST_OF_THE_BYTES else ""
-        yield (
-            f"the paper claims that int8 saves approximately 74% of the bytes across models (5.5); {_subject(row)} saves "
-            f"{smaller.value:.1f}%{own}"
-        )

@@ -69,7 +69,6 @@ KINDS: Mapping[Kind, Mapping[str, Any]] = {
 FIGURE_5_RATIO = 0.10
 NUM_REPEATS, NUM_WARM_UP = 15, 3
 MILLION = 1e6
-BAR, BAR_WHOLE = 20, {"times as fast": 2.0, "% of memory saved": 100.0}
 NUMBERS: TypeAdapter[Numbers] = TypeAdapter(Numbers)
 
 
@@ -476,18 +475,17 @@ def make_table(name: TableName, runs: Runs, subjects: Sequence[Subject], missing
         name=name,
         title=title,
         rows=tuple(rows),
-        contradicted=paper.contradictions(name, rows),
-        differences=_differences(name, runs, subjects),
+        differences=_differences(runs, subjects),
         missing=tuple(gone),
     )
 
 
-def _differences(name: TableName, runs: Runs, subjects: Sequence[Subject]) -> tuple[str, ...]:
+def _differences(runs: Runs, subjects: Sequence[Subject]) -> tuple[str, ...]:
     here = environment()
     options = runs.request(subjects[0], "both") if subjects else Request()
     models = dict.fromkeys(f"{paper.short(subject.model)} as {subject.family}" for subject in subjects)
     data = dict.fromkeys(subject.data.title for subject in subjects)
-    found = [
+    return (
         f"models: {', '.join(models)}",
         f"data: {', '.join(data)}; accuracy on held-out images that no decision used, the paper's on a random subset that "
         "its loop used too",
@@ -496,24 +494,8 @@ def _differences(name: TableName, runs: Runs, subjects: Sequence[Subject]) -> tu
         "the paper's torch 2.6.0",
         f"times: batches of {options.batch_size}, models in turns, 95% intervals over {options.num_sessions} sessions; "
         "the paper's one run each",
-    ]
-    if name != "table3":
-        cuts = dict.fromkeys(
-            "{1:.0%} of {0!r} ({2})".format(*paper.UNIFORM_CUT[subject.family], subject.family) for subject in subjects
-        )
-        by_rules = f"first a uniform cut, {', '.join(cuts)}, then half as much again or half of it"
-        found += [
-            "the paper's method: the best of five plans by Algorithm 1, without compensation; widths are aligned, and each "
-            "unit is cut once",
-            f"its plans: {f'by {runs.llm}, with our prompts and guards' if runs.llm else by_rules}",
-            "ours: the cheapest float32 model that is shown to lose at most one point",
-        ]
-    if name in ("table3", "table4"):
-        found.append(
-            f"int8: {METHOD!r} has our dynamic linear layers, with a scale for each output channel and, with VNNI, 8-bit "
-            f"activations; {RECIPE!r} has one scale for each weight tensor and 7-bit activations"
-        )
-    return tuple(found)
+        f"plans of the paper's method: {f'by {runs.llm}' if runs.llm else 'a uniform cut, then half as much again or half of it'}",
+    )
 
 
 def _columns(study: Study) -> list[tuple[str, bool]]:
@@ -527,14 +509,7 @@ def _escaped(text: str) -> str:
 
 
 def markdown(study: Study) -> str:
-    """Return a study as Markdown: the table, with bars for Figure 5, and the lists below it."""
-
-    def text(quantity: str, value: Value | None) -> str:
-        written, whole = paper.formatted(quantity, value), BAR_WHOLE.get(quantity)
-        if study.name != "figure5" or value is None or whole is None:
-            return written
-        return f"{'█' * min(max(round(BAR * value.value / whole), 0), BAR)} {written}"
-
+    """Return a study as Markdown: the table, and the lists below it."""
     heads = ["model", "data", "what"]
     for quantity, is_printed in _columns(study):
         heads += [quantity, "the paper"] if is_printed else [quantity]
@@ -543,12 +518,11 @@ def markdown(study: Study) -> str:
     for row in study.rows:
         cells = [f"{row.family}: {paper.short(row.model)}", row.data, row.what]
         for quantity, is_printed in _columns(study):
-            cells.append(text(quantity, row.here(quantity)))
+            cells.append(paper.formatted(quantity, row.here(quantity)))
             if is_printed:
-                cells.append(text(quantity, row.paper(quantity)))
+                cells.append(paper.formatted(quantity, row.paper(quantity)))
         lines.append(f"| {' | '.join(map(_escaped, [*cells, row.note]))} |")
     for title, items in (
-        ("Claims of the paper that this contradicts", study.contradicted),
         ("Differences from the paper", study.differences),
         ("Not made", study.missing),
     ):

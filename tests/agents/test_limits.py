@@ -102,22 +102,11 @@ def test_what_was_written_into_a_threads_state_is_held_to_the_same(limits: Limit
         limits.check(RunState(acquired=acquired))
 
 
-@pytest.mark.parametrize(
-    "asked",
-    [
-        {"output": "elsewhere/runs"},
-        {"plan": "elsewhere/secret"},
-        {"model": "elsewhere/model"},
-        {"base_url": EVIL},
-        {"tracker": "mlflow"},
-    ],
-)
-def test_the_served_graph_refuses_before_anything_is_made(limits: Limits, tmp_path: Path, asked: dict[str, str]):
-    given = {name: str(tmp_path / value) if value.startswith("elsewhere") else value for name, value in asked.items()}
+def test_the_served_graph_refuses_before_anything_is_made(limits: Limits, tmp_path: Path):
     served = build_graph(InMemorySaver(), sessions=Sessions(limits=limits))
 
     with pytest.raises(RequestError, match="operator"):
-        served.invoke(Request.model_validate(given), {"configurable": {"thread_id": "t"}})
+        served.invoke(Request(output=str(tmp_path / "elsewhere" / "runs")), {"configurable": {"thread_id": "t"}})
 
     assert not list((tmp_path / "elsewhere").iterdir())
     assert not list((tmp_path / "here").iterdir())

@@ -2,9 +2,8 @@
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -42,11 +41,6 @@ TIMM_FORMS = ["eager float32", "eager bfloat16", "eager dynamic", "inductor stat
 IMAGES = noise_batch(zoo.SPEC, 4, seed=3)
 
 
-@pytest.fixture(scope="module")
-def sources(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Source]:
-    return cache(lambda family: deployed.source_of(family, tmp_path_factory.mktemp("source") / family))
-
-
 def save(model: Any, folder: Path, **described: Any) -> Path:
     spec = spec_of(model)
     save_model(model, folder, spec=spec, processor=processor_of(spec), base_model="zoo", **described)
@@ -82,9 +76,7 @@ def check_refused(folder: Path, model: Any) -> None:
 
 @pytest.mark.parametrize("family", ["vit", "resnet"])
 @pytest.mark.parametrize("form", FORMS)
-def test_transformers_opens_no_saved_deployment(
-    sources: Callable[[str], Source], tmp_path: Path, family: str, form: str
-):
+def test_transformers_opens_no_saved_deployment(sources: deployed.Sources, tmp_path: Path, family: str, form: str):
     write(sources(family), form, tmp_path / "saved")
 
     check_refused(tmp_path / "saved", sources(family).module)
@@ -109,7 +101,7 @@ def test_transformers_opens_no_saved_model_that_was_changed(tmp_path: Path, mode
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["inductor float32", "inductor static", "eager dynamic", "eager float16"])
 def test_transformers_reads_exported_files_as_they_are_meant_or_not_at_all(
-    sources: Callable[[str], Source], tmp_path: Path, form: str
+    sources: deployed.Sources, tmp_path: Path, form: str
 ):
     write(sources("vit"), form, tmp_path / "saved")
 
@@ -127,7 +119,7 @@ def test_transformers_reads_exported_files_as_they_are_meant_or_not_at_all(
 
 @pytest.mark.parametrize("form", ["eager float32", "eager float16"])
 def test_a_hugging_face_export_answers_in_transformers_as_the_saved_model(
-    sources: Callable[[str], Source], tmp_path: Path, form: str
+    sources: deployed.Sources, tmp_path: Path, form: str
 ):
     write(sources("vit"), form, tmp_path / "saved")
 
@@ -138,9 +130,7 @@ def test_a_hugging_face_export_answers_in_transformers_as_the_saved_model(
     assert deployed.distance(found, load(tmp_path / "saved")(IMAGES).logits.numpy()) < bound
 
 
-def test_transformers_misreads_the_layout_of_schema_2_and_load_reads_it(
-    sources: Callable[[str], Source], tmp_path: Path
-):
+def test_transformers_misreads_the_layout_of_schema_2_and_load_reads_it(sources: deployed.Sources, tmp_path: Path):
     folder = tmp_path / "saved"
     write(sources("vit"), "eager dynamic", folder)
     expected = load(folder)(IMAGES).logits.numpy()

@@ -3,29 +3,14 @@ from typing import Any
 import pytest
 import torch
 import zoo
-from transformers import (
-    ResNetConfig,
-    ResNetForImageClassification,
-    SwinConfig,
-    SwinForImageClassification,
-    ViTConfig,
-    ViTForImageClassification,
-)
+from full_size import MODELS, SPEC
 
 from benchmarks.paper.methods import dynamic_int8, paper_prune, uniform_prune
 from benchmarks.paper.numbers import PARAMS, RATIOS, UNIFORM_PARAMS
 from profiling_agent.errors import PruningError, RequestError
 from profiling_agent.modules.inference import random_batch
 from profiling_agent.pruning.units import find_units
-from profiling_agent.records import InputSpec, UnitKind
-
-OF_IMAGENET: dict[str, Any] = {"num_labels": 1000}
-SWIN_B: dict[str, Any] = {"embed_dim": 128, "depths": [2, 2, 18, 2], "num_heads": [4, 8, 16, 32]}
-FULL_SIZE = {
-    "ViT-B/16": lambda: ViTForImageClassification(ViTConfig(**OF_IMAGENET)),
-    "ResNet-101": lambda: ResNetForImageClassification(ResNetConfig(depths=[3, 4, 23, 3], **OF_IMAGENET)),
-    "Swin-B": lambda: SwinForImageClassification(SwinConfig(**SWIN_B, **OF_IMAGENET)),
-}
+from profiling_agent.records import UnitKind
 
 
 def units_of(model):
@@ -42,12 +27,11 @@ def runs(model):
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("family", FULL_SIZE)
+@pytest.mark.parametrize("family", ["ViT-B/16", "Swin-B", "ResNet-101"])
 def test_the_papers_baselines_have_the_params_of_its_table_1(family):
-    model = FULL_SIZE[family]().eval()
-    spec = InputSpec(channels=3, height=224, width=224, source="test")
+    model = MODELS[family]().eval()
 
-    counts = [num_params(paper_prune(model, spec, ratio, "l2").model) / 1e6 for ratio in RATIOS]
+    counts = [num_params(paper_prune(model, SPEC, ratio, "l2").model) / 1e6 for ratio in RATIOS]
 
     assert tuple(round(count, 1) for count in counts) == UNIFORM_PARAMS[family]
     assert round(num_params(model) / 1e6, 1) == PARAMS[family]

@@ -10,7 +10,6 @@ from sessions import Sessions
 
 from profiling_agent.benchmarking.session import RaceSession, SessionLimits
 from profiling_agent.benchmarking.worker import Start
-from profiling_agent.records import Spent
 
 
 def raced(*of_sessions: list[float]) -> Sessions:
@@ -89,14 +88,3 @@ def test_what_a_choice_loses_is_checked_at_the_upper_end():
     )
 
     assert (check.value, check.worst, check.holds) == (pytest.approx(0.3), pytest.approx(0.7), False)
-
-
-def test_what_a_model_cost_is_told_as_far_as_it_is_known():
-    prices = planners_table.Prices(read=2.0, written=10.0)
-    spent = Spent(requests=3, input_tokens=500_000, output_tokens=20_000)
-
-    # Half a million read for 2 a million, and a fiftieth of one written for 10.
-    assert planners_table.costs_of(spent, prices) == {"requests": 3, "tokens": 520_000, "money": pytest.approx(1.2)}
-    assert planners_table.costs_of(spent, planners_table.Prices(read=2.0))["money"] is None
-    assert planners_table.costs_of(Spent(requests=1, input_tokens=None), prices)["tokens"] is None
-    assert planners_table.costs_of(None, prices)["requests"] == 0

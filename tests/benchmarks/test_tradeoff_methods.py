@@ -1,10 +1,9 @@
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 
 import pytest
 import torch
 import zoo
-from paper.methods import paper_prune, uniform_prune
 from tradeoff_methods import (
     Ours,
     folded,
@@ -19,7 +18,7 @@ from tradeoff_methods import (
 )
 from tradeoff_subject import Draw, Subject, nearest
 
-from profiling_agent.errors import PruningError, RequestError
+from profiling_agent.errors import PruningError
 from profiling_agent.modules.inference import random_batch
 from profiling_agent.pruning.moments import UnitMoments
 from profiling_agent.pruning.units import find_units
@@ -39,19 +38,6 @@ class TinySubject(Subject):
 
 def draw_of(family: str) -> Draw:
     return Draw(TinySubject(family, zoo.FAMILIES[family](), None, Path()), 0)
-
-
-@pytest.mark.parametrize("family", ["vit", "resnet"])
-def test_a_share_of_params_is_met_as_nearly_as_one_channel_allows(family):
-    model = zoo.FAMILIES[family]()
-    units = find_units(model, zoo.SPEC, {}).units
-    share_of = lambda pruned: pruned.share  # noqa: E731
-    uniform = nearest(partial(uniform_prune, model, units, zoo.SPEC), share_of, 0.2)
-    paper = nearest(partial(paper_prune, model, zoo.SPEC), share_of, 0.2)
-
-    # All units step at once, up to 1.2% of the params of these tiny models.
-    assert uniform.share == pytest.approx(0.2, abs=0.012)
-    assert paper.share == pytest.approx(0.2, abs=0.03)
 
 
 def test_what_cuts_nothing_at_any_ratio_is_refused():
@@ -200,12 +186,3 @@ def test_a_ranking_leaves_the_model_as_it_was_given():
 
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
-
-
-def test_there_is_no_ranking_by_another_criterion():
-    images, labels = labelled()
-    with (
-        pytest.raises(RequestError, match="taylor, hessian"),
-        torch_pruning_ranking(zoo.vit(), (), zoo.SPEC, images, labels, "l1"),
-    ):
-        pass

@@ -27,21 +27,6 @@ def test_intervals_cover_the_mean_of_worlds_whose_draws_share_their_images(of_dr
     assert covered / WORLDS >= 0.93
 
 
-def right_or_wrong(rng: np.random.Generator) -> np.ndarray:
-    """Images lost (1), won (-1) or as before (0): each image has a chance of its own, which a draw moves a little."""
-    chance = np.clip(0.04 + rng.normal(0, 0.01, (NUM_DRAWS, 1)) + rng.exponential(0.05, (1, NUM_IMAGES)), 0, 1)
-    lost = rng.random((NUM_DRAWS, NUM_IMAGES)) < chance
-    return lost.astype(float) - (rng.random((NUM_DRAWS, NUM_IMAGES)) < 0.03)
-
-
-def test_intervals_cover_what_is_lost_of_images_that_are_right_or_wrong():
-    rng = np.random.default_rng(1)
-    truth = np.mean([right_or_wrong(rng).mean() for _ in range(4000)])
-    intervals = [two_way(right_or_wrong(rng)).estimate for _ in range(WORLDS)]
-
-    assert np.mean([interval.low <= truth <= interval.high for interval in intervals]) >= 0.93
-
-
 def test_equal_methods_are_called_different_in_one_of_twenty_worlds():
     rng = np.random.default_rng(2)
     shared = [rng.normal(0, 0.3, (1, NUM_IMAGES)) + rng.normal(0, 0.01, (NUM_DRAWS, 1)) for _ in range(WORLDS)]

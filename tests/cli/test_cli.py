@@ -6,35 +6,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from commands import call
 from conftest import World
-from typer.testing import CliRunner
 
-from profiling_agent.cli.main import app
 from profiling_agent.cli.tables import profile_tables
 from profiling_agent.records import ModelProfile
 from profiling_agent.request import Request
-
-runner = CliRunner()
-
-
-def run_world(world: World, output: Path, *arguments: str):
-    command = [sys.executable, "-m", "profiling_agent.cli.main", "run", "--model", str(world.model)]
-    command += [
-        "--dataset",
-        str(world.data),
-        "--batch-size",
-        "4",
-        "--num-sessions",
-        "2",
-        "--output",
-        str(output),
-        *arguments,
-    ]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
-
-
-def call(*arguments: str):
-    return runner.invoke(app, list(arguments), env={"COLUMNS": "200", "TERM": "dumb"})
 
 
 def test_every_field_of_the_request_is_a_flag_of_run():
@@ -114,18 +91,6 @@ def test_report_is_written_again(finished: Path):
 
     assert call("report", str(finished)).exit_code == 0
     assert (finished / "report.md").read_text() == before
-
-
-@pytest.mark.parametrize("verb", ["show", "report", "resume"])
-def test_a_folder_that_is_no_run_is_refused(tmp_path: Path, verb: str):
-    assert call(verb, str(tmp_path)).exit_code == 2
-
-
-def test_a_damaged_report_is_refused(tmp_path: Path, finished: Path):
-    (tmp_path / "request.json").write_bytes((finished / "request.json").read_bytes())
-    (tmp_path / "report.json").write_text("{}")
-
-    assert call("show", str(tmp_path)).exit_code == 2
 
 
 @pytest.mark.slow

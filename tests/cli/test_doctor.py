@@ -10,11 +10,10 @@ import pytest
 import torch
 from broken import break_library
 from chat_server import Said, chat_server, error, in_turn
-from typer.testing import CliRunner
+from commands import call
 
 from profiling_agent.cache import VARIABLE
 from profiling_agent.cli.doctor import Finding, cpu_found, examine, memory_found, self_tested
-from profiling_agent.cli.main import app
 from profiling_agent.deployment.probe import probe
 from profiling_agent.errors import RequestError
 from profiling_agent.jobs.self_test import SelfTest, main
@@ -24,10 +23,6 @@ from profiling_agent.request import Request
 
 QUICK = ("software", "CPU", "memory", "disk", "noise", "language model", "Hugging Face")
 NOBODY = "http://127.0.0.1:9/v1"
-
-
-def call(*arguments: str):
-    return CliRunner().invoke(app, ["doctor", *arguments], env={"COLUMNS": "200", "TERM": "dumb"})
 
 
 def looked(tmp_path: Path, **asked) -> dict[str, Finding]:
@@ -131,7 +126,7 @@ def test_being_cut_off_from_the_hub_on_purpose_is_told(tmp_path: Path, monkeypat
 
 @pytest.mark.parametrize("arguments", [("--llm", ""), ("--base-url", "http://" + 500 * "x"), ("--device", "tpu")])
 def test_what_no_request_can_say_is_one_line_and_exit_code_2(arguments: tuple[str, ...]):
-    said = call(*arguments)
+    said = call("doctor", *arguments)
 
     assert said.exit_code == 2
     assert len(said.stderr.strip().splitlines()) == 1
@@ -201,7 +196,7 @@ def test_a_runtime_or_device_that_was_asked_for_or_breaks_is_a_problem_and_a_mis
     monkeypatch.setitem(sys.modules, "openvino", None)
 
     asked = ("--llm", "openai:x", "--base-url", NOBODY, "--device", "cuda")
-    said = call("--output", str(tmp_path / "runs"), *asked, "--json")
+    said = call("doctor", "--output", str(tmp_path / "runs"), *asked, "--json")
 
     assert said.exit_code == 1
     found = {one["name"]: Finding.model_validate(one) for one in json.loads(said.stdout)}

@@ -4,9 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
-
-from profiling_agent.cli.main import app
+from commands import call
 
 
 @pytest.fixture
@@ -25,7 +23,7 @@ def test_an_old_run_is_refused_in_one_line_that_names_the_versions(old: Path, tm
     options = ["--format", "hf", "--output", str(tmp_path / "out")] if verb == "export" else []
     before = {path: path.read_bytes() for path in old.rglob("*") if path.is_file()}
 
-    said = CliRunner().invoke(app, [verb, str(old), *options], env={"COLUMNS": "200", "TERM": "dumb"})
+    said = call(verb, str(old), *options)
 
     assert said.exit_code == 2
     assert len(said.stderr.strip().splitlines()) == 1
@@ -37,7 +35,7 @@ def test_an_old_run_is_refused_in_one_line_that_names_the_versions(old: Path, tm
 def test_an_old_run_without_a_report_is_refused_the_same_way(old: Path):
     (old / "report.json").unlink()
 
-    said = CliRunner().invoke(app, ["show", str(old)], env={"COLUMNS": "200", "TERM": "dumb"})
+    said = call("show", str(old))
 
     assert said.exit_code == 2
     assert "with schema version 1, this version reads 6" in said.stderr

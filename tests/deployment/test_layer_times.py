@@ -7,20 +7,15 @@ import pytest
 from torch import nn
 
 from profiling_agent.deployment.layer_times import by_layer, layer_times
-from profiling_agent.deployment.protocol import OperatorTime, Source
+from profiling_agent.deployment.protocol import OperatorTime
 from profiling_agent.deployment.save import save_deployed
 
 NAMES = [one.name for one in deployed.all_deployments() if one.runtime != "inductor"]
 
 
-@pytest.fixture(scope="module")
-def wide(tmp_path_factory: pytest.TempPathFactory) -> Source:
-    return deployed.source_of("wide", tmp_path_factory.mktemp("wide") / "wide")
-
-
 @pytest.mark.parametrize("name", NAMES)
-def test_each_runtime_says_where_a_pass_goes(wide: Source, tmp_path: Path, name: str):
-    deployment = deployed.deployment(name)
+def test_each_runtime_says_where_a_pass_goes(sources: deployed.Sources, tmp_path: Path, name: str):
+    wide, deployment = sources("wide"), deployed.deployment(name)
     save_deployed(wide, deployment, tmp_path / "model", num_threads=1)
     # OpenVINO isn't given that file for our int8 layers: it reads an export of its own.
     exported = None if name == "openvino static" else wide.onnx
@@ -40,8 +35,8 @@ def test_each_runtime_says_where_a_pass_goes(wide: Source, tmp_path: Path, name:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["eager float32", "onnxruntime static", "openvino static", "openvino static_nncf"])
-def test_each_convolution_of_a_network_has_its_time(tmp_path: Path, name: str):
-    source, deployment = deployed.source_of("resnet", tmp_path / "resnet"), deployed.deployment(name)
+def test_each_convolution_of_a_network_has_its_time(sources: deployed.Sources, tmp_path: Path, name: str):
+    source, deployment = sources("resnet"), deployed.deployment(name)
     save_deployed(source, deployment, tmp_path / "model", num_threads=1)
 
     told = layer_times(

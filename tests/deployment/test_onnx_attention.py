@@ -14,17 +14,10 @@ from profiling_agent.artifacts.recipe import ONNX
 from profiling_agent.deployment.batches import noise_batch
 from profiling_agent.deployment.onnx_export import _attend, _mask, export_onnx
 from profiling_agent.deployment.onnx_runtime_conversion import DOMAIN, fuse_attention
-from profiling_agent.deployment.protocol import Source
 from profiling_agent.deployment.save import save_deployed
 from profiling_agent.records import QuantizationRecommendation
 
 IMAGES = noise_batch(zoo.SPEC, 3, seed=4)
-
-
-@pytest.fixture(scope="module")
-def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Source]:
-    root = tmp_path_factory.mktemp("sources")
-    return {family: deployed.source_of(family, root / family) for family in ("vit", "swin")}
 
 
 def operators(model: onnx.ModelProto) -> list[str]:
@@ -45,8 +38,8 @@ def test_an_exported_vit_masks_nothing(tmp_path: Path):
 
 
 @pytest.mark.parametrize("family", ["vit", "swin"])
-def test_each_block_becomes_one_node_that_computes_the_same(sources: dict[str, Source], family: str):
-    exported = sources[family].onnx
+def test_each_block_becomes_one_node_that_computes_the_same(sources: deployed.Sources, family: str):
+    exported = sources(family).onnx
     assert exported is not None
     model = onnx.load(exported)
 
@@ -59,9 +52,9 @@ def test_each_block_becomes_one_node_that_computes_the_same(sources: dict[str, S
     assert deployed.distance(logits(found), logits(model)) < 1e-6
 
 
-def test_dynamic_int8_has_attention_in_int8_and_says_so(sources: dict[str, Source], tmp_path: Path):
+def test_dynamic_int8_has_attention_in_int8_and_says_so(sources: deployed.Sources, tmp_path: Path):
     recipe = save_deployed(
-        sources["vit"], deployed.deployment("onnxruntime dynamic"), tmp_path / "model", num_threads=1
+        sources("vit"), deployed.deployment("onnxruntime dynamic"), tmp_path / "model", num_threads=1
     )
 
     saved = operators(onnx.load(tmp_path / "model" / ONNX))
@@ -70,22 +63,22 @@ def test_dynamic_int8_has_attention_in_int8_and_says_so(sources: dict[str, Sourc
     assert "Attention" not in saved
 
 
-def test_with_keys_left_in_float_nothing_is_fused(sources: dict[str, Source], tmp_path: Path):
+def test_with_keys_left_in_float_nothing_is_fused(sources: deployed.Sources, tmp_path: Path):
     recommendation = QuantizationRecommendation(layer=r"q_proj|v_proj|fc1", quantization_type="dynamic", dtype="qint8")
     deployment = deployed.deployment("onnxruntime dynamic").model_copy(update={"recommendations": (recommendation,)})
 
-    recipe = save_deployed(sources["vit"], deployment, tmp_path / "model", num_threads=1)
+    recipe = save_deployed(sources("vit"), deployment, tmp_path / "model", num_threads=1)
 
     assert not {"Attention", "QAttention"} & set(operators(onnx.load(tmp_path / "model" / ONNX)))
     assert recipe.quantized
     assert not any("k_proj" in row.name for row in recipe.quantized)
 
 
-def test_int8_with_a_position_bias_is_not_fused(sources: dict[str, Source]):
-    exported = sources["swin"].onnx
+def test_int8_with_a_position_bias_is_not_fused(sources: deployed.Sources):
+    exported = sources("swin").onnx
     assert exported is not None
     model = onnx.load(exported)
-    every = [name for name, _ in sources["swin"].module.named_modules()]
+    every = [name for name, _ in sources("swin").module.named_modules()]
 
     found, taken = fuse_attention(model, every)
 

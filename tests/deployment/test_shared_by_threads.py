@@ -21,11 +21,6 @@ NUM_THREADS, NUM_CALLS = 4, 50
 BATCHES = [noise_batch(zoo.SPEC, size, seed=10 * size + number) for size in (1, 2, 3) for number in (1, 2)]
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Source:
-    return deployed.source_of("vit", tmp_path_factory.mktemp("source") / "vit")
-
-
 @pytest.mark.parametrize("name", ["eager float32", "onnxruntime float32", "openvino float32", "openvino static"])
 def test_each_thread_gets_the_answers_to_its_own_images(source: Source, tmp_path: Path, name: str):
     save_deployed(source, deployed.deployment(name), tmp_path / "model", num_threads=1)

@@ -40,11 +40,6 @@ print(json.dumps({"apart": max(shared, repeated), "kept": kept}))
 """
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Source:
-    return deployed.source_of("vit", tmp_path_factory.mktemp("source") / "vit")
-
-
 # By our own layers it is compiled once for all sizes.
 @pytest.mark.parametrize(("name", "kept"), [("openvino float32", [*range(3, 11)]), ("openvino static", [])])
 def test_threads_share_an_exported_model_that_keeps_eight_sizes(

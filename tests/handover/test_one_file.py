@@ -12,11 +12,6 @@ from profiling_agent.errors import ArtifactError
 from profiling_agent.handover.export import export
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Source:
-    return deployed.source_of("vit", tmp_path_factory.mktemp("source") / "vit")
-
-
 def test_a_graph_of_eight_bits_says_on_which_processors_its_sums_may_saturate(source: Source, tmp_path: Path):
     saved = tmp_path / "saved"
     save_deployed(source, deployed.deployment("onnxruntime dynamic"), saved, num_threads=1)

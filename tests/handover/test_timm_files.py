@@ -21,6 +21,7 @@ from profiling_agent.deployment.batches import noise_batch
 from profiling_agent.deployment.registry import open_session
 from profiling_agent.deployment.save import save_deployed
 from profiling_agent.handover.export import export
+from profiling_agent.records import InputSpec
 
 pytestmark = TIMM
 
@@ -36,15 +37,21 @@ print(json.dumps(load(num_threads=1)(np.load(sys.argv[1])).tolist()))
 """
 
 
+def write(family: str, folder: Path, name: str) -> InputSpec:
+    """Save a model of timm's in `folder`/saved, in the deployment of this name; return what it takes."""
+    model = FAMILIES[family]()
+    spec = spec_of(model)
+    save_model(model, folder / "model", spec=spec, processor=processor_of(spec), base_model="zoo")
+    source = replace(deployed.saved_source(folder), processor=processor_of(spec))
+    save_deployed(source, deployed.deployment(name), folder / "saved", num_threads=1)
+    return spec
+
+
 # Norms of the first have an activation in them, which is left where the norm is folded away; the second has none.
 @pytest.mark.parametrize("family", ["timm_efficientnet", "timm_vit"])
 @pytest.mark.parametrize("name", ["eager float32", "inductor static"])
 def test_a_timm_model_is_exported_as_files_whose_requirements_pin_timm(tmp_path: Path, family: str, name: str):
-    model = FAMILIES[family]()
-    spec = spec_of(model)
-    save_model(model, tmp_path / "model", spec=spec, processor=processor_of(spec), base_model="zoo")
-    source = replace(deployed.saved_source(tmp_path), processor=processor_of(spec))
-    save_deployed(source, deployed.deployment(name), tmp_path / "saved", num_threads=1)
+    write(family, tmp_path, name)
 
     # It ends in an error unless the files give the saved model's logits.
     export(tmp_path / "saved", "files", tmp_path / "home")
@@ -57,12 +64,8 @@ def test_a_timm_model_is_exported_as_files_whose_requirements_pin_timm(tmp_path:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["eager float32", "eager dynamic"])
 def test_exported_files_of_a_timm_model_run_where_nothing_of_ours_is_installed(tmp_path: Path, name: str):
-    model, images = FAMILIES["timm_efficientnet"](), tmp_path / "images.npy"
-    spec = spec_of(model)
-    save_model(model, tmp_path / "model", spec=spec, processor=processor_of(spec), base_model="zoo")
-    source = replace(deployed.saved_source(tmp_path), processor=processor_of(spec))
-    save_deployed(source, deployed.deployment(name), tmp_path / "saved", num_threads=1)
-    np.save(images, noise_batch(spec, 3, seed=9))
+    images = tmp_path / "images.npy"
+    np.save(images, noise_batch(write("timm_efficientnet", tmp_path, name), 3, seed=9))
 
     export(tmp_path / "saved", "files", tmp_path / "home")
 
@@ -75,11 +78,7 @@ def test_exported_files_of_a_timm_model_run_where_nothing_of_ours_is_installed(t
 
 def test_the_cards_own_lines_run_a_timm_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """transformers would take timm's config for its processor's, which gives torch alone."""
-    model = FAMILIES["timm_vit"]()
-    spec = spec_of(model)
-    save_model(model, tmp_path / "model", spec=spec, processor=processor_of(spec), base_model="zoo")
-    source = replace(deployed.saved_source(tmp_path), processor=processor_of(spec))
-    save_deployed(source, deployed.deployment("onnxruntime float32"), tmp_path / "saved", num_threads=1)
+    write("timm_vit", tmp_path, "onnxruntime float32")
     write_card(tmp_path / "saved")
     Image.new("RGB", (40, 40)).save(tmp_path / "saved" / "image.png")
     monkeypatch.chdir(tmp_path / "saved")
@@ -93,9 +92,7 @@ def test_the_cards_own_lines_run_a_timm_model(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_timm_model_that_was_not_changed_is_an_ordinary_folder(tmp_path: Path):
-    model = FAMILIES["timm_vit"]()
-    spec = spec_of(model)
-    save_model(model, tmp_path / "model", spec=spec, processor=processor_of(spec), base_model="zoo")
+    write("timm_vit", tmp_path, "eager float32")
 
     export(tmp_path / "model", "hf", tmp_path / "hf")
 

@@ -1,6 +1,5 @@
 """What the jobs around a runtime make of a saved model and drawn images."""
 
-import io
 import json
 from pathlib import Path
 from typing import Any
@@ -10,12 +9,9 @@ import numpy as np
 import pytest
 import torch
 import zoo
-from PIL import Image
 
-from profiling_agent.acquisition.images import write_rows
 from profiling_agent.acquisition.prepared import iter_batches
 from profiling_agent.artifacts.load import load_module, load_recipe
-from profiling_agent.artifacts.save import save_model
 from profiling_agent.errors import ArtifactError, QuantizationError
 from profiling_agent.evaluation.predictions import read_predictions
 from profiling_agent.jobs.tasks import DeployTask, EvaluateTask, ExportTask
@@ -30,22 +26,18 @@ def ref(path: str, kind: Any = "model") -> ArtifactRef:
     return ArtifactRef(path=path, sha256=path, size_bytes=1, kind=kind)
 
 
-def png(rng: np.random.Generator) -> bytes:
-    held = io.BytesIO()
-    Image.fromarray(rng.integers(0, 256, (32, 32, 3), dtype=np.uint8)).save(held, format="PNG")
-    return held.getvalue()
-
-
-def split(name="split.parquet", num_images: int = NUM_IMAGES) -> SplitInfo:
-    return SplitInfo(name="calibration", source_split="train", num_images=num_images, file=ref(name, "split"))
+def split(name: str = "calibration", num_images: int = NUM_IMAGES) -> SplitInfo:
+    return SplitInfo(
+        name="calibration", source_split="train", num_images=num_images, file=ref(f"{name}.parquet", "split")
+    )
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root, rng = tmp_path_factory.mktemp("run"), np.random.default_rng(0)
-    save_model(zoo.resnet("basic"), root / "baseline", spec=zoo.SPEC, processor=zoo.processor(), base_model="zoo")
-    write_rows(root / "split.parquet", zip([png(rng) for _ in range(NUM_IMAGES)], [0] * NUM_IMAGES, strict=True))
-    write_rows(root / "empty.parquet", zip([], [], strict=True))
+    root = tmp_path_factory.mktemp("run")
+    in_process.saved(root, "baseline", zoo.resnet("basic"))
+    for name, num_images in (("calibration", NUM_IMAGES), ("search", 0), ("recovery", 2)):
+        in_process.drawn(root, name, num_images)
     return root
 
 
@@ -113,9 +105,8 @@ def test_every_runtime_answers_the_same_images_in_their_order(root: Path, onnx: 
 
 
 def test_a_damaged_model_is_not_evaluated(root: Path):
-    folder = root / "damaged"
-    save_model(zoo.resnet("basic"), folder, spec=zoo.SPEC, processor=zoo.processor(), base_model="zoo")
-    (folder / "preprocessor_config.json").write_text(json.dumps({"mine": True}))
+    in_process.saved(root, "damaged", zoo.resnet("basic"))
+    (root / "damaged" / "preprocessor_config.json").write_text(json.dumps({"mine": True}))
 
     with pytest.raises(ArtifactError, match=r"preprocessor_config\.json"):
         in_process.run(
@@ -125,12 +116,9 @@ def test_a_damaged_model_is_not_evaluated(root: Path):
 
 def test_no_calibration_images_are_refused(root: Path):
     with pytest.raises(QuantizationError, match="0 calibration images"):
-        deployed(root, "empty", Deployment(scheme="dynamic"), calibration=split("empty.parquet", 0))
+        deployed(root, "empty", Deployment(scheme="dynamic"), calibration=split("search", 0))
 
 
 def test_too_few_calibration_images_for_static_scales_are_refused(root: Path):
-    rng = np.random.default_rng(1)
-    write_rows(root / "two.parquet", zip([png(rng) for _ in range(2)], [0, 0], strict=True))
-
     with pytest.raises(QuantizationError, match="at least"):
-        deployed(root, "few", Deployment(runtime="inductor", scheme="static"), calibration=split("two.parquet", 2))
+        deployed(root, "few", Deployment(runtime="inductor", scheme="static"), calibration=split("recovery", 2))

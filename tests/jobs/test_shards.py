@@ -1,6 +1,5 @@
 """Evaluation in shards, by real jobs on a model small enough to run over a thousand images: what is done how often."""
 
-import io
 import os
 import shutil
 import subprocess
@@ -10,19 +9,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import in_process
 import made
 import numpy as np
 import pytest
 import torch
 import zoo
 from full_disk import at_most
-from PIL import Image
 from toy_job import DoubleTask, KillTask
 
-from profiling_agent.acquisition.images import write_rows
 from profiling_agent.acquisition.prepared import PIXELS, PreparedImages
 from profiling_agent.artifacts.load import load_module
-from profiling_agent.artifacts.save import save_model
 from profiling_agent.deployment.choices import recommend
 from profiling_agent.errors import JobError, StorageError
 from profiling_agent.evaluation.predictions import Answers, answers_of, joined, read_predictions
@@ -54,35 +51,17 @@ TOYS: Table = {
 }
 
 
-def split(root: Path, name: Any, num_images: int, seed: int) -> SplitInfo:
-    rng, path = np.random.default_rng(seed), root / f"{name}.parquet"
-    images = list[bytes]()
-    for _ in range(num_images):
-        held = io.BytesIO()
-        Image.fromarray(rng.integers(0, 256, (16, 16, 3), dtype=np.uint8)).save(held, format="BMP")
-        images.append(held.getvalue())
-    write_rows(path, zip(images, rng.integers(0, len(zoo.LABELS), num_images).tolist(), strict=True))
-    file = ArtifactRef(path=path.name, sha256=file_sha256(path), size_bytes=path.stat().st_size, kind="split")
-    return SplitInfo(name=name, source_split="test", num_images=num_images, file=file)
-
-
-def saved(root: Path, name: str, model: Any, processor: Any = None) -> ArtifactRef:
-    save_model(model, root / name, spec=zoo.SPEC, processor=processor or zoo.processor(), base_model="zoo")
-    return ArtifactRef(path=name, sha256=file_sha256(root / name / "recipe.json"), size_bytes=1, kind="model")
-
-
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run folder after acquisition: three models, and images."""
     root = tmp_path_factory.mktemp("run")
     (root / "jobs").mkdir()
-    saved(root, "baseline", zoo.vit())
-    saved(root, "other", zoo.vit(hidden_size=32))
-    saved(
-        root, "brighter", zoo.vit(), zoo.processor().__class__(image_mean=[0.4] * 3, size={"height": 32, "width": 32})
-    )
-    split(root, "search", NUM_IMAGES, 1)
-    split(root, "calibration", 128, 2)
+    brighter = zoo.processor().__class__(image_mean=[0.4] * 3, size={"height": 32, "width": 32})
+    in_process.saved(root, "baseline", zoo.vit())
+    in_process.saved(root, "other", zoo.vit(hidden_size=32))
+    in_process.saved(root, "brighter", zoo.vit(), processor=brighter)
+    in_process.drawn(root, "search", NUM_IMAGES, seed=1, side=16)
+    in_process.drawn(root, "calibration", 128, seed=2, side=16)
     return root
 
 

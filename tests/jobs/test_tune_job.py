@@ -1,53 +1,31 @@
 """What the tuning job makes of a saved model and a drawn split."""
 
-import io
 from pathlib import Path
 
 import in_process
-import numpy as np
 import torch
 import zoo
-from outliers import with_outliers
-from PIL import Image
+from outlier_channels import stick_out
 from torch import nn
 
-from profiling_agent.acquisition.images import write_rows
 from profiling_agent.artifacts.load import load_module, load_recipe
-from profiling_agent.artifacts.save import save_model
-from profiling_agent.files import file_sha256
 from profiling_agent.jobs.tasks import TuneTask
 from profiling_agent.modules.inference import random_batch
-from profiling_agent.records import ArtifactRef, SplitInfo
-
-
-def png(rng: np.random.Generator) -> bytes:
-    held = io.BytesIO()
-    Image.fromarray(rng.integers(0, 256, (32, 32, 3), dtype=np.uint8)).save(held, format="PNG")
-    return held.getvalue()
 
 
 def ask(root: Path, model: nn.Module, num_images: int = 40) -> TuneTask:
-    rng = np.random.default_rng(0)
-    save_model(model, root / "model", spec=zoo.SPEC, processor=zoo.processor(), base_model="zoo")
-    write_rows(root / "split.parquet", zip([png(rng) for _ in range(num_images)], [0] * num_images, strict=True))
-    sha256 = file_sha256(root / "model" / "recipe.json")
-    split_sha256 = file_sha256(root / "split.parquet")
     return TuneTask(
-        model=ArtifactRef(path="model", sha256=sha256, size_bytes=1, kind="model"),
+        model=in_process.saved(root, "model", model),
         scheme="dynamic",
-        calibration=SplitInfo(
-            name="calibration",
-            source_split="train",
-            num_images=num_images,
-            file=ArtifactRef(path="split.parquet", sha256=split_sha256, size_bytes=1, kind="split"),
-        ),
+        calibration=in_process.drawn(root, "calibration", num_images),
         latency_shares={"classifier": 0.25},
         batch_size=16,
     )
 
 
 def test_a_folded_model_is_saved_in_float32_and_says_the_same(tmp_path: Path):
-    model = with_outliers(zoo.vit())
+    model = zoo.vit()
+    stick_out(model)
     batch = random_batch(zoo.SPEC, 4, seed=9)
 
     done = in_process.run(ask(tmp_path, model), tmp_path, "tune")

@@ -4,11 +4,10 @@ from pathlib import Path
 
 import pytest
 from advisors import advisor_of
-from careful import Reader, careful_plan
 from chat_server import chat_server
 from loops import NUM_ATTEMPTS, best_saving, loop
 from made import GOAL, evidence, profile
-from personas import INJECTION, PERSONAS, drawn, injected, prompt_of, uniform
+from personas import PERSONAS, drawn, uniform
 
 from profiling_agent.analysis.allocation import allowed_kl
 from profiling_agent.iteration.planners import Planner
@@ -48,20 +47,6 @@ def test_the_careful_one_is_at_least_as_good_as_the_rules(tmp_path: Path):
     assert all(a.plan.target is not None and a.plan.target.metric == "macs" for a in attempts)
 
 
-def test_careful_reads_what_the_prompt_says(tmp_path: Path):
-    found = judged()
-    with chat_server(PERSONAS["careful"]) as server:
-        loop(advisor_of(server, tmp_path), "llm", found)
-        last = prompt_of(server.asked[-1])
-
-    reader = Reader(last)
-    assert reader.limit == 0.01
-    assert len(reader.attempts) >= 2
-    assert len(reader.groups) == 1
-    assert reader.metric == "macs"
-    assert careful_plan("What is the next plan?") == {"reason": "there is no evidence to plan by", "stop": True}
-
-
 @pytest.mark.parametrize("script", [drawn(), uniform])
 def test_the_baselines_plan_by_ratios(tmp_path: Path, script):
     with chat_server(script) as server:
@@ -69,8 +54,3 @@ def test_the_baselines_plan_by_ratios(tmp_path: Path, script):
 
     assert all(attempt.plan.pruning and attempt.plan.target is None for attempt in attempts)
     assert len({attempt.plan.model_dump_json() for attempt in attempts}) == len(attempts)
-
-
-def test_the_injected_one_would_do_what_a_label_says(tmp_path: Path):
-    payload = {"messages": [{"role": "user", "content": f'"{INJECTION}"'}]}
-    assert '"saving": 0.98' in str(injected(payload, 0).content)

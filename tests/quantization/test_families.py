@@ -15,6 +15,8 @@ from torch import nn
 from profiling_agent.errors import QuantizationError
 from profiling_agent.handover import layers
 from profiling_agent.modules import norms
+from profiling_agent.modules.divergence import relative_distance
+from profiling_agent.modules.inference import logits_of
 from profiling_agent.quantization.kinds import CLASSES, quantized_modules
 from profiling_agent.quantization.quantize import quantize_model
 from profiling_agent.records import Deployment, QuantizationRecommendation
@@ -27,11 +29,6 @@ SCHEMES: dict[str, tuple[Any, Any]] = {
     "bfloat16": ("cast", "bfloat16"),
 }
 SIZES = {"mobilevit": 64, "mobilevitv2": 64, "levit": 64, "levit_teacher": 64}
-
-
-def logits(model: nn.Module, images: torch.Tensor) -> torch.Tensor:
-    with torch.inference_mode():
-        return model(pixel_values=images).logits
 
 
 @pytest.mark.parametrize("scheme", list(SCHEMES))
@@ -48,11 +45,11 @@ def test_a_family_runs_in_a_scheme(family: str, scheme: str):
         return
     quantized = quantize_model(model, [asked], calibration=lambda: list(images.split(4)))
 
-    expected, found = logits(model, images), logits(quantized.model, images)
+    expected, found = logits_of(model, images), logits_of(quantized.model, images)
     assert quantized.layers == tuple(quantized_modules(quantized.model))
     assert any(type(module) is nn.Linear for module in model.modules()) <= bool(quantized.layers)
     # Random weights feed rounding through to the logits more than trained ones do.
-    assert float((found - expected).norm() / expected.norm()) < 0.5
+    assert relative_distance(found, expected) < 0.5
 
 
 class OneLayer(nn.Module):
@@ -124,7 +121,7 @@ def test_a_border_that_has_a_name_is_one_in_numbers_here_and_in_exported_files(k
     assert ours.padding == exported.padding == layer.padding
     assert found.shape == expected.shape
     assert torch.equal(found, elsewhere)
-    assert float((found - expected).norm() / expected.norm()) < 0.02
+    assert relative_distance(found, expected) < 0.02
     for each in (ours.geometry.border, exported.moves["padding"]):
         assert all(isinstance(side, int) for side in each)
 

@@ -3,12 +3,12 @@
 import pytest
 import torch
 import zoo
-from outliers import with_outliers
+from outlier_channels import stick_out
 from torch import nn
 
 from profiling_agent.errors import QuantizationError
-from profiling_agent.modules.divergence import mean_kl
-from profiling_agent.modules.inference import random_batch
+from profiling_agent.modules.divergence import mean_kl, relative_distance
+from profiling_agent.modules.inference import logits_of, random_batch
 from profiling_agent.quantization.quantize import quantize_model
 from profiling_agent.quantization.sensitivity import mark_kept, measure_layers, swapped_logits
 from profiling_agent.quantization.smoothing import find_sites
@@ -17,15 +17,6 @@ from profiling_agent.records import LayerCost, QuantizationRecommendation
 
 IMAGES = random_batch(zoo.SPEC, 16, seed=3)
 OTHERS = random_batch(zoo.SPEC, 16, seed=4)
-
-
-def say(model: nn.Module, images: torch.Tensor = IMAGES) -> torch.Tensor:
-    with torch.inference_mode():
-        return model(pixel_values=images).logits
-
-
-def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found - expected).norm() / expected.norm())
 
 
 @pytest.mark.parametrize(
@@ -49,20 +40,24 @@ def test_layer_norms_that_linear_layers_read_are_found(family: str, expected: in
 
 @pytest.mark.parametrize("scheme", ["dynamic", "static"])
 def test_outliers_are_folded_away_without_changing_the_model(scheme):
-    model = with_outliers(zoo.vit())
-    expected = say(model)
+    model = zoo.vit()
+    stick_out(model)
+    expected = logits_of(model, IMAGES)
 
     tuning = tune(model, [IMAGES], scheme)
 
-    assert distance(expected, say(zoo.vit())) < 1e-5
-    assert torch.equal(say(model), expected)
-    assert distance(say(tuning.model), expected) < 1e-4
+    assert relative_distance(expected, logits_of(zoo.vit(), IMAGES)) < 1e-5
+    assert torch.equal(logits_of(model, IMAGES), expected)
+    assert relative_distance(logits_of(tuning.model, IMAGES), expected) < 1e-4
     assert len(tuning.sites) == 4
     assert tuning.kl < tuning.kl_unfolded / 4
     # Also on images that nothing was fitted to.
     everything = [QuantizationRecommendation(layer="all", quantization_type=scheme, dtype="qint8")]
     before, after = (
-        mean_kl(say(model, OTHERS), say(quantize_model(each, everything, calibration=lambda: [IMAGES]).model, OTHERS))
+        mean_kl(
+            logits_of(model, OTHERS),
+            logits_of(quantize_model(each, everything, calibration=lambda: [IMAGES]).model, OTHERS),
+        )
         for each in (model, tuning.model)
     )
     assert after < before / 3
@@ -108,7 +103,7 @@ def test_a_model_without_layer_norms_is_given_back():
     model = zoo.resnet()
     with torch.no_grad():
         # Made to tell the images apart, and so to feel an error.
-        logits = say(model)
+        logits = logits_of(model, IMAGES)
         scale = 5 / (logits - logits.mean(0)).std()
         last = model.classifier[1]
         last.weight.mul_(scale)
@@ -161,20 +156,20 @@ def test_a_layer_alone_costs_what_the_model_with_it_alone_says(family: str, sche
             layer=f"^{row.layer.replace('.', '[.]')}$", quantization_type=scheme, dtype="qint8"
         )
         alone = quantize_model(model, [only], calibration=lambda: [images]).model
-        assert row.kl == pytest.approx(mean_kl(say(model, images), say(alone, images)), rel=0.05, abs=1e-9)
+        assert row.kl == pytest.approx(mean_kl(logits_of(model, images), logits_of(alone, images)), rel=0.05, abs=1e-9)
 
 
 def test_exchanged_modules_are_put_back():
     model = zoo.vit()
     other = nn.Linear(64, 5)
-    expected = say(model)
+    expected = logits_of(model, IMAGES)
 
     with torch.no_grad():
         plain, swapped = swapped_logits(model, {"a": {"classifier": other}}, IMAGES)
 
     assert torch.allclose(plain, expected, atol=1e-5)
-    assert distance(swapped["a"], expected) > 0.1
-    assert torch.equal(say(model), expected)
+    assert relative_distance(swapped["a"], expected) > 0.1
+    assert torch.equal(logits_of(model, IMAGES), expected)
 
 
 def costing(layer: str, kl: float, share: float, latency: float | None = None, params: float = 0.0) -> LayerCost:

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 import zoo
 from broken import break_library
-from typer.testing import CliRunner
+from commands import call
 
-from profiling_agent.cli.main import app
 from profiling_agent.cli.models import _installed, _show
 from profiling_agent.records import Deployment
 from profiling_agent.request import Request
@@ -87,9 +86,7 @@ def test_a_model_is_looked_at_from_its_folder_a_crash_is_a_refusal_and_nothing_i
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
 
-    ended = CliRunner().invoke(
-        app, ["doctor", "--model", str(tmp_path / "model"), "--runtimes", "onnxruntime,eager", "--json"]
-    )
+    ended = call("doctor", "--model", tmp_path / "model", "--runtimes", "onnxruntime,eager", "--json")
 
     shown = json.loads(ended.stdout)
     assert ended.exit_code == 0
