@@ -111,14 +111,9 @@ def label_candidates(data: OpenedData, split: str) -> list[list[str]]:
         [name for name in usual if _dtype(features[name]).startswith(("int", "uint"))],
     ]
     if not any(tiers):
-        advice = (
-            f" (folders are labels only if all images lie equally deep), or label images by a table: {BY_TABLE}"
-            if data.is_image_folder
-            else ""
-        )
-        raise AcquisitionError(
-            f"the data set has no label column: its columns are {_listed(features)}; name label_column{advice}"
-        )
+        advice = f", or label images by a table: {BY_TABLE}" if data.is_image_folder else ""
+        why = data.stray_image(split) or f"its columns are {_listed(features)}; name label_column{advice}"
+        raise AcquisitionError(f"the data set has no label column: {why}")
     return [tier for tier in tiers if tier]
 
 
@@ -186,6 +181,7 @@ def choose_columns(data: OpenedData, split: str, id2label: Mapping[int, str]) ->
     """Return the image column and the label column that maps best to the model's classes; AcquisitionError if none does."""
 
     def score(columns: Columns) -> tuple[float, int]:
+        """Return the share of the labels that map, and how many classes are reached."""
         ids = [match.model_id for match in columns.matchings[0].matches]
         mapped = [index for index in ids if index is not None]
         return len(mapped) / len(ids), len(set(mapped))

@@ -87,6 +87,7 @@ class Place:
     folder: Path | None
     commit: str | None
     root: str
+    top_folders: frozenset[str]
     has_card: bool
     notes: tuple[str, ...] = ()
 
@@ -160,6 +161,20 @@ class OpenedData:
     def features(self, split: str) -> Mapping[str, Any]:
         """Return the columns of a split and their types."""
         return self.splits[split].features or {}
+
+    def misnamed_splits(self) -> str:
+        """Return advice for top folders that name a split but for their case, or nothing."""
+        tops = self.place.top_folders.difference(SPLIT_OF, self.splits)
+        wrong = sorted(top for top in tops if top.lower() in SPLIT_OF)
+        advice = (f"its folder {top!r} isn't read as a split: call it {top.lower()!r}" for top in wrong)
+        return "; ".join(advice)
+
+    def stray_image(self, split: str) -> str | None:
+        """Return which image keeps folders from being labels, and what to do; None if that isn't the problem."""
+        if not self.is_image_folder or self.builder.config.drop_labels or len(self.features(split)) > 1:
+            return None
+        files = itertools.chain.from_iterable(_files(self.place, self.builder).values())
+        return odd_depth([file for file in files if file.lower().endswith(tuple(self.builder.EXTENSIONS))])
 
     def tables(self, split: str, columns: list[str], num_rows: int = BATCH_ROWS) -> Iterator[Any]:
         """Yield a split's rows in file order as Arrow tables of so many; of parquet, no other column is read."""
@@ -284,6 +299,7 @@ def _folder(name: str, folder: Path) -> Place:
         folder=folder,
         commit=None,
         root=f"{folder.as_posix().rstrip('/')}/",
+        top_folders=frozenset(path.name for path in folder.iterdir() if path.is_dir()),
         has_card=(folder / CARD).is_file(),
     )
 
@@ -318,6 +334,7 @@ def _repository(name: str, revision: str | None) -> Place:
         folder=None,
         commit=commit,
         root=f"hf://datasets/{name}@{commit}/",
+        top_folders=frozenset(PurePosixPath(file).parts[0] for file in files if "/" in file),
         has_card=CARD in files,
         notes=notes,
     )
@@ -432,3 +449,20 @@ def _above_split(file: str) -> str | None:
     """Return the folder, the top as nothing, in which a folder or a table names a split; None without one."""
     depth = _depth_of_split(file)
     return None if depth is None else "/".join(PurePosixPath(file).parts[:depth])
+
+
+def odd_depth(images: Sequence[str]) -> str | None:
+    """Return which image lies deeper or less deep than most, and what to do; None if all lie at one depth.
+
+    `datasets` takes folders for labels only if all do, over all splits.
+    """
+    depths = Counter(image.count("/") for image in images)
+    if len(depths) < 2:
+        return None
+    ((usual, num_usual),) = depths.most_common(1)
+    first = next(image for image in images if image.count("/") == usual)
+    odd = next(image for image in images if image.count("/") != usual)
+    return (
+        f"folders are labels only if all images lie equally deep, and {len(images) - num_usual} of {len(images)} don't lie "
+        f"as deep as {first!r}, the first is {odd!r}: move it into its class's folder, or out of the data set"
+    )

@@ -32,11 +32,13 @@ from profiling_agent.quiet import quiet
 from profiling_agent.timm_config import MODEL_TYPE as TIMM
 from profiling_agent.timm_config import check_timm, is_timm, make_plain_, processor_of_timm, settled
 
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+WEIGHTS, INDEX, ADAPTER = "model.safetensors", "model.safetensors.index.json", "adapter_config.json"
 # What a saved model and exported files have besides: transformers may take their int8 weights for floats.
 OURS = ("recipe.json", "layers.json")
 PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
+# What a clone without Git LFS holds in place of a large file.
+LFS = b"version https://git-lfs"
 # As safetensors calls them.
 HALVES = {"BF16": "bfloat16", "F16": "float16"}
 
@@ -159,6 +161,10 @@ def _check_kind(fields: dict[str, Any], name: str) -> None:
 
 def _weight_files(folder: Path, name: str, commit: str | None) -> list[Path]:
     """Return the safetensors files of a model; AcquisitionError if there are none, or if they aren't in its folder."""
+    if (folder / ADAPTER).exists():
+        raise AcquisitionError(
+            f"model {name!r} is an adapter of another ({ADAPTER}): merge it into its base model, and save that"
+        )
     files = [folder / WEIGHTS]
     if not files[0].exists() and (folder / INDEX).exists():
         with library_errors(f"model {name!r} has a {INDEX} that is damaged: "):
@@ -168,6 +174,11 @@ def _weight_files(folder: Path, name: str, commit: str | None) -> list[Path]:
             raise AcquisitionError(f"model {name!r} has a {INDEX} that names {str(file)!r}, which is no safetensors file in its folder")  # fmt: skip
         if not file.exists():
             raise _without_weights(folder, name, commit, file.name)
+        with file.open("rb") as stream:
+            if stream.read(len(LFS)) == LFS:
+                raise AcquisitionError(
+                    f"model {name!r} has a {file.name} that only points to its weights (Git LFS): fetch them with `git lfs pull`"
+                )
     return files
 
 

@@ -90,9 +90,11 @@ def draw_splits(
         columns = choose_columns(data, evaluation, id2label)
         train = next((split for split in TRAIN if split in data.splits and split != evaluation), evaluation)
         if query.num_recovery and train == evaluation:
+            misnamed = data.misnamed_splits()
             raise AcquisitionError(
                 f"dataset {query.dataset!r} has no train split besides {evaluation!r}, and to recover would be to train on the "
                 "images that accuracy is measured on: set recover_epochs to 0, or choose a data set that has one"
+                f"{misnamed and '; '}{misnamed}"
             )
         num_rows = num_looked_at(query.num_samples, NUM_CALIBRATION if train == evaluation else 0)
         pool = open_pool(data, evaluation, columns, target=num_rows, spool=spool, progress=progress)
@@ -137,11 +139,11 @@ def look_up_labels(
 
 def choose_evaluation_split(data: OpenedData) -> str:
     """Return the labelled split to evaluate on, the requested or first usual one; AcquisitionError if there is none."""
-    name, there = data.query.dataset, ", ".join(data.splits)
+    name, there, misnamed = data.query.dataset, ", ".join(data.splits), data.misnamed_splits()
     if (requested := data.query.split) is not None:
         if requested not in data.splits:
-            near = did_you_mean(requested, list(data.splits))
-            raise AcquisitionError(f"dataset {name!r} has no split {requested!r}: use one of {there}{near}")
+            advice = f"; {misnamed}" if misnamed else did_you_mean(requested, list(data.splits))
+            raise AcquisitionError(f"dataset {name!r} has no split {requested!r}: use one of {there}{advice}")
         if not _is_labelled(data, requested):
             raise AcquisitionError(
                 f"split {requested!r} of {name!r} has no labels (missing or -1): use another of {there}"
@@ -157,13 +159,12 @@ def choose_evaluation_split(data: OpenedData) -> str:
             refusal = refusal or error
     if refusal is not None:
         raise refusal
-    raise AcquisitionError(
-        f"dataset {name!r} has no labelled test or validation split (it has {there}): name one with split; accuracies on "
-        "images that the model was trained on are optimistic"
-    )
+    advice = misnamed or "name one with split; accuracies on images that the model was trained on are optimistic"
+    raise AcquisitionError(f"dataset {name!r} has no labelled test or validation split (it has {there}): {advice}")
 
 
 def _is_labelled(data: OpenedData, split: str) -> bool:
+    """Return whether any of a split's first rows has a label; columns are checked on the way."""
     columns = [column for tier in label_candidates(data, split) for column in tier]
     return any(is_label(cell) for column in columns for cell in islice(data.labels(split, column), NUM_LABELS_SEEN))
 

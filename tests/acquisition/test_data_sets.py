@@ -1,4 +1,4 @@
-"""Data sets in the shapes of the paper's, and the one line each kind of wrong data set gets."""
+"""Data sets in the shapes of the paper's, which of several is read, and the one line each kind of wrong data set gets."""
 
 from typing import Any
 
@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 from datasets import ClassLabel, Value
 
+from profiling_agent.acquisition.data import beside_others, each_once, odd_depth
 from profiling_agent.acquisition.images import SplitImages
 from profiling_agent.errors import AcquisitionError
 
@@ -77,22 +78,6 @@ def test_imagenette_needs_a_config_and_lists_them(imagenette, draw):
         draw(imagenette, IMAGENET, dataset_config="32px")
 
 
-def test_imagenette_maps_to_imagenets_synonyms(imagenette, draw):
-    drawn = draw(imagenette, IMAGENET, dataset_config="320px")
-    assert drawn.search.source_split == "validation"
-    assert [match.model_id for match in drawn.labels] == [0, 3, 2]
-
-
-def test_sizes_that_lie_side_by_side_without_a_card_are_never_read_as_one(imagenette, draw):
-    (imagenette / "README.md").unlink()
-    with pytest.raises(AcquisitionError, match="several configs, 160px, 320px: name one with dataset_config"):
-        draw(imagenette, IMAGENET)
-    with pytest.raises(AcquisitionError, match="no config '32px': use one of 160px, 320px"):
-        draw(imagenette, IMAGENET, dataset_config="32px")
-    named, given = draw(imagenette, IMAGENET, dataset_config="320px"), draw(imagenette / "320px", IMAGENET)
-    assert named.heldout.path.read_bytes() == given.heldout.path.read_bytes()
-
-
 def test_a_card_that_reads_them_as_one_is_believed(imagenette, draw):
     card = "---\nconfigs:\n- config_name: all\n  data_files: [{split: train, path: '*/train*'}, {split: test, path: '*/val*'}]\n---\n"
     (imagenette / "README.md").write_text(card)
@@ -116,15 +101,6 @@ def test_folders_of_photographs_that_lie_side_by_side_are_never_read_as_one(tmp_
     held = SplitImages(drawn.heldout.path)
     assert len(held) > 5
     assert {held.encoded(row) for row in range(len(held))} <= photographs
-
-
-def test_parts_of_a_split_in_folders_of_their_own_are_one_data_set(tmp_path, make, draw):
-    kind = ClassLabel(names=["cat", "dog"])
-    for number, folder in enumerate(("train_0", "train_1", "test_0", "test_1")):
-        (tmp_path / "set" / folder).mkdir(parents=True)
-        make.table([0, 1] * 30, kind, first=100 * number).to_parquet(tmp_path / "set" / folder / "rows.parquet")
-    drawn = draw(tmp_path / "set", ["cat", "dog"])
-    assert drawn.calibration.num_images == 120
 
 
 @pytest.mark.parametrize("inside", ["set.py", "other.py"])
@@ -242,19 +218,6 @@ def test_parquet_that_datasets_did_not_write_is_read(tmp_path, make, draw, kind)
     )
 
 
-def test_image_folders_are_read_with_their_folders_as_labels(tmp_path, make, draw):
-    for split, first in (("train", 0), ("test", 500)):
-        for index, name in enumerate(("cat", "dog")):
-            (tmp_path / "set" / split / name).mkdir(parents=True)
-            for row in range(20):
-                (tmp_path / "set" / split / name / f"{row}.png").write_bytes(make.png(first + 100 * index + row))
-    drawn = draw(tmp_path / "set", ["dog", "cat"])
-    split = SplitImages(drawn.search.path)
-    folders = [{make.png(500 + 100 * index + row) for row in range(20)} for index in (1, 0)]
-    assert len(split) == min(make.halves([*folders[0], *folders[1]]))
-    assert all(split.encoded(row) in folders[split.labels[row]] for row in range(len(split)))
-
-
 @pytest.mark.parametrize("cat", ["train", "test tube", "eval-cat"])
 @pytest.mark.parametrize("above", ["", "photos/"])
 def test_a_class_may_be_called_as_a_split_is(photographs, cats_and_dogs, draw, cat, above):
@@ -271,6 +234,19 @@ def test_a_class_may_be_called_as_a_split_is(photographs, cats_and_dogs, draw, c
     assert {(split.encoded(row), split.labels[row]) for row in range(len(split))} <= held
 
 
+@pytest.mark.parametrize("stray", ["train/cover.png", "test/cat/2023/0.png", "test/0.PNG"])
+def test_an_image_that_lies_deeper_or_less_deep_than_most_is_named(photographs, cats_and_dogs, make, draw, stray):
+    folder = photographs(cats_and_dogs | {stray: make.png(7777)})
+    said = (
+        rf"no label column: folders are labels only if.*1 of 161 don't lie as deep as 'train/cat/\d+\.png', "
+        rf"the first is '{stray}': move it into its class's folder, or out"
+    )
+    with pytest.raises(AcquisitionError, match=said):
+        draw(folder, ["cat", "dog"])
+    (folder / stray).unlink()
+    assert draw(folder, ["cat", "dog"]).calibration.num_images == 80
+
+
 def test_what_is_no_image_may_lie_at_any_depth(photographs, cats_and_dogs, draw):
     folder = photographs(cats_and_dogs | {"train/notes.txt": b"", "README.txt": b"", "test/cat/more/notes.txt": b""})
     assert draw(folder, ["cat", "dog"]).calibration.num_images == 80
@@ -279,8 +255,7 @@ def test_what_is_no_image_may_lie_at_any_depth(photographs, cats_and_dogs, draw)
 def test_images_without_folders_of_classes_have_no_label_column(photographs, cats_and_dogs, draw):
     folder = photographs({path.replace("cat/", "dog/1"): held for path, held in cats_and_dogs.items()})
     with pytest.raises(
-        AcquisitionError,
-        match=r"no label column: its columns are image \(.*\); name label_column .*, or .*metadata\.csv",
+        AcquisitionError, match=r"no label column: its columns are image \(.*\); name label_column, or .*metadata\.csv"
     ):
         draw(folder, ["cat", "dog"])
 
@@ -326,37 +301,91 @@ def test_a_data_set_without_labels_lists_its_columns(parquet, make, draw):
         draw(parquet(test=make.table([3, 4], Value("int64"), label="width")), CIFAR10)
 
 
-@pytest.mark.parametrize("option", ["image_column", "label_column"])
-def test_a_named_column_that_is_not_there_is_an_error(parquet, make, draw, option):
-    folder = parquet(
-        train=make.table([0, 1] * 30, ClassLabel(names=["cat", "dog"])),
-        test=make.table([0, 1] * 30, ClassLabel(names=["cat", "dog"])),
-    )
-    with pytest.raises(AcquisitionError, match=f"{option} is 'picture', but the data set's columns are image"):
-        draw(folder, ["cat", "dog"], **{option: "picture"})
-
-
-def test_a_named_image_column_must_hold_images(parquet, make, draw):
+@pytest.mark.parametrize(
+    ("query", "said"),
+    [
+        ({"image_column": "picture"}, "image_column is 'picture', but the data set's columns are image"),
+        ({"label_column": "picture"}, "label_column is 'picture', but the data set's columns are image"),
+        ({"image_column": "label"}, "'label' holds no images"),
+    ],
+)
+def test_a_named_column_that_is_not_there_or_holds_no_images_is_an_error(parquet, make, draw, query, said):
     folder = parquet(test=make.table([0, 1] * 30, ClassLabel(names=["cat", "dog"])))
-    with pytest.raises(AcquisitionError, match="'label' holds no images"):
-        draw(folder, ["cat", "dog"], image_column="label")
+    with pytest.raises(AcquisitionError, match=said):
+        draw(folder, ["cat", "dog"], **query)
 
 
-def test_an_empty_folder_is_an_error(tmp_path, draw):
+def test_an_empty_folder_and_an_unknown_reference_are_errors(tmp_path, draw):
     (tmp_path / "empty").mkdir()
     with pytest.raises(AcquisitionError, match="can't be read"):
         draw(tmp_path / "empty", CIFAR10)
-
-
-def test_a_cut_parquet_file_is_one_line(parquet, make, draw):
-    folder = parquet(test=make.table([0, 1] * 30, ClassLabel(names=["cat", "dog"])))
-    path = next(folder.rglob("*.parquet"))
-    path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(AcquisitionError, match="can't be read") as caught:
-        draw(folder, ["cat", "dog"])
-    assert "\n" not in str(caught.value)
-
-
-def test_an_unknown_reference_data_set_names_the_known_one(draw):
     with pytest.raises(AcquisitionError, match="no reference data set 'reference:mnist': use reference:digits"):
         draw("reference:mnist", CIFAR10)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("a/train/0.parquet", "b/train/0.parquet"),
+        ("a/train-00000-of-00001.parquet", "b/train-00000-of-00001.parquet"),
+        ("a/train.csv.gz", "b/training.csv.gz"),
+        ("a/partial-train/0.parquet", "b/train/0.parquet"),
+        ("a/train/cat/0.png", "b/train/cat/0.png"),
+    ],
+)
+def test_folders_with_the_same_split_are_told_apart(first, second):
+    with pytest.raises(AcquisitionError, match="dataset 'x' has several configs, a, b: name one with dataset_config"):
+        beside_others("x", None, {"train": [first, second]})
+    assert beside_others("x", "b", {"train": [first, second]}) == "b"
+
+
+@pytest.mark.parametrize(
+    ("outer", "at"),
+    [("train/cat/0.png", "the top"), ("photos/train/cat/0.png", "photos"), ("photos/test.parquet", "photos")],
+)
+def test_one_inside_another_may_be_read_and_not_the_other_with_it(outer, at):
+    files = {"train": [outer, "photos/small/train/cat/0.png"]}
+    said = (
+        f"dataset 'x' has splits at {at} and others inside of it, which would be read as one: name one of photos/small"
+    )
+    for asked in (None, "photos", "elsewhere"):
+        with pytest.raises(AcquisitionError, match=said):
+            beside_others("x", asked, files)
+    assert beside_others("x", "photos/small", files) == "photos/small"
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"train": ["train/cat/0.png", "train/dog/0.png"], "test": ["test/cat/0.png"]},
+        {"train": ["cat/train-0.png", "dog/train-0.png"]},
+        {"train": ["train_0/0.parquet", "train_1/0.parquet"]},
+        {"train": ["a/train/0.parquet"], "test": ["b/test/0.parquet"]},
+        {"train": ["2024/0.parquet", "2025/0.parquet"]},
+        {"train": ["data/train-0.parquet", "data/train-1.parquet"]},
+    ],
+)
+def test_parts_of_one_data_set_are_left_together(files):
+    assert beside_others("x", None, files) is None
+
+
+@pytest.mark.parametrize(
+    ("both", "patterns"),
+    [
+        ("test/train/0[1].png", {"train": ["train/**"], "test": ["test/**"]}),
+        ("a/val 2/train/0.png", {"train": ["train/**"], "validation": ["a/val 2/**"]}),
+        ("train-test/cat/0.png", None),
+        ("test[1]/train/0.png", None),
+        ("test-train.zip", None),
+    ],
+)
+def test_what_two_splits_have_is_left_to_the_one_that_its_first_folder_names(both, patterns):
+    assert each_once({"train": ["train/cat/0.png", both], "test": [both]}) == patterns
+    assert each_once({"train": ["train/cat/0.png"], "test": [both]}) is None
+
+
+def test_of_images_at_two_depths_the_first_of_the_rarer_is_told():
+    said = odd_depth(["train/a/0.png", "train/a/2/0.png", "train/a/1.png", "train/a/1/0.png", "train/a/2.png"])
+    assert said is not None
+    assert "2 of 5 don't lie as deep as 'train/a/0.png', the first is 'train/a/2/0.png'" in said
+    assert odd_depth(["train/a/0.png", "test/b/0.png"]) is odd_depth([]) is None

@@ -176,6 +176,31 @@ def test_splits_that_number_their_classes_differently_are_read_by_their_names(tm
     assert drawn.calibration.num_images == 90
 
 
+def renamed(pictures, **names):
+    """Return pictures in other top folders."""
+    return {
+        path.replace(top, names.get(top, top), 1): held
+        for path, held in pictures.items()
+        for top in [path.split("/")[0]]
+    }
+
+
+def test_folders_that_would_be_splits_but_for_their_case_are_told(photographs, cats_and_dogs, draw):
+    folder = photographs(renamed(cats_and_dogs, train="Train", test="Val"))
+    train, val = (f"its folder '{name}' isn't read as a split: call it '{name.lower()}'" for name in ("Train", "Val"))
+    with pytest.raises(AcquisitionError, match=rf"validation split \(it has train\): {train}; {val}$"):
+        draw(folder, ["cat", "dog"])
+    with pytest.raises(AcquisitionError, match=f"has no split 'val': use one of train; {train}; {val}$"):
+        draw(folder, ["cat", "dog"], split="val")
+
+
+def test_a_train_folder_in_capitals_is_told_where_one_is_needed_to_recover(photographs, cats_and_dogs, draw):
+    folder = photographs(renamed(cats_and_dogs, train="TRAIN"))
+    said = "no train split besides 'test'.*its folder 'TRAIN' isn't read as a split: call it 'train'$"
+    with pytest.raises(AcquisitionError, match=said):
+        draw(folder, ["cat", "dog"], num_recovery=10)
+
+
 def test_train_alone_is_an_error_unless_it_was_named(parquet, make, draw):
     folder = parquet(train=make.table(np.arange(1200) % 3, KIND))
     with pytest.raises(AcquisitionError, match="no labelled test or validation split"):
