@@ -79,8 +79,7 @@ def _macs(model: nn.Module, spec: InputSpec) -> Counter[str]:
         total, _ = get_model_complexity_info(
             model,
             spec.batch(1),
-            # The image itself: ptflops declares a dict here, but prints a warning for every model given one.
-            input_constructor=lambda shape: torch.zeros(shape, device=device_of(model)),  # pyright: ignore[reportArgumentType]
+            input_constructor=partial(_one_image, device_of(model)),
             print_per_layer_stat=False,
             as_strings=False,
             backend="pytorch",
@@ -94,6 +93,11 @@ def _macs(model: nn.Module, spec: InputSpec) -> Counter[str]:
             f"ptflops can't count {type(model).__name__!r} on an image of {spec.batch(1)[1:]!r}; check the input shape"
         )
     return macs + matmul_macs
+
+
+def _one_image(device: torch.device, shape: Any) -> Any:
+    """Return the image itself: ptflops declares a dict here, but prints a warning for every model given one."""
+    return torch.zeros(shape, device=device)
 
 
 def _add_macs(

@@ -77,14 +77,23 @@ class Elimination:
     loss: tuple[float, ...]
 
 
-def eliminate(
-    weight: Tensor, covariance: Tensor, sensitivity: Tensor, width: int, order: Sequence[int] | None = None
-) -> Elimination:
-    """Return the order of the optimal brain surgeon for groups of columns (Hassibi et al., 1993; ZipLM, 2023), or the errors of an `order`.
+def eliminate(weight: Tensor, covariance: Tensor, sensitivity: Tensor, width: int) -> Elimination:
+    """Return the order of the optimal brain surgeon for groups of columns (Hassibi et al., 1993; ZipLM, 2023).
 
     `weight` is (outputs, columns), `covariance` (columns, columns), `sensitivity` (outputs, outputs); the columns are
     `width` groups of equal size side by side. The error of taking out group c is tr(S W_c ((C^-1)_cc)^-1 W_c').
     """
+    return _run(weight, covariance, sensitivity, width, None)
+
+
+def eliminate_in(
+    order: Sequence[int], weight: Tensor, covariance: Tensor, sensitivity: Tensor, width: int
+) -> Elimination:
+    """Return the errors of taking the groups out in an `order` that is given."""
+    return _run(weight, covariance, sensitivity, width, list(order))
+
+
+def _run(weight: Tensor, covariance: Tensor, sensitivity: Tensor, width: int, order: list[int] | None) -> Elimination:
     size = weight.shape[1] // width
     chunk = max(1, width // UPDATES)
     # What goes through R, with R'R = S, is felt alike.
@@ -198,20 +207,24 @@ def order_by(model: nn.Module, unit: Unit, moments: UnitMoments, criterion: str,
     return tuple(torch.argsort(score(model, unit, criterion, seed=seed), stable=True).tolist())
 
 
-def predicted_kl(
-    model: nn.Module, unit: Unit, moments: UnitMoments, order: tuple[int, ...] | None = None
-) -> Elimination:
-    """Return `order`, by default that of `fisher_obs`, with the second-order estimate of the KL in nats after each channel that goes."""
+def predicted_kl(model: nn.Module, unit: Unit, moments: UnitMoments, order: tuple[int, ...]) -> Elimination:
+    """Return `order` with the second-order estimate of the KL divergence, in nats, after each channel that goes."""
     weight = matrix_of(model.get_submodule(unit.consumer))
-    errors = eliminate(weight, moments.covariance, moments.sensitivity, unit.width, order)
-    return Elimination(order=errors.order, loss=tuple(error / 2 for error in errors.loss))
+    return _in_nats(eliminate_in(order, weight, moments.covariance, moments.sensitivity, unit.width))
 
 
 def ordered(model: nn.Module, unit: Unit, moments: UnitMoments, criterion: str, *, seed: int = 0) -> Elimination:
-    """Return the order of `order_by` with the estimate of `predicted_kl`; where gradients tell nothing the estimate is zero."""
-    if moments.is_felt and criterion == "fisher_obs":
-        return predicted_kl(model, unit, moments)
-    order = order_by(model, unit, moments, criterion, seed=seed)
+    """Return the order of `order_by` with the estimate of `predicted_kl`, which `fisher_obs` comes to on its way.
+
+    Where gradients tell nothing the estimate is zero.
+    """
     if not moments.is_felt:
-        return Elimination(order=order, loss=(0.0,) * (unit.width + 1))
-    return predicted_kl(model, unit, moments, order)
+        return Elimination(order=order_by(model, unit, moments, criterion, seed=seed), loss=(0.0,) * (unit.width + 1))
+    if criterion == "fisher_obs":
+        weight = matrix_of(model.get_submodule(unit.consumer))
+        return _in_nats(eliminate(weight, moments.covariance, moments.sensitivity, unit.width))
+    return predicted_kl(model, unit, moments, order_by(model, unit, moments, criterion, seed=seed))
+
+
+def _in_nats(errors: Elimination) -> Elimination:
+    return Elimination(order=errors.order, loss=tuple(error / 2 for error in errors.loss))

@@ -130,10 +130,7 @@ class Trials:
         if scope not in self._given:
             return "unused: the forward pass doesn't reach it"
         given, module = self._given[scope], self.model.get_submodule(scope)
-        shapes = tree_map(
-            lambda value: (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else value, given
-        )
-        alike = f"{module} {_told(module)} {shapes}"
+        alike = f"{module} {_told(module)} {tree_map(_shape, given)}"
         if alike not in self._known:
             self._known[alike] = _tried(module, _within(unit, scope), given)
         return self._known[alike]
@@ -181,6 +178,10 @@ def _told(module: nn.Module) -> str:
     )
 
 
+def _shape(value: Any) -> Any:
+    return (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else value
+
+
 def _within(unit: Unit, scope: str) -> Unit:
     """Return the unit by the names that its modules have in `scope`."""
     start = len(scope) + 1 if scope else 0
@@ -220,7 +221,11 @@ def _tried(module: nn.Module, unit: Unit, given: Given) -> str | None:
 
 def _copied(given: Any) -> Any:
     """Return arguments whose tensors a forward pass may change."""
-    return tree_map(lambda value: value.clone() if isinstance(value, Tensor) else value, given)
+    return tree_map(_clone, given)
+
+
+def _clone(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 def _randomised(module: nn.Module, generator: torch.Generator) -> nn.Module:

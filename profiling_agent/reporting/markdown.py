@@ -30,6 +30,10 @@ FILTERS: dict[str, Callable[..., Any]] = FORMATS | {
 }
 
 
+def _inert(value: Any) -> Any:
+    return inert(value) if isinstance(value, str) else value
+
+
 def render_markdown(report: RunReport) -> str:
     """Return the report as Markdown."""
     # Markdown, not HTML: autoescape would mangle it.
@@ -38,7 +42,7 @@ def render_markdown(report: RunReport) -> str:
         undefined=StrictUndefined,
         autoescape=False,
         # Whatever a template puts in, so that nothing depends on a filter that somebody forgot.
-        finalize=lambda value: inert(value) if isinstance(value, str) else value,
+        finalize=_inert,
     )
     jinja.filters.update(FILTERS)
     return jinja.get_template("report.md.jinja").render(r=report)

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from profiling_agent.pruning.criteria import eliminate
+from profiling_agent.pruning.criteria import eliminate, eliminate_in
 from profiling_agent.pruning.moments import RIDGE
 
 SIZES = pytest.mark.parametrize("size", [1, 2])
@@ -57,8 +57,8 @@ def test_an_order_that_is_given_has_the_errors_of_its_sets(size):
     weight, covariance, sensitivity = problem(size)
     done = eliminate(weight, covariance, sensitivity, 5)
 
-    assert eliminate(weight, covariance, sensitivity, 5, done.order).loss == pytest.approx(done.loss)
-    backwards = eliminate(weight, covariance, sensitivity, 5, done.order[::-1])
+    assert eliminate_in(done.order, weight, covariance, sensitivity, 5).loss == pytest.approx(done.loss)
+    backwards = eliminate_in(done.order[::-1], weight, covariance, sensitivity, 5)
     assert backwards.order == done.order[::-1]
     assert backwards.loss[2] == pytest.approx(
         least_error(weight, covariance, sensitivity, set(done.order[-2:]), size), rel=1e-6
