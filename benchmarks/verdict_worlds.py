@@ -170,7 +170,7 @@ class World:
         file = ref(f"{task.model.path.removeprefix('jobs/')}-{task.split.name}-{task.shard}", "predictions")
         if not self.path(file).exists():
             self.spend(0, len(rows) * (1 if truth.speedup == 1 else 0.5))
-        write_predictions(self.path(file), Answers(wrong, np.zeros_like(wrong), np.ones(len(wrong), np.float32)))
+        write_predictions(self.path(file), Answers(wrong, np.zeros_like(wrong)))
         return Evaluated(
             footprint=Footprint(params=500, macs=int(1000 / truth.speedup), parameter_bytes=1000, size_bytes=1000),
             predictions=Predictions(

@@ -241,6 +241,7 @@ def first_proposal(
             lambda most: plan_question(profile, goal, rules, journal, most, setting=setting),
             profile,
             goal,
+            journal,
             lambda guarded: _objection(guarded, planner, profile, goal, journal, rules.target, setting),
             may_stop=False,
         )
@@ -278,6 +279,7 @@ def next_proposal(
             lambda most: plan_question(profile, goal, by_rules, journal, most, attempts_left=left, setting=setting),
             profile,
             goal,
+            journal,
             lambda guarded: _objection(guarded, planner, profile, goal, journal, target, setting),
             may_stop=True,
         )

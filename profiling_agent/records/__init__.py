@@ -71,6 +71,7 @@ from profiling_agent.records.plan import QuantizationRecommendation as Quantizat
 from profiling_agent.records.plan import RecoveredModel as RecoveredModel
 from profiling_agent.records.plan import Target as Target
 from profiling_agent.records.plan import in_arrays as in_arrays
+from profiling_agent.records.plan import unprinted as unprinted
 from profiling_agent.records.profile import Energy as Energy
 from profiling_agent.records.profile import Headline as Headline
 from profiling_agent.records.profile import LatencyStats as LatencyStats

@@ -104,6 +104,21 @@ def test_no_number_of_images_certifies_a_drop_that_is_too_large():
     assert images_to_certify(answers(30, 10, 1000), 0.019) is None
 
 
+@pytest.mark.parametrize(("lost", "gained"), [(0.03, 0.02), (0.004, 0.001), (0.1, 0.1)])
+def test_the_interval_covers_the_true_drop_as_often_as_it_says(lost: float, gained: float):
+    rng, num_images, num_trials = np.random.default_rng(0), 500, 1500
+    covered = below = 0
+    for _ in range(num_trials):
+        draws = rng.random(num_images)
+        drop = compare(draws >= gained, (draws < gained) | (draws >= gained + lost))
+        covered += drop.low <= lost - gained <= drop.high
+        below += lost - gained <= one_sided_bound(drop, 0.95)
+
+    # Four standard errors of 1500 options below 95% are 0.927; being too careful where images are few is allowed.
+    assert covered / num_trials > 0.927
+    assert below / num_trials > 0.927
+
+
 def test_answers_to_different_images_are_refused():
     with pytest.raises(ValueError, match="paired"):
         compare(np.ones(3, dtype=bool), np.ones(4, dtype=bool))

@@ -14,15 +14,6 @@ from zoo import LABELS, PLAIN
 from profiling_agent.records import InputSpec
 from profiling_agent.timm_config import make_plain_
 
-LEVIT: dict[str, Any] = {
-    "image_size": 64,
-    "hidden_sizes": [32, 64, 96],
-    "num_attention_heads": [2, 2, 4],
-    "id2label": LABELS,
-    "depths": [1, 1, 1],
-}
-
-
 STAGED = {"id2label": LABELS, "depths": [1, 1], "hidden_sizes": [64, 128]}
 PYRAMID = {
     "id2label": LABELS,
@@ -161,7 +152,14 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         base_attn_unit_dims=[128, 128, 256],
         id2label=LABELS,
     ),
-    "levit": family("Levit", **LEVIT),
+    "levit": family(
+        "Levit",
+        image_size=64,
+        hidden_sizes=[32, 64, 96],
+        num_attention_heads=[2, 2, 4],
+        depths=[1, 1, 1],
+        id2label=LABELS,
+    ),
     "focalnet": family(
         "FocalNet",
         image_size=32,
@@ -174,7 +172,14 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     ),
 }
 FAMILIES["deit_teacher"] = lambda: randomised(hf.DeiTForImageClassificationWithTeacher(hf.DeiTConfig(**PLAIN)))
-FAMILIES["levit_teacher"] = lambda: randomised(hf.LevitForImageClassificationWithTeacher(hf.LevitConfig(**LEVIT)), 64)
+FAMILIES["levit_teacher"] = lambda: randomised(
+    hf.LevitForImageClassificationWithTeacher(
+        hf.LevitConfig(
+            image_size=64, hidden_sizes=[32, 64, 96], num_attention_heads=[2, 2, 4], depths=[1, 1, 1], id2label=LABELS
+        )
+    ),
+    64,
+)
 
 
 TOKENS = {"img_size": 32, "patch_size": 8, "embed_dim": 64, "depth": 2, "num_heads": 4}

@@ -1,3 +1,4 @@
+import copy
 import math
 
 import pytest
@@ -5,6 +6,8 @@ import torch
 import zoo
 from torch import nn
 
+from profiling_agent.artifacts.load import load_module
+from profiling_agent.artifacts.save import save_model
 from profiling_agent.errors import PruningError
 from profiling_agent.modules.divergence import mean_kl
 from profiling_agent.modules.inference import random_batch
@@ -55,17 +58,20 @@ def test_the_divergence_falls_and_is_what_the_compensated_model_has(family):
     assert done.kl_after == pytest.approx(after, rel=1e-3, abs=1e-9)
 
 
-@pytest.mark.parametrize("family", ["vit", "resnet"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_both_models_are_left_as_they_were(family):
     model = FAMILIES[family]()
     cuts = cuts_of(model)
     pruned = prune_model(model.train(), cuts, spec=zoo.SPEC)
-    with zoo.left_alone(model, pruned.model):
-        done = compensate(model, pruned.model, cuts, pruned.keep, batches_of(IMAGES))
+    before = [copy.deepcopy(each.state_dict()) for each in (model, pruned.model)]
+    done = compensate(model, pruned.model, cuts, pruned.keep, batches_of(IMAGES))
 
     assert done.model is not pruned.model
-    assert all(module.training for module in done.model.modules())
-    assert not any(module._forward_pre_hooks for module in done.model.modules())
+    for each, state in zip((model, pruned.model), before, strict=True):
+        assert all(torch.equal(state[name], tensor) for name, tensor in each.state_dict().items())
+    for each in (model, pruned.model, done.model):
+        assert all(module.training for module in each.modules())
+        assert not any(module._forward_pre_hooks for module in each.modules())
     assert {p.dtype for p in done.model.parameters()} == {torch.float32}
     assert all(p.requires_grad for p in done.model.parameters())
 
@@ -165,6 +171,16 @@ def test_no_image_and_logits_that_are_not_finite_are_refused():
         zoo.inside(pruned.model).vit.layers[0].mlp.fc1.weight[0, 0] = math.nan
     with pytest.raises(PruningError, match="is nan on calibration images"):
         compensate(model, pruned.model, cuts, pruned.keep, batches_of(IMAGES))
+
+
+def test_a_compensated_model_is_saved_and_loaded_as_it_is(tmp_path):
+    model = zoo.swin()
+    _, done = pruned_and_compensated(model)
+    save_model(
+        done.model, tmp_path / "m", spec=zoo.SPEC, processor=zoo.processor(), base_model="zoo", cuts=cuts_of(model)
+    )
+
+    assert torch.equal(logits(load_module(tmp_path / "m")), logits(done.model))
 
 
 def test_the_two_parts_share_no_image_and_miss_none():

@@ -37,16 +37,6 @@ def narrowest(unit):
     return Cut(unit=unit, keep=aligned_widths(unit.width, unit.step)[0], requested_ratio=0.75)
 
 
-def write_fold_(pruned, unit, folded, norm):
-    """Write a fold into the layers of a cut model."""
-    held = pruned.get_submodule(unit.consumer)
-    held.weight.copy_(folded.weight.reshape(held.weight.shape))
-    if has_bias(held):
-        held.bias.add_(folded.shift)
-    elif norm is not None:
-        pruned.get_submodule(norm).running_mean.sub_(folded.shift)
-
-
 def folded_and_cut(model, unit, norms):
     """The unpruned model with weights laid over it, and the cut model with the same fold written into its layers."""
     cut = narrowest(unit)
@@ -57,7 +47,12 @@ def folded_and_cut(model, unit, norms):
     folded = fold(model, unit, moments, kept, shifts=norm is not None or has_bias(layer))
     pruned = zoo.inside(prune_model(model, [cut], spec=zoo.SPEC, keep={unit.name: kept}).model)
     with torch.no_grad():
-        write_fold_(pruned, unit, folded, norm)
+        held = pruned.get_submodule(unit.consumer)
+        held.weight.copy_(folded.weight.reshape(held.weight.shape))
+        if has_bias(held):
+            held.bias.add_(folded.shift)
+        elif norm is not None:
+            pruned.get_submodule(norm).running_mean.sub_(folded.shift)
         laid = overlay(model, unit, folded, norm)
         return functional_call(model, laid, (), {"pixel_values": IMAGES}).logits, logits(pruned)
 
@@ -97,6 +92,29 @@ def test_a_fold_by_the_moments_is_the_fold_that_a_prune_gets(family):
     expected, dense = logits(pruned), logits(model)
     # The ridge is a share of the mean variance: of all columns here, of the kept ones there.
     assert float((found - expected).norm()) < 0.05 * float((expected - dense).norm())
+
+
+def test_cut_channels_that_kept_ones_determine_are_restored():
+    model = zoo.vit()
+    unit = next(unit for unit in find_units(model, zoo.SPEC, {}).units if unit.kind == "mlp")
+    with torch.no_grad():
+        fc1 = model.get_submodule(unit.producers[0])
+        # The second half says what the first one says.
+        fc1.weight[128:], fc1.bias[128:] = fc1.weight[:128].clone(), fc1.bias[:128].clone()
+        before = logits(model)
+        moments = gather_moments(model, [unit], [IMAGES])[unit.name]
+        folded = overlay(model, unit, fold(model, unit, moments, range(128), shifts=True), None)
+        near, blind = (
+            functional_call(model, laid, (), {"pixel_values": IMAGES}).logits for laid in (folded, masked(model, unit))
+        )
+
+    assert float((near - before).norm()) < 0.05 * float((blind - before).norm())
+
+
+def masked(model, unit):
+    weight = model.get_parameter(f"{unit.consumer}.weight").detach().clone()
+    weight[:, 128:] = 0
+    return {f"{unit.consumer}.weight": weight}
 
 
 def test_the_batch_norm_behind_each_convolution_is_found():
