@@ -16,20 +16,16 @@ from profiling_agent.evaluation.predictions import (
     write_predictions,
 )
 
-LARGEST = float(np.finfo(np.float32).max)
-
 
 def said(*rows: list[float]) -> Answers:
     return answers_of(np.array(rows, np.float32), np.zeros(len(rows), np.int64))
 
 
-def test_the_margin_is_the_top_logit_minus_the_runner_up():
+def test_the_top_logit_is_the_answer_the_first_of_equal_ones():
     answers = said([3.0, 1.0, 2.5], [-1.0, -4.0, -1.0], [0.0, 5.0, 1.0])
 
     assert answers.predicted.tolist() == [0, 0, 1]
-    assert answers.margin.tolist() == [0.5, 0.0, 4.0]
     assert answers.right.tolist() == [True, True, False]
-    assert answers.margin.dtype == np.float32
 
 
 @pytest.mark.parametrize("logits", [[np.nan, 0.0], [0.0, np.nan], [np.inf, 0.0], [-np.inf, -np.inf], [np.inf, -np.inf]])
@@ -37,7 +33,6 @@ def test_logits_that_name_no_class_are_counted_wrong(logits: list[float]):
     answers = said([1.0, 0.0], logits)
 
     assert answers.predicted.tolist() == [0, NO_CLASS]
-    assert answers.margin.tolist() == [1.0, 0.0]
     assert answers.right.tolist() == [True, False]
 
 
@@ -45,14 +40,8 @@ def test_a_class_that_is_ruled_out_leaves_the_others(tmp_path: Path):
     answers = said([2.0, -np.inf, 1.0], [2.0, -np.inf, -np.inf], [3e38, -3e38, -3e38])
 
     assert answers.predicted.tolist() == [0, 0, 0]
-    assert answers.margin.tolist() == [1.0, LARGEST, LARGEST]
     write_predictions(tmp_path / "answers", answers)
-    assert read_predictions(tmp_path / "answers").margin.tolist() == answers.margin.tolist()
-
-
-def test_a_model_of_one_class_is_sure_of_it():
-    answers = said([0.3])
-    assert (answers.predicted.tolist(), answers.margin.tolist()) == ([0], [LARGEST])
+    assert read_predictions(tmp_path / "answers").predicted.tolist() == answers.predicted.tolist()
 
 
 def test_as_many_logits_as_labels():
@@ -62,10 +51,8 @@ def test_as_many_logits_as_labels():
 
 def test_parts_stand_in_the_order_given():
     parts = [said([1.0, 0.0]), said([0.0, 3.0], [2.0, 0.0])]
-    whole = joined(parts)
 
-    assert whole.predicted.tolist() == [0, 1, 0]
-    assert whole.margin.tolist() == [1.0, 3.0, 2.0]
+    assert joined(parts).predicted.tolist() == [0, 1, 0]
 
 
 def test_a_missing_or_damaged_file_is_one_line(tmp_path: Path):
