@@ -28,26 +28,44 @@ def test_what_is_kept_is_read_back_by_whoever_depends_on_the_same(tmp_path: Path
     assert read_evidence(evidence_path(tmp_path / "cache", {"model": "a", "seed": 1}), UNITS) is None
 
 
+def cut_short(path: Path) -> None:
+    path.write_text(path.read_text()[:-100])
+
+
+def emptied(path: Path) -> None:
+    path.write_text("")
+
+
+def binary(path: Path) -> None:
+    path.write_bytes(b"\x00\xff" * 100)
+
+
+def a_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def an_order_with_a_channel_twice(path: Path) -> None:
+    path.write_text(path.read_text().replace('"order":[0,1,', '"order":[1,1,', 1))
+
+
+def a_width_of_none(path: Path) -> None:
+    path.write_text(path.read_text().replace('"keep":', '"keep":9', 1))
+
+
+def of_another_unit(path: Path) -> None:
+    path.write_text(path.read_text().replace(UNITS[0].name, "elsewhere"))
+
+
 @pytest.mark.parametrize(
-    "damaged",
-    [
-        lambda text: text[:-100],
-        lambda text: text.replace('"order":[0,1,', '"order":[1,1,', 1),
-        lambda text: text.replace('"keep":', '"keep":9', 1),
-        lambda text: text.replace(UNITS[0].name, "elsewhere"),
-        None,
-    ],
-    ids=["cut short", "a channel twice", "no such width", "another unit", "a folder"],
+    "damage",
+    [cut_short, emptied, binary, a_folder, an_order_with_a_channel_twice, a_width_of_none, of_another_unit],
 )
-def test_what_is_damaged_or_of_others_is_measured_again(tmp_path: Path, damaged: Callable[[str], str] | None):
+def test_what_is_damaged_or_of_others_is_measured_again(tmp_path: Path, damage: Callable[[Path], None]):
     path = evidence_path(tmp_path, {})
     keep_evidence(path, EVIDENCE)
     assert read_evidence(path, UNITS) == EVIDENCE
-    if damaged is None:
-        path.unlink()
-        path.mkdir()
-    else:
-        path.write_text(damaged(path.read_text()))
+    damage(path)
 
     assert read_evidence(path, UNITS) is None
     keep_evidence(path, EVIDENCE)

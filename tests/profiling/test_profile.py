@@ -6,11 +6,13 @@ import pytest
 import torch
 import zoo
 from torch import nn
+from transformers import ViTConfig, ViTForImageClassification
 
 from profiling_agent.benchmarking.headline import measure_headline
 from profiling_agent.deployment.torch_session import TorchSession
 from profiling_agent.profiling.profile import profile_model
 from profiling_agent.quantization.footprint import parameter_bytes
+from profiling_agent.records import ModelProfile
 
 MAX_FORWARD_PASSES = 60
 
@@ -71,8 +73,30 @@ def test_a_profile_is_whole(vit_profile):
     assert rows.keys() <= {name for name, _ in model.named_modules()}
 
 
+def test_a_profile_survives_the_disk(vit_profile):
+    assert ModelProfile.model_validate_json(vit_profile.model_dump_json()) == vit_profile
+
+
 def test_the_same_model_twice_differs_in_times_alone(vit_profile):
     assert without_times(profile(zoo.vit())) == without_times(vit_profile)
+
+
+def test_a_narrower_model_is_comparable_row_by_row(vit_profile):
+    config = ViTConfig(
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=128,
+        image_size=32,
+        patch_size=8,
+        id2label=zoo.LABELS,
+    )
+    narrow = profile(zoo.randomised(ViTForImageClassification(config)))
+
+    assert [row.name for row in narrow.layers] == [row.name for row in vit_profile.layers]
+    # Half of fc1's outputs with their biases, and half of fc2's inputs.
+    assert vit_profile.macs - narrow.macs == 2 * 17 * 128 * (64 + 1 + 64)
+    assert vit_profile.params - narrow.params == 2 * 128 * (64 + 1 + 64)
 
 
 def test_a_quantized_model_is_counted_on_its_skeleton_and_timed_itself(vit_profile):
@@ -89,8 +113,20 @@ def test_a_quantized_model_is_counted_on_its_skeleton_and_timed_itself(vit_profi
 def test_the_model_is_left_as_it_was_found():
     model = zoo.resnet().train()
     model.resnet.embedder.eval()
-    with zoo.left_alone(model):
-        profile(model)
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+    def state():
+        return [
+            (module.training, sorted(vars(module)), len(module._forward_hooks) + len(module._forward_pre_hooks))
+            for module in model.modules()
+        ]
+
+    before = state()
+    profile(model)
+
+    assert state() == before
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
+    assert all(parameter.grad is None and parameter.requires_grad for parameter in model.parameters())
 
 
 def test_the_trace_is_written_and_progress_reaches_its_end(tmp_path):

@@ -1,3 +1,4 @@
+import copy
 import math
 from functools import partial
 from itertools import accumulate
@@ -7,7 +8,6 @@ import pytest
 import torch
 import zoo
 from pruning import families
-from pruning.test_folding import write_fold_
 from scipy.stats import spearmanr
 
 from profiling_agent.benchmarking.latency_table import LatencyTable
@@ -67,9 +67,14 @@ def kl_of(model, kept, images):
     pruned = zoo.inside(prune_model(model, cuts, spec=zoo.SPEC, keep=kept).model)
     with torch.no_grad():
         for unit in units:
-            norm = norms.get(unit.consumer)
-            shifts = norm is not None or has_bias(pruned.get_submodule(unit.consumer))
-            write_fold_(pruned, unit, fold(model, unit, moments[unit.name], kept[unit.name], shifts=shifts), norm)
+            held, norm = pruned.get_submodule(unit.consumer), norms.get(unit.consumer)
+            shifts = has_bias(held) or norm is not None
+            folded = fold(model, unit, moments[unit.name], kept[unit.name], shifts=shifts)
+            held.weight.copy_(folded.weight.reshape(held.weight.shape))
+            if has_bias(held):
+                held.bias.add_(folded.shift)
+            elif norm is not None:
+                pruned.get_submodule(norm).running_mean.sub_(folded.shift)
         expected, found = (each(pixel_values=images).logits.double().softmax(1) for each in (model, pruned))
     return float((expected * (expected.log() - found.log())).sum(1).mean())
 
@@ -232,10 +237,18 @@ def test_the_same_seed_gives_the_same_evidence_whatever_the_batches():
 def test_the_model_is_left_as_it_was_found(family):
     model = {"vit": small, "resnet": MODELS["resnet"]}[family]().train()
     model.classifier.eval()
-    next(model.parameters()).requires_grad = False
-    with zoo.left_alone(model):
-        studied(model)
+    first, *_ = model.parameters()
+    first.requires_grad = False
+    state = copy.deepcopy(model.state_dict())
+    before = [dict(vars(module)) for module in model.modules()]
+    needed = [parameter.requires_grad for parameter in model.parameters()]
+    studied(model)
 
+    assert [vars(module) for module in model.modules()] == before
+    assert [parameter.requires_grad for parameter in model.parameters()] == needed
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(torch.equal(state[name], tensor) for name, tensor in model.state_dict().items())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     assert torch.is_grad_enabled()
 
 
