@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-MAX_LINES = {"profiling_agent graphs": 34437, "tests": 33835, "benchmarks": 7282}
-MAX_MODULES = 230
+MAX_LINES = {"profiling_agent graphs": 32642, "tests": 31600, "benchmarks": 6961}
+MAX_MODULES = 229
 
 
 def python_files(folders: str) -> list[Path]:
