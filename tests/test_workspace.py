@@ -1,3 +1,4 @@
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -6,6 +7,7 @@ import pytest
 from made import ref
 
 from profiling_agent.errors import RequestError, RunError
+from profiling_agent.files import file_sha256, write_text
 from profiling_agent.request import Request
 from profiling_agent.workspace import Workspace, open_workspace, read_manifest
 
@@ -28,12 +30,26 @@ def test_another_request_for_the_same_run_is_refused_and_says_what_differs(tmp_p
         open_workspace(request(tmp_path, max_iterations=3), "a")
 
 
+def test_a_run_of_another_schema_version_is_refused(tmp_path: Path):
+    root = open_workspace(request(tmp_path), "a").root
+    manifest = json.loads((root / "request.json").read_text())
+    (root / "request.json").write_text(json.dumps(manifest | {"schema_version": 99}))
+
+    with pytest.raises(RunError, match="schema version 99"):
+        read_manifest(root)
+
+
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema_version": 2}', '{"schema_version": 2, "request": 3}'])
 def test_a_damaged_manifest_is_refused(tmp_path: Path, text: str):
     (tmp_path / "request.json").write_text(text)
 
     with pytest.raises(RunError):
         read_manifest(tmp_path)
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Path):
+    with pytest.raises(RunError, match="no run folder"):
+        read_manifest(tmp_path / "nowhere")
 
 
 def test_an_output_that_can_not_be_written_is_the_requests_fault(tmp_path: Path):
@@ -79,6 +95,14 @@ def test_a_second_process_can_not_take_the_run(tmp_path: Path):
     lock.release()
 
     assert "in use by another process" in said
+
+
+def test_a_file_is_written_whole(tmp_path: Path):
+    write_text(tmp_path / "file", "text")
+
+    assert (tmp_path / "file").read_text() == "text"
+    assert file_sha256(tmp_path / "file") == "982d9e3eb996f559e633f4d194def3761d909f5a3b647d1a851fead67c32c9d1"
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_a_workspace_knows_where_an_artifact_lies(tmp_path: Path):

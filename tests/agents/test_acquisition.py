@@ -2,7 +2,7 @@ import json
 from pathlib import Path
 
 import pytest
-from chat_server import Said, chat_server, in_turn
+from chat_server import Said, chat_server, error, in_turn
 from langchain_core.language_models.fake_chat_models import FakeListChatModel
 
 from profiling_agent.agents.nodes import choose_advisor
@@ -62,3 +62,11 @@ def test_what_can_not_be_had_is_one_line(request_: dict[str, str], message: str)
 
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_wrong_key_is_one_line_before_anything_starts():
+    with (
+        chat_server(in_turn(error(401, "Incorrect API key"))) as server,
+        pytest.raises(RequestError, match=r"Incorrect API key.*check the address, the model's name and the key"),
+    ):
+        choose_advisor(Request(llm="openai:m", base_url=server.url), None, (server.url,))

@@ -6,14 +6,15 @@ from typing import Any
 
 import pytest
 from chat_server import chat_server, error, in_turn
-from commands import call
 from conftest import World
 from langgraph.checkpoint.memory import InMemorySaver
+from typer.testing import CliRunner
 
-from profiling_agent import approve, build_graph, resume
+from profiling_agent import Request, approve, build_graph, resume
 from profiling_agent.agents.checkpoints import RunSaver
 from profiling_agent.agents.limits import key_for, trusted_addresses
 from profiling_agent.agents.node import ProgressEvent
+from profiling_agent.cli.main import app
 from profiling_agent.errors import RequestError, RunError
 from profiling_agent.llm.chat import Endpoint
 from profiling_agent.records import Approval, Outcome
@@ -58,7 +59,7 @@ def test_a_key_does_not_go_where_a_request_json_says(named: Path, monkeypatch: p
 
     with pytest.raises(RunError, match=r"would go to 'http://127\.0\.0\.1:9/v1'.*resume RUN --base-url http"):
         resume(named)
-    said = call("resume", str(named))
+    said = CliRunner().invoke(app, ["resume", str(named)])
 
     assert said.exit_code == 2
     assert len(said.stderr.strip().splitlines()) == 1
@@ -75,7 +76,7 @@ def test_it_goes_there_once_a_person_says_so_and_without_one_nobody_needs_to(
     if way != "no key":
         monkeypatch.setenv("OPENAI_API_KEY", KEY)
     if way == "the flag":
-        said = call("resume", str(named), "--base-url", "http://127.0.0.1:9/v1")
+        said = CliRunner().invoke(app, ["resume", str(named), "--base-url", "http://127.0.0.1:9/v1"])
         assert "gave no answer" in said.stderr
         return
     if way == "the environment":
@@ -149,7 +150,7 @@ def test_a_password_in_an_address_is_refused_before_it_is_written_down():
         "http://h/v1#sk-secret",
         "http://[me:sk-secret@",
     ):
-        said = call("run", "--base-url", url, "--planner", "rules")
+        said = CliRunner().invoke(app, ["run", "--base-url", url, "--planner", "rules"])
         assert said.exit_code == 2
         assert "more than an address" in said.stderr
         assert "sk-secret" not in said.stderr
@@ -176,3 +177,8 @@ def test_a_contract_that_was_changed_behind_it_is_what_the_verdict_is_by(finishe
     assert report.verdict.outcome is not Outcome.MET
     assert {term.name: term.required for term in report.verdict.terms}["size"] == report.goal.max_size_ratio == 1e-6
     assert before.goal.max_size_ratio != 1e-6
+
+
+def test_a_request_that_names_a_password_is_not_kept_in_a_state_either():
+    with pytest.raises(ValueError, match="more than an address"):
+        Request(base_url="http://me:pw@h/v1")

@@ -42,12 +42,23 @@ def cut_short(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-7])
 
 
+def change_a_number(path: Path) -> None:
+    path.write_text(path.read_text().replace("4", "8", 1))
+
+
 @pytest.mark.parametrize("damage", [flip_a_byte, cut_short])
 @pytest.mark.parametrize("name", ["weights.safetensors", "golden.safetensors"])
 def test_damaged_tensors_are_named(folder: Path, name: str, damage):
     damage(folder / name)
 
     with pytest.raises(ArtifactError, match=name):
+        load_module(folder)
+
+
+def test_a_changed_config_is_named(folder: Path):
+    change_a_number(folder / "preprocessor_config.json")
+
+    with pytest.raises(ArtifactError, match=r"preprocessor_config\.json"):
         load_module(folder)
 
 
@@ -118,6 +129,13 @@ def test_the_folder_itself_may_be_reached_by_a_link(folder: Path):
     assert torch.equal(reached.classifier.weight, known.classifier.weight)
 
 
+def test_another_schema_version_is_refused(folder: Path):
+    rewrite_recipe(folder, schema_version=99)
+
+    with pytest.raises(ArtifactError, match="schema version 99"):
+        load_recipe(folder)
+
+
 def test_a_recipe_that_is_no_json_is_refused(folder: Path):
     cut_short(folder / "recipe.json")
 
@@ -157,3 +175,15 @@ def test_a_folder_that_exists_is_never_overwritten(folder: Path):
         save_model(zoo.deit(), folder, spec=zoo.SPEC, processor=zoo.processor(), base_model="zoo")
 
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+class FailingProcessor:
+    def save_pretrained(self, folder: Path) -> None:
+        raise OSError("no space left on device")
+
+
+def test_a_save_that_fails_leaves_nothing_behind(tmp_path: Path):
+    with pytest.raises(OSError, match="no space"):
+        save_model(zoo.vit(), tmp_path / "model", spec=zoo.SPEC, processor=FailingProcessor(), base_model="zoo")
+
+    assert list(tmp_path.iterdir()) == []

@@ -1,14 +1,25 @@
-"""Runs whose files were damaged, or that another graph has: each ends with one line that says which, and nothing is made of it."""
+"""Runs whose files were damaged: each ends with one line that says which, and nothing is made of it."""
 
 import shutil
+import sqlite3
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
-from commands import call
+from typer.testing import CliRunner
 
+from profiling_agent.agents.checkpoints import RunSaver
+from profiling_agent.agents.node import ProgressEvent
+from profiling_agent.cli.main import app
+from profiling_agent.graphs.optimization import build_graph  # pyright: ignore[reportMissingImports] - mapped on install
+from profiling_agent.lifecycle import resume
+from profiling_agent.records import ModelProfile
 from profiling_agent.reporting.results import read_report
-from profiling_agent.workspace import Workspace
+
+
+def call(*arguments: str):
+    return CliRunner().invoke(app, list(arguments), env={"COLUMNS": "200", "TERM": "dumb"})
 
 
 def is_refused(said, *words: str) -> bool:
@@ -45,6 +56,23 @@ def run(finished: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(finished, tmp_path / "quick", symlinks=True))
 
 
+@pytest.fixture
+def stopped(run: Path) -> Path:
+    """Return a run that was profiled and got no further."""
+    saver = RunSaver(run.parent)
+    config = {"configurable": {"thread_id": run.name}}
+    history = build_graph(saver).get_state_history(config)
+    profiled = next(snapshot for snapshot in history if snapshot.next == ("analysis",))
+    saver.close()
+    with closing(sqlite3.connect(run / "checkpoints.sqlite")) as connection, connection:
+        for table in ("checkpoints", "writes"):
+            named = profiled.config["configurable"]["checkpoint_id"]
+            connection.execute(f"DELETE FROM {table} WHERE checkpoint_id > ?", (named,))
+    for report in run.glob("report.*"):
+        report.unlink()
+    return run
+
+
 @pytest.mark.parametrize("damage", [cut_short, beheaded, scribbled])
 @pytest.mark.parametrize("verb", ["resume", "approve"])
 def test_a_run_with_damaged_checkpoints_is_not_gone_on_with(run: Path, damage: Callable[[Path], None], verb: str):
@@ -61,6 +89,32 @@ def test_the_report_of_a_run_with_damaged_checkpoints_is_written_again(run: Path
     assert call("report", str(run)).exit_code == 0
 
 
+@pytest.fixture
+def profile(finished: Path, stopped: Path) -> Path:
+    return stopped / read_report(finished).profiles["baseline"].profile.path
+
+
+class EnoughError(Exception):
+    pass
+
+
+def until_pruning(event: ProgressEvent) -> None:
+    if event.stage == "pruning":
+        raise EnoughError
+
+
+@pytest.mark.slow
+def test_a_lost_profile_is_measured_again_once_the_checkpoints_are_deleted(stopped: Path, profile: Path):
+    shutil.rmtree(profile.parent)
+    assert is_refused(call("resume", str(stopped)), profile.parent.name, "missing or damaged", "checkpoints.sqlite")
+
+    (stopped / "checkpoints.sqlite").unlink()
+    with pytest.raises(EnoughError):
+        resume(stopped, until_pruning)
+
+    assert ModelProfile.model_validate_json(profile.read_bytes()).evidence is not None
+
+
 @pytest.mark.parametrize("damage", [cut_short, beheaded, emptied])
 @pytest.mark.parametrize("verb", ["show", "report", "compare"])
 def test_a_damaged_report_is_not_shown(run: Path, damage: Callable[[Path], None], verb: str):
@@ -74,22 +128,3 @@ def test_a_run_whose_request_is_damaged_is_not_gone_on_with(run: Path, damage: C
     damage(run / "request.json")
 
     assert is_refused(call("resume", str(run)), "request.json")
-
-
-@pytest.mark.parametrize("arguments", [("resume",), ("resume", "--quiet"), ("resume", "--json")])
-def test_a_run_that_another_process_has_is_refused_and_goes_on_when_it_is_free(
-    finished: Path, run: Path, arguments: tuple[str, ...]
-):
-    lock = Workspace(run).lock()
-    try:
-        refused = call(arguments[0], str(run), *arguments[1:])
-    finally:
-        lock.release()
-
-    assert refused.exit_code == 2
-    assert refused.stdout == ""
-    assert len(refused.stderr.strip().splitlines()) == 1
-    assert "run 'quick' is in use by another graph of this process: wait for it, or end it" in refused.stderr
-    met = read_report(finished).verdict.outcome == "MET"
-    assert call(arguments[0], str(run), *arguments[1:]).exit_code == (0 if met else 1)
-    assert read_report(run) == read_report(finished)

@@ -4,11 +4,22 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 import zoo
-from commands import call
 from conftest import World
+from transformers import AutoModelForImageClassification
+from typer.testing import CliRunner
 
+from profiling_agent.artifacts.load import load_module
 from profiling_agent.artifacts.save import save_model
+from profiling_agent.cli.main import app
+from profiling_agent.modules.inference import random_batch
+from profiling_agent.quantization.quantize import quantize_model
+from profiling_agent.records import QuantizationRecommendation
+
+
+def call(*arguments: object):
+    return CliRunner().invoke(app, [str(each) for each in arguments], env={"COLUMNS": "200", "TERM": "dumb"})
 
 
 @pytest.fixture
@@ -25,6 +36,16 @@ def test_onnx_is_one_file(saved: Path, tmp_path: Path):
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.onnx"]
 
 
+def test_hf_is_a_folder_that_transformers_loads(saved: Path, tmp_path: Path):
+    ended = call("export", saved, "--format", "hf", "--output", tmp_path / "plain")
+
+    assert ended.exit_code == 0
+    loaded = AutoModelForImageClassification.from_pretrained(tmp_path / "plain", local_files_only=True)
+    batch = random_batch(zoo.SPEC, 2)
+    with torch.inference_mode():
+        assert torch.equal(loaded(pixel_values=batch).logits, load_module(saved)(pixel_values=batch).logits)
+
+
 def test_a_run_stands_for_its_best_model(saved: Path, tmp_path: Path):
     run = tmp_path / "run"
     run.mkdir()
@@ -37,6 +58,16 @@ def test_a_run_stands_for_its_best_model(saved: Path, tmp_path: Path):
     assert (unfinished.exit_code, finished.exit_code) == (2, 0)
     assert "has no model yet" in unfinished.stderr
     assert (tmp_path / "plain" / "config.json").exists()
+
+
+@pytest.mark.parametrize("format_", ["onnx", "hf"])
+def test_a_quantized_model_is_refused(tmp_path: Path, format_: str):
+    everything = QuantizationRecommendation(layer="all", dtype="qint8")
+    model = quantize_model(zoo.vit(), [everything]).model
+    save_model(model, tmp_path / "saved", spec=zoo.SPEC, processor=zoo.processor(), base_model="zoo")
+
+    refused(call("export", tmp_path / "saved", "--format", format_, "--output", tmp_path / "out"), "quantized")
+    assert not (tmp_path / "out").exists()
 
 
 def refused(ended, says: str):
@@ -62,3 +93,11 @@ def test_an_output_that_can_not_be_written_is_refused(saved: Path, tmp_path: Pat
     refused(call("export", saved, "--format", format_, "--output", tmp_path / "file"), "exists already")
     refused(call("export", saved, "--format", format_, "--output", tmp_path / "file" / "out"), "can't be written")
     assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_the_help_says_what_the_formats_are():
+    said = call("export", "--help").output
+
+    assert "load.py" in said
+    assert "ONNX Runtime" in said
+    assert "from_pretrained" in said

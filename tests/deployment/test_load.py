@@ -5,7 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
+import warnings
 from pathlib import Path
 
 import deployed
@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 import zoo
-from full_disk import at_most
 from photographs import PHOTOGRAPHS, lying_on_its_side, of_a_telephone
 from PIL import Image
 from safetensors.numpy import load_file, save_file
@@ -25,8 +24,9 @@ from profiling_agent.artifacts.recipe import QuantizedLayer, read_recipe
 from profiling_agent.artifacts.save import save_model
 from profiling_agent.deployment.batches import noise_batch
 from profiling_agent.deployment.load import cpu_note
+from profiling_agent.deployment.protocol import Source
 from profiling_agent.deployment.save import save_deployed
-from profiling_agent.errors import ArtifactError, CorruptImageError, RequestError, RunError, StorageError
+from profiling_agent.errors import ArtifactError, CorruptImageError, RequestError, RunError
 from profiling_agent.files import file_sha256
 from profiling_agent.handover.export import export
 from profiling_agent.reproducibility import environment
@@ -250,11 +250,25 @@ def test_int8_of_eight_bits_is_never_said_to_compute_the_same_where_its_sums_may
         assert "the same" not in said
 
 
-def test_a_runtime_that_is_not_there_is_named_with_its_extra(root: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+def test_a_runtime_that_is_not_there_is_named_with_its_extra(root: Path):
+    code = (
+        "import sys\n"
+        "from importlib.machinery import PathFinder\n"
+        "find = PathFinder.find_spec\n"
+        "PathFinder.find_spec = staticmethod(lambda name, *rest, **named: (\n"
+        "    None if name.startswith('onnxruntime') else find(name, *rest, **named)\n))\n"
+        "from profiling_agent import load, ProfilingAgentError\n"
+        "try:\n"
+        "    load(sys.argv[1])\n"
+        "except ProfilingAgentError as error:\n"
+        "    print(error)\n"
+    )
 
-    with pytest.raises(ArtifactError, match=r"^[^\n]*pip install profiling-agent\[onnx\]$"):
-        load(folder_of(root, SIMPLE))
+    command = [sys.executable, "-c", code, str(folder_of(root, SIMPLE))]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    assert "pip install profiling-agent[onnx]" in said
+    assert said.count("\n") == 1
 
 
 def test_a_model_runs_in_as_many_threads_as_it_is_told(root: Path):
@@ -282,10 +296,26 @@ def test_a_model_runs_in_as_many_threads_as_it_is_told(root: Path):
 
 
 def test_a_disk_that_fills_leaves_nothing_and_is_one_line(tmp_path: Path):
-    with at_most(100_000), pytest.raises(StorageError, match="no space for") as full:
-        save_model(zoo.vit(), tmp_path / "model", spec=zoo.SPEC, processor=zoo.processor(), base_model="zoo")
+    code = (
+        "import resource, signal, sys\n"
+        "from pathlib import Path\n"
+        "sys.path.insert(0, sys.argv[2])\n"
+        "import zoo\n"
+        "from profiling_agent.artifacts.save import save_model\n"
+        "from profiling_agent.errors import StorageError\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
+        "try:\n"
+        "    save_model(zoo.vit(), Path(sys.argv[1]), spec=zoo.SPEC, processor=zoo.processor(), base_model='zoo')\n"
+        "except StorageError as error:\n"
+        "    print(error)\n"
+    )
 
-    assert "\n" not in str(full.value)
+    command = [sys.executable, "-c", code, str(tmp_path / "model"), str(Path(zoo.__file__).parent)]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    assert "no space for" in said
+    assert said.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
 
 
@@ -321,9 +351,21 @@ def test_the_card_says_what_it_is_and_where_it_was_made(root: Path):
     assert "model.predict" in card
 
 
+def test_loading_is_silent(root: Path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load(folder_of(root, "openvino float32"))
+
+
 def test_a_source_without_onnx_is_refused_where_a_runtime_reads_it(root: Path, tmp_path: Path):
     source = deployed.source_of("resnet", tmp_path / "source")
-    bare = replace(source, onnx=None)
+    bare = Source(
+        module=source.module,
+        recipe=source.recipe,
+        processor=source.processor,
+        calibration=source.calibration,
+        batch_size=8,
+    )
 
     for name in ("onnxruntime float32", "openvino float32"):
         with pytest.raises(ArtifactError, match="needs the model as ONNX"):

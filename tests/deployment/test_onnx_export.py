@@ -108,6 +108,15 @@ def test_a_quantized_model_is_refused(tmp_path: Path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_file_that_exists_is_left_alone(tmp_path: Path):
+    (tmp_path / "model.onnx").write_text("mine")
+
+    with pytest.raises(ArtifactError, match="exists already"):
+        export_onnx(zoo.vit(num_hidden_layers=1), tmp_path / "model.onnx", spec=zoo.SPEC)
+
+    assert (tmp_path / "model.onnx").read_text() == "mine"
+
+
 def test_a_missing_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
 

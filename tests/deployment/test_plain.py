@@ -12,14 +12,13 @@ from transformers import AutoImageProcessor, AutoModelForImageClassification
 
 from profiling_agent.deployment.plain import plain_config, save_plain
 from profiling_agent.errors import ArtifactError
-from profiling_agent.modules.inference import logits_of, random_batch
+from profiling_agent.modules.inference import random_batch
 from profiling_agent.pruning.prune import prune_model
 from profiling_agent.pruning.units import find_units
 from profiling_agent.pruning.widths import snap
 from profiling_agent.quantization.quantize import quantize_model
 from profiling_agent.records import Cut, QuantizationRecommendation, UnitKind
 
-IMAGES = random_batch(zoo.SPEC, 3, seed=7)
 ASK = """
 import json, sys, torch
 from transformers import AutoModelForImageClassification
@@ -40,6 +39,11 @@ def write(model, folder, cuts=()):
     return save_plain(model, folder, spec=zoo.SPEC, processor=zoo.processor(), cuts=cuts)
 
 
+def say(model):
+    with torch.inference_mode():
+        return model(pixel_values=random_batch(zoo.SPEC, 3, seed=7)).logits
+
+
 def test_a_vit_that_was_cut_alike_loads_in_a_process_that_knows_nothing_of_us(tmp_path: Path):
     small, cuts = cut(zoo.vit())
 
@@ -55,7 +59,7 @@ def test_a_vit_that_was_cut_alike_loads_in_a_process_that_knows_nothing_of_us(tm
     heard = subprocess.run(
         [sys.executable, "-c", ASK, tmp_path / "model"], capture_output=True, text=True, check=True
     ).stdout
-    torch.testing.assert_close(torch.tensor(json.loads(heard)), logits_of(small, IMAGES), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(torch.tensor(json.loads(heard)), say(small), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("family", ["deit", "swin"])
@@ -65,7 +69,7 @@ def test_mlps_that_were_cut_alike_are_a_config(tmp_path: Path, family: str):
     assert write(small, tmp_path / "model", cuts) is None
 
     loaded = AutoModelForImageClassification.from_pretrained(tmp_path / "model", local_files_only=True)
-    assert torch.equal(logits_of(loaded, IMAGES), logits_of(small, IMAGES))
+    assert torch.equal(say(loaded), say(small))
     assert loaded.config.id2label == zoo.LABELS
     assert AutoImageProcessor.from_pretrained(tmp_path / "model", backend="pil").size["height"] == 32
 
@@ -78,6 +82,15 @@ def test_a_ratio_that_no_float_holds_exactly(tmp_path: Path):
     small = prune_model(model, cuts, spec=zoo.SPEC).model
 
     assert write(small, tmp_path / "model", cuts) is None
+
+
+def test_a_model_that_was_not_cut_is_an_ordinary_folder(tmp_path: Path):
+    model = zoo.resnet()
+
+    assert write(model, tmp_path / "model") is None
+
+    loaded = AutoModelForImageClassification.from_pretrained(tmp_path / "model", local_files_only=True)
+    assert torch.equal(say(loaded), say(model))
 
 
 def test_layers_that_were_cut_differently_are_refused_with_the_widths(tmp_path: Path):

@@ -1,9 +1,12 @@
 """Runs that wait for a person: in Python, from another process, and with answers that can't be taken."""
 
+import json
 from pathlib import Path
 
 import pytest
 from conftest import World
+from langgraph.checkpoint.memory import InMemorySaver
+from langgraph.types import Command
 
 from profiling_agent import Approval, ApprovalQuestion, approve, build_graph, optimize, pending, resume
 from profiling_agent.errors import ApprovalPendingError, RequestError
@@ -50,6 +53,20 @@ def test_a_run_without_an_answer_waits_and_refuses_an_answer_that_fits_nothing(w
     with pytest.raises(ApprovalPendingError, match=r"attempt 1 \(min_speedup|attempt 1 \(the layer pattern"):
         approve(run, Approval(decision="edit", caps=(Cap(layer="nowhere"),)))
     assert sorted(path.name for path in (run / "jobs").iterdir()) == jobs
+
+
+@pytest.mark.slow
+def test_langgraphs_own_command_answers_too(world: World, tmp_path: Path):
+    graph = build_graph(InMemorySaver())
+    config = {"configurable": {"thread_id": "quick"}}
+    request = world.request(tmp_path, approve="plan", max_iterations=1, run_id=None)
+
+    stopped = graph.invoke(request, config)
+    (waiting,) = stopped["__interrupt__"]
+    assert json.loads(json.dumps(waiting.value))["choices"] == ["accept", "edit", "reject"]
+    assert waiting.response_schema["properties"]["decision"]["enum"] == ["accept", "edit", "reject"]
+    (again,) = graph.invoke(Command(resume={"decision": "maybe"}), config)["__interrupt__"]
+    assert "decision" in again.value["problem"]
 
 
 def test_without_a_checkpointer_approval_is_refused_at_the_start(world: World, tmp_path: Path):

@@ -52,6 +52,13 @@ def test_an_unknown_term_is_refused_before_anything_starts(call: str, copied: st
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_term_that_cannot_be_met_is_refused_before_anything_starts(tmp_path: Path):
+    with pytest.raises(RequestError, match=r"^max_size_ratio: give a fraction .* 0\.5 is half"):
+        build_graph().invoke({"max_size_ratio": 50, "output": str(tmp_path / "runs")})
+
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_an_update_of_an_unknown_field_is_refused():
     graph, thread = build_graph(InMemorySaver()), {"configurable": {"thread_id": "t"}}
 

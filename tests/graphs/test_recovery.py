@@ -8,6 +8,7 @@ from conftest import World
 from profiling_agent import load, optimize
 from profiling_agent.acquisition.images import SplitImages
 from profiling_agent.reporting.report import RunReport
+from profiling_agent.request import Request
 
 
 def images_of(path) -> set[bytes]:
@@ -35,3 +36,12 @@ def test_a_run_trains_what_it_prunes_on_images_of_its_own_and_says_so(world: Wor
     assert attempt.pruned_model is not None
     assert load(run / attempt.pruned_model.path)(pixel_values=torch.zeros(1, 3, 32, 32)).logits.shape == (1, 5)
     assert not (run / "recovery").exists()
+
+
+def test_a_run_that_asks_for_no_recovery_says_nothing_of_it(finished):
+    report = RunReport.model_validate_json((finished / "report.json").read_text())
+
+    assert Request().recover_epochs == 0
+    assert report.acquired.recovery is None
+    assert all(attempt.recovery is None for attempt in report.attempts)
+    assert "distillation" not in (finished / "report.md").read_text()

@@ -2,8 +2,11 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import deployed
 import fresh
@@ -18,6 +21,7 @@ from transformers import PerceiverImageProcessorPil
 
 from profiling_agent.acquisition.images import decode_rgb
 from profiling_agent.artifacts.load import load_module, load_recipe
+from profiling_agent.artifacts.recipe import QuantizedLayer
 from profiling_agent.artifacts.save import save_model
 from profiling_agent.deployment.batches import noise_batch
 from profiling_agent.deployment.load import load
@@ -30,6 +34,7 @@ from profiling_agent.handover.export import export
 from profiling_agent.pruning.prune import prune_model
 from profiling_agent.pruning.units import find_units
 from profiling_agent.quantization.quantize import quantize_model
+from profiling_agent.quantization.vnni import needed_instructions
 from profiling_agent.records import Cut, QuantizationRecommendation
 
 ASK = """
@@ -75,6 +80,16 @@ EXPORTED = [
 ]
 
 
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Source]:
+    return cache(lambda family: deployed.source_of(family, tmp_path_factory.mktemp("source") / family))
+
+
+@pytest.fixture(scope="module")
+def source(sources: Callable[[str], Source]) -> Source:
+    return sources("vit")
+
+
 def picture(path: Path) -> Path:
     pixels = np.random.default_rng(5).integers(0, 256, (48, 40, 3), dtype=np.uint8)
     Image.fromarray(pixels).save(path)
@@ -88,7 +103,9 @@ def heard(folder: Path, needed: tuple[str, ...], images: np.ndarray, scratch: Pa
 
 
 @pytest.mark.parametrize(("family", "name"), EXPORTED)
-def test_exported_files_run_by_their_runtime_alone(sources: deployed.Sources, tmp_path: Path, family: str, name: str):
+def test_exported_files_run_by_their_runtime_alone(
+    sources: Callable[[str], Source], tmp_path: Path, family: str, name: str
+):
     saved, home, images = tmp_path / "saved", tmp_path / "home", noise_batch(zoo.SPEC, 3, seed=9)
     form = deployed.deployment(name)
     save_deployed(sources(family), form, saved, num_threads=1)
@@ -253,6 +270,22 @@ def test_the_files_say_what_they_are_and_hold_no_path(source: Source, tmp_path: 
     assert ("in 32 bits by `avx512_vnni` or `avx_vnni`" in card) == full
     for path in home.iterdir():
         assert b"/home/somebody" not in path.read_bytes()
+
+
+def test_files_of_eight_bits_name_the_instructions_that_their_runtime_needs():
+    def needed(runtime: Any, *, reduced: bool = False, kind: Any = "static", dtype: Any = "qint8"):
+        return needed_instructions(runtime, [QuantizedLayer(name="fc", kind=kind, dtype=dtype, reduce_range=reduced)])
+
+    assert needed("onnxruntime") == needed("onnxruntime", kind="dynamic") == ("avx512_vnni", "avx_vnni")
+    assert needed("openvino") == ("avx512_vnni", "avx_vnni")
+    assert needed("inductor") == ("avx512_vnni",)
+    # Seven bits never saturate, and these layers take them where torch has to.
+    assert (
+        needed("openvino", reduced=True) == needed("eager", kind="dynamic") == needed("inductor", kind="dynamic") == ()
+    )
+    # Uncompiled they compute in float32.
+    assert needed("eager") == ()
+    assert needed("eager", kind="cast", dtype="bfloat16") == needed_instructions("openvino", []) == ()
 
 
 def test_a_model_for_batches_of_two_says_so_and_fills_them_up(tmp_path: Path):
