@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import os
+import resource
 import select
 import signal
 import socket
@@ -138,9 +139,9 @@ def start(
 
 
 def _passed_on(environment: Mapping[str, str]) -> tuple[object, ...]:
-    """Return what a process that is started now begins with, but for our own variables: environment, and cores."""
+    """Return what a process that is started now begins with, but for our own variables: environment, cores, the size of a file."""
     others = sorted((name, value) for name, value in environment.items() if not name.startswith(OWN))
-    return (*others, *sorted(os.sched_getaffinity(0)))
+    return (*others, *sorted(os.sched_getaffinity(0)), resource.getrlimit(resource.RLIMIT_FSIZE))
 
 
 class Forked:
