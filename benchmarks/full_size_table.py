@@ -24,7 +24,7 @@ import torch
 from checks import Check, Estimate, finish, stamped
 from full_size import MODELS, SPEC, build, cuts_for_macs, macs_by_module
 from limit import rates
-from paper.numbers import FAMILIES, TABLE_4
+from paper.numbers import TABLE_4
 from peers import worker_of_papers, worker_of_peer, write_peer
 from sessions import Sessions, add_option
 from torch import nn
@@ -213,8 +213,10 @@ def _triple(estimate: Estimate) -> list[float]:
 def checks_of(chosen: Chosen, last: Sequence[dict[str, Any]]) -> list[Check]:
     """Return what must hold; what didn't last holds nothing."""
     rows = {row["final"]: row for row in last}
-    ours, family = chosen.ours, next(name for name in FAMILIES if name == chosen.name)
-    pruned, quantized = (step[-1] for step in TABLE_4[family].values())
+    ours = chosen.ours
+    pruned, quantized = next(
+        (steps["pruning"][-1], steps["quantization"][-1]) for name, steps in TABLE_4.items() if name == chosen.name
+    )
 
     def over(final: str, key: str) -> Estimate | float:
         triple = rows[final][key] if final in rows else None
