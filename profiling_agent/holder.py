@@ -19,7 +19,7 @@ def note_holder(path: Path, what: str) -> None:
 def holder_said(path: Path) -> str:
     """Return the line about who has a lock, "another process" where there is none."""
     try:
-        said = path.read_text(encoding="utf-8")[:MAX_LINE]
+        line = path.read_text(encoding="utf-8")[:MAX_LINE]
     except (OSError, UnicodeDecodeError):
         return "another process"
-    return "another graph of this process" if f"(process {os.getpid()}, " in said else said
+    return "another graph of this process" if f"(process {os.getpid()}, " in line else line

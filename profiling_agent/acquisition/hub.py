@@ -69,7 +69,7 @@ def _near(path: Path) -> str:
 @contextmanager
 def library_errors(before: str, after: str = "", kind: type[ProfilingAgentError] = AcquisitionError) -> Generator[None]:
     """Raise an error of ours for what a library raises: its kind and text, between `before` and `after`."""
-    with foreign_code(lambda said: kind(f"{before}{said}{after}")):
+    with foreign_code(lambda problem: kind(f"{before}{problem}{after}")):
         yield
 
 
