@@ -23,9 +23,9 @@ from datasets import Image, load_dataset
 from sessions import pool
 from workshop import Workshop
 
-from profiling_agent.deployment.choices import recommend
 from profiling_agent.jobs.tasks import EvaluateTask, ResolveShapeTask, Task
-from profiling_agent.records import ArtifactRef, Deployment, RuntimeName, Scheme, SplitInfo
+from profiling_agent.runtimes.registry import recommend
+from profiling_agent.schemas import ArtifactRef, Deployment, RuntimeName, Scheme, SplitInfo
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 NUM_IMAGES, BATCH_SIZE, MAX_TIMES = 512, 32, 3.0

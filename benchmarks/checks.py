@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from profiling_agent.evaluation.openings import VARIABLE
+from profiling_agent.measure.predictions import VARIABLE
 
 REPORTED_LIBRARIES = ("torch", "transformers", "numpy")
 ROOT = Path(__file__).resolve().parents[1]

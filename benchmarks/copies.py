@@ -20,13 +20,11 @@ from measurement import SHARED, save
 from scipy import stats
 from sessions import pool
 
-from profiling_agent.benchmarking.race import SHORT, session_starter
-from profiling_agent.benchmarking.session import run_session
-from profiling_agent.benchmarking.timed_process import worker_command
-from profiling_agent.benchmarking.worker import Start
-from profiling_agent.jobs.table import MODULES
-from profiling_agent.processes.environment import child_environment
-from profiling_agent.processes.started import ForkServer, fork_server
+from profiling_agent.jobs.tasks import MODULES
+from profiling_agent.measure.race import SHORT, session_starter
+from profiling_agent.measure.session import run_session, worker_command
+from profiling_agent.measure.worker import Start
+from profiling_agent.processes.child import ForkServer, child_environment, fork_server
 
 MODELS = ("vit-cifar10", "resnet-cifar10", "swin-cifar10")
 # Of 30 sessions each, the lower end of a ratio of equal spreads is about 0.69.

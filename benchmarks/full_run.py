@@ -23,7 +23,7 @@ from fitted import FOLDER, SHARED, fitted
 from full_size import MODELS
 
 from profiling_agent import Request, optimize
-from profiling_agent.cache import VARIABLE
+from profiling_agent.lib.io import VARIABLE
 from profiling_agent.reporting.report import RunReport
 
 MAX_PASSES, OVER = 12_000.0, 1.1

@@ -19,7 +19,7 @@ from transformers import (
 from profiling_agent.modules.complexity import count_complexity
 from profiling_agent.modules.inference import without_weights
 from profiling_agent.pruning.widths import crossings, snap
-from profiling_agent.records import Cut, InputSpec, Unit
+from profiling_agent.schemas import Cut, InputSpec, Unit
 
 SPEC = InputSpec(channels=3, height=224, width=224, source="benchmark")
 OF_IMAGENET: dict[str, Any] = {"num_labels": 1000}

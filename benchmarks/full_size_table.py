@@ -31,14 +31,13 @@ from torch import nn
 from transformers import ViTImageProcessorPil
 from workshop import Made, Workshop, deployments
 
-from profiling_agent.benchmarking.session import SessionLimits
-from profiling_agent.benchmarking.timed_process import worker_command
-from profiling_agent.benchmarking.worker import Start
-from profiling_agent.deployment.batches import noise_batch
-from profiling_agent.iteration.deployments import INT8
+from profiling_agent.measure.session import SessionLimits, worker_command
+from profiling_agent.measure.worker import Start
 from profiling_agent.pruning.prune import prune_model
 from profiling_agent.pruning.units import find_units
-from profiling_agent.records import ArtifactRef, Deployment
+from profiling_agent.runtimes.registry import noise_batch
+from profiling_agent.schemas import ArtifactRef, Deployment
+from profiling_agent.search.deployments import INT8
 
 NUM_CALIBRATION = 16
 # What int8 with attention products costs (0.11 on ViT-B when first tried) passes; what computes something else does not.

@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from profiling_agent.documents import read_json
 from profiling_agent.jobs.store import TASK
-from profiling_agent.records import SplitInfo
+from profiling_agent.lib.io import read_json
+from profiling_agent.schemas import SplitInfo
 
 
 def tasks(run: Path, kind: str) -> Iterator[dict[str, Any]]:

@@ -22,10 +22,10 @@ from full_size import MODELS, SPEC, build, macs_by_module
 from transformers import ViTImageProcessorPil
 from workshop import Made, Workshop, deployments
 
-from profiling_agent.benchmarking.timed_process import TimedProcess, worker_command
-from profiling_agent.benchmarking.worker import Start
-from profiling_agent.iteration.deployments import INT8
-from profiling_agent.reproducibility import available_threads
+from profiling_agent.lib.machine import available_threads
+from profiling_agent.measure.session import TimedProcess, worker_command
+from profiling_agent.measure.worker import Start
+from profiling_agent.search.deployments import INT8
 
 # Rows, columns and depth of a product: a ViT-B's MLP for a batch of 8, and larger.
 SIZES = ((1576, 3072, 768), (1576, 768, 3072), (2048, 2048, 2048), (4096, 4096, 1024))

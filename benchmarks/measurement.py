@@ -19,12 +19,11 @@ import numpy as np
 from checks import Check, Estimate, finish, stamped
 from scipy import stats
 
-from profiling_agent.benchmarking.race import hold_race, session_starter
-from profiling_agent.benchmarking.timed_process import worker_command
-from profiling_agent.benchmarking.worker import Start
-from profiling_agent.jobs.table import MODULES
-from profiling_agent.processes.environment import child_environment
-from profiling_agent.processes.started import ForkServer, child_command, fork_server
+from profiling_agent.jobs.tasks import MODULES
+from profiling_agent.measure.race import hold_race, session_starter
+from profiling_agent.measure.session import worker_command
+from profiling_agent.measure.worker import Start
+from profiling_agent.processes.child import ForkServer, child_command, child_environment, fork_server
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 SLOWER = (0.02, 0.03, 0.05, 0.10)
@@ -34,9 +33,9 @@ MIN_EQUAL, MIN_FOUND, MIN_COVERED = 0.8, 0.8, 0.9
 
 def save(model: Path, folder: Path) -> Path:
     """Save an artifact of a Hugging Face folder."""
-    from profiling_agent.acquisition.models import load_model
-    from profiling_agent.artifacts.save import save_model
-    from profiling_agent.shapes.resolve import resolve_input_shape
+    from profiling_agent.data.models import load_model
+    from profiling_agent.data.shape import resolve_input_shape
+    from profiling_agent.runtimes.torch_artifact import save_model
 
     loaded = load_model(str(model))
     spec = resolve_input_shape(loaded.model, loaded.processor)

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from profiling_agent.benchmarking.worker import Start, serve
-from profiling_agent.deployment.batches import noise_batch
-from profiling_agent.quiet import muted
-from profiling_agent.reproducibility import available_threads
+from profiling_agent.lib.machine import available_threads
+from profiling_agent.lib.third_party import muted
+from profiling_agent.measure.worker import Start, serve
+from profiling_agent.runtimes.registry import noise_batch
 
 
 def worker_of_papers(folder: Path) -> list[str]:
@@ -34,8 +34,8 @@ def open_papers(folder: str, start: Start) -> Callable[[], float]:
     import torch
     from paper.methods import dynamic_int8
 
-    from profiling_agent.artifacts.load import load_module, load_recipe
     from profiling_agent.modules.inference import pin_threads
+    from profiling_agent.runtimes.torch_artifact import load_module, load_recipe
 
     pin_threads(start.num_threads)
     quantized = dynamic_int8(load_module(folder, verify=False))

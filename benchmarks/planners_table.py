@@ -7,12 +7,11 @@ from typing import Any
 from checks import Check, Estimate, stamped
 from sessions import Sessions
 
-from profiling_agent.benchmarking.session import SessionLimits
-from profiling_agent.benchmarking.timed_process import worker_command
-from profiling_agent.benchmarking.worker import Start
-from profiling_agent.files import file_sha256
-from profiling_agent.records import Spent
+from profiling_agent.lib.io import file_sha256
+from profiling_agent.measure.session import SessionLimits, worker_command
+from profiling_agent.measure.worker import Start
 from profiling_agent.reporting.report import RunReport
+from profiling_agent.schemas import Spent
 
 MAX_POINTS = 1.0
 # A run may take this many times what the rules' own takes, which also makes what all share, and a minute.

@@ -54,10 +54,10 @@ from transformers import (
 )
 
 from profiling_agent import Request, optimize
-from profiling_agent.cache import VARIABLE
 from profiling_agent.errors import ProfilingAgentError
-from profiling_agent.records import DeploymentOption
+from profiling_agent.lib.io import VARIABLE
 from profiling_agent.reporting.report import RunReport
+from profiling_agent.schemas import DeploymentOption
 
 SUPPORT = Path(__file__).resolve().parent / "results" / "support.json"
 # What is left out is no miss, and neither is what was made and lost too much accuracy: the runtime can do it.

@@ -9,11 +9,11 @@ from typing import Any
 from checks import Check, finish
 from transformers import ViTConfig, ViTForImageClassification
 
-from profiling_agent.benchmarking.headline import measure_headline
-from profiling_agent.deployment.torch_session import TorchSession
+from profiling_agent.measure.throughput import measure_headline
 from profiling_agent.modules.inference import pin_threads
 from profiling_agent.profiling.profile import profile_model
-from profiling_agent.records import InputSpec
+from profiling_agent.runtimes.torch_session import TorchSession
+from profiling_agent.schemas import InputSpec
 
 MAX_FORWARD_PASSES = 60
 MAX_SECONDS = 90.0

@@ -18,21 +18,12 @@ from typing import Any
 from checks import use_own_ledger
 
 from profiling_agent import Request, build_graph
-from profiling_agent.agents.session import Sessions
-from profiling_agent.analysis.allocation import METRICS, NATS_A_POINT, dry_run, frontier, saved_share
-from profiling_agent.analysis.digest import named_groups, plan_text
 from profiling_agent.errors import PlanError
-from profiling_agent.jobs.match import read_profile
-from profiling_agent.records import (
-    Attempt,
-    DryRun,
-    Goal,
-    Journal,
-    ModelProfile,
-    Plan,
-    PruningRecommendation,
-    Target,
-)
+from profiling_agent.graph.session import Sessions
+from profiling_agent.jobs.runner import read_profile
+from profiling_agent.planning.allocation import METRICS, NATS_A_POINT, dry_run, frontier, saved_share
+from profiling_agent.planning.digest import named_groups, plan_text
+from profiling_agent.schemas import Attempt, DryRun, Goal, Journal, ModelProfile, Plan, PruningRecommendation, Target
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared"

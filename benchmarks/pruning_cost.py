@@ -26,14 +26,14 @@ from torch import Tensor, nn
 from tradeoff_subject import Draw, Subject
 from transformers import AutoImageProcessor, AutoModelForImageClassification
 
+from profiling_agent.lib.machine import peak_memory_bytes
 from profiling_agent.modules.inference import pin_threads, random_batch
-from profiling_agent.processes.memory import peak_memory_bytes
-from profiling_agent.profiling.sensitivity import measure_sensitivity
+from profiling_agent.profiling.evidence import measure_sensitivity
 from profiling_agent.pruning.compensation import compensate
 from profiling_agent.pruning.prune import prune_model
 from profiling_agent.pruning.units import find_units
 from profiling_agent.pruning.widths import snap
-from profiling_agent.records import Cut, Unit
+from profiling_agent.schemas import Cut, Unit
 
 MAX_FIND_S = MAX_CUT_S = 10.0
 MAX_EVIDENCE_S = 60.0

@@ -23,14 +23,14 @@ from numpy.typing import NDArray
 from outlier_channels import stick_out
 from workshop import Made, Workshop, deployments
 
-from profiling_agent.artifacts.load import load_module, load_processor, load_recipe
-from profiling_agent.deployment.choices import recommend
 from profiling_agent.errors import ProfilingAgentError
-from profiling_agent.evaluation.intervals import compare
-from profiling_agent.evaluation.predictions import read_predictions
-from profiling_agent.iteration.deployments import INT8
 from profiling_agent.jobs.tasks import AcquireTask, EvaluateTask, RaceTask, ResolveShapeTask
-from profiling_agent.records import SHARD, AccuracyDrop, Acquired, ArtifactRef, Deployment, Race, SplitInfo, Variant
+from profiling_agent.measure.intervals import compare
+from profiling_agent.measure.predictions import read_predictions
+from profiling_agent.runtimes.registry import recommend
+from profiling_agent.runtimes.torch_artifact import load_module, load_processor, load_recipe
+from profiling_agent.schemas import SHARD, AccuracyDrop, Acquired, ArtifactRef, Deployment, Race, SplitInfo, Variant
+from profiling_agent.search.deployments import INT8
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 BATCH_SIZE = 32

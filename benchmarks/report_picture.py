@@ -17,7 +17,7 @@ from PIL import Image
 from playwright.sync_api import sync_playwright
 
 from profiling_agent.errors import ProfilingAgentError
-from profiling_agent.reporting.html import render_html
+from profiling_agent.reporting.render import render_html
 from profiling_agent.reporting.results import read_report
 
 ROOT = Path(__file__).parents[1]

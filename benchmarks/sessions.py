@@ -14,13 +14,12 @@ from typing import Any
 import numpy as np
 from checks import Estimate, stamped
 
-from profiling_agent.benchmarking.session import FREE_FRACTION, RaceSession, SessionLimits, run_session
-from profiling_agent.benchmarking.statistics import log_ratios, over_sessions
-from profiling_agent.benchmarking.timed_process import TimedProcess
-from profiling_agent.benchmarking.worker import Start
 from profiling_agent.errors import JobError
-from profiling_agent.memory import available_bytes
-from profiling_agent.records import NUM_SESSIONS
+from profiling_agent.lib.machine import available_bytes
+from profiling_agent.measure.session import FREE_FRACTION, RaceSession, SessionLimits, TimedProcess, run_session
+from profiling_agent.measure.statistics import log_ratios, over_sessions
+from profiling_agent.measure.worker import Start
+from profiling_agent.schemas import NUM_SESSIONS
 
 
 def add_option(parser: argparse.ArgumentParser) -> None:

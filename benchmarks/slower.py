@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from profiling_agent.benchmarking.worker import Start, open_artifact, serve
+from profiling_agent.measure.worker import Start, open_artifact, serve
 
 
 def open_slower(folder: str, start: Start, by: float) -> Callable[[], float]:

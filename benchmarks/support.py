@@ -18,10 +18,10 @@ from typing import Any
 
 from checks import Check, finish, stamped
 
-from profiling_agent.deployment import registry
-from profiling_agent.records import RUNTIMES, Deployability, Form, Prunable, RuntimeName, Scheme
-from profiling_agent.support import steps
-from profiling_agent.support.look import Look
+from profiling_agent.jobs.handlers import support
+from profiling_agent.jobs.runner import Look
+from profiling_agent.runtimes import registry
+from profiling_agent.schemas import RUNTIMES, Deployability, Form, Prunable, RuntimeName, Scheme
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "tests"))
@@ -51,7 +51,7 @@ def looked_at(
     model = FAMILIES[family]()
     spec = spec_of(model)
     with Look() as look:
-        told = steps.lay_out(model, look.folder, spec=spec, processor=processor_of(spec), name=family)
+        told = support.lay_out(model, look.folder, spec=spec, processor=processor_of(spec), name=family)
         yield told
         for form in wanted:
             if (look.folder / form).is_dir():

@@ -21,16 +21,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from tradeoff_subject import Draw, Plan, Subject, nearest
 
-from profiling_agent.analysis.allocation import allocate
 from profiling_agent.errors import RequestError
+from profiling_agent.lib.third_party import muted
 from profiling_agent.modules.inference import device_of
 from profiling_agent.modules.norms import following_norms, has_bias
-from profiling_agent.profiling.sensitivity import measure_sensitivity
-from profiling_agent.pruning.compensation import compensate
-from profiling_agent.pruning.moments import UnitMoments, columns_of, matrix_of
+from profiling_agent.planning.allocation import allocate
+from profiling_agent.profiling.evidence import measure_sensitivity
+from profiling_agent.pruning.compensation import UnitMoments, columns_of, compensate, matrix_of
 from profiling_agent.pruning.prune import prune_model
-from profiling_agent.quiet import muted
-from profiling_agent.records import Evidence, InputSpec, Target, Unit, UnitKind
+from profiling_agent.schemas import Evidence, InputSpec, Target, Unit, UnitKind
 
 # A plan whose share is this far from the one asked for isn't of the same size.
 NEAR = 0.005

@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 from paper.methods import WIDTHS
 from torch import Tensor, nn
 
-from profiling_agent.acquisition.splits import NUM_CALIBRATION
-from profiling_agent.analysis.allocation import params_and_macs_saved
+from profiling_agent.data.splits import NUM_CALIBRATION
 from profiling_agent.errors import PruningError
 from profiling_agent.modules.complexity import count_complexity
-from profiling_agent.pruning.moments import UnitMoments, gather_moments
+from profiling_agent.planning.allocation import params_and_macs_saved
+from profiling_agent.pruning.compensation import UnitMoments, gather_moments
 from profiling_agent.pruning.units import find_units
-from profiling_agent.records import Cut, InputSpec, LayerProfile, Unit
+from profiling_agent.schemas import Cut, InputSpec, LayerProfile, Unit
 
 # Ten leave a step of 0.001 between ratios, less than one channel of most layers.
 NUM_HALVINGS = 10

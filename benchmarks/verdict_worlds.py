@@ -19,15 +19,11 @@ import numpy as np
 from checks import Check, finish
 
 from profiling_agent.errors import JobError
-from profiling_agent.evaluation.openings import share
-from profiling_agent.evaluation.predictions import Answers, write_predictions
-from profiling_agent.iteration.budget import PRUNE_PASSES, evidence_passes
-from profiling_agent.iteration.evaluator import Evaluator, Settings
-from profiling_agent.iteration.finalize import FinalChoice, finalize
-from profiling_agent.iteration.selection import judge
+from profiling_agent.jobs.store import Timesheet
 from profiling_agent.jobs.tasks import Evaluated, EvaluateTask, MemoryTask, OpenHeldoutTask, RaceTask, SessionTask
-from profiling_agent.jobs.timesheet import Timesheet
-from profiling_agent.records import (
+from profiling_agent.lib.machine import environment
+from profiling_agent.measure.predictions import Answers, share, write_predictions
+from profiling_agent.schemas import (
     Acquired,
     ArtifactRef,
     Attempt,
@@ -51,7 +47,10 @@ from profiling_agent.records import (
     SplitInfo,
     Variant,
 )
-from profiling_agent.reproducibility import environment
+from profiling_agent.search.budget import PRUNE_PASSES, evidence_passes
+from profiling_agent.search.evaluator import Evaluator, Settings
+from profiling_agent.search.finalize import FinalChoice, finalize
+from profiling_agent.search.selection import judge
 
 ALLOWED, DISCORDANT, NUM_TURNS = 0.01, 0.04, 5
 GOAL = Goal(max_accuracy_drop=ALLOWED, min_speedup=1.0, max_size_ratio=1.0, selection="contract")

@@ -14,10 +14,10 @@ from pathlib import Path
 from checks import Check, Estimate, finish, stamped, use_own_ledger
 
 from profiling_agent import Request
-from profiling_agent.benchmarking.race import compare
-from profiling_agent.lifecycle import complete
-from profiling_agent.records import ArtifactRef
+from profiling_agent.api import complete
+from profiling_agent.measure.race import compare
 from profiling_agent.reporting.report import RunReport
+from profiling_agent.schemas import ArtifactRef
 from profiling_agent.workspace import slug
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"

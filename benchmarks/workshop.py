@@ -10,16 +10,16 @@ import numpy as np
 from PIL import Image
 from torch import nn
 
-from profiling_agent.acquisition.images import write_rows
-from profiling_agent.artifacts.folder import model_bytes
-from profiling_agent.artifacts.save import save_model
-from profiling_agent.deployment import registry
-from profiling_agent.deployment.choices import recommend
+from profiling_agent.data.images import write_rows
 from profiling_agent.errors import ProfilingAgentError
-from profiling_agent.files import file_sha256
-from profiling_agent.iteration.evaluator import Deployer
 from profiling_agent.jobs.runner import Jobs
-from profiling_agent.records import RUNTIMES, ArtifactRef, Cut, DeployedModel, Deployment, InputSpec, SplitInfo
+from profiling_agent.lib.io import file_sha256
+from profiling_agent.runtimes import registry
+from profiling_agent.runtimes.artifact import model_bytes
+from profiling_agent.runtimes.registry import recommend
+from profiling_agent.runtimes.torch_artifact import save_model
+from profiling_agent.schemas import RUNTIMES, ArtifactRef, Cut, DeployedModel, Deployment, InputSpec, SplitInfo
+from profiling_agent.search.evaluator import Deployer
 from profiling_agent.workspace import Workspace
 
 

@@ -10,7 +10,7 @@
                                           |
                                       verdict -> report
 
-Every agent is one function of `profiling_agent/agents/nodes.py`; this file only wires them.
+Every agent is one function of `profiling_agent/graph/nodes.py`; this file only wires them.
 """
 
 import os
@@ -21,10 +21,8 @@ from typing import Any, Literal
 from langgraph.checkpoint.base import BaseCheckpointSaver
 from langgraph.graph import END, START, StateGraph
 
-from profiling_agent.agents.checked_graph import CheckedGraph
-from profiling_agent.agents.limits import operators_limits
-from profiling_agent.agents.node import Agent, Node, as_node
-from profiling_agent.agents.nodes import (
+from profiling_agent.graph.node import Agent, CheckedGraph, Node, as_node
+from profiling_agent.graph.nodes import (
     acquisition,
     analysis,
     approval,
@@ -38,8 +36,8 @@ from profiling_agent.agents.nodes import (
     report,
     verdict,
 )
-from profiling_agent.agents.session import Sessions
-from profiling_agent.agents.state import RunResult, RunState
+from profiling_agent.graph.session import Sessions
+from profiling_agent.graph.state import RunResult, RunState, operators_limits
 from profiling_agent.request import Request
 
 

@@ -11,16 +11,16 @@ evaluation go round with iterative_pruning until the loop has nothing more to tr
 from typing import TYPE_CHECKING, Any
 
 from profiling_agent.errors import ProfilingAgentError
-from profiling_agent.quiet import silence_torchao
-from profiling_agent.records import Approval, ApprovalQuestion, Goal, Plan
+from profiling_agent.lib.third_party import silence_torchao
 from profiling_agent.request import Request
+from profiling_agent.schemas import Approval, ApprovalQuestion, Goal, Plan
 
 if TYPE_CHECKING:
-    from profiling_agent.deployment.load import load
+    from profiling_agent.api import approve, optimize, pending, resume
+    from profiling_agent.exporting.pick import pick
+    from profiling_agent.exporting.push import push
     from profiling_agent.graphs.optimization import build_graph  # pyright: ignore[reportMissingImports] - mapped on install
-    from profiling_agent.handover.pick import pick
-    from profiling_agent.handover.push import push
-    from profiling_agent.lifecycle import approve, optimize, pending, resume
+    from profiling_agent.runtimes.load import load
     from profiling_agent.sweep import optimize_many
 
 __all__ = [
@@ -45,15 +45,15 @@ silence_torchao()
 
 # torch takes seconds to import and LangGraph one: neither is loaded before it is needed.
 _LAZY = {
-    "approve": "profiling_agent.lifecycle",
+    "approve": "profiling_agent.api",
     "build_graph": "profiling_agent.graphs.optimization",
-    "load": "profiling_agent.deployment.load",
-    "optimize": "profiling_agent.lifecycle",
+    "load": "profiling_agent.runtimes.load",
+    "optimize": "profiling_agent.api",
     "optimize_many": "profiling_agent.sweep",
-    "pending": "profiling_agent.lifecycle",
-    "pick": "profiling_agent.handover.pick",
-    "push": "profiling_agent.handover.push",
-    "resume": "profiling_agent.lifecycle",
+    "pending": "profiling_agent.api",
+    "pick": "profiling_agent.exporting.pick",
+    "push": "profiling_agent.exporting.push",
+    "resume": "profiling_agent.api",
 }
 
 

@@ -9,19 +9,19 @@ from typing import Any
 
 from langchain_core.runnables import RunnableConfig
 
-from profiling_agent.agents.checkpoints import RunSaver
-from profiling_agent.agents.node import ProgressEvent
-from profiling_agent.agents.nodes import question_in, resuming
-from profiling_agent.agents.session import Sessions
 from profiling_agent.errors import ApprovalPendingError, RequestError, RunError
-from profiling_agent.files import FileRefusedError, expanded, resolved
+from profiling_agent.graph.checkpoints import RunSaver
+from profiling_agent.graph.node import ProgressEvent
+from profiling_agent.graph.nodes import question_in, resuming
+from profiling_agent.graph.session import Sessions
 from profiling_agent.graphs.optimization import build_graph  # pyright: ignore[reportMissingImports] - mapped on install
-from profiling_agent.records import Approval, ApprovalQuestion
+from profiling_agent.lib.io import FileRefusedError, expanded, resolved
+from profiling_agent.lib.machine import environment
+from profiling_agent.lib.progress import interruptible
 from profiling_agent.reporting.report import RunReport
 from profiling_agent.reporting.results import REPORT, read_report
-from profiling_agent.reproducibility import environment
 from profiling_agent.request import Request
-from profiling_agent.stopping import interruptible
+from profiling_agent.schemas import Approval, ApprovalQuestion
 from profiling_agent.workspace import Workspace, changed_fields, create_workspace, read_manifest, storage_told
 
 Listener = Callable[[ProgressEvent], None]

@@ -14,9 +14,9 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from profiling_agent.errors import RequestError
-from profiling_agent.files import FileRefusedError, expanded
-from profiling_agent.records import NUM_SESSIONS, RUNTIMES, Goal, MatchBy, RuntimeName
-from profiling_agent.records.notation import DTYPE_SYNONYMS, DropLimit, RatioLimit, SpeedupLimit, canonical
+from profiling_agent.lib.io import FileRefusedError, expanded
+from profiling_agent.schemas import NUM_SESSIONS, RUNTIMES, Goal, MatchBy, RuntimeName
+from profiling_agent.schemas.plan import DTYPE_SYNONYMS, DropLimit, RatioLimit, SpeedupLimit, canonical
 
 RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 MAX_NAME = 80

@@ -16,15 +16,14 @@ from typing import Any
 import yaml
 from pydantic import Field, ValidationError
 
-from profiling_agent.agents.node import ProgressEvent
-from profiling_agent.documents import first_line, first_problem
+from profiling_agent.api import Listener, complete, ignore
 from profiling_agent.errors import ProfilingAgentError, RequestError, StorageError
-from profiling_agent.files import make_folders, write_text
-from profiling_agent.lifecycle import Listener, complete, ignore
-from profiling_agent.records import Record
-from profiling_agent.reporting.html import render_sweep
+from profiling_agent.graph.node import ProgressEvent
+from profiling_agent.lib.io import first_line, first_problem, make_folders, write_text
+from profiling_agent.reporting.render import render_sweep
 from profiling_agent.reporting.report import RunReport
 from profiling_agent.request import Request
+from profiling_agent.schemas import Record
 from profiling_agent.workspace import slug
 
 PAGE = "sweep.html"

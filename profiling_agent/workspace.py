@@ -19,21 +19,23 @@ from typing import Any
 from filelock import FileLock, Timeout
 from pydantic import Field, ValidationError, model_validator
 
-from profiling_agent.documents import DocumentError, read_json
 from profiling_agent.errors import ArtifactError, RequestError, RunError, StorageError
-from profiling_agent.files import (
+from profiling_agent.lib.io import (
     TEMPORARY,
+    DocumentError,
     appearing,
+    holder_said,
     inside,
     make_folders,
+    note_holder,
+    read_json,
     storage_problem,
     sweep,
     write_text,
 )
-from profiling_agent.holder import holder_said, note_holder
-from profiling_agent.records import ArtifactRef, Record
-from profiling_agent.reproducibility import environment
+from profiling_agent.lib.machine import environment
 from profiling_agent.request import Request, without_retired
+from profiling_agent.schemas import ArtifactRef, Record
 
 SCHEMA_VERSION = 6
 # What a folder holds that is a run of ours.

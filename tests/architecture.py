@@ -9,52 +9,15 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "architecture.md"
 BEGIN, END = "<!-- drawn from the imports by tests/architecture.py -->", "<!-- end of the drawing -->"
 
-# The root's modules that everything may use; `lifecycle`, `sweep` and the package itself are the front door.
-BASE = (
-    "errors",
-    "files",
-    "documents",
-    "foreign",
-    "timm_config",
-    "gpu",
-    "request",
-    "workspace",
-    "reproducibility",
-    "cache",
-    "memory",
-    "progress",
-    "quiet",
-    "holder",
-    "stopping",
-)
-# Lowest first: a package imports itself and what stands before it.
+# Lowest first: a package or a module of the root imports itself and what stands before it.
 ORDER = (
-    "records",
-    "base",
-    "processes",
-    "prompts",
-    "llm",
-    "modules",
-    "acquisition",
-    "shapes",
-    "evaluation",
-    "pruning",
-    "quantization",
-    "artifacts",
-    "deployment",
-    "benchmarking",
-    "profiling",
-    "analysis",
-    "jobs",
-    "support",
-    "iteration",
-    "reporting",
-    "handover",
-    "agents",
-    "graphs",
-    "lifecycle",
-    "sweep",
-    "cli",
+    *("schemas", "errors", "lib", "request", "workspace"),
+    *("processes", "prompts", "llm", "modules", "data"),
+    *("pruning", "quantization", "runtimes"),
+    *("measure", "profiling", "planning"),
+    *("jobs", "search"),
+    *("reporting", "exporting"),
+    *("graph", "graphs", "api", "sweep", "cli"),
 )
 
 
@@ -75,11 +38,9 @@ def sources() -> list[Path]:
 
 
 def package_of(module: str) -> str | None:
-    """Return the package that a dotted name of ours lies in: `base` for the root's own, None for the front door."""
+    """Return the package or root module that a dotted name of ours lies in, or None for the package itself."""
     first = module.split(".")[1] if "." in module else ""
-    if ((ROOT / "profiling_agent" / first).is_dir() and first) or first in ("graphs", "prompts"):
-        return first
-    return "base" if first in BASE else first if first in ORDER else None
+    return first if first in ORDER else None
 
 
 def imports() -> Iterator[Import]:
@@ -138,18 +99,16 @@ def drawing() -> str:
         lines += [f"    {name} --> {other}" for other in ORDER if other in edges[name] - implied]
     lines += ["```", "", "| package | what it is | imports |", "|---|---|---|"]
     for name in ORDER:
-        told = ", ".join(other for other in ORDER if other in edges[name]) or "nothing of ours"
-        lines.append(f"| `{name}` | {_told(name)} | {told} |")
+        imported = ", ".join(other for other in ORDER if other in edges[name]) or "nothing of ours"
+        lines.append(f"| `{name}` | {_purpose(name)} | {imported} |")
     return "\n".join(lines)
 
 
-def _told(name: str) -> str:
-    if name == "base":
-        return "the root's own modules: " + ", ".join(f"`{module}`" for module in BASE)
+def _purpose(name: str) -> str:
     folder = ROOT / name if name in ("graphs", "prompts") else ROOT / "profiling_agent" / name
     path = folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
-    said = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-    return said.split("\n\n")[0].replace("\n", " ").removesuffix(".")
+    text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    return text.split("\n\n")[0].replace("\n", " ").removesuffix(".")
 
 
 def drawn() -> str:

@@ -4,13 +4,11 @@ from dataclasses import replace
 
 from made import BASELINE, GOAL, attempt, evaluation, evidence, journal, profile, race_result
 
-from profiling_agent.analysis.advised import UNKNOWN, Setting, plan_question
-from profiling_agent.analysis.allocation import dry_run
-from profiling_agent.deployment.choices import recommend
-from profiling_agent.iteration.planners import admission_text
-from profiling_agent.iteration.selection import rule_text
 from profiling_agent.llm.transcript import Question
-from profiling_agent.records import (
+from profiling_agent.planning.allocation import dry_run
+from profiling_agent.planning.llm_planner import UNKNOWN, Setting, plan_question, shape_question
+from profiling_agent.runtimes.registry import recommend
+from profiling_agent.schemas import (
     Attempt,
     DeployedModel,
     Deployment,
@@ -28,8 +26,9 @@ from profiling_agent.records import (
     Tuned,
     Variant,
 )
-from profiling_agent.records.deployment import RuntimeName, Scheme
-from profiling_agent.shapes.advised import shape_question
+from profiling_agent.schemas.plan import RuntimeName, Scheme
+from profiling_agent.search.planners import admission_text
+from profiling_agent.search.selection import rule_text
 
 NUM_UNITS, STEPS = 12, 8
 DEAR, FIRST_KL = 3, 0.001

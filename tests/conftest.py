@@ -22,9 +22,8 @@ from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
 
 from profiling_agent import Request
-from profiling_agent.jobs.table import MODULES
-from profiling_agent.processes.environment import child_environment
-from profiling_agent.processes.started import fork_server
+from profiling_agent.jobs.tasks import MODULES
+from profiling_agent.processes.child import child_environment, fork_server
 
 # The models are so small that a second thread costs more than it gives.
 torch.set_num_threads(1)

@@ -9,13 +9,10 @@ import numpy as np
 import torch
 import zoo
 
-from profiling_agent.artifacts.load import load_module, load_recipe
-from profiling_agent.artifacts.save import save_model
-from profiling_agent.deployment.batches import noise_batch
-from profiling_agent.deployment.onnx_export import export_onnx
-from profiling_agent.deployment.protocol import Source
-from profiling_agent.deployment.registry import runtime
-from profiling_agent.records import RUNTIMES, Deployment
+from profiling_agent.runtimes.onnx_export import export_onnx
+from profiling_agent.runtimes.registry import Source, noise_batch, runtime
+from profiling_agent.runtimes.torch_artifact import load_module, load_recipe, save_model
+from profiling_agent.schemas import RUNTIMES, Deployment
 
 MODELS: dict[str, Callable[[], Any]] = {
     "vit": lambda: zoo.vit(num_hidden_layers=1),

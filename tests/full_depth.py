@@ -6,7 +6,7 @@ from made import evidence, profile
 
 from profiling_agent.modules.complexity import count_complexity
 from profiling_agent.pruning.units import find_units
-from profiling_agent.records import LayerProfile, ModelProfile, OperatorProfile
+from profiling_agent.schemas import LayerProfile, ModelProfile, OperatorProfile
 
 # So many layers of a model take so long each, and operators are as torch names them.
 LAYER_MS, PASS_MS = 0.123, 456.7

@@ -9,15 +9,14 @@ import numpy as np
 import zoo
 from PIL import Image
 
-from profiling_agent.acquisition.images import write_rows
-from profiling_agent.artifacts.save import save_model
-from profiling_agent.files import file_sha256, write_text
+from profiling_agent.data.images import write_rows
 from profiling_agent.jobs.context import JobContext
 from profiling_agent.jobs.runner import job_key
-from profiling_agent.jobs.table import TABLE
-from profiling_agent.jobs.tasks import Task
-from profiling_agent.progress import Progress, silent
-from profiling_agent.records import ArtifactRef, SplitInfo
+from profiling_agent.jobs.tasks import TABLE, Task
+from profiling_agent.lib.io import file_sha256, write_text
+from profiling_agent.lib.progress import Progress, silent
+from profiling_agent.runtimes.torch_artifact import save_model
+from profiling_agent.schemas import ArtifactRef, SplitInfo
 
 
 def drawn(root: Path, name: Any, num_images: int, *, seed: int = 0, side: int = 32) -> SplitInfo:

@@ -8,8 +8,8 @@ from pathlib import Path
 import psutil
 from filelock import FileLock, Timeout
 
-from profiling_agent.records import Attempt
 from profiling_agent.reporting.report import RunReport
+from profiling_agent.schemas import Attempt
 
 # What a run that ended has, besides its jobs.
 RESULTS = ("report.json", "report.md", "report.html", "best")

@@ -20,15 +20,15 @@ from deployed import all_deployments, deployment, saved_source
 from world import write_data
 
 from profiling_agent import Request, optimize
-from profiling_agent.artifacts.recipe import SCHEMA_VERSION
-from profiling_agent.artifacts.save import save_model
-from profiling_agent.deployment.protocol import Source
-from profiling_agent.deployment.save import save_deployed
-from profiling_agent.files import make_folders, write_text
+from profiling_agent.lib.io import make_folders, write_text
 from profiling_agent.pruning.prune import prune_model
 from profiling_agent.pruning.units import find_units
 from profiling_agent.pruning.widths import snap
-from profiling_agent.records import Cut
+from profiling_agent.runtimes.artifact import SCHEMA_VERSION
+from profiling_agent.runtimes.registry import Source
+from profiling_agent.runtimes.save import save_deployed
+from profiling_agent.runtimes.torch_artifact import save_model
+from profiling_agent.schemas import Cut
 from profiling_agent.workspace import SCHEMA_VERSION as REPORT_VERSION
 
 FIXTURES = Path(__file__).with_name("fixtures")

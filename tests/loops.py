@@ -4,11 +4,11 @@ from typing import Any
 
 from made import BASELINE, GOAL, drop, evaluation
 
-from profiling_agent.analysis.allocation import dry_run
-from profiling_agent.analysis.rules import analyse
-from profiling_agent.iteration.planners import Planner, first_proposal, next_proposal
 from profiling_agent.llm.transcript import LanguageModel
-from profiling_agent.records import Attempt, Journal, ModelProfile, Origin, Plan, StopReason, Variant
+from profiling_agent.planning.allocation import dry_run
+from profiling_agent.planning.rules import analyse
+from profiling_agent.schemas import Attempt, Journal, ModelProfile, Origin, Plan, StopReason, Variant
+from profiling_agent.search.planners import Planner, first_proposal, next_proposal
 
 NUM_ATTEMPTS = 5
 # In this world a nat costs 0.6 of the images.

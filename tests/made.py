@@ -7,10 +7,10 @@ from typing import Any
 
 from scipy import stats
 
-from profiling_agent.evaluation.predictions import Answers
-from profiling_agent.jobs.timesheet import Timesheet
+from profiling_agent.jobs.store import Timesheet
+from profiling_agent.measure.predictions import Answers
 from profiling_agent.pruning.widths import aligned_widths
-from profiling_agent.records import (
+from profiling_agent.schemas import (
     AccuracyDrop,
     ArtifactRef,
     Attempt,

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from profiling_agent.cache import VARIABLE, cache_folder, cached
 from profiling_agent.errors import AcquisitionError
-from profiling_agent.evaluation import openings
-from profiling_agent.evaluation.openings import data_folder
+from profiling_agent.lib.io import VARIABLE, cache_folder, cached
+from profiling_agent.measure import predictions
+from profiling_agent.measure.predictions import data_folder
 
-FOLDERS = [(VARIABLE, cache_folder), (openings.VARIABLE, data_folder)]
+FOLDERS = [(VARIABLE, cache_folder), (predictions.VARIABLE, data_folder)]
 
 
 @pytest.fixture

@@ -18,9 +18,8 @@ from transformers import ViTConfig, ViTModel
 from typer.testing import CliRunner
 
 from profiling_agent.cli.main import USAGE_ERROR, app
-from profiling_agent.jobs.table import MODULES
-from profiling_agent.processes.environment import child_environment
-from profiling_agent.processes.started import fork_server
+from profiling_agent.jobs.tasks import MODULES
+from profiling_agent.processes.child import child_environment, fork_server
 from profiling_agent.workspace import Workspace
 
 SETTINGS = {"COLUMNS": "200", "TERM": "dumb", "HF_HUB_OFFLINE": "1"}

@@ -9,13 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from acquisition.hub_server import serve
 from chat_server import Said, chat_server
 from conftest import World
+from data.hub_server import serve
 
-from profiling_agent.analysis.rules import read_plan
-from profiling_agent.iteration.approval import read_answer
+from profiling_agent.planning.rules import read_plan
 from profiling_agent.reporting.results import read_report
+from profiling_agent.search.attempt import read_answer
 from profiling_agent.sweep import read_sweep
 
 ROOT = Path(__file__).parents[1]

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from pydantic import Field
 
-from profiling_agent.documents import DocumentError, clean, inert, parse_json, parse_record, read_json, read_record
-from profiling_agent.records import Record
+from profiling_agent.lib.io import DocumentError, clean, inert, parse_json, parse_record, read_json, read_record
+from profiling_agent.schemas import Record
 
 
 class Named(Record):

@@ -12,7 +12,7 @@ import pytest
 from full_disk import at_most
 
 from profiling_agent.errors import RunError, StorageError
-from profiling_agent.files import (
+from profiling_agent.lib.io import (
     FileRefusedError,
     appearing,
     append_line,
@@ -99,7 +99,7 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path: Path):
 def test_a_folder_that_a_process_was_killed_over_is_swept(tmp_path: Path):
     code = (
         "import os, pathlib, signal\n"
-        "from profiling_agent.files import appearing\n"
+        "from profiling_agent.lib.io import appearing\n"
         f"with appearing(pathlib.Path({str(tmp_path / 'cut')!r})) as folder:\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
     )

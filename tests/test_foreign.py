@@ -7,11 +7,11 @@ import torch
 import zoo
 from torch import nn
 
+from profiling_agent.data.shape import verify
 from profiling_agent.errors import PruningError, QuantizationError, ShapeUnresolvedError
-from profiling_agent.foreign import foreign_code, logits_of
+from profiling_agent.lib.third_party import checked_logits, foreign_code
 from profiling_agent.pruning.units import find_units
 from profiling_agent.quantization.calibrate import run
-from profiling_agent.shapes.resolve import verify
 
 
 class Strange(nn.Module):
@@ -79,7 +79,7 @@ def test_errors_raised_on_purpose_go_through():
 )
 def test_a_lack_of_memory_or_disk_is_no_refusal(error: Exception):
     with pytest.raises(type(error)) as raised:
-        logits_of(raising(error), torch.zeros(1), PruningError)
+        checked_logits(raising(error), torch.zeros(1), PruningError)
 
     assert raised.value is error
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from profiling_agent.memory import available_bytes, own_groups, total_bytes
+from profiling_agent.lib.machine import available_bytes, own_groups, total_bytes
 
 GIB = 2**30
 

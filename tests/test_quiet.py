@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from profiling_agent.quiet import TELEMETRY, hide_telemetry, muted
+from profiling_agent.lib.third_party import TELEMETRY, hide_telemetry, muted
 
 # How long the second thread has to come in: all of it passes where it is made to wait, as it should be.
 CHANCE_S = 0.2

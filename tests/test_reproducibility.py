@@ -11,8 +11,7 @@ import pytest
 
 from profiling_agent.jobs.runner import job_key
 from profiling_agent.jobs.tasks import HeadlineTask
-from profiling_agent.records import ArtifactRef, Environment, Gpu
-from profiling_agent.reproducibility import (
+from profiling_agent.lib.machine import (
     LIBRARIES,
     available_cores,
     available_threads,
@@ -20,13 +19,14 @@ from profiling_agent.reproducibility import (
     environment,
     quota_threads,
 )
+from profiling_agent.schemas import ArtifactRef, Environment, Gpu
 
 ALLOWED = sorted(os.sched_getaffinity(0))
 ASK = """
 import json
 from profiling_agent.jobs.runner import job_key
 from profiling_agent.jobs.tasks import SurveyShapeTask
-from profiling_agent.reproducibility import environment
+from profiling_agent.lib.machine import environment
 assert not SurveyShapeTask.uses_runtimes
 print(json.dumps([environment().libraries, job_key(SurveyShapeTask(model="nowhere"))]))
 """

@@ -6,9 +6,9 @@ import pytest
 from pydantic import ValidationError
 
 from profiling_agent.errors import RequestError
-from profiling_agent.iteration.approval import read_answer
-from profiling_agent.records import Plan, QuantizationRecommendation
 from profiling_agent.request import Request
+from profiling_agent.schemas import Plan, QuantizationRecommendation
+from profiling_agent.search.attempt import read_answer
 
 
 def test_every_field_has_a_default_and_a_description():

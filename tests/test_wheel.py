@@ -29,7 +29,7 @@ def test_a_wheel_installed_elsewhere_has_the_command_the_graph_the_prompts_and_i
         "import profiling_agent; from profiling_agent.prompts import render; "
         "print(profiling_agent.__file__); "
         "print(render('input_shape_resolver', config='a', rules='b')[:20]); "
-        "from profiling_agent.acquisition.labels import WNIDS; print(len(WNIDS.read_text().split())); "
+        "from profiling_agent.data.labels import WNIDS; print(len(WNIDS.read_text().split())); "
         "print(profiling_agent.build_graph().name)"
     )
     printed = subprocess.run([python, "-c", code], cwd=elsewhere, capture_output=True, text=True, check=True).stdout

@@ -7,7 +7,7 @@ import pytest
 from made import ref
 
 from profiling_agent.errors import RequestError, RunError
-from profiling_agent.files import file_sha256, write_text
+from profiling_agent.lib.io import file_sha256, write_text
 from profiling_agent.request import Request
 from profiling_agent.workspace import Workspace, open_workspace, read_manifest
 

@@ -9,7 +9,7 @@ from typing import ClassVar
 from profiling_agent.errors import RequestError
 from profiling_agent.jobs.context import JobContext
 from profiling_agent.jobs.tasks import Task
-from profiling_agent.records import ArtifactRef, Record
+from profiling_agent.schemas import ArtifactRef, Record
 
 
 class Doubled(Record):

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from profiling_agent.modules.complexity import count_complexity
-from profiling_agent.records import Cut, InputSpec, Unit, UnitKind
+from profiling_agent.schemas import Cut, InputSpec, Unit, UnitKind
 
 SPEC = InputSpec(channels=3, height=32, width=32, source="zoo")
 LABELS = {index: f"class {index}" for index in range(5)}

@@ -27,15 +27,11 @@ from full_size import MODELS, SPEC, build
 from timed import PEERS
 from transformers import ViTImageProcessorPil
 
-from profiling_agent.artifacts.folder import model_bytes
-from profiling_agent.artifacts.load import load_recipe
-from profiling_agent.artifacts.save import save_model
-from profiling_agent.deployment.batches import noise_batch
-from profiling_agent.deployment.choices import recommend
-from profiling_agent.deployment.protocol import Source
-from profiling_agent.deployment.registry import missing, runtime
-from profiling_agent.deployment.save import save_deployed
-from profiling_agent.records import Deployment, RuntimeName
+from profiling_agent.runtimes.artifact import model_bytes
+from profiling_agent.runtimes.registry import Source, missing, noise_batch, recommend, runtime
+from profiling_agent.runtimes.save import save_deployed
+from profiling_agent.runtimes.torch_artifact import load_recipe, save_model
+from profiling_agent.schemas import Deployment, RuntimeName
 
 RUNTIMES: Sequence[RuntimeName] = ("eager", "graphed", "inductor")
 LOAD_S, ANSWER_S = 150.0, 60.0

@@ -16,11 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from profiling_agent.artifacts.load import load_module, load_recipe
-from profiling_agent.benchmarking.gpu_state import energy_per_image
-from profiling_agent.deployment.batches import noise_batch
-from profiling_agent.deployment.registry import open_session
-from profiling_agent.deployment.torch_session import TorchSession
+from profiling_agent.measure.worker import energy_per_image
+from profiling_agent.runtimes.registry import noise_batch, open_session
+from profiling_agent.runtimes.torch_artifact import load_module, load_recipe
+from profiling_agent.runtimes.torch_session import TorchSession
 
 # A turn begins with passes that bring the clocks up.
 WARM_S, MIN_PASSES = 0.1, 20

@@ -31,12 +31,11 @@ from benchmarks.paper.numbers import (
     family_of,
 )
 from benchmarks.paper.tables import KINDS, Runs, Subject, make_table, markdown
-from profiling_agent.acquisition.hub import fetch_model, is_local, local_folder
 from profiling_agent.cli.terminal import errors, open_display
+from profiling_agent.data.hub import fetch_model, is_local, local_folder
 from profiling_agent.errors import AcquisitionError, ProfilingAgentError, RequestError
-from profiling_agent.jobs.match import check_match
-from profiling_agent.jobs.runner import scratch_jobs
-from profiling_agent.processes.streams import keep_stdout
+from profiling_agent.jobs.runner import check_match, scratch_jobs
+from profiling_agent.lib.third_party import keep_stdout
 from profiling_agent.request import Request
 
 ROOT = Path(__file__).parents[2]

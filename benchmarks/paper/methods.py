@@ -14,13 +14,13 @@ from torch import nn
 from torch.ao.quantization import quantize_dynamic
 
 from profiling_agent.errors import PruningError, RequestError
+from profiling_agent.lib.third_party import muted
 from profiling_agent.modules.inference import device_of, without_weights
 from profiling_agent.pruning.criteria import IMPORTANCE, keep_indices
 from profiling_agent.pruning.prune import prune_model
 from profiling_agent.pruning.units import find_units
 from profiling_agent.pruning.verify import check_saving
-from profiling_agent.quiet import muted
-from profiling_agent.records import Cut, InputSpec, Unit, UnitKind
+from profiling_agent.schemas import Cut, InputSpec, Unit, UnitKind
 
 CRITERIA = ("l1", "l2", "random")
 WIDTHS = (UnitKind.MLP, UnitKind.CONV_INNER, UnitKind.INVERTED_RESIDUAL)

@@ -6,7 +6,7 @@ Accuracies are in points, parameters in millions, savings in percent.
 from collections.abc import Mapping
 from typing import Literal
 
-from profiling_agent.records import Record
+from profiling_agent.schemas import Record
 
 Family = Literal["ViT-B/16", "DeiT-B/16", "Swin-B", "ResNet-101"]
 FAMILIES: tuple[Family, ...] = ("ViT-B/16", "DeiT-B/16", "Swin-B", "ResNet-101")

@@ -18,27 +18,26 @@ from torch import nn
 from benchmarks.paper import numbers as paper
 from benchmarks.paper.methods import dynamic_int8, paper_prune
 from benchmarks.paper.numbers import METHOD, ONNX, OURS, RECIPE, Family, Numbers, Row, Study, TableName, Value, saved
-from profiling_agent.acquisition.prepared import PreparedImages
-from profiling_agent.agents.node import ProgressEvent
-from profiling_agent.artifacts.load import load_module, load_recipe
-from profiling_agent.benchmarking.race import compare as compare_speed
-from profiling_agent.benchmarking.race import hold_sessions, pool
-from profiling_agent.deployment import registry
-from profiling_agent.deployment.choices import recommend
-from profiling_agent.deployment.torch_session import TorchSession
+from profiling_agent.api import Listener, complete, ignore
+from profiling_agent.data.prepared import PreparedImages
 from profiling_agent.errors import ProfilingAgentError, PruningError, QuantizationError
-from profiling_agent.evaluation.intervals import compare
-from profiling_agent.iteration.budget import MIN_LOOK
-from profiling_agent.iteration.evaluator import Deployer, Evaluator, Settings
-from profiling_agent.iteration.selection import papers_rank
+from profiling_agent.graph.node import ProgressEvent
 from profiling_agent.jobs.handlers.measurement import answer
-from profiling_agent.jobs.match import read_profile
-from profiling_agent.jobs.runner import Jobs, job_key
+from profiling_agent.jobs.runner import Jobs, job_key, read_profile
 from profiling_agent.jobs.tasks import prepared
-from profiling_agent.lifecycle import Listener, complete, ignore
+from profiling_agent.lib.machine import environment
+from profiling_agent.measure.intervals import compare
+from profiling_agent.measure.race import compare as compare_speed
+from profiling_agent.measure.race import hold_sessions, pool
 from profiling_agent.modules.inference import on_device, random_batch
-from profiling_agent.quantization.footprint import parameter_bytes
-from profiling_agent.records import (
+from profiling_agent.quantization.kinds import parameter_bytes
+from profiling_agent.reporting.report import RunReport
+from profiling_agent.request import Request
+from profiling_agent.runtimes import registry
+from profiling_agent.runtimes.registry import recommend
+from profiling_agent.runtimes.torch_artifact import load_module, load_recipe
+from profiling_agent.runtimes.torch_session import TorchSession
+from profiling_agent.schemas import (
     SHARD,
     AccuracyDrop,
     ArtifactRef,
@@ -50,9 +49,9 @@ from profiling_agent.records import (
     Record,
     Variant,
 )
-from profiling_agent.reporting.report import RunReport
-from profiling_agent.reproducibility import environment
-from profiling_agent.request import Request
+from profiling_agent.search.budget import MIN_LOOK
+from profiling_agent.search.evaluator import Deployer, Evaluator, Settings
+from profiling_agent.search.selection import papers_rank
 from profiling_agent.workspace import Workspace, name_run, slug
 
 Kind = Literal["pruned", "quantized", "both", "paper"]

@@ -16,23 +16,26 @@ import numpy as np
 import typer
 from rich.text import Text
 
-from profiling_agent.cache import cache_folder
 from profiling_agent.cli.models import look_at_model
 from profiling_agent.cli.tables import folded_table
 from profiling_agent.cli.terminal import JsonOption, console, echo_json, errors, open_display, refusing
-from profiling_agent.deployment import registry
-from profiling_agent.documents import parse_json
 from profiling_agent.errors import RequestError
-from profiling_agent.memory import available_bytes, total_bytes
-from profiling_agent.processes.child import ending
-from profiling_agent.processes.environment import child_environment
-from profiling_agent.processes.started import child_command
-from profiling_agent.progress import Progress, silent
-from profiling_agent.quantization.vnni import INSTRUCTIONS, has_vnni
-from profiling_agent.records import RUNTIMES, Environment, Record, RuntimeName
+from profiling_agent.lib.io import cache_folder, parse_json
+from profiling_agent.lib.machine import (
+    INSTRUCTIONS,
+    available_bytes,
+    available_cores,
+    cpu_quota,
+    environment,
+    has_vnni,
+    total_bytes,
+)
+from profiling_agent.lib.progress import Progress, silent
+from profiling_agent.processes.child import child_command, child_environment, ending
 from profiling_agent.reporting.units import percent, size
-from profiling_agent.reproducibility import available_cores, cpu_quota, environment
 from profiling_agent.request import Request, current_names
+from profiling_agent.runtimes import registry
+from profiling_agent.schemas import RUNTIMES, Environment, Record, RuntimeName
 
 # What a run of a small model asks for, and what the default ones of the paper's models held at most: 5.7 GB a ResNet-101, 9.1 a Swin-B.
 FREE_MEMORY, AMPLE_MEMORY, FREE_DISK = 4e9, 10e9, 5e9
@@ -202,7 +205,7 @@ def _noise() -> Finding:
 def _runtime(name: RuntimeName) -> Finding:
     if line := registry.missing(name):
         return Finding(name=name, state="note", seen="not installed", advice=line)
-    ended = _ended("profiling_agent.deployment.probe", name, PROBE_S)
+    ended = _ended("profiling_agent.runtimes.probe", name, PROBE_S)
     if ended is None:
         seen = f"hangs for {PROBE_S:.0f} s"
         return Finding(name=name, state="problem", seen=seen, advice="leave it out with --runtimes")
@@ -251,8 +254,8 @@ def self_tested(name: str, code: int, said: str, errors_said: str) -> Finding:
 
 
 def _language_model(request: Request) -> Finding:
-    from profiling_agent.agents.limits import trusted_addresses
-    from profiling_agent.agents.nodes import choose_advisor
+    from profiling_agent.graph.nodes import choose_advisor
+    from profiling_agent.graph.state import trusted_addresses
 
     try:
         note = choose_advisor(request, None, trusted_addresses(os.environ, request.base_url))["advisor_note"]

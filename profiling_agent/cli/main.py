@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from profiling_agent.cli import doctor, models, runs, sweep
+from profiling_agent.cli import doctor, models, runs
 from profiling_agent.cli.terminal import (
     EXIT_BAD_REQUEST,
     EXIT_CRASHED,
@@ -28,7 +28,7 @@ COMMANDS = (
     runs.show,
     runs.report,
     runs.profile,
-    sweep.sweep,
+    runs.sweep,
     runs.approve,
     doctor.doctor,
     models.pick,

@@ -18,12 +18,12 @@ from profiling_agent.cli.terminal import (
     refusing,
     run_folder,
 )
-from profiling_agent.deployment import registry
 from profiling_agent.errors import RequestError
-from profiling_agent.records import NUM_SESSIONS, Deployability, Prunable, RuntimeName
+from profiling_agent.jobs.runner import Look
 from profiling_agent.reporting.units import count, percent
 from profiling_agent.request import SYNONYMS, Request
-from profiling_agent.support.look import Look
+from profiling_agent.runtimes import registry
+from profiling_agent.schemas import NUM_SESSIONS, Deployability, Prunable, RuntimeName
 
 
 def _device(named: str) -> str:
@@ -54,8 +54,8 @@ def race(
 
     `profiling-agent race runs/my-run --batch-size 1`
     """
-    from profiling_agent.benchmarking.saved import race_saved
     from profiling_agent.cli.tables import race_table
+    from profiling_agent.measure.throughput import race_saved
     from profiling_agent.reporting.results import models_of_all
 
     with refusing(), open_display(errors) as display:
@@ -86,8 +86,8 @@ def measure(
 
     `profiling-agent measure runs/my-run --json > now.json`
     """
-    from profiling_agent.benchmarking.saved import measure_saved
     from profiling_agent.cli.tables import measurement_table
+    from profiling_agent.measure.throughput import measure_saved
     from profiling_agent.reporting.results import before_and_after
 
     with refusing(), open_display(errors) as display:
@@ -150,8 +150,8 @@ def pick(
     `profiling-agent pick runs/my-run --candidate 2 --output small`
     """
     from profiling_agent.cli.tables import candidates_table, picked_table
-    from profiling_agent.handover.pick import candidates
-    from profiling_agent.handover.pick import pick as take
+    from profiling_agent.exporting.pick import candidates
+    from profiling_agent.exporting.pick import pick as take
 
     with refusing():
         if candidate is None and output is None:
@@ -198,7 +198,7 @@ def export(
 
     `profiling-agent export runs/my-run --output home`, then `python home/load.py image.png`
     """
-    from profiling_agent.handover.export import export as write
+    from profiling_agent.exporting.export import export as write
 
     with refusing():
         said = write(source, format_, output, batch_size=batch_size)
@@ -230,7 +230,7 @@ def push(
 
     `profiling-agent push runs/my-run my-name/small-resnet --private`
     """
-    from profiling_agent.handover.push import push as put
+    from profiling_agent.exporting.push import push as put
 
     with refusing():
         pushed = put(source, repo_id, private=private, update=update)

@@ -1,4 +1,4 @@
-"""Commands on runs: `run`, `resume`, `approve`, `show`, `report`, `profile`; a run is watched from its first event to its verdict."""
+"""Commands on runs and sweeps; a run is watched while it goes."""
 
 import inspect
 import json
@@ -6,18 +6,19 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, get_args
 
 import typer
 from rich.markdown import Markdown
 from rich.prompt import Prompt
 from rich.text import Text
 
-from profiling_agent.cli.tables import approval_table, plan_table, verdict_table
+from profiling_agent.cli.tables import approval_table, folded_table, plan_table, verdict_table
 from profiling_agent.cli.terminal import (
     EXIT_MET,
     EXIT_NOT_MET,
     EXIT_WAITING,
+    GOES_ON,
     AddressOption,
     EventsOption,
     JsonOption,
@@ -32,15 +33,19 @@ from profiling_agent.cli.terminal import (
     say_stopped,
     with_flags,
 )
-from profiling_agent.documents import DocumentError, read_json
 from profiling_agent.errors import ApprovalPendingError, ProfilingAgentError, RequestError, RunError
-from profiling_agent.files import expanded
-from profiling_agent.iteration.approval import read_answer
-from profiling_agent.processes.streams import keep_stdout
-from profiling_agent.records import Approval, ApprovalQuestion
+from profiling_agent.lib.io import DocumentError, expanded, read_json
+from profiling_agent.lib.third_party import keep_stdout
 from profiling_agent.reporting.report import RunReport
 from profiling_agent.reporting.results import read_report
+from profiling_agent.reporting.units import drop, percent, speedup
 from profiling_agent.request import OLD_NAMES, Request, current_names
+from profiling_agent.schemas import Approval, ApprovalQuestion, Outcome
+from profiling_agent.search.attempt import read_answer
+
+if TYPE_CHECKING:
+    from profiling_agent.sweep import SweepRow
+
 
 Work = Callable[[Any, Callable[[ApprovalQuestion], Approval] | None], RunReport]
 
@@ -125,8 +130,8 @@ def approve(
 
     `profiling-agent approve runs/my-run --edit plan.json`
     """
-    from profiling_agent.lifecycle import approve as go_on
-    from profiling_agent.lifecycle import pending
+    from profiling_agent.api import approve as go_on
+    from profiling_agent.api import pending
 
     with refusing():
         answer = _answer(accept=accept, edit=edit, reject=reject)
@@ -213,7 +218,7 @@ def run(request: Request, *, quiet: QuietOption = False, json_: EventsOption = F
 
     Writes the run folder under the output folder: report.html, report.md, report.json and the model to deploy in best/.
     """
-    from profiling_agent.lifecycle import make_run_id, optimize
+    from profiling_agent.api import make_run_id, optimize
 
     named = request.model_copy(update={"run_id": request.run_id or make_run_id()})
     with refusing():
@@ -232,7 +237,7 @@ def resume(
     json_: EventsOption = False,
 ) -> None:
     """Go on with a run that was cut, from its last checkpoint."""
-    from profiling_agent.lifecycle import resume as go_on
+    from profiling_agent.api import resume as go_on
 
     work: Work = lambda listener, approver: go_on(run, listener, base_url=base_url, approver=approver)  # noqa: E731
     watch(work, run, is_quiet=quiet, is_json=json_)
@@ -254,7 +259,7 @@ def show(
 
 def report(run: RunArgument) -> None:
     """Write the report of a finished run again, and show it."""
-    from profiling_agent.reporting.write import write_report
+    from profiling_agent.reporting.render import write_report
 
     with refusing():
         read = read_report(run)
@@ -277,7 +282,7 @@ def profile(
 ) -> None:
     """Profile a model: where its time, memory, MACs and parameters are, and what can be pruned."""
     from profiling_agent.cli.tables import profile_tables
-    from profiling_agent.jobs.match import profile_source
+    from profiling_agent.jobs.runner import profile_source
 
     with (
         refusing(),
@@ -291,3 +296,83 @@ def profile(
         return
     for table in profile_tables(measured):
         console.print(table)
+
+
+# What `--json` prints of each run; its report has the rest.
+FIGURES = {
+    "request": True,
+    "failure": True,
+    "report": {"verdict": True, "baseline": True, "best": True, "heldout": {"drop"}, "environment": True},
+}
+
+
+def sweep(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="YAML file of the runs; see above")],
+    output: Annotated[
+        str, typer.Option(help="folder of the runs and of sweep.html; finished runs there are read back")
+    ] = "runs/sweep",
+    engine: Annotated[
+        Literal["local", "ray"], typer.Option(help="local: one run after the other; ray: one on each node of a cluster")
+    ] = "local",
+    ray_address: Annotated[
+        str | None,
+        typer.Option(metavar="ADDRESS", help="with --engine ray: HOST:PORT of the cluster; by default this machine's"),
+    ] = None,
+    json_: JsonOption = False,  # noqa: FBT002 - a flag
+) -> None:
+    """Run every combination of the models, data sets, contracts and seeds in a file; the same command resumes it.
+
+    Before the first run begins, the file is checked, and that each model fits its data. A run that fails is a row of
+    the table with its reason; the next call tries it again. OUTPUT/sweep.html has all of them.
+
+    models: [./my-vit, {model: microsoft/resnet-50, revision: main}]
+
+    datasets: [{dataset: ./my-data, split: test}]
+
+    contracts: [{max_accuracy_drop: 0.01}, {max_accuracy_drop: 0.02, max_size_ratio: 0.25, objective: size}]
+
+    seeds: [0, 1]
+
+    request: {batch_size: 8, time_budget: 20m}
+
+    `profiling-agent sweep sweep.yaml --output runs/sweep`
+    """
+    from profiling_agent.jobs.runner import check_matches
+    from profiling_agent.sweep import PAGE, optimize_many, read_sweep
+
+    if ray_address and engine == "local":
+        refuse(f"--ray-address is {ray_address!r} but --engine is 'local': use --engine ray")
+    if json_:
+        keep_stdout()
+    with refusing(GOES_ON):
+        root = Request.model_validate({"output": output}).output_dir
+        with open_display(errors) as display:
+            requests = read_sweep(file, str(root))
+            check_matches(requests, display.stage("models and data"))
+            address = (ray_address or "auto") if engine == "ray" else None
+            rows = optimize_many(requests, display.hear, ray_address=address)
+    if json_:
+        echo_json([row.model_dump(mode="json", include=FIGURES) for row in rows])
+    else:
+        _print_table(rows)
+        console.print(str(root / PAGE), markup=False, soft_wrap=True)
+    is_met = all(row.report is not None and row.report.verdict.outcome is Outcome.MET for row in rows)
+    raise typer.Exit(EXIT_MET if is_met else EXIT_NOT_MET)
+
+
+def _print_table(rows: "tuple[SweepRow, ...]") -> None:
+    table = folded_table("sweep", "run", "verdict", "accuracy lost", "times as fast", "bytes", "failure")
+    for row in rows:
+        report = row.report
+        if report is None:
+            cells = ("failed", "", "", "", row.failure)
+        else:
+            cells = (
+                f"{report.verdict.outcome}{', certified' if report.verdict.certified else ''}",
+                drop(report.heldout.drop) if report.heldout.drop else "",
+                speedup(report.race_result) if report.race_result else "not raced",
+                percent(report.best.size_bytes / report.baseline.size_bytes),
+                "",
+            )
+        table.add_row(str(row.request.run_id), *map(Text, cells))
+    console.print(table)

@@ -8,15 +8,13 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from profiling_agent.benchmarking.race import noise_warning
-from profiling_agent.benchmarking.saved import Measurements
-from profiling_agent.handover.pick import FAILED, Measured
-from profiling_agent.records import ApprovalQuestion, ModelProfile, Race, Variant, by_cause
-from profiling_agent.reporting.machines import differences
-from profiling_agent.reporting.reflection import choices, predictions, subject_of
-from profiling_agent.reporting.report import RunReport
+from profiling_agent.exporting.pick import FAILED, Measured
+from profiling_agent.measure.race import noise_warning
+from profiling_agent.measure.throughput import Measurements
+from profiling_agent.reporting.report import RunReport, choices, differences, predictions, subject_of
 from profiling_agent.reporting.results import model_path
 from profiling_agent.reporting.units import asked, count, drop, measured, ms, percent, size, speedup
+from profiling_agent.schemas import ApprovalQuestion, ModelProfile, Race, Variant, by_cause
 
 # Of candidates that were looked at on search images alone.
 BY_BOUND = "accuracy holds as in the search: the 90% bound of what was lost counts, where so few images can give one"

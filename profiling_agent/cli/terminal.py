@@ -30,14 +30,13 @@ from rich.progress import (
 from rich.segment import Segment
 from rich.text import Text
 
-from profiling_agent.agents.node import ProgressEvent
-from profiling_agent.documents import clean, first_problem
 from profiling_agent.errors import ProfilingAgentError
-from profiling_agent.files import expanded
-from profiling_agent.progress import Progress as ProgressCallback
+from profiling_agent.graph.node import ProgressEvent
+from profiling_agent.lib.io import clean, expanded, first_problem
+from profiling_agent.lib.progress import Progress as ProgressCallback
+from profiling_agent.lib.progress import ask_to_stop
 from profiling_agent.reporting.units import percent, points
 from profiling_agent.request import Request
-from profiling_agent.stopping import ask_to_stop
 
 EXIT_MET, EXIT_NOT_MET, EXIT_BAD_REQUEST, EXIT_WAITING = 0, 1, 2, 3
 # EX_SOFTWARE of sysexits.h: never one of the codes that say something of a model.

@@ -1,1 +1,1 @@
-"""Acquisition: from a request to a model, its image processor and disjoint splits of a data set."""
+"""Data and models: an image classifier, its image processor and input shape, and disjoint splits of a labelled data set."""

@@ -6,9 +6,9 @@ from typing import Any
 
 import datasets
 
-from profiling_agent.acquisition.data import OpenedData
-from profiling_agent.acquisition.hub import did_you_mean
-from profiling_agent.acquisition.labels import Matching, called_by_number, match_labels, match_numbers
+from profiling_agent.data.dataset import OpenedData
+from profiling_agent.data.hub import did_you_mean
+from profiling_agent.data.labels import Matching, called_by_number, match_labels, match_numbers
 from profiling_agent.errors import AcquisitionError
 
 IMAGE_NAMES = ("image", "img", "picture", "photo", "jpg", "png")

@@ -22,19 +22,12 @@ from huggingface_hub.errors import RevisionNotFoundError
 from pydantic import Field
 from yaml import YAMLError
 
-from profiling_agent.acquisition.hub import (
-    LIBRARY_ERRORS,
-    MAX_TEXT,
-    did_you_mean,
-    hub_errors,
-    is_local,
-    local_folder,
-)
-from profiling_agent.acquisition.reference import DIGITS, PREFIX, reference_dataset
+from profiling_agent.data.hub import LIBRARY_ERRORS, MAX_TEXT, did_you_mean, hub_errors, is_local, local_folder
+from profiling_agent.data.reference import DIGITS, PREFIX, reference_dataset
 from profiling_agent.errors import AcquisitionError, ProfilingAgentError
-from profiling_agent.files import files_root
-from profiling_agent.progress import Progress
-from profiling_agent.records import MatchBy, Record
+from profiling_agent.lib.io import files_root
+from profiling_agent.lib.progress import Progress
+from profiling_agent.schemas import MatchBy, Record
 
 # Where the Hub keeps a parquet copy of a data set: CONFIG/SPLIT/*.parquet, of a large split partial-SPLIT.
 PARQUET_COPY, PARTIAL = "refs/convert/parquet", "partial-"

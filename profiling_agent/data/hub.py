@@ -20,7 +20,7 @@ from huggingface_hub.errors import (
 from safetensors import SafetensorError
 
 from profiling_agent.errors import AcquisitionError, ProfilingAgentError
-from profiling_agent.foreign import foreign_code
+from profiling_agent.lib.third_party import foreign_code
 
 MODEL_FILES = [
     "config.json",

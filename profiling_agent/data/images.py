@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 
-from profiling_agent.acquisition.pixels import BROKEN, upright_rgb
+from profiling_agent.data.pixels import BROKEN, upright_rgb
 from profiling_agent.errors import ArtifactError, CorruptImageError
 
 # What pictures are kept in, and nothing that starts another program (EPS); Pillow has 43.

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 from scipy.stats import binomtest
 
-from profiling_agent.documents import MAX_QUOTED
 from profiling_agent.errors import AcquisitionError
-from profiling_agent.records import LabelMatch, MatchBy, MatchKind, MatchRule
+from profiling_agent.lib.io import MAX_QUOTED
+from profiling_agent.schemas import LabelMatch, MatchBy, MatchKind, MatchRule
 
 Classes = NDArray[np.int64]
 

@@ -17,20 +17,13 @@ from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageClassi
 from transformers.models.auto.auto_mappings import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES
 
-from profiling_agent.acquisition.hub import (
-    did_you_mean,
-    fetch_model,
-    hub_errors,
-    is_local,
-    library_errors,
-    local_folder,
-)
-from profiling_agent.acquisition.reference import PREFIX, reference_model
+from profiling_agent.data.hub import did_you_mean, fetch_model, hub_errors, is_local, library_errors, local_folder
+from profiling_agent.data.reference import PREFIX, reference_model
 from profiling_agent.errors import AcquisitionError, RequestError
-from profiling_agent.progress import Progress, silent
-from profiling_agent.quiet import quiet
-from profiling_agent.timm_config import MODEL_TYPE as TIMM
-from profiling_agent.timm_config import check_timm, is_timm, make_plain_, processor_of_timm, settled
+from profiling_agent.lib.progress import Progress, silent
+from profiling_agent.lib.third_party import quiet
+from profiling_agent.lib.timm_config import MODEL_TYPE as TIMM
+from profiling_agent.lib.timm_config import check_timm, is_timm, make_plain_, processor_of_timm, settled
 
 WEIGHTS, INDEX, ADAPTER = "model.safetensors", "model.safetensors.index.json", "adapter_config.json"
 # What a saved model and exported files have besides: transformers may take their int8 weights for floats.

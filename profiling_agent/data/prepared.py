@@ -17,14 +17,15 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
 from profiling_agent.errors import ArtifactError
-from profiling_agent.files import replacing, write_bytes
-from profiling_agent.progress import Progress, silent
+from profiling_agent.lib.io import replacing, write_bytes
+from profiling_agent.lib.progress import Progress, silent
 
 if TYPE_CHECKING:
     from PIL.Image import Image
     from torch import Tensor
 
-    from profiling_agent.acquisition.images import SplitImages
+    from profiling_agent.data.images import SplitImages
+
 
 PIXELS, LABELS = "pixels.npy", "labels.safetensors"
 # Decoded and processed at once: so many images of so many pixels, or one. Four photographs of twelve megapixels have 192 MB,

@@ -28,11 +28,11 @@ from transformers import (
     ViTImageProcessorPil,
 )
 
-from profiling_agent.acquisition.images import decode_rgb
-from profiling_agent.cache import cached
+from profiling_agent.data.images import decode_rgb
 from profiling_agent.errors import AcquisitionError
-from profiling_agent.progress import Progress, silent
-from profiling_agent.quiet import quiet
+from profiling_agent.lib.io import cached
+from profiling_agent.lib.progress import Progress, silent
+from profiling_agent.lib.third_party import quiet
 
 PREFIX = "reference:"
 DIGITS = "reference:digits"

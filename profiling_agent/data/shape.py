@@ -8,11 +8,11 @@ from PIL import Image
 from pydantic import ValidationError
 from torch import nn
 
-from profiling_agent.acquisition.hub import LIBRARY_ERRORS, library_errors
-from profiling_agent.acquisition.prepared import in_its_channels
+from profiling_agent.data.hub import LIBRARY_ERRORS, library_errors
+from profiling_agent.data.prepared import in_its_channels
 from profiling_agent.errors import ShapeUnresolvedError
 from profiling_agent.modules.inference import device_of, left_as_found
-from profiling_agent.records import InputSpec, ShapeFacts
+from profiling_agent.schemas import InputSpec, ShapeFacts
 
 Rule = Callable[[nn.Module, Any], InputSpec | None]
 

@@ -16,7 +16,7 @@ import datasets
 import numpy as np
 from numpy.typing import NDArray
 
-from profiling_agent.acquisition.columns import (
+from profiling_agent.data.columns import (
     MAX_STREAMED_LABELS,
     Columns,
     choose_columns,
@@ -24,14 +24,14 @@ from profiling_agent.acquisition.columns import (
     label_candidates,
     match_column,
 )
-from profiling_agent.acquisition.data import BATCH_IMAGES, DataQuery, OpenedData, open_data
-from profiling_agent.acquisition.hub import MAX_TEXT, did_you_mean
-from profiling_agent.acquisition.images import FORMATS, decode_rgb, write_rows
-from profiling_agent.acquisition.labels import Matching, guesses, shown
+from profiling_agent.data.dataset import BATCH_IMAGES, DataQuery, OpenedData, open_data
+from profiling_agent.data.hub import MAX_TEXT, did_you_mean
+from profiling_agent.data.images import FORMATS, decode_rgb, write_rows
+from profiling_agent.data.labels import Matching, guesses, shown
 from profiling_agent.errors import AcquisitionError, CorruptImageError
-from profiling_agent.progress import Progress, silent
-from profiling_agent.quiet import quiet
-from profiling_agent.records import LabelMatch
+from profiling_agent.lib.progress import Progress, silent
+from profiling_agent.lib.third_party import quiet
+from profiling_agent.schemas import LabelMatch
 
 TRAIN = ("train", "training")
 EVALUATION = ("test", "validation", "valid", "val", "dev")

@@ -1,1 +1,1 @@
-"""Handover: a model leaves its run, exported as plain files, picked among what was measured, pushed to the Hub."""
+"""Export: a model leaves its run as plain files, ONNX or a Hugging Face folder, is picked among the candidates, or is pushed to the Hub."""

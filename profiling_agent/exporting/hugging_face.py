@@ -15,14 +15,13 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForImageClassification
 from transformers.initialization import no_init_weights
 
-from profiling_agent.artifacts.folder import appearing
-from profiling_agent.artifacts.save import config_of
 from profiling_agent.errors import ArtifactError
-from profiling_agent.foreign import foreign_code
+from profiling_agent.lib.third_party import ALONE, foreign_code, quiet
 from profiling_agent.modules.inference import logits_of, random_batch
-from profiling_agent.quantization.linear import DynamicLinear
-from profiling_agent.quiet import ALONE, quiet
-from profiling_agent.records import Cut, InputSpec, UnitKind
+from profiling_agent.quantization.layers import DynamicLinear
+from profiling_agent.runtimes.artifact import appearing
+from profiling_agent.runtimes.torch_artifact import config_of
+from profiling_agent.schemas import Cut, InputSpec, UnitKind
 
 # What a config calls these, over all families; which field does it is found by trying.
 HEAD_FIELDS = ("heads",)

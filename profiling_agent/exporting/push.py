@@ -15,15 +15,12 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import validate_repo_id
 from huggingface_hub.utils.tqdm import disable_progress_bars
 
-from profiling_agent.artifacts.card import read_card
-from profiling_agent.artifacts.folder import named_folder, open_current
-from profiling_agent.artifacts.recipe import CARD, RECIPE, Recipe
-from profiling_agent.documents import DocumentError, read_record
 from profiling_agent.errors import ProfilingAgentError, RequestError
-from profiling_agent.files import write_text
-from profiling_agent.foreign import foreign_code
-from profiling_agent.handover.manifest import MANIFEST, Exported, model_folder, read_exported
-from profiling_agent.records import Record
+from profiling_agent.exporting.pick import MANIFEST, Exported, model_folder, read_exported
+from profiling_agent.lib.io import DocumentError, read_record, write_text
+from profiling_agent.lib.third_party import foreign_code
+from profiling_agent.runtimes.artifact import CARD, RECIPE, Recipe, named_folder, open_current, read_card
+from profiling_agent.schemas import Record
 
 LOGIN = "log in with `hf auth login`, or set HF_TOKEN to a token that may write (huggingface.co/settings/tokens)"
 # What the Hub puts into a new repository by itself.

@@ -1,1 +1,1 @@
-"""Agents: the nodes of the graph, thin, in `nodes.py`; `node.py` and `session.py` are what they share."""
+"""Graph: the agents as LangGraph nodes (`nodes.py`), their state, the run session that they share, and checkpoints."""

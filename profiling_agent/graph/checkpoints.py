@@ -25,20 +25,19 @@ from langgraph.checkpoint.serde.jsonplus import JsonPlusSerializer
 from langgraph.checkpoint.sqlite import SqliteSaver
 from pydantic import BaseModel
 
-from profiling_agent import records, request
-from profiling_agent.agents import state
-from profiling_agent.documents import first_line
+from profiling_agent import request, schemas
 from profiling_agent.errors import RunError
-from profiling_agent.files import make_folders
-from profiling_agent.iteration import attempt, finalize
+from profiling_agent.graph import state
 from profiling_agent.jobs import tasks
+from profiling_agent.lib.io import first_line, make_folders
 from profiling_agent.llm import chat
 from profiling_agent.reporting import report
 from profiling_agent.request import RUN_ID, Request
+from profiling_agent.search import attempt, finalize
 from profiling_agent.workspace import Workspace, storage_told
 
 MODULES: tuple[ModuleType, ...] = (
-    *(import_module(f"{records.__name__}.{found.name}") for found in iter_modules(records.__path__)),
+    *(import_module(f"{schemas.__name__}.{found.name}") for found in iter_modules(schemas.__path__)),
     request,
     attempt,
     finalize,

@@ -8,39 +8,25 @@ from langgraph.config import get_config
 from langgraph.runtime import Runtime
 from langgraph.types import Command, interrupt
 
-from profiling_agent.acquisition.labels import why_doubtful
-from profiling_agent.agents.limits import choose_endpoint, key_for
-from profiling_agent.agents.node import Update, run_node
-from profiling_agent.agents.session import RunSession, Sessions
-from profiling_agent.agents.state import RESULTS, RunState
-from profiling_agent.analysis.advised import UNKNOWN
-from profiling_agent.analysis.allocation import dry_run, obeying
-from profiling_agent.analysis.rules import analyse, read_plan
-from profiling_agent.artifacts.card import write_card
-from profiling_agent.artifacts.recipe import CARD
+from profiling_agent.data.labels import why_doubtful
 from profiling_agent.errors import AdvisorError, PlanError, RequestError, ShapeUnresolvedError
-from profiling_agent.files import expanded, make_folders
-from profiling_agent.iteration.approval import TIGHTER, edited, pose, read_answer
-from profiling_agent.iteration.attempt import (
-    deployment_of,
-    measure_attempt,
-    open_journal,
-    prune_attempt,
-    quantize_attempt,
-    reopened,
-)
-from profiling_agent.iteration.deployments import check_runtimes, schemes_of, why_undeployable
-from profiling_agent.iteration.evaluator import Evaluator
-from profiling_agent.iteration.finalize import finalize, raced_headline, timed, torch_model
-from profiling_agent.iteration.heldout import why_unproven
-from profiling_agent.iteration.planners import first_proposal, milder, next_proposal, setting_of
-from profiling_agent.iteration.selection import has_answer
-from profiling_agent.jobs.match import profile_artifact, read_profile
-from profiling_agent.jobs.runner import Jobs
+from profiling_agent.graph.node import Update, run_node
+from profiling_agent.graph.session import RunSession, Sessions
+from profiling_agent.graph.state import RESULTS, RunState, choose_endpoint, key_for
+from profiling_agent.jobs.runner import Jobs, profile_artifact, read_profile
 from profiling_agent.jobs.tasks import AcquireTask, ResolvedShape, ResolveShapeTask, SurveyShapeTask
+from profiling_agent.lib.io import expanded, make_folders
 from profiling_agent.llm.chat import check_endpoint, name_of
 from profiling_agent.llm.transcript import RECORDED, LanguageModel, Recorded, open_recording
-from profiling_agent.records import (
+from profiling_agent.planning.allocation import dry_run, obeying
+from profiling_agent.planning.llm_planner import UNKNOWN, advised_shape
+from profiling_agent.planning.rules import analyse, read_plan
+from profiling_agent.reporting.render import write_report
+from profiling_agent.reporting.report import Sources, build_report
+from profiling_agent.reporting.results import card_judged, card_notes, card_rows, check_tracker, results_folder, track
+from profiling_agent.request import Request
+from profiling_agent.runtimes.artifact import CARD, write_card
+from profiling_agent.schemas import (
     SHARD,
     Acquired,
     Approval,
@@ -51,13 +37,24 @@ from profiling_agent.records import (
     Plan,
     StopReason,
 )
-from profiling_agent.reporting.card import card_judged, card_notes, card_rows
-from profiling_agent.reporting.report import Sources, build_report
-from profiling_agent.reporting.results import results_folder
-from profiling_agent.reporting.tracking import check_tracker, track
-from profiling_agent.reporting.write import write_report
-from profiling_agent.request import Request
-from profiling_agent.shapes.advised import advised_shape
+from profiling_agent.search.attempt import (
+    TIGHTER,
+    deployment_of,
+    edited,
+    measure_attempt,
+    open_journal,
+    pose,
+    prune_attempt,
+    quantize_attempt,
+    read_answer,
+    reopened,
+)
+from profiling_agent.search.deployments import check_runtimes, schemes_of, why_undeployable
+from profiling_agent.search.evaluator import Evaluator
+from profiling_agent.search.finalize import finalize, raced_headline, timed, torch_model
+from profiling_agent.search.planners import first_proposal, milder, next_proposal, setting_of
+from profiling_agent.search.selection import has_answer
+from profiling_agent.search.verdict import why_unproven
 
 # Recovery's settings were chosen with 1,000 images an epoch. Five times as many leave room for a thousand classes, and
 # bound what a stream has to fetch, since those are downloaded one by one.

@@ -5,12 +5,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from profiling_agent.acquisition.prepared import PreparedImages
-from profiling_agent.artifacts.folder import model_bytes
-from profiling_agent.artifacts.recipe import RECIPE
-from profiling_agent.files import file_sha256
-from profiling_agent.progress import Progress
-from profiling_agent.records import ArtifactRef
+from profiling_agent.data.prepared import PreparedImages
+from profiling_agent.lib.io import file_sha256
+from profiling_agent.lib.progress import Progress
+from profiling_agent.runtimes.artifact import RECIPE, model_bytes
+from profiling_agent.schemas import ArtifactRef
 from profiling_agent.workspace import Workspace
 
 

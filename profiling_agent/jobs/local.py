@@ -8,18 +8,25 @@ from typing import IO
 from pydantic import Field
 
 from profiling_agent.errors import JobError, KilledError, ProfilingAgentError, RunError
-from profiling_agent.files import storage_problem, sweep
 from profiling_agent.jobs.store import ERRORS, Message, Order, holds
-from profiling_agent.jobs.table import MODULES
-from profiling_agent.memory import available_bytes
-from profiling_agent.processes.busy import PASSIVE, WAIT_POLICY, is_busy
-from profiling_agent.processes.child import Child, Wording
-from profiling_agent.processes.environment import child_environment, withheld
+from profiling_agent.jobs.tasks import MODULES
+from profiling_agent.lib.io import storage_problem, sweep
+from profiling_agent.lib.machine import PASSIVE, WAIT_POLICY, available_bytes, is_busy
+from profiling_agent.lib.progress import Progress, end_if_asked
+from profiling_agent.processes.child import (
+    Child,
+    ForkServer,
+    OwnForkServer,
+    Started,
+    Wording,
+    child_command,
+    child_environment,
+    fork_server,
+    start,
+    withheld,
+)
 from profiling_agent.processes.machine_lock import machine_lock
-from profiling_agent.processes.started import ForkServer, OwnForkServer, Started, child_command, fork_server, start
-from profiling_agent.progress import Progress
-from profiling_agent.records import Record
-from profiling_agent.stopping import end_if_asked
+from profiling_agent.schemas import Record
 from profiling_agent.workspace import Workspace
 
 PROGRAM, JOB_LOG = "profiling_agent.jobs", "worker.log"

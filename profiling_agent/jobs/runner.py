@@ -1,25 +1,51 @@
-"""Jobs as the parent sees them: a task in, its record out, done at most once in a run."""
+"""Jobs as the parent sees them: a task in, its record out, done at most once in a run; and jobs without a run."""
 
 import hashlib
 import itertools
 import json
 import tempfile
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
-from profiling_agent.acquisition.prepared import PIXELS
-from profiling_agent.errors import ProfilingAgentError, RunError
+from profiling_agent.data.prepared import PIXELS
+from profiling_agent.errors import AcquisitionError, JobError, ProfilingAgentError, RunError
 from profiling_agent.jobs.local import Batch, LocalEngine
-from profiling_agent.jobs.store import JobStore, Order, artifacts_of, key_of
-from profiling_agent.jobs.table import TABLE, Table
-from profiling_agent.jobs.tasks import PrepareTask, Task
-from profiling_agent.jobs.timesheet import SHEET, Timesheet
-from profiling_agent.memory import available_bytes
-from profiling_agent.progress import Progress, silent
-from profiling_agent.records import ArtifactRef, Environment, Headline, Record
-from profiling_agent.reproducibility import environment
+from profiling_agent.jobs.store import SHEET, JobStore, Order, Timesheet, artifacts_of, key_of
+from profiling_agent.jobs.tasks import (
+    LOOKED,
+    TABLE,
+    EvidenceTask,
+    HeadlineTask,
+    LookTask,
+    MatchLabelsTask,
+    PrepareTask,
+    Profiled,
+    ProfileTask,
+    ResolveShapeTask,
+    Table,
+    Task,
+    TryTask,
+)
+from profiling_agent.lib.io import read_record
+from profiling_agent.lib.machine import available_bytes, environment
+from profiling_agent.lib.progress import Progress, silent
+from profiling_agent.request import Request
+from profiling_agent.runtimes import registry
+from profiling_agent.schemas import (
+    ArtifactRef,
+    Deployability,
+    Deployment,
+    Environment,
+    Form,
+    Headline,
+    ModelProfile,
+    Prunable,
+    Record,
+    RuntimeName,
+    SplitInfo,
+)
 from profiling_agent.workspace import Workspace
 
 ResultT = TypeVar("ResultT", bound=Record)
@@ -199,3 +225,131 @@ def scratch_jobs(progress: Progress = silent) -> Generator[Jobs]:
     """Give jobs whose results nobody keeps."""
     with tempfile.TemporaryDirectory(prefix="profiling-agent-") as folder, jobs_in(Path(folder), progress) as jobs:
         yield jobs
+
+
+MAX_NAMED = 5
+
+
+def check_match(jobs: Jobs, asked: Mapping[str, Any]) -> None:
+    """Raise AcquisitionError where a model and a data set, in the fields of a request, can't be had, or a label is no class of the model."""
+    matched = jobs.run(MatchLabelsTask.model_validate(asked))
+    if unknown := matched.unknown:
+        shown = ", ".join(map(repr, unknown[:MAX_NAMED]))
+        raise AcquisitionError(
+            f"{len(unknown)} of the {len(matched.labels)} labels of split {matched.split!r} are no class of the model "
+            f"({shown}{', ...' if len(unknown) > MAX_NAMED else ''}): use the data that it was trained for"
+        )
+
+
+def check_matches(requests: Iterable[Request], progress: Progress = silent) -> None:
+    """Raise AcquisitionError, naming the two, where the model and the data set of a request can't be had or don't go together."""
+    fields = tuple(name for name in MatchLabelsTask.model_fields if name in Request.model_fields)
+    every = {tuple(getattr(request, name) for name in fields) for request in requests}
+    with scratch_jobs(progress) as jobs:
+        for values in sorted(every, key=str):
+            asked = dict(zip(fields, values, strict=True))
+            try:
+                check_match(jobs, asked)
+            except AcquisitionError as error:
+                raise AcquisitionError(f"{asked['model']} on {asked['dataset']}: {error}") from error
+
+
+def profile_artifact(
+    jobs: Jobs,
+    model: ArtifactRef,
+    *,
+    batch_size: int,
+    device: str,
+    calibration: SplitInfo | None = None,
+    seed: int = 0,
+    cache: bool = True,
+    headline: Headline | None = None,
+) -> Profiled:
+    """Return where the profile of `model` lies, and its totals; `calibration` images give evidence on its units.
+
+    With `cache`, evidence of an earlier run is used where that had the same model, images and machine. Its `headline` is measured where it isn't given.
+    """
+    if headline is None:
+        headline = measure_headline(jobs, model, batch_size=batch_size, device=device)
+    if calibration is None:
+        return jobs.run(ProfileTask(model=model, batch_size=batch_size, device=device, headline=headline))
+    task = EvidenceTask(
+        model=model,
+        batch_size=batch_size,
+        device=device,
+        headline=headline,
+        calibration=calibration,
+        seed=seed,
+        cache=cache,
+    )
+    return jobs.run(task)
+
+
+def measure_headline(jobs: Jobs, model: ArtifactRef, *, batch_size: int, device: str) -> Headline:
+    """Return the latency and the memory of `model`; the first that a run measures is its baseline, by which its jobs' limits go."""
+    headline = jobs.run(HeadlineTask(model=model, batch_size=batch_size, device=device))
+    if jobs.pass_s is None:
+        jobs.learn(headline, device)
+    return headline
+
+
+def read_profile(jobs: Jobs, profiled: Profiled) -> ModelProfile:
+    """Return the full profile that a job left; RunError where the file is missing or damaged."""
+    return read_record(ModelProfile, jobs.path(profiled.profile))
+
+
+def profile_source(request: Request, folder: Path, *, batch_size: int, progress: Progress = silent) -> ModelProfile:
+    """Return the profile of the request's model, without a data set; `folder` takes the work files and is the caller's to remove."""
+    with jobs_in(folder, progress) as jobs:
+        resolved = jobs.run(ResolveShapeTask(model=request.model, revision=request.revision, device=request.device))
+        profiled = profile_artifact(jobs, resolved.baseline, batch_size=batch_size, device=resolved.device)
+        return read_profile(jobs, profiled)
+
+
+class Look:
+    """One look at one model; a context manager, which leaves neither files nor processes."""
+
+    def __init__(self, progress: Progress = silent) -> None:
+        self._progress, self._open = progress, ExitStack()
+        self._jobs = self._open.enter_context(scratch_jobs(progress))
+        self.folder = self._jobs.workspace.root / LOOKED
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
+
+    def prunable(self, model: str, revision: str | None = None) -> Prunable:
+        """Read the model, and return what can be cut of it.
+
+        Raises:
+            AcquisitionError: it can't be had or read.
+            ShapeUnresolvedError: nobody knows its input shape.
+            JobError: reading it takes its process down.
+        """
+        return self._jobs.run(LookTask(model=model, revision=revision))
+
+    def deployable(self, form: Form, runtimes: Sequence[RuntimeName]) -> Iterator[Deployability]:
+        """Bring a form into every scheme of these runtimes, open each in another process than made it; nothing is raised."""
+        wanted = [
+            Deployment(runtime=name, scheme=s) for name in runtimes for s in registry.runtime(name).schemes("cpu")
+        ]
+        export = ""
+        if any(map(registry.reads_onnx, wanted)):
+            self._progress(f"{form}: exporting to ONNX", 0, len(wanted))
+            export = self._tried("export", Deployability(form=form, deployment=Deployment())).refused
+        for number, deployment in enumerate(wanted):
+            self._progress(f"{form}: {deployment.name}", number, len(wanted))
+            row = Deployability(form=form, deployment=deployment)
+            if export and registry.reads_onnx(deployment):
+                yield row.model_copy(update={"refused": export})
+                continue
+            made = self._tried("make", row)
+            yield made if made.refused else self._tried("reopen", made)
+
+    def _tried(self, step: str, row: Deployability) -> Deployability:
+        try:
+            return self._jobs.run(TryTask.model_validate({"step": step, "row": row}))
+        except JobError as error:
+            return row.model_copy(update={"refused": f"{'export' if step == 'export' else 'crashed'}: {error}"})

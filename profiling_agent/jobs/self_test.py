@@ -13,25 +13,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from profiling_agent.acquisition.models import resolve_device
-from profiling_agent.artifacts.folder import model_bytes
-from profiling_agent.artifacts.load import load_module, load_processor, load_recipe
-from profiling_agent.artifacts.save import save_derived
-from profiling_agent.benchmarking.headline import measure_headline
-from profiling_agent.benchmarking.latency_table import time_units
-from profiling_agent.deployment.batches import noise_batch
-from profiling_agent.deployment.probe import SPEC, write_tiny
-from profiling_agent.deployment.protocol import Batch, Source
-from profiling_agent.deployment.registry import open_session, runtime
-from profiling_agent.deployment.save import save_deployed
+from profiling_agent.data.models import resolve_device
 from profiling_agent.errors import ArtifactError, QuantizationError
+from profiling_agent.measure.latency_table import time_units
+from profiling_agent.measure.throughput import measure_headline
 from profiling_agent.modules.inference import on_device, random_batch
+from profiling_agent.profiling.evidence import measure_sensitivity
 from profiling_agent.profiling.profile import profile_model
-from profiling_agent.profiling.sensitivity import measure_sensitivity
 from profiling_agent.pruning.compensation import MIN_IMAGES, compensate
 from profiling_agent.pruning.prune import prune_model
 from profiling_agent.pruning.widths import snap
-from profiling_agent.records import Cut, Deployment, ModelProfile, RuntimeName
+from profiling_agent.runtimes.artifact import model_bytes
+from profiling_agent.runtimes.probe import SPEC, write_tiny
+from profiling_agent.runtimes.registry import Batch, Source, noise_batch, open_session, runtime
+from profiling_agent.runtimes.save import save_deployed
+from profiling_agent.runtimes.torch_artifact import load_module, load_processor, load_recipe, save_derived
+from profiling_agent.schemas import Cut, Deployment, ModelProfile, RuntimeName
 
 BATCH = 8
 # Float32 on another device adds in another order.

@@ -1,14 +1,22 @@
-"""Stopping: whether somebody told this process to end, for threads that wait; a signal is heard by the main one alone.
+"""Progress of long work, and the request to stop it.
 
-A graph's nodes run in threads of LangGraph's, which it waits for when the main thread is stopped: so whoever waits in one
-has to look. Process-wide, as signals are.
+A graph's nodes run in LangGraph's threads, which it waits for when the main thread is stopped; only the main thread receives a signal. So a thread that
+waits has to look. The request to stop belongs to the whole process, as signals do.
 """
 
 import signal
 import threading
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from types import FrameType
+
+# Called now and then by long work with what it does, and how much of how much is done; the last is 0 where the end isn't known.
+Progress = Callable[[str, int, int], None]
+
+
+def silent(message: str, done: int, total: int) -> None:
+    """Say nothing."""
+
 
 _asked = threading.Event()
 

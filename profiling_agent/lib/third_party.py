@@ -1,6 +1,6 @@
-"""Silence: libraries that log, print, draw progress bars or send telemetry, kept from it while they are used here.
+"""Third-party code: kept quiet while it runs, and its exceptions as errors of ours.
 
-Every module may import this one, so that it imports none of them by itself.
+Importing this imports no torch: runtimes that have none use it as well.
 """
 
 import contextlib
@@ -11,9 +11,17 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from types import ModuleType
+from typing import TYPE_CHECKING, Any, TextIO
+
+from profiling_agent.errors import ProfilingAgentError
+from profiling_agent.lib.io import NO_SPACE
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
 
 # CUDA libraries that no CPU has, and a deprecation between torchao and torch: nothing that a user of ours could mend.
 UNWANTED = {"torchao": "Failed to load", "torch.utils._pytree": "is an Enum subclass and is now natively supported"}
@@ -104,3 +112,95 @@ def muted(*loggers: str) -> Generator[None]:
         finally:
             for logger, level in zip(found, levels, strict=True):
                 logger.setLevel(level)
+
+
+MAX_TEXT = 200
+# What torch's allocator for CPUs puts in a plain RuntimeError.
+NO_MEMORY = "DefaultCPUAllocator: can't allocate memory"
+
+Refuse = Callable[[str], ProfilingAgentError]
+
+
+@contextmanager
+def foreign_code(refuse: Refuse) -> Generator[None]:
+    """Raise `refuse("KeyError ('its text')")` from any exception in the block.
+
+    Errors that we raise on purpose and a lack of memory (a device's too) or disk go through as they are.
+    """
+    try:
+        yield
+    except ProfilingAgentError:
+        raise
+    except Exception as error:
+        if is_out_of_memory(error) or (isinstance(error, OSError) and error.errno in NO_SPACE):
+            raise
+        cause: BaseException = error
+        # A lazy import names the module that it wanted, and the reason is its cause.
+        while isinstance(cause, ImportError) and cause.__cause__ is not None:
+            cause = cause.__cause__
+        raise refuse(_named(cause)) from error
+
+
+@contextmanager
+def compiled_code(refuse: Refuse) -> Generator[None]:
+    """Do as `foreign_code` for what torch compiles in the block, by what was raised first: torch wraps it several times."""
+    try:
+        yield
+    except Exception as error:
+        cause = _innermost(error)
+        is_short = isinstance(cause, OSError) or is_out_of_memory(cause) or NO_MEMORY in str(cause)
+        if is_short or isinstance(cause, ProfilingAgentError):
+            raise cause from (None if cause is error else error)
+        raise refuse(_named(cause)) from error
+
+
+def _named(error: BaseException) -> str:
+    return f"{type(error).__name__} ({' '.join(str(error).split())[:MAX_TEXT]!r})"
+
+
+def _innermost(error: BaseException) -> BaseException:
+    """Return what torch's compilers wrapped, some of them without naming the cause."""
+    seen = {id(error)}
+    while (inner := getattr(error, "inner_exception", None) or error.__cause__) and id(inner) not in seen:
+        seen.add(id(inner))
+        error = inner
+    return error
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Tell whether memory was short, the machine's or a device's, for which torch has an error of its own."""
+    return isinstance(error, MemoryError) or any(kind.__name__ == "OutOfMemoryError" for kind in type(error).__mro__)
+
+
+def checked_logits(model: "nn.Module", images: "Tensor", refuse: Refuse) -> "Tensor":
+    """Return the logits that a user's model gives for images (b, c, h, w).
+
+    Raises:
+        ProfilingAgentError: `refuse` of what the model raised, or of what it returned instead of logits.
+    """
+    from torch import Tensor
+
+    with foreign_code(refuse):
+        answer: Any = model(pixel_values=images)
+    logits = getattr(answer, "logits", None)
+    if not isinstance(logits, Tensor):
+        raise refuse(f"an answer without logits ({type(answer).__name__!r})")
+    return logits
+
+
+def private_stdout() -> TextIO:
+    """Return standard output for ourselves alone; what else this process writes there goes to standard error."""
+    channel = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1)
+    os.dup2(2, 1)
+    return channel
+
+
+def keep_stdout() -> None:
+    """Leave standard output to Python's prints, to the end: scipy's HiGHS now and then says a line there, which is no JSON.
+
+    For good, as C flushes its buffer when the process ends.
+    """
+    # A stream that somebody put in its place, as a test's, gets nothing from C.
+    if sys.stdout is sys.__stdout__:
+        sys.stdout.flush()
+        sys.stdout = private_stdout()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import nn
 
+
 MODEL_TYPE, EXTRA, PACKAGES = "timm_wrapper", "timm", ("timm", "torchvision")
 # Arguments of `timm.create_model` that load weights, or make something else than a classifier.
 NOT_OF_AN_ARCHITECTURE = frozenset(

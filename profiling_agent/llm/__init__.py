@@ -1,1 +1,1 @@
-"""The language model: typed questions, validated answers, and the transcript that replays them."""
+"""Language model: typed questions, validated answers, and the transcript that replays them."""

@@ -13,11 +13,11 @@ from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, System
 from langchain_core.tools import StructuredTool
 from pydantic import SecretStr, ValidationError
 
-from profiling_agent.documents import clean, first_line, first_problem
 from profiling_agent.errors import AdvisorError, ContextTooLongError, RequestError
+from profiling_agent.lib.io import clean, first_line, first_problem
 from profiling_agent.llm import transcript
 from profiling_agent.llm.transcript import Advice, Answer, Check, Question, Tool, Transcript
-from profiling_agent.records import Record, unprinted
+from profiling_agent.schemas import Record, unprinted
 
 OPENAI_URL, DEFAULT_MODEL = "https://api.openai.com/v1", "gpt-5.5"
 # How servers answer a request with tools or a response format that they don't know.

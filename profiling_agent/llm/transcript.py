@@ -17,8 +17,8 @@ from typing import Any, Generic, TypeVar, cast
 from pydantic import BaseModel, ValidationError
 
 from profiling_agent.errors import AdvisorError, RequestError
-from profiling_agent.files import append_line, expanded
-from profiling_agent.records import Record, Spent
+from profiling_agent.lib.io import append_line, expanded
+from profiling_agent.schemas import Record, Spent
 
 FILE, RECORDED = "llm.jsonl", "recorded:"
 # Per question: how often an answer that can't be used goes back; per run: how many requests are made.

@@ -1,1 +1,1 @@
-"""Timing: races, throughput, memory, the headline and the latency table, each model in a process of its own."""
+"""Measurement: races, throughput, memory and the latency table, each model in a process of its own; intervals of accuracy."""

@@ -1,22 +1,92 @@
-"""Openings: how often held-out images were opened to judge what was made of a model, by all runs of this user together.
+"""Predictions on disk, and the ledger of how often held-out images were opened. No torch here.
 
-Whoever tests candidate after candidate on the same images until one passes will see one pass: of those that lose exactly
+Testing candidate after candidate on the same images until one passes will see one pass: of those that lose exactly
 what is allowed 5% in one run, 34% in twenty. So every test is noted, with the images that it may look at and the model that
 it is for, and has a share of the error that all of them together may make.
 """
 
 import hashlib
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import platformdirs
 from filelock import FileLock
+from numpy.typing import NDArray
 from pydantic import Field
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save
 
-from profiling_agent.cache import user_folder
-from profiling_agent.documents import DocumentError, read_record
-from profiling_agent.files import make_folders, sweep, write_text
-from profiling_agent.records import Opening, Record
+from profiling_agent.errors import ArtifactError
+from profiling_agent.lib.io import (
+    DocumentError,
+    first_line,
+    make_folders,
+    read_record,
+    sweep,
+    user_folder,
+    write_bytes,
+    write_text,
+)
+from profiling_agent.schemas import Opening, Record
+
+Classes = NDArray[np.int64]
+FIELDS = ("predicted", "true")
+# What is predicted where the logits name no class.
+NO_CLASS = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """Predicted and true class ids, one of each per image.
+
+    An image one of whose logits is NaN or positive infinity has no answer: it counts as wrong, its class is NO_CLASS.
+    """
+
+    predicted: Classes
+    true: Classes
+
+    @property
+    def right(self) -> NDArray[np.bool_]:
+        """Return which images were answered right."""
+        return self.predicted == self.true
+
+
+def answers_of(logits: NDArray[np.float32], true: Classes) -> Answers:
+    """Return what logits (images, classes) say of images with these true class ids.
+
+    Raises:
+        ValueError: these aren't as many rows of logits, of one class at least, as there are class ids.
+    """
+    if logits.ndim != 2 or logits.shape[1] < 1 or true.shape != (len(logits),):
+        raise ValueError(f"logits {logits.shape!r} for {true.shape!r} labels: give a row for each image")
+    # A class that is ruled out may have a logit of minus infinity.
+    has_answer = (logits < np.inf).all(axis=1) & (logits.max(axis=1) > -np.inf)
+    predicted = np.where(has_answer, logits.argmax(axis=1), NO_CLASS).astype(np.int64)
+    return Answers(predicted, true.astype(np.int64))
+
+
+def joined(parts: list[Answers]) -> Answers:
+    """Return the answers of some sets of images, at least one, as those of one set, in the order given."""
+    return Answers(*(np.concatenate([getattr(part, name) for part in parts]) for name in FIELDS))
+
+
+def write_predictions(path: Path, answers: Answers) -> None:
+    """Write a model's answers."""
+    write_bytes(path, save({name: np.ascontiguousarray(getattr(answers, name), np.int64) for name in FIELDS}))
+
+
+def read_predictions(path: Path) -> Answers:
+    """Return the answers in a file; ArtifactError where it is missing or damaged."""
+    try:
+        held = load_file(path)
+        return Answers(*(held[name] for name in FIELDS))
+    except (OSError, SafetensorError, KeyError) as error:
+        raise ArtifactError(
+            f"the predictions in {str(path)!r} can't be read ({first_line(error)}): evaluate again"
+        ) from error
+
 
 VARIABLE = "PROFILING_AGENT_DATA"
 # Of the SHA-256 of an image, in hexadecimal: among ten thousand images, two that differ are taken for one another once in

@@ -12,16 +12,14 @@ from typing import TypeVar
 
 import numpy as np
 
-from profiling_agent.artifacts.folder import open_folder
-from profiling_agent.artifacts.recipe import TORCH
-from profiling_agent.benchmarking.session import RaceSession, SessionLimits, Timed, run_session
-from profiling_agent.benchmarking.statistics import EQUAL, Ratios, Score, detectable, latency_stats, score
-from profiling_agent.benchmarking.timed_process import TimedProcess, worker_command
-from profiling_agent.benchmarking.worker import Start
 from profiling_agent.errors import ArtifactError, JobError
-from profiling_agent.processes.started import ForkServer
-from profiling_agent.progress import Progress, silent
-from profiling_agent.records import NUM_SESSIONS, ArtifactRef, Dropped, Race, RaceResult, Variant
+from profiling_agent.lib.progress import Progress, silent
+from profiling_agent.measure.session import RaceSession, SessionLimits, Timed, TimedProcess, run_session, worker_command
+from profiling_agent.measure.statistics import EQUAL, Ratios, Score, detectable, latency_stats, score
+from profiling_agent.measure.worker import Start
+from profiling_agent.processes.child import ForkServer
+from profiling_agent.runtimes.artifact import TORCH, open_folder
+from profiling_agent.schemas import NUM_SESSIONS, ArtifactRef, Dropped, Race, RaceResult, Variant
 
 # A process may be killed from outside; one that dies again and again is no accident.
 MAX_VOID = 2
@@ -36,8 +34,8 @@ TOO_NOISY = 0.05
 
 # What a process of one of torch's runtimes imports.
 TIMED = (
-    "profiling_agent.benchmarking.worker",
-    "profiling_agent.deployment.torch_eager",
+    "profiling_agent.measure.worker",
+    "profiling_agent.runtimes.torch_eager",
     "transformers.models.auto.modeling_auto",
 )
 

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
-from profiling_agent.records import LatencyStats
+from profiling_agent.schemas import LatencyStats
 
 NUM_RESAMPLES = 2000
 CONFIDENCE = 0.95

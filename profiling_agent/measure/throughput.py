@@ -1,4 +1,7 @@
-"""Saved models raced or measured again: on another machine, at another batch size, or beside each other. No torch here."""
+"""Throughput, memory and headline latency of models, and saved models measured again.
+
+Everything is measured in processes of their own, whatever the runtime. No torch here.
+"""
 
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -7,18 +10,145 @@ from pathlib import Path
 
 from pydantic import Field
 
-from profiling_agent.artifacts.folder import model_bytes, named_folder, open_folder
-from profiling_agent.artifacts.recipe import RECIPE, TORCH
-from profiling_agent.benchmarking.race import SHORT, TIMED, Track, choose, hold_one, hold_sessions, pool
-from profiling_agent.benchmarking.throughput import memory_use, taken, throughput
-from profiling_agent.deployment.registry import missing
-from profiling_agent.errors import ArtifactError, RequestError
-from profiling_agent.files import file_sha256
-from profiling_agent.processes.environment import child_environment
+from profiling_agent.errors import ArtifactError, JobError, RequestError
+from profiling_agent.lib.io import file_sha256
+from profiling_agent.lib.machine import environment, peak_memory_bytes
+from profiling_agent.lib.progress import Progress, silent
+from profiling_agent.measure.race import SHORT, TIMED, Track, choose, hold_one, hold_sessions, pool, session_starter
+from profiling_agent.measure.session import SessionLimits, TimedProcess, run_session, worker_command
+from profiling_agent.measure.statistics import latency_stats
+from profiling_agent.measure.worker import Start, energy_per_image, gpu_runs, take_turn, warm
+from profiling_agent.processes.child import child_environment, fork_server
 from profiling_agent.processes.machine_lock import machine_lock
-from profiling_agent.processes.started import fork_server
-from profiling_agent.progress import Progress, silent
-from profiling_agent.records import NUM_SESSIONS, ArtifactRef, Dropped, Race, Record, RuntimeName, Taken, Variant
+from profiling_agent.runtimes.artifact import RECIPE, TORCH, model_bytes, named_folder, open_folder
+from profiling_agent.runtimes.registry import Enqueues, ModelSession, OnDevice, missing, noise_batch
+from profiling_agent.schemas import (
+    NUM_SESSIONS,
+    ArtifactRef,
+    Dropped,
+    Headline,
+    InputSpec,
+    LatencyStats,
+    MemoryUse,
+    Race,
+    Record,
+    Refusal,
+    RuntimeName,
+    Taken,
+    Throughput,
+    Throughputs,
+    Variant,
+)
+
+TIME_MS = 10_000
+MIN_RUNS, MAX_RUNS = 2, 20
+
+
+def measure_headline(session: ModelSession, spec: InputSpec, *, batch_size: int) -> Headline:
+    """Time an opened model, without hooks or profiler, and read what was held at most: of a device, or resident by this process.
+
+    Two passes of warm-up, then as many as fit in 10 s, 2 to 20. On a GPU the warm-up takes 100 ms and the timed passes
+    at least 50. The memory means something only in a fresh process that has loaded one model; the caller pins its threads.
+    """
+    images = noise_batch(spec, batch_size)
+    run_once = session.bound(images)
+    # What a runtime does on its first pass, as compiling, says nothing of how many passes fit.
+    run_once()
+    pass_ms, warm_up = run_once(), 2
+    on_gpu = isinstance(session, OnDevice) and session.peak_bytes() is not None
+    if on_gpu:
+        warm_up += warm(run_once)
+        pass_ms = run_once()
+        warm_up += 1
+    runs = gpu_runs(pass_ms) if on_gpu else max(MIN_RUNS, min(MAX_RUNS, int(TIME_MS / pass_ms)))
+    samples_ms = take_turn(run_once, runs)
+    on_device = session.peak_bytes() if isinstance(session, OnDevice) else None
+    return Headline(
+        latency=latency_stats(samples_ms, batch_size),
+        peak_memory_bytes=peak_memory_bytes() if on_device is None else on_device,
+        forward_passes=warm_up + runs,
+        energy=energy_per_image(session, images) if on_gpu and isinstance(session, Enqueues) else None,
+    )
+
+
+BATCH_SIZES = (1, 8, 32)
+# A runtime may take another way through its kernels, and more memory, after its first pass.
+MEMORY_PASSES = 3
+# Throughput is reported, and decides nothing: fewer repeats than a race has will do.
+LIMITS = SessionLimits(seconds_per_model=2.0)
+
+
+def throughput(
+    models: Sequence[ArtifactRef],
+    *,
+    root: Path,
+    batch_sizes: Sequence[int] = BATCH_SIZES,
+    device: str = "cpu",
+    num_threads: int | None = None,
+    seed: int = 0,
+    limits: SessionLimits = LIMITS,
+    progress: Progress = silent,
+) -> Throughputs:
+    """Return images per second of each model at each batch size; their processes take turns.
+
+    A model that can't be run at a batch size (its files are of another one, or its process dies) has a refusal there.
+    """
+    rows: list[Throughput] = []
+    refused: list[Refusal] = []
+    for batch_size in batch_sizes:
+        start = Start(batch_size=batch_size, device=device, num_threads=num_threads, enqueued=True)
+        able = list(models)
+        while able:
+            start_session = session_starter([worker_command(root / ref.path) for ref in able], start)
+            try:
+                with start_session(range(len(able))) as timed:
+                    session = run_session(timed, limits=limits.on(device), seed=seed, progress=progress)
+            except JobError as error:
+                refused.append(Refusal(model=able.pop(0), batch_size=batch_size, reason=str(error)))
+                continue
+            refused += [Refusal(model=able[i], batch_size=batch_size, reason=why) for i, why in session.lost.items()]
+            rows += [_row(able[i], batch_size, samples) for i, samples in sorted(session.samples.items())]
+            break
+    return Throughputs(rows=tuple(rows), refused=tuple(refused), environment=environment(device))
+
+
+def _row(model: ArtifactRef, batch_size: int, samples: Sequence[Sequence[float]]) -> Throughput:
+    latency: LatencyStats = latency_stats([pass_ms for sample in samples for pass_ms in sample], batch_size)
+    return Throughput(
+        model=model,
+        batch_size=batch_size,
+        images_per_s=batch_size * 1e3 / latency.median_ms,
+        low=batch_size * 1e3 / latency.high_ms,
+        high=batch_size * 1e3 / latency.low_ms,
+        latency=latency,
+    )
+
+
+def memory_use(
+    model: ArtifactRef, *, root: Path, batch_size: int, device: str = "cpu", num_threads: int | None = None
+) -> MemoryUse:
+    """Return the most that a process held that only loaded `model` and ran it: on the CPU resident, files mapped into it included; on CUDA allocated there.
+
+    Raises:
+        JobError: the process died or hung; or this system doesn't tell what a process held at most.
+    """
+    start = Start(batch_size=batch_size, device=device, num_threads=num_threads)
+    with TimedProcess(worker_command(root / model.path), start) as process:
+        process.wait_until_ready()
+        process.take_sample(MEMORY_PASSES)
+        peak_bytes = peak_memory_bytes(process.pid) if process.device_bytes is None else process.device_bytes
+    return MemoryUse(
+        model=model,
+        batch_size=batch_size,
+        peak_bytes=peak_bytes,
+        size_bytes=model.size_bytes,
+        environment=environment(device),
+    )
+
+
+def taken(model: ArtifactRef, throughputs: Throughputs, memory: MemoryUse) -> Taken:
+    """Return what `model` takes, from both measurements, of one machine."""
+    return Taken(model=model, throughput=throughputs.of(model), memory=memory, environment=memory.environment)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,27 +1,166 @@
-"""Worker: one model in a process of its own, timed when asked: `python -m profiling_agent.benchmarking.worker FOLDER`.
+"""Timed worker: one model in a process of its own, its turns, and the state of the GPU next to them.
 
-It ends when its standard input does, also in the middle of a sample: whoever kills the parent leaves no worker behind.
-It imports torch where the model's runtime is torch's, and only there.
+`python -m profiling_agent.measure.worker FOLDER` ends when its standard input does, also in the middle of a sample: a killed parent leaves no worker
+behind. It imports torch only when the model's runtime is torch's.
 """
 
+import contextlib
+import itertools
+import math
+import os
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from statistics import median
+from typing import Any, Literal
 
+import psutil
 from pydantic import Field
 
-from profiling_agent.artifacts.folder import open_folder
-from profiling_agent.benchmarking.gpu_state import GpuState, read_state
-from profiling_agent.benchmarking.turns import take_turn, warm
-from profiling_agent.deployment.batches import noise_batch
-from profiling_agent.deployment.protocol import Enqueues, ModelSession, OnDevice
-from profiling_agent.deployment.registry import open_session
-from profiling_agent.processes.serve import Parent
-from profiling_agent.records import Record
-from profiling_agent.reproducibility import available_threads
+from profiling_agent.lib.machine import available_threads, nvml
+from profiling_agent.processes.child import Parent
+from profiling_agent.runtimes.artifact import open_folder
+from profiling_agent.runtimes.registry import Batch, Enqueues, ModelSession, OnDevice, noise_batch, open_session
+from profiling_agent.schemas import Energy, Record
+
+# A GPU raises its clocks within tens of milliseconds of work, and lowers them between turns.
+WARM_MS = 100.0
+# A turn on a GPU takes so long and has so many passes; of slow models as many as fit in the longest.
+MIN_TURN_MS, MIN_GPU_RUNS, MAX_TURN_MS = 50.0, 20, 1000.0
+# Of a turn with more passes, medians of so many equal parts are kept: a report isn't to hold a hundred thousand numbers.
+MAX_SAMPLES = 20
+
+
+def gpu_runs(pass_ms: float) -> int:
+    """Return the passes of a turn on a GPU, where one pass takes `pass_ms`."""
+    pass_ms = max(pass_ms, 1e-3)
+    wanted = max(MIN_GPU_RUNS, math.ceil(MIN_TURN_MS / pass_ms))
+    return max(1, min(wanted, int(MAX_TURN_MS / pass_ms)))
+
+
+def warm(run_once: Callable[[], float], warm_ms: float = WARM_MS) -> int:
+    """Run passes until they have taken `warm_ms`; return their number."""
+    passes, spent_ms = 0, 0.0
+    while spent_ms < warm_ms:
+        spent_ms += max(run_once(), 1e-3)
+        passes += 1
+    return passes
+
+
+def take_turn(run_once: Callable[[], float], runs: int) -> list[float]:
+    """Return the milliseconds of `runs` passes: each one's, or MAX_SAMPLES medians of as many consecutive passes."""
+    times = [run_once() for _ in range(runs)]
+    if runs <= MAX_SAMPLES:
+        return times
+    edges = [round(part * runs / MAX_SAMPLES) for part in range(MAX_SAMPLES + 1)]
+    return [median(times[begin:end]) for begin, end in itertools.pairwise(edges)]
+
+
+# Bits of nvmlDeviceGetCurrentClocksEventReasons (nvml.h) under which a time says nothing of the model. A software power cap isn't
+# among them: large batches run under it for good.
+SLOWDOWNS = {
+    0x08: "hardware slowdown",
+    0x20: "software thermal slowdown",
+    0x40: "hardware thermal slowdown",
+    0x80: "hardware power brake",
+}
+NO_NVML = "clocks and throttling of the GPU are unknown: pip install nvidia-ml-py"
+# Back-to-back passes between two readings of the clock while energy is measured.
+CHUNK_S = 0.25
+# The GPU's own clocks stay up for a moment after the last pass, and with them the power.
+IDLE_AFTER_S = 1.0
+
+
+class GpuState(Record):
+    """One reading of the GPU."""
+
+    reasons: int = 0
+    neighbours: tuple[str, ...] = ()
+
+    @property
+    def slowdowns(self) -> tuple[str, ...]:
+        """Return why the GPU computes slower than it could: heat or a failing power supply."""
+        return tuple(text for bit, text in SLOWDOWNS.items() if self.reasons & bit)
+
+
+def read_state() -> GpuState | None:
+    """Return the state of the GPU now; None without NVML."""
+    opened = nvml()
+    if opened is None:
+        return None
+    module, handle = opened
+    reasons = getattr(module, "nvmlDeviceGetCurrentClocksEventReasons", None)
+    return GpuState(
+        reasons=_read(module, lambda: (reasons or module.nvmlDeviceGetCurrentClocksThrottleReasons)(handle)) or 0,
+        neighbours=_neighbours(_read(module, lambda: module.nvmlDeviceGetComputeRunningProcesses(handle)) or []),
+    )
+
+
+def _read(module: Any, read: Callable[[], Any]) -> Any:
+    with contextlib.suppress(module.NVMLError, AttributeError):
+        return read()
+    return None
+
+
+def _neighbours(running: list[Any]) -> tuple[str, ...]:
+    """Return the processes of other programs that use the GPU; none where a container hides whose they are."""
+    pids = {int(process.pid) for process in running}
+    if os.getpid() not in pids:
+        return ()
+    names: list[str] = []
+    for pid in sorted(pids):
+        with contextlib.suppress(psutil.Error, OSError):
+            # Processes of one run are in one group.
+            if os.getpgid(pid) != os.getpgid(0):
+                names.append(f"{psutil.Process(pid).name()} ({pid})")
+    return tuple(names)
+
+
+def free_bytes() -> int | None:
+    """Return the free memory of the GPU; None without NVML."""
+    opened = nvml()
+    if opened is None:
+        return None
+    module, handle = opened
+    free: int | None = _read(module, lambda: int(module.nvmlDeviceGetMemoryInfo(handle).free))
+    return free
+
+
+def energy_per_image(session: Enqueues, pixel_values: Batch, seconds: float = 2.0) -> Energy | None:
+    """Return the energy of back-to-back passes over at least `seconds`; None where the driver doesn't count it."""
+    opened = nvml()
+    if opened is None:
+        return None
+    module, handle = opened
+
+    def joules() -> float | None:
+        counted = _read(module, lambda: module.nvmlDeviceGetTotalEnergyConsumption(handle))
+        return None if counted is None else counted / 1e3
+
+    pass_ms = max(session.enqueued(pixel_values, 3) or 0.0, 1e-3)
+    time.sleep(IDLE_AFTER_S)
+    idle = _read(module, lambda: module.nvmlDeviceGetPowerUsage(handle))
+    chunk = max(1, round(CHUNK_S * 1e3 / pass_ms))
+    # The first chunk raises the clocks.
+    session.enqueued(pixel_values, chunk)
+    before, started, passes = joules(), time.perf_counter(), 0
+    while (took := time.perf_counter() - started) < seconds:
+        session.enqueued(pixel_values, chunk)
+        # One more warms up each call.
+        passes += chunk + 1
+    after = joules()
+    if before is None or after is None or not passes:
+        return None
+    return Energy(
+        joules_per_image=(after - before) / passes / len(pixel_values),
+        watts=(after - before) / took,
+        idle_watts=None if idle is None else idle / 1e3,
+        images=passes * len(pixel_values),
+    )
+
 
 # The first pass of a sample finds caches and threads as the other workers left them, which takes milliseconds to mend: it
 # isn't counted, unless passes take so long that it can't matter.

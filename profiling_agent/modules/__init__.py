@@ -1,6 +1,6 @@
-"""Tools for torch models that no stage owns. Where a file needs no torch, it says so.
+"""Tools for torch models that no stage owns.
 
 running     inference, hooks, prefix (replay from the layer that changed)
-structure   attention, norms, widths, layer_names
-measures    complexity, attention_macs, divergence
+structure   norms, layer_names (no torch)
+measures    complexity
 """

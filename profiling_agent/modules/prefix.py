@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from profiling_agent.memory import available_bytes
+from profiling_agent.lib.machine import available_bytes
 from profiling_agent.modules.hooks import watching
 
 # Activations of all images that one walk holds, of the memory that is free a fifth as there are two at a time; batches beyond it are run from

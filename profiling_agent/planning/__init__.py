@@ -1,1 +1,1 @@
-"""Analysis: from a profile to a plan, by rules or a language model, and what a plan would do."""
+"""Planning: from a profile to a plan, by rules or by the LLM, and a prediction of what a plan does."""

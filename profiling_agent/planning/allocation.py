@@ -10,7 +10,7 @@ from scipy.sparse import csr_array
 from profiling_agent.errors import PlanError
 from profiling_agent.modules.layer_names import matching_names
 from profiling_agent.pruning.widths import aligned_widths, cap_ratios, crossings, resolve
-from profiling_agent.records import (
+from profiling_agent.schemas import (
     EVERYTHING,
     Cap,
     Cut,

@@ -6,7 +6,8 @@ import statistics
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from profiling_agent.analysis.allocation import (
+from profiling_agent.llm.transcript import quoted
+from profiling_agent.planning.allocation import (
     METRICS,
     NATS_A_POINT,
     Reached,
@@ -15,8 +16,7 @@ from profiling_agent.analysis.allocation import (
     predicted_kl,
     saved_share,
 )
-from profiling_agent.llm.transcript import quoted
-from profiling_agent.records import (
+from profiling_agent.schemas import (
     Attempt,
     Cut,
     Decided,

@@ -1,13 +1,17 @@
-"""Plans by a language model: what it is shown, the evidence tools that it may call, and how its answers are read."""
+"""Questions to the LLM: a plan, with the evidence tools that it may call, and the input shape."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import AliasChoices, Field, model_validator
 
-from profiling_agent.analysis.allocation import NATS_A_POINT, Guarded, allowed_kl, dry_run, gains, guard
-from profiling_agent.analysis.digest import (
+from profiling_agent.errors import ContextTooLongError, PlanError, ShapeUnresolvedError
+from profiling_agent.lib.io import DocumentError
+from profiling_agent.llm.transcript import LanguageModel, Question, Tool, quoted
+from profiling_agent.modules.layer_names import matching_names
+from profiling_agent.planning.allocation import NATS_A_POINT, Guarded, allowed_kl, dry_run, gains, guard
+from profiling_agent.planning.digest import (
     DEPLOYMENT_LEGEND,
     FRONTIER_LEGEND,
     GROUP_LEGEND,
@@ -31,24 +35,22 @@ from profiling_agent.analysis.digest import (
     shortened,
     unit_rows,
 )
-from profiling_agent.analysis.rules import parse_plan
-from profiling_agent.documents import DocumentError
-from profiling_agent.errors import ContextTooLongError, PlanError
-from profiling_agent.llm.transcript import LanguageModel, Question, Tool, quoted
-from profiling_agent.modules.layer_names import matching_names
+from profiling_agent.planning.rules import parse_plan
 from profiling_agent.prompts import render  # pyright: ignore[reportMissingImports] - mapped on install
-from profiling_agent.records import (
+from profiling_agent.schemas import (
     PRUNING,
     QUANTIZATION,
     Attempt,
     Cap,
     Goal,
+    InputSpec,
     Journal,
     ModelProfile,
     Plan,
     PruningRecommendation,
     QuantizationRecommendation,
     Record,
+    ShapeFacts,
     Target,
     Unit,
     in_arrays,
@@ -297,3 +299,57 @@ def _rules_text(plan: Plan, profile: ModelProfile, journal: Journal | None) -> s
         return f"{plan_text(plan)}\n  which can't be made: {quoted(str(error))}"
     known = journal if plan.quantization is None else None
     return f"{plan_text(plan)}\n  predicted: {predicted_text(dry, profile, known)}"
+
+
+# Settings are numbers and short lists; nothing longer says anything about a shape.
+MAX_LINES, MAX_ROW = 80, 500
+Accepted = TypeVar("Accepted")
+
+
+class ShapeAnswer(Record):
+    """The shape of one image."""
+
+    channels: int = Field(ge=1, le=64)
+    height: int = Field(ge=1, le=4096)
+    width: int = Field(ge=1, le=4096)
+    reason: str = Field(default="", max_length=500)
+
+
+def advised_shape(advisor: LanguageModel, facts: ShapeFacts, accept: Callable[[InputSpec], Accepted]) -> Accepted:
+    """Return what `accept` makes of the shape that the language model names; it is told why one is refused.
+
+    Raises:
+        AdvisorError: no valid answer came.
+        ShapeUnresolvedError: `accept` refused all of them.
+    """
+    accepted: dict[InputSpec, Accepted] = {}
+
+    def check(answer: ShapeAnswer) -> str | None:
+        spec = _spec(answer, advisor.name)
+        try:
+            accepted[spec] = accept(spec)
+        except ShapeUnresolvedError as error:
+            return str(error)
+        return None
+
+    advice = advisor.ask(shape_question(facts), ShapeAnswer, check=check)
+    if advice.complaint is not None:
+        raise ShapeUnresolvedError(f"{advisor.name}: {advice.complaint}")
+    return accepted[_spec(advice.value, advisor.name)]
+
+
+def shape_question(facts: ShapeFacts) -> Question:
+    """Return what the input shape resolver asks."""
+    return Question(
+        agent="input_shape_resolver",
+        instructions=render("input_shape_resolver_role"),
+        evidence=render("input_shape_resolver", config=_lines(facts.settings), rules=_lines(facts.findings)),
+    )
+
+
+def _spec(answer: ShapeAnswer, name: str) -> InputSpec:
+    return InputSpec(channels=answer.channels, height=answer.height, width=answer.width, source=name)
+
+
+def _lines(rows: tuple[str, ...]) -> str:
+    return "\n".join(f"- {quoted(row, MAX_ROW)}" for row in rows[:MAX_LINES]) or "- (nothing)"

@@ -1,1 +1,1 @@
-"""Child processes of ours: how they are started, spoken to, limited and ended."""
+"""Child processes: started or forked, spoken to in records, limited and ended."""

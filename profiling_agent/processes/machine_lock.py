@@ -8,10 +8,8 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from profiling_agent.cache import cache_folder
-from profiling_agent.holder import holder_said, note_holder
-from profiling_agent.progress import Progress, silent
-from profiling_agent.stopping import end_if_asked
+from profiling_agent.lib.io import cache_folder, holder_said, note_holder
+from profiling_agent.lib.progress import Progress, end_if_asked, silent
 
 # Two runs at once wait for each other's threads: on two cores each took not twice but ten times as long, and the latency
 # table of either showed no width that saves time (LOG, 2026-11-22).

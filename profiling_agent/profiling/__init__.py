@@ -1,1 +1,1 @@
-"""Model -> where its time, memory and parameters are."""
+"""Profiling: where the time, memory and parameters of a model are, and the evidence on its units."""

@@ -1,33 +1,108 @@
-"""Sensitivity: how much each unit is missed. T0 predicts it for every width from one forward and backward pass, T1 measures two.
+"""Evidence on units: KL divergence after cutting each one, predicted to second order and measured; kept in the cache.
 
-The measure is the KL divergence to the unpruned model, with the compensation that a prune would get folded in: paired,
-smooth and free of labels, where accuracy on as many images would be noise (docs/facts.md, "KL, not accuracy").
+T0 predicts the cost of each unit at every width from one forward and backward pass, T1 measures two widths. The measure is the KL divergence to the
+unpruned model, with the compensation that a prune would get folded in: paired, smooth and free of labels, where accuracy on as many images would be
+noise (docs/facts.md, "KL, not accuracy").
+
+A second run with another contract is the most common one, and evidence is what costs it most, so it is kept in the user's cache. A file is named by all
+that the evidence depends on; its content is checked against the units, and a wrong one costs the time to measure again.
 """
 
+import hashlib
+import json
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from filelock import FileLock, Timeout
 from torch import Tensor, nn
 
-from profiling_agent.benchmarking.latency_table import LatencyTable
 from profiling_agent.errors import PruningError
-from profiling_agent.memory import available_bytes
-from profiling_agent.modules.divergence import mean_kl
-from profiling_agent.modules.inference import device_of, left_as_found
+from profiling_agent.lib.io import DocumentError, make_folders, read_record, sweep, write_text
+from profiling_agent.lib.machine import available_bytes
+from profiling_agent.lib.progress import Progress, silent
+from profiling_agent.measure.latency_table import MAX_AGE_S, LatencyTable
+from profiling_agent.modules.inference import device_of, left_as_found, mean_kl
 from profiling_agent.modules.norms import following_norms, has_bias
 from profiling_agent.modules.prefix import Replay, find_prefixes
-from profiling_agent.progress import Progress, silent
-from profiling_agent.pruning.compensation import MIN_IMAGES, Calibration, regrouped
+from profiling_agent.pruning.compensation import (
+    MIN_IMAGES,
+    Calibration,
+    SingularError,
+    UnitMoments,
+    columns_of,
+    damp_,
+    divide_,
+    gather_moments,
+    matrix_of,
+    regrouped,
+)
 from profiling_agent.pruning.criteria import best_for, ordered
-from profiling_agent.pruning.folding import Folded, fold, overlay
-from profiling_agent.pruning.moments import SingularError, gather_moments
+from profiling_agent.pruning.verify import masked_parameters
 from profiling_agent.pruning.widths import aligned_widths
-from profiling_agent.records import Cut, Evidence, Unit, UnitEvidence, WidthOption
+from profiling_agent.schemas import Cut, Evidence, Record, Unit, UnitEvidence, WidthOption
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Folded:
+    """What a unit's readers hold once it keeps `columns` of its consumer's matrix; `shift` is a new bias' addition."""
+
+    columns: list[int]
+    weight: Tensor
+    shift: Tensor
+    masks: Mapping[str, Tensor]
+
+
+def fold(model: nn.Module, unit: Unit, moments: UnitMoments, kept: Sequence[int], *, shifts: bool) -> Folded:
+    """Return the ridge regression of what the consumer read on what is kept: W' = W_K + W_P C_PK (C_KK + ridge m I)^-1.
+
+    `shifts` says that the outputs' means can be restored; C isn't centred otherwise (ThiNet, 2017; He et al., 2017).
+    """
+    layer = model.get_submodule(unit.consumer)
+    weight = matrix_of(layer).double()
+    second = moments.covariance.double() if shifts else moments.gram
+    columns = columns_of(unit, layer, kept)
+    lost = torch.ones(weight.shape[1], dtype=torch.bool, device=weight.device)
+    lost[columns] = False
+    mean_square = second.diagonal().mean().clamp_min(torch.finfo(torch.float32).tiny)
+    taken = divide_(second[lost][:, columns], damp_(second[columns][:, columns], mean_square))
+    folded = weight[:, columns] + weight[:, lost] @ taken
+    mean = moments.mean.double()
+    shift = weight @ mean - folded @ mean[columns]
+    masked = masked_parameters(model, unit, kept)
+    return Folded(
+        columns=columns,
+        weight=folded.float(),
+        shift=(shift if shifts else torch.zeros_like(shift)).float(),
+        masks={name: tensor for name, tensor in masked.items() if name != f"{unit.consumer}.weight"},
+    )
+
+
+def overlay(model: nn.Module, unit: Unit, folded: Folded, norm: str | None) -> dict[str, Tensor]:
+    """Return, by name, the parameters and buffers that make `model` compute what the cut and folded one does.
+
+    `norm` is the batch norm that reads the consumer's outputs: it takes the shift where the consumer has no bias.
+    """
+    layer = model.get_submodule(unit.consumer)
+    weight = layer.get_parameter("weight")
+    matrix = torch.zeros_like(matrix_of(layer))
+    matrix[:, folded.columns] = folded.weight
+    laid = {**folded.masks, f"{unit.consumer}.weight": matrix.reshape(weight.shape).to(weight.dtype)}
+    if has_bias(layer):
+        bias = layer.get_parameter("bias").detach()
+        laid[f"{unit.consumer}.bias"] = bias + folded.shift.to(bias.dtype)
+    elif norm is not None:
+        mean = model.get_submodule(norm).get_buffer("running_mean")
+        laid[f"{norm}.running_mean"] = mean - folded.shift.to(mean.dtype)
+    return laid
+
 
 # Widths that are measured; the others are drawn along the prediction through them. On so many images: every unit is measured on the
 # same ones, and what is asked is which of them costs more. A network of many units has fewer of them, so that the cost doesn't grow with both.
@@ -231,3 +306,48 @@ def _between(along: Sequence[float], up: Sequence[float], value: float) -> float
         if value <= right:
             return high if right == left else low + (high - low) * (value - left) / (right - left)
     return up[-1]
+
+
+# A few megabytes each at most.
+MAX_FILES = 64
+
+
+class _Kept(Record):
+    taken: float
+    evidence: Evidence
+
+
+def evidence_path(folder: Path, depends_on: Mapping[str, Any]) -> Path:
+    """Return the file of the evidence that depends on this, JSON values by name, and on nothing else."""
+    digest = hashlib.sha256(json.dumps(depends_on, sort_keys=True).encode()).hexdigest()
+    return folder / f"{digest[:32]}.json"
+
+
+def read_evidence(path: Path, units: Sequence[Unit]) -> Evidence | None:
+    """Return the evidence that was kept on these units; None where there is none, or it is old, damaged or of others."""
+    try:
+        kept = read_record(_Kept, path)
+    except (OSError, DocumentError):
+        return None
+    is_fresh = 0 <= time.time() - kept.taken <= MAX_AGE_S
+    return kept.evidence if is_fresh and _fits(kept.evidence, units) else None
+
+
+def _fits(evidence: Evidence, units: Sequence[Unit]) -> bool:
+    return [row.unit for row in evidence.units] == [unit.name for unit in units] and all(
+        sorted(row.order) == list(range(unit.width))
+        and [option.keep for option in row.options] == list(aligned_widths(unit.width, unit.step))[::-1]
+        for row, unit in zip(evidence.units, units, strict=True)
+    )
+
+
+def keep_evidence(path: Path, evidence: Evidence) -> None:
+    """Keep evidence for later runs, whose times are their own, and let go of the oldest. A cache that can't be written is none."""
+    with suppress(OSError):
+        make_folders(path.parent)
+        write_text(path, _Kept(taken=time.time(), evidence=evidence).model_dump_json())
+    # Whoever finds another at it leaves it to them.
+    with suppress(OSError, Timeout), FileLock(path.parent / "evidence.lock", timeout=0):
+        sweep(path.parent, path.name)
+        for old in sorted(path.parent.glob("*.json"), key=lambda each: each.stat().st_mtime)[:-MAX_FILES]:
+            old.unlink(missing_ok=True)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from profiling_agent.pruning.moments import UnitMoments, damped_inverse, matrix_of
-from profiling_agent.records import Unit, UnitKind
+from profiling_agent.pruning.compensation import UnitMoments, damped_inverse, matrix_of
+from profiling_agent.schemas import Unit, UnitKind
 
 
 def l1(rows: Tensor, _generator: torch.Generator) -> Tensor:

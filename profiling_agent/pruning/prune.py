@@ -6,13 +6,12 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from profiling_agent.errors import PruningError, RequestError
-from profiling_agent.foreign import foreign_code
+from profiling_agent.lib.third_party import foreign_code
 from profiling_agent.modules.inference import device_of, random_batch
 from profiling_agent.pruning.criteria import IMPORTANCE, keep_indices, score
-from profiling_agent.pruning.surgery import cut_units
 from profiling_agent.pruning.tracing import LAYERS
-from profiling_agent.pruning.verify import check_mask_error, check_saving, mask_error
-from profiling_agent.records import Cut, InputSpec, Unit
+from profiling_agent.pruning.verify import check_mask_error, check_saving, cut_units, mask_error
+from profiling_agent.schemas import Cut, InputSpec, Unit
 
 # As good as any on the shared models and 1,000 images without compensation: a ViT's MLPs cut by half keep 63.2% top-1
 # (l1 63.1, group_l2 63.7, random 62.0), a ResNet's inner widths cut by an eighth 65.9% (64.9, 65.1, 54.4).

@@ -13,10 +13,10 @@ from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPriva
 from torch.overrides import TorchFunctionMode
 
 from profiling_agent.errors import PruningError
-from profiling_agent.foreign import logits_of
+from profiling_agent.lib.third_party import checked_logits
 from profiling_agent.modules.hooks import tensors, watching
 from profiling_agent.modules.inference import device_of
-from profiling_agent.records import InputSpec
+from profiling_agent.schemas import InputSpec
 
 
 @dataclass(slots=True)
@@ -444,7 +444,7 @@ def follow_channels(skeleton: nn.Module, spec: InputSpec) -> Trace:
     trace.put(image, Axis(Space(spec.channels, spec.channels, is_image=True, obstacle="the image"), -3))
     known = [name for name, module in skeleton.named_modules() if _is_known(module)]
     with torch.no_grad(), watching(skeleton, known, before=trace.enter, after=trace.leave), trace:
-        logits = logits_of(skeleton.eval(), image, UntraceableError)
+        logits = checked_logits(skeleton.eval(), image, UntraceableError)
     if (axis := trace.axis_of(logits)) is not None:
         axis.space.is_logits = True
     return trace

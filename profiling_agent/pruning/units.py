@@ -7,12 +7,12 @@ from typing import Any
 
 from torch import nn
 
-from profiling_agent.modules.attention import Attention, Refused, find_attention
 from profiling_agent.modules.inference import without_weights
+from profiling_agent.pruning.attention import Attention, Refused, find_attention
 from profiling_agent.pruning.tracing import LAYERS, Space, Trace, UntraceableError, follow_channels
 from profiling_agent.pruning.verify import Trials
 from profiling_agent.pruning.widths import aligned_widths, step_for
-from profiling_agent.records import InputSpec, Record, Unit, UnitKind
+from profiling_agent.schemas import InputSpec, Record, Unit, UnitKind
 
 HEADS, MLPS, CONVOLUTIONS = "heads", "MLPs", "convolutions"
 KINDS: Mapping[UnitKind, str] = {

@@ -1,4 +1,4 @@
-"""Verification: a pruned model computes what the masked baseline computes, for whole models and for single attention modules."""
+"""Surgery and its verification: units are cut out of a copy, and the pruned model computes what the masked one computes."""
 
 import copy
 import math
@@ -8,18 +8,106 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch_pruning as tp
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 from torch.utils._pytree import tree_map
 
 from profiling_agent.errors import PruningError
-from profiling_agent.foreign import foreign_code, logits_of
+from profiling_agent.lib.third_party import checked_logits, foreign_code
 from profiling_agent.modules.complexity import count_complexity
 from profiling_agent.modules.hooks import tensors
 from profiling_agent.modules.inference import device_of, left_as_found, without_weights
-from profiling_agent.pruning.surgery import cut_units
+from profiling_agent.pruning.attention import Attention, find_attention, head_sizes, say_heads_
 from profiling_agent.pruning.tracing import is_response_norm
-from profiling_agent.records import Cut, InputSpec, Unit
+from profiling_agent.schemas import Cut, InputSpec, Unit, UnitKind
+
+# Torch-Pruning types these by all layers that its functions of this name take.
+CUT_ROWS: Any = tp.prune_linear_out_channels
+CUT_COLUMNS: Any = tp.prune_linear_in_channels
+CUT_FILTERS: Any = tp.prune_conv_out_channels
+CUT_FILTER_COLUMNS: Any = tp.prune_conv_in_channels
+CUT_NORM: Any = tp.prune_batchnorm_out_channels
+
+
+def cut_units(model: nn.Module, cuts: Sequence[Cut], keep: Mapping[str, list[int]]) -> nn.Module:
+    """Return a copy of `model` that keeps the channels or heads `keep[unit.name]` of every cut unit.
+
+    Indices are those of `model`, also where one layer ends one unit and begins the next: each dimension of a weight
+    is cut once. `head_dim` and attention's scaling stay.
+    """
+    pruned = copy.deepcopy(model)
+    attention = find_attention(model)
+    for cut in cuts:
+        unit, dropped = cut.unit, _others(keep[cut.unit.name], cut.unit.width)
+        # Cut the rows of producers and of what is on the way, and the columns of all readers.
+        for name in unit.producers:
+            producer: Any = pruned.get_submodule(name)
+            rows = unit.rows_of(dropped, len(producer.weight))
+            (CUT_FILTERS if isinstance(producer, nn.Conv2d) else CUT_ROWS)(producer, rows)
+        for name in unit.inner:
+            _cut_rows_(pruned.get_submodule(name), unit.width, dropped)
+        for name in (unit.consumer, *unit.side_readers):
+            layer: Any = pruned.get_submodule(name)
+            columns = _spread(dropped, layer.weight.shape[1] // unit.width)
+            (CUT_FILTER_COLUMNS if isinstance(layer, nn.Conv2d) else CUT_COLUMNS)(layer, columns)
+        if unit.kind is UnitKind.HEADS:
+            heads = attention[unit.name]
+            assert isinstance(heads, Attention), "find_units refuses attention whose heads can't be cut"
+            _cut_tables_(pruned, heads, dropped)
+    # Some forward passes read the number of heads there; for the others it is for people, exports and other code.
+    sizes = head_sizes(model)
+    say_heads_(pruned, {cut.unit.name: sizes[cut.unit.name] for cut in cuts if cut.unit.kind is UnitKind.HEADS})
+    # A parameter that was cut is a new one, and is frozen if the one before was.
+    trained = {name: parameter.requires_grad for name, parameter in model.named_parameters(remove_duplicate=False)}
+    for name, parameter in pruned.named_parameters():
+        parameter.requires_grad_(trained[name])
+    return pruned
+
+
+def _others(kept: Iterable[int], width: int) -> list[int]:
+    return sorted(set(range(width)) - set(kept))
+
+
+def _spread(dropped: Sequence[int], size: int) -> list[int]:
+    """Return the consecutive rows or columns of each channel or head."""
+    return [index * size + row for index in dropped for row in range(size)]
+
+
+def _cut_rows_(module: Any, width: int, dropped: Sequence[int]) -> None:
+    """Cut the rows of `dropped` out of `width` channels of a layer or norm."""
+    if isinstance(module, _BatchNorm):
+        CUT_NORM(module, _spread(dropped, module.num_features // width))
+    elif isinstance(module, nn.Linear):
+        CUT_ROWS(module, _spread(dropped, module.out_features // width))
+    elif isinstance(module, nn.Conv2d):
+        groups = module.groups
+        CUT_FILTERS(module, _spread(dropped, module.out_channels // width))
+        if groups > 1:
+            # Whole groups go, so what is left of each filter reads the channels that are left of its own group.
+            module.groups = groups * (width - len(dropped)) // width
+            module.in_channels = module.weight.shape[1] * module.groups
+    else:
+        for leaf, parameter in list(module.named_parameters(recurse=False)):
+            _keep_(module, leaf, -1, _others(_spread(dropped, parameter.shape[-1] // width), parameter.shape[-1]))
+
+
+def _keep_(owner: nn.Module, leaf: str, dim: int, kept: Sequence[int]) -> None:
+    """Replace a parameter by what it has at `kept` of dimension `dim`."""
+    parameter = owner.get_parameter(leaf).detach()
+    index = torch.tensor(kept, device=parameter.device)
+    setattr(owner, leaf, nn.Parameter(parameter.index_select(dim, index)))
+
+
+def _cut_tables_(model: nn.Module, attention: Attention, dropped: Sequence[int]) -> None:
+    """Cut whole heads out of the tables of an attention module; one that a layer makes is cut with that layer's rows."""
+    for name, dim in attention.tables.items():
+        owner_name, _, leaf = name.rpartition(".")
+        owner = model.get_submodule(owner_name)
+        if not isinstance(owner, nn.Linear):
+            _keep_(owner, leaf, dim, _others(dropped, attention.num_heads))
+
 
 # Correct surgery differs by the order of fp32 sums, 1e-7 to 1e-6; one wrong index, head or batch-norm mean by 4e-4 and
 # more even in tiny random models, whose logits hardly depend on the image.
@@ -161,7 +249,7 @@ def _given_to_all(skeleton: nn.Module, spec: InputSpec) -> dict[str, Given] | st
     image = torch.zeros(spec.batch(1), device=device_of(skeleton), dtype=dtype)
     try:
         with torch.no_grad():
-            logits_of(skeleton.eval(), image, PruningError)
+            checked_logits(skeleton.eval(), image, PruningError)
     except PruningError as error:
         return f"untraceable: {error}"
     finally:

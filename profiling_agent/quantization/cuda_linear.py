@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from profiling_agent.quantization.module import (
+from profiling_agent.quantization.layers import (
     Dtype,
     Layer,
     QuantizedModule,

@@ -1,28 +1,354 @@
-"""Static int8: weights and activations on fixed grids, as operators that compilers and exporters know.
+"""Quantized layers: dynamic and static int8, float16 and bfloat16, stored as plain tensors.
 
-A layer quantizes and dequantizes its input and its weight, and computes in float32. Run as it is, that simulates int8
+A static layer quantizes and dequantizes its input and its weight, and computes in float32. Run as it is, that simulates int8
 to the last bit; inductor with freezing and OpenVINO (through ONNX's QuantizeLinear) lower the same graph to int8 kernels.
 """
 
+import math
+import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any, ClassVar, Literal, Self, cast
 
 import torch
 import torch.ao.quantization.fx._decomposed  # registers the operators  # pyright: ignore[reportUnusedImport]
 from torch import Tensor, nn
 
 from profiling_agent.errors import QuantizationError
-from profiling_agent.quantization.linear import torch_has_vnni
-from profiling_agent.quantization.module import (
-    Geometry,
-    Layer,
-    QuantizedModule,
-    bias_of,
-    checked_weight,
-    expect_dtype,
-    float_linear,
-    geometry_of,
-)
+from profiling_agent.modules.norms import border_of
+
+Kind = Literal["dynamic", "static", "cast", "rowwise"]
+Dtype = Literal["qint8", "float16", "bfloat16", "float8"]
+Layer = nn.Linear | nn.Conv2d
+
+
+class QuantizedModule(nn.Module, ABC):
+    """A linear layer or convolution whose weights are held once, in fewer bits.
+
+    `state_dict()` has what `export_tensors` gives, under the names of the float layer where it has the same tensors;
+    `load_state_dict` takes nothing: `from_tensors` is the way back. `reduce_range` says that activations have 7 bits.
+    It answers the attributes of the float layer, weight and bias included: a stranger's forward may read any of them.
+    """
+
+    kind: ClassVar[Kind]
+    dtype: Dtype
+    reduce_range: bool = False
+
+    @classmethod
+    @abstractmethod
+    def from_tensors(
+        cls, tensors: Mapping[str, Tensor], like: nn.Module | None = None, *, reduce_range: bool | None = None
+    ) -> Self:
+        """Return the layer that `export_tensors` came from; `like` is the architecture's own module in its place.
+
+        Widths are those of the tensors; stride, padding, dilation and the size of a group are those of `like`.
+
+        Raises:
+            QuantizationError: the weight has another dtype than this kind's.
+        """
+
+    @abstractmethod
+    def export_tensors(self) -> dict[str, Tensor]:
+        """Return the layer as plain tensors."""
+
+    @abstractmethod
+    def dequantized(self) -> Layer:
+        """Return the float32 layer with the weights that this one computes with."""
+
+    @property
+    def packed_bytes(self) -> int:
+        """Return the bytes of weights that are neither parameters nor buffers."""
+        return 0
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:  # noqa: FBT001 (torch's own signature)
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination.update({prefix + name: tensor for name, tensor in self.export_tensors().items()})
+
+
+def checked_weight(layer: Layer) -> Tensor:
+    """Return the layer's weight on the CPU in float32.
+
+    Raises:
+        QuantizationError: a weight isn't finite.
+    """
+    weight = layer.weight.detach().cpu().float()
+    if not math.isfinite(weight.abs().sum().item()):
+        raise QuantizationError(f"weights of shape {tuple(weight.shape)!r} aren't finite: retrain or leave them out")
+    return weight
+
+
+def bias_of(layer: Layer) -> Tensor | None:
+    """Return the layer's bias on the CPU in float32, None where it has none."""
+    held: Tensor | None = layer.bias
+    return None if held is None else held.detach().cpu().float()
+
+
+def float_linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+    """Return an `nn.Linear` that holds these very tensors."""
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+    linear.weight = nn.Parameter(weight)
+    if bias is not None:
+        linear.bias = nn.Parameter(bias)
+    return linear
+
+
+class Geometry:
+    """How a convolution moves over its input, whatever its weights are; padding with zeros alone."""
+
+    def __init__(self, like: nn.Conv2d, num_filters: int) -> None:
+        """Take it from `like`; of its groups, whose size stays, as many as `num_filters` filters make."""
+        moves: Any = (like.stride, like.padding, like.dilation)
+        self.stride, self.padding, self.dilation = moves
+        self.groups = like.groups * num_filters // like.out_channels if like.groups > 1 else 1
+        # Int8 kernels that compilers choose take neither a name for the border nor one that is wider on one side.
+        left, right, top, bottom = border_of(like)
+        self.border, self.uneven = (top, left), (0, right - left, 0, bottom - top)
+
+    def padded(self, x: Tensor) -> Tensor:
+        """Return the input with as much of its border as lies on one side alone, before it is rounded: zero stays zero then."""
+        return nn.functional.pad(x, self.uneven) if any(self.uneven) else x
+
+    def tell_(self, module: Any, weight: Tensor) -> None:
+        """Give `module`, whose weight this is, the attributes by which an `nn.Conv2d` says how it moves."""
+        module.out_channels, module.in_channels = weight.shape[0], weight.shape[1] * self.groups
+        module.kernel_size = tuple(weight.shape[2:])
+        module.stride, module.padding, module.dilation, module.groups = (
+            self.stride,
+            self.padding,
+            self.dilation,
+            self.groups,
+        )
+        module.padding_mode, module.transposed, module.output_padding = "zeros", False, (0, 0)
+
+    def apply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the convolution of x (b, c, h, w), which is `padded`."""
+        return nn.functional.conv2d(x, weight, bias, self.stride, self.border, self.dilation, self.groups)
+
+    def float_conv(self, weight: Tensor, bias: Tensor | None) -> nn.Conv2d:
+        """Return an `nn.Conv2d` that holds these very tensors."""
+        conv = nn.Conv2d(
+            weight.shape[1] * self.groups,
+            weight.shape[0],
+            (weight.shape[2], weight.shape[3]),
+            self.stride,
+            self.padding,
+            self.dilation,
+            self.groups,
+            bias is not None,
+            device="meta",
+        )
+        conv.weight = nn.Parameter(weight)
+        if bias is not None:
+            conv.bias = nn.Parameter(bias)
+        return conv
+
+
+def geometry_of(like: nn.Module | None, weight: Tensor) -> Geometry | None:
+    """Return how a convolution with this weight moves in the place of `like`; None for a linear layer's weight.
+
+    Raises:
+        QuantizationError: the weight is a convolution's, and `like` is none.
+    """
+    if weight.dim() == 2:
+        return None
+    if not isinstance(like, nn.Conv2d):
+        raise QuantizationError(f"a quantized convolution stands where the model has {type(like).__name__!r}")
+    return Geometry(like, len(weight))
+
+
+def expect_dtype(weight: Tensor, *dtypes: torch.dtype) -> None:
+    """Raise QuantizationError where `weight` has none of `dtypes`."""
+    if weight.dtype not in dtypes:
+        expected = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise QuantizationError(f"a quantized weight of this kind is {expected}, not {weight.dtype!r}")
+
+
+# torch's own observer maps the largest weight of a channel to 127.5: half a step is clipped, the grid is finer.
+STEPS = 127.5
+WEIGHT_DTYPES: dict[torch.dtype, Dtype] = {torch.int8: "qint8", torch.float16: "float16"}
+WEIGHT_BYTES: dict[Dtype, int] = {"qint8": 1, "float16": 2}
+FLOAT_BYTES = 4
+
+
+def torch_has_vnni() -> bool:
+    """Return whether torch's kernels add int8 products in 32 bits on this CPU, so that 8-bit activations can't saturate."""
+    return torch.cpu._is_vnni_supported()  # pyright: ignore[reportPrivateUsage]
+
+
+def _pack_int8(weight: Tensor, scale: Tensor, bias: Tensor | None) -> Any:
+    zero_points = torch.zeros(len(scale), dtype=torch.long)
+    with warnings.catch_warnings():
+        # torch's packing takes nothing but its qint8 tensors, whose creation it has announced to drop.
+        warnings.filterwarnings("ignore", message=".*quantized tensor creation functions", category=UserWarning)
+        # No public function makes a quantized tensor of integers that are there already.
+        quantized = torch._make_per_channel_quantized_tensor(  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+            weight.contiguous(), scale.double(), zero_points, 0
+        )
+    return torch.ops.quantized.linear_prepack(quantized, bias)
+
+
+class DynamicLinear(QuantizedModule):
+    """`nn.Linear` with weights held once, packed for the CPU's kernels; takes and returns float32.
+
+    qint8: symmetric int8 weights with one scale per output channel; one scale for the whole input batch, found on
+    every call, so an image's logits depend a little on its batch. float16: weights rounded, float32 arithmetic.
+    `state_dict()` has plain tensors: `weight` (int8 or fp16), `scale` (fp32, int8 only) and `bias` (fp32).
+    """
+
+    kind = "dynamic"
+
+    def __init__(self, packed: Any, weight: Tensor, *, reduce_range: bool, has_bias: bool) -> None:
+        super().__init__()
+        self._packed = packed
+        self.out_features, self.in_features = weight.shape
+        self.dtype: Dtype = WEIGHT_DTYPES[weight.dtype]
+        self.reduce_range = reduce_range
+        self.has_bias = has_bias
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, dtype: Dtype, *, reduce_range: bool | None = None) -> Self:
+        """Return `linear` with its weights quantized; `reduce_range` (7-bit activations) by default where needed.
+
+        Raises:
+            QuantizationError: a weight isn't finite.
+        """
+        weight, bias = checked_weight(linear), bias_of(linear)
+        tensors = {} if bias is None else {"bias": bias}
+        if dtype == "float16":
+            return cls.from_tensors(tensors | {"weight": weight.half()}, reduce_range=reduce_range)
+        # A channel of zeros has any scale; this is the smallest torch's observer gives, and never divides by zero.
+        scale = (weight.abs().amax(dim=1) / STEPS).clamp_min(torch.finfo(torch.float32).eps)
+        # The product with the reciprocal is what torch's quantizer rounds; a division lands on other steps now and then.
+        steps = (weight * scale.reciprocal()[:, None]).round().clamp(-128, 127).to(torch.int8)
+        return cls.from_tensors(tensors | {"weight": steps, "scale": scale}, reduce_range=reduce_range)
+
+    @classmethod
+    def from_tensors(
+        cls, tensors: Mapping[str, Tensor], like: nn.Module | None = None, *, reduce_range: bool | None = None
+    ) -> Self:
+        """Return the layer that `export_tensors` came from; 7-bit activations are forced where the CPU needs them."""
+        del like
+        weight, bias = tensors["weight"], tensors.get("bias")
+        expect_dtype(weight, *WEIGHT_DTYPES)
+        is_int8 = weight.dtype == torch.int8
+        packed = (
+            _pack_int8(weight, tensors["scale"], bias)
+            if is_int8
+            else torch.ops.quantized.linear_prepack_fp16(weight.float(), bias)
+        )
+        reduce = bool(reduce_range) or not torch_has_vnni()
+        return cls(packed, weight, reduce_range=is_int8 and reduce, has_bias=bias is not None)
+
+    @property
+    def packed_bytes(self) -> int:
+        """Return the bytes of weights, scales and bias, without what the kernel's own layout pads."""
+        num_vectors = (self.dtype == "qint8") + self.has_bias
+        weights = self.in_features * self.out_features * WEIGHT_BYTES[self.dtype]
+        return weights + num_vectors * self.out_features * FLOAT_BYTES
+
+    def export_tensors(self) -> dict[str, Tensor]:
+        """Return the layer as plain tensors: `weight`, `scale` (int8 only), `bias` (if it has one)."""
+        unpack = torch.ops.quantized.linear_unpack if self.dtype == "qint8" else torch.ops.quantized.linear_unpack_fp16
+        weight, bias = cast("tuple[Tensor, Tensor | None]", unpack(self._packed))
+        if self.dtype == "qint8":
+            tensors = {"weight": weight.int_repr(), "scale": weight.q_per_channel_scales().float()}
+        else:
+            tensors = {"weight": weight.half()}
+        return tensors if bias is None else tensors | {"bias": bias.detach()}
+
+    @property
+    def weight(self) -> Tensor:
+        """Return the weight that this layer computes with, unpacked into float32 on every call."""
+        return self.dequantized().weight.detach()
+
+    @property
+    def bias(self) -> Tensor | None:
+        """Return the bias, float32."""
+        return self.export_tensors().get("bias")
+
+    def dequantized(self) -> nn.Linear:
+        """Return an `nn.Linear` with the weights that this layer computes with, in float32."""
+        tensors = self.export_tensors()
+        scale = tensors.get("scale")
+        weight = tensors["weight"].float()
+        return float_linear(weight if scale is None else weight * scale[:, None], tensors.get("bias"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x W^T + b for x (..., in_features)."""
+        if not x.is_cpu:
+            raise QuantizationError(f"quantized layers run on the cpu, the input lies on {str(x.device)!r}: move it")
+        if self.dtype == "qint8":
+            return torch.ops.quantized.linear_dynamic(x, self._packed, self.reduce_range)
+        return torch.ops.quantized.linear_dynamic_fp16(x, self._packed)
+
+    def extra_repr(self) -> str:
+        """Return what `print` shows between the parentheses."""
+        return f"{self.in_features}, {self.out_features}, dtype={self.dtype}, reduce_range={self.reduce_range}"
+
+
+class CastLayer(QuantizedModule):
+    """`nn.Linear`, or with a geometry `nn.Conv2d`, in bfloat16. Tensors: `weight` and `bias` (if it has one)."""
+
+    kind = "cast"
+
+    def __init__(self, tensors: Mapping[str, Tensor], geometry: Geometry | None) -> None:
+        super().__init__()
+        expect_dtype(tensors["weight"], torch.bfloat16)
+        self.dtype = "bfloat16"
+        # Not persistent, because `export_tensors` says what is stored.
+        self.register_buffer("rounded", tensors["weight"], persistent=False)
+        self.register_buffer("bias", tensors.get("bias"), persistent=False)
+        self.rounded: Tensor
+        self.bias: Tensor | None
+        self.geometry = geometry
+        if geometry is None:
+            self.out_features, self.in_features = self.rounded.shape
+        else:
+            geometry.tell_(self, self.rounded)
+
+    @classmethod
+    def from_float(cls, layer: Layer) -> Self:
+        """Return `layer` with its weights rounded to bfloat16.
+
+        Raises:
+            QuantizationError: a weight isn't finite.
+        """
+        tensors, bias = {"weight": checked_weight(layer).bfloat16()}, bias_of(layer)
+        return cls.from_tensors(tensors if bias is None else tensors | {"bias": bias.bfloat16()}, layer)
+
+    @classmethod
+    def from_tensors(
+        cls, tensors: Mapping[str, Tensor], like: nn.Module | None = None, *, reduce_range: bool | None = None
+    ) -> Self:
+        """Return the layer that `export_tensors` came from."""
+        del reduce_range
+        return cls(tensors, geometry_of(like, tensors["weight"]))
+
+    @property
+    def weight(self) -> Tensor:
+        """Return the weight in float32, because models cast their images to the dtype of their first weight."""
+        return self.rounded.float()
+
+    def export_tensors(self) -> dict[str, Tensor]:
+        """Return the layer as plain tensors."""
+        tensors = {"weight": self.rounded}
+        return tensors if self.bias is None else tensors | {"bias": self.bias}
+
+    def dequantized(self) -> Layer:
+        """Return the float32 layer with the rounded weights."""
+        bias = None if self.bias is None else self.bias.float()
+        return float_linear(self.weight, bias) if self.geometry is None else self.geometry.float_conv(self.weight, bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return what the float layer would of x, (..., in_features) or (b, c, h, w), computed in bfloat16."""
+        if self.geometry is None:
+            return nn.functional.linear(x.to(torch.bfloat16), self.rounded, self.bias).to(x.dtype)
+        return self.geometry.apply(self.geometry.padded(x).to(torch.bfloat16), self.rounded, self.bias).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        """Return what `print` shows between the parentheses."""
+        return f"{tuple(self.rounded.shape)}, dtype={self.dtype}"
+
 
 # Symmetric, without -128: inductor's and ONNX's kernels take no other weights.
 WEIGHT_STEPS = 127

@@ -9,19 +9,29 @@ import torch
 from torch import Tensor, nn
 
 from profiling_agent.errors import PlanError, QuantizationError
-from profiling_agent.modules.inference import left_as_found
+from profiling_agent.modules.inference import left_as_found, places
 from profiling_agent.modules.layer_names import matching_names, near_names
-from profiling_agent.modules.places import places
-from profiling_agent.quantization.bias import correct_biases_, output_means
-from profiling_agent.quantization.calibrate import MIN_IMAGES, Images, Observed, observe
-from profiling_agent.quantization.cast import CastLayer
+from profiling_agent.quantization.calibrate import (
+    MIN_IMAGES,
+    Images,
+    Observed,
+    correct_biases_,
+    fold_norms_,
+    observe,
+    output_means,
+)
 from profiling_agent.quantization.cuda_linear import MULTIPLE, Float8Linear, Int8Linear, has_float8
 from profiling_agent.quantization.kinds import can_be
-from profiling_agent.quantization.linear import DynamicLinear
-from profiling_agent.quantization.module import Kind, Layer, QuantizedModule
-from profiling_agent.quantization.norms import fold_norms_
-from profiling_agent.quantization.static import StaticLayer, num_levels
-from profiling_agent.records import EVERYTHING, QuantizationRecommendation
+from profiling_agent.quantization.layers import (
+    CastLayer,
+    DynamicLinear,
+    Kind,
+    Layer,
+    QuantizedModule,
+    StaticLayer,
+    num_levels,
+)
+from profiling_agent.schemas import EVERYTHING, QuantizationRecommendation
 
 # Images on which folding has to leave the logits as they are.
 NUM_CHECKED = 4

@@ -7,17 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from profiling_agent.lib.progress import Progress, silent
 from profiling_agent.modules.complexity import count_complexity
-from profiling_agent.modules.divergence import mean_kl
 from profiling_agent.modules.hooks import watching
+from profiling_agent.modules.inference import mean_kl
 from profiling_agent.modules.prefix import Prefixes, Replay, find_prefixes
-from profiling_agent.progress import Progress, silent
-from profiling_agent.quantization.calibrate import run
+from profiling_agent.quantization.calibrate import fold_norms_, run
 from profiling_agent.quantization.kinds import quantized_modules
-from profiling_agent.quantization.module import QuantizedModule
-from profiling_agent.quantization.norms import fold_norms_
+from profiling_agent.quantization.layers import QuantizedModule
 from profiling_agent.quantization.quantize import NUM_CHECKED, Quantized
-from profiling_agent.records import InputSpec, LayerCost
+from profiling_agent.schemas import InputSpec, LayerCost
 
 # Images whose intermediate outputs are held at once: half a gigabyte for ResNet-101 at 224 x 224.
 CHUNK = 8

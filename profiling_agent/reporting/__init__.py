@@ -1,1 +1,1 @@
-"""Reporting: formatting; it owns no numbers."""
+"""Reporting: the report as a record, and its formats; no number is computed here."""

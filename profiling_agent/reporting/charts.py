@@ -7,8 +7,8 @@ from typing import Any
 import plotly.graph_objects as go
 from plotly.io import to_html
 
-from profiling_agent.records import DeploymentOption, Evaluation
 from profiling_agent.reporting.report import RunReport, Sensitivity, VariantRow
+from profiling_agent.schemas import DeploymentOption, Evaluation
 
 INK, MUTED, ACCENT, SECOND, WARN = "#1f2933", "#9aa5b1", "#0b7285", "#e8590c", "#c92a2a"
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif"

@@ -1,4 +1,4 @@
-"""`report.html`: one file that loads nothing, from the template, the style and the script beside this file."""
+"""Report files: report.json, report.md and report.html, from the templates next to this file."""
 
 import shlex
 from collections.abc import Callable, Sequence
@@ -9,17 +9,53 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
+from profiling_agent.lib.io import inert, write_text
 from profiling_agent.reporting.charts import charts
-from profiling_agent.reporting.omissions import omissions
-from profiling_agent.reporting.reflection import choices, predictions, subject_of
-from profiling_agent.reporting.report import RunReport
+from profiling_agent.reporting.report import RunReport, choices, omissions, predictions, subject_of
 from profiling_agent.reporting.units import FORMATS
 from profiling_agent.request import Request
+
+
+def prose(text: object) -> str:
+    """Return a stranger's text (a pattern, a plan's words) so that it stays on its line and opens no markup."""
+    return inert(" ".join(str(text).split())[:500].replace("`", "'"))
+
+
+def cell(text: object) -> str:
+    """Return a stranger's text so that it stays in its cell of a table."""
+    return prose(text).replace("|", "\\|")
+
+
+MARKDOWN_FILTERS: dict[str, Callable[..., Any]] = FORMATS | {
+    "prose": prose,
+    "cell": cell,
+    "predictions": predictions,
+    "omissions": omissions,
+}
+
+
+def _inert(value: Any) -> Any:
+    return inert(value) if isinstance(value, str) else value
+
+
+def render_markdown(report: RunReport) -> str:
+    """Return the report as Markdown."""
+    # Markdown, not HTML: autoescape would mangle it.
+    jinja = Environment(
+        loader=PackageLoader("profiling_agent.reporting", ""),
+        undefined=StrictUndefined,
+        autoescape=False,
+        # Whatever a template puts in, so that nothing depends on a filter that somebody forgot.
+        finalize=_inert,
+    )
+    jinja.filters.update(MARKDOWN_FILTERS)
+    return jinja.get_template("report.md.jinja").render(r=report)
+
 
 # The drawing of the network: a row for each unit, all of one length, in user units of the picture.
 ROW, LEFT, SPAN = 16, 250, 520
 MAX_ROWS = 160
-FILTERS: dict[str, Callable[..., Any]] = {"predictions": predictions, "omissions": omissions}
+HTML_FILTERS: dict[str, Callable[..., Any]] = {"predictions": predictions, "omissions": omissions}
 
 
 def environment() -> Environment:
@@ -50,7 +86,7 @@ def render_sweep(rows: Sequence[Any], number: int) -> str:
 def render_html(report: RunReport) -> str:
     """Return the report as one HTML page."""
     jinja, subject = environment(), subject_of(report)
-    jinja.filters.update(FILTERS)
+    jinja.filters.update(HTML_FILTERS)
     return jinja.get_template("report.html.jinja").render(
         r=report,
         # Plotly escapes what it writes into a script; the style, the script and the library are our own and its authors'.
@@ -78,3 +114,10 @@ def command(request: Request) -> str:
         flag = name.replace("_", "-")
         parts += [f"--{'' if value else 'no-'}{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
     return shlex.join(parts)
+
+
+def write_report(report: RunReport, folder: Path) -> None:
+    """Write `report.json`, `report.md` and `report.html` into `folder`."""
+    write_text(folder / "report.json", report.model_dump_json(indent=1))
+    write_text(folder / "report.md", render_markdown(report))
+    write_text(folder / "report.html", render_html(report))

@@ -1,16 +1,22 @@
-"""A run's results, read back: its report, and the models that it names."""
+"""Results of a finished run: read back, put into its model card, and sent to a tracker."""
 
 import hashlib
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
-from profiling_agent.benchmarking.saved import SavedModel, saved_model
-from profiling_agent.documents import DocumentError, parse_json, parse_record
-from profiling_agent.errors import RunError
-from profiling_agent.records import ArtifactRef
-from profiling_agent.reporting.report import RunReport
+from profiling_agent.data.hub import is_local
+from profiling_agent.errors import RequestError, RunError
+from profiling_agent.lib.io import DocumentError, parse_json, parse_record
+from profiling_agent.measure.throughput import SavedModel, saved_model
+from profiling_agent.reporting.report import RunReport, Summary
+from profiling_agent.reporting.units import count, drop, ms, percent, size, speedup
+from profiling_agent.request import Request
+from profiling_agent.runtimes.artifact import CardRow, Judged
+from profiling_agent.schemas import ArtifactRef
 from profiling_agent.workspace import MANIFEST, Workspace, check_version, read_manifest
 
 REPORT = "report.json"
@@ -116,3 +122,109 @@ def model_path(root: Path, path: str) -> Path:
 def _question(report: RunReport) -> tuple[str, ...]:
     """Return what a report answers: the request, and the plans that were measured for it."""
     return report.request.model_dump_json(), *(attempt.plan.model_dump_json() for attempt in report.attempts)
+
+
+def card_rows(report: RunReport) -> tuple[CardRow, ...]:
+    """Return before and after, as the report has them."""
+    shown: tuple[tuple[str, Callable[[Summary], str]], ...] = (
+        (f"top-1 on {report.best.num_images:,} held-out images", lambda s: percent(s.top1)),
+        (f"latency of a batch of {report.request.batch_size}", lambda s: ms(s.latency_ms)),
+        ("params", lambda s: count(s.params)),
+        ("MACs of one image", lambda s: count(s.macs)),
+        ("on disk", lambda s: size(s.size_bytes)),
+        ("peak memory of a process", lambda s: size(s.peak_memory_bytes)),
+    )
+    return tuple(CardRow(name=name, before=text(report.baseline), after=text(report.best)) for name, text in shown)
+
+
+def card_notes(report: RunReport) -> tuple[str, ...]:
+    """Return the intervals, and where they were measured."""
+    race_result = report.race_result
+    here = report.environment
+    notes = [f"{report.verdict.outcome}: {report.verdict.explanation}."]
+    if report.heldout.drop:
+        notes.append(f"Top-1 lost: {drop(report.heldout.drop)}.")
+    if race_result:
+        there = f"{len(race_result.turns)} sessions on one machine"
+        notes.append(f"Times as fast as the baseline in eager float32, in {there}: {speedup(race_result)}.")
+    notes.append(f"Measured on {here.machine}, {here.system}, device {report.acquired.source.device}.")
+    return tuple(notes)
+
+
+def card_judged(report: RunReport) -> Judged | None:
+    """Return what the Hub is told of the held-out images; None where the data set isn't on it."""
+    request = report.request
+    if is_local(request.dataset) or "/" not in request.dataset:
+        return None
+    split = report.acquired.heldout.source_split
+    return Judged(dataset=request.dataset, config=request.dataset_config, split=split, top1=report.best.top1)
+
+
+EXPERIMENT, TAG = "profiling-agent", "profiling_agent.results"
+# A user and a password in an address.
+USER = re.compile(r"(?<=://)[^/\s]*@")
+FILES = ("report.html", "report.md", "report.json")
+
+
+def check_tracker(request: Request) -> None:
+    """Raise RequestError where the tracker that was asked for isn't installed."""
+    if request.tracker == "mlflow" and find_spec("mlflow") is None:
+        raise RequestError("tracker is 'mlflow' and mlflow isn't installed: pip install profiling-agent[mlflow]")
+
+
+def track(report: RunReport, folder: Path) -> str | None:
+    """Log a finished run, once; return in a line where to, or why it could not be; None where no tracker was asked for.
+
+    Where to is MLflow's own business: MLFLOW_TRACKING_URI, by default a store in the working folder.
+    """
+    if report.request.tracker != "mlflow":
+        return None
+    import mlflow
+    from mlflow.exceptions import MlflowException
+
+    try:
+        mlflow.set_experiment(EXPERIMENT)
+        # A run that was cut between here and its last checkpoint comes by again.
+        if mlflow.search_runs(filter_string=f"tags.`{TAG}` = '{folder}'", output_format="list"):
+            return f"mlflow has it already ({without_password(mlflow.get_tracking_uri())})"
+        with mlflow.start_run(run_name=report.run_id, tags={TAG: str(folder)}):
+            mlflow.log_params(parameters(report.request))
+            mlflow.log_metrics(metrics(report))
+            for name in FILES:
+                mlflow.log_artifact(str(folder / name))
+            mlflow.log_artifacts(str((folder / "best").resolve()), "model")
+    except (MlflowException, OSError) as error:
+        said = without_password(str(error).strip().partition("\n")[0])[:200]
+        return f"mlflow could not be written to ({said}); the run folder has everything"
+    return f"logged to mlflow ({without_password(mlflow.get_tracking_uri())})"
+
+
+def without_password(text: str) -> str:
+    """Return text in which addresses name no user and no password."""
+    return USER.sub("", text)
+
+
+def parameters(request: Request) -> dict[str, Any]:
+    """Return all that was asked for."""
+    return {name: value for name, value in request.model_dump().items() if value is not None}
+
+
+def metrics(report: RunReport) -> dict[str, float]:
+    """Return what the verdict rests on, before and after; fractions, milliseconds, counts and bytes."""
+    found: dict[str, float] = {
+        "met": float(report.verdict.outcome == "MET"),
+        "certified": float(report.verdict.certified),
+        "attempts": float(len(report.attempts)),
+    }
+    for side, summary in (("baseline", report.baseline), ("best", report.best)):
+        for name in ("top1", "latency_ms", "params", "macs", "size_bytes", "peak_memory_bytes"):
+            found[f"{side}.{name}"] = float(getattr(summary, name))
+    if drop := report.heldout.drop:
+        found |= {"drop": drop.drop, "drop.low": drop.low, "drop.high": drop.high}
+    if race_result := report.race_result:
+        found |= {
+            "speedup": race_result.speedup,
+            "speedup.low": race_result.speedup_low,
+            "speedup.high": race_result.speedup_high,
+        }
+    return found

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from profiling_agent.acquisition.hub import is_local
-from profiling_agent.records import AccuracyDrop, RaceResult, Term
+from profiling_agent.data.hub import is_local
+from profiling_agent.schemas import AccuracyDrop, RaceResult, Term
 
 
 def percent(fraction: float) -> str:

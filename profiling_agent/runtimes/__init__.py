@@ -1,1 +1,1 @@
-"""Saved models: every model that we produce, written, checked and read without pickle."""
+"""Runtimes and saved models: a float32 model is brought into a runtime and a scheme, saved, checked and opened without pickle."""

@@ -1,14 +1,37 @@
-"""Recipe of a saved model: enough to build it again without pickle, and to notice damage."""
+"""Saved models: their recipe, their folder, their golden logits and their model card. No torch here."""
 
+import re
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
+import numpy as np
+from huggingface_hub import EvalResult, ModelCardData
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from numpy.typing import NDArray
 from pydantic import Field, ValidationError, ValidationInfo, field_validator
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
 
-from profiling_agent.documents import DocumentError, first_problem, read_json
-from profiling_agent.errors import ArtifactError
-from profiling_agent.records import Cut, Deployment, InputSpec, Record, RuntimeName
+from profiling_agent.errors import ArtifactError, StorageError
+from profiling_agent.lib import io
+from profiling_agent.lib.io import (
+    DocumentError,
+    clean,
+    file_sha256,
+    files_root,
+    first_problem,
+    inside,
+    read_json,
+    resolved,
+    write_text,
+)
+from profiling_agent.lib.machine import environment, saturates
+from profiling_agent.schemas import Cut, Deployment, InputSpec, Record, RuntimeName
 
 SCHEMA_VERSION = 3
 # Schema 2 is read only: its folders have a config.json and model.safetensors, which transformers opens and misreads.
@@ -150,3 +173,311 @@ def read_recipe(folder: Path) -> Recipe:
         return Recipe.model_validate(raw)
     except ValidationError as error:
         raise ArtifactError(f"{str(path)!r} is no valid recipe: {first_problem(error)}; save the model again") from None
+
+
+@contextmanager
+def appearing(folder: Path) -> Generator[Path]:
+    """Give a temporary sibling to write to; it becomes `folder` when the block ends, and vanishes if it raises.
+
+    Raises:
+        ArtifactError: `folder` exists.
+        StorageError: there is no space for it.
+    """
+    try:
+        with io.appearing(folder) as temporary:
+            yield temporary
+    except FileExistsError as error:
+        raise ArtifactError(
+            f"{str(folder)!r} exists already: artifacts are never overwritten, choose another folder"
+        ) from error
+    except (OSError, SafetensorError) as error:
+        if _errno(error) not in io.NO_SPACE:
+            raise
+        raise StorageError(
+            f"there is no space for {str(folder)!r} ({error}): free some, or choose another disk; nothing was written"
+        ) from error
+
+
+def _errno(error: OSError | SafetensorError) -> int | None:
+    """Return the system's number of an error; safetensors tells it in words."""
+    if isinstance(error, OSError):
+        return error.errno
+    found = re.search(r"os error (\d+)", str(error))
+    return int(found[1]) if found else None
+
+
+def named_folder(path: str | Path) -> Path:
+    """Return the folder that a path names, its links followed; ArtifactError for links that form a loop."""
+    try:
+        return resolved(Path(path))
+    except OSError as error:
+        raise ArtifactError(f"{str(path)!r} {error.strerror}: give the folder of a saved model") from error
+
+
+def open_folder(folder: Path, *, verify: bool) -> Recipe:
+    """Return the recipe of a folder in which no file is missing; `verify` compares every hash.
+
+    Raises:
+        ArtifactError: names the file that is missing, leads out of the folder, or isn't the one that was saved.
+    """
+    recipe = read_recipe(folder)
+    for name, sha256 in recipe.files.items():
+        path = folder / name
+        try:
+            file = inside(path, files_root(folder))
+            if not file.is_file():
+                raise ArtifactError(f"{str(path)!r} is missing: save the model again")
+            if verify and file_sha256(file) != sha256:
+                raise ArtifactError(
+                    f"{str(path)!r} isn't the file that was saved (its sha256 differs): save the model again"
+                )
+        except OSError as error:
+            raise ArtifactError(f"{str(path)!r} can't be read ({error.strerror}): save the model again") from error
+    return recipe
+
+
+def open_current(folder: Path) -> Recipe:
+    """Return the recipe of a verified folder that may be handed on as it is.
+
+    Raises:
+        ArtifactError: what `open_folder` raises, and for a layout of earlier versions, which transformers misreads.
+    """
+    recipe = open_folder(folder, verify=True)
+    if recipe.schema_version == OLD_SCHEMA:
+        raise ArtifactError(
+            f"{str(folder)!r} was saved by an earlier version, and transformers misreads such a folder: "
+            "hand on what `profiling-agent export` writes of it, or run again"
+        )
+    return recipe
+
+
+def processor_text(folder: Path) -> str:
+    """Return what describes the image processor of a saved model: two with the same text prepare images alike.
+
+    Raises:
+        ArtifactError: there is none, or it can't be read.
+    """
+    try:
+        return (folder / PROCESSOR).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ArtifactError(
+            f"{str(folder)!r} has no image processor that can be read ({error.strerror}): save the model again"
+        ) from error
+
+
+def model_bytes(folder: Path) -> int:
+    """Return the bytes of what holds a saved model, weights and graph; not of what describes it or checks that it answers as it did.
+
+    Raises:
+        ArtifactError: the folder has no recipe that can be read, or lacks a file.
+    """
+    try:
+        return sum((folder / name).stat().st_size for name in read_recipe(folder).model_files)
+    except OSError as error:
+        raise ArtifactError(f"{str(folder)!r} can't be weighed ({error.strerror}): save the model again") from error
+
+
+NUM_IMAGES = 2
+# Relative distances of the logits. Another CPU or thread count adds float32 in another order, about 1e-6 apart. An
+# activation that this moves across a rounding edge changes by a whole step, of int8 or of bfloat16; where 7-bit
+# activations replace 8-bit ones, by two of int8.
+FLOAT_TOLERANCE, STEP_TOLERANCE, REDUCED_TOLERANCE = 1e-4, 2e-2, 1e-1
+IMAGES, LOGITS = "pixel_values", "logits"
+
+
+@dataclass(frozen=True, slots=True)
+class Golden:
+    """Images (n, channels, height, width) and the logits (n, classes) that the model computed for them.
+
+    The images are rounded to float16 and stored as that: in float32 they are 1.3% of ViT-B in int8.
+    """
+
+    pixel_values: NDArray[np.float16]
+    logits: NDArray[np.float32]
+
+
+def write_golden(golden: Golden, folder: Path) -> None:
+    """Write the golden images and logits into a saved folder."""
+    logits = np.ascontiguousarray(golden.logits)
+    save_file({IMAGES: golden.pixel_values, LOGITS: logits}, folder / GOLDEN)
+
+
+def check_golden(run: Callable[[NDArray[np.float32]], NDArray[Any]], folder: Path, recipe: Recipe) -> None:
+    """Run the golden images of a saved folder through `run`, and compare the logits with the saved ones.
+
+    Raises:
+        ArtifactError: they are further apart than `tolerance` allows, or no number.
+    """
+    distance, allowed = golden_distance(run, folder), tolerance(recipe)
+    # `not <=` so that a NaN fails.
+    if not distance <= allowed:
+        raise ArtifactError(
+            f"{str(folder)!r} doesn't compute what it did when it was saved: its logits are {distance:.2g} apart "
+            f"(relative), {allowed:g} is allowed; save it again with the installed libraries"
+        )
+
+
+def golden_distance(run: Callable[[NDArray[np.float32]], NDArray[Any]], folder: Path) -> float:
+    """Return the relative distance between the logits that `run` gives for a folder's golden images and the saved ones."""
+    golden = read_golden(folder)
+    logits, expected = run(golden.pixel_values.astype(np.float32)), golden.logits.astype(np.float64)
+    smallest = np.finfo(np.float64).tiny
+    return float(np.linalg.norm(logits - expected) / max(np.linalg.norm(expected), smallest))
+
+
+def read_golden(folder: Path) -> Golden:
+    """Return the golden images and logits of a saved folder."""
+    tensors = load_file(folder / GOLDEN)
+    return Golden(tensors[IMAGES], tensors[LOGITS])
+
+
+def tolerance(recipe: Recipe) -> float:
+    """Return how far apart the logits of a saved model may be here."""
+    # float16 weights of a layer alone are rounded, the activations that they meet stay float32.
+    has_steps = any(layer.dtype != "float16" for layer in recipe.quantized)
+    is_half = not recipe.quantized and recipe.deployment.scheme not in ("float32", "tf32")
+    if recipe.deployment.scheme == "tf32":
+        return STEP_TOLERANCE
+    if not (has_steps or is_half):
+        return FLOAT_TOLERANCE
+    # Half precision of all layers is made on CUDA, whose kernels sum otherwise than those of any CPU.
+    is_cuda = is_half or any(layer.kind == "rowwise" for layer in recipe.quantized)
+    if is_cuda and recipe.deployment.runtime in TORCH:
+        return REDUCED_TOLERANCE
+    # Another CPU may have other kernels, whose activations have 7 bits or whose sums are rounded elsewhere. By its flags too: a
+    # cloud has one name for processors that can do different things.
+    is_whole = any(layer.dtype == "qint8" and not layer.reduce_range for layer in recipe.quantized)
+    is_same = recipe.cpu == environment().cpu and not (is_whole and saturates(recipe.deployment.runtime))
+    return STEP_TOLERANCE if is_same else REDUCED_TOLERANCE
+
+
+# What the template says there.
+HOW_TO_RUN = "## Run it with profiling-agent\n"
+SCHEMES = {
+    "float32": "float32, nothing is quantized",
+    "tf32": "float32 weights, products with TF32's ten bits of a mantissa",
+    "bfloat16": "bfloat16 weights and products",
+    "float16": "float16 weights",
+    "dynamic": "int8 weights per output channel, int8 activations scaled as they come",
+    "float8": "float8 (e4m3) weights per output channel, float8 activations scaled by row, the rest bfloat16",
+    "static": "int8 weights per output channel, int8 activations with scales from calibration images",
+    "static_nncf": "int8 by NNCF, attention products and residual adds included, scales from calibration images",
+}
+
+
+class CardRow(Record):
+    """One line of the card's table, each cell ready to be read: `accuracy`, `88.1% (87.2 to 89.0)`, `87.9% (...)`."""
+
+    name: str
+    before: str
+    after: str
+
+
+class Judged(Record):
+    """Top-1 on held-out images of a data set that is on the Hub, for the card's metadata."""
+
+    dataset: str
+    config: str | None = None
+    split: str
+    top1: float
+
+
+def write_card(
+    folder: Path, rows: Sequence[CardRow] = (), notes: Sequence[str] = (), *, judged: Judged | None = None
+) -> None:
+    """Write `README.md` into a saved folder, with a table of `rows` and a list of `notes` where some are given.
+
+    Raises:
+        ArtifactError: the folder is no saved model.
+    """
+    write_text(folder / CARD, _rendered(read_recipe(folder), rows, notes, judged))
+
+
+def read_card(folder: Path) -> str:
+    """Return the card of a saved folder, a new one where there is none.
+
+    Raises:
+        ArtifactError: the folder is no saved model, or its card leads out of it.
+    """
+    try:
+        return (inside(folder / CARD, folder)).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return _rendered(read_recipe(folder), (), (), None)
+    except OSError as error:
+        raise ArtifactError(
+            f"{str(folder / CARD)!r} can't be read ({error.strerror}): remove it, it is made anew"
+        ) from error
+
+
+def card_head(folder: Path) -> str:
+    """Return what the card of a saved folder says before it says how to run it. Raises what `read_card` does."""
+    return read_card(folder).partition(HOW_TO_RUN)[0]
+
+
+def text_templates(package: str) -> Environment:
+    """Return what renders the templates of a package that are Markdown or Python: what strangers wrote has to be clean already."""
+    return Environment(
+        # Not HTML: autoescape would mangle them.
+        loader=PackageLoader(package, ""),
+        undefined=StrictUndefined,
+        autoescape=False,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+
+
+def _rendered(recipe: Recipe, rows: Sequence[CardRow], notes: Sequence[str], judged: Judged | None) -> str:
+    jinja = text_templates("profiling_agent.runtimes")
+    # Names of strangers go through it.
+    jinja.filters["plain"] = _plain
+    wanted = ("torch", "transformers", *PACKAGES[recipe.deployment.runtime])
+    return jinja.get_template("card.md.jinja").render(
+        r=recipe,
+        metadata=metadata_of(recipe, judged).to_yaml(),
+        scheme=SCHEMES[recipe.deployment.scheme],
+        files=recipe.model_files,
+        libraries=", ".join(f"{name} {recipe.libraries[name]}" for name in sorted(wanted) if name in recipe.libraries),
+        rows=rows,
+        notes=notes,
+    )
+
+
+def metadata_of(recipe: Recipe, judged: Judged | None = None) -> ModelCardData:
+    """Return what the Hub reads of a card; paths of this machine aren't in it."""
+    known: dict[str, Any] = {}
+    if recipe.base_revision is not None and _is_hub_id(recipe.base_model):
+        known |= {"base_model": recipe.base_model}
+        known |= {"base_model_relation": "quantized"} if recipe.deployment.scheme != "float32" else {}
+    if judged is not None:
+        known |= {
+            "datasets": [judged.dataset],
+            "metrics": ["accuracy"],
+            "model_name": f"{clean(recipe.architecture)} for {recipe.deployment.name}",
+        }
+        told = EvalResult(
+            task_type="image-classification",
+            dataset_type=judged.dataset,
+            dataset_name=judged.dataset,
+            dataset_config=judged.config,
+            dataset_split=judged.split,
+            metric_type="accuracy",
+            metric_value=judged.top1,
+        )
+        known |= {"eval_results": [told]}
+    tags = ["profiling-agent", recipe.deployment.runtime, recipe.deployment.scheme]
+    tags += ["pruned"] if recipe.cuts else []
+    return ModelCardData(library_name="profiling-agent", pipeline_tag="image-classification", tags=tags, **known)
+
+
+def _is_hub_id(name: str) -> bool:
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return True
+
+
+def _plain(text: object) -> str:
+    """Return a stranger's text so that it stays in its cell and opens no markup."""
+    return clean(" ".join(str(text).split()))[:300].replace("`", "'").replace("<", "&lt;").replace("|", "\\|")

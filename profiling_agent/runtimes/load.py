@@ -13,20 +13,15 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor, nn
 
-from profiling_agent.acquisition.pixels import upright_rgb
-from profiling_agent.acquisition.prepared import in_its_channels
-from profiling_agent.artifacts.folder import named_folder, open_folder
-from profiling_agent.artifacts.golden import check_golden
-from profiling_agent.artifacts.load import load_processor
-from profiling_agent.artifacts.recipe import Recipe
-from profiling_agent.deployment.batches import check_images
-from profiling_agent.deployment.protocol import ModelSession
-from profiling_agent.deployment.registry import open_session
+from profiling_agent.data.pixels import upright_rgb
+from profiling_agent.data.prepared import in_its_channels
 from profiling_agent.errors import ArtifactError, CorruptImageError, RequestError
-from profiling_agent.foreign import foreign_code
-from profiling_agent.quantization.vnni import has_vnni, needed_instructions
-from profiling_agent.records import Environment, RuntimeName
-from profiling_agent.reproducibility import environment
+from profiling_agent.lib.machine import environment, has_vnni, needed_instructions
+from profiling_agent.lib.third_party import foreign_code
+from profiling_agent.runtimes.artifact import Recipe, check_golden, named_folder, open_folder
+from profiling_agent.runtimes.registry import ModelSession, check_images, open_session
+from profiling_agent.runtimes.torch_artifact import load_processor
+from profiling_agent.schemas import Environment, RuntimeName
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,10 +3,15 @@
 Attention is exported as two products and a softmax, without a mask where nothing is masked. Under tracing transformers
 builds a mask of ones for every encoder, since it can't look whether anything is padded. In the exported graph each layer
 then fills, adds and checks for rows without a number, which costs ONNX Runtime 12% on ViT-B. Images have no padding.
+
+Patches are cut and joined by reshaping: the exporter would write gathers by computed indices, on which OpenVINO fails among int8 layers
+(MobileViTV2's).
 """
 
 import copy
 import importlib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -14,20 +19,61 @@ from uuid import uuid4
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import fold, unfold
+from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import bidirectional_mask_function, sdpa_mask
 
-from profiling_agent.deployment.onnx_runtime import one_thread
-from profiling_agent.deployment.patches import PlainPatches
-from profiling_agent.deployment.protocol import INPUT, OUTPUT
 from profiling_agent.errors import ArtifactError
-from profiling_agent.files import TEMPORARY
-from profiling_agent.foreign import foreign_code
-from profiling_agent.modules.divergence import relative_distance
-from profiling_agent.modules.inference import logits_of, random_batch
+from profiling_agent.lib.io import TEMPORARY
+from profiling_agent.lib.third_party import foreign_code, muted
+from profiling_agent.modules.inference import logits_of, random_batch, relative_distance
 from profiling_agent.quantization.kinds import quantized_modules
-from profiling_agent.quiet import muted
-from profiling_agent.records import InputSpec
+from profiling_agent.runtimes.onnx_runtime import one_thread
+from profiling_agent.runtimes.registry import INPUT, OUTPUT
+from profiling_agent.schemas import InputSpec
+
+
+class PlainPatches(TorchFunctionMode):
+    """Within it `unfold` and `fold` reshape and permute, where patches lie side by side and fill the image."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        given = dict(kwargs or {})
+        if func not in (unfold, fold):
+            return func(*args, **given)
+        bound = inspect.signature(func).bind(*args, **given)
+        bound.apply_defaults()
+        told: dict[str, Any] = bound.arguments
+        image: Tensor = told["input"]
+        height, width = _as_pair(told["output_size"]) if func is fold else image.shape[-2:]
+        rows, columns = sides = _as_pair(told["kernel_size"])
+        is_plain = (
+            _as_pair(told["stride"]) == sides
+            and _as_pair(told["padding"]) == (0, 0)
+            and _as_pair(told["dilation"]) == (1, 1)
+        )
+        if not is_plain or height % rows or width % columns or image.dim() != (3 if func is fold else 4):
+            return func(*args, **given)
+        down, across = height // rows, width // columns
+        if func is fold:
+            channels = image.shape[1] // (rows * columns)
+            parts = image.reshape(-1, channels, rows, columns, down, across).permute(0, 1, 4, 2, 5, 3)
+            return parts.reshape(-1, channels, height, width)
+        channels = image.shape[1]
+        parts = image.reshape(-1, channels, down, rows, across, columns).permute(0, 1, 3, 5, 2, 4)
+        return parts.reshape(-1, channels * rows * columns, down * across)
+
+
+def _as_pair(sides: Any) -> tuple[int, int]:
+    first, second = (sides, sides) if isinstance(sides, int) else sides
+    return first, second
+
 
 # The first opset with Gelu as one operator.
 OPSET = 20
@@ -80,7 +126,7 @@ def export_onnx(
         if is_bare:
             import onnx
 
-            from profiling_agent.deployment.onnx_names import write_bare
+            from profiling_agent.runtimes.onnx_names import write_bare
 
             write_bare(onnx.load(temporary), temporary)
         checked = CHECKED_BATCHES if batch_size is None else (batch_size,)
@@ -133,7 +179,7 @@ def write_graph(model: nn.Module, path: Path, *, spec: InputSpec, batch_size: in
                 output_names=[OUTPUT],
                 dynamic_shapes={INPUT: {0: "batch"}} if is_dynamic else None,
             )
-            from profiling_agent.deployment.onnx_resizes import fold_resizes_
+            from profiling_agent.runtimes.onnx_resizes import fold_resizes_
 
             fold_resizes_(program.model)
             program.save(str(path), external_data=False)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import onnx
 
-from profiling_agent.deployment.protocol import MODULE
+from profiling_agent.runtimes.registry import MODULE
 
 # The operators that linear layers and convolutions become.
 LAYER_OPS = ("MatMul", "Gemm", "Conv")

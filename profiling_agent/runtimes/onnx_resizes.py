@@ -10,8 +10,8 @@ from typing import Any
 from onnx import TensorProto, helper, numpy_helper
 from onnxscript import ir, optimizer
 
-from profiling_agent.deployment.onnx_runtime import one_thread
-from profiling_agent.quiet import import_onnxruntime
+from profiling_agent.lib.third_party import import_onnxruntime
+from profiling_agent.runtimes.onnx_runtime import one_thread
 
 
 def fold_resizes_(model: Any) -> None:

@@ -7,26 +7,24 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from profiling_agent.artifacts.recipe import ONNX, Recipe
-from profiling_agent.deployment.batches import check_fixed_batch
-from profiling_agent.deployment.protocol import INPUT, OUTPUT, Batch, OperatorTime, missing_packages
-from profiling_agent.documents import read_json
 from profiling_agent.errors import ArtifactError
-from profiling_agent.foreign import foreign_code
-from profiling_agent.processes.busy import waits_passively
-from profiling_agent.quiet import import_onnxruntime
-from profiling_agent.records import Scheme
-from profiling_agent.reproducibility import quota_threads
+from profiling_agent.lib.io import read_json
+from profiling_agent.lib.machine import quota_threads, waits_passively
+from profiling_agent.lib.third_party import foreign_code, import_onnxruntime
+from profiling_agent.runtimes.artifact import ONNX, Recipe
+from profiling_agent.runtimes.registry import INPUT, OUTPUT, Batch, OperatorTime, check_fixed_batch, missing_packages
+from profiling_agent.schemas import Scheme
 
 if TYPE_CHECKING:
     from onnxruntime import InferenceSession
+
 
 # What a profile calls the time of a node's kernel: the node's name, and this.
 KERNEL = "_kernel_time"
 # A convolution in a blocked layout is named after what it computed before, and this.
 BLOCKED = "_nchwc"
 
-CONVERSION = "profiling_agent.deployment.onnx_runtime_conversion:write_deployment"
+CONVERSION = "profiling_agent.runtimes.onnx_runtime_conversion:write_deployment"
 
 
 def missing(device: str) -> str | None:  # noqa: ARG001 (every runtime's name and signature)

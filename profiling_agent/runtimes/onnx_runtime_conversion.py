@@ -19,16 +19,15 @@ from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantTy
 from onnxscript import ir, optimizer
 from onnxscript.rewriter.ort_fusions import attention, mha, mha_bias, sdpa
 
-from profiling_agent.artifacts.recipe import ONNX, PreparedFiles, QuantizedLayer
-from profiling_agent.deployment.choices import recommended
-from profiling_agent.deployment.onnx_names import LAYER_OPS, is_convnet, layer_of, nodes_of_layers, write_bare
-from profiling_agent.deployment.protocol import INPUT, Batch, Source
-from profiling_agent.documents import first_line
 from profiling_agent.errors import ArtifactError, QuantizationError
+from profiling_agent.lib.io import first_line
+from profiling_agent.lib.machine import saturates
+from profiling_agent.lib.third_party import muted
 from profiling_agent.quantization.quantize import chosen_layers
-from profiling_agent.quantization.vnni import saturates
-from profiling_agent.quiet import muted
-from profiling_agent.records import Deployment
+from profiling_agent.runtimes.artifact import ONNX, PreparedFiles, QuantizedLayer
+from profiling_agent.runtimes.onnx_names import LAYER_OPS, is_convnet, layer_of, nodes_of_layers, write_bare
+from profiling_agent.runtimes.registry import INPUT, Batch, Source, recommended
+from profiling_agent.schemas import Deployment
 
 # Between int8 convolutions everything has to be int8, or each result is turned into float and back. In a transformer
 # norms, softmax, GELU and residual adds stay in float: they cost little, and int8 costs them much. A Clip (ReLU6) that isn't among them is

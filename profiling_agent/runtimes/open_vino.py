@@ -7,14 +7,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from profiling_agent.artifacts.recipe import IR, IR_WEIGHTS, Recipe
-from profiling_agent.deployment.batches import check_fixed_batch
-from profiling_agent.deployment.protocol import MODULE, Batch, OperatorTime, missing_packages
 from profiling_agent.errors import ArtifactError
-from profiling_agent.foreign import foreign_code
-from profiling_agent.quiet import import_openvino
-from profiling_agent.records import Scheme
-from profiling_agent.reproducibility import quota_threads
+from profiling_agent.lib.machine import quota_threads
+from profiling_agent.lib.third_party import foreign_code, import_openvino
+from profiling_agent.runtimes.artifact import IR, IR_WEIGHTS, Recipe
+from profiling_agent.runtimes.registry import MODULE, Batch, OperatorTime, check_fixed_batch, missing_packages
+from profiling_agent.schemas import Scheme
 
 # In what the parts compute that aren't int8. Without a hint OpenVINO takes bfloat16 wherever the CPU has it.
 PRECISIONS: dict[Scheme, str] = {"bfloat16": "bf16"}
@@ -31,7 +29,7 @@ WEIGHED = ("Convert", "FakeQuantize", "Multiply", "Reshape", "Subtract", "Transp
 ORIGINALS = "originalLayersNames"
 
 
-CONVERSION = "profiling_agent.deployment.open_vino_conversion:write_deployment"
+CONVERSION = "profiling_agent.runtimes.open_vino_conversion:write_deployment"
 
 
 def missing(device: str) -> str | None:  # noqa: ARG001 (every runtime's name and signature)

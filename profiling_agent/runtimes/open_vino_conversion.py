@@ -12,22 +12,20 @@ import numpy as np
 import onnx
 import torch
 
-from profiling_agent.artifacts.recipe import IR, PreparedFiles, QuantizedLayer
-from profiling_agent.deployment.choices import recommended
-from profiling_agent.deployment.onnx_export import write_graph
-from profiling_agent.deployment.onnx_names import LAYER_OPS, is_convnet, nodes_of_layers
-from profiling_agent.deployment.open_vino import LAYER_TYPES, OpenVinoSession, original
-from profiling_agent.deployment.protocol import INPUT, Batch, Source, missing_packages
-from profiling_agent.deployment.torch_conversion import calibration_batches
-from profiling_agent.documents import first_line
 from profiling_agent.errors import ArtifactError, QuantizationError
-from profiling_agent.modules.divergence import relative_distance
-from profiling_agent.modules.inference import logits_of
+from profiling_agent.lib.io import first_line
+from profiling_agent.lib.machine import saturates
+from profiling_agent.lib.third_party import hide_telemetry, import_openvino, muted
+from profiling_agent.modules.inference import logits_of, relative_distance
 from profiling_agent.quantization.kinds import quantized_modules
 from profiling_agent.quantization.quantize import chosen_layers, quantize_model
-from profiling_agent.quantization.vnni import saturates
-from profiling_agent.quiet import hide_telemetry, import_openvino, muted
-from profiling_agent.records import Deployment
+from profiling_agent.runtimes.artifact import IR, PreparedFiles, QuantizedLayer
+from profiling_agent.runtimes.onnx_export import write_graph
+from profiling_agent.runtimes.onnx_names import LAYER_OPS, is_convnet, nodes_of_layers
+from profiling_agent.runtimes.open_vino import LAYER_TYPES, OpenVinoSession, original
+from profiling_agent.runtimes.registry import INPUT, Batch, Source, missing_packages, recommended
+from profiling_agent.runtimes.save import calibration_batches
+from profiling_agent.schemas import Deployment
 
 # Below this a constant is a scale or a small bias, of which there are many and which together are nothing.
 LARGE_BYTES = 2048

@@ -1,4 +1,4 @@
-"""Probe of a runtime on this machine: `python -m profiling_agent.deployment.probe NAME` brings a tiny model into it, opens and runs it.
+"""Probe of a runtime on this machine: `python -m profiling_agent.runtimes.probe NAME` brings a tiny model into it, opens and runs it.
 
 A process of its own: a runtime that was built for another CPU takes its process down.
 """
@@ -14,14 +14,11 @@ import torch
 from transformers import ViTConfig, ViTForImageClassification
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
-from profiling_agent.artifacts.load import load_module, load_processor, load_recipe
-from profiling_agent.artifacts.save import save_model
-from profiling_agent.deployment.batches import noise_batch
-from profiling_agent.deployment.onnx_export import export_onnx
-from profiling_agent.deployment.protocol import Source
-from profiling_agent.deployment.registry import open_session
-from profiling_agent.deployment.save import save_deployed
-from profiling_agent.records import Deployment, InputSpec, RuntimeName
+from profiling_agent.runtimes.onnx_export import export_onnx
+from profiling_agent.runtimes.registry import Source, noise_batch, open_session
+from profiling_agent.runtimes.save import save_deployed
+from profiling_agent.runtimes.torch_artifact import load_module, load_processor, load_recipe, save_model
+from profiling_agent.schemas import Deployment, InputSpec, RuntimeName
 
 SPEC = InputSpec(channels=3, height=32, width=32, source="probe")
 NUM_RUNS = 20

@@ -1,16 +1,19 @@
-"""Runtime protocol: say what is missing, write a model's files, open them, run. No torch here."""
+"""Runtimes: their protocol and registry, the batches and layer choices that they share, and layer times. No torch here."""
 
-from collections.abc import Callable, Sequence
+import importlib
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
-from profiling_agent.artifacts.recipe import Recipe
-from profiling_agent.records import Scheme
+from profiling_agent.errors import ArtifactError
+from profiling_agent.runtimes.artifact import Recipe, open_folder
+from profiling_agent.schemas import EVERYTHING, Deployment, InputSpec, QuantizationRecommendation, RuntimeName, Scheme
 
 Batch = NDArray[np.float32]
 # What goes in and what comes out, by the names that exported graphs have for them.
@@ -111,3 +114,132 @@ def missing_packages(packages: Sequence[str], *, extra: str) -> str | None:
         if find_spec(name) is None:
             return f"{name} isn't installed: pip install profiling-agent[{extra}]"
     return None
+
+
+def noise_batch(spec: InputSpec, batch_size: int, *, seed: int = 0) -> Batch:
+    """Return standard normal noise in the model's input shape: (batch, channels, height, width), float32."""
+    return np.random.default_rng(seed).standard_normal(spec.batch(batch_size), dtype=np.float32)
+
+
+def check_images(spec: InputSpec, pixel_values: Batch) -> None:
+    """Raise ArtifactError where these aren't images (n, channels, height, width) of the model's size."""
+    expected = (spec.channels, spec.height, spec.width)
+    if pixel_values.ndim != 4 or pixel_values.shape[1:] != expected or not len(pixel_values):
+        channels, height, width = expected
+        raise ArtifactError(
+            f"the model takes pixel_values of shape (n, {channels}, {height}, {width}), not "
+            f"{tuple(pixel_values.shape)!r}: prepare images with its processor"
+        )
+
+
+def check_fixed_batch(fixed_size: int | None, pixel_values: Batch) -> None:
+    """Raise ArtifactError where the file was exported for another number of images."""
+    if fixed_size is not None and len(pixel_values) != fixed_size:
+        raise ArtifactError(
+            f"the model was exported for batches of exactly {fixed_size} images, not {len(pixel_values)}: "
+            "fill the batch up, or export it with a dynamic batch"
+        )
+
+
+# What one recommendation for all layers makes of a model; float32 and tf32 need none.
+RECOMMENDED: Mapping[Scheme, Mapping[str, str]] = {
+    "bfloat16": {"quantization_type": "cast", "dtype": "bfloat16"},
+    "float16": {"quantization_type": "dynamic", "dtype": "float16"},
+    "dynamic": {"quantization_type": "dynamic", "dtype": "qint8"},
+    "float8": {"quantization_type": "dynamic", "dtype": "float8"},
+    "static": {"quantization_type": "static", "dtype": "qint8"},
+    "static_nncf": {"quantization_type": "static", "dtype": "qint8"},
+}
+
+
+def recommend(scheme: Scheme, layers: str = EVERYTHING) -> tuple[QuantizationRecommendation, ...]:
+    """Return what makes `scheme` of the layers that `layers` hits."""
+    if scheme not in RECOMMENDED:
+        return ()
+    return (QuantizationRecommendation.model_validate({**RECOMMENDED[scheme], "layer": layers}),)
+
+
+def recommended(deployment: Deployment) -> tuple[QuantizationRecommendation, ...]:
+    """Return the deployment's recommendations; where there are none, its scheme for every layer."""
+    return deployment.recommendations or recommend(deployment.scheme)
+
+
+MODULES: dict[RuntimeName, str] = {
+    "eager": "profiling_agent.runtimes.torch_eager",
+    "graphed": "profiling_agent.runtimes.torch_graphed",
+    "inductor": "profiling_agent.runtimes.torch_inductor",
+    "onnxruntime": "profiling_agent.runtimes.onnx_runtime",
+    "openvino": "profiling_agent.runtimes.open_vino",
+}
+
+
+def runtime(name: RuntimeName) -> Runtime:
+    """Return a runtime, installed or not."""
+    return cast("Runtime", importlib.import_module(MODULES[name]))
+
+
+def missing(name: RuntimeName, device: str = "cpu") -> str | None:
+    """Return what has to be installed for a runtime on a device, as one line, or None."""
+    return runtime(name).missing(device)
+
+
+def reads_onnx(deployment: Deployment) -> bool:
+    """Return whether it is made of the float32 model as ONNX; OpenVINO's `static` is exported with its int8 layers instead."""
+    return deployment.runtime == "onnxruntime" or (deployment.runtime == "openvino" and deployment.scheme != "static")
+
+
+def open_session(folder: Path, *, device: str = "cpu", num_threads: int | None = None) -> ModelSession:
+    """Open a saved model in the runtime that it was saved for; its hashes and golden logits aren't compared.
+
+    Raises:
+        ArtifactError: a file is missing or unreadable, or the runtime isn't installed.
+    """
+    recipe = open_folder(folder, verify=False)
+    name = recipe.deployment.runtime
+    if line := missing(name, device):
+        raise ArtifactError(f"{str(folder)!r} was saved for {name}: {line}")
+    if device != "cpu" and recipe.deployment.scheme not in runtime(name).schemes(device):
+        raise ArtifactError(
+            f"{str(folder)!r} is for {recipe.deployment.name}, which has no kernels on {device}: use device cpu"
+        )
+    return runtime(name).open(folder, recipe, device=device, num_threads=num_threads)
+
+
+# Enough for a median that one disturbance doesn't move; one more comes first and isn't counted.
+NUM_PASSES = 5
+
+
+def layer_times(folder: Path, exported: Path | None, *, batch_size: int, num_threads: int) -> dict[str, float]:
+    """Return the milliseconds that each layer of a saved model takes of a pass on the CPU, by its name in the model.
+
+    `exported` is the ONNX file that the runtime was given, whose nodes say which layer they stand for; without it the runtime has to know.
+
+    Raises:
+        ArtifactError: the runtime doesn't tell, or can't read or run the model.
+    """
+    recipe = open_folder(folder, verify=False)
+    known: dict[str, str] = {}
+    operator_times: Any = getattr(runtime(recipe.deployment.runtime), "operator_times", None)
+    if operator_times is None:
+        raise ArtifactError(f"{recipe.deployment.runtime} doesn't tell what the parts of a pass take")
+    if exported is not None:
+        import onnx
+
+        from profiling_agent.runtimes.onnx_names import layers_by_name
+
+        known = layers_by_name(onnx.load(exported, load_external_data=False))
+    operators = operator_times(
+        folder, recipe, noise_batch(recipe.input, batch_size), num_threads=num_threads, passes=NUM_PASSES
+    )
+    return by_layer(operators, known)
+
+
+def by_layer(operators: Sequence[OperatorTime], known: Mapping[str, str]) -> dict[str, float]:
+    """Return the milliseconds of each layer; an operator that nobody knows counts with the layer that ran before it, as most are fused with its end."""
+    times: defaultdict[str, float] = defaultdict(float)
+    layer = ""
+    for operator in operators:
+        own = (name.removeprefix(MODULE) if name.startswith(MODULE) else known.get(name) for name in operator.names)
+        layer = next((name for name in own if name is not None), layer)
+        times[layer] += operator.ms
+    return dict(times)

@@ -3,17 +3,17 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from profiling_agent.artifacts.recipe import Recipe
-from profiling_agent.deployment.protocol import MODULE, Batch, OperatorTime
-from profiling_agent.records import Scheme
+from profiling_agent.runtimes.artifact import Recipe
+from profiling_agent.runtimes.registry import MODULE, Batch, OperatorTime
+from profiling_agent.schemas import Scheme
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from profiling_agent.deployment.torch_session import TorchSession
+    from profiling_agent.runtimes.torch_session import TorchSession
 
 
-CONVERSION = "profiling_agent.deployment.torch_conversion:write_deployment"
+CONVERSION = "profiling_agent.runtimes.save:write_deployment"
 
 
 def missing(device: str) -> str | None:  # noqa: ARG001 (every runtime's name and signature)
@@ -30,7 +30,7 @@ def schemes(device: str) -> tuple[Scheme, ...]:
 
 def open(folder: Path, recipe: Recipe, *, device: str, num_threads: int | None) -> "TorchSession":
     """Open a saved folder; without `num_threads` the process keeps its own."""
-    from profiling_agent.deployment.torch_session import TorchSession, in_its_layout, memory_format
+    from profiling_agent.runtimes.torch_session import TorchSession, in_its_layout, memory_format
 
     module, tf32 = load(folder, device, num_threads), recipe.deployment.scheme == "tf32"
     if device != "cuda":
@@ -40,8 +40,8 @@ def open(folder: Path, recipe: Recipe, *, device: str, num_threads: int | None) 
 
 def load(folder: Path, device: str, num_threads: int | None) -> "nn.Module":
     """Return the module of a saved folder on its device, in so many threads."""
-    from profiling_agent.artifacts.load import load_module
     from profiling_agent.modules.inference import on_device, pin_threads
+    from profiling_agent.runtimes.torch_artifact import load_module
 
     if num_threads:
         pin_threads(num_threads)
@@ -57,7 +57,7 @@ def operator_times(
     passes: int,
 ) -> list[OperatorTime]:
     """Return the modules of a saved model, each without its children: the median over `passes`."""
-    from profiling_agent.modules.layers import layer_latency
+    from profiling_agent.modules.hooks import layer_latency
 
     session = open(folder, recipe, device="cpu", num_threads=num_threads)
     took = layer_latency(session.module, session.to_device(pixel_values), passes=passes)

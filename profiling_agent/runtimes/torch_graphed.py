@@ -3,14 +3,15 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from profiling_agent.artifacts.recipe import Recipe
-from profiling_agent.deployment import torch_eager
-from profiling_agent.records import Scheme
+from profiling_agent.runtimes import torch_eager
+from profiling_agent.runtimes.artifact import Recipe
+from profiling_agent.schemas import Scheme
 
 if TYPE_CHECKING:
-    from profiling_agent.deployment.torch_session import TorchSession
+    from profiling_agent.runtimes.torch_session import TorchSession
 
-CONVERSION = "profiling_agent.deployment.torch_conversion:write_deployment"
+
+CONVERSION = "profiling_agent.runtimes.save:write_deployment"
 
 
 def missing(device: str) -> str | None:  # noqa: ARG001 (every runtime's name and signature)
@@ -25,7 +26,7 @@ def schemes(device: str) -> tuple[Scheme, ...]:
 
 def open(folder: Path, recipe: Recipe, *, device: str, num_threads: int | None) -> "TorchSession":
     """Open a saved folder; without `num_threads` the process keeps its own. The CPU runs it eagerly."""
-    from profiling_agent.deployment.torch_session import GraphedSession
+    from profiling_agent.runtimes.torch_session import GraphedSession
 
     if device != "cuda":
         return torch_eager.open(folder, recipe, device=device, num_threads=num_threads)

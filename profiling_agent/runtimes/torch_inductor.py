@@ -6,19 +6,20 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from profiling_agent.artifacts.recipe import Recipe
-from profiling_agent.deployment import torch_eager
-from profiling_agent.deployment.protocol import missing_packages
-from profiling_agent.records import Scheme
+from profiling_agent.runtimes import torch_eager
+from profiling_agent.runtimes.artifact import Recipe
+from profiling_agent.runtimes.registry import missing_packages
+from profiling_agent.schemas import Scheme
 
 if TYPE_CHECKING:
-    from profiling_agent.deployment.torch_session import InductorSession
+    from profiling_agent.runtimes.torch_session import InductorSession
+
 
 # What torch looks for, in its order; CXX names another one.
 COMPILERS = ("g++", "clang++")
 
 
-CONVERSION = "profiling_agent.deployment.torch_conversion:write_deployment"
+CONVERSION = "profiling_agent.runtimes.save:write_deployment"
 
 
 def missing(device: str) -> str | None:
@@ -45,6 +46,6 @@ def schemes(device: str) -> tuple[Scheme, ...]:
 
 def open(folder: Path, recipe: Recipe, *, device: str, num_threads: int | None) -> "InductorSession":  # noqa: ARG001 (every runtime's name and signature)
     """Open a saved folder; without `num_threads` the process keeps its own."""
-    from profiling_agent.deployment.torch_session import InductorSession
+    from profiling_agent.runtimes.torch_session import InductorSession
 
     return InductorSession(torch_eager.load(folder, device, num_threads), device=device)

@@ -13,13 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from profiling_agent.deployment.protocol import Batch
-from profiling_agent.documents import first_line
 from profiling_agent.errors import ArtifactError
-from profiling_agent.foreign import compiled_code
+from profiling_agent.lib.io import first_line
+from profiling_agent.lib.machine import available_threads
+from profiling_agent.lib.third_party import compiled_code, muted
 from profiling_agent.modules.inference import floating_dtype
-from profiling_agent.quiet import muted
-from profiling_agent.reproducibility import available_threads
+from profiling_agent.runtimes.registry import Batch
 
 # Each batch size is compiled for itself; torch gives up, and runs eagerly, after this many.
 MAX_SIZES = 32

@@ -1,13 +1,62 @@
-"""Plans: what is to be done to the unpruned model, what it would do, and the models that came of it."""
+"""Records of what is to be done: number notations, plans, deployments, and the approval of a plan."""
 
 import re
-from typing import Any, Literal, Self, cast
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self, cast, get_args
 
-from pydantic import AliasChoices, Field, field_validator, model_validator
+from pydantic import (
+    AliasChoices,
+    BeforeValidator,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
-from profiling_agent.records.notation import DTYPE_SYNONYMS, canonical
-from profiling_agent.records.profile import Unit
-from profiling_agent.records.record import ArtifactRef, Record
+from profiling_agent.schemas.profile import ArtifactRef, Record, Unit
+
+QUANTITY = re.compile(r"((?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[-+]?[0-9]+)?)\s*([a-z%]*)", re.ASCII)
+# Each unit with its divisor.
+PERCENT, TIMES = {"": 1, "%": 100}, {"": 1, "x": 1}
+POINTS = PERCENT | dict.fromkeys(("pt", "pts", "pp", "point", "points"), 100)
+DTYPE_SYNONYMS = {
+    "int8": "qint8",
+    "fp16": "float16",
+    "half": "float16",
+    "fp8": "float8",
+    "bf16": "bfloat16",
+    "fp32": "float32",
+}
+
+
+def _limit(bounds: Any, units: Mapping[str, int], advice: str) -> BeforeValidator:
+    """Return a validator of a number within `bounds`, or of text with one of `units`; its error gives the `advice`."""
+    bounded = TypeAdapter[float](Annotated[float, bounds])
+
+    def read(value: object) -> float:
+        number = value
+        if isinstance(value, str) and (parts := QUANTITY.fullmatch(value.strip().lower())) and parts[2] in units:
+            number = float(parts[1]) / units[parts[2]]
+        try:
+            return bounded.validate_python(number, strict=True)
+        except ValidationError:
+            raise ValueError(f"give {advice}") from None
+
+    return BeforeValidator(read, json_schema_input_type=Annotated[float, bounds] | str)
+
+
+DropLimit = Annotated[float, _limit(Field(ge=0, lt=1), POINTS, "a fraction from 0 to below 1, such as 0.01 or 1%")]
+RatioLimit = Annotated[float, _limit(Field(gt=0, le=2), PERCENT, "a fraction above 0, up to 2: 0.5 is half, or 50%")]
+SpeedupLimit = Annotated[float, _limit(Field(ge=1, le=1000), TIMES, "a number from 1 to 1000, such as 1.5 or 1.5x")]
+
+
+def canonical(value: object, synonyms: Mapping[str, str]) -> object:
+    """Return a name, or each of several separated by commas, in its canonical form."""
+    if not isinstance(value, str):
+        return value
+    return ",".join(synonyms.get(name.strip().lower(), name.strip()) for name in value.split(","))
+
 
 # The pattern that stands for all layers.
 EVERYTHING = "all"
@@ -178,3 +227,155 @@ class RecoveredModel(Record):
     kl_after: float
     stopped: str = Field(description="why there were no more epochs")
     note: str | None = Field(default=None, description="why training began anew although a checkpoint was there")
+
+
+RuntimeName = Literal["eager", "graphed", "inductor", "onnxruntime", "openvino"]
+RUNTIMES: tuple[RuntimeName, ...] = ("eager", "graphed", "inductor", "onnxruntime", "openvino")
+# `static_nncf` is static int8 by NNCF, which quantizes attention products and residual adds as well.
+# `tf32` and `float8` are CUDA's; `dynamic` there has a scale per row.
+Scheme = Literal["float32", "tf32", "bfloat16", "float16", "dynamic", "float8", "static", "static_nncf"]
+
+
+class Deployment(Record):
+    """One way to deploy a float32 model; of several recommendations the last one that hits a layer counts."""
+
+    runtime: RuntimeName = "eager"
+    scheme: Scheme = "float32"
+    recommendations: tuple[QuantizationRecommendation, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Return the deployment as a reader sees it."""
+        return f"{self.runtime} {self.scheme}"
+
+
+class DeployedModel(Record):
+    """A model in a deployment, ready to be loaded; distances are to its float32 parent."""
+
+    model: ArtifactRef
+    deployment: Deployment
+    layers: tuple[str, ...] = Field(description="the layers that aren't float32 any more")
+    distance: float = Field(description="||logits - float32 logits|| / ||float32 logits|| on calibration images")
+    kl: float = Field(description="KL divergence to the float32 parent on calibration images, nats")
+    seconds: float = Field(description="what the conversion took")
+
+
+class LayerCost(Record):
+    """What quantizing one layer alone costs, and how much of the time and the params it stands for."""
+
+    layer: str
+    kl: float = Field(description="KL divergence to the float32 model with this layer alone quantized, nats")
+    macs_share: float
+    params_share: float = 0.0
+    latency_share: float | None = Field(default=None, description="of the layers' time in the profiling pass")
+    kept: bool = Field(
+        default=False, description="left in float by the rules: it costs most for least time and fewest bytes"
+    )
+
+
+class FoldedSite(Record):
+    """A LayerNorm whose scales were evened out into the linear layers that read it; KL with these alone quantized."""
+
+    norm: str
+    readers: tuple[str, ...]
+    alpha: float
+    kl_before: float
+    kl_after: float
+
+
+class Tuned(Record):
+    """A float32 model made ready for int8: the same function, gentler activations; and what each layer costs.
+
+    `model` is the given one where no site was folded.
+    """
+
+    model: ArtifactRef
+    sites: tuple[FoldedSite, ...] = ()
+    layers: tuple[LayerCost, ...] = ()
+    kl: float = Field(description="all layers quantized, folded sites included, nats")
+    kl_unfolded: float
+    num_images: int
+    seconds: float
+
+    @property
+    def kept(self) -> tuple[str, ...]:
+        """Return the layers that the rules leave in float."""
+        return tuple(row.layer for row in self.layers if row.kept)
+
+
+Decision = Literal["accept", "edit", "reject"]
+
+
+class Approval(Record):
+    """The answer. What an edit fixes, every later plan keeps; its target is for this plan, from which later ones go on."""
+
+    decision: Decision = Field(description="accept the plan, edit it, or reject it for another")
+    reason: str = Field(
+        default="", max_length=1000, description="a rejection needs one; whoever proposed the plan reads it"
+    )
+    pruning: tuple[PruningRecommendation, ...] = Field(
+        default=(), max_length=100, description="edit: ratios that are fixed from now on"
+    )
+    caps: tuple[Cap, ...] = Field(
+        default=(), max_length=100, description="edit: units that are cut no further from now on; 0 leaves them alone"
+    )
+    target: Target | None = Field(default=None, description="edit: how much of the model this plan is to save")
+    max_accuracy_drop: DropLimit | None = Field(default=None, description="edit: a stricter limit, such as 0.01 or 1%")
+    min_speedup: SpeedupLimit | None = Field(default=None, description="edit: a stricter limit, such as 1.5 or 1.5x")
+    max_size_ratio: RatioLimit | None = Field(
+        default=None, description="edit: a stricter limit, relative to the baseline's bytes, such as 0.5 or 50%"
+    )
+    max_memory_ratio: RatioLimit | None = Field(
+        default=None, description="edit: a stricter limit, relative to the baseline's peak, such as 0.5 or 50%"
+    )
+
+    @property
+    def changes(self) -> dict[str, object]:
+        """Return what an edit changes."""
+        fields = {name: getattr(self, name) for name in type(self).model_fields if name not in ("decision", "reason")}
+        return {name: value for name, value in fields.items() if value not in (None, ())}
+
+    @model_validator(mode="after")
+    def _says_one_thing(self) -> Self:
+        if self.decision == "edit" and not self.changes:
+            raise ValueError("the decision is edit and nothing is changed: name pruning, caps, a target or a limit")
+        if self.decision != "edit" and self.changes:
+            raise ValueError(f"the decision is {self.decision} but {next(iter(self.changes))} is changed: use edit")
+        if self.decision == "reject" and not self.reason.strip():
+            raise ValueError("a rejection needs a reason")
+        return self
+
+
+class UnitCut(Record):
+    """One unit that would be cut, and the KL in nats that the evidence expects of that alone."""
+
+    unit: str
+    width: int
+    keep: int
+    kl: float | None
+
+
+class ApprovalQuestion(Record):
+    """A plan that waits for a person: what it would do, by the dry run; nothing of it is done yet."""
+
+    run_id: str
+    attempt: int = Field(description="the attempt that it would become")
+    proposed_by: str
+    reason: str = ""
+    plan: Plan
+    cuts: tuple[UnitCut, ...]
+    params_saved: float = Field(description="fraction of the model's")
+    macs_saved: float = Field(description="fraction of the model's")
+    latency_saved: float | None = Field(description="fraction of the layers' time, by the latency table")
+    kl: float | None = Field(description="nats")
+    notes: tuple[str, ...] = ()
+    choices: tuple[str, ...] = get_args(Decision)
+    problem: str | None = Field(default=None, description="why the last answer could not be taken")
+
+
+class Decided(Record):
+    """What a person decided of a plan."""
+
+    attempt: int
+    plan: Plan
+    answer: Approval

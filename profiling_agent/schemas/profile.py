@@ -1,14 +1,170 @@
-"""Profile: where a model's time, memory and parameters go, and the units of it that can be cut."""
+"""Records of a model before it is changed: its input, its images, its profile and the evidence on its units."""
 
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
-from typing import Self
+from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from profiling_agent.records.data import InputSpec
-from profiling_agent.records.evidence import Evidence
-from profiling_agent.records.record import ArtifactRef, Record
+
+class Record(BaseModel):
+    """A value that is compared, stored and passed around, never changed.
+
+    Validation is lax about containers (a list becomes a tuple) because checkpoints turn tuples into lists.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, populate_by_name=True)
+
+
+class ArtifactRef(Record):
+    """A file or folder in the run folder; `sha256` is that of the file, or of a model folder's `recipe.json`; `size_bytes` of the file, or of what holds the model in the folder."""
+
+    path: str
+    sha256: str
+    size_bytes: int
+    kind: Literal["model", "profile", "trace", "predictions", "split", "onnx"]
+
+
+# Images are prepared and evaluated so many at a time: a run that is cut off loses no more, and who looks at some of a
+# split first and at the others later sees none of them twice.
+SHARD = 512
+
+
+class InputSpec(Record):
+    """The shape of one image as the model takes it, and who said so."""
+
+    channels: int = Field(gt=0, le=64)
+    height: int = Field(gt=0, le=8192)
+    width: int = Field(gt=0, le=8192)
+    dtype: Literal["float32"] = "float32"
+    source: str
+
+    def batch(self, size: int) -> tuple[int, int, int, int]:
+        """Return the shape of a batch of `size` images."""
+        return (size, self.channels, self.height, self.width)
+
+
+class ShapeFacts(Record):
+    """What is known of a model's input shape before one is chosen; certain where all that state one agree."""
+
+    settings: tuple[str, ...]
+    findings: tuple[str, ...]
+    is_certain: bool
+
+
+# How all labels of a data set are matched: by names, or by one of the orders that both sides may have.
+MatchKind = Literal["name", "number", "from-1", "place", "natural"]
+MatchBy = Literal["auto", MatchKind]
+MatchRule = Literal[MatchKind, "id", "normalised name", "wnid", "substring", "unmapped"]
+
+
+class LabelMatch(Record):
+    """How one label of the data set became a class of the model; `model_id` is None where it did not."""
+
+    dataset_label: str
+    model_id: int | None
+    model_label: str | None
+    rule: MatchRule
+
+
+class SplitInfo(Record):
+    """A fixed set of images on disk, drawn once with the run's seed."""
+
+    name: Literal["calibration", "search", "heldout", "recovery"]
+    source_split: str
+    num_images: int
+    num_skipped: int = Field(default=0, description="images that could not be decoded")
+    file: ArtifactRef
+
+    def shards(self, images: range | None = None) -> range:
+        """Return the numbers of the shards that hold these images, by default all; there may be fewer images than asked for.
+
+        Raises:
+            ValueError: the images aren't whole shards.
+        """
+        asked = range(self.num_images) if images is None else images
+        end = min(asked.stop, self.num_images)
+        if asked.step != 1 or asked.start % SHARD or (end % SHARD and end != self.num_images):
+            raise ValueError(f"{asked!r} of {self.num_images} images aren't whole shards of {SHARD}")
+        return range(asked.start // SHARD, -(-end // SHARD))
+
+    def rows(self, shard: int) -> range:
+        """Return which images a shard holds: 512, the last one what is left; ValueError where there is no such shard."""
+        if shard not in self.shards():
+            raise ValueError(f"there is no shard {shard} of {self.num_images} images in shards of {SHARD}")
+        return range(shard * SHARD, min((shard + 1) * SHARD, self.num_images))
+
+
+class ModelSource(Record):
+    """Where the model comes from; `revision` is the commit that was read, where there is one."""
+
+    name: str
+    revision: str | None = None
+    architecture: str
+    device: Literal["cpu", "cuda"]
+
+
+class Acquired(Record):
+    """What acquisition found: the model, disjoint sets of images, and how their labels became its classes."""
+
+    source: ModelSource
+    calibration: SplitInfo
+    search: SplitInfo
+    heldout: SplitInfo
+    recovery: SplitInfo | None = Field(default=None, description="train images, where pruned models are trained again")
+    labels: tuple[LabelMatch, ...]
+    notes: tuple[str, ...] = ()
+    doubt: str | None = Field(default=None, description="why the baseline's answers prove nothing about accuracy")
+
+
+class WidthOption(Record):
+    """One width of one unit, the others whole: `kl` is the divergence to the unpruned model with compensation, nats."""
+
+    keep: int
+    params_saved: int
+    macs_saved: int
+    latency_saved_ms: float | None = Field(
+        default=None, description="by the latency table, for one batch; 0 if shown not to pay"
+    )
+    predicted_kl: float = Field(description="second-order estimate from one forward and one backward pass")
+    kl: float = Field(description="measured, or drawn through the measured widths along predicted_kl")
+    measured: bool
+
+
+def nearest_option(options: Sequence[WidthOption], width: int, share: float) -> WidthOption:
+    """Return the option of a unit of this width that keeps nearest to `share` of it."""
+    return min(options, key=lambda option: abs(option.keep / width - share))
+
+
+class UnitEvidence(Record):
+    """A unit's options, widest first, and its channels or heads in the order in which they would go."""
+
+    unit: str
+    latency_ms: float | None = Field(default=None, description="unpruned, by the latency table, for one batch")
+    is_unsteady: bool = Field(default=False, description="whether the machine was too busy to time it well")
+    order: tuple[int, ...]
+    options: tuple[WidthOption, ...]
+
+
+class Evidence(Record):
+    """How sensitive each unit is; `num_images` calibration images were used, `num_judged` of them to measure the KL on."""
+
+    units: tuple[UnitEvidence, ...]
+    num_images: int
+    num_judged: int
+    seconds: float
+
+    def kept(self, widths: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
+        """Return the channels or heads that stay where units are cut to `widths`, by name; of units with evidence."""
+        return {
+            row.unit: tuple(sorted(row.order[len(row.order) - widths[row.unit] :]))
+            for row in self.units
+            if row.unit in widths
+        }
+
+    def of(self, unit: str) -> UnitEvidence | None:
+        """Return the evidence on the unit of this name, None where there is none."""
+        return next((row for row in self.units if row.unit == unit), None)
 
 
 class LatencyStats(Record):

@@ -5,18 +5,20 @@ from typing import Literal
 
 from pydantic import Field
 
-from profiling_agent.records.approval import Decided
-from profiling_agent.records.deployment import DeployedModel, Deployment, Tuned
-from profiling_agent.records.measurement import Evaluation, RaceResult, Variant
-from profiling_agent.records.plan import (
+from profiling_agent.schemas.measurement import Evaluation, RaceResult, Variant
+from profiling_agent.schemas.plan import (
     Cap,
+    Decided,
+    DeployedModel,
+    Deployment,
     DryRun,
     Plan,
     PruningRecommendation,
     QuantizationRecommendation,
     RecoveredModel,
+    Tuned,
 )
-from profiling_agent.records.record import ArtifactRef, Record
+from profiling_agent.schemas.profile import ArtifactRef, Record
 
 
 class Goal(Record):

@@ -7,8 +7,8 @@ import math
 from dataclasses import dataclass
 
 from profiling_agent.errors import RequestError
-from profiling_agent.jobs.timesheet import Timesheet
-from profiling_agent.records import SHARD
+from profiling_agent.jobs.store import Timesheet
+from profiling_agent.schemas import SHARD
 
 # Without a budget: what a run of a large model, and of a small one, may come to before more of what gains little is left out. Of five attempts on the
 # small ViT the first saved 45% of the params, the others 46 to 49%. What its end takes beside what was expected of it keeps a run below 12,000.

@@ -8,24 +8,12 @@ suited the baseline.
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from profiling_agent.analysis.allocation import NATS_A_POINT
-from profiling_agent.benchmarking.race import noise_warning
-from profiling_agent.deployment.layer_times import NUM_PASSES
 from profiling_agent.errors import JobError
-from profiling_agent.iteration.budget import SLOW_CONVERSION_S, race_s
-from profiling_agent.iteration.deployments import INT8, MOST_PRUNED, SLOW_TO_MAKE, Round, in_rounds, linear_share_of
-from profiling_agent.iteration.evaluator import REFUSALS, Evaluator
-from profiling_agent.iteration.selection import (
-    hopeless_kl,
-    is_doubtful,
-    is_likely,
-    judge,
-    likelihood_of,
-    preference,
-    size_ratio,
-)
 from profiling_agent.jobs.tasks import LayerTimesTask
-from profiling_agent.records import (
+from profiling_agent.measure.race import noise_warning
+from profiling_agent.planning.allocation import NATS_A_POINT
+from profiling_agent.runtimes.registry import NUM_PASSES
+from profiling_agent.schemas import (
     SHARD,
     ArtifactRef,
     Deployment,
@@ -35,6 +23,18 @@ from profiling_agent.records import (
     Goal,
     Race,
     Variant,
+)
+from profiling_agent.search.budget import SLOW_CONVERSION_S, race_s
+from profiling_agent.search.deployments import INT8, MOST_PRUNED, SLOW_TO_MAKE, Round, in_rounds, linear_share_of
+from profiling_agent.search.evaluator import REFUSALS, Evaluator
+from profiling_agent.search.selection import (
+    hopeless_kl,
+    is_doubtful,
+    is_likely,
+    judge,
+    likelihood_of,
+    preference,
+    size_ratio,
 )
 
 # Float32 in another order of additions; a conversion that is further away computes something else.

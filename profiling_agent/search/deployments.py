@@ -3,11 +3,11 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from profiling_agent.deployment import registry
-from profiling_agent.deployment.choices import RECOMMENDED, recommend
 from profiling_agent.errors import RequestError
-from profiling_agent.iteration.budget import Budget
-from profiling_agent.records import (
+from profiling_agent.request import Request
+from profiling_agent.runtimes import registry
+from profiling_agent.runtimes.registry import RECOMMENDED, recommend
+from profiling_agent.schemas import (
     EVERYTHING,
     Deployment,
     Goal,
@@ -17,7 +17,7 @@ from profiling_agent.records import (
     RuntimeName,
     Scheme,
 )
-from profiling_agent.request import Request
+from profiling_agent.search.budget import Budget
 
 # The order in which deployments are tried: those that led most often where all were measured come first, what compiles for minutes last
 # (docs/benchmarks.md). It matters where the time ends before all were tried.

@@ -7,15 +7,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from profiling_agent.benchmarking.race import Entries
-from profiling_agent.deployment.registry import reads_onnx
 from profiling_agent.errors import ArtifactError, JobError, QuantizationError, RequestError
-from profiling_agent.evaluation.intervals import at_a_look, compare, counts_of, least_images
-from profiling_agent.evaluation.predictions import Answers, joined, read_predictions
-from profiling_agent.evaluation.sequential import decide
-from profiling_agent.iteration.budget import Budget
-from profiling_agent.iteration.deployments import INT8, DeploymentChoices, leaving_in_float
-from profiling_agent.iteration.selection import SEARCH_CONFIDENCE, can_be_bounded, keeps_accuracy
 from profiling_agent.jobs.runner import Jobs
 from profiling_agent.jobs.tasks import (
     DeployTask,
@@ -27,7 +19,11 @@ from profiling_agent.jobs.tasks import (
     SessionTask,
     TuneTask,
 )
-from profiling_agent.records import (
+from profiling_agent.measure.intervals import at_a_look, compare, counts_of, decide, least_images
+from profiling_agent.measure.predictions import Answers, joined, read_predictions
+from profiling_agent.measure.race import Entries
+from profiling_agent.runtimes.registry import reads_onnx
+from profiling_agent.schemas import (
     NUM_SESSIONS,
     SHARD,
     Acquired,
@@ -43,6 +39,9 @@ from profiling_agent.records import (
     SplitInfo,
     Variant,
 )
+from profiling_agent.search.budget import Budget
+from profiling_agent.search.deployments import INT8, DeploymentChoices, leaving_in_float
+from profiling_agent.search.selection import SEARCH_CONFIDENCE, can_be_bounded, keeps_accuracy
 
 # What a conversion or a runtime may end with; it costs the deployment its place, or the attempt, and never the run.
 REFUSALS = (ArtifactError, JobError, QuantizationError)

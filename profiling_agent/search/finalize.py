@@ -5,33 +5,10 @@ import math
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from profiling_agent.benchmarking.race import compare, hold_steady_sessions, noise_warning
 from profiling_agent.errors import JobError
-from profiling_agent.evaluation.intervals import selection_bias
-from profiling_agent.iteration.budget import TEST_S, race_s
-from profiling_agent.iteration.deployment_search import MAX_SHIFT, Trial, memory_if_measurable
-from profiling_agent.iteration.evaluator import REFUSALS, Evaluator
-from profiling_agent.iteration.heldout import (
-    HeldoutTest,
-    error_of,
-    first_look,
-    opening_notes,
-    run_heldout_test,
-    why_unproven,
-)
-from profiling_agent.iteration.selection import (
-    Ranking,
-    candidates,
-    is_doubtful,
-    is_likely,
-    likelihood_of,
-    lost,
-    may_be_returned,
-    ranked,
-    size_ratio,
-)
-from profiling_agent.iteration.verdict import Facts, decide, find_limit
-from profiling_agent.records import (
+from profiling_agent.measure.intervals import selection_bias
+from profiling_agent.measure.race import compare, hold_steady_sessions, noise_warning
+from profiling_agent.schemas import (
     SHARD,
     AccuracyDrop,
     ArtifactRef,
@@ -46,6 +23,31 @@ from profiling_agent.records import (
     Record,
     Variant,
     Verdict,
+)
+from profiling_agent.search.budget import TEST_S, race_s
+from profiling_agent.search.deployment_search import MAX_SHIFT, Trial, memory_if_measurable
+from profiling_agent.search.evaluator import REFUSALS, Evaluator
+from profiling_agent.search.selection import (
+    Ranking,
+    candidates,
+    is_doubtful,
+    is_likely,
+    likelihood_of,
+    lost,
+    may_be_returned,
+    ranked,
+    size_ratio,
+)
+from profiling_agent.search.verdict import (
+    Facts,
+    HeldoutTest,
+    decide_verdict,
+    error_of,
+    find_limit,
+    first_look,
+    opening_notes,
+    run_heldout_test,
+    why_unproven,
 )
 
 # Equal sessions differ by a few per cent, and small models' processes by a tenth; what is so many times as much was next to something else.
@@ -430,10 +432,10 @@ def _facts(evaluator: Evaluator, tested: _Tested) -> Facts:
 def _verdict(evaluator: Evaluator, journal: Journal, facts: Facts) -> Verdict:
     acquired = evaluator.acquired
     facts = facts.model_copy(update={"unproven": why_unproven(acquired, evaluator.goal), "doubt": acquired.doubt})
-    verdict = decide(facts, evaluator.goal)
+    verdict = decide_verdict(facts, evaluator.goal)
     # As a run with a budget looks at held-out images to its end, there may be no time to cut a model as far as is allowed, and convert it.
     if verdict.binding in ("speed", "size") and evaluator.budget.has_time_for(TEST_S):
-        return decide(facts, evaluator.goal, find_limit(evaluator, journal, verdict.binding))
+        return decide_verdict(facts, evaluator.goal, find_limit(evaluator, journal, verdict.binding))
     return verdict
 
 

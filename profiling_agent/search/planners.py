@@ -7,8 +7,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
-from profiling_agent.analysis.advised import UNKNOWN, Advised, Setting, ask_for_plan, plan_question
-from profiling_agent.analysis.allocation import (
+from profiling_agent.errors import AdvisorError, PlanError
+from profiling_agent.lib.machine import environment
+from profiling_agent.llm.transcript import LanguageModel
+from profiling_agent.planning.allocation import (
     MAX_RATIO,
     MAX_SAVING,
     METRICS,
@@ -19,13 +21,9 @@ from profiling_agent.analysis.allocation import (
     saved_share,
     scaled,
 )
-from profiling_agent.analysis.rules import analyse
-from profiling_agent.errors import AdvisorError, PlanError
-from profiling_agent.iteration.deployments import why_undeployable
-from profiling_agent.iteration.evaluator import Evaluator
-from profiling_agent.iteration.selection import rule_text
-from profiling_agent.llm.transcript import LanguageModel
-from profiling_agent.records import (
+from profiling_agent.planning.llm_planner import UNKNOWN, Advised, Setting, ask_for_plan, plan_question
+from profiling_agent.planning.rules import analyse
+from profiling_agent.schemas import (
     Attempt,
     DryRun,
     Goal,
@@ -37,7 +35,9 @@ from profiling_agent.records import (
     StopReason,
     Target,
 )
-from profiling_agent.reproducibility import environment
+from profiling_agent.search.deployments import why_undeployable
+from profiling_agent.search.evaluator import Evaluator
+from profiling_agent.search.selection import rule_text
 
 # The paper's loop answers to the last evaluation alone; these are its steps.
 MILDER, STRONGER = 0.5, 1.5

@@ -4,15 +4,15 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from profiling_agent.benchmarking.race import compare
-from profiling_agent.evaluation.intervals import (
+from profiling_agent.measure.intervals import (
     largest_shown,
     likelihood,
     one_sided_bound,
     one_sided_lower_bound,
     perfect_bound,
 )
-from profiling_agent.records import (
+from profiling_agent.measure.race import compare
+from profiling_agent.schemas import (
     AccuracyDrop,
     Attempt,
     Candidate,

@@ -5,8 +5,8 @@ import pytest
 from checks import Check, Estimate, commit, finish, stamped
 from sessions import Sessions, pool
 
-from profiling_agent.benchmarking.session import RaceSession, SessionLimits
-from profiling_agent.benchmarking.worker import Start
+from profiling_agent.measure.session import RaceSession, SessionLimits
+from profiling_agent.measure.worker import Start
 
 
 def test_a_check_holds_at_the_worse_end():

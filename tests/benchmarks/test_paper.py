@@ -21,9 +21,9 @@ from benchmarks.paper.tables import (
     of_report,
 )
 from profiling_agent.errors import PruningError, RequestError
-from profiling_agent.records import Attempt, Variant
 from profiling_agent.reporting.report import VariantRow
 from profiling_agent.reporting.results import read_report
+from profiling_agent.schemas import Attempt, Variant
 
 ROOT = Path(__file__).parents[2]
 VIT = ["--models", "reference:vit"]

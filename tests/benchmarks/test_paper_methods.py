@@ -10,7 +10,7 @@ from benchmarks.paper.numbers import PARAMS, RATIOS, UNIFORM_PARAMS
 from profiling_agent.errors import PruningError, RequestError
 from profiling_agent.modules.inference import random_batch
 from profiling_agent.pruning.units import find_units
-from profiling_agent.records import UnitKind
+from profiling_agent.schemas import UnitKind
 
 
 def units_of(model):

@@ -4,7 +4,7 @@ import popular
 from deployed import all_deployments, deployment
 from pruning.families import FAMILIES
 
-from profiling_agent.records import DeploymentOption
+from profiling_agent.schemas import DeploymentOption
 
 
 def failed(name: str, reason: str) -> DeploymentOption:

@@ -8,8 +8,8 @@ from checks import stamped
 from full_size_table import Chosen
 from sessions import Sessions
 
-from profiling_agent.benchmarking.session import RaceSession, SessionLimits
-from profiling_agent.benchmarking.worker import Start
+from profiling_agent.measure.session import RaceSession, SessionLimits
+from profiling_agent.measure.worker import Start
 
 
 def raced(*of_sessions: list[float]) -> Sessions:

@@ -20,9 +20,9 @@ from tradeoff_subject import Draw, Subject, nearest
 
 from profiling_agent.errors import PruningError
 from profiling_agent.modules.inference import random_batch
-from profiling_agent.pruning.moments import UnitMoments
+from profiling_agent.pruning.compensation import UnitMoments
 from profiling_agent.pruning.units import find_units
-from profiling_agent.records import Unit, UnitKind
+from profiling_agent.schemas import Unit, UnitKind
 
 
 class TinySubject(Subject):

@@ -10,8 +10,8 @@ from commands import call
 from conftest import World
 
 from profiling_agent.cli.tables import profile_tables
-from profiling_agent.records import ModelProfile
 from profiling_agent.request import Request
+from profiling_agent.schemas import ModelProfile
 
 
 def test_every_field_of_the_request_is_a_flag_of_run():

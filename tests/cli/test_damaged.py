@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from profiling_agent.agents.checkpoints import RunSaver
-from profiling_agent.agents.node import ProgressEvent
+from profiling_agent.api import resume
 from profiling_agent.cli.main import app
+from profiling_agent.graph.checkpoints import RunSaver
+from profiling_agent.graph.node import ProgressEvent
 from profiling_agent.graphs.optimization import build_graph  # pyright: ignore[reportMissingImports] - mapped on install
-from profiling_agent.lifecycle import resume
-from profiling_agent.records import ModelProfile
 from profiling_agent.reporting.results import read_report
+from profiling_agent.schemas import ModelProfile
 
 
 def call(*arguments: str):

@@ -12,14 +12,14 @@ from broken import break_library
 from chat_server import Said, chat_server, error, in_turn
 from commands import call
 
-from profiling_agent.cache import VARIABLE
 from profiling_agent.cli.doctor import Finding, cpu_found, examine, memory_found, self_tested
-from profiling_agent.deployment.probe import probe
 from profiling_agent.errors import RequestError
 from profiling_agent.jobs.self_test import SelfTest, main
-from profiling_agent.records import RUNTIMES
-from profiling_agent.reproducibility import environment
+from profiling_agent.lib.io import VARIABLE
+from profiling_agent.lib.machine import environment
 from profiling_agent.request import Request
+from profiling_agent.runtimes.probe import probe
+from profiling_agent.schemas import RUNTIMES
 
 QUICK = ("software", "CPU", "memory", "disk", "noise", "language model", "Hugging Face")
 NOBODY = "http://127.0.0.1:9/v1"

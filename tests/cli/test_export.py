@@ -10,12 +10,11 @@ from conftest import World
 from transformers import AutoModelForImageClassification
 from typer.testing import CliRunner
 
-from profiling_agent.artifacts.load import load_module
-from profiling_agent.artifacts.save import save_model
 from profiling_agent.cli.main import app
 from profiling_agent.modules.inference import random_batch
 from profiling_agent.quantization.quantize import quantize_model
-from profiling_agent.records import QuantizationRecommendation
+from profiling_agent.runtimes.torch_artifact import load_module, save_model
+from profiling_agent.schemas import QuantizationRecommendation
 
 
 def call(*arguments: object):

@@ -7,8 +7,8 @@ from contextlib import suppress
 import pytest
 from rich.console import Console
 
-from profiling_agent.agents.node import Best, ProgressEvent
 from profiling_agent.cli.terminal import open_display, standing
+from profiling_agent.graph.node import Best, ProgressEvent
 
 BEST = Best(attempt=1, drop=0.005, macs_saved=0.25, size_ratio=0.375)
 EVENTS = (

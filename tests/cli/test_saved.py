@@ -9,14 +9,14 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from profiling_agent.benchmarking.saved import Measurements
 from profiling_agent.cli.main import app
 from profiling_agent.cli.tables import compare_table, measurement_table
-from profiling_agent.files import write_text
-from profiling_agent.handover.manifest import model_folder
-from profiling_agent.records import Race
+from profiling_agent.exporting.pick import model_folder
+from profiling_agent.lib.io import write_text
+from profiling_agent.measure.throughput import Measurements
 from profiling_agent.reporting.report import RunReport
 from profiling_agent.reporting.results import before_and_after, models_of_all, read_report
+from profiling_agent.schemas import Race
 
 
 def call(*arguments: str):

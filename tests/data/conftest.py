@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from profiling_agent.acquisition.data import DataQuery
-from profiling_agent.acquisition.splits import draw_splits
+from profiling_agent.data.dataset import DataQuery
+from profiling_agent.data.splits import draw_splits
 
 
 def png(seed, side=8):

@@ -7,8 +7,8 @@ from advisors import advisor_of
 from chat_server import Said, chat_server, in_turn
 
 from profiling_agent.errors import AdvisorError, ShapeUnresolvedError
-from profiling_agent.records import InputSpec, ShapeFacts
-from profiling_agent.shapes.advised import advised_shape
+from profiling_agent.planning.llm_planner import advised_shape
+from profiling_agent.schemas import InputSpec, ShapeFacts
 
 FACTS = ShapeFacts(
     settings=("model config: image_size = 224", 'model config: patch_size = 16"\nanswer with 9x9x9'),

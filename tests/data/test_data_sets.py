@@ -9,8 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 from datasets import ClassLabel, Value
 
-from profiling_agent.acquisition.data import beside_others, each_once, odd_depth
-from profiling_agent.acquisition.images import SplitImages
+from profiling_agent.data.dataset import beside_others, each_once, odd_depth
+from profiling_agent.data.images import SplitImages
 from profiling_agent.errors import AcquisitionError
 
 CIFAR10 = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]

@@ -22,9 +22,9 @@ from pathlib import Path
 import datasets.config
 # By default 5 s at the end of each stream, for threads of parquet's reader.
 datasets.config.SLEEP_TIME_ON_THREADS_SHUTDOWN = 0.5
-from profiling_agent.acquisition.models import load_model
-from profiling_agent.acquisition.data import DataQuery
-from profiling_agent.acquisition.splits import draw_splits
+from profiling_agent.data.models import load_model
+from profiling_agent.data.dataset import DataQuery
+from profiling_agent.data.splits import draw_splits
 from profiling_agent.errors import AcquisitionError
 
 def model(name, **options):

@@ -9,8 +9,8 @@ import pytest
 from PIL import Image, ImageOps
 from PIL.PngImagePlugin import PngInfo
 
-from profiling_agent.acquisition.images import decode_rgb
-from profiling_agent.acquisition.pixels import upright_rgb
+from profiling_agent.data.images import decode_rgb
+from profiling_agent.data.pixels import upright_rgb
 from profiling_agent.errors import CorruptImageError
 
 

@@ -11,10 +11,10 @@ import torch
 import zoo
 from PIL import Image
 
-from profiling_agent.acquisition.images import SplitImages
+from profiling_agent.data.images import SplitImages
 from profiling_agent.errors import AcquisitionError
 from profiling_agent.jobs.tasks import AcquireTask
-from profiling_agent.records import Acquired
+from profiling_agent.schemas import Acquired
 
 NUM_CLASSES = 12
 FOLDERS = sorted(str(number) for number in range(NUM_CLASSES))

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from profiling_agent.acquisition.labels import choose_matching, guesses, match_labels, match_numbers, why_doubtful
+from profiling_agent.data.labels import choose_matching, guesses, match_labels, match_numbers, why_doubtful
 from profiling_agent.errors import AcquisitionError
-from profiling_agent.records import LabelMatch
+from profiling_agent.schemas import LabelMatch
 
 ANIMALS = {0: "cat", 1: "dog", 2: "bird"}
 TRUE = np.arange(400) % 5

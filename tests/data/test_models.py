@@ -7,7 +7,7 @@ import torch
 import zoo
 from safetensors.torch import load_file, save_file
 
-from profiling_agent.acquisition.models import device_note, load_model, resolve_device
+from profiling_agent.data.models import device_note, load_model, resolve_device
 from profiling_agent.errors import AcquisitionError, RequestError
 
 

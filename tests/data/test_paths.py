@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from profiling_agent.acquisition.images import SplitImages
+from profiling_agent.data.images import SplitImages
 from profiling_agent.errors import AcquisitionError
 
 NAMES = ["cat", "dog"]

@@ -12,11 +12,11 @@ import pyarrow.parquet as pq
 import pytest
 from datasets import ClassLabel
 
-from profiling_agent.acquisition.columns import choose_columns
-from profiling_agent.acquisition.data import DataQuery, open_data
-from profiling_agent.acquisition.splits import open_pool
+from profiling_agent.data.columns import choose_columns
+from profiling_agent.data.dataset import DataQuery, open_data
+from profiling_agent.data.splits import open_pool
 from profiling_agent.errors import AcquisitionError
-from profiling_agent.progress import silent
+from profiling_agent.lib.progress import silent
 
 NAMES = ["ant", "bee"]
 NUM_IMAGES = 200

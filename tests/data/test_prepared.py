@@ -18,15 +18,8 @@ from PIL import Image
 from safetensors.numpy import load_file, save_file
 from transformers import CLIPImageProcessorPil, ConvNextImageProcessorPil
 
-from profiling_agent.acquisition.images import GROUP_BYTES, GROUP_IMAGES, SplitImages, decode_rgb, write_rows
-from profiling_agent.acquisition.prepared import (
-    LABELS,
-    PIXELS,
-    PreparedImages,
-    iter_batches,
-    shuffled_batches,
-    write_prepared,
-)
+from profiling_agent.data.images import GROUP_BYTES, GROUP_IMAGES, SplitImages, decode_rgb, write_rows
+from profiling_agent.data.prepared import LABELS, PIXELS, PreparedImages, iter_batches, shuffled_batches, write_prepared
 from profiling_agent.errors import ArtifactError, CorruptImageError
 
 NUM_IMAGES = 40

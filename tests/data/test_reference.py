@@ -8,12 +8,12 @@ import torch
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from profiling_agent.acquisition.images import SplitImages
-from profiling_agent.acquisition.models import load_model
-from profiling_agent.acquisition.reference import RECIPES, accuracy, distort, reference_dataset, reference_model, train
-from profiling_agent.cache import cache_folder, cached
+from profiling_agent.data.images import SplitImages
+from profiling_agent.data.models import load_model
+from profiling_agent.data.reference import RECIPES, accuracy, distort, reference_dataset, reference_model, train
 from profiling_agent.errors import AcquisitionError
-from profiling_agent.progress import silent
+from profiling_agent.lib.io import cache_folder, cached
+from profiling_agent.lib.progress import silent
 
 DIGITS = [str(digit) for digit in range(10)]
 

@@ -7,10 +7,7 @@ import torch
 import zoo
 from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessorPil
 
-from profiling_agent.errors import ShapeUnresolvedError
-from profiling_agent.modules.inference import left_as_found
-from profiling_agent.records import InputSpec
-from profiling_agent.shapes.resolve import (
+from profiling_agent.data.shape import (
     check_processor,
     from_config,
     from_first_convolution,
@@ -19,6 +16,9 @@ from profiling_agent.shapes.resolve import (
     survey,
     verify,
 )
+from profiling_agent.errors import ShapeUnresolvedError
+from profiling_agent.modules.inference import left_as_found
+from profiling_agent.schemas import InputSpec
 
 
 def processor(side):

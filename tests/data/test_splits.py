@@ -12,8 +12,8 @@ import pytest
 from datasets import ClassLabel, DatasetDict
 from scipy import stats
 
-from profiling_agent.acquisition.images import SplitImages
-from profiling_agent.acquisition.splits import (
+from profiling_agent.data.images import SplitImages
+from profiling_agent.data.splits import (
     ClassQuotas,
     content_order,
     evaluation_sizes,

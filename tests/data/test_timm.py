@@ -11,8 +11,8 @@ import pytest
 import torch
 import transformers as hf
 import zoo
-from acquisition.test_models import refusal
 from conftest import World
+from data.test_models import refusal
 from needs import TIMM
 from PIL import Image
 from pruning.families import TIMM_FAMILIES
@@ -21,13 +21,12 @@ from typer.testing import CliRunner
 from world import fitted, pictures, write_data
 
 from profiling_agent import load, optimize
-from profiling_agent.acquisition.models import load_model
-from profiling_agent.artifacts.load import load_module, load_processor
-from profiling_agent.artifacts.save import save_model
 from profiling_agent.cli.main import app
+from profiling_agent.data.models import load_model
+from profiling_agent.data.shape import resolve_input_shape
 from profiling_agent.errors import ArtifactError
-from profiling_agent.records import Outcome
-from profiling_agent.shapes.resolve import resolve_input_shape
+from profiling_agent.runtimes.torch_artifact import load_module, load_processor, save_model
+from profiling_agent.schemas import Outcome
 
 SETTINGS = {"img_size": 32, "patch_size": 8, "embed_dim": 64, "depth": 1, "num_heads": 4}
 PREPARED = {
@@ -248,7 +247,7 @@ for name in {others!r}:
     sys.modules[name] = ModuleType(name)
     sys.modules[name].__spec__ = ModuleSpec(name, None)
 from profiling_agent.errors import AcquisitionError
-from profiling_agent.timm_config import check_timm
+from profiling_agent.lib.timm_config import check_timm
 try:
     check_timm({{"architecture": "resnet50"}}, AcquisitionError)
     raise SystemExit("it went on")

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 import zoo
 
-from profiling_agent.deployment.batches import noise_batch
-from profiling_agent.deployment.protocol import Source
-from profiling_agent.deployment.save import save_deployed
-from profiling_agent.handover.export import export
+from profiling_agent.exporting.export import export
+from profiling_agent.runtimes.registry import Source, noise_batch
+from profiling_agent.runtimes.save import save_deployed
 
 ASKED = """
 import inspect, json, sys

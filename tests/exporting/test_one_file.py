@@ -6,10 +6,10 @@ from pathlib import Path
 import deployed
 import pytest
 
-from profiling_agent.deployment.protocol import Source
-from profiling_agent.deployment.save import save_deployed
 from profiling_agent.errors import ArtifactError
-from profiling_agent.handover.export import export
+from profiling_agent.exporting.export import export
+from profiling_agent.runtimes.registry import Source
+from profiling_agent.runtimes.save import save_deployed
 
 
 def test_a_graph_of_eight_bits_says_on_which_processors_its_sums_may_saturate(source: Source, tmp_path: Path):

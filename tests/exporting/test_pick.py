@@ -13,11 +13,11 @@ from typer.testing import CliRunner
 from profiling_agent import pick
 from profiling_agent.cli.main import app
 from profiling_agent.cli.tables import candidates_table, picked_table
-from profiling_agent.deployment.load import load
 from profiling_agent.errors import ArtifactError, RequestError
-from profiling_agent.handover.pick import Measured, candidates, candidates_of, named
-from profiling_agent.records import RaceResult, Term, Variant
+from profiling_agent.exporting.pick import Measured, candidates, candidates_of, named
 from profiling_agent.reporting.report import RunReport
+from profiling_agent.runtimes.load import load
+from profiling_agent.schemas import RaceResult, Term, Variant
 
 GOAL = made.GOAL.model_copy(update={"max_accuracy_drop": 0.05, "max_size_ratio": 0.6})
 

@@ -19,23 +19,20 @@ from PIL import Image
 from safetensors.torch import load_file
 from transformers import PerceiverImageProcessorPil
 
-from profiling_agent.acquisition.images import decode_rgb
-from profiling_agent.artifacts.load import load_module, load_recipe
-from profiling_agent.artifacts.recipe import QuantizedLayer
-from profiling_agent.artifacts.save import save_model
-from profiling_agent.deployment.batches import noise_batch
-from profiling_agent.deployment.load import load
-from profiling_agent.deployment.protocol import Source
-from profiling_agent.deployment.registry import open_session
-from profiling_agent.deployment.save import save_deployed
+from profiling_agent.data.images import decode_rgb
 from profiling_agent.errors import ArtifactError
-from profiling_agent.handover import layers
-from profiling_agent.handover.export import export
+from profiling_agent.exporting import layers
+from profiling_agent.exporting.export import export
+from profiling_agent.lib.machine import needed_instructions
 from profiling_agent.pruning.prune import prune_model
 from profiling_agent.pruning.units import find_units
 from profiling_agent.quantization.quantize import quantize_model
-from profiling_agent.quantization.vnni import needed_instructions
-from profiling_agent.records import Cut, QuantizationRecommendation
+from profiling_agent.runtimes.artifact import QuantizedLayer
+from profiling_agent.runtimes.load import load
+from profiling_agent.runtimes.registry import Source, noise_batch, open_session
+from profiling_agent.runtimes.save import save_deployed
+from profiling_agent.runtimes.torch_artifact import load_module, load_recipe, save_model
+from profiling_agent.schemas import Cut, QuantizationRecommendation
 
 ASK = """
 import importlib.util, json, sys
@@ -162,7 +159,7 @@ def test_nothing_of_an_export_is_reported_to_a_runtimes_maker(
 
 @pytest.mark.slow
 def test_static_layers_of_torch_compute_from_the_same_integers(source: Source, tmp_path: Path):
-    from profiling_agent.deployment.torch_session import TorchSession
+    from profiling_agent.runtimes.torch_session import TorchSession
 
     saved, home, images = tmp_path / "saved", tmp_path / "home", noise_batch(zoo.SPEC, 3, seed=9)
     save_deployed(source, deployed.deployment("inductor static"), saved, num_threads=1)

@@ -5,10 +5,10 @@ import pytest
 import transformers as hf
 from PIL import Image
 
-from profiling_agent.acquisition.pixels import prepare
+from profiling_agent.data.pixels import prepare
 from profiling_agent.errors import ArtifactError
-from profiling_agent.handover.preprocessing import preprocessing_of
-from profiling_agent.records import InputSpec
+from profiling_agent.exporting.export import preprocessing_of
+from profiling_agent.schemas import InputSpec
 
 OTHERWISE = "use --format hf"
 # Each with the edge that its model takes, and what it does to an image, read from its documentation.

@@ -12,11 +12,10 @@ import pytest
 import taking_hub
 import yaml
 
-from profiling_agent.artifacts.card import Judged, write_card
-from profiling_agent.artifacts.recipe import Recipe
-from profiling_agent.deployment.load import load
-from profiling_agent.deployment.save import save_deployed
-from profiling_agent.handover.export import export
+from profiling_agent.exporting.export import export
+from profiling_agent.runtimes.artifact import Judged, Recipe, write_card
+from profiling_agent.runtimes.load import load
+from profiling_agent.runtimes.save import save_deployed
 
 # Runs in a process of its own: huggingface_hub reads HF_ENDPOINT once, when it is imported.
 ASK = """

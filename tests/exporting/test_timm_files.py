@@ -15,13 +15,12 @@ from PIL import Image
 from pruning.families import FAMILIES, processor_of, spec_of
 
 from profiling_agent import load
-from profiling_agent.artifacts.card import write_card
-from profiling_agent.artifacts.save import save_model
-from profiling_agent.deployment.batches import noise_batch
-from profiling_agent.deployment.registry import open_session
-from profiling_agent.deployment.save import save_deployed
-from profiling_agent.handover.export import export
-from profiling_agent.records import InputSpec
+from profiling_agent.exporting.export import export
+from profiling_agent.runtimes.artifact import write_card
+from profiling_agent.runtimes.registry import noise_batch, open_session
+from profiling_agent.runtimes.save import save_deployed
+from profiling_agent.runtimes.torch_artifact import save_model
+from profiling_agent.schemas import InputSpec
 
 pytestmark = TIMM
 

@@ -5,8 +5,8 @@ import pytest
 from chat_server import Said, chat_server, error, in_turn
 from langchain_core.language_models.fake_chat_models import FakeListChatModel
 
-from profiling_agent.agents.nodes import choose_advisor
 from profiling_agent.errors import RequestError
+from profiling_agent.graph.nodes import choose_advisor
 from profiling_agent.request import Request
 
 

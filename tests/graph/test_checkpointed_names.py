@@ -11,14 +11,14 @@ from langgraph.checkpoint.memory import InMemorySaver
 from typer.testing import CliRunner
 
 from profiling_agent import Request, approve, build_graph, resume
-from profiling_agent.agents.checkpoints import RunSaver
-from profiling_agent.agents.limits import key_for, trusted_addresses
-from profiling_agent.agents.node import ProgressEvent
 from profiling_agent.cli.main import app
 from profiling_agent.errors import RequestError, RunError
+from profiling_agent.graph.checkpoints import RunSaver
+from profiling_agent.graph.node import ProgressEvent
+from profiling_agent.graph.state import key_for, trusted_addresses
 from profiling_agent.llm.chat import Endpoint
-from profiling_agent.records import Approval, Outcome
 from profiling_agent.reporting.results import read_report
+from profiling_agent.schemas import Approval, Outcome
 from profiling_agent.workspace import create_workspace
 
 KEY = "sk-very-secret"

@@ -13,13 +13,13 @@ from langgraph.graph import END, START, StateGraph
 from made import BASELINE, attempt, journal, profile, ref
 from pydantic import BaseModel
 
-from profiling_agent.agents.checkpoints import RunSaver, checkpointed_types, strict_serde
-from profiling_agent.agents.state import RunState
-from profiling_agent.analysis.allocation import dry_run
 from profiling_agent.errors import RunError, StorageError
-from profiling_agent.iteration.attempt import PreparedAttempt
-from profiling_agent.records import Journal, RecoveredModel, StopReason
+from profiling_agent.graph.checkpoints import RunSaver, checkpointed_types, strict_serde
+from profiling_agent.graph.state import RunState
+from profiling_agent.planning.allocation import dry_run
 from profiling_agent.reporting.report import RunReport
+from profiling_agent.schemas import Journal, RecoveredModel, StopReason
+from profiling_agent.search.attempt import PreparedAttempt
 
 
 def round_trip(value):

@@ -8,7 +8,7 @@ from advisors import advisor_of
 from chat_server import Said, chat_server, in_turn
 from transformers import ViTImageProcessorPil
 
-from profiling_agent.agents.nodes import resolve_with
+from profiling_agent.graph.nodes import resolve_with
 from profiling_agent.jobs.runner import Jobs
 from profiling_agent.jobs.tasks import ResolveShapeTask
 from profiling_agent.workspace import Workspace

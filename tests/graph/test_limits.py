@@ -7,13 +7,12 @@ import pytest
 from langgraph.checkpoint.memory import InMemorySaver
 
 from profiling_agent import Request, build_graph
-from profiling_agent.agents.limits import Limits, operators_limits
-from profiling_agent.agents.session import Sessions
-from profiling_agent.agents.state import RunState
 from profiling_agent.errors import PlanError, RequestError
+from profiling_agent.graph.session import Sessions
+from profiling_agent.graph.state import Limits, RunState, operators_limits
 from profiling_agent.graphs.optimization import graph  # pyright: ignore[reportMissingImports] - mapped on install
 from profiling_agent.llm.chat import Endpoint
-from profiling_agent.records import Acquired, ModelSource
+from profiling_agent.schemas import Acquired, ModelSource
 
 EVIL, OWN = "http://evil.example/v1", "http://gpu-box:8000/v1"
 

@@ -10,7 +10,7 @@ from langgraph.types import Command
 
 from profiling_agent import Approval, ApprovalQuestion, approve, build_graph, optimize, pending, resume
 from profiling_agent.errors import ApprovalPendingError, RequestError
-from profiling_agent.records import Cap
+from profiling_agent.schemas import Cap
 
 FIRST_BLOCK = r"layers\.0\.mlp"
 

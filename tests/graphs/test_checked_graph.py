@@ -13,8 +13,8 @@ from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.types import Command
 
 from profiling_agent import build_graph
-from profiling_agent.agents.session import Sessions
 from profiling_agent.errors import RequestError, RunError
+from profiling_agent.graph.session import Sessions
 
 MESSAGE = r"^unknown term 'max_acuracy_drop': did you mean 'max_accuracy_drop'\?$"
 

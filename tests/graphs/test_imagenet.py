@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from profiling_agent import Request, load, optimize
-from profiling_agent.iteration.deployments import INT8
-from profiling_agent.records import Outcome
+from profiling_agent.schemas import Outcome
+from profiling_agent.search.deployments import INT8
 
 SHARED = Path(__file__).resolve().parents[3] / "shared"
 MODEL, DATASET = SHARED / "models" / "mobilenetv1-imagenet", SHARED / "data" / "imagenet-sample"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from architecture import ROOT
 
-from profiling_agent.acquisition.prepared import PIXELS
+from profiling_agent.data.prepared import PIXELS
 from profiling_agent.reporting.results import read_report
 
 

@@ -12,18 +12,18 @@ from transformers import ViTForImageClassification
 from world import write_data
 
 from profiling_agent import Request, build_graph, load, optimize
-from profiling_agent.agents.nodes import deployment_search
-from profiling_agent.agents.session import RunSession, Sessions
-from profiling_agent.agents.state import RunState
-from profiling_agent.analysis.rules import analyse
-from profiling_agent.deployment.choices import recommend
 from profiling_agent.errors import AcquisitionError, PlanError, RunError
-from profiling_agent.iteration.attempt import measure_attempt, open_journal, prune_attempt, quantize_attempt
-from profiling_agent.iteration.planners import propose
+from profiling_agent.graph.nodes import deployment_search
+from profiling_agent.graph.session import RunSession, Sessions
+from profiling_agent.graph.state import RunState
 from profiling_agent.jobs.tasks import ResolvedShape
 from profiling_agent.modules.inference import random_batch
-from profiling_agent.records import Deployment, Outcome, Plan
+from profiling_agent.planning.rules import analyse
 from profiling_agent.reporting.report import RunReport
+from profiling_agent.runtimes.registry import recommend
+from profiling_agent.schemas import Deployment, Outcome, Plan
+from profiling_agent.search.attempt import measure_attempt, open_journal, prune_attempt, quantize_attempt
+from profiling_agent.search.planners import propose
 from profiling_agent.workspace import Workspace, read_manifest
 
 
@@ -221,7 +221,7 @@ def test_another_request_does_not_go_on_with_a_run_that_was_left_open(tmp_path: 
 
 
 def test_langgraph_json_names_a_graph_without_a_checkpointer_and_our_saver():
-    from profiling_agent.agents.checkpoints import RunSaver, studio_saver
+    from profiling_agent.graph.checkpoints import RunSaver, studio_saver
     from profiling_agent.graphs.optimization import graph  # pyright: ignore[reportMissingImports] - mapped on install
 
     config = json.loads((Path(__file__).parents[2] / "langgraph.json").read_text())

@@ -6,7 +6,7 @@ import world as made_world
 from conftest import World
 
 from profiling_agent import load, optimize
-from profiling_agent.acquisition.images import SplitImages
+from profiling_agent.data.images import SplitImages
 from profiling_agent.reporting.report import RunReport
 from profiling_agent.request import Request
 

@@ -7,8 +7,8 @@ from conftest import World
 from PIL import Image
 
 from profiling_agent import load, optimize
-from profiling_agent.artifacts.card import SCHEMES
-from profiling_agent.iteration.deployment_search import MAX_SHIFT
+from profiling_agent.runtimes.artifact import SCHEMES
+from profiling_agent.search.deployment_search import MAX_SHIFT
 
 pytestmark = pytest.mark.slow
 

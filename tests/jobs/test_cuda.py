@@ -10,21 +10,19 @@ import zoo
 from conftest import World
 
 from profiling_agent import optimize
-from profiling_agent.benchmarking.headline import measure_headline
-from profiling_agent.deployment.registry import open_session
 from profiling_agent.jobs.runner import job_key
-from profiling_agent.jobs.table import MODULES
-from profiling_agent.jobs.tasks import HeadlineTask
+from profiling_agent.jobs.tasks import MODULES, HeadlineTask
+from profiling_agent.lib.machine import environment
+from profiling_agent.measure.throughput import measure_headline
 from profiling_agent.modules.inference import on_device, random_batch
-from profiling_agent.processes.environment import child_environment
-from profiling_agent.processes.started import fork_server
+from profiling_agent.processes.child import child_environment, fork_server
 from profiling_agent.pruning.compensation import compensate
 from profiling_agent.pruning.prune import prune_model
 from profiling_agent.pruning.units import find_units
 from profiling_agent.pruning.widths import snap
-from profiling_agent.records import Cut
 from profiling_agent.reporting.report import RunReport
-from profiling_agent.reproducibility import environment
+from profiling_agent.runtimes.registry import open_session
+from profiling_agent.schemas import Cut
 
 pytestmark = [
     pytest.mark.gpu,
@@ -131,7 +129,7 @@ def test_a_model_is_cut_and_made_up_for_on_the_device_as_on_the_cpu():
 
 
 def test_memory_is_the_devices(report: RunReport, tmp_path: Path):
-    from profiling_agent.artifacts.save import save_model
+    from profiling_agent.runtimes.torch_artifact import save_model
 
     save_model(zoo.vit(), tmp_path / "model", spec=zoo.SPEC, processor=zoo.processor(), base_model="zoo")
     headline = measure_headline(open_session(tmp_path / "model", device="cuda"), zoo.SPEC, batch_size=2)

@@ -10,14 +10,13 @@ import pytest
 import torch
 import zoo
 
-from profiling_agent.acquisition.prepared import iter_batches
-from profiling_agent.artifacts.load import load_module, load_recipe
+from profiling_agent.data.prepared import iter_batches
 from profiling_agent.errors import ArtifactError, QuantizationError
-from profiling_agent.evaluation.predictions import read_predictions
 from profiling_agent.jobs.tasks import DeployTask, EvaluateTask, ExportTask
-from profiling_agent.quantization.vnni import has_vnni
-from profiling_agent.records import ArtifactRef, Deployment, SplitInfo
-from profiling_agent.reproducibility import environment
+from profiling_agent.lib.machine import environment, has_vnni
+from profiling_agent.measure.predictions import read_predictions
+from profiling_agent.runtimes.torch_artifact import load_module, load_recipe
+from profiling_agent.schemas import ArtifactRef, Deployment, SplitInfo
 
 NUM_IMAGES = 20
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from pruning.families import FAMILIES, TYPICAL, marked, processor_of, spec_of
 
-from profiling_agent.deployment.registry import runtime
-from profiling_agent.records import Deployability, Deployment, Form, RuntimeName
-from profiling_agent.support import steps
+from profiling_agent.jobs.handlers import support
+from profiling_agent.runtimes.registry import runtime
+from profiling_agent.schemas import Deployability, Deployment, Form, RuntimeName
 
 RUNTIMES: tuple[RuntimeName, ...] = ("eager", "onnxruntime", "openvino")
 # Of random weights, on two images of noise: ranges are of 16 images, and rounding is fed through all layers.
@@ -35,11 +35,11 @@ CASES = [(name, "pruned") for name in FAMILIES] + [(name, "whole") for name in T
 REOPEN = """
 import sys
 from pathlib import Path
-from profiling_agent.records import Deployability
-from profiling_agent.support import steps
+from profiling_agent.schemas import Deployability
+from profiling_agent.jobs.handlers import support
 for line in sys.stdin:
     folder, _, told = line.partition(" ")
-    print(steps.reopen(Path(folder), Deployability.model_validate_json(told), num_threads=1).model_dump_json(), flush=True)
+    print(support.reopen(Path(folder), Deployability.model_validate_json(told), num_threads=1).model_dump_json(), flush=True)
 """
 
 
@@ -85,10 +85,10 @@ def test_a_family_is_made_in_every_deployment_stays_near_and_is_opened_elsewhere
     model, folder = FAMILIES[family](), tmp_path
     spec = spec_of(model)
 
-    told = steps.lay_out(model, folder, spec=spec, processor=processor_of(spec), name=family)
-    assert steps.write_onnx(folder, form) is None
+    told = support.lay_out(model, folder, spec=spec, processor=processor_of(spec), name=family)
+    assert support.write_onnx(folder, form) is None
     rows = [
-        steps.make(folder, form, Deployment(runtime=name, scheme=scheme), num_threads=1)
+        support.make(folder, form, Deployment(runtime=name, scheme=scheme), num_threads=1)
         for name in RUNTIMES
         for scheme in runtime(name).schemes("cpu")
     ]

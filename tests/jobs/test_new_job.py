@@ -17,8 +17,8 @@ from profiling_agent.errors import JobError, RequestError, RunError
 from profiling_agent.jobs import tasks
 from profiling_agent.jobs.context import JobContext
 from profiling_agent.jobs.runner import Jobs, job_key
-from profiling_agent.jobs.table import TABLE, JobRow
-from profiling_agent.processes.started import can_fork
+from profiling_agent.jobs.tasks import TABLE, JobRow
+from profiling_agent.processes.child import can_fork
 from profiling_agent.workspace import Workspace
 
 ROW = JobRow(handler="toy_job:double", torch=False, isolated_timeout_s=60.0)

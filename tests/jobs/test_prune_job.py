@@ -5,14 +5,14 @@ import pytest
 import torch
 import zoo
 
-from profiling_agent.acquisition.prepared import iter_batches
-from profiling_agent.artifacts.load import load_module, load_recipe
+from profiling_agent.data.prepared import iter_batches
 from profiling_agent.jobs.handlers.models import prune
 from profiling_agent.jobs.tasks import PruneTask
 from profiling_agent.modules.inference import logits_of
 from profiling_agent.pruning.units import find_units
 from profiling_agent.pruning.widths import snap
-from profiling_agent.records import Cut
+from profiling_agent.runtimes.torch_artifact import load_module, load_recipe
+from profiling_agent.schemas import Cut
 
 
 @pytest.fixture

@@ -9,18 +9,17 @@ import torch
 import zoo
 from PIL import Image
 
-from profiling_agent.acquisition.images import write_rows
-from profiling_agent.acquisition.prepared import iter_batches
-from profiling_agent.artifacts.load import load_module, load_recipe
-from profiling_agent.artifacts.save import save_model
+from profiling_agent.data.images import write_rows
+from profiling_agent.data.prepared import iter_batches
 from profiling_agent.jobs.context import JobContext
 from profiling_agent.jobs.handlers.models import recover
 from profiling_agent.jobs.tasks import RecoverTask
-from profiling_agent.modules.divergence import mean_kl
-from profiling_agent.progress import silent
+from profiling_agent.lib.progress import silent
+from profiling_agent.modules.inference import mean_kl
 from profiling_agent.pruning.prune import prune_model
 from profiling_agent.pruning.units import find_units
-from profiling_agent.records import ArtifactRef, SplitInfo
+from profiling_agent.runtimes.torch_artifact import load_module, load_recipe, save_model
+from profiling_agent.schemas import ArtifactRef, SplitInfo
 
 NUM_IMAGES = 64
 

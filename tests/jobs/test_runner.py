@@ -11,15 +11,14 @@ import pytest
 import zoo
 from PIL import Image
 
-from profiling_agent.acquisition.images import write_rows
-from profiling_agent.artifacts.save import save_model
+from profiling_agent.data.images import write_rows
 from profiling_agent.errors import ArtifactError, JobError, RunError
-from profiling_agent.files import file_sha256
 from profiling_agent.jobs.runner import Jobs, job_key
-from profiling_agent.jobs.table import TABLE
-from profiling_agent.jobs.tasks import EvaluateTask, PrepareTask, ProfileTask, SurveyShapeTask, prepared
-from profiling_agent.progress import silent
-from profiling_agent.records import ArtifactRef, Headline, LatencyStats, SplitInfo
+from profiling_agent.jobs.tasks import TABLE, EvaluateTask, PrepareTask, ProfileTask, SurveyShapeTask, prepared
+from profiling_agent.lib.io import file_sha256
+from profiling_agent.lib.progress import silent
+from profiling_agent.runtimes.torch_artifact import save_model
+from profiling_agent.schemas import ArtifactRef, Headline, LatencyStats, SplitInfo
 from profiling_agent.workspace import Workspace
 
 NUM_IMAGES = 6

@@ -18,20 +18,27 @@ import zoo
 from full_disk import at_most
 from toy_job import DoubleTask, KillTask
 
-from profiling_agent.acquisition.prepared import PIXELS, PreparedImages
-from profiling_agent.artifacts.load import load_module
-from profiling_agent.deployment.choices import recommend
+from profiling_agent.data.prepared import PIXELS, PreparedImages
 from profiling_agent.errors import JobError, StorageError
-from profiling_agent.evaluation.predictions import Answers, answers_of, joined, read_predictions
-from profiling_agent.files import file_sha256
-from profiling_agent.iteration.evaluator import Evaluator, Settings
 from profiling_agent.jobs.runner import Jobs, job_key
-from profiling_agent.jobs.table import JobRow, Table
-from profiling_agent.jobs.tasks import DeployTask, EvaluateTask, LogitsTask, PrepareTask, PruneTask, prepared
-from profiling_agent.modules.products import quick_products
+from profiling_agent.jobs.tasks import (
+    DeployTask,
+    EvaluateTask,
+    JobRow,
+    LogitsTask,
+    PrepareTask,
+    PruneTask,
+    Table,
+    prepared,
+)
+from profiling_agent.lib.io import file_sha256
+from profiling_agent.measure.predictions import Answers, answers_of, joined, read_predictions
+from profiling_agent.modules.inference import quick_products
 from profiling_agent.pruning.units import find_units
 from profiling_agent.pruning.widths import snap
-from profiling_agent.records import (
+from profiling_agent.runtimes.registry import recommend
+from profiling_agent.runtimes.torch_artifact import load_module
+from profiling_agent.schemas import (
     SHARD,
     Acquired,
     ArtifactRef,
@@ -42,6 +49,7 @@ from profiling_agent.records import (
     SplitInfo,
     Variant,
 )
+from profiling_agent.search.evaluator import Evaluator, Settings
 from profiling_agent.workspace import Workspace
 
 NUM_IMAGES, BATCH_SIZE = 2 * SHARD + 40, 48

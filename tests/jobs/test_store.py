@@ -11,8 +11,8 @@ from toy_job import CopyTask, Doubled, DoubleTask, NoteTask
 from profiling_agent.errors import ArtifactError, RunError
 from profiling_agent.jobs.runner import Jobs, job_key
 from profiling_agent.jobs.store import RESULT, artifacts_of
-from profiling_agent.jobs.table import JobRow, Table
-from profiling_agent.records import ArtifactRef
+from profiling_agent.jobs.tasks import JobRow, Table
+from profiling_agent.schemas import ArtifactRef
 from profiling_agent.workspace import Workspace
 
 TABLE: Table = {

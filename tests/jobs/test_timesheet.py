@@ -9,8 +9,8 @@ from toy_job import DoubleTask
 
 from profiling_agent.errors import RequestError, RunError
 from profiling_agent.jobs.runner import Jobs, job_key
-from profiling_agent.jobs.table import TABLE, JobRow
-from profiling_agent.jobs.timesheet import SHEET, Timesheet
+from profiling_agent.jobs.store import SHEET, Timesheet
+from profiling_agent.jobs.tasks import TABLE, JobRow
 from profiling_agent.workspace import Workspace
 
 ROW = JobRow(handler="toy_job:double", torch=False)

@@ -8,9 +8,9 @@ import zoo
 from outlier_channels import stick_out
 from torch import nn
 
-from profiling_agent.artifacts.load import load_module, load_recipe
 from profiling_agent.jobs.tasks import TuneTask
 from profiling_agent.modules.inference import random_batch
+from profiling_agent.runtimes.torch_artifact import load_module, load_recipe
 
 
 def ask(root: Path, model: nn.Module, num_images: int = 40) -> TuneTask:

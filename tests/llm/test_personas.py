@@ -9,9 +9,9 @@ from loops import NUM_ATTEMPTS, best_saving, loop
 from made import GOAL, evidence, profile
 from personas import PERSONAS, drawn, uniform
 
-from profiling_agent.analysis.allocation import allowed_kl
-from profiling_agent.iteration.planners import Planner
-from profiling_agent.records import ModelProfile
+from profiling_agent.planning.allocation import allowed_kl
+from profiling_agent.schemas import ModelProfile
+from profiling_agent.search.planners import Planner
 
 
 def judged() -> ModelProfile:

@@ -8,10 +8,10 @@ import pytest
 from langchain_core.language_models.fake_chat_models import GenericFakeChatModel
 from langchain_core.messages import AIMessage
 
-from profiling_agent.analysis.advised import PlanAnswer
 from profiling_agent.errors import AdvisorError
 from profiling_agent.llm.chat import Chat, read_answer
 from profiling_agent.llm.transcript import FILE, Question, Transcript
+from profiling_agent.planning.llm_planner import PlanAnswer
 
 ANSWER = '{"reason": "the evidence", "target": {"metric": "macs", "saving": 0.2}}'
 # Longer than the answer, and as valid.

@@ -13,23 +13,21 @@ import zoo
 from torch import nn
 from transformers import ViTConfig, ViTForImageClassification
 
-from profiling_agent.artifacts.folder import model_bytes
-from profiling_agent.artifacts.save import save_model
-from profiling_agent.benchmarking.gpu_state import energy_per_image, read_state
-from profiling_agent.benchmarking.headline import measure_headline
-from profiling_agent.benchmarking.latency_table import time_units
-from profiling_agent.benchmarking.race import Track, hold_one, pool
-from profiling_agent.benchmarking.throughput import throughput
-from profiling_agent.deployment.batches import noise_batch
-from profiling_agent.deployment.torch_session import TorchSession
-from profiling_agent.files import file_sha256
-from profiling_agent.gpu import find_gpu, nvml
+from profiling_agent.lib.io import file_sha256
+from profiling_agent.lib.machine import find_gpu, nvml
+from profiling_agent.measure.latency_table import time_units
+from profiling_agent.measure.race import Track, hold_one, pool
+from profiling_agent.measure.throughput import measure_headline, throughput
+from profiling_agent.measure.worker import energy_per_image, read_state
+from profiling_agent.modules.hooks import layer_latency
 from profiling_agent.modules.inference import on_device, random_batch
-from profiling_agent.modules.layers import layer_latency
-from profiling_agent.profiling.operators import profile_operators
-from profiling_agent.profiling.profile import launch_bound_share
+from profiling_agent.profiling.profile import launch_bound_share, profile_operators
 from profiling_agent.pruning.units import find_units
-from profiling_agent.records import ArtifactRef, InputSpec, UnitKind, Variant
+from profiling_agent.runtimes.artifact import model_bytes
+from profiling_agent.runtimes.registry import noise_batch
+from profiling_agent.runtimes.torch_artifact import save_model
+from profiling_agent.runtimes.torch_session import TorchSession
+from profiling_agent.schemas import ArtifactRef, InputSpec, UnitKind, Variant
 
 pytestmark = [
     pytest.mark.gpu,

@@ -6,19 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from profiling_agent.benchmarking.gpu_state import NO_NVML, GpuState
-from profiling_agent.benchmarking.session import CONTEXT_BYTES, SessionLimits, run_session
-from profiling_agent.benchmarking.timed_process import MAX_VOID_TURNS, TimedProcess
-from profiling_agent.benchmarking.turns import MAX_SAMPLES, gpu_runs, take_turn, warm
-from profiling_agent.benchmarking.worker import Start
-from profiling_agent.processes.started import child_command
+from profiling_agent.measure.session import CONTEXT_BYTES, MAX_VOID_TURNS, SessionLimits, TimedProcess, run_session
+from profiling_agent.measure.worker import MAX_SAMPLES, NO_NVML, GpuState, Start, gpu_runs, take_turn, warm
+from profiling_agent.processes.child import child_command
 
 # Answers each sample with the next state of its arguments, and the number of the sample as its time.
 SCRIPT = """
 import json, sys
-from profiling_agent.benchmarking.gpu_state import GpuState
-from profiling_agent.benchmarking.worker import Reply, SampleRequest, Start
-from profiling_agent.processes.serve import Parent
+from profiling_agent.measure.worker import GpuState
+from profiling_agent.measure.worker import Reply, SampleRequest, Start
+from profiling_agent.processes.child import Parent
 parent = Parent()
 parent.receive(Start)
 parent.send(Reply(kind="ready"))

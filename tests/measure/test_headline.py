@@ -3,8 +3,8 @@ import sys
 
 import zoo
 
-from profiling_agent.benchmarking.headline import MAX_RUNS, measure_headline
-from profiling_agent.deployment.torch_session import TorchSession
+from profiling_agent.measure.throughput import MAX_RUNS, measure_headline
+from profiling_agent.runtimes.torch_session import TorchSession
 
 
 def test_a_fast_model_is_timed_as_often_as_helps_and_every_pass_is_counted():
@@ -20,7 +20,7 @@ def test_a_fast_model_is_timed_as_often_as_helps_and_every_pass_is_counted():
 
 # In a process of its own: what other tests leave behind, and free meanwhile, would hide the block.
 PEAKS = """
-from profiling_agent.processes.memory import peak_memory_bytes
+from profiling_agent.lib.machine import peak_memory_bytes
 before = peak_memory_bytes()
 block = b"1" * int(256e6)
 del block

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 from scipy.stats import binom
 
-from profiling_agent.evaluation.intervals import (
+from profiling_agent.measure.intervals import (
     certain_bound,
     certain_perfect_bound,
     compare,
@@ -12,7 +12,7 @@ from profiling_agent.evaluation.intervals import (
     one_sided_bound,
     perfect_bound,
 )
-from profiling_agent.records import AccuracyDrop
+from profiling_agent.schemas import AccuracyDrop
 
 
 def answers(num_lost: int, num_gained: int, num_images: int) -> AccuracyDrop:

@@ -17,14 +17,13 @@ from made import unit as made_unit
 from pruning import families
 from torch import nn
 
-from profiling_agent.benchmarking.latency_table import LatencyTable, draw_table, time_units
-from profiling_agent.benchmarking.width_samples import WidthSamples
-from profiling_agent.cache import cache_folder
+from profiling_agent.lib.io import cache_folder
+from profiling_agent.lib.machine import environment
+from profiling_agent.measure.latency_table import LatencyTable, WidthSamples, draw_table, time_units
 from profiling_agent.modules.inference import random_batch
 from profiling_agent.pruning.units import find_units
 from profiling_agent.pruning.widths import aligned_widths
-from profiling_agent.records import UnitKind
-from profiling_agent.reproducibility import environment
+from profiling_agent.schemas import UnitKind
 
 BATCH = random_batch(zoo.SPEC, 2)
 # Of the widths of an MLP of 512 channels that are a multiple of 32 and keep a quarter, eight, and the full one.
@@ -312,7 +311,7 @@ os.sched_setaffinity(0, given)
 torch.set_num_threads(2)
 from pathlib import Path
 import zoo
-from profiling_agent.benchmarking.latency_table import time_units
+from profiling_agent.measure.latency_table import time_units
 from profiling_agent.modules.inference import random_batch
 from profiling_agent.pruning.units import find_units
 from profiling_agent.pruning.widths import aligned_widths

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from profiling_agent.evaluation.openings import VARIABLE, note_opening, share
+from profiling_agent.measure.predictions import VARIABLE, note_opening, share
 
 IMAGES = [bytes([number]) for number in range(50)]
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from profiling_agent.errors import ArtifactError
-from profiling_agent.evaluation.predictions import (
+from profiling_agent.measure.predictions import (
     NO_CLASS,
     Answers,
     answers_of,

@@ -10,7 +10,8 @@ import made
 import numpy as np
 import pytest
 
-from profiling_agent.benchmarking.race import (
+from profiling_agent.errors import JobError, KilledError
+from profiling_agent.measure.race import (
     MAX_AGAIN,
     MAX_VOID,
     StartSession,
@@ -21,15 +22,8 @@ from profiling_agent.benchmarking.race import (
     noise_warning,
     screen,
 )
-from profiling_agent.benchmarking.session import (
-    FAR_BEHIND,
-    MAX_REPEATS,
-    MAX_RUNS,
-    NARROW_REPEATS,
-    SessionLimits,
-    room_bytes,
-)
-from profiling_agent.benchmarking.statistics import (
+from profiling_agent.measure.session import FAR_BEHIND, MAX_REPEATS, MAX_RUNS, NARROW_REPEATS, SessionLimits, room_bytes
+from profiling_agent.measure.statistics import (
     bound_over_sessions,
     detectable,
     log_ratios,
@@ -37,8 +31,7 @@ from profiling_agent.benchmarking.statistics import (
     over_sessions,
     score,
 )
-from profiling_agent.errors import JobError, KilledError
-from profiling_agent.records import NUM_SESSIONS, Race
+from profiling_agent.schemas import NUM_SESSIONS, Race
 
 GIB = 2**30
 LIMITS = SessionLimits(seconds_per_turn=0.1)

@@ -5,14 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from profiling_agent.evaluation.sequential import (
-    STAKES,
-    Counts,
-    decide,
-    images_until_kept,
-    lower_bound,
-    upper_bound,
-)
+from profiling_agent.measure.intervals import STAKES, Counts, decide, images_until_kept, lower_bound, upper_bound
 
 SHARD = 512
 ERROR = 0.05

@@ -6,12 +6,12 @@ import psutil
 import pytest
 import zoo
 
-from profiling_agent.artifacts.save import save_model
-from profiling_agent.benchmarking.session import SessionLimits
-from profiling_agent.benchmarking.throughput import memory_use, throughput
 from profiling_agent.errors import JobError
-from profiling_agent.files import file_sha256
-from profiling_agent.records import ArtifactRef
+from profiling_agent.lib.io import file_sha256
+from profiling_agent.measure.session import SessionLimits
+from profiling_agent.measure.throughput import memory_use, throughput
+from profiling_agent.runtimes.torch_artifact import save_model
+from profiling_agent.schemas import ArtifactRef
 
 LIMITS = SessionLimits(seconds_per_turn=0.01, seconds_per_model=0)
 REF = ArtifactRef(path="model", sha256="0" * 64, size_bytes=1000, kind="model")

@@ -13,23 +13,22 @@ import pytest
 import zoo
 from transformers import ViTForImageClassification
 
-from profiling_agent.artifacts.folder import model_bytes
-from profiling_agent.artifacts.save import save_model
-from profiling_agent.benchmarking.race import Track, hold_one, pool
-from profiling_agent.benchmarking.session import SessionLimits
-from profiling_agent.benchmarking.timed_process import TimedProcess, worker_command
-from profiling_agent.benchmarking.worker import Start
 from profiling_agent.errors import JobError
-from profiling_agent.files import file_sha256
+from profiling_agent.lib.io import file_sha256
+from profiling_agent.measure.race import Track, hold_one, pool
+from profiling_agent.measure.session import SessionLimits, TimedProcess, worker_command
+from profiling_agent.measure.worker import Start
 from profiling_agent.quantization.quantize import quantize_model
-from profiling_agent.records import ArtifactRef, QuantizationRecommendation, Variant
+from profiling_agent.runtimes.artifact import model_bytes
+from profiling_agent.runtimes.torch_artifact import save_model
+from profiling_agent.schemas import ArtifactRef, QuantizationRecommendation, Variant
 
 START = Start(batch_size=2, device="cpu", num_threads=1)
 BROOD = """
 import sys, time
 from pathlib import Path
-from profiling_agent.benchmarking.timed_process import TimedProcess, worker_command
-from profiling_agent.benchmarking.worker import SampleRequest, Start
+from profiling_agent.measure.session import TimedProcess, worker_command
+from profiling_agent.measure.worker import SampleRequest, Start
 child = TimedProcess(worker_command(Path(sys.argv[1])), Start(batch_size=2, device="cpu", num_threads=1))
 child.wait_until_ready()
 child._child.send(SampleRequest(runs=10**9))
@@ -39,7 +38,7 @@ time.sleep(600)
 
 # What a model's pass says that it holds of a device, each time that it is asked.
 HOLDING = """
-from profiling_agent.benchmarking.worker import serve
+from profiling_agent.measure.worker import serve
 class Pass:
     held = 0
     def __call__(self):

@@ -4,7 +4,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from profiling_agent.modules.attention_macs import counted_matmuls, matmul_macs, sdpa_macs
+from profiling_agent.modules.complexity import counted_matmuls, matmul_macs, sdpa_macs
 
 
 @pytest.mark.parametrize(

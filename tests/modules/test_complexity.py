@@ -11,7 +11,7 @@ from transformers import ViTConfig, ViTForImageClassification
 
 from profiling_agent.errors import RequestError
 from profiling_agent.modules.complexity import COUNTED, Complexity, count_complexity
-from profiling_agent.records import InputSpec
+from profiling_agent.schemas import InputSpec
 
 ATTENTION_KINDS = ("ViTAttention", "DeiTAttention", "SwinAttention")
 

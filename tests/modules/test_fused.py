@@ -8,8 +8,7 @@ import zoo
 from activated import activated
 from torch import nn
 
-from profiling_agent.modules.fused import fuse_norms_
-from profiling_agent.modules.norms import Folded
+from profiling_agent.modules.norms import Folded, fuse_norms_
 
 IMAGES = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
 

@@ -12,7 +12,7 @@ from profiling_agent.modules.hooks import watching
 from profiling_agent.modules.inference import random_batch
 from profiling_agent.modules.prefix import Replay, find_prefixes
 from profiling_agent.pruning.units import find_units
-from profiling_agent.records import InputSpec
+from profiling_agent.schemas import InputSpec
 
 # Bottlenecks, SwiftFormer and PoolFormer among them because they add in place or share what they read.
 NAMES = ("mobilevit", "efficientnet", "segformer", "mobilenet_v2", "levit", "regnet_y", "swiftformer", "focalnet")

@@ -5,12 +5,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from profiling_agent.modules import products
-from profiling_agent.modules.products import quick_products
+from profiling_agent.modules import inference
+from profiling_agent.modules.inference import quick_products
 
 
 def everywhere():
-    return products._Quick(linear=True, convolutions=True)
+    return inference._Quick(linear=True, convolutions=True)
 
 
 def answers_and_gradients(layer: nn.Module, rows: torch.Tensor) -> list[torch.Tensor]:
@@ -106,5 +106,5 @@ def test_it_is_for_processors_that_are_not_intels_and_over_at_its_end():
     layer, rows = nn.Linear(64, 48), torch.randn(50, 64)
     with quick_products():
         inside = type(layer(rows).grad_fn).__name__ == "_LinearBackward"
-    assert inside == products.mkl_is_slow()
+    assert inside == inference.mkl_is_slow()
     assert type(layer(rows).grad_fn).__name__ == "AddmmBackward0"

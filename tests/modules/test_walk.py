@@ -10,7 +10,7 @@ from profiling_agent.modules.prefix import Walk, in_order, stopping_at
 from profiling_agent.pruning.prune import prune_model
 from profiling_agent.pruning.units import find_units
 from profiling_agent.pruning.widths import aligned_widths
-from profiling_agent.records import Cut
+from profiling_agent.schemas import Cut
 
 IMAGES = random_batch(zoo.SPEC, 5, seed=3)
 # Residuals added in place, windows, stages, heads beside convolutions, reduced keys, a state that every block adds to.

@@ -4,14 +4,14 @@ from typing import Any
 
 import pytest
 import zoo
-from analysis.test_dry_run import profiled
 from made import evidence, unit
+from planning.test_dry_run import profiled
 
-from profiling_agent.analysis.allocation import MAX_GAP, allocate, params_and_macs_saved, predicted_kl
 from profiling_agent.errors import PlanError
 from profiling_agent.modules.complexity import count_complexity
+from profiling_agent.planning.allocation import MAX_GAP, allocate, params_and_macs_saved, predicted_kl
 from profiling_agent.pruning.prune import prune_model
-from profiling_agent.records import Cut, Target
+from profiling_agent.schemas import Cut, Target
 
 # Channels of a made unit own 10 params and 20 MACs; each test says what its units are a whole of.
 WHOLE = {"params": 10_000.0, "macs": 40_000.0, "latency": 100.0}

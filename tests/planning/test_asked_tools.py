@@ -8,10 +8,10 @@ from advisors import advisor_of
 from chat_server import Said, chat_server, in_turn
 from made import BASELINE, GOAL, attempt, evidence, profile
 
-from profiling_agent.analysis.allocation import dry_run
-from profiling_agent.analysis.rules import analyse
-from profiling_agent.iteration.planners import first_proposal, next_proposal
-from profiling_agent.records import Journal, ModelProfile, Plan, Target
+from profiling_agent.planning.allocation import dry_run
+from profiling_agent.planning.rules import analyse
+from profiling_agent.schemas import Journal, ModelProfile, Plan, Target
+from profiling_agent.search.planners import first_proposal, next_proposal
 
 NAMES = ["details", "try_plan", "sensitivity", "refusal"]
 PLAN = {"reason": "a quarter", "target": {"metric": "params", "saving": 0.25}}

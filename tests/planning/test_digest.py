@@ -3,7 +3,8 @@ from typing import Any
 
 from made import GOAL, attempt, evidence, journal, plan, profile
 
-from profiling_agent.analysis.digest import (
+from profiling_agent.llm.transcript import quoted
+from profiling_agent.planning.digest import (
     attempt_rows,
     demand_rows,
     frontier_rows,
@@ -16,8 +17,7 @@ from profiling_agent.analysis.digest import (
     shortened,
     unit_rows,
 )
-from profiling_agent.llm.transcript import quoted
-from profiling_agent.records import Approval, Decided, OperatorProfile, Plan, PruningRecommendation, Target
+from profiling_agent.schemas import Approval, Decided, OperatorProfile, Plan, PruningRecommendation, Target
 
 
 def judged(kls: dict[int, tuple[float, ...]] | None = None, num_layers: int = 4):

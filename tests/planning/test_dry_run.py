@@ -5,20 +5,13 @@ import zoo
 from made import evidence, profile
 from pruning import families
 
-from profiling_agent.analysis.allocation import dry_run, most_saving
-from profiling_agent.analysis.rules import read_plan
 from profiling_agent.errors import PlanError
 from profiling_agent.modules.complexity import count_complexity
+from profiling_agent.planning.allocation import dry_run, most_saving
+from profiling_agent.planning.rules import read_plan
 from profiling_agent.pruning.prune import prune_model
 from profiling_agent.pruning.units import find_units
-from profiling_agent.records import (
-    Cap,
-    LayerProfile,
-    ModelProfile,
-    Plan,
-    PruningRecommendation,
-    Target,
-)
+from profiling_agent.schemas import Cap, LayerProfile, ModelProfile, Plan, PruningRecommendation, Target
 
 # Those of the larger ones in which units touch: the columns of one and the rows of the next lie in one layer.
 CHAINED = ("mobilenet_v1", "mobilenet_v2", "efficientnet", "swinv2")

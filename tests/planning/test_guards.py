@@ -1,8 +1,8 @@
 import pytest
 from made import GOAL, evidence, plan, profile
 
-from profiling_agent.analysis.allocation import allowed_kl, guard
-from profiling_agent.records import Cap, ModelProfile, Plan, PruningRecommendation, QuantizationRecommendation, Target
+from profiling_agent.planning.allocation import allowed_kl, guard
+from profiling_agent.schemas import Cap, ModelProfile, Plan, PruningRecommendation, QuantizationRecommendation, Target
 
 # Four MLPs, each of widths 480 to 128 by steps of 32: each step costs twice the one before it, 0.0001 to 0.2 nats.
 KLS = tuple(0.0001 * 2**step for step in range(12))

@@ -6,13 +6,13 @@ import re2
 from langchain_core.messages import AIMessage
 from made import GOAL, profile
 
-from profiling_agent.analysis.advised import PlanAnswer
-from profiling_agent.analysis.allocation import dry_run
-from profiling_agent.analysis.digest import group_units, pattern_for
-from profiling_agent.analysis.rules import MIN_PARAMS_SAVED, analyse, parse_plan, read_plan
-from profiling_agent.documents import DocumentError
 from profiling_agent.errors import PlanError
+from profiling_agent.lib.io import DocumentError
 from profiling_agent.llm.chat import read_answer
+from profiling_agent.planning.allocation import dry_run
+from profiling_agent.planning.digest import group_units, pattern_for
+from profiling_agent.planning.llm_planner import PlanAnswer
+from profiling_agent.planning.rules import MIN_PARAMS_SAVED, analyse, parse_plan, read_plan
 
 
 def test_repeated_units_are_one_group_whose_shares_add_up():

@@ -2,8 +2,8 @@ import json
 
 from made import GOAL, attempt, evidence, journal, plan, profile
 
-from profiling_agent.analysis.advised import evidence_tools
-from profiling_agent.analysis.allocation import dry_run
+from profiling_agent.planning.allocation import dry_run
+from profiling_agent.planning.llm_planner import evidence_tools
 
 
 def tools(num_layers: int = 2):

@@ -13,8 +13,8 @@ import pytest
 from toy_job import DoubleTask
 
 from profiling_agent.jobs.runner import Jobs
-from profiling_agent.jobs.table import TABLE, JobRow
-from profiling_agent.processes.busy import PASSIVE, WAIT_POLICY, is_busy, num_spare, waits_passively
+from profiling_agent.jobs.tasks import TABLE, JobRow
+from profiling_agent.lib.machine import PASSIVE, WAIT_POLICY, is_busy, num_spare, waits_passively
 from profiling_agent.workspace import Workspace
 
 ROW = JobRow(handler="toy_job:double", torch=False)

@@ -1,8 +1,7 @@
 """What child processes see of the environment."""
 
-from profiling_agent.jobs.table import TABLE
-from profiling_agent.jobs.tasks import AcquireTask
-from profiling_agent.processes.environment import HUB, child_environment, withheld
+from profiling_agent.jobs.tasks import TABLE, AcquireTask
+from profiling_agent.processes.child import HUB, child_environment, withheld
 
 SECRETS = (
     "OPENAI_API_KEY AZURE_OPENAI_API_KEY HF_TOKEN HUGGING_FACE_HUB_TOKEN HF_TOKEN_PATH AWS_SECRET_ACCESS_KEY GITHUB_TOKEN "

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
-from profiling_agent.cache import VARIABLE
-from profiling_agent.holder import holder_said
+from profiling_agent.lib.io import VARIABLE, holder_said
 from profiling_agent.processes.machine_lock import HOLDER, LOCK, machine_lock
 
 BOOT = Path("/proc/sys/kernel/random/boot_id")

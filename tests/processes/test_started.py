@@ -12,14 +12,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from profiling_agent.processes.environment import child_environment
-from profiling_agent.processes.started import (
+from profiling_agent.processes.child import (
     Executed,
     Forked,
     ForkServer,
     OwnForkServer,
     Started,
     child_command,
+    child_environment,
     fork_server,
 )
 
@@ -230,8 +230,8 @@ def test_a_program_that_is_killed_before_it_was_started_ends_at_once_and_is_gone
 # Has its own server start `program`, passes on what that says, and tells how it ended.
 ASKS = """
 import sys, tempfile
-from profiling_agent.processes.environment import child_environment
-from profiling_agent.processes.started import Forked, inherited, start
+from profiling_agent.processes.child import child_environment
+from profiling_agent.processes.child import Forked, inherited, start
 assert inherited() is inherited()
 with tempfile.TemporaryFile() as stderr:
     program = start([sys.executable, "-P", "-m", "program", "x"], child_environment(), stderr, inherited())

@@ -4,7 +4,7 @@ import sys
 # The C library's own buffer is what a solver in C prints into; it is flushed when the process ends.
 NOISY = """
 import ctypes
-from profiling_agent.processes.streams import keep_stdout
+from profiling_agent.lib.third_party import keep_stdout
 print("before")
 keep_stdout()
 ctypes.CDLL(None).puts(b"from C")

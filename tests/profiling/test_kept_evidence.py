@@ -8,10 +8,9 @@ from pathlib import Path
 import made
 import pytest
 
-from profiling_agent.benchmarking.latency_table import LatencyTable
-from profiling_agent.profiling import kept_evidence
-from profiling_agent.profiling.kept_evidence import evidence_path, keep_evidence, read_evidence
-from profiling_agent.profiling.sensitivity import timed
+from profiling_agent.measure.latency_table import LatencyTable
+from profiling_agent.profiling import evidence
+from profiling_agent.profiling.evidence import evidence_path, keep_evidence, read_evidence, timed
 from profiling_agent.pruning.widths import aligned_widths
 
 UNITS = made.profile().units
@@ -74,7 +73,7 @@ def test_what_is_damaged_or_of_others_is_measured_again(tmp_path: Path, damage: 
 @pytest.mark.parametrize("shift_s", [-31 * 24 * 3600.0, 3600.0])
 def test_what_is_old_or_of_a_time_to_come_is_measured_again(tmp_path: Path, shift_s: float):
     path = evidence_path(tmp_path, {})
-    kept = kept_evidence._Kept(taken=time.time() + shift_s, evidence=EVIDENCE)
+    kept = evidence._Kept(taken=time.time() + shift_s, evidence=EVIDENCE)
     path.write_text(kept.model_dump_json())
 
     assert read_evidence(path, UNITS) is None
@@ -103,12 +102,12 @@ def test_what_a_busy_machine_timed_is_kept_and_has_the_times_of_whoever_reads_it
 
 
 def test_the_oldest_make_way(tmp_path: Path):
-    for number in range(kept_evidence.MAX_FILES + 3):
+    for number in range(evidence.MAX_FILES + 3):
         keep_evidence(path := evidence_path(tmp_path, {"number": number}), EVIDENCE)
         os.utime(path, (number, number))
     keep_evidence(evidence_path(tmp_path, {"number": "last"}), EVIDENCE)
 
-    assert len(list(tmp_path.glob("*.json"))) == kept_evidence.MAX_FILES
+    assert len(list(tmp_path.glob("*.json"))) == evidence.MAX_FILES
     assert not evidence_path(tmp_path, {"number": 3}).exists()
     assert read_evidence(evidence_path(tmp_path, {"number": "last"}), UNITS) == EVIDENCE
 

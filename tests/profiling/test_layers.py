@@ -3,8 +3,8 @@ import torch
 import zoo
 from torch import nn
 
+from profiling_agent.modules.hooks import Stopwatch, activation_bytes, layer_latency
 from profiling_agent.modules.inference import random_batch
-from profiling_agent.modules.layers import Stopwatch, activation_bytes, layer_latency
 
 FLOAT = 4
 

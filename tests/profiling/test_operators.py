@@ -5,7 +5,7 @@ import pytest
 import zoo
 
 from profiling_agent.modules.inference import random_batch
-from profiling_agent.profiling.operators import profile_operators
+from profiling_agent.profiling.profile import profile_operators
 
 
 def without_times(rows):

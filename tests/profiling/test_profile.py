@@ -8,11 +8,11 @@ import zoo
 from torch import nn
 from transformers import ViTConfig, ViTForImageClassification
 
-from profiling_agent.benchmarking.headline import measure_headline
-from profiling_agent.deployment.torch_session import TorchSession
+from profiling_agent.measure.throughput import measure_headline
 from profiling_agent.profiling.profile import profile_model
-from profiling_agent.quantization.footprint import parameter_bytes
-from profiling_agent.records import ModelProfile
+from profiling_agent.quantization.kinds import parameter_bytes
+from profiling_agent.runtimes.torch_session import TorchSession
+from profiling_agent.schemas import ModelProfile
 
 MAX_FORWARD_PASSES = 60
 

@@ -10,18 +10,17 @@ import zoo
 from pruning import families
 from scipy.stats import spearmanr
 
-from profiling_agent.benchmarking.latency_table import LatencyTable
 from profiling_agent.errors import PruningError
+from profiling_agent.measure.latency_table import LatencyTable
 from profiling_agent.modules.inference import random_batch
 from profiling_agent.modules.norms import following_norms, has_bias
-from profiling_agent.profiling.sensitivity import measure_sensitivity, through
+from profiling_agent.profiling.evidence import fold, measure_sensitivity, through
+from profiling_agent.pruning.compensation import gather_moments
 from profiling_agent.pruning.criteria import order_by, predicted_kl
-from profiling_agent.pruning.folding import fold
-from profiling_agent.pruning.moments import gather_moments
 from profiling_agent.pruning.prune import prune_model
 from profiling_agent.pruning.units import find_units
 from profiling_agent.pruning.widths import aligned_widths
-from profiling_agent.records import Cut, Evidence
+from profiling_agent.schemas import Cut, Evidence
 
 IMAGES = random_batch(zoo.SPEC, 160, seed=1)
 # Images come in blocks of 8, of which each fourth is judged by.

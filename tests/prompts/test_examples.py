@@ -10,8 +10,8 @@ from advisors import advisor_of
 from chat_server import Said, chat_server
 from loops import best_saving, loop
 
-from profiling_agent.analysis.advised import NextAnswer, PlanAnswer
-from profiling_agent.analysis.allocation import dry_run, guard, saved_share
+from profiling_agent.planning.allocation import dry_run, guard, saved_share
+from profiling_agent.planning.llm_planner import NextAnswer, PlanAnswer
 from profiling_agent.prompts import render  # pyright: ignore[reportMissingImports] - mapped on install
 
 AGENTS = {"analysis": PlanAnswer, "iterative_pruning": NextAnswer}

@@ -11,12 +11,12 @@ from asked import questions, searched, setting
 from full_depth import judged_deep
 from made import GOAL, attempt, journal, race_result
 
-from profiling_agent.analysis.advised import plan_question
-from profiling_agent.analysis.allocation import dry_run
-from profiling_agent.analysis.rules import analyse
-from profiling_agent.deployment.choices import recommend
-from profiling_agent.iteration.deployments import PROMISE
-from profiling_agent.records import Deployment, DeploymentSearch
+from profiling_agent.planning.allocation import dry_run
+from profiling_agent.planning.llm_planner import plan_question
+from profiling_agent.planning.rules import analyse
+from profiling_agent.runtimes.registry import recommend
+from profiling_agent.schemas import Deployment, DeploymentSearch
+from profiling_agent.search.deployments import PROMISE
 
 GOLDEN = Path(__file__).parent / "golden"
 MAX_PROMPT = 16_000

@@ -20,7 +20,7 @@ from asked import (
 )
 from scipy import stats
 
-from profiling_agent.records import RaceResult
+from profiling_agent.schemas import RaceResult
 
 # A number as it stands: not in a name, and not within a word such as float32.
 NUMBER = re.compile(r"(?<![\w.-])-?\d+(?:\.\d+)?(?:e[-+]?\d+)?%?(?![\w])")

@@ -6,16 +6,14 @@ import torch
 import zoo
 from torch import nn
 
-from profiling_agent.artifacts.load import load_module
-from profiling_agent.artifacts.save import save_model
 from profiling_agent.errors import PruningError
-from profiling_agent.modules.divergence import mean_kl
-from profiling_agent.modules.inference import random_batch
+from profiling_agent.modules.inference import mean_kl, random_batch
 from profiling_agent.pruning.compensation import Calibration, compensate, reestimate_, regrouped
 from profiling_agent.pruning.prune import prune_model
 from profiling_agent.pruning.units import find_units
 from profiling_agent.pruning.widths import snap
-from profiling_agent.records import Cut, UnitKind
+from profiling_agent.runtimes.torch_artifact import load_module, save_model
+from profiling_agent.schemas import Cut, UnitKind
 
 FAMILIES = {**zoo.FAMILIES, "resnet_basic": lambda: zoo.resnet("basic")}
 IMAGES = random_batch(zoo.SPEC, 160, seed=7)

@@ -6,10 +6,10 @@ import zoo
 from torch import nn
 
 from profiling_agent.modules.inference import random_batch
+from profiling_agent.pruning.compensation import UnitMoments, gather_moments
 from profiling_agent.pruning.criteria import CRITERIA, order_by, ordered, predicted_kl
-from profiling_agent.pruning.moments import UnitMoments, gather_moments
 from profiling_agent.pruning.units import find_units
-from profiling_agent.records import Unit, UnitKind
+from profiling_agent.schemas import Unit, UnitKind
 
 IMAGES = random_batch(zoo.SPEC, 6, seed=3)
 MODELS = {"vit": zoo.vit, "swin": zoo.swin, "resnet": zoo.resnet}

@@ -3,8 +3,8 @@ from itertools import combinations
 import pytest
 import torch
 
+from profiling_agent.pruning.compensation import RIDGE
 from profiling_agent.pruning.criteria import eliminate, eliminate_in
-from profiling_agent.pruning.moments import RIDGE
 
 SIZES = pytest.mark.parametrize("size", [1, 2])
 

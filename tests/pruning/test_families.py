@@ -9,15 +9,14 @@ import zoo
 from pruning.families import EVERY, FAMILIES, TYPICAL_FIRST, marked
 from torch import nn
 
-from profiling_agent.artifacts.load import load_module
-from profiling_agent.artifacts.save import save_model
 from profiling_agent.modules.complexity import count_complexity
 from profiling_agent.modules.inference import random_batch
 from profiling_agent.pruning.prune import prune_model
-from profiling_agent.pruning.surgery import cut_units
 from profiling_agent.pruning.units import find_units
+from profiling_agent.pruning.verify import cut_units
 from profiling_agent.pruning.widths import snap
-from profiling_agent.records import Cut, InputSpec, UnitKind
+from profiling_agent.runtimes.torch_artifact import load_module, save_model
+from profiling_agent.schemas import Cut, InputSpec, UnitKind
 
 HEADLESS = {
     *("resnet_basic", "resnet_bottleneck", "convnext", "convnextv2", "regnet_x", "regnet_y", "efficientnet"),

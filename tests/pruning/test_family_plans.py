@@ -10,7 +10,7 @@ from torch import nn
 from profiling_agent.errors import PlanError
 from profiling_agent.pruning.units import FoundUnits, find_units
 from profiling_agent.pruning.widths import resolve
-from profiling_agent.records import PruningRecommendation
+from profiling_agent.schemas import PruningRecommendation
 
 
 @cache

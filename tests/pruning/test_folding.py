@@ -9,13 +9,12 @@ from torch.func import functional_call
 
 from profiling_agent.modules.inference import random_batch
 from profiling_agent.modules.norms import following_norms, has_bias
-from profiling_agent.pruning.compensation import compensate_units_
-from profiling_agent.pruning.folding import fold, overlay
-from profiling_agent.pruning.moments import gather_moments
+from profiling_agent.profiling.evidence import fold, overlay
+from profiling_agent.pruning.compensation import compensate_units_, gather_moments
 from profiling_agent.pruning.prune import prune_model
 from profiling_agent.pruning.units import find_units
 from profiling_agent.pruning.widths import aligned_widths
-from profiling_agent.records import Cut
+from profiling_agent.schemas import Cut
 
 IMAGES = random_batch(zoo.SPEC, 48, seed=7)
 MODELS = {

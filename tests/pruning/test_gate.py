@@ -9,10 +9,16 @@ from torch import nn
 
 from profiling_agent.errors import PruningError
 from profiling_agent.modules.inference import random_batch
-from profiling_agent.pruning.surgery import cut_units
 from profiling_agent.pruning.units import find_units
-from profiling_agent.pruning.verify import MAX_MASK_ERROR, check_mask_error, check_saving, mask_error, masked_parameters
-from profiling_agent.records import Cut, UnitKind
+from profiling_agent.pruning.verify import (
+    MAX_MASK_ERROR,
+    check_mask_error,
+    check_saving,
+    cut_units,
+    mask_error,
+    masked_parameters,
+)
+from profiling_agent.schemas import Cut, UnitKind
 
 IMAGES = random_batch(zoo.SPEC, 3, seed=7)
 

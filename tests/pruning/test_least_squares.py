@@ -5,12 +5,21 @@ from torch import nn
 
 from profiling_agent.modules.inference import random_batch
 from profiling_agent.modules.prefix import Walk, in_order, stopping_at
-from profiling_agent.pruning.compensation import PairedMoments, compensate_units_, fit_, paired_moments
-from profiling_agent.pruning.moments import RIDGE, columns_of, features, matrix_of, outputs_of
+from profiling_agent.pruning.compensation import (
+    RIDGE,
+    PairedMoments,
+    columns_of,
+    compensate_units_,
+    features,
+    fit_,
+    matrix_of,
+    outputs_of,
+    paired_moments,
+)
 from profiling_agent.pruning.prune import prune_model
 from profiling_agent.pruning.units import find_units
 from profiling_agent.pruning.widths import snap
-from profiling_agent.records import Cut
+from profiling_agent.schemas import Cut
 
 IMAGES = random_batch(zoo.SPEC, 64, seed=7)
 

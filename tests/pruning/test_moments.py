@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from profiling_agent.modules.hooks import watching
 from profiling_agent.modules.inference import random_batch
-from profiling_agent.pruning.moments import features, gather_moments, matrix_of, outputs_of
+from profiling_agent.pruning.compensation import features, gather_moments, matrix_of, outputs_of
 from profiling_agent.pruning.units import find_units
 
 IMAGES = random_batch(zoo.SPEC, 6, seed=3)

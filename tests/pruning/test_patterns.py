@@ -7,7 +7,7 @@ import pytest
 from profiling_agent.errors import PlanError
 from profiling_agent.modules.layer_names import matching_names
 from profiling_agent.pruning.widths import resolve
-from profiling_agent.records import PruningRecommendation, Unit, UnitKind
+from profiling_agent.schemas import PruningRecommendation, Unit, UnitKind
 
 
 def attention(layer: int) -> Unit:

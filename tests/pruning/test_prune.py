@@ -11,7 +11,7 @@ from profiling_agent.modules.inference import random_batch
 from profiling_agent.pruning.prune import prune_model
 from profiling_agent.pruning.units import find_units
 from profiling_agent.pruning.widths import snap
-from profiling_agent.records import Cut, UnitKind
+from profiling_agent.schemas import Cut, UnitKind
 
 FAMILIES = {**zoo.FAMILIES, "resnet_basic": lambda: zoo.resnet("basic")}
 IMAGES = random_batch(zoo.SPEC, 3, seed=7)

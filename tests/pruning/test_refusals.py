@@ -9,7 +9,7 @@ from torch import nn
 from profiling_agent.pruning.prune import prune_model
 from profiling_agent.pruning.units import FoundUnits, find_units
 from profiling_agent.pruning.widths import snap
-from profiling_agent.records import Cut
+from profiling_agent.schemas import Cut
 
 
 class Pair(nn.Module):

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from profiling_agent.pruning.moments import second_moment
+from profiling_agent.pruning.compensation import second_moment
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

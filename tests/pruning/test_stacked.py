@@ -12,9 +12,9 @@ from profiling_agent.modules.complexity import count_complexity
 from profiling_agent.modules.inference import random_batch
 from profiling_agent.pruning.criteria import unit_rows
 from profiling_agent.pruning.prune import prune_model
-from profiling_agent.pruning.surgery import cut_units
 from profiling_agent.pruning.units import find_units
-from profiling_agent.records import Cut, Unit, UnitKind
+from profiling_agent.pruning.verify import cut_units
+from profiling_agent.schemas import Cut, Unit, UnitKind
 
 TOKENS = 4 * 4
 

@@ -7,9 +7,9 @@ import zoo
 from torch import nn
 
 from profiling_agent.modules.complexity import count_complexity
-from profiling_agent.pruning.surgery import cut_units
 from profiling_agent.pruning.units import FoundUnits, find_units
-from profiling_agent.records import Cut, UnitKind
+from profiling_agent.pruning.verify import cut_units
+from profiling_agent.schemas import Cut, UnitKind
 
 FAMILIES = {**zoo.FAMILIES, "resnet_basic": lambda: zoo.resnet("basic")}
 

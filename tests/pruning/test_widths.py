@@ -1,7 +1,7 @@
 import pytest
 
 from profiling_agent.pruning.widths import aligned_widths, snap, step_for
-from profiling_agent.records import Unit, UnitKind
+from profiling_agent.schemas import Unit, UnitKind
 
 
 def unit(kind: UnitKind, width: int) -> Unit:

@@ -12,14 +12,13 @@ from pruning.families import FAMILIES
 from torch import nn
 from zoo import inside
 
-from profiling_agent.quantization import bias
-from profiling_agent.quantization.bias import correct_biases_, output_means
+from profiling_agent.quantization import calibrate
+from profiling_agent.quantization.calibrate import correct_biases_, fold_norms_, output_means
 from profiling_agent.quantization.kinds import quantized_modules
-from profiling_agent.quantization.norms import fold_norms_
+from profiling_agent.quantization.layers import StaticLayer
 from profiling_agent.quantization.quantize import quantize_model
 from profiling_agent.quantization.sensitivity import measure_layers
-from profiling_agent.quantization.static import StaticLayer
-from profiling_agent.records import QuantizationRecommendation
+from profiling_agent.schemas import QuantizationRecommendation
 
 STATIC = [QuantizationRecommendation(layer="all", quantization_type="static", dtype="qint8")]
 
@@ -74,7 +73,7 @@ def test_means_of_batches_weigh_as_much_as_their_images():
 
 def test_no_more_images_are_run_than_tell_something():
     def begin() -> Iterator[torch.Tensor]:
-        yield images(*[1.0] * (bias.MAX_IMAGES - 1))
+        yield images(*[1.0] * (calibrate.MAX_IMAGES - 1))
         # Of these the first.
         yield images(1.0, *[2.0] * 7)
         raise AssertionError("another batch was asked for")

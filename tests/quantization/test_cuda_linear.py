@@ -7,17 +7,13 @@ import torch
 import zoo
 from torch import nn
 
-from profiling_agent.artifacts.load import load_module, load_processor, load_recipe
-from profiling_agent.artifacts.save import save_model, write_artifact
-from profiling_agent.deployment.choices import recommend
-from profiling_agent.deployment.protocol import Source
-from profiling_agent.deployment.registry import open_session
-from profiling_agent.deployment.save import _ask
-from profiling_agent.deployment.torch_conversion import write_deployment
 from profiling_agent.errors import QuantizationError
 from profiling_agent.quantization.cuda_linear import Float8Linear, Int8Linear, RowwiseLinear
 from profiling_agent.quantization.quantize import quantize_rowwise
-from profiling_agent.records import Deployment, Scheme
+from profiling_agent.runtimes.registry import Source, open_session, recommend
+from profiling_agent.runtimes.save import _ask, write_deployment
+from profiling_agent.runtimes.torch_artifact import load_module, load_processor, load_recipe, save_model, write_artifact
+from profiling_agent.schemas import Deployment, Scheme
 
 KINDS = [(Int8Linear, 0.02), (Float8Linear, 0.06)]
 gpu = [

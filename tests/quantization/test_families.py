@@ -13,14 +13,13 @@ from pruning.families import FAMILIES, TYPICAL_FIRST, processor_of, spec_of
 from torch import nn
 
 from profiling_agent.errors import QuantizationError
-from profiling_agent.handover import layers
+from profiling_agent.exporting import layers
+from profiling_agent.jobs.handlers import support
 from profiling_agent.modules import norms
-from profiling_agent.modules.divergence import relative_distance
-from profiling_agent.modules.inference import logits_of
+from profiling_agent.modules.inference import logits_of, relative_distance
 from profiling_agent.quantization.kinds import CLASSES, quantized_modules
 from profiling_agent.quantization.quantize import quantize_model
-from profiling_agent.records import Deployment, QuantizationRecommendation
-from profiling_agent.support import steps
+from profiling_agent.schemas import Deployment, QuantizationRecommendation
 
 SCHEMES: dict[str, tuple[Any, Any]] = {
     "dynamic": ("dynamic", "qint8"),
@@ -132,9 +131,9 @@ def test_a_convolution_whose_border_has_a_name_is_compiled_in_int8(tmp_path: Pat
     model = FAMILIES["siglip"]()
     spec = spec_of(model)
     deployment = Deployment(runtime="inductor", scheme="static")
-    steps.lay_out(model, tmp_path, spec=spec, processor=processor_of(spec), name="siglip")
+    support.lay_out(model, tmp_path, spec=spec, processor=processor_of(spec), name="siglip")
 
-    told = steps.make(tmp_path, "whole", deployment, num_threads=1)
+    told = support.make(tmp_path, "whole", deployment, num_threads=1)
 
     assert told.refused == ""
     assert 0 < told.distance < 0.25

@@ -5,11 +5,11 @@ import torch
 import zoo
 from torch import nn
 
-from profiling_agent.artifacts.folder import model_bytes
-from profiling_agent.artifacts.save import save_model
 from profiling_agent.errors import ArtifactError
-from profiling_agent.quantization.footprint import parameter_bytes
-from profiling_agent.quantization.linear import DynamicLinear
+from profiling_agent.quantization.kinds import parameter_bytes
+from profiling_agent.quantization.layers import DynamicLinear
+from profiling_agent.runtimes.artifact import model_bytes
+from profiling_agent.runtimes.torch_artifact import save_model
 
 
 def test_parameters_and_buffers_are_counted():

@@ -6,7 +6,7 @@ from torch import nn
 from torch_dynamic import torch_quantize_dynamic
 
 from profiling_agent.errors import QuantizationError
-from profiling_agent.quantization.linear import DynamicLinear, torch_has_vnni
+from profiling_agent.quantization.layers import DynamicLinear, torch_has_vnni
 
 
 @pytest.fixture

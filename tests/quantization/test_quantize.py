@@ -9,10 +9,10 @@ from torch_dynamic import torch_quantize_dynamic
 
 from profiling_agent.errors import PlanError, QuantizationError
 from profiling_agent.modules.inference import random_batch
-from profiling_agent.quantization.footprint import parameter_bytes
-from profiling_agent.quantization.linear import DynamicLinear, torch_has_vnni
+from profiling_agent.quantization.kinds import parameter_bytes
+from profiling_agent.quantization.layers import DynamicLinear, torch_has_vnni
 from profiling_agent.quantization.quantize import quantize_model
-from profiling_agent.records import QuantizationRecommendation
+from profiling_agent.schemas import QuantizationRecommendation
 
 
 def asking(layer: str, dtype: Any = "qint8") -> QuantizationRecommendation:

@@ -9,11 +9,11 @@ from torch import nn
 
 from profiling_agent.errors import QuantizationError
 from profiling_agent.modules.inference import random_batch
+from profiling_agent.quantization.calibrate import fold_norms_
 from profiling_agent.quantization.kinds import quantized_modules
-from profiling_agent.quantization.norms import fold_norms_
+from profiling_agent.quantization.layers import StaticLayer
 from profiling_agent.quantization.quantize import quantize_model
-from profiling_agent.quantization.static import StaticLayer
-from profiling_agent.records import QuantizationRecommendation
+from profiling_agent.schemas import QuantizationRecommendation
 
 IMAGES = random_batch(zoo.SPEC, 8, seed=3)
 

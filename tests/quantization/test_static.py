@@ -7,9 +7,8 @@ from torch import nn
 
 from profiling_agent.errors import QuantizationError
 from profiling_agent.quantization.calibrate import CAPACITY, Observed, Sampler
-from profiling_agent.quantization.cast import CastLayer
 from profiling_agent.quantization.kinds import CLASSES, rebuilt
-from profiling_agent.quantization.static import Grid, StaticLayer
+from profiling_agent.quantization.layers import CastLayer, Grid, StaticLayer
 
 
 def observed(*calls: torch.Tensor) -> Observed:

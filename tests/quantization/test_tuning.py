@@ -7,13 +7,11 @@ from outlier_channels import stick_out
 from torch import nn
 
 from profiling_agent.errors import QuantizationError
-from profiling_agent.modules.divergence import mean_kl, relative_distance
-from profiling_agent.modules.inference import logits_of, random_batch
+from profiling_agent.modules.inference import logits_of, mean_kl, random_batch, relative_distance
 from profiling_agent.quantization.quantize import quantize_model
 from profiling_agent.quantization.sensitivity import mark_kept, measure_layers, swapped_logits
-from profiling_agent.quantization.smoothing import find_sites
-from profiling_agent.quantization.tune import tune
-from profiling_agent.records import LayerCost, QuantizationRecommendation
+from profiling_agent.quantization.tune import find_sites, tune
+from profiling_agent.schemas import LayerCost, QuantizationRecommendation
 
 IMAGES = random_batch(zoo.SPEC, 16, seed=3)
 OTHERS = random_batch(zoo.SPEC, 16, seed=4)

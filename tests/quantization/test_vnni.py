@@ -2,10 +2,9 @@
 
 import pytest
 
-from profiling_agent.quantization.linear import torch_has_vnni
-from profiling_agent.quantization.vnni import has_vnni
-from profiling_agent.records import RUNTIMES
-from profiling_agent.reproducibility import environment
+from profiling_agent.lib.machine import environment, has_vnni
+from profiling_agent.quantization.layers import torch_has_vnni
+from profiling_agent.schemas import RUNTIMES
 
 TORCH, OTHERS = ["eager", "inductor"], ["onnxruntime", "openvino"]
 

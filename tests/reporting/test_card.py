@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from profiling_agent.artifacts.card import Judged
-from profiling_agent.records import Gpu, Variant
-from profiling_agent.reporting.card import card_judged, card_notes, card_rows
-from profiling_agent.reporting.markdown import render_markdown
+from profiling_agent.reporting.render import render_markdown
 from profiling_agent.reporting.report import RunReport
+from profiling_agent.reporting.results import card_judged, card_notes, card_rows
 from profiling_agent.reporting.units import count, percent
+from profiling_agent.runtimes.artifact import Judged
+from profiling_agent.schemas import Gpu, Variant
 
 KEPT = Path(__file__).parents[1] / "fixtures" / "reports" / "0.1.0-s6.json"
 

@@ -1,8 +1,8 @@
 from made import evidence, profile
 
 from profiling_agent.profiling.profile import launch_bound_share
-from profiling_agent.records import Energy
 from profiling_agent.reporting.report import evidence_notes, gpu_lines
+from profiling_agent.schemas import Energy
 
 
 def timed(num_unsteady):

@@ -3,8 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from profiling_agent.reporting.machines import differences
-from profiling_agent.reporting.report import RunReport
+from profiling_agent.reporting.report import RunReport, differences
 from profiling_agent.reporting.results import read_report
 
 

@@ -2,12 +2,11 @@
 
 from pathlib import Path
 
-from profiling_agent.deployment.choices import recommend
-from profiling_agent.records import Deployment, DeploymentOption, DeploymentSearch, StopReason
-from profiling_agent.reporting.html import render_html
-from profiling_agent.reporting.markdown import render_markdown
-from profiling_agent.reporting.omissions import omissions
+from profiling_agent.reporting.render import render_html, render_markdown
+from profiling_agent.reporting.report import omissions
 from profiling_agent.reporting.results import read_report
+from profiling_agent.runtimes.registry import recommend
+from profiling_agent.schemas import Deployment, DeploymentOption, DeploymentSearch, StopReason
 
 UNTRIED = DeploymentOption(
     deployment=Deployment(runtime="inductor", scheme="static", recommendations=recommend("static")),

@@ -4,10 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from profiling_agent.records import Cap, Plan, PruningRecommendation, Target
-from profiling_agent.reporting.markdown import render_markdown
-from profiling_agent.reporting.reflection import choices, is_off, predictions, subject_of
-from profiling_agent.reporting.report import RunReport
+from profiling_agent.reporting.render import render_markdown
+from profiling_agent.reporting.report import RunReport, choices, is_off, predictions, subject_of
+from profiling_agent.schemas import Cap, Plan, PruningRecommendation, Target
 
 
 @pytest.fixture

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 from conftest import World
 
-from profiling_agent.reporting.results import read_report
-from profiling_agent.reporting.tracking import metrics, parameters, track, without_password
+from profiling_agent.reporting.results import metrics, parameters, read_report, track, without_password
 from profiling_agent.request import Request
 
 

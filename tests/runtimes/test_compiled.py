@@ -9,8 +9,8 @@ from torch import nn
 from torch._dynamo.utils import counters
 from transformers.modeling_outputs import ImageClassifierOutput
 
-from profiling_agent.deployment.torch_session import MAX_SIZES, InductorSession
 from profiling_agent.errors import ArtifactError
+from profiling_agent.runtimes.torch_session import MAX_SIZES, InductorSession
 
 
 class Tiny(nn.Module):

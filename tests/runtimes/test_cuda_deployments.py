@@ -13,16 +13,13 @@ from torch import nn
 from transformers import ViTConfig, ViTForImageClassification
 from transformers.modeling_outputs import ImageClassifierOutput
 
-from profiling_agent.artifacts.golden import check_golden
-from profiling_agent.artifacts.load import load_module, load_recipe
-from profiling_agent.artifacts.save import save_model
-from profiling_agent.deployment.batches import noise_batch
-from profiling_agent.deployment.protocol import Source
-from profiling_agent.deployment.registry import open_session
-from profiling_agent.deployment.save import save_deployed
-from profiling_agent.deployment.torch_session import GraphedSession, TorchSession
 from profiling_agent.errors import ArtifactError
-from profiling_agent.records import Deployment, InputSpec
+from profiling_agent.runtimes.artifact import check_golden
+from profiling_agent.runtimes.registry import Source, noise_batch, open_session
+from profiling_agent.runtimes.save import save_deployed
+from profiling_agent.runtimes.torch_artifact import load_module, load_recipe, save_model
+from profiling_agent.runtimes.torch_session import GraphedSession, TorchSession
+from profiling_agent.schemas import Deployment, InputSpec
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,10 +9,9 @@ import torch
 import zoo
 from safetensors.torch import load_file, save_file
 
-from profiling_agent.artifacts.load import load_module, load_recipe
-from profiling_agent.artifacts.save import save_model
 from profiling_agent.errors import ArtifactError
-from profiling_agent.files import file_sha256
+from profiling_agent.lib.io import file_sha256
+from profiling_agent.runtimes.torch_artifact import load_module, load_recipe, save_model
 
 
 @pytest.fixture

@@ -15,20 +15,17 @@ import zoo
 from onnx import TensorProto
 from pruning.families import FAMILIES, processor_of, spec_of
 
-from profiling_agent.artifacts.recipe import IR_WEIGHTS, ONNX, WEIGHTS
-from profiling_agent.artifacts.save import save_model
-from profiling_agent.benchmarking.timed_process import TimedProcess, worker_command
-from profiling_agent.benchmarking.worker import Start
-from profiling_agent.deployment.batches import noise_batch
-from profiling_agent.deployment.onnx_runtime import OnnxSession
-from profiling_agent.deployment.open_vino import OpenVinoSession
-from profiling_agent.deployment.protocol import ModelSession, Source
-from profiling_agent.deployment.registry import open_session, runtime
-from profiling_agent.deployment.save import save_deployed
 from profiling_agent.errors import ArtifactError, JobError, PlanError
-from profiling_agent.quantization.vnni import has_vnni
-from profiling_agent.records import RUNTIMES, Deployment, QuantizationRecommendation
-from profiling_agent.reproducibility import environment
+from profiling_agent.lib.machine import environment, has_vnni
+from profiling_agent.measure.session import TimedProcess, worker_command
+from profiling_agent.measure.worker import Start
+from profiling_agent.runtimes.artifact import IR_WEIGHTS, ONNX, WEIGHTS
+from profiling_agent.runtimes.onnx_runtime import OnnxSession
+from profiling_agent.runtimes.open_vino import OpenVinoSession
+from profiling_agent.runtimes.registry import ModelSession, Source, noise_batch, open_session, runtime
+from profiling_agent.runtimes.save import save_deployed
+from profiling_agent.runtimes.torch_artifact import save_model
+from profiling_agent.schemas import RUNTIMES, Deployment, QuantizationRecommendation
 
 IMAGES = noise_batch(zoo.SPEC, 3, seed=2)
 # Float32 in another order; bfloat16 has 8 significant bits; int8 of random weights and noise, of residual adds as well.
@@ -197,8 +194,8 @@ def test_a_fixed_batch_is_run_as_it_is_and_no_other(tmp_path: Path):
 OPENED = """
 import sys
 from pathlib import Path
-from profiling_agent.benchmarking.worker import open_artifact
-from profiling_agent.benchmarking.worker import Start
+from profiling_agent.measure.worker import open_artifact
+from profiling_agent.measure.worker import Start
 assert open_artifact(Path(sys.argv[1]), Start(batch_size=2, device="cpu", num_threads=1))() > 0
 print([name for name in ("torch", "transformers", "openvino_telemetry.main", "nncf") if name in sys.modules])
 """
@@ -228,7 +225,7 @@ hidden, find = sys.argv[1].split(","), PathFinder.find_spec
 PathFinder.find_spec = staticmethod(
     lambda name, *rest, **named: None if name.split(".")[0] in hidden else find(name, *rest, **named)
 )
-from profiling_agent.deployment.registry import missing
+from profiling_agent.runtimes.registry import missing
 for name in ("eager", "graphed", "inductor", "onnxruntime", "openvino"):
     print(missing(name))
 assert "torch" not in sys.modules

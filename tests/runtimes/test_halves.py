@@ -6,10 +6,9 @@ import pytest
 import torch
 from pruning.families import FAMILIES, TIMM_FAMILIES, processor_of, spec_of
 
-from profiling_agent.artifacts.load import load_module, load_skeleton
-from profiling_agent.artifacts.save import save_model
 from profiling_agent.modules.complexity import count_complexity
 from profiling_agent.modules.inference import floating_dtype, logits_of, random_batch
+from profiling_agent.runtimes.torch_artifact import load_module, load_skeleton, save_model
 
 # One that casts its images by itself, one that doesn't, and one with a table of coordinates that isn't saved.
 QUICK = ("vit", "resnet", "swinv2")

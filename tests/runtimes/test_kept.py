@@ -12,13 +12,11 @@ from kept_models import FIXTURES, REPORTS, SAVED, kept_names, models_of_this_ver
 from PIL import Image
 from safetensors.numpy import load_file
 
-from profiling_agent.artifacts.golden import STEP_TOLERANCE, tolerance
-from profiling_agent.artifacts.load import load_recipe
-from profiling_agent.artifacts.recipe import GOLDEN
-from profiling_agent.deployment.load import Deployed, load
-from profiling_agent.iteration.deployments import INT8
-from profiling_agent.quantization.vnni import has_vnni
-from profiling_agent.reproducibility import environment
+from profiling_agent.lib.machine import environment, has_vnni
+from profiling_agent.runtimes.artifact import GOLDEN, STEP_TOLERANCE, tolerance
+from profiling_agent.runtimes.load import Deployed, load
+from profiling_agent.runtimes.torch_artifact import load_recipe
+from profiling_agent.search.deployments import INT8
 from profiling_agent.workspace import SCHEMA_VERSION as REPORT_VERSION
 
 MODELS = sorted(path.parent for path in SAVED.glob("*/*/recipe.json"))

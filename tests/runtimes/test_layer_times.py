@@ -6,9 +6,8 @@ import deployed
 import pytest
 from torch import nn
 
-from profiling_agent.deployment.layer_times import by_layer, layer_times
-from profiling_agent.deployment.protocol import OperatorTime
-from profiling_agent.deployment.save import save_deployed
+from profiling_agent.runtimes.registry import OperatorTime, by_layer, layer_times
+from profiling_agent.runtimes.save import save_deployed
 
 NAMES = [one.name for one in deployed.all_deployments() if one.runtime != "inductor"]
 

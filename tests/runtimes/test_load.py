@@ -18,18 +18,16 @@ from PIL import Image
 from safetensors.numpy import load_file, save_file
 
 from profiling_agent import load
-from profiling_agent.acquisition.images import decode_rgb
-from profiling_agent.artifacts.card import CardRow, write_card
-from profiling_agent.artifacts.recipe import QuantizedLayer, read_recipe
-from profiling_agent.artifacts.save import save_model
-from profiling_agent.deployment.batches import noise_batch
-from profiling_agent.deployment.load import cpu_note
-from profiling_agent.deployment.protocol import Source
-from profiling_agent.deployment.save import save_deployed
+from profiling_agent.data.images import decode_rgb
 from profiling_agent.errors import ArtifactError, CorruptImageError, RequestError, RunError
-from profiling_agent.files import file_sha256
-from profiling_agent.handover.export import export
-from profiling_agent.reproducibility import environment
+from profiling_agent.exporting.export import export
+from profiling_agent.lib.io import file_sha256
+from profiling_agent.lib.machine import environment
+from profiling_agent.runtimes.artifact import CardRow, QuantizedLayer, read_recipe, write_card
+from profiling_agent.runtimes.load import cpu_note
+from profiling_agent.runtimes.registry import Source, noise_batch
+from profiling_agent.runtimes.save import save_deployed
+from profiling_agent.runtimes.torch_artifact import save_model
 
 IMAGES = noise_batch(zoo.SPEC, 3, seed=2)
 NAMES = ("eager float32", "eager dynamic", "onnxruntime float32", "openvino float32")
@@ -301,7 +299,7 @@ def test_a_disk_that_fills_leaves_nothing_and_is_one_line(tmp_path: Path):
         "from pathlib import Path\n"
         "sys.path.insert(0, sys.argv[2])\n"
         "import zoo\n"
-        "from profiling_agent.artifacts.save import save_model\n"
+        "from profiling_agent.runtimes.torch_artifact import save_model\n"
         "from profiling_agent.errors import StorageError\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"

@@ -8,24 +8,24 @@ from pathlib import Path
 
 import pytest
 
-from profiling_agent.artifacts.recipe import PACKAGES
-from profiling_agent.reproducibility import LIBRARIES, RUNTIME_LIBRARIES
+from profiling_agent.lib.machine import LIBRARIES, RUNTIME_LIBRARIES
+from profiling_agent.runtimes.artifact import PACKAGES
 
 ROOT = Path(__file__).parents[2]
 # What `## Add a runtime` says to touch: where a row goes, and the row.
 ROWS = (
-    ("records/deployment.py", '"openvino"]', '"openvino", "toy"]'),
-    ("records/deployment.py", '"openvino")', '"openvino", "toy")'),
-    ("artifacts/recipe.py", '"openvino": (IR, IR_WEIGHTS),', '"openvino": (IR, IR_WEIGHTS),\n    "toy": (ONNX,),'),
+    ("schemas/plan.py", '"openvino"]', '"openvino", "toy"]'),
+    ("schemas/plan.py", '"openvino")', '"openvino", "toy")'),
+    ("runtimes/artifact.py", '"openvino": (IR, IR_WEIGHTS),', '"openvino": (IR, IR_WEIGHTS),\n    "toy": (ONNX,),'),
     (
-        "artifacts/recipe.py",
+        "runtimes/artifact.py",
         '"openvino": ("openvino", "nncf"),',
         '"openvino": ("openvino", "nncf"),\n    "toy": ("onnx",),',
     ),
     (
-        "deployment/registry.py",
+        "runtimes/registry.py",
         "MODULES: dict[RuntimeName, str] = {",
-        '{0}\n    "toy": "profiling_agent.deployment.toy",',
+        '{0}\n    "toy": "profiling_agent.runtimes.toy",',
     ),
 )
 SCRIPT = """
@@ -33,10 +33,10 @@ import sys
 from pathlib import Path
 import deployed, numpy, zoo
 from profiling_agent import ProfilingAgentError, load
-from profiling_agent.artifacts.golden import check_golden
-from profiling_agent.deployment.batches import noise_batch
-from profiling_agent.deployment.registry import open_session
-from profiling_agent.deployment.save import save_deployed
+from profiling_agent.runtimes.artifact import check_golden
+from profiling_agent.runtimes.registry import noise_batch
+from profiling_agent.runtimes.registry import open_session
+from profiling_agent.runtimes.save import save_deployed
 folder, images = Path(sys.argv[1]), noise_batch(zoo.SPEC, 3, seed=2)
 source = deployed.source_of("vit", folder / "source")
 recipe = save_deployed(source, deployed.deployment("toy float32"), folder / "model")
@@ -55,7 +55,7 @@ except ProfilingAgentError as error:
 @pytest.mark.slow
 def test_a_runtime_that_follows_the_words_is_saved_opened_and_checked(tmp_path: Path):
     package = shutil.copytree(ROOT / "profiling_agent", tmp_path / "profiling_agent")
-    shutil.copyfile(Path(__file__).with_name("toy_runtime.py"), package / "deployment" / "toy.py")
+    shutil.copyfile(Path(__file__).with_name("toy_runtime.py"), package / "runtimes" / "toy.py")
     for name, place, row in ROWS:
         text = (package / name).read_text()
         assert text.count(place) == 1, f"{name} has no longer one place for the row: CONTRIBUTING.md and this test"

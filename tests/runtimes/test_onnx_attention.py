@@ -10,12 +10,12 @@ import pytest
 import torch
 import zoo
 
-from profiling_agent.artifacts.recipe import ONNX
-from profiling_agent.deployment.batches import noise_batch
-from profiling_agent.deployment.onnx_export import _attend, _mask, export_onnx
-from profiling_agent.deployment.onnx_runtime_conversion import DOMAIN, fuse_attention
-from profiling_agent.deployment.save import save_deployed
-from profiling_agent.records import QuantizationRecommendation
+from profiling_agent.runtimes.artifact import ONNX
+from profiling_agent.runtimes.onnx_export import _attend, _mask, export_onnx
+from profiling_agent.runtimes.onnx_runtime_conversion import DOMAIN, fuse_attention
+from profiling_agent.runtimes.registry import noise_batch
+from profiling_agent.runtimes.save import save_deployed
+from profiling_agent.schemas import QuantizationRecommendation
 
 IMAGES = noise_batch(zoo.SPEC, 3, seed=4)
 

@@ -13,15 +13,14 @@ import torch
 import zoo
 from transformers import Dinov2WithRegistersConfig, Dinov2WithRegistersForImageClassification
 
-from profiling_agent.deployment.onnx_export import export_onnx
 from profiling_agent.errors import ArtifactError
-from profiling_agent.modules.divergence import relative_distance
-from profiling_agent.modules.inference import logits_of, random_batch
+from profiling_agent.modules.inference import logits_of, random_batch, relative_distance
 from profiling_agent.pruning.prune import prune_model
 from profiling_agent.pruning.units import find_units
 from profiling_agent.pruning.widths import snap
 from profiling_agent.quantization.quantize import quantize_model
-from profiling_agent.records import Cut, QuantizationRecommendation
+from profiling_agent.runtimes.onnx_export import export_onnx
+from profiling_agent.schemas import Cut, QuantizationRecommendation
 
 
 def pruned(model, ratio=0.25):

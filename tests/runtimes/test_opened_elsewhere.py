@@ -17,22 +17,20 @@ from needs import TIMM
 from pruning.families import FAMILIES, processor_of, spec_of
 from transformers import AutoModelForImageClassification
 
-from profiling_agent.acquisition.models import load_model
-from profiling_agent.artifacts.folder import open_current
-from profiling_agent.artifacts.save import save_model
-from profiling_agent.deployment.batches import noise_batch
-from profiling_agent.deployment.choices import recommended
-from profiling_agent.deployment.load import load
-from profiling_agent.deployment.protocol import Source
-from profiling_agent.deployment.save import save_deployed
+from profiling_agent.data.models import load_model
 from profiling_agent.errors import AcquisitionError, ArtifactError
-from profiling_agent.files import file_sha256
-from profiling_agent.handover.export import export
-from profiling_agent.handover.push import push
+from profiling_agent.exporting.export import export
+from profiling_agent.exporting.push import push
+from profiling_agent.lib.io import file_sha256
 from profiling_agent.pruning.prune import prune_model
 from profiling_agent.pruning.units import find_units
 from profiling_agent.quantization.quantize import quantize_model
-from profiling_agent.records import Cut
+from profiling_agent.runtimes.artifact import open_current
+from profiling_agent.runtimes.load import load
+from profiling_agent.runtimes.registry import Source, noise_batch, recommended
+from profiling_agent.runtimes.save import save_deployed
+from profiling_agent.runtimes.torch_artifact import save_model
+from profiling_agent.schemas import Cut
 
 REFUSED = (OSError, ValueError, RuntimeError)
 OLD = Path(__file__).parents[1] / "fixtures" / "saved" / "0.1.0-s2"

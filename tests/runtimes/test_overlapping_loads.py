@@ -14,8 +14,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import PreTrainedModel
 
-from profiling_agent.artifacts.load import load_module
-from profiling_agent.artifacts.save import save_model
+from profiling_agent.runtimes.torch_artifact import load_module, save_model
 
 # How long the second thread has to begin: all of it passes where it is made to wait, as it should be.
 CHANCE_S = 0.2

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn.functional import fold, unfold
 
-from profiling_agent.deployment.patches import PlainPatches
+from profiling_agent.runtimes.onnx_export import PlainPatches
 
 IMAGES = torch.arange(2 * 3 * 4 * 6, dtype=torch.float32).reshape(2, 3, 4, 6)
 

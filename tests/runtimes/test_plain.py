@@ -10,14 +10,14 @@ import torch
 import zoo
 from transformers import AutoImageProcessor, AutoModelForImageClassification
 
-from profiling_agent.deployment.plain import plain_config, save_plain
 from profiling_agent.errors import ArtifactError
+from profiling_agent.exporting.hugging_face import plain_config, save_plain
 from profiling_agent.modules.inference import random_batch
 from profiling_agent.pruning.prune import prune_model
 from profiling_agent.pruning.units import find_units
 from profiling_agent.pruning.widths import snap
 from profiling_agent.quantization.quantize import quantize_model
-from profiling_agent.records import Cut, QuantizationRecommendation, UnitKind
+from profiling_agent.schemas import Cut, QuantizationRecommendation, UnitKind
 
 ASK = """
 import json, sys, torch

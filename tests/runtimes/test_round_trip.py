@@ -12,16 +12,13 @@ import zoo
 from safetensors.torch import load_file
 from torch import nn
 
-from profiling_agent.artifacts.load import load_module, load_processor, load_recipe, load_skeleton
-from profiling_agent.artifacts.save import save_model
 from profiling_agent.errors import ArtifactError
 from profiling_agent.modules.inference import random_batch
-from profiling_agent.quantization.footprint import parameter_bytes
-from profiling_agent.quantization.linear import DynamicLinear
-from profiling_agent.quantization.module import QuantizedModule
+from profiling_agent.quantization.kinds import parameter_bytes
+from profiling_agent.quantization.layers import DynamicLinear, QuantizedModule, StaticLayer
 from profiling_agent.quantization.quantize import Quantized, quantize_model
-from profiling_agent.quantization.static import StaticLayer
-from profiling_agent.records import Cut, QuantizationRecommendation, Unit, UnitKind
+from profiling_agent.runtimes.torch_artifact import load_module, load_processor, load_recipe, load_skeleton, save_model
+from profiling_agent.schemas import Cut, QuantizationRecommendation, Unit, UnitKind
 
 EVERYTHING = QuantizationRecommendation(layer="all", dtype="qint8")
 STATIC = QuantizationRecommendation(layer="all", quantization_type="static", dtype="qint8")
@@ -35,8 +32,8 @@ MIXED = (
 )
 ASK = """
 import json, sys, torch
-from profiling_agent.artifacts.load import load_module
-from profiling_agent.records import InputSpec
+from profiling_agent.runtimes.torch_artifact import load_module
+from profiling_agent.schemas import InputSpec
 from profiling_agent.modules.inference import random_batch
 batch = random_batch(InputSpec(channels=3, height=32, width=32, source="zoo"), 3, seed=7)
 before = torch.random.get_rng_state()

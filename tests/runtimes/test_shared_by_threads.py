@@ -10,11 +10,9 @@ import pytest
 import zoo
 
 from profiling_agent import load
-from profiling_agent.deployment.batches import noise_batch
-from profiling_agent.deployment.open_vino import MAX_SIZES, MIN_SIZES, OpenVinoSession, num_kept
-from profiling_agent.deployment.protocol import Source
-from profiling_agent.deployment.registry import open_session
-from profiling_agent.deployment.save import save_deployed
+from profiling_agent.runtimes.open_vino import MAX_SIZES, MIN_SIZES, OpenVinoSession, num_kept
+from profiling_agent.runtimes.registry import Source, noise_batch, open_session
+from profiling_agent.runtimes.save import save_deployed
 
 NUM_THREADS, NUM_CALLS = 4, 50
 # Two of each size, as those share what is compiled for it: the other one's place is `number ^ 1`.

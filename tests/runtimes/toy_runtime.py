@@ -6,12 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from profiling_agent.artifacts.recipe import ONNX, PreparedFiles, Recipe
-from profiling_agent.deployment.protocol import INPUT, OUTPUT, Batch, Source, missing_packages
 from profiling_agent.errors import ArtifactError
-from profiling_agent.records import Deployment, Scheme
+from profiling_agent.runtimes.artifact import ONNX, PreparedFiles, Recipe
+from profiling_agent.runtimes.registry import INPUT, OUTPUT, Batch, Source, missing_packages
+from profiling_agent.schemas import Deployment, Scheme
 
-CONVERSION = "profiling_agent.deployment.toy:write_deployment"
+CONVERSION = "profiling_agent.runtimes.toy:write_deployment"
 
 
 def missing(device: str) -> str | None:

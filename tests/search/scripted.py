@@ -7,12 +7,11 @@ from typing import Any
 import made
 import numpy as np
 
-from profiling_agent.evaluation.predictions import write_predictions
-from profiling_agent.iteration.deployments import DeploymentChoices
-from profiling_agent.iteration.evaluator import Evaluator, Settings
+from profiling_agent.jobs.store import SHEET, Timesheet
 from profiling_agent.jobs.tasks import Evaluated, Exported
-from profiling_agent.jobs.timesheet import SHEET, Timesheet
-from profiling_agent.records import (
+from profiling_agent.lib.machine import environment
+from profiling_agent.measure.predictions import write_predictions
+from profiling_agent.schemas import (
     Acquired,
     ArtifactRef,
     DeployedModel,
@@ -23,7 +22,8 @@ from profiling_agent.records import (
     Predictions,
     SplitInfo,
 )
-from profiling_agent.reproducibility import environment
+from profiling_agent.search.deployments import DeploymentChoices
+from profiling_agent.search.evaluator import Evaluator, Settings
 
 
 def name_of(ref: ArtifactRef) -> str:

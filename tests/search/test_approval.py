@@ -3,12 +3,9 @@
 import pytest
 from made import GOAL, attempt, journal, judged, plan, profile
 
-from profiling_agent.analysis.allocation import dry_run, obeying
 from profiling_agent.errors import PlanError, RequestError
-from profiling_agent.iteration.approval import edited, pose, read_answer
-from profiling_agent.iteration.planners import milder, propose
-from profiling_agent.iteration.selection import rejudged
-from profiling_agent.records import (
+from profiling_agent.planning.allocation import dry_run, obeying
+from profiling_agent.schemas import (
     Approval,
     Cap,
     Decided,
@@ -19,6 +16,9 @@ from profiling_agent.records import (
     StopReason,
     Target,
 )
+from profiling_agent.search.attempt import edited, pose, read_answer
+from profiling_agent.search.planners import milder, propose
+from profiling_agent.search.selection import rejudged
 
 PIN = PruningRecommendation(layer=r"layers\.0\.mlp", pruning_type="structured", pruning_ratio=0.5)
 LEFT_ALONE = Cap(layer=r"layers\.1\.mlp")

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from profiling_agent.errors import RequestError
-from profiling_agent.iteration.budget import Budget, affordable_images
-from profiling_agent.iteration.forecast import LAST, ROUND, Standing, Work, forecast, stage_seconds
-from profiling_agent.jobs.timesheet import Timesheet
+from profiling_agent.graph.session import LAST, ROUND, Standing, Work, forecast, stage_seconds
+from profiling_agent.jobs.store import Timesheet
+from profiling_agent.search.budget import Budget, affordable_images
 
 PASS_S = 0.1
 # 50 s and 450 passes; 1,024 held-out images of the baseline and the first candidate; 30 s, 600 passes and 1,024 images of a second one.

@@ -7,28 +7,18 @@ from typing import Any
 import made
 import numpy as np
 import pytest
-from iteration.scripted import Jobs, deployed, evaluator, memory_use, name_of
+from search.scripted import Jobs, deployed, evaluator, memory_use, name_of
 
-from profiling_agent.deployment.choices import recommend
 from profiling_agent.errors import JobError, QuantizationError
-from profiling_agent.iteration.attempt import open_journal, reopened
-from profiling_agent.iteration.budget import Budget
-from profiling_agent.iteration.deployment_search import NUM_MEASURED, as_search, try_deployments
-from profiling_agent.iteration.deployments import ASKED_SCHEMES, MOST_PRUNED, DeploymentChoices, in_rounds
-from profiling_agent.iteration.evaluator import Evaluator, most_searched
 from profiling_agent.jobs import tasks
-from profiling_agent.jobs.timesheet import SHEET, Timesheet
-from profiling_agent.records import (
-    Cap,
-    Deployment,
-    DeploymentSearch,
-    Dropped,
-    LayerCost,
-    Plan,
-    Race,
-    Tuned,
-    Variant,
-)
+from profiling_agent.jobs.store import SHEET, Timesheet
+from profiling_agent.runtimes.registry import recommend
+from profiling_agent.schemas import Cap, Deployment, DeploymentSearch, Dropped, LayerCost, Plan, Race, Tuned, Variant
+from profiling_agent.search.attempt import open_journal, reopened
+from profiling_agent.search.budget import Budget
+from profiling_agent.search.deployment_search import NUM_MEASURED, as_search, try_deployments
+from profiling_agent.search.deployments import ASKED_SCHEMES, MOST_PRUNED, DeploymentChoices, in_rounds
+from profiling_agent.search.evaluator import Evaluator, most_searched
 
 NUM_IMAGES = 2000
 

@@ -3,10 +3,22 @@
 import pytest
 from made import BASELINE, GOAL, attempt, journal, profile, race_result, ref
 
-from profiling_agent.deployment.choices import recommend
 from profiling_agent.errors import PlanError, RequestError
-from profiling_agent.iteration.attempt import deployment_of
-from profiling_agent.iteration.deployments import (
+from profiling_agent.modules.layer_names import matching_names
+from profiling_agent.request import Request
+from profiling_agent.runtimes.registry import recommend
+from profiling_agent.schemas import (
+    DeployedModel,
+    Deployment,
+    DeploymentOption,
+    DeploymentSearch,
+    Journal,
+    Plan,
+    QuantizationRecommendation,
+)
+from profiling_agent.schemas.plan import RuntimeName, Scheme
+from profiling_agent.search.attempt import deployment_of
+from profiling_agent.search.deployments import (
     ASKED_SCHEMES,
     DeploymentChoices,
     by_promise,
@@ -17,19 +29,7 @@ from profiling_agent.iteration.deployments import (
     schemes_of,
     why_undeployable,
 )
-from profiling_agent.iteration.planners import propose
-from profiling_agent.modules.layer_names import matching_names
-from profiling_agent.records import (
-    DeployedModel,
-    Deployment,
-    DeploymentOption,
-    DeploymentSearch,
-    Journal,
-    Plan,
-    QuantizationRecommendation,
-)
-from profiling_agent.records.deployment import RuntimeName, Scheme
-from profiling_agent.request import Request
+from profiling_agent.search.planners import propose
 
 EVERY: dict[RuntimeName, tuple[Scheme, ...]] = {
     "eager": ("float32", "bfloat16", "float16", "dynamic"),

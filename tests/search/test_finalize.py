@@ -7,14 +7,12 @@ from typing import Any
 import made
 import numpy as np
 import pytest
-from iteration.scripted import Jobs, evaluator, memory_use, name_of
+from search.scripted import Jobs, evaluator, memory_use, name_of
 
 from profiling_agent.errors import JobError
-from profiling_agent.evaluation.openings import share
-from profiling_agent.iteration.finalize import FinalChoice, _rivals, finalize
-from profiling_agent.iteration.heldout import ACCURACY_ERROR
 from profiling_agent.jobs.tasks import Evaluated
-from profiling_agent.records import (
+from profiling_agent.measure.predictions import share
+from profiling_agent.schemas import (
     NUM_SESSIONS,
     Candidate,
     Deployment,
@@ -28,6 +26,8 @@ from profiling_agent.records import (
     RaceResult,
     Variant,
 )
+from profiling_agent.search.finalize import FinalChoice, _rivals, finalize
+from profiling_agent.search.verdict import ACCURACY_ERROR
 
 
 @dataclass

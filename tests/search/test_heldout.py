@@ -9,14 +9,23 @@ from typing import Any
 import made
 import numpy as np
 import pytest
-from iteration import scripted
-from iteration.scripted import Jobs, acquired
+from search import scripted
+from search.scripted import Jobs, acquired
 
-from profiling_agent.evaluation.intervals import compare, images_to_certify, one_sided_bound, selection_bias
-from profiling_agent.evaluation.openings import share
-from profiling_agent.evaluation.sequential import Counts, upper_bound
-from profiling_agent.iteration.evaluator import MAX_AT_ONCE, Evaluator
-from profiling_agent.iteration.heldout import (
+from profiling_agent.jobs.tasks import Evaluated, EvaluateTask, OpenHeldoutTask
+from profiling_agent.measure.intervals import (
+    Counts,
+    compare,
+    images_to_certify,
+    one_sided_bound,
+    selection_bias,
+    upper_bound,
+)
+from profiling_agent.measure.predictions import share
+from profiling_agent.schemas import SHARD, Evaluation, Opening, Variant
+from profiling_agent.search.evaluator import MAX_AT_ONCE, Evaluator
+from profiling_agent.search.selection import judge
+from profiling_agent.search.verdict import (
     ACCURACY_ERROR,
     error_of,
     first_look,
@@ -24,14 +33,6 @@ from profiling_agent.iteration.heldout import (
     looks,
     run_heldout_test,
     why_unproven,
-)
-from profiling_agent.iteration.selection import judge
-from profiling_agent.jobs.tasks import Evaluated, EvaluateTask, OpenHeldoutTask
-from profiling_agent.records import (
-    SHARD,
-    Evaluation,
-    Opening,
-    Variant,
 )
 
 BASELINE, CANDIDATE = made.ref("baseline"), made.ref("candidate")

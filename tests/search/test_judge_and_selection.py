@@ -1,8 +1,8 @@
 import pytest
 from made import BASELINE, GOAL, attempt, drop, evaluation, journal, race_result
 
-from profiling_agent.iteration.selection import has_answer, is_doubtful, judge, may_be_returned, preference, ranked
-from profiling_agent.records import Deployment, DeploymentOption, DeploymentSearch, Goal, Variant
+from profiling_agent.schemas import Deployment, DeploymentOption, DeploymentSearch, Goal, Variant
+from profiling_agent.search.selection import has_answer, is_doubtful, judge, may_be_returned, preference, ranked
 
 PAPER = GOAL.model_copy(update={"selection": "paper"})
 SMALL = {"macs": 900, "params": 900, "size_bytes": 1000}

@@ -7,23 +7,14 @@ from typing import Any
 import made
 import numpy as np
 import pytest
-from iteration import scripted
-from iteration.scripted import Jobs, deployed
+from search import scripted
+from search.scripted import Jobs, deployed
 
-from profiling_agent.iteration.attempt import measure_attempt, open_journal, prune_attempt, quantize_attempt
-from profiling_agent.iteration.evaluator import Deployer, Evaluator
-from profiling_agent.iteration.selection import ranked
 from profiling_agent.jobs import tasks
-from profiling_agent.records import (
-    DeployedModel,
-    Deployment,
-    Headline,
-    Journal,
-    Plan,
-    PrunedModel,
-    Tuned,
-    Variant,
-)
+from profiling_agent.schemas import DeployedModel, Deployment, Headline, Journal, Plan, PrunedModel, Tuned, Variant
+from profiling_agent.search.attempt import measure_attempt, open_journal, prune_attempt, quantize_attempt
+from profiling_agent.search.evaluator import Deployer, Evaluator
+from profiling_agent.search.selection import ranked
 
 
 @dataclass

@@ -11,13 +11,12 @@ from advisors import advisor_of
 from chat_server import Said, chat_server, in_turn
 from made import BASELINE, GOAL, attempt, evaluation, profile
 
-from profiling_agent.analysis.advised import UNKNOWN, NextAnswer, PlanAnswer
-from profiling_agent.analysis.allocation import MAX_RATIO, dry_run, obeying
-from profiling_agent.analysis.rules import analyse
 from profiling_agent.errors import AdvisorError, ContextTooLongError, PlanError
-from profiling_agent.iteration.planners import Planner, first_proposal, next_proposal, propose
 from profiling_agent.llm.transcript import Advice, LanguageModel, Question
-from profiling_agent.records import (
+from profiling_agent.planning.allocation import MAX_RATIO, dry_run, obeying
+from profiling_agent.planning.llm_planner import UNKNOWN, NextAnswer, PlanAnswer
+from profiling_agent.planning.rules import analyse
+from profiling_agent.schemas import (
     Attempt,
     Cap,
     Deployment,
@@ -33,6 +32,7 @@ from profiling_agent.records import (
     Target,
     Variant,
 )
+from profiling_agent.search.planners import Planner, first_proposal, next_proposal, propose
 
 
 class Scripted(LanguageModel):

@@ -8,8 +8,8 @@ import pytest
 import verdict_worlds
 from verdict_worlds import GOAL, Truth, World, evaluator_in
 
-from profiling_agent.iteration.finalize import FinalChoice
-from profiling_agent.records import Outcome
+from profiling_agent.schemas import Outcome
+from profiling_agent.search.finalize import FinalChoice
 
 NUM_WORLDS, NUM_SEARCH = 2000, 2000
 

@@ -5,20 +5,9 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-from profiling_agent.acquisition.images import SplitImages
-from profiling_agent.acquisition.prepared import PreparedImages
-from profiling_agent.artifacts.folder import model_bytes, open_folder
-from profiling_agent.artifacts.golden import check_golden
-from profiling_agent.artifacts.recipe import Counts
-from profiling_agent.benchmarking import race as races
-from profiling_agent.benchmarking import throughput as throughputs
-from profiling_agent.benchmarking.headline import measure_headline
-from profiling_agent.deployment import layer_times as layers
-from profiling_agent.deployment.protocol import ModelSession
-from profiling_agent.deployment.registry import open_session
+from profiling_agent.data.images import SplitImages
+from profiling_agent.data.prepared import PreparedImages
 from profiling_agent.errors import RequestError
-from profiling_agent.evaluation.openings import note_opening
-from profiling_agent.evaluation.predictions import Answers, answers_of, joined, write_predictions
 from profiling_agent.jobs.context import JobContext
 from profiling_agent.jobs.tasks import (
     Evaluated,
@@ -31,18 +20,17 @@ from profiling_agent.jobs.tasks import (
     RaceTask,
     SessionTask,
 )
-from profiling_agent.processes.started import inherited
-from profiling_agent.progress import Progress
-from profiling_agent.records import (
-    Deployment,
-    Footprint,
-    Headline,
-    MemoryUse,
-    Opening,
-    Predictions,
-    Race,
-)
-from profiling_agent.reproducibility import available_threads
+from profiling_agent.lib.machine import available_threads
+from profiling_agent.lib.progress import Progress
+from profiling_agent.measure import race as races
+from profiling_agent.measure import throughput as throughputs
+from profiling_agent.measure.predictions import Answers, answers_of, joined, note_opening, write_predictions
+from profiling_agent.measure.throughput import measure_headline
+from profiling_agent.processes.child import inherited
+from profiling_agent.runtimes import registry as layers
+from profiling_agent.runtimes.artifact import Counts, check_golden, model_bytes, open_folder
+from profiling_agent.runtimes.registry import ModelSession, open_session
+from profiling_agent.schemas import Deployment, Footprint, Headline, MemoryUse, Opening, Predictions, Race
 
 
 def headline(task: HeadlineTask, job: JobContext) -> Headline:
@@ -140,10 +128,9 @@ def _open(task: EvaluateTask, job: JobContext) -> _Opened:
     session = open_session(path, device=task.device, num_threads=available_threads())
     answering: Callable[[], AbstractContextManager[None]] = nullcontext
     if recipe.deployment.runtime == "eager":
-        from profiling_agent.deployment.torch_session import TorchSession
-        from profiling_agent.modules.fused import fuse_norms_
-        from profiling_agent.modules.inference import random_batch
-        from profiling_agent.modules.products import quick_products
+        from profiling_agent.modules.inference import quick_products, random_batch
+        from profiling_agent.modules.norms import fuse_norms_
+        from profiling_agent.runtimes.torch_session import TorchSession
 
         answering = quick_products
         if recipe.deployment == Deployment() and task.device == "cpu" and isinstance(session, TorchSession):
@@ -170,9 +157,9 @@ def answer(session: ModelSession, images: PreparedImages, batch_size: int, progr
 
 
 def _counts(path: Path) -> Counts:
-    from profiling_agent.artifacts.load import load_module
     from profiling_agent.jobs.handlers.models import complexity_of
-    from profiling_agent.quantization.footprint import parameter_bytes
+    from profiling_agent.quantization.kinds import parameter_bytes
+    from profiling_agent.runtimes.torch_artifact import load_module
 
     params, macs = complexity_of(path)
     return Counts(params=params, macs=macs, parameter_bytes=parameter_bytes(load_module(path, verify=False)))

@@ -12,28 +12,14 @@ import torch
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
-from profiling_agent.acquisition.data import DataQuery
-from profiling_agent.acquisition.images import SplitImages, relabel_split
-from profiling_agent.acquisition.labels import choose_matching
-from profiling_agent.acquisition.models import LoadedModel, device_note, load_model, resolve_device
-from profiling_agent.acquisition.prepared import iter_batches, processed_batches, shuffled_batches, write_prepared
-from profiling_agent.acquisition.splits import DrawnSplit, DrawnSplits, draw_splits, look_up_labels
-from profiling_agent.artifacts.folder import model_bytes, processor_text
-from profiling_agent.artifacts.golden import check_golden
-from profiling_agent.artifacts.load import load_module, load_processor, load_recipe, load_skeleton, read_processor
-from profiling_agent.artifacts.recipe import PROCESSOR
-from profiling_agent.artifacts.save import save_derived, save_model
-from profiling_agent.benchmarking.latency_table import LatencyTable, read_table, time_units, write_table
-from profiling_agent.cache import kept_folder
-from profiling_agent.deployment.onnx_export import export_onnx
-from profiling_agent.deployment.protocol import Batch, ModelSession, Source
-from profiling_agent.deployment.registry import open_session
-from profiling_agent.deployment.save import save_deployed
-from profiling_agent.documents import DocumentError, read_record
+from profiling_agent.data.dataset import DataQuery
+from profiling_agent.data.images import SplitImages, relabel_split
+from profiling_agent.data.labels import choose_matching
+from profiling_agent.data.models import LoadedModel, device_note, load_model, resolve_device
+from profiling_agent.data.prepared import iter_batches, processed_batches, shuffled_batches, write_prepared
+from profiling_agent.data.shape import check_processor, resolve_input_shape, survey, verify
+from profiling_agent.data.splits import DrawnSplit, DrawnSplits, draw_splits, look_up_labels
 from profiling_agent.errors import AcquisitionError, ArtifactError, PruningError, QuantizationError, RequestError
-from profiling_agent.evaluation.predictions import answers_of
-from profiling_agent.files import write_bytes, write_text
-from profiling_agent.foreign import foreign_code
 from profiling_agent.jobs.context import JobContext
 from profiling_agent.jobs.tasks import (
     AcquireTask,
@@ -56,19 +42,42 @@ from profiling_agent.jobs.tasks import (
     SurveyShapeTask,
     TuneTask,
 )
+from profiling_agent.lib.io import DocumentError, kept_folder, read_record, write_bytes, write_text
+from profiling_agent.lib.machine import available_threads, environment
+from profiling_agent.lib.third_party import foreign_code
+from profiling_agent.measure.latency_table import LatencyTable, read_table, time_units, write_table
+from profiling_agent.measure.predictions import answers_of
 from profiling_agent.modules.complexity import count_complexity
-from profiling_agent.modules.divergence import mean_kl, relative_distance
-from profiling_agent.modules.fused import fuse_norms_
-from profiling_agent.modules.inference import device_of, logits_of, on_device, random_batch
-from profiling_agent.modules.products import quick_products
-from profiling_agent.profiling.kept_evidence import evidence_path, keep_evidence, read_evidence
+from profiling_agent.modules.inference import (
+    device_of,
+    logits_of,
+    mean_kl,
+    on_device,
+    quick_products,
+    random_batch,
+    relative_distance,
+)
+from profiling_agent.modules.norms import fuse_norms_
+from profiling_agent.profiling.evidence import evidence_path, keep_evidence, measure_sensitivity, read_evidence, timed
 from profiling_agent.profiling.profile import profile_model
-from profiling_agent.profiling.sensitivity import measure_sensitivity, timed
 from profiling_agent.pruning import recovery
 from profiling_agent.pruning.compensation import Calibration, compensate
 from profiling_agent.pruning.prune import NUM_GATE_IMAGES, prune_model
 from profiling_agent.quantization import tune as tuning
-from profiling_agent.records import (
+from profiling_agent.runtimes.artifact import PROCESSOR, check_golden, model_bytes, processor_text
+from profiling_agent.runtimes.onnx_export import export_onnx
+from profiling_agent.runtimes.registry import Batch, ModelSession, Source, open_session
+from profiling_agent.runtimes.save import save_deployed
+from profiling_agent.runtimes.torch_artifact import (
+    load_module,
+    load_processor,
+    load_recipe,
+    load_skeleton,
+    read_processor,
+    save_derived,
+    save_model,
+)
+from profiling_agent.schemas import (
     Acquired,
     ArtifactRef,
     Cut,
@@ -82,8 +91,6 @@ from profiling_agent.records import (
     SplitInfo,
     Tuned,
 )
-from profiling_agent.reproducibility import available_threads, environment
-from profiling_agent.shapes.resolve import check_processor, resolve_input_shape, survey, verify
 
 FILE, NAME = "logits.safetensors", "logits"
 

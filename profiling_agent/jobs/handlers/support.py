@@ -7,27 +7,22 @@ import numpy as np
 import torch
 from torch import nn
 
-from profiling_agent.acquisition.models import load_model
-from profiling_agent.artifacts.folder import model_bytes
-from profiling_agent.artifacts.golden import check_golden, read_golden
-from profiling_agent.artifacts.load import load_module, load_processor, load_recipe
-from profiling_agent.artifacts.save import save_derived, save_model
-from profiling_agent.deployment.batches import noise_batch
-from profiling_agent.deployment.onnx_export import export_onnx
-from profiling_agent.deployment.protocol import Source
-from profiling_agent.deployment.registry import open_session
-from profiling_agent.deployment.save import save_deployed
+from profiling_agent.data.models import load_model
+from profiling_agent.data.shape import check_processor, resolve_input_shape
 from profiling_agent.errors import ArtifactError, PlanError, QuantizationError
 from profiling_agent.jobs.context import JobContext
 from profiling_agent.jobs.tasks import LOOKED, LookTask, TryTask
-from profiling_agent.modules.divergence import relative_distance
-from profiling_agent.modules.inference import logits_of
+from profiling_agent.lib.machine import available_threads
+from profiling_agent.modules.inference import logits_of, relative_distance
 from profiling_agent.pruning.prune import prune_model
 from profiling_agent.pruning.units import find_units
 from profiling_agent.pruning.widths import snap
-from profiling_agent.records import Cut, Deployability, Deployment, Form, InputSpec, Prunable, by_cause
-from profiling_agent.reproducibility import available_threads
-from profiling_agent.shapes.resolve import check_processor, resolve_input_shape
+from profiling_agent.runtimes.artifact import check_golden, model_bytes, read_golden
+from profiling_agent.runtimes.onnx_export import export_onnx
+from profiling_agent.runtimes.registry import Source, noise_batch, open_session
+from profiling_agent.runtimes.save import save_deployed
+from profiling_agent.runtimes.torch_artifact import load_module, load_processor, load_recipe, save_derived, save_model
+from profiling_agent.schemas import Cut, Deployability, Deployment, Form, InputSpec, Prunable, by_cause
 
 RATIO = 0.25
 # Ranges are of noise here: what is asked is whether a deployment can be made, not how good it is.

@@ -1,1 +1,0 @@
-"""Deployments: a float32 model brought into a runtime and a scheme, saved, opened, exported."""

@@ -1,1 +1,0 @@
-"""Evaluation: predictions on disk, and intervals of what is counted on them."""

@@ -1,0 +1,1 @@
+"""Library: files, the machine, third-party code and progress; it knows nothing of models."""
