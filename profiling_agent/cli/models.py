@@ -175,34 +175,32 @@ def pick(
 
 def export(
     source: SourceArgument,
-    output: Annotated[Path, typer.Option(help="folder (files, hf) or file (onnx) to write; nothing is overwritten")],
+    output: Annotated[Path, typer.Option(help="folder to write; nothing is overwritten")],
     format_: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--format",
-            metavar="files|onnx|hf",
-            help="files: a folder that runs without profiling-agent; onnx: one file for ONNX Runtime; hf: a folder for from_pretrained",
+            metavar="onnx|openvino|hf",
+            help="onnx: for ONNX Runtime; openvino: for OpenVINO; hf: for from_pretrained; default: as the model is",
         ),
-    ] = "files",
+    ] = None,
     batch_size: Annotated[
         int | None, typer.Option(min=1, help="onnx, of a model of torch: fix the batch; else any batch will do")
     ] = None,
 ) -> None:
     """Write a model for machines without profiling-agent, after checking that it computes the same there.
 
-    `files` takes every deployment, as it is: an ONNX graph, OpenVINO's, or safetensors, int8 ones too; with the images'
-    preparation and the labels as JSON, and a `load.py` that imports numpy, pillow and the runtime alone. `onnx` takes float32
-    models of torch, and graphs for ONNX Runtime; `hf` float32 models, and ones in bfloat16 or float16 whose logits stay the same
-    when all of the model is. A pruned model is an ordinary Hugging Face folder only where its layers were cut alike; where they
-    weren't, the reason is given and nothing is written.
+    The folder has the model, the labels, the images' preparation, and `run.py`, ten lines that print the class of an image.
+    `onnx` takes models for ONNX Runtime and float32 models of torch; `openvino` takes models for OpenVINO; `hf` takes models of
+    torch without int8 layers. A pruned model is a Hugging Face model only if its layers were cut alike.
 
-    `profiling-agent export runs/my-run --output home`, then `python home/load.py image.png`
+    `profiling-agent export runs/my-run --output home`, then `python home/run.py image.png`
     """
     from profiling_agent.exporting.export import export as write
 
     with refusing():
-        said = write(source, format_, output, batch_size=batch_size)
-    _say(said)
+        line = write(source, format_, output, batch_size=batch_size)
+    _say(line)
 
 
 def push(
@@ -211,7 +209,7 @@ def push(
         typer.Argument(
             parser=run_folder,
             metavar="RUN_OR_FOLDER",
-            help="run (its best model), a saved or picked model, or a folder that `export` wrote as files",
+            help="run (its best model), a saved or picked model, or a folder that `export` wrote",
         ),
     ],
     repo_id: Annotated[

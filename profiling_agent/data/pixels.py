@@ -1,4 +1,4 @@
-"""Images as a model takes them, by numpy and pillow alone; `profiling-agent export` puts this very file beside a model, as `prepare.py`."""
+"""Images as a model takes them, by numpy and pillow alone; `profiling-agent export` copies this file next to a model, as `prepare.py`."""
 
 import struct
 from collections.abc import Mapping, Sequence

@@ -117,7 +117,7 @@ def save_plain(
         if not distance <= allowed:
             raise ArtifactError(
                 f"the model that transformers loads from its config computes logits {distance:.2g} apart (relative), "
-                f"{allowed:g} is allowed: deploy the saved folder instead, or export it to files"
+                f"{allowed:g} is allowed: run it with `profiling_agent.load`, or pick another candidate"
             )
     return None
 

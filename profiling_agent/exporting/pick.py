@@ -24,7 +24,7 @@ MANIFEST = "export.json"
 FORMAT = 2
 
 
-class Exported(Record):
+class ExportManifest(Record):
     """What `export.json` holds."""
 
     format: int = FORMAT
@@ -46,7 +46,7 @@ class Exported(Record):
         return files
 
 
-def read_exported(folder: Path) -> Exported:
+def read_exported(folder: Path) -> ExportManifest:
     """Return what a folder of exported files is, each file compared with its hash.
 
     Raises:
@@ -54,7 +54,7 @@ def read_exported(folder: Path) -> Exported:
     """
     path = folder / MANIFEST
     try:
-        exported = read_record(Exported, path)
+        exported = read_record(ExportManifest, path)
     except OSError as error:
         raise ArtifactError(f"{str(path)!r} can't be read ({error.strerror}): export the model again") from error
     except DocumentError as error:

@@ -16,7 +16,7 @@ from huggingface_hub.utils import validate_repo_id
 from huggingface_hub.utils.tqdm import disable_progress_bars
 
 from profiling_agent.errors import ProfilingAgentError, RequestError
-from profiling_agent.exporting.pick import MANIFEST, Exported, model_folder, read_exported
+from profiling_agent.exporting.pick import MANIFEST, ExportManifest, model_folder, read_exported
 from profiling_agent.lib.io import DocumentError, read_record, write_text
 from profiling_agent.lib.third_party import foreign_code
 from profiling_agent.runtimes.artifact import CARD, RECIPE, Recipe, named_folder, open_current, read_card
@@ -120,7 +120,7 @@ def _pushed_before(api: HfApi, repo_id: str, existing: ModelInfo, scratch: Path,
     if not present:
         return present
     pushed = frozenset[str]()
-    for name, kind in ((RECIPE, Recipe), (MANIFEST, Exported)):
+    for name, kind in ((RECIPE, Recipe), (MANIFEST, ExportManifest)):
         if name in present:
             fetched = Path(api.hf_hub_download(repo_id, name, local_dir=scratch / "fetched"))
             with suppress(DocumentError):

@@ -27,12 +27,12 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path / "saved"
 
 
-def test_onnx_is_one_file(saved: Path, tmp_path: Path):
-    ended = call("export", saved, "--format", "onnx", "--output", tmp_path / "out" / "model.onnx")
+def test_onnx_is_a_folder_with_the_graph_and_ten_lines_that_run_it(saved: Path, tmp_path: Path):
+    ended = call("export", saved, "--format", "onnx", "--output", tmp_path / "new" / "out")
 
     assert ended.exit_code == 0
     assert "from torch's" in ended.stdout
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.onnx"]
+    assert {"model.onnx", "run.py"} <= {path.name for path in (tmp_path / "new" / "out").iterdir()}
 
 
 def test_hf_is_a_folder_that_transformers_loads(saved: Path, tmp_path: Path):
@@ -78,14 +78,14 @@ def refused(ended, says: str):
 def test_a_bad_call_is_one_clear_line(saved: Path, tmp_path: Path, world: World):
     out = tmp_path / "out"
 
-    refused(call("export", saved, "--format", "tflite", "--output", out), "choose one of files, onnx, hf")
+    refused(call("export", saved, "--format", "tflite", "--output", out), "choose one of onnx, openvino, hf")
     refused(call("export", saved, "--format", "hf", "--output", out, "--batch-size", 4), "batch_size")
     refused(call("export", world.model, "--format", "hf", "--output", out), "no saved model")
     refused(call("export", tmp_path / "nowhere", "--format", "onnx", "--output", out), "nowhere")
     assert not out.exists()
 
 
-@pytest.mark.parametrize("format_", ["files", "onnx", "hf"])
+@pytest.mark.parametrize("format_", ["onnx", "hf"])
 def test_an_output_that_can_not_be_written_is_refused(saved: Path, tmp_path: Path, format_: str):
     (tmp_path / "file").write_text("mine")
 
@@ -97,6 +97,6 @@ def test_an_output_that_can_not_be_written_is_refused(saved: Path, tmp_path: Pat
 def test_the_help_says_what_the_formats_are():
     said = call("export", "--help").output
 
-    assert "load.py" in said
+    assert "run.py" in said
     assert "ONNX Runtime" in said
     assert "from_pretrained" in said

@@ -77,11 +77,11 @@ def write_models(models):
     rewritten(models / "based", base_model="acme/vit", base_revision="0" * 40)
     judged = Judged(dataset="acme/insects", config="small", split="test", top1=0.875)
     write_card(models / "based", judged=judged)
-    export(models / "based", "files", models / "exported")
+    export(models / "based", "onnx", models / "exported")
     shutil.copytree(models / "local", models / "damaged")
     (models / "damaged" / "model.onnx").write_bytes(b"other")
     shutil.copytree(models / "exported", models / "changed")
-    (models / "changed" / "load.py").write_text("raise SystemExit")
+    (models / "changed" / "run.py").write_text("raise SystemExit")
 
 
 def write_runs(models):
@@ -203,7 +203,7 @@ def test_exported_files_replace_what_was_pushed_before_and_nothing_else(world):
     root, answers, _ = world
 
     assert names_in(root / "me/based") == sorted([".gitattributes", "LICENSE", *answers["exported"]["files"]])
-    assert "load.py" in answers["exported"]["files"]
+    assert "run.py" in answers["exported"]["files"]
     assert "recipe.json" not in answers["exported"]["files"]
     assert metadata_of(root / "me/based")["library_name"] == "onnx"
     assert metadata_of(root / "me/small")["library_name"] == "profiling-agent"
@@ -228,7 +228,7 @@ def test_exported_files_replace_what_was_pushed_before_and_nothing_else(world):
         # Nothing is hashed and copied that can't go up.
         ("no token for what is damaged", "needs a token, and there is none"),
         ("damaged", "isn't the file that was saved"),
-        ("changed", "load.py' isn't the file that was exported"),
+        ("changed", "run.py' isn't the file that was exported"),
         ("unfinished", "has no model yet: finish it with"),
         ("no model", "is no saved model"),
         ("unreachable", "can't be reached for 'me/new' (ConnectError): check the network"),

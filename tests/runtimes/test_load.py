@@ -136,15 +136,15 @@ def test_a_torch_model_gives_its_module_and_another_says_that_it_has_none(root: 
 def test_a_graph_for_onnx_runtime_is_exported_as_it_is_and_as_nothing_else(root: Path, tmp_path: Path):
     folder = folder_of(root, SIMPLE)
 
-    export(folder, "onnx", tmp_path / "again.onnx")
+    export(folder, "onnx", tmp_path / "again")
 
-    assert (tmp_path / "again.onnx").read_bytes() == (folder / "model.onnx").read_bytes()
-    with pytest.raises(RequestError, match="exported as it is"):
-        export(folder, "onnx", tmp_path / "other.onnx", batch_size=2)
-    with pytest.raises(ArtifactError, match="whose graph is no Hugging Face model: use --format files"):
+    assert (tmp_path / "again" / "model.onnx").read_bytes() == (folder / "model.onnx").read_bytes()
+    with pytest.raises(RequestError, match="batch_size is for models of torch"):
+        export(folder, "onnx", tmp_path / "other", batch_size=2)
+    with pytest.raises(ArtifactError, match="whose graph has only one format: use --format"):
         export(folder, "hf", tmp_path / "other")
     with pytest.raises(ArtifactError, match="exists already"):
-        export(folder, "onnx", tmp_path / "again.onnx")
+        export(folder, "onnx", tmp_path / "again")
 
 
 def test_images_of_another_shape_are_one_line(root: Path):
@@ -344,7 +344,7 @@ def test_the_card_says_what_it_is_and_where_it_was_made(root: Path):
     assert card.startswith("---\n")
     assert recipe.cpu in card
     assert "Layers that aren't float32: 7." in card
-    assert "profiling-agent export . --output ../exported" in card
+    assert "Its quantized layers are profiling-agent's" in card
     assert "(n, 3, 32, 32)" in card
     assert "model.predict" in card
 

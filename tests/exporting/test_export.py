@@ -1,0 +1,276 @@
+"""An exported folder runs where nothing of ours is installed, and answers as the saved model does."""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import deployed
+import fresh
+import numpy as np
+import pytest
+import zoo
+from photographs import PHOTOGRAPHS
+from PIL import Image
+from transformers import PerceiverImageProcessorPil
+
+from profiling_agent.data.images import decode_rgb
+from profiling_agent.data.pixels import prepare
+from profiling_agent.errors import ArtifactError
+from profiling_agent.exporting.export import export
+from profiling_agent.lib.machine import needed_instructions
+from profiling_agent.pruning.prune import prune_model
+from profiling_agent.pruning.units import find_units
+from profiling_agent.runtimes.artifact import QuantizedLayer
+from profiling_agent.runtimes.load import load
+from profiling_agent.runtimes.registry import Source
+from profiling_agent.runtimes.save import save_deployed
+from profiling_agent.runtimes.torch_artifact import load_recipe, save_model
+from profiling_agent.schemas import Cut
+
+RUN = """
+import importlib.util, runpy
+assert importlib.util.find_spec("profiling_agent") is None
+assert importlib.util.find_spec("datasets") is None
+script = sys.argv.pop(1)
+for path in sys.argv[1:]:
+    sys.argv[1:] = [path]
+    runpy.run_path(script, run_name="__main__")
+"""
+GRAPHS = {"onnxruntime": ("numpy", "pillow", "onnxruntime"), "openvino": ("numpy", "pillow", "openvino")}
+HF = ("pillow", "torch", "transformers", "safetensors")
+NAMES = [
+    "onnxruntime float32",
+    "onnxruntime dynamic",
+    "onnxruntime static",
+    "openvino float32",
+    "openvino bfloat16",
+    "openvino static",
+    "openvino static_nncf",
+]
+EXPORTED = [*(("vit", name) for name in NAMES), *(("resnet", name) for name in NAMES if "static" in name)]
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Source]:
+    return cache(lambda family: deployed.source_of(family, tmp_path_factory.mktemp("source") / family))
+
+
+@pytest.fixture(scope="module")
+def source(sources: Callable[[str], Source]) -> Source:
+    return sources("vit")
+
+
+def pictures(folder: Path, count: int = 6) -> list[Path]:
+    """Return images of which a model answers more than one class."""
+    generator = np.random.default_rng(5)
+    paths = [folder / f"{number}.png" for number in range(count)]
+    for number, path in enumerate(paths):
+        pixels = generator.integers(0, 60 + 39 * number, (48, 40, 3), dtype=np.uint8)
+        Image.fromarray(np.roll(pixels, number, 2) * np.uint8([1, number % 3, 1])).save(path)
+    return paths
+
+
+def printed(folder: Path, needed: tuple[str, ...], images: list[Path], scratch: Path) -> list[str]:
+    """Return what `run.py` prints of each image where only these packages are installed."""
+    packages = fresh.packages(scratch / "packages", *needed)
+    return fresh.run(packages, RUN, folder / "run.py", *images, beside=folder).splitlines()
+
+
+def labels_of(saved: Path, images: list[Path]) -> list[str]:
+    return [each.label for each in load(saved).predict([Image.open(path) for path in images])]
+
+
+@pytest.mark.parametrize(("family", "name"), EXPORTED)
+def test_a_graph_runs_by_its_runtime_alone(sources: Callable[[str], Source], tmp_path: Path, family: str, name: str):
+    saved, home, images = tmp_path / "saved", tmp_path / "home", pictures(tmp_path)
+    form = deployed.deployment(name)
+    save_deployed(sources(family), form, saved, num_threads=1)
+
+    line = export(saved, None, home)
+
+    assert f"wrote {home}; it gives the saved model's logits" in line
+    library = {"onnxruntime": "onnx", "openvino": "openvino"}[form.runtime]
+    assert f"library_name: {library}\n" in (home / "README.md").read_text()
+    for file in load_recipe(saved).model_files:
+        assert (home / file).read_bytes() == (saved / file).read_bytes()
+    assert printed(home, GRAPHS[form.runtime], images, tmp_path) == labels_of(saved, images)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "format_", "needed"),
+    [
+        ("eager float32", "hf", HF),
+        ("eager float16", "hf", HF),
+        ("eager float32", "onnx", GRAPHS["onnxruntime"]),
+    ],
+)
+def test_a_model_of_torch_runs_without_us(
+    source: Source, tmp_path: Path, name: str, format_: Any, needed: tuple[str, ...]
+):
+    saved, home, images = tmp_path / "saved", tmp_path / "home", pictures(tmp_path)
+    save_deployed(source, deployed.deployment(name), saved, num_threads=1)
+
+    export(saved, None if format_ == "hf" else format_, home)
+
+    assert printed(home, needed, images, tmp_path) == labels_of(saved, images)
+
+
+def test_photographs_are_prepared_as_those_that_accuracy_is_measured_on(source: Source, tmp_path: Path):
+    saved, home = tmp_path / "saved", tmp_path / "home"
+    save_deployed(source, deployed.deployment("onnxruntime float32"), saved, num_threads=1)
+    paths = [taken(tmp_path) for taken in PHOTOGRAPHS]
+    decoded = [decode_rgb(path.read_bytes()) for path in paths]
+    measured = zoo.processor()(images=decoded, return_tensors="np")["pixel_values"]
+
+    export(saved, "onnx", home)
+
+    how = json.loads((home / "preprocessing.json").read_text())
+    assert np.abs(prepare([Image.open(path) for path in paths], how) - measured).max() < 1e-5
+    assert printed(home, GRAPHS["onnxruntime"], paths, tmp_path) == labels_of(saved, paths)
+
+
+def test_a_model_whose_layers_were_cut_differently_is_exported_to_onnx_alone(tmp_path: Path):
+    model = zoo.vit()
+    units = find_units(model, zoo.SPEC, {}).units
+    # The first of each kind alone, so that no config can say it.
+    first = {unit.kind: unit for unit in reversed(units)}.values()
+    cuts = [Cut(unit=unit, keep=unit.width // 2, requested_ratio=0.5) for unit in first]
+    small = prune_model(model, cuts, spec=zoo.SPEC).model
+    save_model(small, tmp_path / "saved", spec=zoo.SPEC, processor=zoo.processor(), base_model="zoo", cuts=cuts)
+    images = pictures(tmp_path)
+
+    with pytest.raises(ArtifactError, match=r"no ViTConfig has fields for the widths .*; use --format onnx"):
+        export(tmp_path / "saved", None, tmp_path / "hf")
+    export(tmp_path / "saved", "onnx", tmp_path / "home")
+
+    assert not (tmp_path / "hf").exists()
+    assert printed(tmp_path / "home", GRAPHS["onnxruntime"], images, tmp_path) == labels_of(tmp_path / "saved", images)
+
+
+def test_the_folder_names_its_files_and_holds_no_path(source: Source, tmp_path: Path):
+    saved, home = tmp_path / "saved", tmp_path / "home"
+    save_deployed(source, deployed.deployment("onnxruntime dynamic"), saved, num_threads=1)
+    recipe = json.loads((saved / "recipe.json").read_text()) | {"base_model": "/home/somebody/my-model"}
+    (saved / "recipe.json").write_text(json.dumps(recipe))
+    (saved / "README.md").unlink()
+
+    export(saved, "onnx", home)
+
+    files = ["labels.json", "model.onnx", "prepare.py", "preprocessing.json", "run.py"]
+    assert sorted(path.name for path in home.iterdir()) == ["README.md", "export.json", *files]
+    assert sorted(json.loads((home / "export.json").read_text())["files"]) == files
+    assert json.loads((home / "labels.json").read_text()) == [f"class {number}" for number in range(5)]
+    assert json.loads((home / "preprocessing.json").read_text()) == {
+        "resize": [32, 32],
+        "resample": "bilinear",
+        "crop": None,
+        "channels": "RGB",
+        "mean": [0.5, 0.5, 0.5],
+        "std": [0.5, 0.5, 0.5],
+    }
+    card = (home / "README.md").read_text()
+    assert "Made from `my-model`" in card
+    assert f"onnxruntime=={load_recipe(saved).libraries['onnxruntime']}" in card
+    assert (home / "run.py").read_text() in card
+    (full,) = {not layer.reduce_range for layer in load_recipe(saved).quantized}
+    assert ("in 32 bits by `avx512_vnni` or `avx_vnni`" in card) == full
+    for path in home.iterdir():
+        assert b"/home/somebody" not in path.read_bytes()
+
+
+def test_models_of_eight_bits_name_the_instructions_that_their_runtime_needs(source: Source, tmp_path: Path):
+    def needed(runtime: Any, *, reduced: bool = False, kind: Any = "static", dtype: Any = "qint8"):
+        return needed_instructions(runtime, [QuantizedLayer(name="fc", kind=kind, dtype=dtype, reduce_range=reduced)])
+
+    assert needed("onnxruntime") == needed("onnxruntime", kind="dynamic") == ("avx512_vnni", "avx_vnni")
+    assert needed("openvino") == ("avx512_vnni", "avx_vnni")
+    assert needed("inductor") == ("avx512_vnni",)
+    # Seven bits never saturate, and these layers take them where torch has to.
+    assert (
+        needed("openvino", reduced=True) == needed("eager", kind="dynamic") == needed("inductor", kind="dynamic") == ()
+    )
+    # Uncompiled they compute in float32.
+    assert needed("eager") == ()
+    assert needed("eager", kind="cast", dtype="bfloat16") == needed_instructions("openvino", []) == ()
+
+    saved = tmp_path / "saved"
+    save_deployed(source, deployed.deployment("onnxruntime dynamic"), saved, num_threads=1)
+    recipe, lines = json.loads((saved / "recipe.json").read_text()), dict[bool, str]()
+    for reduced in (False, True):
+        # As it would have been noted on either kind of processor.
+        layers = [layer | {"reduce_range": reduced} for layer in recipe["quantized"]]
+        (saved / "recipe.json").write_text(json.dumps(recipe | {"quantized": layers}))
+        lines[reduced] = export(saved, "onnx", tmp_path / f"{reduced}")
+
+    warning = "on a processor without avx512_vnni or avx_vnni its int8 sums may saturate"
+    assert warning in lines[False]
+    assert warning not in lines[True]
+
+
+def test_a_model_for_batches_of_two_is_filled_up(tmp_path: Path):
+    source = deployed.source_of("vit", tmp_path / "vit", batch_size=2)
+    save_deployed(source, deployed.deployment("onnxruntime float32"), tmp_path / "saved", num_threads=1)
+    image, *_ = pictures(tmp_path)
+
+    export(tmp_path / "saved", "onnx", tmp_path / "home")
+
+    assert "takes exactly 2 images at a time" in (tmp_path / "home" / "README.md").read_text()
+    (label,) = printed(tmp_path / "home", GRAPHS["onnxruntime"], [image], tmp_path)
+    assert label.startswith("class ")
+
+
+@pytest.mark.slow
+def test_a_preparation_that_numbers_can_not_express_is_left_to_transformers(source: Source, tmp_path: Path):
+    # It crops before it resizes.
+    own = replace(source, processor=PerceiverImageProcessorPil(crop_size=28, size=32))
+    saved, home, images = tmp_path / "saved", tmp_path / "home", pictures(tmp_path)
+    save_deployed(own, deployed.deployment("openvino float32"), saved, num_threads=1)
+
+    export(saved, None, home)
+
+    assert not (home / "prepare.py").exists()
+    assert printed(home, ("openvino", *HF), images, tmp_path) == labels_of(saved, images)
+
+
+@pytest.mark.parametrize(
+    ("name", "format_", "reason"),
+    [
+        ("openvino float32", "onnx", "whose graph has only one format: use --format openvino, or pick"),
+        ("onnxruntime float32", "hf", "whose graph has only one format: use --format onnx, or pick"),
+        ("eager float32", "openvino", "only models for OpenVINO are exported to openvino: use --format onnx or hf"),
+        ("eager bfloat16", "onnx", "an export to onnx has to be float32: use --format hf, or pick"),
+        ("eager dynamic", None, "no export format holds quantized layers of torch: pick another candidate"),
+    ],
+)
+def test_a_format_that_can_not_hold_a_model_is_refused_with_what_can(
+    source: Source, tmp_path: Path, name: str, format_: str | None, reason: str
+):
+    save_deployed(source, deployed.deployment(name), tmp_path / "saved", num_threads=1)
+
+    with pytest.raises(ArtifactError) as caught:
+        export(tmp_path / "saved", format_, tmp_path / "home")
+
+    assert f"is for {name}, " in str(caught.value)
+    assert reason in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+
+
+def test_a_graph_that_computes_something_else_leaves_nothing_behind(source: Source, tmp_path: Path):
+    first, other = tmp_path / "first", tmp_path / "other"
+    save_deployed(source, deployed.deployment("onnxruntime float32"), first, num_threads=1)
+    save_deployed(source, deployed.deployment("onnxruntime static"), other, num_threads=1)
+    recipe = json.loads((first / "recipe.json").read_text())
+    shutil.copy(other / "model.onnx", first / "model.onnx")
+    recipe["files"]["model.onnx"] = json.loads((other / "recipe.json").read_text())["files"]["model.onnx"]
+    (first / "recipe.json").write_text(json.dumps(recipe))
+
+    with pytest.raises(ArtifactError, match="logits are"):
+        export(first, None, tmp_path / "home")
+
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["first", "other"]
