@@ -7,19 +7,14 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+from commands import call
 
 from profiling_agent.api import resume
-from profiling_agent.cli.main import app
 from profiling_agent.graph.checkpoints import RunSaver
 from profiling_agent.graph.node import ProgressEvent
 from profiling_agent.graphs.optimization import build_graph  # pyright: ignore[reportMissingImports] - mapped on install
 from profiling_agent.reporting.results import read_report
 from profiling_agent.schemas import ModelProfile
-
-
-def call(*arguments: str):
-    return CliRunner().invoke(app, list(arguments), env={"COLUMNS": "200", "TERM": "dumb"})
 
 
 def is_refused(said, *words: str) -> bool:

@@ -4,21 +4,16 @@ import shutil
 from pathlib import Path
 
 import pytest
+from commands import call
 import torch
 import zoo
 from conftest import World
 from transformers import AutoModelForImageClassification
-from typer.testing import CliRunner
 
-from profiling_agent.cli.main import app
 from profiling_agent.modules.inference import random_batch
 from profiling_agent.quantization.quantize import quantize_model
 from profiling_agent.runtimes.torch_artifact import load_module, save_model
 from profiling_agent.schemas import QuantizationRecommendation
-
-
-def call(*arguments: object):
-    return CliRunner().invoke(app, [str(each) for each in arguments], env={"COLUMNS": "200", "TERM": "dumb"})
 
 
 @pytest.fixture

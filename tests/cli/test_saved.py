@@ -6,10 +6,9 @@ import shutil
 from pathlib import Path
 
 import pytest
+from commands import call
 from rich.console import Console
-from typer.testing import CliRunner
 
-from profiling_agent.cli.main import app
 from profiling_agent.cli.tables import compare_table, measurement_table
 from profiling_agent.exporting.pick import model_folder
 from profiling_agent.lib.io import write_text
@@ -17,10 +16,6 @@ from profiling_agent.measure.throughput import Measurements
 from profiling_agent.reporting.report import RunReport
 from profiling_agent.reporting.results import before_and_after, models_of_all, read_report
 from profiling_agent.schemas import Race
-
-
-def call(*arguments: str):
-    return CliRunner().invoke(app, list(arguments), env={"COLUMNS": "200", "TERM": "dumb"})
 
 
 @pytest.mark.slow

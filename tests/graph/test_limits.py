@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 from langgraph.checkpoint.memory import InMemorySaver
 
-from profiling_agent import Request, build_graph
+from profiling_agent import build_graph
 from profiling_agent.errors import PlanError, RequestError
+from profiling_agent.request import Request
 from profiling_agent.graph.session import Sessions
 from profiling_agent.graph.state import Limits, RunState, operators_limits
 from profiling_agent.graphs.optimization import graph  # pyright: ignore[reportMissingImports] - mapped on install

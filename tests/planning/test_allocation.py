@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 import zoo
 from made import evidence, unit
-from planning.test_dry_run import profiled
 
 from profiling_agent.errors import PlanError
 from profiling_agent.modules.complexity import count_complexity
