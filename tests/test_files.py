@@ -1,27 +1,42 @@
-"""Writing leaves nothing half-written, paths stay in their folder, and a full disk is one line."""
+"""Files, documents and the cache: written whole or not at all."""
 
 import errno
 import os
 import sqlite3
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 from full_disk import at_most
+from pydantic import Field
 
-from profiling_agent.errors import RunError, StorageError
+from profiling_agent.errors import AcquisitionError, RunError, StorageError
 from profiling_agent.lib.io import (
+    VARIABLE,
+    DocumentError,
     FileRefusedError,
     appearing,
     append_line,
+    cache_folder,
+    cached,
+    clean,
     expanded,
+    inert,
     inside,
+    parse_json,
+    parse_record,
+    read_json,
+    read_record,
     storage_problem,
     sweep,
     write_text,
 )
+from profiling_agent.measure import predictions
+from profiling_agent.measure.predictions import data_folder
+from profiling_agent.schemas import Record
 from profiling_agent.workspace import storage_told
 
 
@@ -174,3 +189,99 @@ def test_what_sqlite_says_of_the_disk_is_told_from_damage(tmp_path: Path):
     assert storage_problem(full.value) == "there is no space left: free some"
     assert storage_problem(readonly.value) == "it is read-only: choose a folder that can be written"
     assert storage_problem(damaged.value) is None
+
+
+class Named(Record):
+    name: str = Field(max_length=10)
+    count: int = 0
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"name": "a"', b"\xff\xfe{", b"\x00\xff"])
+def test_what_is_no_json_is_one_line(text: str | bytes):
+    with pytest.raises(DocumentError, match=r"^it is no JSON \(.+\)$"):
+        parse_json(text)
+    with pytest.raises(DocumentError, match=r"^it is no JSON \(.+\)$"):
+        parse_record(Named, text)
+
+
+def test_a_document_is_read(tmp_path: Path):
+    (tmp_path / "d.json").write_text('{"name": "a", "count": 3}')
+
+    assert read_json(tmp_path / "d.json") == {"name": "a", "count": 3}
+    assert read_record(Named, tmp_path / "d.json") == Named(name="a", count=3)
+
+
+def test_a_value_is_quoted_for_its_owner_alone():
+    text = '{"name": "root:x:0:0:secret"}'
+
+    with pytest.raises(DocumentError) as quoted:
+        parse_record(Named, text, quotes=True)
+    with pytest.raises(DocumentError) as silent:
+        parse_record(Named, text)
+
+    assert "root:x" in str(quoted.value)
+    assert "root:x" not in str(silent.value)
+    assert str(silent.value).startswith("name: ")
+
+
+def test_what_moves_a_cursor_or_turns_text_round_shows_as_an_escape():
+    assert clean("a\x1b[31mb\u202ec\u200bd\r\ne\ud800") == "a\\x1b[31mb\\u202ec\\u200bd\\r\\ne\\ud800"
+    assert clean("a\n\tb\x07", layout=True) == "a\n\tb\\x07"
+    assert clean("Žluťoučký kůň 漢字 👍") == "Žluťoučký kůň 漢字 👍"
+
+
+def test_inert_text_opens_no_link_and_fetches_no_picture():
+    said = inert("![x](http://evil) [y](javascript:1) <img src=x> \x1b[2J a < b")
+
+    assert said == "! [x] (http://evil) [y] (javascript:1) &lt;img src=x> \\x1b[2J a &lt; b"
+    assert inert(said) == said
+
+
+FOLDERS = [(VARIABLE, cache_folder), (predictions.VARIABLE, data_folder)]
+
+
+@pytest.fixture
+def _homeless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take away what names a home folder: the environment's word, and the list of the system's users."""
+    for name in (*(variable for variable, _ in FOLDERS), "HOME", "XDG_CACHE_HOME", "XDG_DATA_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setitem(sys.modules, "pwd", None)
+
+
+@pytest.mark.usefixtures("_homeless")
+@pytest.mark.parametrize(("variable", "folder"), FOLDERS)
+@pytest.mark.parametrize("named", [None, "", "~/here", "~nobody-of-that-name/here"])
+def test_without_a_home_folder_there_is_an_error_of_the_systems_that_says_what_to_set(
+    monkeypatch: pytest.MonkeyPatch, variable: str, folder: Callable[[], Path], named: str | None
+):
+    if named is not None:
+        monkeypatch.setenv(variable, named)
+
+    with pytest.raises(OSError, match=variable) as refused:
+        folder()
+
+    assert refused.value.strerror == f"the home folder can't be found: set {variable} to an absolute path"
+
+
+@pytest.mark.usefixtures("_homeless")
+@pytest.mark.parametrize(("variable", "folder"), FOLDERS)
+def test_a_folder_that_is_named_needs_no_home_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str, folder: Callable[[], Path]
+):
+    monkeypatch.setenv(variable, str(tmp_path / "own"))
+
+    assert folder() == tmp_path / "own"
+
+
+@pytest.mark.usefixtures("_homeless")
+def test_what_would_be_kept_is_not_made_where_the_cache_folder_is_not_known():
+    with pytest.raises(AcquisitionError, match=f"the cache folder isn't known .*set {VARIABLE}"):
+        cached("thing", lambda folder: (folder / "whole").touch())
+
+
+@pytest.mark.usefixtures("_homeless")
+def test_by_default_they_lie_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+    assert cache_folder().is_relative_to(tmp_path)
+    assert data_folder().is_relative_to(tmp_path)

@@ -1,4 +1,4 @@
-"""The paper's tables: what stands for what, which runs are made, and every number that can be worked out by hand."""
+"""The paper's tables, methods and numbers."""
 
 import json
 import shutil
@@ -6,24 +6,49 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import zoo
 from conftest import World
 from datasets import load_dataset
+from full_size import MODELS, SPEC
 from made import drop, evaluation, plan, race_result, ref
 
 from benchmarks.paper.__main__ import PAGE, RESULTS, choose, data_sets, filled, main, read
-from benchmarks.paper.numbers import METHOD, OURS, TABLES, DataSet, Study
+from benchmarks.paper.methods import dynamic_int8, paper_prune, uniform_prune
+from benchmarks.paper.numbers import (
+    FAMILIES,
+    METHOD,
+    OURS,
+    PARAMS,
+    RATIOS,
+    TABLE_1,
+    TABLE_5,
+    TABLES,
+    UNIFORM_CUT,
+    UNIFORM_PARAMS,
+    Cell,
+    DataSet,
+    Row,
+    Study,
+    Value,
+    family_of,
+    formatted,
+)
 from benchmarks.paper.tables import (
     KINDS,
     Runs,
     Subject,
     best_by_algorithm_1,
     make_table,
+    markdown,
     of_report,
 )
 from profiling_agent.errors import PruningError, RequestError
+from profiling_agent.modules.inference import random_batch
+from profiling_agent.pruning.units import find_units
 from profiling_agent.reporting.report import VariantRow
 from profiling_agent.reporting.results import read_report
-from profiling_agent.schemas import Attempt, Variant
+from profiling_agent.schemas import Attempt, UnitKind, Variant
 
 ROOT = Path(__file__).parents[2]
 VIT = ["--models", "reference:vit"]
@@ -250,3 +275,203 @@ def test_the_page_holds_the_tables_that_lie_in_the_results():
     assert filled(page, {}).count("Not made yet.") == len(TABLES)
     with pytest.raises(RequestError, match="no place for table1"):
         filled("# nothing\n", {})
+
+
+def units_of(model):
+    return find_units(model, zoo.SPEC, {}).units
+
+
+def num_params(model):
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def runs(model):
+    with torch.inference_mode():
+        return bool(model(pixel_values=random_batch(zoo.SPEC, 2)).logits.isfinite().all())
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("family", ["ViT-B/16", "Swin-B", "ResNet-101"])
+def test_the_papers_baselines_have_the_params_of_its_table_1(family):
+    model = MODELS[family]().eval()
+
+    counts = [num_params(paper_prune(model, SPEC, ratio, "l2").model) / 1e6 for ratio in RATIOS]
+
+    assert tuple(round(count, 1) for count in counts) == UNIFORM_PARAMS[family]
+    assert round(num_params(model) / 1e6, 1) == PARAMS[family]
+
+
+def test_the_paper_cuts_the_mlps_of_a_transformer_to_any_width():
+    model = zoo.vit()
+    compared = paper_prune(model, zoo.SPEC, 0.1)
+
+    # A tenth of 256 is 25, each a row of 64, its bias and a column of 64, in two layers.
+    assert num_params(model) - num_params(compared.model) == 2 * 25 * (64 + 1 + 64)
+    assert compared.share == pytest.approx(6450 / num_params(model))
+    assert {cut.keep for cut in compared.cuts} == {231}
+    assert runs(compared.model)
+
+
+def test_the_paper_cuts_a_residual_stream_once_for_each_layer_that_writes_to_it():
+    model = zoo.resnet()
+    compared = paper_prune(model, zoo.SPEC, 0.5)
+    kept = {name: len(channels) for name, channels in compared.keep.items()}
+
+    # The shortcut and the last convolution of both blocks: 128 is halved three times, so is 256.
+    assert {kept[f"resnet.encoder.stages.0.layers.{block}.layer.2.convolution"] for block in (0, 1)} == {16}
+    assert compared.model.get_submodule("classifier.1").weight.shape == (5, 32)
+    # Nothing else writes to what is inside a block: a quarter of 128 halved once.
+    assert kept["resnet.encoder.stages.0.layers.0.layer.0.convolution"] == 16
+    assert runs(compared.model)
+
+
+def test_filters_are_scored_by_what_is_left_of_them():
+    model = zoo.resnet()
+    inner, following = (model.get_submodule(f"resnet.encoder.stages.0.layers.0.layer.{i}.convolution") for i in (0, 1))
+    keep = paper_prune(model, zoo.SPEC, 0.25, "l1").keep
+    names = [f"resnet.encoder.stages.0.layers.0.layer.{i}.convolution" for i in (0, 1)]
+    left = following.weight[:, keep[names[0]]].abs().sum((1, 2, 3))
+
+    assert len(inner.weight) == 32
+    assert keep[names[1]] == sorted(left.topk(24).indices.tolist())
+
+
+@pytest.mark.parametrize("family", zoo.FAMILIES)
+@pytest.mark.parametrize("criterion", ["l1", "random"])
+@pytest.mark.parametrize("ratio", [0.05, 0.75])
+def test_both_methods_leave_a_model_that_runs_and_the_one_they_were_given(family, criterion, ratio):
+    model = zoo.FAMILIES[family]()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    made = [paper_prune(model, zoo.SPEC, ratio, criterion)]
+    made.append(uniform_prune(model, units_of(model), zoo.SPEC, ratio, criterion))
+
+    for compared in made:
+        assert runs(compared.model)
+        assert compared.share == pytest.approx(1 - num_params(compared.model) / num_params(model))
+        assert 0 < compared.share < 1
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_uniform_cuts_each_width_once_and_no_heads():
+    resnet, vit = zoo.resnet(), zoo.vit()
+    cuts = uniform_prune(resnet, units_of(resnet), zoo.SPEC, 0.3).cuts
+
+    # Inner widths are 32 in the first stage and 64 in the second: 9.6 and 19.2 channels.
+    assert {(cut.unit.width, cut.keep) for cut in cuts} == {(32, 23), (64, 45)}
+    assert {cut.unit.kind for cut in uniform_prune(vit, units_of(vit), zoo.SPEC, 0.25).cuts} == {UnitKind.MLP}
+
+
+def test_frozen_parameters_stay_frozen():
+    model = zoo.resnet()
+    frozen = "resnet.encoder.stages.0.layers.0.layer.0.convolution.weight"
+    model.get_parameter(frozen).requires_grad_(False)
+    pruned = paper_prune(model, zoo.SPEC, 0.3).model
+
+    assert [name for name, parameter in pruned.named_parameters() if not parameter.requires_grad] == [frozen]
+
+
+def test_the_papers_int8_has_one_scale_for_each_weight_tensor_and_activations_of_seven_bits():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 4, bias=False)).eval()
+    images = torch.rand(5, 8) - 0.3
+    layer: Any = model[0]
+    quantized: Any = dynamic_int8(model)
+
+    # By hand: symmetric int8 weights of one scale, and activations in 0 to 127 by their range, which includes zero.
+    weight = layer.weight.detach().clone()
+    scale = weight.abs().max() / 127.5
+    codes = (weight / scale).round().clamp(-128, 127)
+    low, high = min(images.min(), 0), max(images.max(), 0)
+    step = (high - low) / 127
+    zero = round(float(-low / step))
+    rounded = ((images / step).round() + zero).clamp(0, 127) - zero
+    with torch.inference_mode():
+        found = quantized(images)
+
+    assert torch.allclose(found, rounded @ codes.T * step * scale, atol=1e-6)
+    assert torch.equal(layer.weight, weight)
+
+
+def test_chance_is_repeated_by_its_seed():
+    model = zoo.resnet()
+    first, again, other = (paper_prune(model, zoo.SPEC, 0.3, "random", seed=seed).keep for seed in (1, 1, 2))
+
+    assert first == again
+    assert first != other
+
+
+@pytest.mark.parametrize(
+    ("asked", "error", "reason"),
+    [
+        ((0.3, "l0"), RequestError, "'l0'"),
+        ((1.0, "l1"), RequestError, "between 0 and 1"),
+        ((0.001, "l1"), PruningError, "cuts no channel"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused(asked, error, reason):
+    with pytest.raises(error, match=reason):
+        paper_prune(zoo.vit(), zoo.SPEC, *asked)
+
+
+def row(what: str, note: str = "", **cells: tuple[float | None, float]) -> Row:
+    """Return a row; a cell is what the paper prints, where it does, and what was measured."""
+    names = {"gained": "points gained", "fast": "times as fast"}
+    made = tuple(
+        Cell(quantity=names[name], paper=None if paper is None else Value(value=paper), here=Value(value=here))
+        for name, (paper, here) in cells.items()
+    )
+    return Row(model="m", family="ViT-B/16", data="d", what=what, cells=made, note=note)
+
+
+def test_numbers_are_written_with_what_was_before_and_their_interval():
+    assert formatted("top-1, %", Value(value=88.8, before=90)) == "90.00 → 88.80"
+    assert formatted("points gained", Value(value=-1.2, low=-2, high=0.4)) == "-1.20 [-2.00, +0.40]"
+    assert formatted("params, M", Value(value=0.9012345)) == "0.9012"
+    assert formatted("seconds an image", None) == ""
+
+
+def test_a_table_has_the_papers_number_next_to_each_quantity_of_which_it_prints_any():
+    rows = row(METHOD, gained=(1, 2.0)), row(OURS, "a|b", fast=(None, 2.0))
+    lines = markdown(Study(name="table2", title="t", rows=rows, differences=("a | b",), missing=())).splitlines()
+
+    assert lines[:4] == [
+        "| model | data | what | points gained | the paper | times as fast | note |",
+        "|---|---|---|---|---|---|---|",
+        f"| ViT-B/16: m | d | {METHOD} | +2.00 | +1.00 |  |  |",
+        "| ViT-B/16: m | d | ours |  |  | 2.00 | a\\|b |",
+    ]
+    assert lines[4:] == ["", "Differences from the paper:", "", "- a | b"]
+
+
+@pytest.mark.parametrize(
+    ("model", "architecture", "family"),
+    [
+        ("google/vit-base-patch16-224", "ViTForImageClassification", "ViT-B/16"),
+        ("facebook/deit-base-patch16-224", "ViTForImageClassification", "DeiT-B/16"),
+        ("mine", "DeiTForImageClassification", "DeiT-B/16"),
+        ("microsoft/swin-base-patch4-window7-224", "SwinForImageClassification", "Swin-B"),
+        ("/models/deit/resnet-or-vit", "ResNetForImageClassification", "ResNet-101"),
+        ("reference:deit", "reference:deit", "DeiT-B/16"),
+        ("apple/mobilevit-small", "MobileViTForImageClassification", None),
+        ("nothing", "", None),
+    ],
+)
+def test_the_architecture_decides_which_of_the_papers_models_one_stands_for(
+    model: str, architecture: str, family: str | None
+):
+    assert family_of(model, architecture) == family
+
+
+def test_the_papers_first_and_fifth_table_agree():
+    for family in FAMILIES:
+        gained, left = TABLE_1[family]
+        assert TABLE_5[family]["GPT-4o"] == (gained, pytest.approx(left, abs=0.06))
+
+
+@pytest.mark.parametrize("family", ["ViT-B/16", "DeiT-B/16"])
+def test_the_uniform_cut_of_a_vit_comes_to_the_params_of_the_papers_first_table(family: Any):
+    """Twelve layers lose floor(ratio * 3072) channels, each a row and a column of 768 and a bias."""
+    _, ratio = UNIFORM_CUT[family]
+    left = 86.567656 - 12 * int(ratio * 3072) * (768 + 768 + 1) / 1e6
+
+    assert left == pytest.approx(TABLE_1[family][1], abs=0.06)

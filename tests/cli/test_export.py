@@ -4,9 +4,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-from commands import call
 import torch
 import zoo
+from commands import call
 from conftest import World
 from transformers import AutoModelForImageClassification
 

@@ -1,4 +1,4 @@
-"""The client on a real server: formats, tools, errors, budgets, and where keys go."""
+"""The chat model: clients, replies of many kinds, recorded transcripts and personas."""
 
 import json
 import operator
@@ -9,12 +9,21 @@ from typing import Annotated, Any, TypedDict
 import pytest
 from advisors import advisor_of
 from chat_server import Said, Script, chat_server, error, in_turn
+from langchain_core.language_models.fake_chat_models import GenericFakeChatModel
+from langchain_core.messages import AIMessage
 from langgraph.graph import END, START, StateGraph
+from loops import NUM_ATTEMPTS, best_saving, loop
+from made import GOAL, evidence, profile
+from personas import PERSONAS, drawn, uniform
 from pydantic import BaseModel, Field
 
 from profiling_agent.errors import AdvisorError, ContextTooLongError, RequestError
-from profiling_agent.llm.chat import Chat, Endpoint, check_endpoint, open_model
-from profiling_agent.llm.transcript import FILE, Question, Transcript
+from profiling_agent.llm.chat import Chat, Endpoint, check_endpoint, open_model, read_answer
+from profiling_agent.llm.transcript import FILE, Question, Recorded, Transcript, open_recording
+from profiling_agent.planning.allocation import allowed_kl
+from profiling_agent.planning.llm_planner import PlanAnswer
+from profiling_agent.schemas import ModelProfile
+from profiling_agent.search.planners import Planner
 
 QUESTION = Question(agent="analysis", instructions="Answer in JSON.", evidence="How much?")
 ANSWER = Said(content='{"ratio": 0.5}')
@@ -274,3 +283,210 @@ def test_tokens_are_streamed_under_the_name_of_the_node_and_counted(tmp_path: Pa
     )
     assert {metadata["langgraph_node"] for _, metadata in pieces} == {"analysis"}
     assert Transcript(tmp_path / FILE).spent.input_tokens == 100
+
+
+REPLY = '{"reason": "the evidence", "target": {"metric": "macs", "saving": 0.2}}'
+# Longer than the answer, and as valid.
+DRAFT = (
+    '{"reason": "a first idea, which is bolder than what the evidence allows", "target": {"metric": "macs", "saving": 0.7}, '
+    '"caps": [{"layer": "mlp", "max_ratio": 0.5}]}'
+)
+
+
+def call(arguments: str) -> dict[str, Any]:
+    return {"name": "PlanAnswer", "args": json.loads(arguments), "id": "call_0", "type": "tool_call"}
+
+
+ANSWERS: dict[str, AIMessage | str] = {
+    "the object alone": REPLY,
+    "in a code fence": f"```json\n{REPLY}\n```",
+    "in a code fence without a language": f"Sure!\n```\n{REPLY}\n```\nGood luck!",
+    "between words": f"My plan is {REPLY}, as the frontier says.",
+    "before an object of another kind": f'{REPLY}\nThat gives {{"macs": 0.2}}.',
+    "after a draft in the same text": f"First I thought of {DRAFT} but the better plan is {REPLY}",
+    "after a draft in a code fence": f"```json\n{DRAFT}\n```\nThat costs too much. Final:\n```json\n{REPLY}\n```",
+    "after a draft in think": f"<think>{DRAFT}</think>\n{REPLY}",
+    "after a draft in reasoning": f"<reasoning>{DRAFT}</reasoning>{REPLY}",
+    "after a draft in thought": f"<thought>\n{DRAFT}\n</thought>\n{REPLY}",
+    "after reasoning without its first tag": f"perhaps {DRAFT}\n</think>\n\n{REPLY}",
+    "after a draft in THINK": f"[THINK]{DRAFT}[/THINK]{REPLY}",
+    "after a draft in another channel": (
+        f"<|channel|>analysis<|message|>{DRAFT}<|end|><|start|>assistant<|channel|>final<|message|>{REPLY}"
+    ),
+    "after braces that are no JSON": f"{{see above}} {REPLY}",
+    "inside another object": f'{{"answer": {REPLY}}}',
+    "in a list": f"[{REPLY}]",
+    "as a call written as text": f'<tool_call>\n{{"name": "PlanAnswer", "arguments": {REPLY}}}\n</tool_call>',
+    "as a call after a call of a draft": (
+        f'[TOOL_CALLS][{{"name": "PlanAnswer", "arguments": {DRAFT}}}, {{"name": "PlanAnswer", "arguments": {REPLY}}}]'
+    ),
+    "as a call": AIMessage("", tool_calls=[call(REPLY)]),
+    "as parts": AIMessage([{"type": "reasoning", "reasoning": DRAFT}, {"type": "text", "text": REPLY}]),
+    "beside a draft in the reasoning": AIMessage(REPLY, additional_kwargs={"reasoning_content": DRAFT}),
+    "as reasoning without content": AIMessage("", additional_kwargs={"reasoning_content": f"\n```json\n{REPLY}\n```"}),
+}
+NO_ANSWERS: dict[str, tuple[AIMessage | str, str]] = {
+    "nothing": ("", "there is no JSON object"),
+    "words": ("I can't plan that.", "there is no JSON object"),
+    "a draft alone, in reasoning without an end": (f"<think>perhaps {DRAFT}", "there is no JSON object"),
+    "a draft alone, in the reasoning": (
+        AIMessage("", additional_kwargs={"reasoning_content": f"perhaps {DRAFT}"}),
+        "there is no JSON object",
+    ),
+    "cut off": ('{"reason": "cut", "target": {"metric": "params", "sav', "there is no JSON object"),
+    "of the wrong types": ('{"reason": 7, "pruning": "all"}', "reason: "),
+    "after a draft, and invalid": (
+        f'{DRAFT} then {{"reason": "more", "target": {{"metric": "macs", "saving": 7}}}}',
+        "target.saving: Input should be less than",
+    ),
+    "an object of another kind": ('{"macs": 0.2}', "there is no JSON object"),
+}
+
+
+@pytest.mark.parametrize("kind", ANSWERS)
+def test_the_last_valid_object_after_the_reasoning_is_the_answer(kind: str):
+    reply = ANSWERS[kind]
+    value, complaint = read_answer(reply if isinstance(reply, AIMessage) else AIMessage(reply), PlanAnswer)
+
+    assert complaint is None
+    assert value == PlanAnswer.model_validate_json(REPLY)
+
+
+@pytest.mark.parametrize("kind", NO_ANSWERS)
+def test_what_is_no_answer_goes_back_with_what_is_wrong_and_the_next_reply_counts(kind: str, tmp_path: Path):
+    reply, complaint = NO_ANSWERS[kind]
+    model = GenericFakeChatModel(messages=iter([reply, REPLY]))
+    advice = Chat(model, "scripted", Transcript(tmp_path / FILE, max_tokens=10**6), timeout_s=60.0).ask(
+        Question(agent="analysis", instructions="Answer in JSON.", evidence="?"), PlanAnswer
+    )
+
+    assert (advice.value.reason, advice.repairs) == ("the evidence", 1)
+    assert Transcript(tmp_path / FILE).of("complaint")[0]["text"].startswith(complaint)
+
+
+def test_after_two_repairs_the_question_is_given_up(tmp_path: Path):
+    model = GenericFakeChatModel(messages=iter(["no"] * 9))
+    chat = Chat(model, "scripted", Transcript(tmp_path / FILE, max_tokens=10**6), timeout_s=60.0)
+
+    with pytest.raises(AdvisorError, match=r"scripted gave no valid answer in 3 turns \(there is no JSON object"):
+        chat.ask(Question(agent="analysis", instructions="Answer in JSON.", evidence="?"), PlanAnswer)
+    assert len(Transcript(tmp_path / FILE).of("turn")) == 3
+
+
+FIRST = Question(agent="analysis", instructions="Answer in JSON.", evidence="?")
+NEXT, LAST = (
+    FIRST.model_copy(update={"agent": "iterative_pruning", "evidence": evidence})
+    for evidence in ("1 attempt", "2 attempts")
+)
+
+
+class RecordedRatio(BaseModel):
+    ratio: float
+
+
+@pytest.fixture
+def record(tmp_path: Path) -> Path:
+    """Return a transcript as an earlier version wrote it, with a line that a kill cut off."""
+    lines = [
+        {"kind": "run", "architecture": "ViT"},
+        {"kind": "request"},
+        {
+            "kind": "turn",
+            "model": "openai:m",
+            "complaint": None,
+            "input_tokens": 5,
+            "output_tokens": 1,
+            "characters": 9,
+        },
+        {"kind": "answer", "agent": "analysis", "question": "a", "answer": {"ratio": 0.5}},
+        {"kind": "answer", "agent": "iterative_pruning", "question": "b", "answer": {"ratio": 0.25}},
+        {"kind": "failure", "agent": "iterative_pruning", "question": "c", "reason": "openai:m gave no answer"},
+        {"kind": "end"},
+    ]
+    path = tmp_path / "recorded.jsonl"
+    path.write_text('{"kind": "tur\n' + "".join(f"{json.dumps(line)}\n" for line in lines))
+    return path
+
+
+def replayed(record: Path, folder: Path) -> Recorded:
+    return Recorded(open_recording(str(record)), Transcript(folder / FILE))
+
+
+def test_each_agent_gets_its_answers_in_order_and_a_resumed_run_goes_on_where_it_was(record: Path, tmp_path: Path):
+    assert replayed(record, tmp_path).name == "openai:m, recorded"
+    assert replayed(record, tmp_path).ask(NEXT, RecordedRatio, check=lambda _: "too much").complaint == "too much"
+    assert replayed(record, tmp_path).ask(FIRST, RecordedRatio).value.ratio == 0.5
+    # The same questions again, as of a run that was cut before its next checkpoint.
+    assert replayed(record, tmp_path).ask(NEXT, RecordedRatio).value.ratio == 0.25
+    for _ in range(2):
+        with pytest.raises(AdvisorError, match="openai:m, recorded: openai:m gave no answer"):
+            replayed(record, tmp_path).ask(LAST, RecordedRatio)
+    with pytest.raises(AdvisorError, match="its 1 answers for analysis are used up"):
+        replayed(record, tmp_path).ask(FIRST.model_copy(update={"evidence": "more"}), RecordedRatio)
+    # What it cost was paid for by the run that asked.
+    assert Transcript(tmp_path / FILE).spent.requests == 0
+    assert Transcript(tmp_path / FILE).spent.input_tokens == 0
+
+
+def test_a_replayed_run_is_a_recording_itself(record: Path, tmp_path: Path):
+    replayed(record, tmp_path).ask(FIRST, RecordedRatio)
+    (tmp_path / "again").mkdir()
+
+    assert replayed(tmp_path / FILE, tmp_path / "again").ask(FIRST, RecordedRatio).value.ratio == 0.5
+
+
+def test_an_answer_of_another_form_is_none(record: Path, tmp_path: Path):
+    class Other(BaseModel):
+        share: float
+
+    with pytest.raises(AdvisorError, match="its answer is not valid in this version"):
+        replayed(record, tmp_path).ask(FIRST, Other)
+
+
+def test_a_file_without_answers_is_one_line(tmp_path: Path):
+    (tmp_path / "empty.jsonl").write_text("")
+    for name in ("empty.jsonl", "nowhere.jsonl", "."):
+        with pytest.raises(RequestError, match=r"has no answers of a language model: give the llm.jsonl"):
+            open_recording(str(tmp_path / name))
+
+
+def judged() -> ModelProfile:
+    """Return six MLPs whose KLs double with each step, each unit a little dearer than the one before; time is saved too."""
+    found = profile(6)
+    kls = {
+        unit.name: tuple(0.0002 * (1 + index) * 2**step for step in range(12)) for index, unit in enumerate(found.units)
+    }
+    return found.model_copy(
+        update={"evidence": evidence(found.units, kls, latency=lambda keep: 8 * (512 - keep) / 512)}
+    )
+
+
+@pytest.mark.parametrize("planner", ["hybrid", "llm"])
+@pytest.mark.parametrize("name", [name for name in PERSONAS if name != "silent"])
+def test_whoever_plans_nothing_beyond_the_evidence_is_measured(tmp_path: Path, name: str, planner: Planner):
+    found = judged()
+    with chat_server(PERSONAS[name]) as server:
+        attempts = loop(advisor_of(server, tmp_path), planner, found)
+
+    assert 1 <= len(attempts) <= NUM_ATTEMPTS
+    assert all(a.dry_run is not None and (a.dry_run.kl or 0.0) <= allowed_kl(GOAL) * 1.001 for a in attempts)
+    if planner == "hybrid":
+        assert best_saving(attempts, found) >= 0.9 * best_saving(loop(None, "rules", found), found)
+
+
+def test_the_careful_one_is_at_least_as_good_as_the_rules(tmp_path: Path):
+    found = judged()
+    with chat_server(PERSONAS["careful"]) as server:
+        attempts = loop(advisor_of(server, tmp_path), "llm", found)
+
+    assert best_saving(attempts, found) >= best_saving(loop(None, "rules", found), found) - 1e-9
+    assert all(a.plan.target is not None and a.plan.target.metric == "macs" for a in attempts)
+
+
+@pytest.mark.parametrize("script", [drawn(), uniform])
+def test_the_baselines_plan_by_ratios(tmp_path: Path, script):
+    with chat_server(script) as server:
+        attempts = loop(advisor_of(server, tmp_path), "llm", judged())
+
+    assert all(attempt.plan.pruning and attempt.plan.target is None for attempt in attempts)
+    assert len({attempt.plan.model_dump_json() for attempt in attempts}) == len(attempts)

@@ -1,16 +1,41 @@
+"""Intervals of the accuracy lost, the sequential test, predictions on disk, and the ledger of openings."""
+
+import json
+import math
+import os
+from pathlib import Path
+
 import numpy as np
 import pytest
 from scipy.stats import binom
 
+from profiling_agent.errors import ArtifactError
 from profiling_agent.measure.intervals import (
+    STAKES,
+    Counts,
     certain_bound,
     certain_perfect_bound,
     compare,
+    decide,
     images_to_certify,
+    images_until_kept,
     least_certain_images,
     least_images,
+    lower_bound,
     one_sided_bound,
     perfect_bound,
+    upper_bound,
+)
+from profiling_agent.measure.predictions import (
+    NO_CLASS,
+    VARIABLE,
+    Answers,
+    answers_of,
+    joined,
+    note_opening,
+    read_predictions,
+    share,
+    write_predictions,
 )
 from profiling_agent.schemas import AccuracyDrop
 
@@ -134,3 +159,239 @@ def test_the_least_images_are_the_first_whose_perfect_bound_is_low_enough():
 
     assert needed is not None
     assert perfect_bound(needed, 0.95) <= 0.01 < perfect_bound(needed - 1, 0.95)
+
+
+SHARD = 512
+ERROR = 0.05
+
+
+def looks(drop, discordant, num_images, rng):
+    """Return the counts after each shard of a world in which that share of images is lost or gained."""
+    outcomes = rng.choice([1, -1, 0], num_images, p=[(discordant + drop) / 2, (discordant - drop) / 2, 1 - discordant])
+    ends = [*range(SHARD, num_images, SHARD), num_images]
+    return [Counts(int((outcomes[:end] == 1).sum()), int((outcomes[:end] == -1).sum()), end) for end in ends]
+
+
+def test_nothing_seen_bounds_nothing():
+    assert (lower_bound(Counts(0, 0, 0), ERROR), upper_bound(Counts(0, 0, 0), ERROR)) == (-1.0, 1.0)
+
+
+def test_without_a_discordant_image_the_bound_is_where_the_gamblers_have_twenty():
+    bound = upper_bound(Counts(0, 0, 600), ERROR)
+    wealth = np.mean((1 + STAKES * bound) ** 600)
+    assert wealth == pytest.approx(1 / ERROR, rel=1e-2)
+
+
+def test_what_is_lost_and_gained_mirrors_itself():
+    assert lower_bound(Counts(30, 10, 2000), ERROR) == -upper_bound(Counts(10, 30, 2000), ERROR)
+
+
+def test_more_images_of_the_same_kind_narrow_the_interval_round_the_drop_that_was_seen():
+    widths = []
+    for times in (1, 4, 16, 64):
+        counts = Counts(15 * times, 10 * times, 1000 * times)
+        low, high = lower_bound(counts, 0.025), upper_bound(counts, 0.025)
+        assert low < 0.005 < high
+        widths.append(high - low)
+    assert widths == sorted(widths, reverse=True)
+    # A fixed sample of 64,000 has an interval 0.0025 wide: looking whenever one likes costs less than twice that.
+    assert widths[-1] < 2 * 2 * 1.96 * math.sqrt(0.025 / 64_000)
+
+
+def test_all_images_lost_or_gained_are_taken_as_they_are():
+    assert lower_bound(Counts(500, 0, 500), ERROR) > 0.9
+    assert upper_bound(Counts(0, 500, 500), ERROR) < -0.9
+
+
+@pytest.mark.parametrize(
+    ("counts", "said"), [((5, 5, 3000), "kept"), ((60, 5, 1000), "lost"), ((8, 3, 512), "undecided")]
+)
+def test_a_decision_is_what_the_bounds_say(counts, said):
+    assert decide(Counts(*counts), 0.01, ERROR) == said
+
+
+def test_how_many_images_it_takes_is_what_as_many_like_them_show():
+    counts = Counts(8, 3, 512)
+    enough = images_until_kept(counts, 0.02, ERROR)
+    assert enough is not None
+
+    def bound(num_images):
+        times = num_images / 512
+        return upper_bound(Counts(round(8 * times), round(3 * times), round(num_images)), ERROR)
+
+    assert bound(enough) <= 0.02 + 1e-3 < bound(0.8 * enough)
+    assert images_until_kept(Counts(30, 3, 512), 0.02, ERROR) is None
+
+
+@pytest.mark.parametrize("discordant", [0.012, 0.04, 0.15])
+def test_a_drop_of_exactly_the_bound_is_called_kept_in_at_most_five_of_a_hundred_worlds(discordant):
+    rng = np.random.default_rng([7, round(1000 * discordant)])
+    wrong = sum(
+        any(upper_bound(counts, ERROR) <= 0.01 for counts in looks(0.01, discordant, 20 * SHARD, rng))
+        for _ in range(300)
+    )
+    # Of 300 worlds with an error of 5%, 25 or more in one of a hundred thousand.
+    assert wrong <= 25
+
+
+@pytest.mark.parametrize("drop", [-0.01, 0.0, 0.02])
+def test_the_interval_holds_the_drop_at_every_look_in_ninety_five_of_a_hundred_worlds(drop):
+    rng = np.random.default_rng([8, round(1000 * (drop + 1))])
+    missed = sum(
+        any(
+            not lower_bound(counts, ERROR / 2) <= drop <= upper_bound(counts, ERROR / 2)
+            for counts in looks(drop, 0.06, 10 * SHARD, rng)
+        )
+        for _ in range(200)
+    )
+    assert missed <= 18
+
+
+def test_a_hopeless_candidate_is_known_after_the_first_shards_and_a_good_one_after_a_few_thousand_images():
+    rng = np.random.default_rng(9)
+    hopeless = [
+        next(
+            counts.num_images for counts in looks(0.05, 0.09, 20 * SHARD, rng) if decide(counts, 0.01, ERROR) == "lost"
+        )
+        for _ in range(40)
+    ]
+    good = [
+        next(
+            (
+                counts.num_images
+                for counts in looks(0.0, 0.04, 100 * SHARD, rng)
+                if decide(counts, 0.01, ERROR) == "kept"
+            ),
+            100 * SHARD,
+        )
+        for _ in range(40)
+    ]
+    assert np.median(hopeless) <= 2 * SHARD
+    assert np.median(good) <= 8 * SHARD
+
+
+def said(*rows: list[float]) -> Answers:
+    return answers_of(np.array(rows, np.float32), np.zeros(len(rows), np.int64))
+
+
+def test_the_top_logit_is_the_answer_the_first_of_equal_ones():
+    answers = said([3.0, 1.0, 2.5], [-1.0, -4.0, -1.0], [0.0, 5.0, 1.0])
+
+    assert answers.predicted.tolist() == [0, 0, 1]
+    assert answers.right.tolist() == [True, True, False]
+
+
+@pytest.mark.parametrize("logits", [[np.nan, 0.0], [0.0, np.nan], [np.inf, 0.0], [-np.inf, -np.inf], [np.inf, -np.inf]])
+def test_logits_that_name_no_class_are_counted_wrong(logits: list[float]):
+    answers = said([1.0, 0.0], logits)
+
+    assert answers.predicted.tolist() == [0, NO_CLASS]
+    assert answers.right.tolist() == [True, False]
+
+
+def test_a_class_that_is_ruled_out_leaves_the_others(tmp_path: Path):
+    answers = said([2.0, -np.inf, 1.0], [2.0, -np.inf, -np.inf], [3e38, -3e38, -3e38])
+
+    assert answers.predicted.tolist() == [0, 0, 0]
+    write_predictions(tmp_path / "answers", answers)
+    assert read_predictions(tmp_path / "answers").predicted.tolist() == answers.predicted.tolist()
+
+
+def test_as_many_logits_as_labels():
+    with pytest.raises(ValueError, match="a row for each image"):
+        answers_of(np.zeros((2, 3), np.float32), np.zeros(1, np.int64))
+
+
+def test_parts_stand_in_the_order_given():
+    parts = [said([1.0, 0.0]), said([0.0, 3.0], [2.0, 0.0])]
+
+    assert joined(parts).predicted.tolist() == [0, 1, 0]
+
+
+def test_a_missing_or_damaged_file_is_one_line(tmp_path: Path):
+    write_predictions(tmp_path / "cut", said([1.0, 0.0], [0.0, 2.0]))
+    os.truncate(tmp_path / "cut", 40)
+
+    for name in ("cut", "missing"):
+        with pytest.raises(ArtifactError, match="evaluate again") as refused:
+            read_predictions(tmp_path / name)
+        assert "\n" not in str(refused.value)
+
+
+IMAGES = [bytes([number]) for number in range(50)]
+
+
+@pytest.fixture
+def ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(VARIABLE, str(tmp_path))
+    return tmp_path / "heldout" / "model.json"
+
+
+def test_shares_add_up_to_one_however_many_there_are():
+    shares = [share(number) for number in range(1, 100_000)]
+    assert shares[0] == 0.8
+    assert shares == sorted(shares, reverse=True)
+    assert 0.9999 < sum(shares) < 1
+
+
+@pytest.mark.usefixtures("ledger")
+def test_each_candidate_is_another_opening_and_the_same_one_again_is_not():
+    numbers = [note_opening("model", name, IMAGES).number for name in ("a", "b", "a", "c", "b")]
+    assert numbers == [1, 2, 1, 3, 2]
+
+
+@pytest.mark.usefixtures("ledger")
+def test_another_model_and_other_images_have_openings_of_their_own():
+    assert note_opening("model", "a", IMAGES[:20]).number == 1
+    assert note_opening("another", "b", IMAGES[:20]).number == 1
+    assert note_opening("model", "b", IMAGES[20:]).number == 1
+    assert note_opening("model", "c", IMAGES[19:21]).number == 3
+
+
+@pytest.mark.usefixtures("ledger")
+def test_whoever_begins_afresh_says_why_and_it_stays_said():
+    note_opening("model", "a", IMAGES)
+    note_opening("model", "b", IMAGES)
+    begun = note_opening("model", "c", IMAGES, fresh="new photographs")
+    after = note_opening("model", "d", IMAGES)
+    assert (begun.number, begun.fresh) == (1, "new photographs")
+    assert (after.number, after.fresh) == (2, "new photographs")
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"tests": 7}', '{"tests": [{"candidate": "a"}]}', "[" * 100_000])
+def test_a_damaged_ledger_is_set_aside_and_said(ledger: Path, text: str):
+    note_opening("model", "a", IMAGES)
+    ledger.write_text(text)
+    opening = note_opening("model", "b", IMAGES)
+    assert opening.number == 1
+    assert opening.note is not None
+    assert "damaged" in opening.note
+    assert ledger.with_suffix(".damaged").read_text() == text
+    assert note_opening("model", "c", IMAGES).number == 2
+
+
+def test_what_a_power_loss_left_half_written_is_swept_up(ledger: Path):
+    ledger.parent.mkdir()
+    (ledger.parent / ".tmp-model.json-x1").write_text("{")
+    note_opening("model", "a", IMAGES)
+    assert sorted(path.name for path in ledger.parent.iterdir()) == ["ledgers.lock", "model.json"]
+
+
+@pytest.mark.parametrize("data", ["file", "~nobody-of-that-name/data"])
+def test_where_nothing_can_be_kept_the_run_goes_on_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: str
+):
+    (tmp_path / "file").write_text("")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(VARIABLE, data)
+    opening = note_opening("model", "a", IMAGES, fresh="new photographs")
+    assert (opening.number, opening.share, opening.fresh) == (1, share(1), "new photographs")
+    assert opening.note is not None
+    assert VARIABLE in opening.note
+
+
+def test_a_ledger_holds_no_image_and_no_path(ledger: Path):
+    note_opening("model", "a", IMAGES)
+    held = json.loads(ledger.read_text())
+    assert [sorted(test) for test in held["tests"]] == [["candidate", "fresh", "images"]]
+    assert len(held["tests"][0]["images"]) == 8 * len(IMAGES)

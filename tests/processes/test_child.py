@@ -1,6 +1,27 @@
-"""What is kept of what a child printed before it died."""
+"""Child processes: environment, streams, busy cores, the machine lock, and how one ends."""
 
-from profiling_agent.processes.child import last_words
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+from filelock import FileLock
+from toy_job import DoubleTask
+
+from profiling_agent.jobs.runner import Jobs
+from profiling_agent.jobs.tasks import TABLE, AcquireTask, JobRow
+from profiling_agent.lib.io import VARIABLE, holder_said
+from profiling_agent.lib.machine import PASSIVE, WAIT_POLICY, is_busy, num_spare, waits_passively
+from profiling_agent.processes.child import HUB, child_environment, last_words, withheld
+from profiling_agent.processes.machine_lock import HOLDER, LOCK, machine_lock
+from profiling_agent.workspace import Workspace
 
 ABORTED = """
 terminate called after throwing an instance of 'c10::Error'
@@ -25,3 +46,264 @@ def test_of_all_else_the_last_lines_are_kept():
     assert last_words("what(): it alone\n") == "what(): it alone"
     assert last_words(f"begins\n{'x' * 600}") == "x" * 500
     assert last_words(" \n") == ""
+
+
+SECRETS = (
+    "OPENAI_API_KEY AZURE_OPENAI_API_KEY HF_TOKEN HUGGING_FACE_HUB_TOKEN HF_TOKEN_PATH AWS_SECRET_ACCESS_KEY GITHUB_TOKEN "
+    "LANGSMITH_API_KEY MLFLOW_TRACKING_URI MLFLOW_TRACKING_PASSWORD DATABASE_URL SSH_AUTH_SOCK PROFILING_AGENT_SECRET "
+    "PYTHON_REGISTRY_PASSWORD TORCH_HUB_TOKEN CUDA_API_KEY ANYTHING_ELSE"
+)
+SETTINGS = (
+    "PATH HOME TMPDIR LANG LC_ALL TZ USER XDG_CACHE_HOME LD_LIBRARY_PATH CXX SSL_CERT_FILE HF_HOME HF_HUB_OFFLINE HF_ENDPOINT "
+    "TRANSFORMERS_OFFLINE HF_DATASETS_CACHE PROFILING_AGENT_CACHE PYTHONPATH COVERAGE_PROCESS_START CUDA_VISIBLE_DEVICES "
+    "OMP_NUM_THREADS MKL_NUM_THREADS KMP_AFFINITY TORCHINDUCTOR_CACHE_DIR TORCH_HOME MALLOC_ARENA_MAX ORT_CUDA_FLAGS "
+    "OV_CPU_THREADS PYTORCH_CUDA_ALLOC_CONF"
+)
+
+
+def test_no_secret_and_every_setting_reaches_a_child():
+    environment = dict.fromkeys([*SECRETS.split(), *SETTINGS.split()], "x")
+
+    assert child_environment(environment).keys() & environment.keys() == {*SETTINGS.split()}
+
+
+def test_a_proxy_reaches_every_child_unless_it_has_a_password():
+    environment = {"HTTPS_PROXY": "http://proxy:3128", "http_proxy": "http://me:pw@proxy:3128", "no_proxy": "localhost"}
+
+    assert {"HTTPS_PROXY", "no_proxy"} == child_environment(environment).keys() & environment.keys()
+    assert withheld(HUB, environment) == {"http_proxy": "http://me:pw@proxy:3128"}
+
+
+def test_an_address_with_a_password_reaches_no_child_that_does_not_need_it():
+    environment = {"HF_ENDPOINT": "https://me:pw@mirror.example", "HF_HOME": "/home/me@work"}
+
+    assert child_environment(environment).keys() & environment.keys() == {"HF_HOME"}
+    assert withheld(HUB, environment).keys() == {"HF_ENDPOINT"}
+
+
+def test_the_hubs_token_is_for_the_jobs_that_read_a_model_where_it_was_found():
+    held = {kind.__name__ for kind, row in TABLE.items() if row.secrets}
+
+    assert held == {"AcquireTask", "LookTask", "MatchLabelsTask", "SurveyShapeTask", "ResolveShapeTask"}
+    assert withheld(TABLE[AcquireTask].secrets, {"HF_TOKEN": "t", "OPENAI_API_KEY": "k", "HF_HOME": "h"}) == {
+        "HF_TOKEN": "t"
+    }
+
+
+# The C library's own buffer is what a solver in C prints into; it is flushed when the process ends.
+NOISY = """
+import ctypes
+from profiling_agent.lib.third_party import keep_stdout
+print("before")
+keep_stdout()
+ctypes.CDLL(None).puts(b"from C")
+print("ours")
+"""
+
+
+def test_standard_output_is_kept_for_what_we_print():
+    said = subprocess.run([sys.executable, "-c", NOISY], capture_output=True, text=True, check=True)
+
+    assert said.stdout == "before\nours\n"
+    assert said.stderr == "from C\n"
+
+
+ROW = JobRow(handler="toy_job:double", torch=False)
+
+
+@pytest.fixture
+def _spinning() -> Iterator[None]:
+    # As many as keep every core busy, wherever the tests are kept to.
+    with ExitStack() as stack:
+        for _ in range(os.cpu_count() or 1):
+            stack.enter_context(_spinner())
+        yield
+
+
+@contextmanager
+def _spinner() -> Iterator[None]:
+    with subprocess.Popen(
+        [sys.executable, "-c", "print(flush=True)\nwhile True: pass"], stdout=subprocess.PIPE
+    ) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        yield
+        other.kill()
+
+
+@pytest.fixture
+def jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Jobs]:
+    monkeypatch.delenv(WAIT_POLICY, raising=False)
+    workspace = Workspace(tmp_path / "run")
+    workspace.jobs.mkdir(parents=True)
+    opened = Jobs(workspace, table={DoubleTask: ROW})
+    yield opened
+    opened.close()
+
+
+def policy(pid: int) -> str | None:
+    return psutil.Process(pid).environ().get(WAIT_POLICY)
+
+
+@pytest.mark.parametrize(
+    ("num_all", "num_allowed", "num_cores", "num_threads", "room"),
+    [
+        # Two cores of this machine, all of it; kept to one; eight cores of two threads each, all and half of them; nobody's second threads.
+        (2, 2, 2, 2, 0),
+        (2, 1, 1, 1, 1),
+        (16, 16, 8, 8, 4),
+        (16, 8, 4, 4, 10),
+        (8, 8, 8, 8, 0),
+        # A quota of eight CPUs on 64 cores, of one thread and of two each; of one CPU on half of eight cores.
+        (64, 64, 64, 8, 56),
+        (128, 128, 64, 8, 116),
+        (16, 8, 4, 1, 14),
+    ],
+)
+def test_others_have_room_where_we_are_not_and_on_half_of_our_second_threads(
+    num_all: int, num_allowed: int, num_cores: int, num_threads: int, room: int
+):
+    assert num_spare(num_all, num_allowed, num_cores, num_threads) == room
+
+
+@pytest.mark.usefixtures("_spinning")
+def test_processes_that_never_rest_are_seen_and_beside_them_what_is_not_timed_sleeps_while_it_waits(jobs: Jobs):
+    assert is_busy()
+    worker = jobs.run(DoubleTask(number=1))
+
+    assert policy(worker.pid) == PASSIVE
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_spinning")
+def test_what_is_timed_waits_for_a_quieter_moment_says_so_and_is_left_as_a_user_would_run_it(jobs: Jobs):
+    said: list[str] = []
+    jobs.progress = lambda message, done, total: said.append(message)
+    jobs.here._patience_s = 2.0
+    jobs._table = {**TABLE, DoubleTask: replace(ROW, timed=True)}
+    worker = jobs.run(DoubleTask(number=1))
+    jobs.run(DoubleTask(number=2))
+
+    assert policy(worker.pid) is None
+    # It waits so long in all, and not again for each.
+    assert [message.startswith("waiting for a quieter moment") for message in said].count(True) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_spinning")
+def test_what_is_given_a_secret_sleeps_too_and_is_nobodys_copy(jobs: Jobs, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    jobs._table = {**TABLE, DoubleTask: replace(ROW, secrets=("HF_TOKEN",))}
+    worker = jobs.run(DoubleTask(number=1))
+
+    assert (policy(worker.pid), psutil.Process(worker.pid).environ()["HF_TOKEN"]) == (PASSIVE, "hf_secret")
+    assert jobs.here._copied == {}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_spinning")
+def test_what_the_user_says_of_it_counts(jobs: Jobs, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(WAIT_POLICY, "ACTIVE")
+
+    assert policy(jobs.run(DoubleTask(number=1)).pid) == "ACTIVE"
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"), [("passive", True), ("PASSIVE", True), ("active", False), (None, False)]
+)
+def test_a_process_knows_how_it_waits(monkeypatch: pytest.MonkeyPatch, value: str | None, expected: bool):
+    monkeypatch.delenv(WAIT_POLICY, raising=False)
+    if value is not None:
+        monkeypatch.setenv(WAIT_POLICY, value)
+
+    assert waits_passively() == expected
+
+
+BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+
+def test_a_job_waits_for_the_one_of_another_run_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(VARIABLE, str(tmp_path))
+    heard, waits = [], threading.Event()
+
+    def progress(message: str, done: int, total: int) -> None:
+        heard.append(message)
+        waits.set()
+
+    def work() -> None:
+        with machine_lock(progress):
+            heard.append("worked")
+
+    with FileLock(tmp_path / LOCK):
+        other = threading.Thread(target=work)
+        other.start()
+        assert waits.wait(timeout=60)
+        heard.append("let go")
+    other.join(timeout=60)
+
+    assert heard == ["waiting for the machine, held by another process", "let go", "worked"]
+
+
+@pytest.mark.skipif(not BOOT.exists(), reason="the kernel tells no boot id")
+def test_a_machine_is_told_by_its_start_which_no_other_shares():
+    assert f"machine-{BOOT.read_bytes()[:8].decode()}.lock" == LOCK
+
+
+def test_nothing_is_said_where_the_machine_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "not" / "there" / "yet"))
+    heard = []
+
+    for _ in range(2):
+        with machine_lock(lambda message, done, total: heard.append((message, done, total))):
+            pass
+
+    assert heard == []
+
+
+@pytest.mark.parametrize("cache", ["file/cache", "~nobody-of-that-name/cache"])
+def test_without_a_cache_that_can_be_written_work_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: str):
+    (tmp_path / "file").write_text("")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(VARIABLE, cache)
+
+    with machine_lock():
+        done = True
+
+    assert done
+
+
+HOLD = """
+import pathlib, sys, time
+from profiling_agent.processes.machine_lock import machine_lock
+with machine_lock(what="run 'a'"):
+    print("has it", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_holder_is_named_with_what_it_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(VARIABLE, str(tmp_path))
+    holder = subprocess.Popen([sys.executable, "-c", HOLD], stdout=subprocess.PIPE, text=True)
+    assert holder.stdout is not None
+    holder.stdout.readline()
+    heard = []
+
+    def progress(message: str, done: int, total: int) -> None:
+        heard.append(message)
+        holder.kill()
+
+    with machine_lock(progress):
+        own = holder_said(tmp_path / HOLDER)
+    holder.wait()
+    holder.stdout.close()
+
+    assert len(heard) == 1
+    said = rf"waiting for the machine, held by run 'a' \(process {holder.pid}, since \d\d:\d\d:\d\d\)"
+    assert re.fullmatch(said, heard[0])
+    assert own == "another graph of this process"
+
+
+def test_a_note_that_cannot_be_read_names_nobody(tmp_path: Path):
+    (tmp_path / HOLDER).write_bytes(b"\xff")
+
+    assert holder_said(tmp_path / HOLDER) == holder_said(tmp_path / "none") == "another process"

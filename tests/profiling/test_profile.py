@@ -1,4 +1,8 @@
+"""Profile: layers timed one by one, operators, and the sums of both."""
+
 import copy
+import gzip
+import json
 import warnings
 from typing import Any
 
@@ -9,7 +13,9 @@ from torch import nn
 from transformers import ViTConfig, ViTForImageClassification
 
 from profiling_agent.measure.throughput import measure_headline
-from profiling_agent.profiling.profile import profile_model
+from profiling_agent.modules.hooks import Stopwatch, activation_bytes, layer_latency
+from profiling_agent.modules.inference import random_batch
+from profiling_agent.profiling.profile import profile_model, profile_operators
 from profiling_agent.quantization.kinds import parameter_bytes
 from profiling_agent.runtimes.torch_session import TorchSession
 from profiling_agent.schemas import ModelProfile
@@ -136,3 +142,154 @@ def test_the_trace_is_written_and_progress_reaches_its_end(tmp_path):
     assert (tmp_path / "trace.json").stat().st_size > 0
     assert [done for _, done, _ in steps] == [0, 1, 2, 3, 4]
     assert {total for _, _, total in steps} == {4}
+
+
+FLOAT = 4
+
+
+def num_hooks(model):
+    return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
+
+
+def test_a_vits_activations_are_those_worked_out_by_hand():
+    made = activation_bytes(zoo.vit(), random_batch(zoo.SPEC, 2))
+
+    assert made["vit.embeddings.patch_embeddings.projection"] == 2 * 64 * 16 * FLOAT
+    assert made["vit.layers.0.attention.q_proj"] == 2 * 17 * 64 * FLOAT
+    assert made["vit.layers.0.mlp.fc1"] == made["vit.layers.0.mlp.activation_fn"] == 2 * 17 * 256 * FLOAT
+    assert made["vit.layers.1"] == 2 * 17 * 64 * FLOAT
+    assert made["classifier"] == 2 * 5 * FLOAT
+
+
+def test_what_a_child_made_is_not_counted_again():
+    made = activation_bytes(zoo.vit(), random_batch(zoo.SPEC, 2))
+
+    for passes_on in ("", "vit", "vit.layers.0.mlp", "vit.layers.0.attention", "vit.layers.0.dropout"):
+        assert made[passes_on] == 0
+
+
+class Splits(nn.Module):
+    def forward(self, pixel_values):
+        return {"halves": [pixel_values[:1] * 2, (pixel_values[1:] * 2,)], "same": pixel_values.double(), "count": 3}
+
+
+def test_tensors_are_found_in_nested_outputs():
+    assert activation_bytes(Splits(), torch.ones(2, 3)) == {"": 2 * 3 * 4 + 2 * 3 * 8}
+
+
+class Repeats(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, pixel_values):
+        return self.inner(self.inner(pixel_values))
+
+
+def test_a_module_that_runs_twice_makes_twice_as_much():
+    assert activation_bytes(Repeats(), torch.ones(1, 4)) == {"inner": 2 * 4 * FLOAT, "": 0}
+    assert layer_latency(Repeats(), torch.ones(1, 4), passes=2).keys() == {"inner", ""}
+
+
+@pytest.mark.parametrize("family", zoo.FAMILIES)
+def test_every_module_that_runs_has_a_time(family):
+    model = zoo.FAMILIES[family]()
+    ran = set()
+    handles = [
+        module.register_forward_hook(lambda *_, name=name: ran.add(name)) for name, module in model.named_modules()
+    ]
+    times_ms = layer_latency(model, random_batch(zoo.SPEC, 2), passes=3)
+    for handle in handles:
+        handle.remove()
+
+    assert times_ms.keys() == ran
+    assert all(time_ms >= 0 for time_ms in times_ms.values())
+
+
+def test_hooks_are_gone_afterwards_even_if_the_model_fails():
+    model = zoo.vit()
+    before = num_hooks(model)
+
+    layer_latency(model, random_batch(zoo.SPEC, 1), passes=1)
+    activation_bytes(model, random_batch(zoo.SPEC, 1))
+    for measure in (activation_bytes, lambda *given: layer_latency(*given, passes=1)):
+        with pytest.raises(ValueError, match="doesn't match model"):
+            measure(model, torch.ones(1, 3, 48, 48))
+
+    assert num_hooks(model) == before
+
+
+def test_own_times_are_those_between_marks_without_the_children():
+    clock = iter([0, 1, 4, 6, 7, 10, 20, 30])
+    watch = Stopwatch(lambda: next(clock))
+    watch.enter("", None)
+    watch.enter("block", None)
+    watch.enter("block.fc", None)
+    watch.leave("block.fc", None, None)
+    watch.enter("block.fc", None)
+    watch.leave("block.fc", None, None)
+    watch.leave("block", None, None)
+    watch.leave("", None, None)
+
+    # The layer runs from 4 to 6 and 7 to 10, its block from 1 to 20, the model from 0 to 30.
+    assert watch.own_ms(lambda begin, end: end - begin) == {"block.fc": 5, "block": 14, "": 11}
+
+
+def operators_without_times(rows):
+    return {(row.name, row.input_shapes, row.calls, row.memory_bytes) for row in rows}
+
+
+@pytest.fixture(scope="module")
+def profiled(tmp_path_factory):
+    trace = tmp_path_factory.mktemp("trace") / "trace.json.gz"
+    rows, kernel_ms = profile_operators(zoo.vit(), random_batch(zoo.SPEC, 2), passes=3, trace_path=trace)
+    assert kernel_ms is None
+    return rows, trace
+
+
+def test_calls_are_those_of_one_pass(profiled):
+    rows, _ = profiled
+    calls = {(row.name, row.input_shapes): row.calls for row in rows}
+
+    assert calls["aten::linear", "[[2, 17, 64], [64, 64], [64]]"] == 2 * 4
+    assert calls["aten::linear", "[[2, 17, 64], [256, 64], [256]]"] == 2
+    assert sum(row.calls for row in rows if row.name == "aten::scaled_dot_product_attention") == 2
+
+
+def test_memory_is_what_one_pass_allocates(profiled):
+    rows, _ = profiled
+
+    (gelu,) = [row for row in rows if row.name == "aten::gelu"]
+    assert gelu.memory_bytes == 2 * (2 * 17 * 256 * 4)
+
+
+def test_rows_are_sorted_by_their_own_time(profiled):
+    times_ms = [row.cpu_time_ms for row in profiled[0]]
+
+    assert times_ms == sorted(times_ms, reverse=True)
+    assert all(row.cuda_time_ms is None for row in profiled[0])
+
+
+def test_the_trace_is_one_pass_that_a_browser_can_open(profiled):
+    events = json.loads(gzip.decompress(profiled[1].read_bytes()))["traceEvents"]
+
+    assert sum(event["name"] == "aten::gelu" for event in events) == 2
+    assert profiled[1].stat().st_size < 200_000
+
+
+def test_profiling_twice_differs_in_times_alone(profiled):
+    again, _ = profile_operators(zoo.vit(), random_batch(zoo.SPEC, 2), passes=1)
+
+    assert operators_without_times(again) == operators_without_times(profiled[0])
+
+
+@pytest.mark.gpu
+def test_a_cuda_batch_has_cuda_times():
+    rows, kernel_ms = profile_operators(zoo.vit().cuda(), random_batch(zoo.SPEC, 2).cuda(), passes=2)
+
+    print(f"kernels {kernel_ms} ms, operators {sum(row.cuda_time_ms or 0 for row in rows):.4f} ms")  # noqa: T201 - numbers for the log
+    assert kernel_ms is not None
+    assert kernel_ms > 0
+    assert [row.time_ms for row in rows] == sorted((row.time_ms for row in rows), reverse=True)
+    assert sum(row.cuda_time_ms or 0 for row in rows) > 0
+    assert all("::" in row.name for row in rows)

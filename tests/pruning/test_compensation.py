@@ -1,14 +1,36 @@
+"""Compensation: second moments, ridge solutions and least squares make up for what was cut, on images held back."""
+
 import copy
 import math
 
 import pytest
 import torch
 import zoo
+from pruning import families
 from torch import nn
+from torch.nn import functional as F
 
 from profiling_agent.errors import PruningError
+from profiling_agent.modules.hooks import watching
 from profiling_agent.modules.inference import mean_kl, random_batch
-from profiling_agent.pruning.compensation import Calibration, compensate, reestimate_, regrouped
+from profiling_agent.modules.prefix import Walk, in_order, stopping_at
+from profiling_agent.pruning.compensation import (
+    RIDGE,
+    Calibration,
+    PairedMoments,
+    columns_of,
+    compensate,
+    compensate_units_,
+    features,
+    fit_,
+    gather_moments,
+    matrix_of,
+    outputs_of,
+    paired_moments,
+    reestimate_,
+    regrouped,
+    second_moment,
+)
 from profiling_agent.pruning.prune import prune_model
 from profiling_agent.pruning.units import find_units
 from profiling_agent.pruning.widths import snap
@@ -195,3 +217,307 @@ def test_regrouped_batches_are_whole():
     sizes = [len(batch) for batch in regrouped([torch.zeros(n, 1) for n in (3, 20, 1, 64, 12)], 32)]
 
     assert sizes == [32, 32, 32]
+
+
+REGRESSED = random_batch(zoo.SPEC, 64, seed=7)
+
+
+def moments_of(read, given):
+    read, given = read.double(), given.double()
+    return PairedMoments(
+        read_mean=read.mean(0),
+        given_mean=given.mean(0),
+        cross=(given - given.mean(0)).T @ (read - read.mean(0)) / len(read),
+        gram=torch.cov(read.T, correction=0),
+    )
+
+
+def test_a_cut_channel_that_the_kept_ones_determine_is_restored_exactly():
+    x = torch.randn(200, 4, dtype=torch.float64)
+    x[:, 3] = 2 * x[:, 0] - x[:, 1] + 5
+    dense = nn.Linear(4, 3, dtype=torch.float64)
+    given, kept = dense(x).detach(), x[:, :3]
+    weight, shift = fit_(moments_of(kept, given), dense.weight.detach()[:, :3], centred=True, ridge=1e-12)
+
+    assert torch.allclose(kept @ weight.T + shift, given, atol=1e-8)
+
+
+def test_a_convolution_is_restored_in_every_tap():
+    x = torch.randn(20, 4, 6, 6, dtype=torch.float64)
+    x[:, 1] = 3 * x[:, 0] - 2 * x[:, 3]
+    dense = nn.Conv2d(4, 5, 3, padding=1, stride=2, bias=False, dtype=torch.float64)
+    given, kept = outputs_of(dense, dense(x).detach()), features(dense, x[:, [0, 2, 3]])
+    start = dense.weight.detach()[:, [0, 2, 3]].flatten(1)
+    weight, shift = fit_(moments_of(kept, given), start, centred=False, ridge=1e-12)
+
+    assert weight.shape == (5, 27)
+    assert torch.allclose(kept @ weight.T, given, atol=1e-8)
+    assert not shift.any()
+
+
+def test_the_weights_are_the_textbook_regression_of_the_outputs():
+    x = torch.randn(500, 5) @ torch.randn(5, 5) + 1
+    dense = torch.randn(2, 5)
+    kept, cut = [0, 2, 4], [1, 3]
+    covariance = torch.cov(x.double().T, correction=0)
+    inner = covariance[kept][:, kept]
+    ridge = RIDGE * inner.diagonal().mean() * torch.eye(3)
+    wide = dense.double()
+    expected = wide[:, kept] + wide[:, cut] @ covariance[cut][:, kept] @ torch.linalg.inv(inner + ridge)
+    weight, shift = fit_(moments_of(x[:, kept], x @ dense.T), wide[:, kept], centred=True)
+
+    assert torch.allclose(weight, expected, atol=1e-4)
+    assert torch.allclose(shift, wide @ x.double().mean(0) - weight @ x.double().mean(0)[kept], atol=1e-4)
+
+
+def test_an_endless_ridge_leaves_the_weights_and_restores_the_mean():
+    x, start = torch.randn(300, 3) + 2, torch.randn(2, 3, dtype=torch.float64)
+    given = x @ torch.randn(3, 2) + 4
+    weight, shift = fit_(moments_of(x, given), start, centred=True, ridge=1e12)
+
+    assert torch.allclose(weight, start, atol=1e-9)
+    assert torch.allclose(x.double().mean(0) @ weight.T + shift, given.double().mean(0))
+
+
+@pytest.mark.parametrize("centred", [True, False])
+@pytest.mark.parametrize("value", [0.0, 3.0])
+def test_inputs_that_never_vary_or_are_dead_give_finite_weights(centred, value):
+    read, given, start = torch.full((50, 2), value), torch.full((50, 3), 5.0), torch.ones(3, 2).double()
+    weight, shift = fit_(moments_of(read, given), start, centred=centred)
+
+    assert weight.isfinite().all()
+    assert shift.isfinite().all()
+    if centred:
+        assert torch.equal(weight, start)
+        assert torch.allclose(read[0].double() @ weight.T + shift, given[0].double())
+
+
+def test_layers_come_in_the_order_of_the_network():
+    model = zoo.resnet("basic")
+    names = [unit.consumer for unit in find_units(model, zoo.SPEC, {}).units]
+    with torch.no_grad():
+        assert in_order(model, names[::-1], REGRESSED[:1]) == names
+
+
+@pytest.mark.parametrize("make", [zoo.vit, zoo.resnet])
+def test_moments_pair_what_the_pruned_consumer_reads_with_what_the_dense_one_gives(make):
+    model = make()
+    unit = find_units(model, zoo.SPEC, {}).units[-1]
+    kept = list(range(0, unit.width, 2))
+    cut = Cut(unit=unit, keep=len(kept), requested_ratio=0.5)
+    pruned = prune_model(model, [cut], spec=zoo.SPEC, keep={unit.name: kept}).model
+    layer, rows = model.get_submodule(unit.consumer), [0, 3]
+    with torch.no_grad():
+        dense, small = (Walk(each, [unit.consumer], REGRESSED[:1]) for each in (model, pruned))
+        moments = paired_moments(
+            dense, small, pruned.get_submodule(unit.consumer), unit.consumer, rows, REGRESSED.split(24)
+        )
+        read, given = stopping_at(model, unit.consumer, REGRESSED)
+        z = features(layer, read).double()[:, columns_of(unit, layer, kept)]
+        y = outputs_of(layer, given).double()[:, rows]
+
+    expected = moments_of(z, y)
+    for name in ("read_mean", "given_mean", "cross", "gram"):
+        assert torch.allclose(getattr(moments, name), getattr(expected, name), rtol=1e-4, atol=1e-6)
+
+
+def test_a_forward_pass_ends_at_the_layer_and_the_model_keeps_no_hook():
+    model, reached = zoo.vit(), []
+    model.classifier.register_forward_hook(lambda *_: reached.append(1))
+    with torch.no_grad():
+        read, given = stopping_at(model, "vit.layers.0.mlp.fc2", REGRESSED[:2])
+
+    assert (read.shape, given.shape) == ((2, 17, 256), (2, 17, 64))
+    assert reached == []
+    assert not model.vit.layers[0].mlp.fc2._forward_hooks
+
+
+@pytest.mark.parametrize("make", [zoo.vit, zoo.swin, zoo.resnet, lambda: zoo.resnet("basic")])
+def test_consumers_give_on_average_what_the_dense_ones_give(make):
+    model = make()
+    units = find_units(model, zoo.SPEC, {}).units
+    cuts = [Cut(unit=unit, keep=snap(unit, 0.5), requested_ratio=0.5) for unit in units]
+    made = prune_model(model, cuts, spec=zoo.SPEC)
+    last = in_order(model, {unit.consumer for unit in units}, REGRESSED[:1])[-1]
+    norm = last.replace(".convolution", ".normalization")
+    with torch.no_grad():
+        compensate_units_(model, made.model, cuts, made.keep, lambda: REGRESSED.split(32))
+        dense, pruned = (stopping_at(each, norm, REGRESSED)[1] for each in (model, made.model))
+    means = [each.movedim(1, -1).flatten(0, -2) if each.dim() == 4 else each.flatten(0, -2) for each in (dense, pruned)]
+
+    assert matrix_of(made.model.get_submodule(last)).shape[1] < matrix_of(model.get_submodule(last)).shape[1]
+    assert torch.allclose(means[0].mean(0), means[1].mean(0), atol=1e-4 * float(dense.abs().max()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_second_moment_is_the_product_with_itself_both_halves_of_it(dtype):
+    rows = torch.tensor([[1.0, 2.0, -1.0], [3.0, 0.5, 0.0]], dtype=dtype)
+
+    expected = torch.tensor([[10.0, 3.5, -1.0], [3.5, 4.25, -2.0], [-1.0, -2.0, 1.0]], dtype=dtype)
+    assert torch.equal(second_moment(rows), expected)
+
+
+def test_the_second_moment_of_columns_that_lie_apart_in_memory_is_theirs():
+    rows = torch.randn(40, 9, generator=torch.Generator().manual_seed(0))
+    apart = rows.T.contiguous().T[:, ::2]
+
+    assert torch.allclose(second_moment(apart), apart.T @ apart, rtol=1e-5, atol=1e-5)
+
+
+GATHERED = random_batch(zoo.SPEC, 6, seed=3)
+MODELS = {
+    "vit": zoo.vit,
+    "swin": zoo.swin,
+    "resnet": zoo.resnet,
+    "efficientnet": families.FAMILIES["efficientnet"],
+}
+EVERY = pytest.mark.parametrize("family", MODELS)
+
+
+def units_of(model):
+    return find_units(model, zoo.SPEC, {}).units
+
+
+def read_by(model, unit, images=GATHERED):
+    """What the unit's consumer reads, by an ordinary hook."""
+    seen = []
+    with torch.no_grad(), watching(model, [unit.consumer], before=lambda _name, inputs: seen.append(inputs)):
+        model(pixel_values=images)
+    return seen[0]
+
+
+def rows_of(layer, inputs):
+    """Positions by columns, a convolution's taps cut out one by one."""
+    if not isinstance(layer, nn.Conv2d):
+        return inputs.flatten(0, -2)
+    (height, width), (down, right) = layer.kernel_size, layer.stride
+    # EfficientNet names its padding; that of a 1x1 convolution is none.
+    assert not isinstance(layer.padding, str) or (layer.padding, height) == ("same", 1)
+    border = 0 if isinstance(layer.padding, str) else layer.padding[0]
+    padded = F.pad(inputs, (border,) * 4)
+    return torch.stack(
+        [
+            padded[:, :, i : i + height, j : j + width].flatten(1)
+            for i in range(0, padded.shape[2] - height + 1, down)
+            for j in range(0, padded.shape[3] - width + 1, right)
+        ],
+        dim=1,
+    ).flatten(0, 1)
+
+
+@EVERY
+def test_means_and_second_moments_are_those_of_what_the_consumer_reads(family):
+    model = MODELS[family]()
+    moments = gather_moments(model, units_of(model), GATHERED.split(4))
+
+    for unit in units_of(model):
+        rows = rows_of(model.get_submodule(unit.consumer), read_by(model, unit)).double()
+        found, gram = moments[unit.name], rows.T @ rows / len(rows)
+        assert torch.allclose(found.mean.double(), rows.mean(0), atol=1e-5 * float(rows.abs().max()))
+        assert torch.allclose(found.gram.double(), gram, atol=1e-5 * float(gram.max()))
+        centred = torch.cov(rows.T, correction=0)
+        assert torch.allclose(found.covariance.double(), centred, atol=1e-5 * float(gram.max()))
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.Conv2d(3, 4, (3, 2), padding="same", dilation=(1, 2), bias=False),
+        nn.Conv2d(3, 4, 4, padding="same", bias=False),
+        nn.Conv2d(3, 4, 3, padding="valid", bias=False),
+        nn.Conv2d(3, 4, 3, padding=(2, 1), stride=2, dilation=2, bias=False),
+        nn.Conv2d(3, 4, 3, padding=1, padding_mode="reflect", bias=False),
+    ],
+    ids=["same", "same_even", "valid", "strided", "reflected"],
+)
+@pytest.mark.filterwarnings("ignore:Using padding=.same. with even kernel lengths")
+def test_the_matrix_times_what_a_convolution_reads_is_what_it_gives(layer):
+    with torch.no_grad():
+        inputs = torch.randn(2, 3, 9, 7)
+        given = outputs_of(layer, layer(inputs))
+
+        assert torch.allclose(features(layer, inputs) @ matrix_of(layer).T, given, atol=1e-5)
+
+
+def test_a_large_picture_is_taken_at_256_pixels_spread_over_it():
+    model = zoo.resnet("basic")
+    spec = zoo.SPEC.model_copy(update={"height": 96, "width": 96})
+    unit, images = units_of(model)[0], random_batch(spec, 2, seed=1)
+    moments = gather_moments(model, [unit], [images])[unit.name]
+    rows = rows_of(model.get_submodule(unit.consumer), read_by(model, unit, images)).double()
+    picked = rows.unflatten(0, (2, -1))[:, torch.linspace(0, len(rows) // 2 - 1, 256).round().long()].flatten(0, 1)
+
+    assert len(rows) == 2 * 24 * 24
+    assert torch.allclose(moments.mean.double(), picked.mean(0), atol=1e-5)
+
+
+def drawn_labels(model, batches, seed):
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        answers = [model(pixel_values=images).logits.softmax(1) for images in batches]
+    return torch.cat([torch.multinomial(answer, 1, generator=generator)[:, 0] for answer in answers])
+
+
+@EVERY
+def test_the_sensitivity_is_the_outer_product_of_the_gradients_of_each_position(family):
+    model = MODELS[family]()
+    unit = units_of(model)[-1]
+    moments = gather_moments(model, [unit], GATHERED.split(4), seed=5)[unit.name]
+    labels, given = drawn_labels(model, GATHERED.split(4), 5), []
+    with watching(model, [unit.consumer], after=lambda _name, _inputs, output: given.append(output)):
+        logits = model(pixel_values=GATHERED).logits
+    (gradient,) = torch.autograd.grad(F.cross_entropy(logits, labels, reduction="sum"), given)
+    if gradient.dim() == 4:
+        gradient = gradient.movedim(1, -1)
+    rows = gradient.flatten(0, -2)
+    expected = rows.T @ rows / len(GATHERED)
+
+    assert torch.allclose(moments.sensitivity, expected, atol=1e-4 * float(expected.abs().max()))
+
+
+def test_windows_of_one_image_are_one_image():
+    model = zoo.swin()
+    heads = [unit for unit in units_of(model) if unit.kind == "heads"]
+    windows = len(read_by(model, heads[0], GATHERED[:1]))
+    one, two = (gather_moments(model, heads[:1], [images])[heads[0].name] for images in (GATHERED[:1], GATHERED[:2]))
+
+    # 16 x 16 tokens in windows of 4 x 4; an average over images doesn't grow with their number.
+    assert windows == 16
+    alone = gather_moments(model, heads[:1], [GATHERED[1:2]])[heads[0].name]
+    assert torch.allclose(two.gram, (one.gram + alone.gram) / 2, atol=1e-6)
+
+
+def test_a_channel_far_from_zero_leaves_the_variance_of_the_others():
+    model = zoo.vit()
+    unit = next(unit for unit in units_of(model) if unit.kind == "mlp")
+    with torch.no_grad():
+        model.get_submodule(unit.producers[0]).bias[0] = 3000.0
+    found = gather_moments(model, [unit], GATHERED.split(4))[unit.name].covariance
+    x = rows_of(model.get_submodule(unit.consumer), read_by(model, unit)).double()
+    expected = torch.cov(x.T, correction=0)
+
+    assert torch.allclose(found.double(), expected, atol=1e-4 * float(expected.diagonal()[1:].mean()))
+
+
+def test_batches_do_not_matter_beyond_the_draw_and_a_seed_repeats_it():
+    model = zoo.vit()
+    units = units_of(model)
+    once, again = (gather_moments(model, units, GATHERED.split(4), seed=2) for _ in range(2))
+    whole = gather_moments(model, units, [GATHERED], seed=2)
+
+    for unit in units:
+        assert torch.equal(once[unit.name].sensitivity, again[unit.name].sensitivity)
+        assert torch.allclose(once[unit.name].gram, whole[unit.name].gram, rtol=1e-4, atol=1e-6)
+
+
+def test_the_model_is_left_as_it_was_found():
+    model = zoo.vit()
+    frozen = model.vit.layers[0].mlp.fc1.weight
+    frozen.requires_grad = False
+    flags = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    with torch.no_grad():
+        gather_moments(model, units_of(model), [GATHERED])
+
+    assert flags == {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())

@@ -1,19 +1,34 @@
+"""Pruning: cuts that pass the gate compute what the masked model does; everything else is refused."""
+
+import copy
 import gc
 import math
 import weakref
 
 import pytest
 import torch
+import torch.nn.functional as F
+import torch_pruning as tp
 import zoo
+from pruning.families import FAMILIES
+from torch import nn
 
 from profiling_agent.errors import PruningError, RequestError
 from profiling_agent.modules.inference import random_batch
 from profiling_agent.pruning.prune import prune_model
-from profiling_agent.pruning.units import find_units
+from profiling_agent.pruning.units import FoundUnits, find_units
+from profiling_agent.pruning.verify import (
+    MAX_MASK_ERROR,
+    check_mask_error,
+    check_saving,
+    cut_units,
+    mask_error,
+    masked_parameters,
+)
 from profiling_agent.pruning.widths import snap
 from profiling_agent.schemas import Cut, UnitKind
 
-FAMILIES = {**zoo.FAMILIES, "resnet_basic": lambda: zoo.resnet("basic")}
+PRUNED = {**zoo.FAMILIES, "resnet_basic": lambda: zoo.resnet("basic")}
 IMAGES = random_batch(zoo.SPEC, 3, seed=7)
 
 
@@ -27,10 +42,10 @@ def logits(model):
         return model(pixel_values=IMAGES).logits
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", PRUNED)
 @pytest.mark.parametrize("importance", ["l1", "random"])
 def test_every_family_computes_what_its_masked_original_does(family, importance):
-    model = FAMILIES[family]()
+    model = PRUNED[family]()
     cuts = cuts_of(model)
     pruned = prune_model(model, cuts, spec=zoo.SPEC, importance=importance, seed=3, images=IMAGES)
 
@@ -40,9 +55,9 @@ def test_every_family_computes_what_its_masked_original_does(family, importance)
     assert {name: len(kept) for name, kept in pruned.keep.items()} == {cut.unit.name: cut.keep for cut in cuts}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", PRUNED)
 def test_the_model_that_was_given_is_untouched(family):
-    model = FAMILIES[family]().train()
+    model = PRUNED[family]().train()
     frozen = next(iter(model.parameters())).requires_grad_(False)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     answers = logits(model.eval())
@@ -162,3 +177,289 @@ def test_images_of_the_wrong_shape_fail_the_prune_in_one_line():
     with pytest.raises(PruningError, match="failed with ValueError") as caught:
         prune_model(model, cuts_of(model), spec=zoo.SPEC, images=torch.zeros(1, 3, 48, 48))
     assert "\n" not in str(caught.value)
+
+
+def first_cut(model, kind, keep):
+    unit = next(unit for unit in find_units(model, zoo.SPEC, {}).units if unit.kind is kind)
+    return Cut(unit=unit, keep=keep, requested_ratio=0.5)
+
+
+def error_of(model, pruned, cut, kept):
+    return mask_error(model, pruned, [cut], {cut.unit.name: kept}, IMAGES)
+
+
+def cut_out(model, cut, kept):
+    return cut_units(model, [cut], {cut.unit.name: kept})
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "keep"),
+    [
+        (zoo.vit, UnitKind.MLP, 128),
+        (zoo.vit, UnitKind.HEADS, 2),
+        (zoo.swin, UnitKind.HEADS, 1),
+        (zoo.resnet, UnitKind.CONV_INNER, 16),
+        (FAMILIES["regnet_y"], UnitKind.CONV_INNER, 2),
+        (FAMILIES["efficientnet"], UnitKind.INVERTED_RESIDUAL, 32),
+        (FAMILIES["mobilenet_v1"], UnitKind.INVERTED_RESIDUAL, 32),
+        (FAMILIES["convnextv2"], UnitKind.MLP, 128),
+        (FAMILIES["dinov2_swiglu"], UnitKind.MLP, 96),
+        (FAMILIES["swinv2"], UnitKind.HEADS, 2),
+        (FAMILIES["data2vec"], UnitKind.HEADS, 2),
+    ],
+)
+def test_channels_that_are_off_by_one_are_caught(make, kind, keep):
+    model = make()
+    cut = first_cut(model, kind, keep)
+    right, wrong = list(range(keep)), list(range(1, keep + 1))
+
+    assert error_of(model, cut_out(model, cut, right), cut, right) < 1e-6
+    error = error_of(model, cut_out(model, cut, wrong), cut, right)
+    assert error > 3 * MAX_MASK_ERROR
+    with pytest.raises(PruningError, match="doesn't compute what the masked baseline does"):
+        check_mask_error(error)
+
+
+@pytest.mark.parametrize(
+    ("family", "member"),
+    [
+        ("efficientnet", "squeeze_excite.reduce"),
+        ("efficientnet", "squeeze_excite.expand"),
+        ("efficientnet", "depthwise_conv.depthwise_conv"),
+        ("regnet_y", "layer.1.convolution"),
+        ("regnet_y", "attention.0"),
+        ("convnextv2", "grn"),
+        ("dinov2_swiglu", "up_proj"),
+        ("swinv2", "continuous_position_bias_mlp.2"),
+    ],
+)
+def test_one_member_of_a_unit_with_the_wrong_channels_is_caught(family, member):
+    model = FAMILIES[family]()
+    units = find_units(model, zoo.SPEC, {}).units
+    unit, name = next((u, n) for u in units for n in u.members if n.endswith(member))
+    cut = Cut(unit=unit, keep=unit.width // 2, requested_ratio=0.5)
+    first, last = list(range(cut.keep)), list(range(unit.width - cut.keep, unit.width))
+    wrong = cut_out(model, cut, first)
+    wrong.set_submodule(name, cut_out(model, cut, last).get_submodule(name))
+
+    assert error_of(model, cut_out(model, cut, first), cut, first) < 1e-5
+    assert error_of(model, wrong, cut, first) > 3 * MAX_MASK_ERROR
+
+
+def test_masking_names_the_readers_alone_and_leaves_the_model():
+    model = FAMILIES["efficientnet"]()
+    unit = next(u for u in find_units(model, zoo.SPEC, {}).units if u.side_readers)
+    masked = masked_parameters(model, unit, [0, 5])
+
+    assert masked.keys() == {f"{name}.weight" for name in (unit.consumer, *unit.side_readers)}
+    for name, weight in masked.items():
+        assert [bool(column.any()) for column in weight.unbind(1)] == [i in (0, 5) for i in range(unit.width)]
+        assert model.get_parameter(name).count_nonzero() == model.get_parameter(name).numel()
+
+
+def test_head_dims_cut_in_place_of_heads_run_scrambled_and_are_caught():
+    model = zoo.vit()
+    cut = first_cut(model, UnitKind.HEADS, 2)
+    wrong = copy.deepcopy(model)
+    attention = wrong.vit.layers[0].attention
+    half_of_every_head = [row for row in range(64) if row % 16 >= 8]
+    for layer in (attention.q_proj, attention.k_proj, attention.v_proj):
+        tp.prune_linear_out_channels(layer, half_of_every_head)
+    tp.prune_linear_in_channels(attention.o_proj, half_of_every_head)
+
+    assert error_of(model, wrong, cut, [0, 1]) > 3 * MAX_MASK_ERROR
+
+
+def test_a_position_table_with_the_wrong_heads_is_caught():
+    model = zoo.swin()
+    cut = first_cut(model, UnitKind.HEADS, 1)
+    wrong = zoo.inside(cut_out(model, cut, [1]))
+    bias = wrong.swin.encoder.layers[0].blocks[0].attention.relative_position_bias
+    baseline = model.swin.encoder.layers[0].blocks[0].attention.relative_position_bias
+    bias.relative_position_bias_table = nn.Parameter(baseline.relative_position_bias_table[:, :1].detach())
+
+    assert error_of(model, wrong, cut, [1]) > 3 * MAX_MASK_ERROR
+
+
+def test_a_batch_norm_with_the_wrong_statistics_is_caught():
+    model = zoo.resnet()
+    cut = first_cut(model, UnitKind.CONV_INNER, 16)
+    wrong = cut_out(model, cut, list(range(16)))
+    norm = zoo.inside(wrong).get_submodule(cut.unit.name.removesuffix("convolution") + "normalization")
+    norm.running_mean = norm.running_mean.roll(1)
+
+    assert error_of(model, wrong, cut, list(range(16))) > 3 * MAX_MASK_ERROR
+
+
+@pytest.mark.parametrize("error", [float("nan"), float("inf")])
+def test_logits_that_are_not_finite_are_refused(error):
+    with pytest.raises(PruningError, match="aren't finite"):
+        check_mask_error(error)
+
+
+def test_a_prune_that_saved_nothing_is_refused():
+    model = zoo.vit()
+    with pytest.raises(PruningError, match="saves no params: 113925 after, 113925 before"):
+        check_saving(model, copy.deepcopy(model), zoo.SPEC)
+
+
+def test_the_gate_leaves_both_models_as_they_were():
+    model = zoo.swin().train()
+    cut = first_cut(model, UnitKind.HEADS, 1)
+    pruned = cut_out(model, cut, [0])
+    before = copy.deepcopy(model.state_dict())
+    error_of(model, pruned, cut, [0])
+
+    assert model.training
+    assert pruned.training
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+
+class Pair(nn.Module):
+    """Two convolutions after a stem; what happens between them is the subject."""
+
+    def __init__(self, between, first=None, width=32):
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, 2)
+        self.block = zoo.inside(nn.Module())
+        self.block.first = first or nn.Conv2d(8, 32, 1)
+        self.block.second = nn.Conv2d(width, 8, 1)
+        self.block.more = nn.ModuleList()
+        self.block.scale = nn.Parameter(torch.rand(32, 1, 1))
+        self.head = nn.Linear(8, 5)
+        self.between = between
+
+    def forward(self, pixel_values):
+        x = self.stem(pixel_values)
+        x = x + self.block.second(self.between(self.block, self.block.first(x)))
+        return type("Answer", (), {"logits": self.head(x.mean((2, 3)))})()
+
+
+class Standardised(nn.Conv2d):
+    def forward(self, input):
+        return F.conv2d(input, self.weight - self.weight.mean(1, keepdim=True), self.bias)
+
+
+def found(model: nn.Module) -> FoundUnits:
+    return find_units(model, zoo.SPEC, {})
+
+
+def overwritten(_block, x):
+    y = x.clone()
+    y[:, :16] = 1
+    return y
+
+
+@pytest.mark.parametrize(
+    ("between", "width", "lost"),
+    [
+        (lambda _, x: F.silu(x.chunk(2, 1)[0]) * x.chunk(2, 1)[1], 16, "chunk"),
+        (lambda _, x: x.view(1, 2, 16, 15, 15).transpose(1, 2).reshape(1, 32, 15, 15), 32, "view"),
+        (lambda _, x: x.flip(1), 32, "flip"),
+        (lambda _, x: F.softmax(x, 1), 32, "softmax"),
+        (lambda _, x: F.group_norm(x, 4), 32, "group_norm"),
+        (lambda _, x: x / x.sum(1, keepdim=True), 32, "sum"),
+        (lambda _, x: torch.einsum("bchw,cd->bdhw", x, torch.eye(32, device=x.device)), 32, "einsum"),
+        (lambda block, x: x * block.scale, 32, "an operation with a parameter that no layer owns"),
+        (overwritten, 32, "setitem"),
+    ],
+)
+def test_channels_that_are_mixed_or_lost_on_the_way_stay(between, width, lost):
+    units = found(Pair(between, width=width))
+
+    assert units.units == ()
+    assert units.refusals["block.first"] == f"unsupported: its outputs pass through {lost}"
+
+
+@pytest.mark.parametrize(
+    "between",
+    [
+        lambda _, x: F.hardswish(x) * 2 + 1,
+        lambda _, x: x.flatten(2).transpose(1, 2).relu().permute(0, 2, 1).reshape(len(x), -1, 15, 15),
+        lambda _, x: F.avg_pool2d(F.pad(x, (1, 1, 1, 1)), 3, 1),
+        lambda _, x: x.roll(2, dims=3) * x.mean((2, 3), keepdim=True).sigmoid(),
+        lambda _, x: F.avg_pool2d(torch.cat((x, x * x), dim=2), (2, 1)),
+    ],
+    ids=["elementwise", "moved and back", "padded and pooled", "gated by itself", "joined along rows"],
+)
+def test_channels_that_keep_apart_are_found_and_cut_exactly(between):
+    model = Pair(between).eval()
+    cuts = [Cut(unit=unit, keep=snap(unit, 0.5), requested_ratio=0.5) for unit in found(model).units]
+
+    assert [(cut.unit.name, cut.keep) for cut in cuts] == [("block.first", 16)]
+    assert prune_model(model, cuts, spec=zoo.SPEC).mask_error < 1e-5
+
+
+def test_a_layer_that_two_read_stays():
+    model = Pair(lambda block, x: x + 0 * block.more[0](x))
+    model.block.more.append(nn.Conv2d(32, 32, 1))
+
+    assert found(model).refusals["block.first"].startswith("residual_writer: ")
+    model.between = lambda block, x: x * block.more[0](x).mean()
+    assert found(model).refusals["block.first"].startswith("shared: 2 ")
+
+
+def test_a_convolution_that_uses_its_weights_in_its_own_way_stays():
+    units = found(Pair(lambda _, x: x, first=Standardised(8, 32, 1)))
+
+    assert units.refusals["block.first"] == "unsupported: mean uses its weights in its place"
+
+
+class Attention(nn.Module):
+    q_proj: nn.Linear
+    k_proj: nn.Linear
+    v_proj: nn.Linear
+    o_proj: nn.Linear
+
+    def __init__(self, **stated):
+        super().__init__()
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            setattr(self, name, nn.Linear(32, 32))
+        vars(self).update(stated)
+
+    def forward(self, x):
+        q, k, v = (layer(x).unflatten(-1, (-1, 8)).transpose(1, 2) for layer in (self.q_proj, self.k_proj, self.v_proj))
+        return self.o_proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class Attentive(nn.Module):
+    def __init__(self, attention):
+        super().__init__()
+        self.stem = nn.Conv2d(3, 32, 8, 8)
+        self.attention = attention
+        self.head = nn.Linear(32, 5)
+
+    def forward(self, pixel_values):
+        x = self.stem(pixel_values).flatten(2).transpose(1, 2)
+        return type("Answer", (), {"logits": self.head((x + self.attention(x)).mean(1))})()
+
+
+@pytest.mark.parametrize(
+    ("stated", "said"),
+    [
+        ({}, "unknown_heads: None heads of None are stated, which don't make the 32 outputs of q"),
+        ({"num_heads": 5}, "unknown_heads: 5 heads of None are stated, which don't make the 32 outputs of q"),
+        ({"head_dim": 7}, "unknown_heads: None heads of 7 are stated, which don't make the 32 outputs of q"),
+        (
+            {"head_dim": 8, "num_heads": 8},
+            "unknown_heads: 8 heads of 8 are stated, which don't make the 32 outputs of q",
+        ),
+    ],
+)
+def test_heads_that_are_not_stated_or_do_not_fit_stay(stated, said):
+    refusals = found(Attentive(Attention(**stated))).refusals
+
+    assert {refusals[f"attention.{name}"] for name in ("q_proj", "k_proj", "v_proj", "o_proj")} == {said}
+
+
+@pytest.mark.parametrize("stated", [{"head_dim": 8}, {"num_heads": 4}])
+def test_heads_that_are_stated_and_fit_are_found(stated):
+    assert [(unit.name, unit.width) for unit in found(Attentive(Attention(**stated))).units] == [("attention", 4)]
+
+
+def test_a_parameter_whose_heads_are_unknown_keeps_them_all():
+    attention = Attention(head_dim=8)
+    attention.gate = nn.Parameter(torch.ones(4))
+
+    reason = found(Attentive(attention)).refusals["attention.q_proj"]
+    assert reason == "unknown_parameter: it is not known which part of 'attention.gate' belongs to a head"

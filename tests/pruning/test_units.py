@@ -1,15 +1,28 @@
+"""Units are found by structure: in patterns of layers, in stacked branches, at aligned widths."""
+
 import gc
+import subprocess
+import sys
 import weakref
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import zoo
 from torch import nn
+from torch.nn import functional as F
 
+from profiling_agent.errors import PlanError
 from profiling_agent.modules.complexity import count_complexity
+from profiling_agent.modules.inference import random_batch
+from profiling_agent.modules.layer_names import matching_names
+from profiling_agent.pruning.criteria import unit_rows
+from profiling_agent.pruning.prune import prune_model
 from profiling_agent.pruning.units import FoundUnits, find_units
 from profiling_agent.pruning.verify import cut_units
-from profiling_agent.schemas import Cut, UnitKind
+from profiling_agent.pruning.widths import aligned_widths, resolve, snap, step_for
+from profiling_agent.schemas import Cut, PruningRecommendation, Unit, UnitKind
 
 FAMILIES = {**zoo.FAMILIES, "resnet_basic": lambda: zoo.resnet("basic")}
 
@@ -170,3 +183,423 @@ class Answering(nn.Module):
     def forward(self, pixel_values):
         logits = self.steps(self.inside, pixel_values)
         return type("Answer", (), {"logits": logits})()
+
+
+def attention(layer: int) -> Unit:
+    name = f"vit.layers.{layer}.attention"
+    return Unit(
+        name=name,
+        kind=UnitKind.HEADS,
+        producers=tuple(f"{name}.{part}_proj" for part in "qkv"),
+        consumer=f"{name}.o_proj",
+        width=12,
+        step=1,
+        params_per_channel=1,
+        macs_per_channel=1,
+    )
+
+
+def mlp(layer: int) -> Unit:
+    name = f"vit.layers.{layer}.mlp"
+    return Unit(
+        name=name,
+        kind=UnitKind.MLP,
+        producers=(f"{name}.fc1",),
+        consumer=f"{name}.fc2",
+        width=3072,
+        step=64,
+        params_per_channel=1,
+        macs_per_channel=1,
+    )
+
+
+def conv(index: int) -> Unit:
+    name = "stages.0.layers.0.layer.{}.convolution"
+    return Unit(
+        name=name.format(index),
+        kind=UnitKind.CONV_INNER,
+        producers=(name.format(index),),
+        consumer=name.format(index + 1),
+        width=64,
+        step=16,
+        params_per_channel=1,
+        macs_per_channel=1,
+    )
+
+
+VIT = (attention(0), mlp(0), attention(1), mlp(1))
+REFUSALS = {"classifier": "classifier: its outputs are the logits", "vit.embeddings.projection": "stem: it is the stem"}
+
+
+def asked(layer: str, ratio: float = 0.25, kind: Any = "structured") -> PruningRecommendation:
+    return PruningRecommendation(layer=layer, pruning_type=kind, pruning_ratio=ratio)
+
+
+def widths(*recommendations: PruningRecommendation, units=VIT) -> dict[str, int]:
+    resolved = resolve(recommendations, units=units, refusals=REFUSALS)
+    return {cut.unit.name: cut.keep for cut in resolved.cuts}
+
+
+@pytest.mark.parametrize("name", ["vit.layers.0.mlp", "vit.layers.0.mlp.fc1", "vit.layers.0.mlp.fc2", r"s\.0\.mlp.*2$"])
+def test_any_member_of_a_unit_means_the_unit(name):
+    assert widths(asked(name)) == {"vit.layers.0.mlp": 2304}
+
+
+def test_one_pattern_cuts_every_layer_it_hits_once_and_in_network_order():
+    assert list(widths(asked(r"mlp\.fc[12]"))) == ["vit.layers.0.mlp", "vit.layers.1.mlp"]
+
+
+def test_the_last_recommendation_wins_and_ratios_are_of_the_original_width():
+    assert widths(asked("mlp", 0.5), asked(r"layers\.1\.mlp", 0.25)) == {
+        "vit.layers.0.mlp": 1536,
+        "vit.layers.1.mlp": 2304,
+    }
+    assert widths(asked(r"layers\.1\.mlp", 0.25), asked("mlp", 0.25)) == widths(asked("mlp", 0.25))
+
+
+def test_a_convolution_that_ends_one_unit_and_begins_the_next_means_the_one_it_begins():
+    units = (conv(0), conv(1))
+
+    assert list(widths(asked(r"layer\.1\.convolution"), units=units)) == ["stages.0.layers.0.layer.1.convolution"]
+    assert list(widths(asked(r"layer\.2\.convolution"), units=units)) == ["stages.0.layers.0.layer.1.convolution"]
+
+
+@pytest.mark.parametrize("member", ["q_proj", "k_proj", "v_proj", "o_proj", "attention$"])
+def test_structured_on_attention_cuts_whole_heads_and_says_so(member):
+    resolved = resolve([asked(member, 0.25)], units=VIT, refusals=REFUSALS)
+
+    assert [(cut.unit.name, cut.keep) for cut in resolved.cuts] == [
+        ("vit.layers.0.attention", 9),
+        ("vit.layers.1.attention", 9),
+    ]
+    assert len(resolved.notes) == 1
+    assert "'vit.layers.0.attention' (and 1 more like it) holds attention, so whole heads are cut" in resolved.notes[0]
+
+
+def test_head_on_an_mlp_is_left_alone_with_a_note():
+    resolved = resolve([asked(r"layers\.0\.", 0.25, kind="head")], units=VIT, refusals=REFUSALS)
+
+    assert [cut.unit.name for cut in resolved.cuts] == ["vit.layers.0.attention"]
+    assert resolved.notes == (
+        r"'layers\\.0\\.' as 'head': 'vit.layers.0.mlp' has no heads and is left alone; ask for 'structured'",
+    )
+
+
+def test_a_cut_smaller_than_half_a_step_leaves_the_unit_alone_with_a_note():
+    resolved = resolve([asked("layers.0.mlp", 0.01)], units=VIT, refusals=REFUSALS)
+
+    assert resolved.cuts == ()
+    assert resolved.notes == ("'vit.layers.0.mlp' is left alone: a cut of 0.01 is nearest to its full width, 3072",)
+
+
+@pytest.mark.parametrize(
+    ("old", "live"),
+    [
+        ("vit.encoder.layer.0.intermediate.dense", "vit.layers.0.mlp.fc1"),
+        (r"vit\.encoder\.layer\.\d+\.intermediate\.dense", "vit.layers.0.mlp.fc1"),
+        ("attention.attention.query", "vit.layers.0.attention.q_proj"),
+        (r"encoder\.layer\.1\.attention\.output\.dense$", "vit.layers.1.attention.o_proj"),
+        ("vit.layers.0.mlp.fc3", "vit.layers.0.mlp.fc1"),
+    ],
+)
+def test_a_name_that_matches_nothing_is_answered_with_the_live_name(old, live):
+    with pytest.raises(PlanError, match="matches no layer") as caught:
+        resolve([asked(old)], units=VIT, refusals=REFUSALS)
+    assert repr(live) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_pattern_like_no_name_at_all_is_answered_with_some_names():
+    with pytest.raises(PlanError, match=r"use names like 'vit.layers.0.attention"):
+        resolve([asked("zzz")], units=VIT, refusals=REFUSALS)
+
+
+def test_a_pattern_that_hits_refused_layers_alone_is_told_why():
+    with pytest.raises(PlanError, match=r"'classifier' \(classifier: its outputs are the logits\)"):
+        resolve([asked("^classifier$")], units=VIT, refusals=REFUSALS)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [r"(a)\1", "(?=mlp)", "(?<!x)mlp", "(", "x{1000}{1000}", r"((\pL{50}){10}){2}", "mlp\n(", "a" * 301],
+    ids=["backreference", "lookahead", "lookbehind", "unclosed", "repetition", "too large", "newline", "too long"],
+)
+def test_an_invalid_pattern_is_refused_in_one_line(pattern, capfd):
+    with pytest.raises(PlanError) as caught:
+        matching_names(pattern, ["vit.layers.0.mlp"])
+    assert "\n" not in str(caught.value)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_pattern_that_takes_python_years_is_matched_at_once():
+    assert matching_names("(a+)+$", ["a" * 5000 + "b"]) == []
+
+
+def test_reading_a_plan_needs_no_torch():
+    code = "import sys, profiling_agent.pruning.widths; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+TOKENS = 4 * 4
+
+
+class Fused(nn.Module):
+    """Attention of 4 heads of 8, of which one layer makes q, k and v."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.proj, self.num_heads = nn.Linear(32, 96), nn.Linear(32, 32), 4
+        self.q_norm = nn.LayerNorm(8)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).reshape(*x.shape[:2], 3, self.num_heads, 8).permute(2, 0, 3, 1, 4)
+        return self.proj(self.attended(self.q_norm(q), k, v).transpose(1, 2).reshape(*x.shape[:2], self.num_heads * 8))
+
+    def attended(self, q, k, v):
+        return F.scaled_dot_product_attention(q, k, v)
+
+
+class Interleaved(Fused):
+    """Each head's q, k and v side by side: a head is none of the rows that it would be in three stacks."""
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).reshape(*x.shape[:2], self.num_heads, 3, 8).permute(3, 0, 2, 1, 4)
+        return self.proj(self.attended(q, k, v).transpose(1, 2).reshape(*x.shape[:2], self.num_heads * 8))
+
+
+class Stubborn(Fused):
+    """The width of all heads is taken for that of the input."""
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).reshape(*x.shape[:2], 3, self.num_heads, 8).permute(2, 0, 3, 1, 4)
+        return self.proj(self.attended(q, k, v).transpose(1, 2).reshape(x.shape))
+
+
+class Talking(Fused):
+    """What heads give is normed over all of them."""
+
+    def attended(self, q, k, v):
+        return F.normalize(super().attended(q, k, v), dim=1)
+
+
+class Packed(nn.Module):
+    """A gate and what it lets through, 64 channels each, of one layer."""
+
+    def __init__(self, gated, width=64):
+        super().__init__()
+        self.fc1, self.fc2, self.gated = nn.Linear(32, 128), nn.Linear(width, 32), gated
+
+    def forward(self, x):
+        return self.fc2(self.gated(self.fc1(x)))
+
+
+def halved(x):
+    gate, let = x.chunk(2, dim=-1)
+    return F.silu(gate) * let
+
+
+def split(x):
+    gate, let = torch.split(x, 64, -1)
+    return F.silu(gate) * let
+
+
+def turned(x):
+    gate, let = x.chunk(2, dim=-1)
+    return gate * let.flip(-1)
+
+
+class Model(nn.Module):
+    def __init__(self, block):
+        super().__init__()
+        self.stem, self.block, self.head = nn.Conv2d(3, 32, 8, 8), block, nn.Linear(32, 5)
+
+    def forward(self, pixel_values):
+        x = self.stem(pixel_values).flatten(2).transpose(1, 2)
+        return SimpleNamespace(logits=self.head((x + self.block(x)).mean(1)))
+
+
+def model_of(block):
+    torch.manual_seed(0)
+    return zoo.randomised(Model(block))
+
+
+def found(model):
+    return find_units(model, zoo.SPEC, counted(model)[1])
+
+
+def test_the_rows_of_a_channel_are_as_far_apart_as_a_stack_is_long():
+    unit = Unit(
+        name="attn",
+        kind=UnitKind.HEADS,
+        producers=("qkv",),
+        consumer="proj",
+        width=4,
+        step=1,
+        params_per_channel=0,
+        macs_per_channel=0,
+        stacks=3,
+    )
+
+    # 24 rows: three stacks of four heads of two.
+    assert unit.rows_of([1, 3], 24) == [2, 3, 6, 7, 10, 11, 14, 15, 18, 19, 22, 23]
+
+
+def test_a_head_of_fused_attention_costs_what_hand_counts_say():
+    (unit,) = found(model_of(Fused())).units
+
+    assert (unit.name, unit.kind, unit.width, unit.stacks) == ("block", UnitKind.HEADS, 4, 3)
+    assert unit.producers == ("block.qkv",)
+    # Eight rows and biases in each of three stacks, and eight columns of the output layer.
+    assert unit.params_per_channel == 3 * 8 * (32 + 1) + 8 * 32
+    assert unit.macs_per_channel == TOKENS * (3 * 8 * 33 + 8 * 32) + 2 * TOKENS * TOKENS * 8
+
+
+def test_a_channel_of_a_packed_gate_costs_two_rows_and_a_column():
+    (unit,) = found(model_of(Packed(halved))).units
+
+    assert (unit.name, unit.kind, unit.width, unit.stacks, unit.step) == ("block", UnitKind.MLP, 64, 2, 32)
+    assert unit.params_per_channel == 2 * 33 + 32
+    assert unit.macs_per_channel == TOKENS * (2 * 33 + 32)
+
+
+@pytest.mark.parametrize("block", [Fused, lambda: Packed(halved)])
+def test_what_is_cut_computes_what_is_masked_and_saves_what_was_said(block):
+    model = model_of(block())
+    (unit,) = found(model).units
+    cut = Cut(unit=unit, keep=unit.width // 2, requested_ratio=0.5)
+    pruned = prune_model(model, [cut], spec=zoo.SPEC, importance="random", seed=3)
+
+    assert pruned.mask_error < 1e-5
+    params, macs = (before - after for before, after in zip(totals(model), totals(pruned.model), strict=True))
+    assert (params, macs) == (cut.params_saved, cut.macs_saved)
+
+
+def totals(model):
+    params, macs = counted(model)
+    return params, sum(macs.values())
+
+
+def test_a_head_that_is_kept_keeps_its_rows_of_q_of_k_and_of_v():
+    model = model_of(Fused())
+    (unit,) = found(model).units
+    pruned = cut_units(model, [Cut(unit=unit, keep=1, requested_ratio=0.75)], {"block": [2]})
+    weight, left = (zoo.inside(each).block.qkv.weight for each in (model, pruned))
+
+    assert torch.equal(left, torch.cat([weight[16:24], weight[48:56], weight[80:88]]))
+    assert zoo.inside(pruned).block.num_heads == 1
+    assert zoo.inside(model).block.num_heads == 4
+
+
+def test_a_channels_weights_are_those_of_all_its_rows():
+    model = model_of(Packed(halved))
+    (unit,) = found(model).units
+    weight = zoo.inside(model).block.fc1.weight
+
+    assert torch.equal(unit_rows(model, unit)[5], torch.cat([weight[5], weight[69]]))
+
+
+@pytest.mark.parametrize(
+    ("block", "said"),
+    [
+        (
+            Interleaved,
+            "unknown_heads: with a head cut its attention computes something else than with that head masked",
+        ),
+        (Talking, "unknown_heads: with a head cut its attention computes something else than with that head masked"),
+        (Stubborn, "unknown_heads: with a head cut its attention fails with RuntimeError"),
+    ],
+)
+def test_heads_that_are_no_rows_of_their_own_stay(block, said):
+    refusals = found(model_of(block())).refusals
+
+    assert refusals["block.qkv"].startswith(said)
+    assert refusals["block.proj"] == refusals["block.qkv"]
+
+
+def test_a_kind_of_which_nothing_can_be_cut_says_why_and_where():
+    told = found(model_of(Stubborn()))
+
+    assert told.units == ()
+    # Its only convolution begins it, and its only other linear layer ends it: nothing is missed there.
+    assert told.absent.keys() == {"heads"}
+    assert told.absent["heads"] == f"{told.refusals['block.qkv']} (so 2 of 2 layers, as 'block.qkv')"
+    assert found(model_of(Packed(split))).absent.keys() == {"MLPs"}
+    assert found(model_of(Fused())).absent == {}
+
+
+@pytest.mark.parametrize(
+    ("gated", "width"),
+    [
+        (lambda x: torch.cat([part.relu() for part in x.chunk(2, -1)], -1), 128),
+        (turned, 64),
+        # Of 32 channels each there would be one part.
+        (split, 64),
+        (lambda x: x.split([64, 32, 32], -1)[0], 64),
+        (lambda x: x[..., :64] * x[..., 64:], 64),
+    ],
+)
+def test_halves_that_do_not_meet_channel_by_channel_stay(gated, width):
+    assert found(model_of(Packed(gated, width))).refusals["block.fc1"].startswith("unsupported: ")
+
+
+def test_a_trial_leaves_the_model_as_it_was():
+    model = model_of(Fused())
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    images = random_batch(zoo.SPEC, 2)
+    expected = model(pixel_values=images).logits
+    find_units(model, zoo.SPEC, {})
+
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert torch.equal(model(pixel_values=images).logits, expected)
+
+
+def unit(kind: UnitKind, width: int) -> Unit:
+    return Unit(
+        name="a",
+        kind=kind,
+        producers=("a.0",),
+        consumer="a.1",
+        width=width,
+        step=step_for(kind, width),
+        params_per_channel=1,
+        macs_per_channel=1,
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "width", "ratio", "keep"),
+    [
+        (UnitKind.MLP, 3072, 0.125, 2688),
+        (UnitKind.MLP, 3072, 0.1, 2752),  # 2764.8 lies between 2752 and 2816
+        (UnitKind.MLP, 512, 0.1, 448),  # 460.8 between 448 and 480
+        (UnitKind.MLP, 512, 0.03, 512),  # 496.6 is nearer to the full width: left alone
+        (UnitKind.MLP, 512, 0.03125, 480),  # 496 is as near to 480 as to 512: the smaller
+        (UnitKind.MLP, 320, 0.05, 288),  # 304, a tie that binary fractions would miss
+        (UnitKind.MLP, 512, 0.99, 128),  # never below a quarter
+        (UnitKind.MLP, 224, 0.99, 64),  # a quarter is 56, no multiple of 32
+        (UnitKind.CONV_INNER, 256, 0.1, 224),  # 230.4 between 224 and 240
+        (UnitKind.CONV_INNER, 100, 0.05, 96),
+        (UnitKind.CONV_INNER, 64, 0.99, 16),
+        (UnitKind.HEADS, 12, 0.1, 11),
+        (UnitKind.HEADS, 12, 0.01, 12),
+        (UnitKind.HEADS, 6, 0.99, 2),
+        (UnitKind.HEADS, 2, 0.99, 1),
+    ],
+)
+def test_a_ratio_snaps_to_the_nearest_aligned_width(kind, width, ratio, keep):
+    assert snap(unit(kind, width), ratio) == keep
+
+
+@pytest.mark.parametrize("kind", UnitKind)
+@pytest.mark.parametrize("width", [1, 2, 16, 31, 64, 100, 1023, 1024, 3072])
+def test_no_ratio_gives_an_unaligned_width_or_less_than_a_quarter(kind, width):
+    for percent in range(1, 100):
+        keep = snap(unit(kind, width), percent / 100)
+        assert keep == width or (keep % step_for(kind, width) == 0 and width / 4 <= keep < width)
+
+
+@pytest.mark.parametrize(
+    ("kind", "width"), [(UnitKind.HEADS, 1), (UnitKind.CONV_INNER, 16), (UnitKind.MLP, 32), (UnitKind.MLP, 24)]
+)
+def test_a_narrow_unit_has_no_aligned_width(kind, width):
+    assert not aligned_widths(width, step_for(kind, width))

@@ -1,12 +1,17 @@
-"""A deployed model as its user sees it: loaded, asked, checked, refused."""
+"""An opened model: images in, labels out; shared by threads, loaded by several at once; damage is one line."""
 
 import json
 import re
 import shutil
 import subprocess
 import sys
+import threading
 import warnings
+from collections.abc import Callable, Generator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import deployed
 import numpy as np
@@ -16,6 +21,9 @@ import zoo
 from photographs import PHOTOGRAPHS, lying_on_its_side, of_a_telephone
 from PIL import Image
 from safetensors.numpy import load_file, save_file
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from transformers import PreTrainedModel
 
 from profiling_agent import load
 from profiling_agent.data.images import decode_rgb
@@ -25,9 +33,10 @@ from profiling_agent.lib.io import file_sha256
 from profiling_agent.lib.machine import environment
 from profiling_agent.runtimes.artifact import CardRow, QuantizedLayer, read_recipe, write_card
 from profiling_agent.runtimes.load import cpu_note
-from profiling_agent.runtimes.registry import Source, noise_batch
+from profiling_agent.runtimes.open_vino import MAX_SIZES, MIN_SIZES, OpenVinoSession, num_kept
+from profiling_agent.runtimes.registry import Source, noise_batch, open_session
 from profiling_agent.runtimes.save import save_deployed
-from profiling_agent.runtimes.torch_artifact import save_model
+from profiling_agent.runtimes.torch_artifact import load_module, save_model
 
 IMAGES = noise_batch(zoo.SPEC, 3, seed=2)
 NAMES = ("eager float32", "eager dynamic", "onnxruntime float32", "openvino float32")
@@ -369,3 +378,112 @@ def test_a_source_without_onnx_is_refused_where_a_runtime_reads_it(root: Path, t
         with pytest.raises(ArtifactError, match="needs the model as ONNX"):
             save_deployed(bare, deployed.deployment(name), tmp_path / "model")
         assert not (tmp_path / "model").exists()
+
+
+# How long the second thread has to begin: all of it passes where it is made to wait, as it should be.
+CHANCE_S = 0.2
+LONG_S = 30
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    save_model(zoo.vit(), tmp_path / "model", spec=zoo.SPEC, processor=zoo.processor(), base_model="zoo")
+    return tmp_path / "model"
+
+
+@contextmanager
+def at_first_parameters(first: Callable[[], None], second: Callable[[], None]) -> Generator[tuple[Any, Any]]:
+    """Give two threads, one worker each, that call these as soon as a module of theirs is given its first parameter."""
+    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
+        waiting = {one.submit(threading.get_ident).result(): first, other.submit(threading.get_ident).result(): second}
+
+        def begin(_module: nn.Module, _name: str, _held: Any) -> None:
+            waiting.pop(threading.get_ident(), lambda: None)()
+
+        handle = register_module_parameter_registration_hook(begin)
+        try:
+            yield one, other
+        finally:
+            one.shutdown()
+            other.shutdown()
+            handle.remove()
+
+
+def test_two_threads_that_load_at_once_leave_torchs_initialisers_to_others(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    first_in, second_in, first_out = threading.Event(), threading.Event(), threading.Event()
+    places = ((nn.init, "kaiming_uniform_"), (nn.init, "normal_"), (PreTrainedModel, "init_weights"))
+    before = [getattr(place, name) for place, name in places]
+    for (place, name), held in zip(places, before, strict=True):
+        # Put back by pytest, so that no other test suffers where this one fails.
+        monkeypatch.setattr(place, name, held)
+
+    def first_begins() -> None:
+        first_in.set()
+        second_in.wait(CHANCE_S)
+
+    def second_begins() -> None:
+        second_in.set()
+        first_out.wait(LONG_S)
+
+    def load_first() -> nn.Module:
+        try:
+            return load_module(folder)
+        finally:
+            first_out.set()
+
+    def load_second() -> nn.Module:
+        first_in.wait(LONG_S)
+        return load_module(folder)
+
+    with at_first_parameters(first_begins, second_begins) as (one, other):
+        models = [running.result() for running in (one.submit(load_first), other.submit(load_second))]
+
+    weights, others = (model.state_dict() for model in models)
+    assert all(torch.equal(tensor, others[name]) for name, tensor in weights.items())
+    assert [getattr(place, name) for place, name in places] == before
+
+
+NUM_THREADS, NUM_CALLS = 4, 50
+# Two of each size, as those share what is compiled for it: the other one's place is `number ^ 1`.
+BATCHES = [noise_batch(zoo.SPEC, size, seed=10 * size + number) for size in (1, 2, 3) for number in (1, 2)]
+
+
+@pytest.mark.parametrize("name", ["eager float32", "onnxruntime float32", "openvino float32", "openvino static"])
+def test_each_thread_gets_the_answers_to_its_own_images(source: Source, tmp_path: Path, name: str):
+    save_deployed(source, deployed.deployment(name), tmp_path / "model", num_threads=1)
+    model, together = load(tmp_path / "model"), threading.Barrier(NUM_THREADS)
+    alone = [model(batch).logits.numpy() for batch in BATCHES]
+
+    def apart(number: int) -> float:
+        """Return how far an answer is from that of one thread alone; another's is 1 from it."""
+        found = model(BATCHES[number]).logits.numpy()
+        return deployed.distance(found, alone[number]) / deployed.distance(alone[number ^ 1], alone[number])
+
+    def ask(first: int) -> float:
+        together.wait()
+        return max(apart((first + turn) % len(BATCHES)) for turn in range(NUM_CALLS))
+
+    with ThreadPoolExecutor(NUM_THREADS) as pool:
+        assert max(pool.map(ask, range(NUM_THREADS))) < 0.3
+
+
+def test_of_the_sizes_that_a_graph_is_compiled_for_the_one_longest_unused_goes(source: Source, tmp_path: Path):
+    save_deployed(source, deployed.deployment("openvino float32"), tmp_path / "model", num_threads=1)
+    session = open_session(tmp_path / "model", num_threads=1)
+    assert isinstance(session, OpenVinoSession)
+    image = noise_batch(zoo.SPEC, 1)
+    (expected,) = session.run(image)
+
+    answers = [session.run(np.repeat(image, size, axis=0)) for size in (*range(1, MAX_SIZES + 1), 1, MAX_SIZES + 1)]
+
+    assert [*session._requests] == [*range(3, MAX_SIZES + 1), 1, MAX_SIZES + 1]
+    assert max(deployed.distance(row, expected) for answer in answers for row in answer) < 1e-5
+
+
+def test_large_weights_are_laid_out_for_fewer_sizes():
+    # A ResNet-18's, a ViT-B's and a ViT-L's, in float32.
+    kept = [num_kept(weight_bytes) for weight_bytes in (0, 47_000_000, 346_000_000, 1_217_000_000)]
+
+    assert kept == [MAX_SIZES, MAX_SIZES, 6, MIN_SIZES]

@@ -1,4 +1,4 @@
-"""Everything we save comes back in a fresh process and says the same."""
+"""Saved models come back as they were, in halves too."""
 
 import json
 import subprocess
@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 import zoo
+from pruning.families import FAMILIES, TIMM_FAMILIES, processor_of, spec_of
 from safetensors.torch import load_file
 from torch import nn
 
 from profiling_agent.errors import ArtifactError
-from profiling_agent.modules.inference import random_batch
+from profiling_agent.modules.complexity import count_complexity
+from profiling_agent.modules.inference import floating_dtype, logits_of, random_batch
 from profiling_agent.quantization.kinds import parameter_bytes
 from profiling_agent.quantization.layers import DynamicLinear, QuantizedModule, StaticLayer
 from profiling_agent.quantization.quantize import Quantized, quantize_model
@@ -309,3 +311,38 @@ def test_saving_leaves_the_mode_of_the_model(tmp_path: Path):
 
     assert model.training
     assert not load_module(tmp_path / "model").training
+
+
+# One that casts its images by itself, one that doesn't, and one with a table of coordinates that isn't saved.
+QUICK = ("vit", "resnet", "swinv2")
+# Eight significant bits, through all layers of a network of random weights.
+BOUND = 0.1
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(family, marks=() if family in QUICK else pytest.mark.slow)
+        for family in FAMILIES
+        if family not in TIMM_FAMILIES
+    ],
+)
+def test_a_model_in_half_precision_as_a_whole_opens_answers_and_is_counted(family: str, tmp_path: Path):
+    model = FAMILIES[family]()
+    spec = spec_of(model)
+    images = random_batch(spec, 2)
+    expected = logits_of(model, images)
+    macs = {name: row.macs for name, row in count_complexity(model, spec).items()}
+
+    # What a model in eval mode keeps of float32 (LeViT its attention biases), training mode lets go.
+    half = model.to(torch.bfloat16).train().eval()
+    save_model(half, tmp_path / "model", spec=spec, processor=processor_of(spec), base_model="tiny")
+    loaded = load_module(tmp_path / "model")
+
+    assert floating_dtype(loaded) is torch.bfloat16
+    found = logits_of(loaded, images)
+    assert found.dtype is torch.float32
+    assert float((found - expected).norm() / expected.norm()) < BOUND
+    skeleton = load_skeleton(tmp_path / "model")
+    assert floating_dtype(skeleton) is torch.float32
+    assert {name: row.macs for name, row in count_complexity(skeleton, spec).items()} == macs

@@ -1,9 +1,14 @@
-"""Each number in the planners' golden prompts, traced to its record: worked out from that again, without the code that wrote it."""
+"""Prompts: their examples, their numbers, and the texts that the LLM gets."""
 
+import json
 import re
+from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
+import prompt_examples
 import pytest
+from advisors import advisor_of
 from asked import (
     CHANGED,
     DEAR,
@@ -16,11 +21,156 @@ from asked import (
     judged,
     questions,
     searched,
+    setting,
     tried,
 )
+from chat_server import Said, chat_server
+from full_depth import judged_deep
+from loops import best_saving, loop
+from made import GOAL, attempt, journal, race_result
 from scipy import stats
 
-from profiling_agent.schemas import RaceResult
+from profiling_agent.planning.allocation import dry_run, guard, saved_share
+from profiling_agent.planning.llm_planner import NextAnswer, PlanAnswer, plan_question
+from profiling_agent.planning.rules import analyse
+from profiling_agent.prompts import render  # pyright: ignore[reportMissingImports] - mapped on install
+from profiling_agent.runtimes.registry import recommend
+from profiling_agent.schemas import Deployment, DeploymentSearch, RaceResult
+from profiling_agent.search.deployments import PROMISE
+
+AGENTS = {"analysis": PlanAnswer, "iterative_pruning": NextAnswer}
+SEEN = prompt_examples.read_evidence()
+# What a nat costs of the images in the world of each model; in the second one's a bold first plan is refused.
+WORLDS = ((0, 0.6), pytest.param(1, 1.2, marks=pytest.mark.slow))
+
+
+def answers(text: str) -> list[dict]:
+    return [json.loads(line) for line in re.findall(r"^\{.*\}$", text, re.MULTILINE)]
+
+
+def test_the_examples_are_those_of_the_record():
+    for name, text in prompt_examples.texts(SEEN).items():
+        assert (prompt_examples.PROMPTS / name).read_text(encoding="utf-8") == text
+
+
+@pytest.mark.parametrize("agent", AGENTS)
+def test_each_example_is_an_answer(agent: str):
+    found = [AGENTS[agent].model_validate(answer) for answer in answers(render(f"{agent}_examples"))]
+    assert len(found) == (2 if agent == "analysis" else 3)
+
+
+def test_the_first_plan_does_what_its_example_says_and_the_bad_one_is_sent_back():
+    seen, (good, bad) = SEEN[0], [PlanAnswer.model_validate(one) for one in answers(render("analysis_examples"))]
+    dry = dry_run(good.plan, seen.profile)
+
+    assert dry.kl is not None
+    assert f"{saved_share(dry.cuts, seen.profile, 'macs'):.1%} of the MACs for {dry.kl:.2g} nats" in good.reason
+    assert guard(good.plan, seen.profile, seen.goal).complaint is None
+    # At worst it loses what may be lost.
+    assert dry.kl / 0.01 / 100 <= seen.goal.max_accuracy_drop
+    assert guard(bad.plan, seen.profile, seen.goal).complaint is not None
+    cost = dry_run(bad.plan, seen.profile)
+    assert f"predicted to cost {cost.kl:.2g} nats" in render("analysis_examples")
+
+
+def test_the_next_plan_lies_between_what_was_accepted_and_what_was_refused():
+    seen, (good, stop, bad) = (
+        SEEN[-1],
+        [NextAnswer.model_validate(one) for one in answers(render("iterative_pruning_examples"))],
+    )
+    shares = {
+        row.number: saved_share(row.dry_run.cuts, seen.profile, "macs") for row in seen.journal.attempts if row.dry_run
+    }
+    told = [int(number) for number in re.findall(r"ttempt (\d+)", good.reason)]
+    accepted, refused = (next(row for row in seen.journal.attempts if row.number == number) for number in told[:2])
+
+    assert accepted.accepted
+    assert not refused.accepted
+    assert good.plan.target is not None
+    assert shares[accepted.number] < good.plan.target.saving < shares[refused.number]
+    assert f"at a measured {accepted.calibration_kl:.2g} nats" in good.reason
+    assert stop.stop
+    assert bad.plan.target is not None
+    assert bad.plan.target.saving < shares[accepted.number]
+
+
+def as_the_examples_do(payload: dict, number: int) -> Said:
+    """Give the first plan's example, then the next one's, and stop as the last one does."""
+    system, prompt = payload["messages"][0]["content"], payload["messages"][1]["content"]
+    found, tried = answers(system), len(re.findall(r"^attempt \d+ ", prompt, re.MULTILINE))
+    return Said(content=json.dumps(found[1] if tried >= 3 else found[0]))
+
+
+@pytest.mark.parametrize(("number", "lost_per_nat"), WORLDS)
+def test_who_answers_as_the_examples_do_makes_the_first_plan_and_is_no_worse_than_the_rules(
+    number: int, lost_per_nat: float, tmp_path: Path
+):
+    found = SEEN[number].profile
+    with chat_server(as_the_examples_do) as server:
+        attempts = loop(advisor_of(server, tmp_path), "hybrid", found, lost_per_nat)
+
+    assert attempts[0].origin.by == "openai:scripted"
+    assert best_saving(attempts, found) >= 0.95 * best_saving(loop(None, "rules", found, lost_per_nat), found)
+
+
+GOLDEN = Path(__file__).parent / "golden"
+MAX_PROMPT = 16_000
+
+
+@pytest.mark.parametrize("agent", ["input_shape_resolver", "analysis", "iterative_pruning"])
+def test_a_prompt_reads_as_it_did(agent: str):
+    asked = questions()[agent]
+    text = f"{asked.instructions}\n=== evidence ===\n\n{asked.evidence}"
+    path = GOLDEN / f"{agent}.txt"
+    if not path.exists():
+        path.write_text(text, encoding="utf-8")
+        pytest.fail(f"{path.name} was written: look at it, and commit it")
+
+    assert text == path.read_text(encoding="utf-8")
+
+
+def searched_everywhere() -> DeploymentSearch:
+    """Return a search among all runtimes and schemes that are known, in each of which all was measured."""
+    model = searched().options[-1]
+    options = tuple(
+        model.model_copy(
+            update={"deployment": Deployment(runtime=runtime, scheme=scheme, recommendations=recommend(scheme))}
+        )
+        for runtime, scheme in PROMISE
+    )
+    return DeploymentSearch(options=options, chosen=options[0].deployment)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ViT-B/16", "Swin-B", "ResNet-101"])
+def test_a_model_of_full_depth_fits(name: str):
+    found = judged_deep(name)
+    rules = analyse(found, GOAL)
+    raced = race_result("both", 2.5, 2.4, 2.6)
+    tried = [
+        attempt(number, 0.2, accepted=False, correct=861).model_copy(
+            update={"plan": rules, "dry_run": dry_run(rules, found), "race_result": raced, "calibration_kl": 0.0123}
+        )
+        for number in range(1, 5)
+    ]
+    everywhere = tuple(f"{runtime} {scheme}" for runtime, scheme in PROMISE)
+    seen = journal(*tried).model_copy(update={"deployment_search": searched_everywhere()})
+
+    opened = seen.model_copy(update={"attempts": ()})
+    first = plan_question(found, GOAL, rules, opened, setting=replace(setting(GOAL, is_first=True), schemes=everywhere))
+    later = plan_question(
+        found, GOAL, rules, seen, attempts_left=1, setting=replace(setting(GOAL, is_first=False), schemes=everywhere)
+    )
+
+    assert len(found.units) >= 24
+    assert found.params > 40e6
+    for asked in (first, later):
+        assert len(asked.instructions) + len(asked.evidence) < MAX_PROMPT
+        # The attempts, the deployments, each group's row and what can be reached are there, whatever else had to go.
+        assert "were left out" not in asked.evidence.split("Single units")[0]
+        assert "(its maximum)" in asked.evidence
+    assert later.evidence.count("times as fast as the baseline") >= len(tried)
+
 
 # A number as it stands: not in a name, and not within a word such as float32.
 NUMBER = re.compile(r"(?<![\w.-])-?\d+(?:\.\d+)?(?:e[-+]?\d+)?%?(?![\w])")
@@ -207,3 +357,20 @@ def test_each_number_has_its_record(agent: str):
 
     assert untraced == []
     assert len(numbers(rest)) > 50
+
+
+def test_a_prompt_is_filled_in():
+    text = render("input_shape_resolver", config="{'image_size': 32}", rules="processor: 3x32x32")
+
+    assert "{'image_size': 32}" in text
+    assert "$" not in text
+
+
+def test_a_missing_value_is_an_error():
+    with pytest.raises(KeyError, match="rules"):
+        render("input_shape_resolver", config="x")
+
+
+def test_a_value_that_the_prompt_never_mentions_is_an_error():
+    with pytest.raises(KeyError, match="never mentions"):
+        render("input_shape_resolver", config="x", rules="y", extra="z")

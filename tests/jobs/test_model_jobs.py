@@ -1,4 +1,4 @@
-"""What the jobs around a runtime make of a saved model and drawn images."""
+"""Jobs that make models: pruning, tuning and deployment."""
 
 import json
 from pathlib import Path
@@ -9,14 +9,20 @@ import numpy as np
 import pytest
 import torch
 import zoo
+from outlier_channels import stick_out
+from torch import nn
 
 from profiling_agent.data.prepared import iter_batches
 from profiling_agent.errors import ArtifactError, QuantizationError
-from profiling_agent.jobs.tasks import DeployTask, EvaluateTask, ExportTask
+from profiling_agent.jobs.handlers.models import prune
+from profiling_agent.jobs.tasks import DeployTask, EvaluateTask, ExportTask, PruneTask, TuneTask
 from profiling_agent.lib.machine import environment, has_vnni
 from profiling_agent.measure.predictions import read_predictions
+from profiling_agent.modules.inference import logits_of, random_batch
+from profiling_agent.pruning.units import find_units
+from profiling_agent.pruning.widths import snap
 from profiling_agent.runtimes.torch_artifact import load_module, load_recipe
-from profiling_agent.schemas import ArtifactRef, Deployment, SplitInfo
+from profiling_agent.schemas import ArtifactRef, Cut, Deployment, SplitInfo
 
 NUM_IMAGES = 20
 
@@ -121,3 +127,78 @@ def test_no_calibration_images_are_refused(root: Path):
 def test_too_few_calibration_images_for_static_scales_are_refused(root: Path):
     with pytest.raises(QuantizationError, match="at least"):
         deployed(root, "few", Deployment(runtime="inductor", scheme="static"), calibration=split("recovery", 2))
+
+
+@pytest.fixture
+def task(tmp_path) -> PruneTask:
+    model = zoo.vit()
+    units = find_units(model, zoo.SPEC, {}).units
+    return PruneTask(
+        baseline=in_process.saved(tmp_path, "baseline", model),
+        cuts=tuple(Cut(unit=unit, keep=snap(unit, 0.4), requested_ratio=0.4) for unit in units),
+        calibration=in_process.drawn(tmp_path, "calibration", 128),
+        seed=0,
+    )
+
+
+def test_the_saved_candidate_is_the_compensated_one(task: PruneTask, tmp_path):
+    job = in_process.context(task, tmp_path, "on")
+    done = prune(task, job)
+    plain = in_process.run(task.model_copy(update={"compensate": False}), tmp_path, "off")
+    images = torch.cat([images for images, _ in iter_batches(job.images("calibration"), batch_size=32)])
+    expected, near, far = (
+        logits_of(load_module(folder), images)
+        for folder in (tmp_path / "baseline", job.folder / "model", tmp_path / "jobs" / "off" / "model")
+    )
+
+    assert done.compensation == ("least squares",)
+    assert done.kl is not None
+    assert done.kl_uncompensated is not None
+    assert done.kl < done.kl_uncompensated
+    assert (near - expected).norm() < (far - expected).norm()
+    assert (plain.kl, plain.kl_uncompensated, plain.compensation) == (None, None, ())
+    assert plain.mask_error == done.mask_error
+    assert load_recipe(job.folder / "model").cuts == task.cuts
+
+
+def ask(root: Path, model: nn.Module, num_images: int = 40) -> TuneTask:
+    return TuneTask(
+        model=in_process.saved(root, "model", model),
+        scheme="dynamic",
+        calibration=in_process.drawn(root, "calibration", num_images),
+        latency_shares={"classifier": 0.25},
+        batch_size=16,
+    )
+
+
+def test_a_folded_model_is_saved_in_float32_and_says_the_same(tmp_path: Path):
+    model = zoo.vit()
+    stick_out(model)
+    batch = random_batch(zoo.SPEC, 4, seed=9)
+
+    done = in_process.run(ask(tmp_path, model), tmp_path, "tune")
+
+    assert done.model.path == "jobs/tune/model"
+    assert load_recipe(tmp_path / "jobs" / "tune" / "model").quantized == ()
+    with torch.inference_mode():
+        expected, found = (
+            model(pixel_values=batch).logits,
+            load_module(tmp_path / "jobs" / "tune" / "model")(pixel_values=batch).logits,
+        )
+    assert float((found - expected).norm() / expected.norm()) < 1e-4
+    assert done.kl < done.kl_unfolded / 4
+    assert len(done.sites) == 4
+    # Six linear layers a block, and the classifier.
+    assert len(done.layers) == 13
+    assert {row.layer: row.latency_share for row in done.layers}["classifier"] == 0.25
+    assert done.num_images == 32
+
+
+def test_a_model_with_nothing_to_fold_is_handed_on_as_it_is(tmp_path: Path):
+    task = ask(tmp_path, zoo.resnet(), num_images=8)
+
+    done = in_process.run(task.model_copy(update={"scheme": "static"}), tmp_path, "tune")
+
+    assert done.model == task.model
+    assert not (tmp_path / "jobs" / "tune" / "model").exists()
+    assert done.num_images == 8

@@ -1,19 +1,134 @@
-"""What a served graph lets a request name: facts of the policy, and of the graph that langgraph.json names."""
+"""Agents on scripted jobs: acquisition, the input shape, and the limits of requests."""
 
+import json
 import os
 from pathlib import Path
 
 import pytest
+import zoo
+from advisors import advisor_of
+from chat_server import Said, chat_server, error, in_turn
+from langchain_core.language_models.fake_chat_models import FakeListChatModel
 from langgraph.checkpoint.memory import InMemorySaver
+from transformers import ViTImageProcessorPil
 
 from profiling_agent import build_graph
 from profiling_agent.errors import PlanError, RequestError
-from profiling_agent.request import Request
+from profiling_agent.graph.nodes import choose_advisor, resolve_with
 from profiling_agent.graph.session import Sessions
 from profiling_agent.graph.state import Limits, RunState, operators_limits
 from profiling_agent.graphs.optimization import graph  # pyright: ignore[reportMissingImports] - mapped on install
+from profiling_agent.jobs.runner import Jobs
+from profiling_agent.jobs.tasks import ResolveShapeTask
 from profiling_agent.llm.chat import Endpoint
+from profiling_agent.request import Request
 from profiling_agent.schemas import Acquired, ModelSource
+from profiling_agent.workspace import Workspace
+
+
+def test_the_language_model_is_the_one_that_was_requested(tmp_path: Path):
+    model = FakeListChatModel(responses=[])
+    assert choose_advisor(Request(), model, ()) == {
+        "advisor_object": "FakeListChatModel",
+        "advisor_note": "FakeListChatModel plans beside the built-in rules",
+    }
+    assert choose_advisor(Request(planner="rules"), model, ()) == {
+        "advisor_note": "the built-in rules plan: they were requested"
+    }
+    with chat_server(in_turn(Said(content="ready"))) as server:
+        chosen = choose_advisor(Request(llm="openai:m", base_url=server.url, planner="llm"), None, ())
+    assert (chosen["endpoint"].name, chosen["advisor_note"]) == ("openai:m", "openai:m plans")
+    record = tmp_path / "llm.jsonl"
+    lines = [{"kind": "turn", "model": "openai:m"}, {"kind": "answer", "agent": "analysis", "answer": {}}]
+    record.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    assert choose_advisor(Request(llm=f"recorded:{record}"), None, ()) == {
+        "recorded": str(record),
+        "advisor_note": "openai:m, recorded plans beside the built-in rules",
+    }
+
+
+def test_a_key_in_the_environment_is_no_request(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
+    monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:9/v1")
+
+    assert choose_advisor(Request(), None, ()) == {
+        "advisor_note": "the built-in rules plan: no language model was requested"
+    }
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        ({"llm": "openai:m"}, "OPENAI_API_KEY isn't set"),
+        ({"llm": "gpt-5.5"}, "did you mean openai:gpt-5.5?"),
+        ({"llm": "anthropic:claude"}, "other chat models are objects"),
+        ({"llm": "azure_openai:mine"}, "Azure is openai:DEPLOYMENT with base_url=https://RESOURCE"),
+        ({"llm": "openai:m", "base_url": "ftp://x"}, "give an address such as"),
+        ({"llm": "openai:m", "base_url": "localhost:11434/v1"}, "give an address such as"),
+        ({"llm": "openai:m", "base_url": "http://127.0.0.1:9/v1"}, "gave no answer"),
+        ({"base_url": "http://127.0.0.1:9/v1"}, "name its model, as in llm=openai:MODEL"),
+        ({"planner": "llm"}, "planner is 'llm' but llm is 'none'"),
+        ({"llm": "recorded:nowhere.jsonl"}, "has no answers of a language model"),
+        ({"llm": "recorded:"}, "has no answers of a language model"),
+    ],
+)
+def test_what_can_not_be_had_is_one_line(request_: dict[str, str], message: str):
+    with pytest.raises(RequestError) as caught:
+        choose_advisor(Request.model_validate(request_), None, ())
+
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_wrong_key_is_one_line_before_anything_starts():
+    with (
+        chat_server(in_turn(error(401, "Incorrect API key"))) as server,
+        pytest.raises(RequestError, match=r"Incorrect API key.*check the address, the model's name and the key"),
+    ):
+        choose_advisor(Request(llm="openai:m", base_url=server.url), None, (server.url,))
+
+
+RIGHT = Said(content='{"channels": 3, "height": 32, "width": 32}')
+WRONG = Said(content='{"channels": 3, "height": 48, "width": 48}')
+
+
+@pytest.fixture
+def jobs(tmp_path: Path):
+    root = tmp_path / "run"
+    (root / "jobs").mkdir(parents=True)
+    opened = Jobs(Workspace(root))
+    yield opened
+    opened.close()
+
+
+def task_of(folder: Path, side: int) -> ResolveShapeTask:
+    """Return the task for a model that takes 32x32, saved with a processor that makes images of `side`."""
+    zoo.save(zoo.vit(), folder)
+    ViTImageProcessorPil(size={"height": side, "width": side}).save_pretrained(folder)
+    return ResolveShapeTask(model=str(folder), device="cpu")
+
+
+def test_a_contradiction_is_settled_by_the_model_that_was_asked(jobs: Jobs, tmp_path: Path):
+    with chat_server(in_turn(WRONG, RIGHT)) as server:
+        resolved = resolve_with(advisor_of(server, tmp_path), task_of(tmp_path / "model", 48), jobs)
+
+    assert resolved.input.batch(1) == (1, 3, 32, 32)
+    assert resolved.input.source == "openai:scripted"
+    assert "the model refuses an image of '3x48x48'" in server.asked[1]["messages"][-1]["content"]
+
+
+@pytest.mark.slow
+def test_the_rules_stand_where_the_model_is_wrong_three_times_or_not_needed(jobs: Jobs, tmp_path: Path):
+    with chat_server(in_turn(WRONG)) as server:
+        doubtful = resolve_with(advisor_of(server, tmp_path), task_of(tmp_path / "doubtful", 48), jobs)
+        certain = resolve_with(advisor_of(server, tmp_path), task_of(tmp_path / "certain", 32), jobs)
+
+    assert doubtful.input.batch(1) == certain.input.batch(1) == (1, 3, 32, 32)
+    assert doubtful.input.source.startswith("model config; from_processor: ")
+    assert "openai:scripted: the model refuses" in doubtful.input.source
+    assert certain.input.source == "image processor"
+    assert len(server.asked) == 3
+
 
 EVIL, OWN = "http://evil.example/v1", "http://gpu-box:8000/v1"
 

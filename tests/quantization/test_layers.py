@@ -1,0 +1,346 @@
+"""Quantized layers: dynamic, static and half precision, the bytes they take, and the instructions they need."""
+
+import copy
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+import zoo
+from torch import nn
+from torch_dynamic import torch_quantize_dynamic
+
+from profiling_agent.errors import ArtifactError, QuantizationError
+from profiling_agent.lib.machine import environment, has_vnni
+from profiling_agent.quantization.calibrate import CAPACITY, Observed, Sampler
+from profiling_agent.quantization.kinds import CLASSES, parameter_bytes, rebuilt
+from profiling_agent.quantization.layers import CastLayer, DynamicLinear, Grid, StaticLayer, torch_has_vnni
+from profiling_agent.runtimes.artifact import model_bytes
+from profiling_agent.runtimes.torch_artifact import save_model
+from profiling_agent.schemas import RUNTIMES
+
+
+@pytest.fixture
+def linear() -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(64, 48)
+
+
+@pytest.fixture
+def x() -> torch.Tensor:
+    return torch.randn(3, 7, 64, generator=torch.Generator().manual_seed(1))
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected).detach().norm() / expected.detach().norm())
+
+
+def test_int8_is_bit_equal_to_torch_with_seven_bit_activations(linear: nn.Linear, x: torch.Tensor):
+    theirs = torch_quantize_dynamic(nn.Sequential(linear), ["0"], "qint8")
+
+    ours = DynamicLinear.from_linear(linear, "qint8", reduce_range=True)
+
+    assert torch.equal(ours(x), theirs(x))
+
+
+def test_float16_is_bit_equal_to_torch(linear: nn.Linear, x: torch.Tensor):
+    theirs = torch_quantize_dynamic(nn.Sequential(linear), ["0"], "float16")
+
+    assert torch.equal(DynamicLinear.from_linear(linear, "float16")(x), theirs(x))
+
+
+@pytest.mark.skipif(not torch_has_vnni(), reason="this CPU needs 7-bit activations")
+def test_eight_bit_activations_are_closer_than_seven(linear: nn.Linear, x: torch.Tensor):
+    errors = [
+        relative_error(DynamicLinear.from_linear(linear, "qint8", reduce_range=reduced)(x), linear(x))
+        for reduced in (False, True)
+    ]
+
+    assert errors[0] < errors[1] < 0.05
+
+
+def test_int8_weights_are_steps_of_the_largest_in_their_row():
+    linear = nn.Linear(4, 2, bias=False)
+    linear.weight = nn.Parameter(torch.tensor([[127.5, -127.5, 1.0, 0.0], [0.0, 0.0, 0.0, 0.0]]))
+
+    tensors = DynamicLinear.from_linear(linear, "qint8").export_tensors()
+
+    assert tensors["weight"].tolist() == [[127, -128, 1, 0], [0, 0, 0, 0]]
+    assert tensors["scale"][0] == 1.0
+    assert "bias" not in tensors
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dtype", ["qint8", "float16"])
+def test_plain_tensors_bring_the_layer_back_bit_by_bit(dtype, bias: bool, x: torch.Tensor):
+    layer = DynamicLinear.from_linear(nn.Linear(64, 48, bias=bias), dtype)
+
+    back = DynamicLinear.from_tensors(layer.export_tensors(), reduce_range=layer.reduce_range)
+
+    assert torch.equal(back(x), layer(x))
+    assert (back.in_features, back.out_features, back.dtype) == (64, 48, dtype)
+
+
+@pytest.mark.parametrize("dtype", ["qint8", "float16"])
+def test_a_deep_copy_computes_the_same(dtype, linear: nn.Linear, x: torch.Tensor):
+    layer = DynamicLinear.from_linear(linear, dtype)
+
+    assert torch.equal(copy.deepcopy(layer)(x), layer(x))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"), [("qint8", 48 * 64 + 4 * 48 + 4 * 48), ("float16", 2 * 48 * 64 + 4 * 48)]
+)
+def test_packed_bytes_are_those_of_the_plain_tensors(dtype, expected: int, linear: nn.Linear):
+    layer = DynamicLinear.from_linear(linear, dtype)
+
+    assert layer.packed_bytes == expected
+    assert sum(tensor.numel() * tensor.element_size() for tensor in layer.state_dict().values()) == expected
+    assert list(layer.parameters()) == list(layer.buffers()) == []
+
+
+def test_dequantized_weights_are_half_a_step_from_the_original(linear: nn.Linear):
+    layer = DynamicLinear.from_linear(linear, "qint8")
+    steps = layer.export_tensors()["scale"][:, None]
+
+    difference = (layer.dequantized().weight - linear.weight).abs()
+
+    assert bool((difference <= 0.501 * steps).all())
+
+
+def test_an_empty_batch_is_no_error(linear: nn.Linear):
+    assert DynamicLinear.from_linear(linear, "qint8")(torch.zeros(0, 64)).shape == (0, 48)
+
+
+def test_weights_that_are_not_finite_are_refused(linear: nn.Linear):
+    with torch.no_grad():
+        linear.weight[0, 0] = float("inf")
+
+    with pytest.raises(QuantizationError, match="finite"):
+        DynamicLinear.from_linear(linear, "qint8")
+
+
+def test_an_input_elsewhere_than_on_the_cpu_is_refused(linear: nn.Linear):
+    with pytest.raises(QuantizationError, match="'meta'"):
+        DynamicLinear.from_linear(linear, "qint8")(torch.zeros(1, 64, device="meta"))
+
+
+def observed(*calls: torch.Tensor) -> Observed:
+    sampler = Sampler()
+    for x in calls:
+        sampler.add(x, torch.Generator().manual_seed(0))
+    return sampler.observed()
+
+
+def test_a_layer_of_two_by_two_by_hand():
+    linear = nn.Linear(2, 2)
+    linear.weight = nn.Parameter(torch.tensor([[127.0, 1.4], [-0.254, 0.0]]))
+    linear.bias = nn.Parameter(torch.tensor([0.5, -0.5]))
+
+    # 255 steps from -1 to 1.55 are 0.01 each, and zero is step 100.
+    layer = StaticLayer.from_float(linear, -1.0, 1.55, reduce_range=False)
+    tensors = layer.export_tensors()
+
+    assert tensors["weight"].tolist() == [[127, 1], [-127, 0]]
+    assert tensors["scale"].tolist() == pytest.approx([1.0, 0.002])
+    assert (layer.grid.scale, layer.grid.zero_point) == (pytest.approx(0.01), 100)
+    # 0.123 becomes 0.12, and 9 is clipped to 1.55: 127 * 0.12 + 1 * 1.55 + 0.5, and -0.254 * 0.12 - 0.5.
+    assert layer(torch.tensor([[0.123, 9.0]]))[0].tolist() == pytest.approx([17.29, -0.53048], abs=1e-5)
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.5, 2.0), (-2.0, -0.5), (-1.0, 3.0), (0.0, 0.0)])
+def test_every_grid_hits_zero_and_its_ends(low: float, high: float):
+    grid = Grid.spanning(low, high)
+    x = torch.tensor([0.0, low, high])
+
+    assert grid.rounded(x)[0] == 0
+    assert bool(((grid.rounded(x) - x).abs() <= grid.scale).all())
+
+
+def test_seven_bits_have_half_the_steps():
+    full, reduced = (Grid.spanning(0.0, 1.0, levels) for levels in (255, 127))
+    x = torch.linspace(0, 1, 1001)
+
+    assert len(full.rounded(x).unique()) == 256
+    assert len(reduced.rounded(x).unique()) == 128
+
+
+@pytest.mark.parametrize("x", [torch.zeros(8, 4), torch.full((8, 4), 3.0), torch.zeros(0, 4), torch.tensor([[-2.0]])])
+def test_constant_and_empty_inputs_divide_by_nothing(x: torch.Tensor):
+    layer = StaticLayer.from_float(nn.Linear(4, 2), *observed(x).range())
+
+    assert bool(layer(torch.full((1, 4), 3.0)).isfinite().all())
+
+
+def test_a_range_holds_zero_and_the_ends_are_exact():
+    found = observed(torch.rand(8, 1000) + 1, torch.rand(8, 1000) + 2)
+
+    assert found.low == 0.0
+    assert 2.99 < found.high < 3.0
+
+
+def test_one_far_value_is_clipped_where_that_costs_less_than_it_saves():
+    x = torch.randn(8, 10_000, generator=torch.Generator().manual_seed(0))
+    x[0, 0] = 100.0
+
+    # A step for [-4, 100] is 0.41, whose squares come to 0.014 a value: 1100 in all, and clipping at 80 costs 400.
+    assert observed(x).range()[1] < 100.0
+
+
+def test_the_ends_are_exact_beyond_what_a_sample_has_room_for():
+    calls = [torch.rand(8, 10_000, generator=torch.Generator().manual_seed(0))] * 40
+    found = observed(*calls, torch.full((8, 10_000), -2.0))
+
+    assert found.low == -2.0
+    assert found.high == calls[0].max()
+    assert 0.9 * CAPACITY < len(found.values) == len(found.weights) <= CAPACITY
+    assert found.values.min() >= 0
+
+
+def test_many_far_values_are_kept():
+    x = torch.randn(8, 10_000, generator=torch.Generator().manual_seed(0))
+    x[:, :100] = 100.0
+
+    assert observed(x).range()[1] == 100.0
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_a_convolution_moves_as_the_float_one_does(groups: int):
+    torch.manual_seed(0)
+    conv = nn.Conv2d(4, 8, 3, stride=2, padding=1, dilation=2, groups=groups)
+    x = torch.randn(2, 4, 9, 9, generator=torch.Generator().manual_seed(0))
+
+    for layer in (StaticLayer.from_float(conv, -4.0, 4.0), CastLayer.from_float(conv)):
+        with torch.no_grad():
+            assert float((layer(x) - conv(x)).norm() / conv(x).norm()) < 0.03
+            assert float((layer.dequantized()(x) - conv(x)).norm() / conv(x).norm()) < 0.01
+
+
+def test_a_group_keeps_its_size_where_groups_were_cut():
+    original = nn.Conv2d(8, 8, 3, groups=8)
+    cut = nn.Conv2d(6, 6, 3, groups=6)
+
+    back = rebuilt("static", StaticLayer.from_float(cut, -1.0, 1.0).export_tensors(), original, reduce_range=False)
+
+    assert back(torch.randn(1, 6, 5, 5)).shape == (1, 6, 3, 3)
+    assert back.dequantized().groups == 6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_cast_layer_returns_the_dtype_that_it_is_given(dtype: torch.dtype):
+    layer = CastLayer.from_float(nn.Linear(4, 2))
+
+    assert layer(torch.ones(1, 4, dtype=dtype)).dtype == dtype
+    # Models cast their images to the dtype of a layer's weight.
+    assert layer.weight.dtype == torch.float32
+
+
+def test_a_cast_layer_computes_what_bfloat16_does():
+    linear = nn.Linear(4, 2)
+    x = torch.randn(3, 4)
+
+    assert torch.equal(CastLayer.from_float(linear)(x), copy.deepcopy(linear).bfloat16()(x.bfloat16()).float())
+
+
+@pytest.mark.parametrize("kind", ["static", "cast"])
+@pytest.mark.parametrize("float_layer", [nn.Linear(4, 2, bias=False), nn.Conv2d(4, 2, 1)])
+def test_plain_tensors_bring_a_static_layer_back_bit_by_bit(kind, float_layer: nn.Linear | nn.Conv2d):
+    made = cast("Any", CLASSES[kind, type(float_layer)])
+    layer = made.from_float(float_layer, -1.0, 2.0) if kind == "static" else made.from_float(float_layer)
+    x = torch.randn(2, 4) if isinstance(float_layer, nn.Linear) else torch.randn(2, 4, 3, 3)
+
+    back = rebuilt(kind, layer.state_dict(), float_layer, reduce_range=layer.reduce_range)
+
+    assert layer.state_dict().keys() == layer.export_tensors().keys()
+    assert torch.equal(back(x), layer(x))
+    assert torch.equal(copy.deepcopy(layer)(x), layer(x))
+
+
+def test_weights_are_held_once_in_the_bits_that_they_have():
+    layer = StaticLayer.from_float(nn.Linear(100, 8), -1.0, 1.0)
+
+    # Weights; scales, zero points and biases of 8 channels.
+    assert sum(tensor.numel() * tensor.element_size() for tensor in layer.buffers()) == 800 + 8 * (4 + 8 + 4)
+    assert sum(parameter.numel() for parameter in layer.parameters()) == 0
+
+
+@pytest.mark.parametrize("width", [2, 200])
+@pytest.mark.parametrize("value", ["inf", "-inf", "nan"])
+def test_inputs_that_are_not_finite_are_refused(value: str, width: int):
+    x = torch.ones(1, width)
+    x[0, 0] = float(value)
+
+    with pytest.raises(QuantizationError, match="inf"):
+        StaticLayer.from_float(nn.Linear(2, 2), *observed(x).range())
+
+
+def test_tensors_of_another_kind_are_refused():
+    with pytest.raises(QuantizationError, match="int8"):
+        StaticLayer.from_tensors(CastLayer.from_float(nn.Linear(2, 2)).export_tensors() | {"scale": torch.ones(2)})
+    with pytest.raises(QuantizationError, match="'LayerNorm'"):
+        rebuilt("static", {}, nn.LayerNorm(2), reduce_range=False)
+    with pytest.raises(QuantizationError, match="'Linear'"):
+        StaticLayer.from_tensors({"weight": torch.zeros(1, 1, 1, 1, dtype=torch.int8)}, nn.Linear(1, 1))
+
+
+def test_parameters_and_buffers_are_counted():
+    # Weight and bias of 3 channels, running mean and variance, and an int64 counter.
+    assert parameter_bytes(nn.BatchNorm2d(3)) == 4 * 3 * 4 + 8
+
+
+def test_tied_parameters_are_counted_once():
+    first, second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+    second.weight = first.weight
+
+    assert parameter_bytes(nn.Sequential(first, second)) == 4 * 4 * 4
+
+
+def test_packed_weights_are_counted_as_what_they_are():
+    model = nn.Sequential(nn.Linear(8, 4), DynamicLinear.from_linear(nn.Linear(8, 4), "qint8"))
+
+    assert parameter_bytes(model) == 4 * (8 * 4 + 4) + (8 * 4 + 4 * 4 + 4 * 4)
+
+
+def test_half_precision_parameters_take_two_bytes():
+    assert parameter_bytes(nn.Linear(8, 4, bias=False, dtype=torch.float16)) == 2 * 8 * 4
+
+
+def test_a_saved_model_weighs_what_its_weights_do(tmp_path: Path):
+    model = zoo.vit(num_hidden_layers=1)
+    save_model(model, tmp_path / "model", spec=zoo.SPEC, processor=zoo.processor(), base_model="zoo")
+    weights = 4 * sum(parameter.numel() for parameter in model.parameters())
+
+    # And the names of the tensors; labels, settings and what it said of two images are no part of it.
+    assert weights < model_bytes(tmp_path / "model") < weights + 5_000
+    assert model_bytes(tmp_path / "model") == (tmp_path / "model" / "weights.safetensors").stat().st_size
+
+
+def test_a_folder_without_its_weights_can_not_be_weighed(tmp_path: Path):
+    save_model(zoo.resnet(), tmp_path / "model", spec=zoo.SPEC, processor=zoo.processor(), base_model="zoo")
+    (tmp_path / "model" / "weights.safetensors").unlink()
+
+    with pytest.raises(ArtifactError, match="can't be weighed"):
+        model_bytes(tmp_path / "model")
+
+
+TORCH, OTHERS = ["eager", "inductor"], ["onnxruntime", "openvino"]
+
+
+@pytest.mark.parametrize(
+    ("cpu_flags", "known_to"),
+    [
+        # Skylake-X has AVX-512 and no VNNI, Zen 3 AVX2 alone.
+        (("avx2", "avx512f"), []),
+        (("avx2",), []),
+        # Alder Lake and what came after it: AVX-512 is off.
+        (("avx2", "avx_vnni"), OTHERS),
+        (("avx2", "avx512f", "avx512_vnni"), TORCH + OTHERS),
+        (("avx2", "avx512f", "avx512_vnni", "avx_vnni", "amx_int8"), TORCH + OTHERS),
+    ],
+)
+def test_torch_knows_vnni_of_avx512_alone_and_the_others_that_of_avx2(cpu_flags, known_to):
+    assert [name for name in RUNTIMES if has_vnni(name, cpu_flags)] == known_to
+
+
+def test_torch_says_of_this_cpu_what_its_flags_do():
+    assert {has_vnni(name, environment().cpu_flags) for name in ("eager", "inductor")} == {torch_has_vnni()}
