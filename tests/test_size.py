@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-MAX_LINES = {"profiling_agent graphs": 32664, "tests": 31939, "benchmarks": 6963}
-MAX_MODULES = 229
+MAX_LINES = {"profiling_agent graphs": 31653, "tests": 31153, "benchmarks": 6939}
+MAX_MODULES = 146
 
 
 def python_files(folders: str) -> list[Path]:
